@@ -1,0 +1,1 @@
+"""kasmina: growth -- host networks and the seeds that grow in their slots."""

@@ -1,0 +1,99 @@
+"""Where the episodes of a rollout lie, on the host, so that a recurrent policy can score them.
+
+A rollout is stored `[N, T, ...]`; one env's row may hold several episodes. A recurrent network
+wants each episode as a sequence of its own, all of them in one call, with no padding. Sorting
+the episodes by falling length and reading them time step by time step gives exactly the order
+of torch's `PackedSequence`; `SequenceLayout.rows` lists the stored rows in that order. Gather any
+stored field with it and everything downstream (encoder, LSTM, losses) sees valid rows only.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """Episodes (or the pieces of them that a rollout holds) as CPU int64 tensors `[episodes]`."""
+
+    num_envs: int
+    max_steps: int
+    env_ids: Tensor
+    starts: Tensor  # the first stored step
+    lengths: Tensor  # one or more
+
+    @classmethod
+    def from_flags(cls, ended: Tensor, step_counts: Tensor) -> "SequenceLayout":
+        """The layout of a rollout from `ended` (bool, `[N, T]`) and the stored steps per env."""
+        num_envs, max_steps = ended.shape
+        counts = step_counts.to("cpu", torch.int64)
+        steps = torch.arange(max_steps)
+        is_last_stored = steps == counts[:, None] - 1
+        closes = (ended.cpu() | is_last_stored) & (steps < counts[:, None])
+        env_ids, last_steps = closes.nonzero(as_tuple=True)
+        starts = torch.zeros_like(last_steps)
+        same_env = env_ids[1:] == env_ids[:-1]
+        starts[1:] = torch.where(same_env, last_steps[:-1] + 1, 0)
+        return cls(num_envs, max_steps, env_ids, starts, last_steps + 1 - starts)
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """R: stored steps in all, known without asking the device."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Episodes by falling length: the order of the packed batch."""
+        return torch.argsort(self.lengths, descending=True, stable=True)
+
+    @cached_property
+    def batch_sizes(self) -> Tensor:
+        """How many episodes are still running at each time step: `PackedSequence.batch_sizes`."""
+        if self.num_episodes == 0:
+            return torch.zeros(0, dtype=torch.int64)
+        steps = torch.arange(int(self.lengths.max()))
+        return (self.lengths[:, None] > steps).sum(dim=0)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Flat positions (env * max_steps + step) of the stored steps in packed order, `[R]`."""
+        if self.num_episodes == 0:
+            return torch.zeros(0, dtype=torch.int64)
+        first = (self.env_ids * self.max_steps + self.starts)[self.order]
+        steps = torch.arange(len(self.batch_sizes))[:, None]
+        return (first + steps)[steps < self.lengths[self.order]]
+
+    @cached_property
+    def continues(self) -> Tensor:
+        """Which packed episodes go on from a state stored before the rollout, bool `[episodes]`.
+
+        The others begin right after an episode's end, with a zero state.
+        """
+        return self.starts[self.order] == 0
+
+    def select(self, env_ids: Tensor) -> "SequenceLayout":
+        """The episodes of some envs only, for a minibatch of whole rows; positions stay the same."""
+        chosen = torch.zeros(self.num_envs, dtype=torch.bool)
+        chosen[env_ids] = True
+        keep = chosen[self.env_ids]
+        return SequenceLayout(
+            self.num_envs,
+            self.max_steps,
+            self.env_ids[keep],
+            self.starts[keep],
+            self.lengths[keep],
+        )
+
+    def take(self, field: Tensor) -> Tensor:
+        """A stored field `[N, T, ...]` as `[R, ...]`, the stored steps in packed order."""
+        return field.flatten(0, 1)[self.rows_on(field.device)]
+
+    def rows_on(self, device: torch.device) -> Tensor:
+        """`rows` on a device; the copy does not make the host wait."""
+        return self.rows.to(device, non_blocking=True)

@@ -1,0 +1,79 @@
+"""A seed's life: its stages, the operations on it, and the one table of legal moves.
+
+The masks and the slots both read `slot_accepts`, so that what the mask allows and what the
+slot accepts cannot differ.
+"""
+
+from enum import IntEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from esper.leyline.constants import MIN_PRUNE_AGE
+
+
+class SeedStage(IntEnum):
+    DORMANT = 0  # an empty slot
+    TRAINING = 1  # trained behind the host, which does not feel it
+    BLENDING = 2  # alpha is on its way to its target
+    HOLDING = 3  # alpha has arrived; keep, retarget or prune
+    FOSSILIZED = 4  # committed for good
+    EMBARGOED = 5  # pruned; the slot rests
+
+
+class LifecycleOp(IntEnum):
+    WAIT = 0
+    GERMINATE = 1
+    SET_ALPHA_TARGET = 2
+    PRUNE = 3
+    FOSSILIZE = 4
+    ADVANCE = 5
+
+
+class LifecycleError(RuntimeError):
+    """A request that the action mask should have stopped."""
+
+
+# (stage, op) -> the stage that the op leads to; a pair that is not here is not legal.
+# WAIT chooses no slot and therefore has no row. GERMINATE leads to TRAINING instead where the
+# host must not be disturbed. An op that moves alpha over several steps (a ramped PRUNE too)
+# spends them in BLENDING.
+LEGAL_MOVES: dict[tuple[SeedStage, LifecycleOp], SeedStage] = {
+    (SeedStage.DORMANT, LifecycleOp.GERMINATE): SeedStage.BLENDING,
+    (SeedStage.TRAINING, LifecycleOp.ADVANCE): SeedStage.BLENDING,
+    (SeedStage.BLENDING, LifecycleOp.ADVANCE): SeedStage.HOLDING,
+    (SeedStage.HOLDING, LifecycleOp.SET_ALPHA_TARGET): SeedStage.BLENDING,
+    (SeedStage.HOLDING, LifecycleOp.FOSSILIZE): SeedStage.FOSSILIZED,
+    (SeedStage.TRAINING, LifecycleOp.PRUNE): SeedStage.EMBARGOED,
+    (SeedStage.BLENDING, LifecycleOp.PRUNE): SeedStage.EMBARGOED,
+    (SeedStage.HOLDING, LifecycleOp.PRUNE): SeedStage.EMBARGOED,
+}
+
+# Stages in which a slot holds a seed that takes part in training and may still be pruned.
+LIVE_STAGES = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
+
+
+def slot_accepts(stage: Tensor, total_age: Tensor) -> Tensor:
+    """Which ops each slot accepts, bool `[..., ops]`, from its stage and the age of its seed.
+
+    What else GERMINATE needs (a blueprint that fits, budget, the seed limit) is not a matter
+    of the slot alone: the masks add it.
+    """
+    accepts = legal_moves_table(stage.device)[stage.long()]
+    old_enough = (total_age >= MIN_PRUNE_AGE).unsqueeze(-1)
+    return accepts & (old_enough | ~_is_prune(stage.device))
+
+
+@cache
+def legal_moves_table(device: torch.device) -> Tensor:
+    """`LEGAL_MOVES` as a bool tensor `[stages, ops]`; WAIT's column is False: it has no slot."""
+    table = torch.zeros(len(SeedStage), len(LifecycleOp), dtype=torch.bool)
+    for stage, op in LEGAL_MOVES:
+        table[stage, op] = True
+    return table.to(device)
+
+
+@cache
+def _is_prune(device: torch.device) -> Tensor:
+    return (torch.arange(len(LifecycleOp)) == LifecycleOp.PRUNE).to(device)

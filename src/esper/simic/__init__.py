@@ -1,0 +1,1 @@
+"""simic: learning -- turns experience into a better policy."""

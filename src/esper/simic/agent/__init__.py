@@ -1,0 +1,1 @@
+"""The PPO agent: rollout buffer, advantages, update."""

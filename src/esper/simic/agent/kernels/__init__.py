@@ -1,0 +1,1 @@
+"""Kernels behind `compute_gae`, one file each."""

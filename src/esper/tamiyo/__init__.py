@@ -1,0 +1,1 @@
+"""tamiyo: policy -- sees reports, chooses actions."""

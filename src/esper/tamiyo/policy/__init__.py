@@ -1,0 +1,1 @@
+"""What Tamiyo decides with: masks, features, distributions and the network."""

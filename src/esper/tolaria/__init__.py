@@ -1,0 +1,1 @@
+"""tolaria: execution -- trains many growing hosts side by side, and keeps them safe."""

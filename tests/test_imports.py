@@ -1,0 +1,82 @@
+"""Which package may import which, read from the source of every module."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "esper"
+
+# package -> the packages it may import
+ALLOWED = {
+    "leyline": set(),
+    "kasmina": {"leyline"},
+    "tamiyo": {"leyline"},
+    "nissa": {"leyline"},
+    "tolaria": {"leyline", "kasmina"},
+    "simic": {"leyline", "kasmina", "tamiyo", "tolaria"},
+    "grow": {"leyline", "kasmina", "tamiyo", "tolaria"},
+    "cli": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "grow", "nissa"},
+}
+
+
+def imported_packages(path: Path) -> set[str]:
+    """The esper packages that a module imports, wherever in the file the import stands."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute, so that they can be checked"
+            module = node.module or ""
+            if module == "esper":
+                names += [f"esper.{alias.name}" for alias in node.names]
+            else:
+                names.append(module)
+    return {n.split(".")[1] for n in names if n.startswith("esper.")}
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def test_imports_follow_the_arrows():
+    modules = [path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem == "cli"]
+    assert len(modules) > 5
+    for path in modules:
+        package = package_of(path)
+        stray = imported_packages(path) - ALLOWED[package] - {package}
+        assert not stray, f"{path.relative_to(SOURCE)} must not import {sorted(stray)}"
+
+
+def test_a_wrong_arrow_is_seen(tmp_path):
+    module = tmp_path / "wrong.py"
+    module.write_text(
+        "def f():\n    from esper.simic.agent import gae\n    from esper import tamiyo"
+    )
+    assert imported_packages(module) == {"simic", "tamiyo"}
+
+
+@pytest.mark.parametrize("package", sorted(set(ALLOWED) - {"nissa", "cli"}))
+def test_the_core_imports_only_torch_and_numpy(package):
+    if not (SOURCE / package).exists():
+        pytest.skip(f"no package {package} yet")
+    optional = ["numba", "triton", "gymnasium", "tensorboard", "mnist1d", "sklearn", "tyro", "rich"]
+    modules = [
+        ".".join(("esper", *path.relative_to(SOURCE).with_suffix("").parts))
+        for path in (SOURCE / package).rglob("*.py")
+        if path.stem != "__init__" and "triton" not in path.stem
+    ]
+    # torch itself may load optional packages; what it loads alone does not count against us
+    code = (
+        "import sys, importlib, torch\n"
+        "before = set(sys.modules)\n"
+        f"for m in {modules!r}: importlib.import_module(m)\n"
+        f"print(sorted(m for m in {optional!r} if m in sys.modules and m not in before))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
