@@ -13,9 +13,9 @@ rows that applied, are single tensors `[..., C]`.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +40,78 @@ class Head:
 
 
 @dataclass(frozen=True)
+class HeadBlock:
+    """Neighbouring heads that are given the same earlier heads: their masks are one tensor."""
+
+    heads: tuple[int, ...]  # their indices
+    given: tuple[int, ...]  # the indices of the heads they are given
+    given_sizes: tuple[int, ...]
+    choices: slice  # where their choices lie on the axis of length C
+
+    @property
+    def size(self) -> int:
+        """Choices of the block's heads together."""
+        return int(self.choices.stop - self.choices.start)
+
+
+def _derived() -> Any:
+    """A field computed from the heads. Plain attributes: a cached_property cannot be compiled."""
+    return field(init=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
 class FactoredActionSpace:
     """The heads of a factored action, in the order in which they are decided."""
 
     heads: tuple[Head, ...]
 
+    names: tuple[str, ...] = _derived()
+    sizes: tuple[int, ...] = _derived()
+    num_choices: int = _derived()  # C: the choices of all heads together
+    slices: tuple[slice, ...] = _derived()  # where each head's choices lie on the axis of length C
+    given_indices: tuple[tuple[int, ...], ...] = _derived()  # the heads that each head is given
+    unconditional: tuple[int, ...] = _derived()  # the heads that always have something to choose
+    blocks: tuple[HeadBlock, ...] = _derived()
+    block_of: tuple[int, ...] = _derived()  # the block that each head is in
+    block_slices: tuple[slice, ...] = _derived()  # where its choices lie in that block
+
     def __post_init__(self) -> None:
+        self._check_heads()
+        sizes = tuple(head.size for head in self.heads)
+        names = tuple(head.name for head in self.heads)
+        ends = tuple(accumulate(sizes))
+        slices = tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
+        given = tuple(tuple(names.index(name) for name in head.given) for head in self.heads)
+        groups = [tuple(g) for _, g in groupby(range(len(names)), key=given.__getitem__)]
+        blocks = tuple(
+            HeadBlock(
+                heads=group,
+                given=given[group[0]],
+                given_sizes=tuple(sizes[g] for g in given[group[0]]),
+                choices=slice(slices[group[0]].start, slices[group[-1]].stop),
+            )
+            for group in groups
+        )
+        block_of = tuple(b for b, group in enumerate(groups) for _ in group)
+        starts = [blocks[b].choices.start for b in block_of]
+        derived = {
+            "names": names,
+            "sizes": sizes,
+            "num_choices": ends[-1],
+            "slices": slices,
+            "given_indices": given,
+            "unconditional": tuple(i for i, earlier in enumerate(given) if not earlier),
+            "blocks": blocks,
+            "block_of": block_of,
+            "block_slices": tuple(
+                slice(part.start - start, part.stop - start)
+                for part, start in zip(slices, starts, strict=True)
+            ),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def _check_heads(self) -> None:
         if not self.heads:
             raise ValueError("a FactoredActionSpace needs at least one head")
         earlier: set[str] = set()
@@ -69,39 +135,10 @@ class FactoredActionSpace:
     def __len__(self) -> int:
         return len(self.heads)
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(head.name for head in self.heads)
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(head.size for head in self.heads)
-
     @property
     def num_heads(self) -> int:
         """H."""
         return len(self.heads)
-
-    @cached_property
-    def num_choices(self) -> int:
-        """C: the choices of all heads together."""
-        return sum(self.sizes)
-
-    @cached_property
-    def slices(self) -> tuple[slice, ...]:
-        """Where each head's choices lie on the axis of length C."""
-        ends = tuple(accumulate(self.sizes))
-        return tuple(slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
-
-    @cached_property
-    def given_indices(self) -> tuple[tuple[int, ...], ...]:
-        """For each head, the indices of the heads it is given."""
-        return tuple(tuple(self.names.index(name) for name in h.given) for h in self.heads)
-
-    @cached_property
-    def unconditional(self) -> tuple[int, ...]:
-        """Indices of the heads that always have something to choose."""
-        return tuple(i for i, head in enumerate(self.heads) if not head.given)
 
     def index(self, name: str) -> int:
         if name not in self.names:
@@ -153,22 +190,37 @@ class FactoredActionSpace:
 class ActionMasks:
     """What N envs may choose: for each head a bool tensor `[N, *given sizes, size]`.
 
-    Shapes and dtypes are checked here, values are not: they may lie on a GPU.
+    Heads that are given the same earlier heads share one tensor, so that one gather finds the
+    rows of all of them. Shapes and dtypes are checked here, values are not: they may lie on a GPU.
     """
 
     def __init__(self, action_space: FactoredActionSpace, masks: Mapping[str, Tensor]):
         action_space.check_names(masks)
         self.action_space = action_space
         self.num_envs = masks[action_space.names[0]].shape[0]
-        self._masks = tuple(masks[name] for name in action_space.names)
-        for head, mask in zip(action_space, self._masks, strict=True):
-            expected = (self.num_envs, *action_space.mask_shape(head.name))
-            if tuple(mask.shape) != expected or mask.dtype != torch.bool:
-                raise ValueError(
-                    f"mask of head {head.name!r}: got {mask.dtype} {tuple(mask.shape)}, "
-                    f"expected {torch.bool} {expected}"
-                    + (f" (envs, {', '.join(head.given)}, choices)" if head.given else "")
-                )
+        for head in action_space:
+            self._check(masks[head.name], (head,))
+        self.blocks = tuple(
+            masks[action_space.names[block.heads[0]]]
+            if len(block.heads) == 1
+            else torch.cat([masks[action_space.names[i]] for i in block.heads], dim=-1)
+            for block in action_space.blocks
+        )
+
+    @classmethod
+    def from_blocks(
+        cls, action_space: FactoredActionSpace, blocks: Sequence[Tensor]
+    ) -> "ActionMasks":
+        """Masks whose tensors are already joined, `[N, *given sizes, choices]` for each block."""
+        if len(blocks) != len(action_space.blocks):
+            raise ValueError(f"got {len(blocks)} mask blocks, expected {len(action_space.blocks)}")
+        masks = cls.__new__(cls)
+        masks.action_space = action_space
+        masks.num_envs = blocks[0].shape[0]
+        masks.blocks = tuple(blocks)
+        for block, mask in zip(action_space.blocks, blocks, strict=True):
+            masks._check(mask, tuple(action_space.heads[i] for i in block.heads))
+        return masks
 
     @classmethod
     def all_legal(
@@ -177,27 +229,23 @@ class ActionMasks:
         num_envs: int,
         device: torch.device | str | None = None,
     ) -> "ActionMasks":
-        return cls(
-            action_space,
-            {
-                name: torch.ones(
-                    num_envs, *action_space.mask_shape(name), dtype=torch.bool, device=device
-                )
-                for name in action_space.names
-            },
+        shapes = [(num_envs, *block.given_sizes, block.size) for block in action_space.blocks]
+        return cls.from_blocks(
+            action_space, [torch.ones(shape, dtype=torch.bool, device=device) for shape in shapes]
         )
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole mask of a head, `[N, *given sizes, size]`."""
-        return self._masks[self.action_space.index(name)]
+        index = self.action_space.index(name)
+        mask = self.blocks[self.action_space.block_of[index]]
+        return mask[..., self.action_space.block_slices[index]]
 
     @property
     def device(self) -> torch.device:
-        return self._masks[0].device
+        return self.blocks[0].device
 
     def to(self, device: torch.device | str) -> "ActionMasks":
-        moved = {name: self[name].to(device) for name in self.action_space.names}
-        return ActionMasks(self.action_space, moved)
+        return self.from_blocks(self.action_space, [mask.to(device) for mask in self.blocks])
 
     def row(self, head_index: int, actions: Tensor | Sequence[Tensor]) -> Tensor:
         """A head's legal choices `[N, size]` given the earlier heads' actions.
@@ -205,23 +253,51 @@ class ActionMasks:
         `actions` holds at least the heads before `head_index`: a tensor `[N, H]` or one `[N]`
         per head. It may be read while it is being filled, head by head.
         """
-        mask = self._masks[head_index]
-        given = self.action_space.given_indices[head_index]
-        if not given:
+        rows = self.block_row(self.action_space.block_of[head_index], actions)
+        return rows[:, self.action_space.block_slices[head_index]]
+
+    def block_row(self, block_index: int, actions: Tensor | Sequence[Tensor]) -> Tensor:
+        """The legal choices `[N, choices]` of a block's heads, side by side, as `row` gives one's."""
+        block, mask = self.action_space.blocks[block_index], self.blocks[block_index]
+        if not block.given:
             return mask
-        chosen = [actions[:, g] if isinstance(actions, Tensor) else actions[g] for g in given]
-        sizes = [self.action_space.sizes[g] for g in given]
+        chosen = [actions[:, g] if isinstance(actions, Tensor) else actions[g] for g in block.given]
         flat = chosen[0]
-        for size, choice in zip(sizes[1:], chosen[1:], strict=True):
+        for size, choice in zip(block.given_sizes[1:], chosen[1:], strict=True):
             flat = flat * size + choice
-        rows = mask.reshape(self.num_envs, math.prod(sizes), -1)
-        index = flat.long().view(-1, 1, 1).expand(-1, 1, rows.shape[-1])
+        rows = mask.reshape(self.num_envs, math.prod(block.given_sizes), block.size)
+        index = flat.long().view(-1, 1, 1).expand(-1, 1, block.size)
         return rows.gather(1, index).squeeze(1)
 
     def applied(self, actions: Tensor) -> Tensor:
         """The mask rows that applied to a finished action, packed `[N, C]`: what a rollout stores."""
-        rows = [self.row(i, actions) for i in range(self.action_space.num_heads)]
+        rows = [self.block_row(i, actions) for i in range(len(self.blocks))]
         return torch.cat(rows, dim=-1)
+
+    def _check(self, mask: Tensor, heads: tuple[Head, ...]) -> None:
+        """`heads` are given the same earlier heads; `mask` is theirs, side by side."""
+        given_sizes = self.action_space.mask_shape(heads[0].name)[:-1]
+        expected = (self.num_envs, *given_sizes, sum(head.size for head in heads))
+        if tuple(mask.shape) != expected or mask.dtype != torch.bool:
+            names = ", ".join(repr(head.name) for head in heads)
+            raise ValueError(
+                f"mask of head {names}: got {mask.dtype} {tuple(mask.shape)}, "
+                f"expected {torch.bool} {expected}"
+                + (f" (envs, {', '.join(heads[0].given)}, choices)" if heads[0].given else "")
+            )
+
+
+# Which heads each op uses; the others have nothing to choose. A head's values are all legal for
+# an op that uses it, except those that the masks rule out: blueprints that do not fit the site or
+# the budget, and the alpha target that a seed already has.
+OP_HEADS: dict[LifecycleOp, tuple[str, ...]] = {
+    LifecycleOp.WAIT: (),
+    LifecycleOp.GERMINATE: ("slot", "blueprint", "style", "tempo", "alpha_target", "alpha_curve"),
+    LifecycleOp.SET_ALPHA_TARGET: ("slot", "alpha_target", "alpha_speed", "alpha_curve"),
+    LifecycleOp.PRUNE: ("slot", "alpha_speed"),
+    LifecycleOp.FOSSILIZE: ("slot",),
+    LifecycleOp.ADVANCE: ("slot",),
+}
 
 
 def tamiyo_action_space(num_slots: int, num_blueprints: int) -> FactoredActionSpace:

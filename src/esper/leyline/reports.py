@@ -26,6 +26,7 @@ class Reports:
 
     # per env
     progress: Tensor = _array("N")  # share of the episode that is over, 0 to 1
+    steps_left: Tensor = _array("N", "int")  # decisions until the end, this one included
     validation_loss: Tensor = _array("N")
     validation_accuracy: Tensor = _array("N")
     validation_known: Tensor = _array("N", "bool")  # False before the first validation
@@ -55,6 +56,7 @@ class Reports:
     seed_macs: Tensor = _array("NS")
     site_kind: Tensor = _array("NS", "int")  # SiteKind
     site_width: Tensor = _array("NS")  # channels
+    site_depth: Tensor = _array("NS")  # how far into the host: 0 at its first slot, 1 at its last
     gradient_norm: Tensor = _array("NS")  # of the seed's weights, root mean square
     gradient_known: Tensor = _array("NS", "bool")
     contribution: Tensor = _array("NS")  # validation accuracy lost when the seed is switched off

@@ -5,12 +5,12 @@ slot accepts cannot differ.
 """
 
 from enum import IntEnum
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from esper.leyline.constants import MIN_PRUNE_AGE
+from esper.leyline.device_constant import DeviceConstant
 
 
 class SeedStage(IntEnum):
@@ -60,20 +60,17 @@ def slot_accepts(stage: Tensor, total_age: Tensor) -> Tensor:
     What else GERMINATE needs (a blueprint that fits, budget, the seed limit) is not a matter
     of the slot alone: the masks add it.
     """
-    accepts = legal_moves_table(stage.device)[stage.long()]
-    old_enough = (total_age >= MIN_PRUNE_AGE).unsqueeze(-1)
-    return accepts & (old_enough | ~_is_prune(stage.device))
+    old_enough = (total_age >= MIN_PRUNE_AGE).long()
+    return _ACCEPTS.on(stage.device)[old_enough, stage.long()]
 
 
-@cache
-def legal_moves_table(device: torch.device) -> Tensor:
-    """`LEGAL_MOVES` as a bool tensor `[stages, ops]`; WAIT's column is False: it has no slot."""
-    table = torch.zeros(len(SeedStage), len(LifecycleOp), dtype=torch.bool)
+def _acceptance_table() -> Tensor:
+    """`LEGAL_MOVES` as bool `[old enough to prune, stages, ops]`; WAIT's column is False."""
+    table = torch.zeros(2, len(SeedStage), len(LifecycleOp), dtype=torch.bool)
     for stage, op in LEGAL_MOVES:
-        table[stage, op] = True
-    return table.to(device)
+        table[:, stage, op] = True
+    table[0, :, LifecycleOp.PRUNE] = False
+    return table
 
 
-@cache
-def _is_prune(device: torch.device) -> Tensor:
-    return (torch.arange(len(LifecycleOp)) == LifecycleOp.PRUNE).to(device)
+_ACCEPTS = DeviceConstant(_acceptance_table())

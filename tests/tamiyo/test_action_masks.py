@@ -1,0 +1,200 @@
+"""Batched masks against a per-env loop, the table of legal moves, and compiled code."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from tamiyo.random_reports import random_reports, report_batches
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from esper.leyline.constants import ALPHA_TARGETS, MIN_PRUNE_AGE
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, tamiyo_action_space
+from esper.leyline.reports import Reports
+from esper.leyline.stages import LEGAL_MOVES, LifecycleOp, SeedStage
+from esper.tamiyo.policy.action_masks import compute_action_masks, compute_batch_masks
+
+
+def space_of(reports: Reports) -> FactoredActionSpace:
+    return tamiyo_action_space(reports.num_slots, reports.num_blueprints)
+
+
+def slot_takes(reports: Reports, env: int, slot: int, op: LifecycleOp) -> bool:
+    """The rule in words: what a slot accepts, and what else a germination needs."""
+    if not reports.slot_exists[env, slot]:
+        return False
+    if (SeedStage(int(reports.stage[env, slot])), op) not in LEGAL_MOVES:
+        return False
+    if op == LifecycleOp.PRUNE:
+        return int(reports.total_age[env, slot]) >= MIN_PRUNE_AGE
+    if op == LifecycleOp.GERMINATE:
+        return any(can_grow(reports, env, slot, b) for b in range(reports.num_blueprints))
+    return True
+
+
+def can_grow(reports: Reports, env: int, slot: int, blueprint: int) -> bool:
+    return (
+        int(reports.seeds_left[env]) > 0
+        and bool(reports.fits[env, slot, blueprint])
+        and float(reports.cost_params[env, slot, blueprint]) <= float(reports.params_left[env])
+        and float(reports.cost_macs[env, slot, blueprint]) <= float(reports.macs_left[env])
+    )
+
+
+def choice_is_legal(
+    reports: Reports, env: int, op: LifecycleOp, slot: int, head: str, choice: int
+) -> bool:
+    """DESIGN.md's table of the eight heads, written out for one choice of one head."""
+    if not slot_takes(reports, env, slot, op):
+        return False
+    match head, op:
+        case "blueprint", LifecycleOp.GERMINATE:
+            return can_grow(reports, env, slot, choice)
+        case "style" | "tempo" | "alpha_target" | "alpha_curve", LifecycleOp.GERMINATE:
+            return True
+        case "alpha_target", LifecycleOp.SET_ALPHA_TARGET:
+            return float(reports.alpha_target[env, slot]) != pytest.approx(ALPHA_TARGETS[choice])
+        case "alpha_speed" | "alpha_curve", LifecycleOp.SET_ALPHA_TARGET:
+            return True
+        case "alpha_speed", LifecycleOp.PRUNE:
+            return True
+    return False
+
+
+def looped_masks(reports: Reports, space: FactoredActionSpace) -> dict[str, Tensor]:
+    """The oracle: one choice of one slot of one env at a time."""
+    num_envs, slots = reports.num_envs, range(reports.num_slots)
+    masks = {
+        name: torch.zeros(num_envs, *space.mask_shape(name), dtype=torch.bool)
+        for name in space.names
+    }
+    for env, op in itertools.product(range(num_envs), LifecycleOp):
+        takes = [slot_takes(reports, env, slot, op) for slot in slots]
+        masks["op"][env, op] = op == LifecycleOp.WAIT or any(takes)
+        masks["slot"][env, op] = torch.tensor(takes)
+        for head, slot in itertools.product(space.heads[2:], slots):
+            for choice in range(head.size):
+                masks[head.name][env, op, slot, choice] = choice_is_legal(
+                    reports, env, op, slot, head.name, choice
+                )
+    return masks
+
+
+@given(report_batches())
+def test_batched_masks_equal_a_loop_over_envs_slots_and_choices(reports: Reports) -> None:
+    space = space_of(reports)
+    masks = compute_batch_masks(reports, space)
+    for name, expected in looped_masks(reports, space).items():
+        assert torch.equal(masks[name], expected), name
+
+
+def test_random_reports_make_every_op_legal_somewhere_and_illegal_elsewhere() -> None:
+    reports = random_reports(64)
+    op = compute_batch_masks(reports, space_of(reports))["op"]
+    assert op[:, LifecycleOp.WAIT].all()
+    others = [o for o in LifecycleOp if o != LifecycleOp.WAIT]
+    assert op[:, others].any(dim=0).all()
+    assert not op[:, others].all(dim=0).any()
+
+
+@pytest.mark.parametrize("stage", SeedStage)
+@pytest.mark.parametrize("op", [o for o in LifecycleOp if o != LifecycleOp.WAIT])
+def test_a_mask_is_legal_iff_the_lifecycle_table_allows_it(
+    stage: SeedStage, op: LifecycleOp
+) -> None:
+    reports = random_reports(1, num_slots=1, num_blueprints=1)
+    reports.slot_exists.fill_(True)
+    reports.stage.fill_(stage)
+    reports.total_age.fill_(MIN_PRUNE_AGE)
+    reports.fits.fill_(True)
+    reports.cost_params.fill_(10)
+    reports.cost_macs.fill_(10)
+    reports.params_left.fill_(10)
+    reports.macs_left.fill_(10)
+    reports.seeds_left.fill_(1)
+    masks = compute_batch_masks(reports, space_of(reports))
+    assert masks["op"][0, op] == ((stage, op) in LEGAL_MOVES)
+    assert masks["slot"][0, op, 0] == ((stage, op) in LEGAL_MOVES)
+
+
+@pytest.mark.parametrize("field", ["params_left", "macs_left", "seeds_left", "fits", "slot_exists"])
+def test_each_limit_alone_stops_a_germination(field: str) -> None:
+    reports = random_reports(1, num_slots=2, num_blueprints=2)
+    for name in ("fits", "slot_exists"):
+        getattr(reports, name).fill_(True)
+    reports.stage.fill_(SeedStage.DORMANT)
+    reports.cost_params.copy_(torch.tensor([[[10.0, 20], [10, 20]]]))
+    reports.cost_macs.copy_(torch.tensor([[[10.0, 20], [10, 20]]]))
+    reports.params_left.fill_(20)
+    reports.macs_left.fill_(20)
+    reports.seeds_left.fill_(1)
+    space = space_of(reports)
+    germinate = LifecycleOp.GERMINATE
+    assert compute_batch_masks(reports, space)["blueprint"][0, germinate].all()
+    limit = getattr(reports, field)
+    limit.fill_(9 if field.endswith("_left") and field != "seeds_left" else 0)
+    masks = compute_batch_masks(reports, space)
+    assert not masks["op"][0, germinate]
+    assert not masks["slot"][0, germinate].any()
+    assert not masks["blueprint"].any()
+    if field in ("params_left", "macs_left"):
+        limit.fill_(10)  # the cheaper blueprint alone fits the budget
+        expected = torch.tensor([[True, False], [True, False]])
+        assert torch.equal(compute_batch_masks(reports, space)["blueprint"][0, germinate], expected)
+
+
+def test_one_env_gets_the_masks_it_gets_in_a_batch() -> None:
+    reports = random_reports(7)
+    space = space_of(reports)
+    batch = compute_batch_masks(reports, space)
+    for env in range(7):
+        alone = compute_action_masks(reports, space, env)
+        assert all(torch.equal(alone[name][0], batch[name][env]) for name in space.names)
+
+
+class CountOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_number_of_tensor_operations_does_not_depend_on_the_number_of_envs() -> None:
+    counts = []
+    for num_envs in (1, 4096):
+        reports = random_reports(num_envs)
+        space = space_of(reports)
+        compute_batch_masks(reports, space)  # fills the caches
+        with CountOps() as ops:
+            compute_batch_masks(reports, space)
+        counts.append(ops.count)
+    assert counts[0] == counts[1] > 0
+
+
+def test_masks_compile_without_a_graph_break() -> None:
+    def packed(reports: Reports, space: FactoredActionSpace) -> tuple[Tensor, ...]:
+        return compute_batch_masks(reports, space).blocks
+
+    torch._dynamo.reset()
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    for num_slots, num_blueprints in ((3, 8), (5, 4)):
+        reports = random_reports(6, num_slots, num_blueprints)
+        space = space_of(reports)
+        for ours, expected in zip(compiled(reports, space), packed(reports, space), strict=True):
+            assert torch.equal(ours, expected)
+
+
+def test_an_action_space_of_another_host_is_refused() -> None:
+    reports = random_reports(2, num_slots=3, num_blueprints=8)
+    with pytest.raises(ValueError, match=r"use tamiyo_action_space\(3, 8\)"):
+        compute_batch_masks(reports, tamiyo_action_space(4, 8))
+
+
+def test_rows_of_the_masks_are_found_without_copying_them() -> None:
+    reports = random_reports(4)
+    masks: ActionMasks = compute_batch_masks(reports, space_of(reports))
+    assert all(block.is_contiguous() for block in masks.blocks)
