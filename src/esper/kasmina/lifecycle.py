@@ -1,0 +1,365 @@
+"""The life of every seed in a population, as arrays: pure functions from states to states.
+
+One step, a policy decision, is
+
+    states = apply(states, actions, action_space)  # or germinate(...), prune(...), ...
+    states = begin_step(states)                    # alphas move; hosts train at these alphas
+    states = end_step(states)                      # ages grow; timed moves happen by themselves
+
+A ramp of n steps trains its k-th step at `curve(k / n)` of the way: the first already moves, the
+last stands at the target exactly, and the seed holds from the end of that step on. Between steps
+`alpha` is what the host was last trained (and validated) with, so a germination or the start of
+a ramp changes no output.
+
+What is legal stands in `leyline.stages.slot_accepts`, which the action masks read too; anything
+else raises `LifecycleError`. States are control data: on the CPU nothing here waits for a GPU.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.blending import curve
+from esper.leyline.constants import ALPHA_SPEED_STEPS, ALPHA_TARGETS, EMBARGO_STEPS, TEMPO_STEPS
+from esper.leyline.factored_actions import FactoredActionSpace
+from esper.leyline.stages import (
+    LEGAL_MOVES,
+    LIVE_STAGES,
+    LifecycleError,
+    LifecycleOp,
+    SeedStage,
+    slot_accepts,
+)
+
+NO_BLUEPRINT = -1
+
+
+def _array(dtype: torch.dtype, empty: int | float = 0) -> Any:
+    """A tensor field, and its value in a slot without a seed."""
+    return field(metadata={"dtype": dtype, "empty": empty})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotStates:
+    """Every slot of every host, each field `[P, S]`."""
+
+    stage: Tensor = _array(torch.int64)  # SeedStage
+    stage_age: Tensor = _array(torch.int64)  # steps in this stage
+    total_age: Tensor = _array(torch.int64)  # steps since germination
+    alpha: Tensor = _array(torch.float64)  # the seed's weight in the blend
+    alpha_start: Tensor = _array(torch.float64)  # where the ramp began
+    alpha_target: Tensor = _array(torch.float64)  # where it ends; 0 while a prune is under way
+    ramp_steps: Tensor = _array(torch.int64)
+    ramp_elapsed: Tensor = _array(torch.int64)
+    curve: Tensor = _array(torch.int64)  # AlphaCurve
+    style: Tensor = _array(torch.int64)  # BlendStyle
+    blueprint: Tensor = _array(torch.int64, NO_BLUEPRINT)
+
+    @classmethod
+    def dormant(
+        cls, num_hosts: int, num_slots: int, device: torch.device | str = "cpu"
+    ) -> "SlotStates":
+        """States of hosts without any seed."""
+        shape = (num_hosts, num_slots)
+        empty = {e.name: e.metadata for e in fields(cls)}
+        return cls(
+            **{
+                name: torch.full(shape, e["empty"], dtype=e["dtype"], device=device)
+                for name, e in empty.items()
+            }
+        )
+
+    @property
+    def num_hosts(self) -> int:
+        return self.stage.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        return self.stage.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.stage.device
+
+    @property
+    def has_seed(self) -> Tensor:
+        return self.blueprint != NO_BLUEPRINT
+
+    @property
+    def is_live(self) -> Tensor:
+        """Where a seed takes part in training and may still be pruned."""
+        return torch.isin(self.stage, _table(LIVE_STAGES, self.device))
+
+    def to(self, device: torch.device | str) -> "SlotStates":
+        return SlotStates(**{e.name: getattr(self, e.name).to(device) for e in fields(self)})
+
+    def at(self, *index: Tensor) -> "SlotStates":
+        """The states at `host_ids` (rows `[K, S]`), or at `host_ids, slot_ids` (`[K]`)."""
+        return SlotStates(**{e.name: getattr(self, e.name)[index] for e in fields(self)})
+
+    def put(self, part: "SlotStates", *index: Tensor) -> "SlotStates":
+        """These states with `part` in the places that `at(*index)` reads."""
+        return SlotStates(
+            **{
+                e.name: getattr(self, e.name).index_put(index, getattr(part, e.name))
+                for e in fields(self)
+            }
+        )
+
+
+def apply(
+    states: SlotStates,
+    actions: Tensor,
+    action_space: FactoredActionSpace,
+    *,
+    behind_host: bool = False,
+) -> SlotStates:
+    """The states after one factored action `[P, H]` per host, in Tamiyo's eight heads."""
+    choice = dict(zip(action_space.names, actions.to(states.device).unbind(-1), strict=True))
+    op = choice["op"]
+    germinates = op == LifecycleOp.GERMINATE
+    tempo = _table(TEMPO_STEPS, states.device)[choice["tempo"]]
+    speed = _table(ALPHA_SPEED_STEPS, states.device)[choice["alpha_speed"]]
+    target = _table(ALPHA_TARGETS, states.device)[choice["alpha_target"]]
+    return _request(
+        states,
+        torch.arange(states.num_hosts, device=states.device),
+        choice["slot"],
+        op,
+        _Request(
+            blueprint=choice["blueprint"],
+            style=choice["style"],
+            alpha_target=torch.where(op == LifecycleOp.PRUNE, 0.0, target),
+            ramp_steps=torch.where(germinates, tempo, speed),
+            curve=choice["alpha_curve"],
+        ),
+        behind_host,
+    )
+
+
+def germinate(
+    states: SlotStates,
+    host_ids: Tensor,
+    slot_ids: Tensor,
+    *,
+    blueprint: Tensor | int,
+    style: Tensor | int,
+    ramp_steps: Tensor | int,
+    alpha_target: Tensor | float,
+    curve: Tensor | int,
+    behind_host: bool = False,
+) -> SlotStates:
+    """A new seed in each of K slots, alpha 0, on its ramp from the coming step on.
+
+    `ramp_steps=1` gives it the whole target in its first step. `behind_host` puts it in
+    TRAINING instead; target, ramp and curve then wait for its ADVANCE.
+    """
+    request = _Request(
+        blueprint=blueprint,
+        style=style,
+        alpha_target=alpha_target,
+        ramp_steps=ramp_steps,
+        curve=curve,
+    )
+    _check_target(alpha_target)
+    _check_ramp(ramp_steps, least=1)
+    return _request(states, host_ids, slot_ids, LifecycleOp.GERMINATE, request, behind_host)
+
+
+def advance(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> SlotStates:
+    """K seeds one stage on: from behind the host into its blend, or from a ramp to its end."""
+    return _request(states, host_ids, slot_ids, LifecycleOp.ADVANCE, _Request())
+
+
+def set_alpha_target(
+    states: SlotStates,
+    host_ids: Tensor,
+    slot_ids: Tensor,
+    *,
+    alpha_target: Tensor | float,
+    ramp_steps: Tensor | int,
+    curve: Tensor | int,
+) -> SlotStates:
+    """K held seeds on their way to another target, there at once where `ramp_steps` is 0."""
+    request = _Request(alpha_target=alpha_target, ramp_steps=ramp_steps, curve=curve)
+    _check_target(alpha_target)
+    _check_ramp(ramp_steps, least=0)
+    return _request(states, host_ids, slot_ids, LifecycleOp.SET_ALPHA_TARGET, request)
+
+
+def prune(
+    states: SlotStates, host_ids: Tensor, slot_ids: Tensor, *, ramp_steps: Tensor | int = 0
+) -> SlotStates:
+    """K seeds removed: at once, or after alpha has gone down to 0 over `ramp_steps`.
+
+    A seed behind its host goes at once: its alpha is 0 already.
+    """
+    _check_ramp(ramp_steps, least=0)
+    request = _Request(ramp_steps=ramp_steps)
+    return _request(states, host_ids, slot_ids, LifecycleOp.PRUNE, request)
+
+
+def fossilize(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> SlotStates:
+    """K held seeds committed for good."""
+    return _request(states, host_ids, slot_ids, LifecycleOp.FOSSILIZE, _Request())
+
+
+def uproot(states: SlotStates, host_ids: Tensor) -> SlotStates:
+    """Every live seed of K hosts removed at once, whatever its age: what a rollback does."""
+    rows = states.at(host_ids)
+    return states.put(_remove(rows, rows.is_live), host_ids)
+
+
+def begin_step(states: SlotStates) -> SlotStates:
+    """The states with every ramp one step on: the alphas that hosts train at in this step."""
+    moves = states.stage == SeedStage.BLENDING
+    elapsed = states.ramp_elapsed + moves
+    fraction = elapsed.to(states.alpha.dtype) / states.ramp_steps.clamp(min=1)
+    along = curve(states.curve, fraction)
+    way = states.alpha_target - states.alpha_start
+    arrived = elapsed >= states.ramp_steps  # exact: no rounding of start + way
+    alpha = torch.where(arrived, states.alpha_target, states.alpha_start + way * along)
+    return replace(states, alpha=torch.where(moves, alpha, states.alpha), ramp_elapsed=elapsed)
+
+
+def end_step(states: SlotStates) -> SlotStates:
+    """The states a step later: older, ramps that are over held or gone, rested slots free."""
+    states = replace(
+        states, stage_age=states.stage_age + 1, total_age=states.total_age + states.has_seed
+    )
+    arrived = states.ramp_elapsed >= states.ramp_steps
+    states = _settle(states, (states.stage == SeedStage.BLENDING) & arrived)
+    rested = (states.stage == SeedStage.EMBARGOED) & (states.stage_age >= EMBARGO_STEPS)
+    return _enter(states, torch.where(rested, SeedStage.DORMANT, states.stage))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What an op asks for besides its slot; one value for all K, or one each."""
+
+    blueprint: Tensor | int = NO_BLUEPRINT
+    style: Tensor | int = 0
+    alpha_target: Tensor | float = 0.0
+    ramp_steps: Tensor | int = 0
+    curve: Tensor | int = 0
+
+
+def _request(
+    states: SlotStates,
+    host_ids: Tensor,
+    slot_ids: Tensor,
+    op: Tensor | LifecycleOp,
+    asked: _Request,
+    behind_host: bool = False,
+) -> SlotStates:
+    """The states after K requests, each for a slot of its own; WAIT changes nothing."""
+    old = states.at(host_ids, slot_ids)
+    if isinstance(op, LifecycleOp):
+        _check_once(states, host_ids, slot_ids)
+        op = torch.full_like(slot_ids, op)
+    _check_legal(old, op, asked, host_ids, slot_ids)
+    germinates = op == LifecycleOp.GERMINATE
+    retargets = op == LifecycleOp.SET_ALPHA_TARGET
+    prunes = op == LifecycleOp.PRUNE
+    ramps = germinates | retargets | prunes
+    bends = germinates | retargets
+    new = replace(
+        old,
+        blueprint=torch.where(germinates, asked.blueprint, old.blueprint),
+        style=torch.where(germinates, asked.style, old.style),
+        curve=torch.where(bends, asked.curve, old.curve),
+        alpha_target=torch.where(ramps, asked.alpha_target, old.alpha_target),
+        alpha_start=torch.where(ramps, old.alpha, old.alpha_start),
+        ramp_steps=torch.where(ramps, asked.ramp_steps, old.ramp_steps),
+        ramp_elapsed=old.ramp_elapsed * ~ramps,
+    )
+    jumps = (op == LifecycleOp.ADVANCE) & (old.stage == SeedStage.BLENDING)
+    jumps |= (retargets | prunes) & (new.ramp_steps == 0)
+    jumps |= prunes & (old.stage == SeedStage.TRAINING)
+    stage = _destinations(states.device)[old.stage, op]
+    stage = torch.where(ramps & ~jumps, SeedStage.BLENDING, stage)
+    if behind_host:
+        stage = torch.where(germinates, SeedStage.TRAINING, stage)
+    return states.put(_settle(_enter(new, stage), jumps), host_ids, slot_ids)
+
+
+def _settle(states: SlotStates, arrived: Tensor) -> SlotStates:
+    """The states with the ramps in `arrived` over: the seed holds, or is gone if it went to 0."""
+    gone = arrived & (states.alpha_target == 0.0)
+    held = replace(states, alpha=torch.where(arrived, states.alpha_target, states.alpha))
+    held = _enter(held, torch.where(arrived & ~gone, SeedStage.HOLDING, held.stage))
+    return _remove(held, gone)
+
+
+def _remove(states: SlotStates, gone: Tensor) -> SlotStates:
+    """The states with the seeds in `gone` removed and their slots at rest."""
+    empty = {
+        e.name: torch.where(gone, e.metadata["empty"], getattr(states, e.name))
+        for e in fields(states)
+    }
+    return replace(SlotStates(**empty), stage=torch.where(gone, SeedStage.EMBARGOED, states.stage))
+
+
+def _enter(states: SlotStates, stage: Tensor) -> SlotStates:
+    """The states in another stage; the age of a stage that is new starts at 0."""
+    return replace(states, stage=stage, stage_age=states.stage_age * (stage == states.stage))
+
+
+def _check_legal(
+    old: SlotStates, op: Tensor, asked: _Request, host_ids: Tensor, slot_ids: Tensor
+) -> None:
+    """Raise for the first of K requests that its slot does not accept."""
+    accepts = slot_accepts(old.stage, old.total_age)
+    accepted = accepts.gather(-1, op.unsqueeze(-1)).squeeze(-1) | (op == LifecycleOp.WAIT)
+    stays = (op == LifecycleOp.SET_ALPHA_TARGET) & (old.alpha_target == asked.alpha_target)
+    legal = accepted & ~stays
+    if bool(legal.all()):
+        return
+    first = int((~legal).nonzero()[0])
+    stage, age = SeedStage(int(old.stage[first])).name, int(old.total_age[first])
+    name = LifecycleOp(int(op[first])).name
+    if accepted[first]:
+        name += f" to the present target {float(old.alpha_target[first])}"
+    raise LifecycleError(
+        f"host {int(host_ids[first])}, slot {int(slot_ids[first])}: "
+        f"{name} is not legal in stage {stage} at age {age}"
+    )
+
+
+def _check_once(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> None:
+    """Raise where one call names a slot twice: which request comes first would be chance."""
+    flat = (host_ids * states.num_slots + slot_ids).sort().values
+    twice = flat[1:][flat[1:] == flat[:-1]].tolist()
+    if twice:
+        host, slot = divmod(twice[0], states.num_slots)
+        raise ValueError(f"host {host}, slot {slot} is named more than once in one call")
+
+
+def _check_target(alpha_target: Tensor | float) -> None:
+    target = torch.as_tensor(alpha_target)
+    if not bool(((target > 0.0) & (target <= 1.0)).all()):
+        raise ValueError(f"alpha_target={alpha_target}; use more than 0 and at most 1")
+
+
+def _check_ramp(ramp_steps: Tensor | int, least: int) -> None:
+    if not bool((torch.as_tensor(ramp_steps) >= least).all()):
+        raise ValueError(f"ramp_steps={ramp_steps}; use {least} or more")
+
+
+@cache
+def _destinations(device: torch.device) -> Tensor:
+    """`LEGAL_MOVES` as stages `[stages, ops]`; a pair that is not there stays where it is."""
+    table = torch.arange(len(SeedStage)).unsqueeze(1).repeat(1, len(LifecycleOp))
+    for (stage, op), destination in LEGAL_MOVES.items():
+        table[stage, op] = destination
+    return table.to(device)
+
+
+@cache
+def _table(choices: tuple[float, ...], device: torch.device) -> Tensor:
+    """What the choices of a head mean, as a tensor to look them up in."""
+    dtype = torch.float64 if isinstance(choices[0], float) else torch.int64
+    return torch.tensor(choices, dtype=dtype, device=device)

@@ -1,0 +1,316 @@
+"""Lives of seeds: what slots accept, how alpha moves, and a whole population against one slot."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tolaria.per_host import SlotLife
+
+from esper.kasmina import lifecycle
+from esper.kasmina.lifecycle import SlotStates
+from esper.leyline.constants import (
+    ALPHA_SPEED_STEPS,
+    ALPHA_TARGETS,
+    EMBARGO_STEPS,
+    TEMPO_STEPS,
+    AlphaCurve,
+    BlendStyle,
+)
+from esper.leyline.factored_actions import tamiyo_action_space
+from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage, slot_accepts
+
+NUM_SLOTS, NUM_BLUEPRINTS = 3, 4
+SPACE = tamiyo_action_space(NUM_SLOTS, NUM_BLUEPRINTS)
+HOST, SLOT = torch.tensor([0]), torch.tensor([0])
+SEED = {
+    "blueprint": 2,
+    "style": BlendStyle.GATE,
+    "ramp_steps": 2,
+    "alpha_target": 0.7,
+    "curve": AlphaCurve.LINEAR,
+}
+REQUESTS = {
+    LifecycleOp.GERMINATE: lambda s: lifecycle.germinate(s, HOST, SLOT, **SEED),
+    LifecycleOp.SET_ALPHA_TARGET: lambda s: lifecycle.set_alpha_target(
+        s, HOST, SLOT, alpha_target=0.5, ramp_steps=2, curve=AlphaCurve.LINEAR
+    ),
+    LifecycleOp.PRUNE: lambda s: lifecycle.prune(s, HOST, SLOT),
+    LifecycleOp.FOSSILIZE: lambda s: lifecycle.fossilize(s, HOST, SLOT),
+    LifecycleOp.ADVANCE: lambda s: lifecycle.advance(s, HOST, SLOT),
+}
+
+
+def one_slot(stage=SeedStage.DORMANT, **values) -> SlotStates:
+    states = SlotStates.dormant(1, 1)
+    values = {"stage": stage, "alpha_target": 1.0, **values}
+    return replace(states, **{k: torch.full_like(getattr(states, k), v) for k, v in values.items()})
+
+
+def step(states: SlotStates) -> SlotStates:
+    return lifecycle.end_step(lifecycle.begin_step(states))
+
+
+def alphas_until(states: SlotStates, stage: SeedStage) -> list[float]:
+    """The alphas that the steps of a ramp train at, until the slot reaches a stage."""
+    alphas = []
+    while states.stage.item() != stage:
+        states = lifecycle.begin_step(states)
+        alphas.append(states.alpha.item())
+        states = lifecycle.end_step(states)
+        assert len(alphas) < 20
+    return alphas
+
+
+def action(**choices) -> torch.Tensor:
+    return torch.tensor([[choices.get(name, 0) for name in SPACE.names]])
+
+
+def is_accepted(request, states) -> bool:
+    try:
+        request(states)
+    except LifecycleError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("stage", SeedStage)
+@pytest.mark.parametrize("age", range(4))
+@pytest.mark.parametrize("op", REQUESTS)
+def test_a_slot_accepts_exactly_what_the_table_says(stage, age, op):
+    states = one_slot(stage, total_age=age)
+    legal = bool(slot_accepts(states.stage, states.total_age)[0, 0, op])
+    assert is_accepted(REQUESTS[op], states) == legal
+    assert is_accepted(lambda s: lifecycle.apply(s, action(op=op), SPACE), states) == legal
+
+
+def test_waiting_is_always_legal_and_changes_nothing():
+    for stage in SeedStage:
+        states = one_slot(stage, total_age=3, stage_age=2)
+        assert_same(lifecycle.apply(states, action(op=LifecycleOp.WAIT), SPACE), states)
+
+
+@pytest.mark.parametrize("target", range(len(ALPHA_TARGETS)))
+def test_a_retarget_to_the_present_target_is_not_legal(target):
+    states = one_slot(SeedStage.HOLDING, total_age=3, alpha_target=ALPHA_TARGETS[target])
+    for other in range(len(ALPHA_TARGETS)):
+        retarget = action(op=LifecycleOp.SET_ALPHA_TARGET, alpha_target=other)
+        accepted = is_accepted(lambda s, a=retarget: lifecycle.apply(s, a, SPACE), states)
+        assert accepted == (other != target)
+
+
+def test_the_error_names_host_slot_stage_age_and_op():
+    states = SlotStates.dormant(4, 3)
+    states = lifecycle.germinate(states, torch.tensor([2]), torch.tensor([1]), **SEED)
+    for _ in range(2):
+        states = step(states)
+    message = "host 2, slot 1: GERMINATE is not legal in stage HOLDING at age 2"
+    hosts, slots = torch.tensor([0, 2]), torch.tensor([0, 1])
+    with pytest.raises(LifecycleError, match=message):
+        lifecycle.germinate(states, hosts, slots, **SEED)
+    with pytest.raises(LifecycleError, match="to the present target 0.7 is not legal"):
+        lifecycle.set_alpha_target(
+            states, hosts[1:], slots[1:], alpha_target=0.7, ramp_steps=0, curve=0
+        )
+
+
+def test_a_slot_named_twice_in_one_call_is_an_error():
+    twice = torch.tensor([1, 0, 1])
+    with pytest.raises(ValueError, match="host 1, slot 1 is named more than once"):
+        lifecycle.germinate(SlotStates.dormant(2, 2), twice, twice, **SEED)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"alpha_target": 0.0}, {"alpha_target": 1.5}, {"ramp_steps": 0}], ids=str
+)
+def test_impossible_values_are_errors(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        lifecycle.germinate(SlotStates.dormant(1, 1), HOST, SLOT, **{**SEED, **wrong})
+
+
+def test_a_ramp_of_two_trains_at_half_and_then_at_the_whole_target():
+    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED)
+    assert states.alpha.item() == 0.0  # until the step begins the host does not feel the seed
+    assert alphas_until(states, SeedStage.HOLDING) == [0.35, 0.7]
+
+
+def test_a_ramp_of_one_step_is_the_whole_target_at_once():
+    states = lifecycle.germinate(one_slot(), HOST, SLOT, **{**SEED, "ramp_steps": 1})
+    assert alphas_until(states, SeedStage.HOLDING) == [0.7]
+
+
+@pytest.mark.parametrize("ramp_steps", [*TEMPO_STEPS, 3, 7])
+@pytest.mark.parametrize("kind", AlphaCurve)
+@pytest.mark.parametrize("target", ALPHA_TARGETS)
+def test_alpha_arrives_exactly_and_on_time(ramp_steps, kind, target):
+    seed = {**SEED, "ramp_steps": ramp_steps, "curve": kind, "alpha_target": target}
+    alphas = alphas_until(lifecycle.germinate(one_slot(), HOST, SLOT, **seed), SeedStage.HOLDING)
+    assert len(alphas) == ramp_steps
+    assert alphas[0] > 0.0
+    assert alphas == sorted(alphas)
+    assert alphas[-1] == target
+
+
+def test_a_ramped_prune_blends_down_to_zero_and_then_the_slot_rests():
+    states = one_slot(SeedStage.HOLDING, alpha=0.7, alpha_target=0.7, total_age=4, blueprint=1)
+    states = lifecycle.prune(states, HOST, SLOT, ramp_steps=2)
+    assert (states.stage.item(), states.alpha.item()) == (SeedStage.BLENDING, 0.7)
+    states = step(states)
+    assert (states.stage.item(), states.alpha.item()) == (SeedStage.BLENDING, 0.35)
+    states = lifecycle.begin_step(states)
+    assert (states.stage.item(), states.alpha.item()) == (SeedStage.BLENDING, 0.0)
+    states = lifecycle.end_step(states)
+    for _ in range(EMBARGO_STEPS):
+        assert states.stage.item() == SeedStage.EMBARGOED
+        assert not states.has_seed.item()
+        states = step(states)
+    assert_same(states, SlotStates.dormant(1, 1))
+
+
+def test_advance_ends_a_ramp_at_its_target_or_the_seed_when_it_was_going_down():
+    up = one_slot(SeedStage.BLENDING, alpha=0.1, alpha_target=0.5, ramp_steps=8, ramp_elapsed=1)
+    up = lifecycle.advance(up, HOST, SLOT)
+    assert (up.stage.item(), up.alpha.item()) == (SeedStage.HOLDING, 0.5)
+    down = one_slot(SeedStage.BLENDING, alpha=0.1, alpha_target=0.0, ramp_steps=8, total_age=4)
+    down = lifecycle.advance(down, HOST, SLOT)
+    assert (down.stage.item(), down.alpha.item()) == (SeedStage.EMBARGOED, 0.0)
+
+
+def test_a_retarget_without_a_ramp_is_there_at_once():
+    states = one_slot(SeedStage.HOLDING, alpha=1.0, stage_age=5)
+    states = lifecycle.set_alpha_target(
+        states, HOST, SLOT, alpha_target=0.5, ramp_steps=0, curve=AlphaCurve.SIGMOID
+    )
+    assert (states.stage.item(), states.alpha.item()) == (SeedStage.HOLDING, 0.5)
+
+
+def test_behind_the_host_alpha_is_zero_until_advanced_and_then_ramps_as_planned():
+    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED, behind_host=True)
+    for _ in range(3):
+        states = step(states)
+        assert (states.stage.item(), states.alpha.item()) == (SeedStage.TRAINING, 0.0)
+    pruned = lifecycle.prune(states, HOST, SLOT, ramp_steps=8)
+    assert pruned.stage.item() == SeedStage.EMBARGOED
+    assert alphas_until(lifecycle.advance(states, HOST, SLOT), SeedStage.HOLDING) == [0.35, 0.7]
+
+
+def test_uprooting_removes_the_live_seeds_of_those_hosts_alone():
+    stages = torch.tensor([[stage.value for stage in SeedStage]] * 2)
+    states = replace(SlotStates.dormant(*stages.shape), stage=stages)
+    states = replace(states, blueprint=torch.where(states.is_live, 1, -1))
+    uprooted = lifecycle.uproot(states, torch.tensor([1]))
+    assert_same(uprooted.at(torch.tensor([0])), states.at(torch.tensor([0])))
+    gone, rests = states.is_live[1], SeedStage.EMBARGOED
+    assert uprooted.stage[1].tolist() == torch.where(gone, rests, stages[1]).tolist()
+    assert not uprooted.has_seed[1].any()
+
+
+def test_states_move_between_devices_as_one():
+    assert SlotStates.dormant(2, 3).to("meta").device.type == "meta"
+
+
+def test_the_number_of_tensor_operations_does_not_depend_on_the_population():
+    def count(num_hosts):
+        states = SlotStates.dormant(num_hosts, NUM_SLOTS)
+        grow = action(op=LifecycleOp.GERMINATE).expand(num_hosts, -1)
+        with torch.profiler.profile() as profile:
+            step(lifecycle.apply(states, grow, SPACE))
+        return sum(event.count for event in profile.key_averages())
+
+    count(2)  # tables are made on first use
+    assert count(500) == count(2)
+
+
+@given(st.integers(0, 2**31), st.booleans())
+def test_a_population_lives_as_each_slot_would_alone(rng_seed, behind_host):
+    rng = torch.Generator().manual_seed(rng_seed)
+    num_hosts = 5
+    states = SlotStates.dormant(num_hosts, NUM_SLOTS)
+    lives = [[SlotLife() for _ in range(NUM_SLOTS)] for _ in range(num_hosts)]
+    for _ in range(15):
+        actions = legal_actions(states, rng)
+        states = lifecycle.apply(states, actions, SPACE, behind_host=behind_host)
+        for host, row in enumerate(actions.tolist()):
+            act_alone(lives[host], dict(zip(SPACE.names, row, strict=True)), behind_host)
+        if torch.rand((), generator=rng) < 0.1:
+            host = int(torch.randint(num_hosts, (), generator=rng))
+            states = lifecycle.uproot(states, torch.tensor([host]))
+            for life in lives[host]:
+                if life.stage in (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING):
+                    life.uproot()
+        states = lifecycle.begin_step(states)
+        call_all(lives, SlotLife.begin_step)
+        assert_lives(states, lives)
+        states = lifecycle.end_step(states)
+        call_all(lives, SlotLife.end_step)
+        assert_lives(states, lives)
+
+
+def legal_actions(states: SlotStates, rng: torch.Generator) -> torch.Tensor:
+    """A random legal action for each host, [P, H]; heads that an op ignores are random too."""
+    sizes = torch.tensor(SPACE.sizes)
+    draws = torch.rand(states.num_hosts, len(SPACE), generator=rng)
+    actions = (draws * sizes).long()
+    accepts = slot_accepts(states.stage, states.total_age)
+    for host in range(states.num_hosts):
+        pairs = accepts[host].nonzero().tolist()
+        pick = int(torch.randint(len(pairs) + 1, (), generator=rng))
+        if pick == len(pairs):
+            actions[host, SPACE.index("op")] = LifecycleOp.WAIT
+            continue
+        slot, op = pairs[pick]
+        actions[host, SPACE.index("slot")] = slot
+        actions[host, SPACE.index("op")] = op
+        present = states.alpha_target[host, slot].item()
+        if present in ALPHA_TARGETS and op == LifecycleOp.SET_ALPHA_TARGET:
+            other = (ALPHA_TARGETS.index(present) + 1) % len(ALPHA_TARGETS)
+            actions[host, SPACE.index("alpha_target")] = other
+    return actions
+
+
+def act_alone(slots: list[SlotLife], choice: dict[str, int], behind_host: bool) -> None:
+    life = slots[choice["slot"]]
+    target = ALPHA_TARGETS[choice["alpha_target"]]
+    speed = ALPHA_SPEED_STEPS[choice["alpha_speed"]]
+    match LifecycleOp(choice["op"]):
+        case LifecycleOp.GERMINATE:
+            tempo = TEMPO_STEPS[choice["tempo"]]
+            kinds = choice["blueprint"], choice["style"]
+            life.germinate(*kinds, tempo, target, choice["alpha_curve"], behind_host)
+        case LifecycleOp.SET_ALPHA_TARGET:
+            life.set_alpha_target(target, speed, choice["alpha_curve"])
+        case LifecycleOp.PRUNE:
+            life.prune(speed)
+        case LifecycleOp.FOSSILIZE:
+            life.fossilize()
+        case LifecycleOp.ADVANCE:
+            life.advance()
+
+
+def call_all(lives, method) -> None:
+    for slots in lives:
+        for life in slots:
+            method(life)
+
+
+def assert_lives(states: SlotStates, lives: list[list[SlotLife]]) -> None:
+    alone = {
+        e.name: torch.tensor(
+            [[getattr(life, e.name) for life in slots] for slots in lives],
+            dtype=e.metadata["dtype"],
+        )
+        for e in fields(SlotStates)
+    }
+    assert_same(states, SlotStates(**alone))
+
+
+def assert_same(actual: SlotStates, expected: SlotStates) -> None:
+    for e in fields(SlotStates):
+        torch.testing.assert_close(
+            getattr(actual, e.name),
+            getattr(expected, e.name),
+            rtol=0,
+            atol=1e-15,
+            msg=lambda text, name=e.name: f"{name}: {text}",
+        )
