@@ -1,0 +1,147 @@
+"""Host networks: segments with a slot after each, and a head.
+
+    @host
+    def conv1d(input_shape: Shape, num_classes: int, widths: Sequence[int], norm: bool) -> Rows: ...
+
+    host = build_host("conv1d", input_shape=(1, 40), num_classes=10, widths=(8, 8, 8))
+
+A host is one function from its sizes to rows of layers, one row per segment and one for the head.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints.registry import Site
+from esper.kasmina.layers import Conv, Flatten, Layer, Linear, Norm, Relu, Shape
+from esper.kasmina.programs import Program
+
+Rows = tuple[tuple[Layer, ...], ...]  # a row per segment, then the head's
+BuildRows = Callable[[Shape, int, Sequence[int], bool], Rows]
+
+HOSTS: dict[str, BuildRows] = {}
+
+
+def host(build_rows: BuildRows) -> BuildRows:
+    """Register a host kind under the name of its function."""
+    name = build_rows.__name__
+    if name in HOSTS:
+        raise ValueError(f"host {name!r} is registered already")
+    HOSTS[name] = build_rows
+    return build_rows
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host network before it is built: its segments, a site after each, and its head."""
+
+    segments: tuple[Program, ...]
+    head: Program
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return tuple(Site(segment.output_shape) for segment in self.segments)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The segments and the head: the order in which their parameters lie in a row."""
+        return (*self.segments, self.head)
+
+    @property
+    def input_shape(self) -> Shape:
+        return self.segments[0].input_shape
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.segments)
+
+    @property
+    def num_classes(self) -> int:
+        return self.head.output_shape[0]
+
+    @cached_property
+    def num_params(self) -> int:
+        return sum(program.num_params for program in self.programs)
+
+    @cached_property
+    def macs(self) -> int:
+        """Multiply-adds for one example."""
+        return sum(program.macs for program in self.programs)
+
+    def birth(self) -> tuple[Tensor, Tensor]:
+        """Centre and spread of every parameter at birth, float64 `[num_params]` each."""
+        centres, spreads = zip(*(program.birth() for program in self.programs), strict=True)
+        return torch.cat(centres), torch.cat(spreads)
+
+    def module(self) -> "HostModule":
+        return HostModule(self)
+
+
+class HostModule(nn.Module):
+    """One host as a plain module; `seeds` act on the activations after each segment."""
+
+    def __init__(self, host: Host):
+        super().__init__()
+        self.segments = nn.ModuleList(segment.module() for segment in host.segments)
+        self.head = host.head.module()
+
+    def forward(
+        self, x: Tensor, seeds: Sequence[Callable[[Tensor], Tensor] | None] | None = None
+    ) -> Tensor:
+        for slot, segment in enumerate(self.segments):
+            x = segment(x)
+            seed = seeds[slot] if seeds is not None else None
+            x = x if seed is None else seed(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def build_host(
+    name: str, *, input_shape: Shape, num_classes: int, widths: Sequence[int], norm: bool = False
+) -> Host:
+    """A registered host kind with a width per segment, with or without norm in its segments."""
+    if name not in HOSTS:
+        raise ValueError(f"no host {name!r}; there are {list(HOSTS)}")
+    if not widths or min(widths) < 1:
+        raise ValueError(f"widths={tuple(widths)}; a host needs one or more segments of width >= 1")
+    *rows, head = HOSTS[name](input_shape, num_classes, widths, norm)
+    segments: list[Program] = []
+    shape = input_shape
+    for row in rows:
+        segments.append(Program(row, shape))
+        shape = segments[-1].output_shape
+    return Host(tuple(segments), Program(head, shape))
+
+
+@host
+def conv1d(input_shape: Shape, num_classes: int, widths: Sequence[int], norm: bool) -> Rows:
+    """Strided convolutions along a series; with widths 25-25-25 the CNN published with MNIST-1D."""
+    kernels = [5] + [3] * (len(widths) - 1)
+    return (
+        *(
+            _segment(Conv(width, kernel, stride=2, padding=1), norm)
+            for width, kernel in zip(widths, kernels, strict=True)
+        ),
+        (Flatten(), Linear(num_classes)),
+    )
+
+
+@host
+def conv2d(input_shape: Shape, num_classes: int, widths: Sequence[int], norm: bool) -> Rows:
+    """Strided convolutions over an image."""
+    segments = (_segment(Conv(width, stride=2), norm) for width in widths)
+    return (*segments, (Flatten(), Linear(num_classes)))
+
+
+@host
+def mlp(input_shape: Shape, num_classes: int, widths: Sequence[int], norm: bool) -> Rows:
+    """Fully connected layers on the input as one vector."""
+    first, *others = (_segment(Linear(width), norm) for width in widths)
+    return ((Flatten(), *first), *others, (Linear(num_classes),))
+
+
+def _segment(layer: Layer, norm: bool) -> tuple[Layer, ...]:
+    return (layer, Norm(), Relu()) if norm else (layer, Relu())

@@ -1,0 +1,412 @@
+"""Layers as data: the rows that hosts and seeds are made of, for one network or for many at once.
+
+A layer says what it does to a shape, which parameters it needs and what it costs, all before
+anything is built. `forward` runs it for G networks together; `module` is the same layer as a
+plain `nn.Module` for one network, with its parameters in the same order.
+
+Activations of G networks are `[G, width, *positions, batch]`. With the examples last, a layer
+is a matrix product from the left, a shift along the positions is a view, and the innermost
+loop runs over the examples, whatever the layer.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]  # (width, *positions): one example between two layers
+
+NORM_EPSILON = 1e-5
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter before it exists; at birth it is uniform in `centre` +- `spread`."""
+
+    name: str
+    shape: Shape
+    centre: float
+    spread: float
+
+
+class Layer(Protocol):
+    """One row of a host or a seed."""
+
+    def output_shape(self, shape: Shape) -> Shape: ...
+
+    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]: ...
+
+    def macs(self, shape: Shape) -> int:
+        """Multiply-adds of the weights for one example."""
+        ...
+
+    def window(self, shape: Shape) -> int:
+        """How many positions of its input, along an axis, one output sees through the weights."""
+        ...
+
+    def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        """`[G, *output_shape, batch]` from `[G, *shape, batch]`, parameters `[G, *]` each."""
+        ...
+
+    def module(self, shape: Shape) -> nn.Module:
+        """The layer for one network, `[batch, *shape]` in, `[batch, *output_shape]` out."""
+        ...
+
+
+def _fan_in_uniform(fan_in: int, **shapes: Shape) -> tuple[ParameterSpec, ...]:
+    """torch's own initialiser of linear and convolution layers: uniform +- 1/sqrt(fan in)."""
+    spread = 1 / math.sqrt(fan_in)
+    return tuple(ParameterSpec(name, shape, 0.0, spread) for name, shape in shapes.items())
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution along one or two axes of positions; `depthwise` keeps channels apart."""
+
+    width: int
+    kernel: int = 3
+    stride: int = 1
+    padding: int | None = None  # None: as much as keeps the positions at stride 1
+    depthwise: bool = False
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if self.depthwise and (self.stride != 1 or self.width != shape[0]):
+            raise ValueError(f"{self} on {shape}: a depthwise layer keeps width and stride 1")
+        if len(shape) not in (2, 3):
+            raise ValueError(f"{self} needs one or two axes of positions, got shape {shape}")
+        return (self.width, *(self._length(length) for length in shape[1:]))
+
+    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
+        channels = 1 if self.depthwise else shape[0]
+        taps = (self.kernel,) * (len(shape) - 1)
+        weight = (self.width, channels, *taps)
+        return _fan_in_uniform(math.prod(weight[1:]), weight=weight, bias=(self.width,))
+
+    def macs(self, shape: Shape) -> int:
+        weight = self.parameters(shape)[0].shape
+        return math.prod(weight) * math.prod(self.output_shape(shape)[1:])
+
+    def window(self, shape: Shape) -> int:
+        return self.kernel
+
+    def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        weight, bias = parameters
+        convolve = _DepthwiseConv if self.depthwise else _Conv
+        y: Tensor = convolve.apply(x, weight, bias, self.stride, self.pad)  # type: ignore[no-untyped-call]
+        return y
+
+    def module(self, shape: Shape) -> nn.Module:
+        kind = nn.Conv1d if len(shape) == 2 else nn.Conv2d
+        groups = shape[0] if self.depthwise else 1
+        return kind(shape[0], self.width, self.kernel, self.stride, self.pad, groups=groups)
+
+    @property
+    def pad(self) -> int:
+        return self.kernel // 2 if self.padding is None else self.padding
+
+    def _length(self, length: int) -> int:
+        return (length + 2 * self.pad - self.kernel) // self.stride + 1
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A fully connected layer on a vector."""
+
+    width: int
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if len(shape) != 1:
+            raise ValueError(f"{self} needs a vector, got shape {shape}; put Flatten before it")
+        return (self.width,)
+
+    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
+        return _fan_in_uniform(shape[0], weight=(self.width, shape[0]), bias=(self.width,))
+
+    def macs(self, shape: Shape) -> int:
+        return self.width * shape[0]
+
+    def window(self, shape: Shape) -> int:
+        return 1
+
+    def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        weight, bias = parameters
+        return torch.baddbmm(bias.unsqueeze(-1), weight, x)
+
+    def module(self, shape: Shape) -> nn.Module:
+        return nn.Linear(shape[0], self.width)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Group norm with one group: each example over its channels and positions."""
+
+    def output_shape(self, shape: Shape) -> Shape:
+        return shape
+
+    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
+        width = (shape[0],)
+        return ParameterSpec("weight", width, 1.0, 0.0), ParameterSpec("bias", width, 0.0, 0.0)
+
+    def macs(self, shape: Shape) -> int:
+        return 0
+
+    def window(self, shape: Shape) -> int:
+        return 1
+
+    def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        y: Tensor = _Norm.apply(x, *parameters)  # type: ignore[no-untyped-call]
+        return y
+
+    def module(self, shape: Shape) -> nn.Module:
+        return nn.GroupNorm(1, shape[0], eps=NORM_EPSILON)
+
+
+@dataclass(frozen=True)
+class Relu:
+    def output_shape(self, shape: Shape) -> Shape:
+        return shape
+
+    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
+        return ()
+
+    def macs(self, shape: Shape) -> int:
+        return 0
+
+    def window(self, shape: Shape) -> int:
+        return 1
+
+    def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+    def module(self, shape: Shape) -> nn.Module:
+        return nn.ReLU()
+
+
+@dataclass(frozen=True)
+class Flatten:
+    def output_shape(self, shape: Shape) -> Shape:
+        return (math.prod(shape),)
+
+    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
+        return ()
+
+    def macs(self, shape: Shape) -> int:
+        return 0
+
+    def window(self, shape: Shape) -> int:
+        return 1
+
+    def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        return x.flatten(1, -2)
+
+    def module(self, shape: Shape) -> nn.Module:
+        return nn.Flatten()
+
+
+@dataclass(frozen=True)
+class MixPositions:
+    """A linear map from all positions to all positions, shared by the channels."""
+
+    def output_shape(self, shape: Shape) -> Shape:
+        _require_series(self, shape)
+        return shape
+
+    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
+        length = shape[1]
+        return _fan_in_uniform(length, weight=(length, length), bias=(length,))
+
+    def macs(self, shape: Shape) -> int:
+        return shape[0] * shape[1] * shape[1]
+
+    def window(self, shape: Shape) -> int:
+        return shape[1]
+
+    def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        weight, bias = parameters
+        return torch.matmul(weight.unsqueeze(1), x) + bias[:, None, :, None]
+
+    def module(self, shape: Shape) -> nn.Module:
+        return nn.Linear(shape[1], shape[1])
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One head of attention over the positions of a series, which it knows by a learned code."""
+
+    width: int  # of queries, keys, values and the output
+
+    def output_shape(self, shape: Shape) -> Shape:
+        _require_series(self, shape)
+        return (self.width, shape[1])
+
+    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
+        channels, _ = shape
+        return (
+            ParameterSpec("code", shape, 0.0, 1.0),
+            *_fan_in_uniform(channels, weight=(3 * self.width, channels), bias=(3 * self.width,)),
+        )
+
+    def macs(self, shape: Shape) -> int:
+        channels, length = shape
+        return 3 * self.width * channels * length + 2 * self.width * length * length
+
+    def window(self, shape: Shape) -> int:
+        return shape[1]
+
+    def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        code, weight, bias = parameters
+        coded = (x + code.unsqueeze(-1)).flatten(2)
+        projected = torch.baddbmm(bias.unsqueeze(-1), weight, coded)
+        projected = projected.view(*projected.shape[:2], *x.shape[2:])
+        query, key, value = projected.chunk(3, dim=1)
+        scores = torch.einsum("gclb,gcmb->gblm", query, key) / math.sqrt(self.width)
+        return torch.einsum("gblm,gcmb->gclb", scores.softmax(-1), value)
+
+    def module(self, shape: Shape) -> nn.Module:
+        return _AttentionModule(shape, self.width)
+
+
+def _require_series(layer: Layer, shape: Shape) -> None:
+    if len(shape) != 2:
+        raise ValueError(f"{layer} needs one axis of positions, got shape {shape}")
+
+
+class _AttentionModule(nn.Module):
+    def __init__(self, shape: Shape, width: int):
+        super().__init__()
+        channels, length = shape
+        self.code = nn.Parameter(torch.zeros(channels, length))
+        self.project = nn.Linear(channels, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project((x + self.code).transpose(1, 2)).chunk(3, dim=-1)
+        attended: Tensor = F.scaled_dot_product_attention(query, key, value)
+        return attended.transpose(1, 2)
+
+
+def _windows(x: Tensor, kernel: Shape, stride: int, padding: int) -> Tensor:
+    """What each output of a convolution sees: a view `[G, C, *kernel, *outputs, batch]`."""
+    axes = len(kernel)
+    padded = F.pad(x, (0, 0) + (padding, padding) * axes)
+    steps = padded.stride()[2:-1]
+    lengths = [(n - k) // stride + 1 for n, k in zip(padded.shape[2:-1], kernel, strict=True)]
+    return padded.as_strided(
+        (*x.shape[:2], *kernel, *lengths, x.shape[-1]),
+        (*padded.stride()[:2], *steps, *(step * stride for step in steps), padded.stride(-1)),
+    )
+
+
+class _Conv(torch.autograd.Function):
+    """G convolutions at once: windows side by side, then one batched matrix product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int
+    ) -> Tensor:
+        kernel = tuple(weight.shape[3:])
+        windows = _windows(x, kernel, stride, padding)
+        lengths = windows.shape[2 + len(kernel) : -1]
+        columns = windows.reshape(x.shape[0], math.prod(weight.shape[2:]), -1)
+        ctx.save_for_backward(columns, weight)
+        ctx.stride, ctx.padding, ctx.input_shape, ctx.lengths = stride, padding, x.shape, lengths
+        y = torch.baddbmm(bias.unsqueeze(-1), weight.flatten(2), columns)
+        return y.view(x.shape[0], weight.shape[1], *lengths, x.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        columns, weight = ctx.saved_tensors
+        grad = grad_outputs[0].flatten(2)
+        grad_weight = torch.bmm(grad, columns.transpose(1, 2)).view(weight.shape)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_columns = torch.bmm(weight.flatten(2).transpose(1, 2), grad)
+            grad_x = _fold(
+                grad_columns.view(*weight.shape[:1], *weight.shape[2:], *ctx.lengths, -1), ctx
+            )
+        return grad_x, grad_weight, grad.sum(-1), None, None
+
+
+def _fold(grad_windows: Tensor, ctx: Any) -> Tensor:
+    """The transpose of `_windows`: every input collects from the windows it was seen in."""
+    groups, channels, *lengths, batch = ctx.input_shape
+    padded = [length + 2 * ctx.padding for length in lengths]
+    total = grad_windows.new_zeros(groups, channels, *padded, batch)
+    kernel = grad_windows.shape[2 : 2 + len(lengths)]
+    for tap in product(*(range(k) for k in kernel)):
+        reached = tuple(
+            slice(start, start + ctx.stride * (n - 1) + 1, ctx.stride)
+            for start, n in zip(tap, ctx.lengths, strict=True)
+        )
+        total[:, :, *reached] += grad_windows[:, :, *tap]
+    inner = tuple(slice(ctx.padding, ctx.padding + length) for length in lengths)
+    return total[:, :, *inner]
+
+
+class _DepthwiseConv(torch.autograd.Function):
+    """G convolutions of stride 1, each channel with its own kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int
+    ) -> Tensor:
+        kernel = tuple(weight.shape[3:])
+        ctx.save_for_backward(x, weight)
+        ctx.padding = padding
+        over_taps = tuple(range(2, 2 + len(kernel)))
+        scaled = _windows(x, kernel, 1, padding) * _per_channel(weight.squeeze(2), x)
+        return scaled.sum(over_taps) + _per_channel(bias, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grad_outputs[0]
+        kernel = tuple(weight.shape[3:])
+        axes = len(kernel)
+        over_taps = tuple(range(2, 2 + axes))
+        over_outputs = tuple(range(2 + axes, 3 + 2 * axes))
+        seen = _windows(x, kernel, 1, ctx.padding)
+        against = grad.reshape(*grad.shape[:2], *(1,) * axes, *grad.shape[2:])
+        grad_weight = (seen * against).sum(over_outputs)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            # the input is reached by the same kernel, mirrored
+            mirrored = _per_channel(weight.squeeze(2).flip(over_taps), x)
+            reach_back = kernel[0] - 1 - ctx.padding
+            grad_x = (_windows(grad, kernel, 1, reach_back) * mirrored).sum(over_taps)
+        grad_bias = grad.sum(tuple(range(2, 3 + axes)))
+        return grad_x, grad_weight.view(weight.shape), grad_bias, None, None
+
+
+def _per_channel(parameter: Tensor, x: Tensor) -> Tensor:
+    """A parameter `[G, C, *]` set against activations `[G, C, *, *positions, batch]`."""
+    return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
+
+
+class _Norm(torch.autograd.Function):
+    """Group norm with one group for G networks at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        over = tuple(range(1, x.dim() - 1))
+        variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+        inverse = torch.rsqrt(variance + NORM_EPSILON)
+        normalized = (x - mean) * inverse
+        ctx.save_for_backward(normalized, inverse, weight)
+        return torch.addcmul(_per_channel(bias, x), normalized, _per_channel(weight, x))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normalized, inverse, weight = ctx.saved_tensors
+        grad = grad_outputs[0]
+        over = tuple(range(1, grad.dim() - 1))
+        per_channel = tuple(range(2, grad.dim()))
+        product = grad * normalized
+        scaled = grad * _per_channel(weight, grad)
+        mean_scaled = scaled.mean(over, keepdim=True)
+        mean_product = (scaled * normalized).mean(over, keepdim=True)
+        grad_x = (scaled - mean_scaled - normalized * mean_product) * inverse
+        return grad_x, product.sum(per_channel), grad.sum(per_channel)
