@@ -39,21 +39,6 @@ class Head:
     given: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class HeadBlock:
-    """Neighbouring heads that are given the same earlier heads: their masks are one tensor."""
-
-    heads: tuple[int, ...]  # their indices
-    given: tuple[int, ...]  # the indices of the heads they are given
-    given_sizes: tuple[int, ...]
-    choices: slice  # where their choices lie on the axis of length C
-
-    @property
-    def size(self) -> int:
-        """Choices of the block's heads together."""
-        return int(self.choices.stop - self.choices.start)
-
-
 def _derived() -> Any:
     """A field computed from the heads. Plain attributes: a cached_property cannot be compiled."""
     return field(init=False, repr=False, compare=False)
@@ -71,42 +56,32 @@ class FactoredActionSpace:
     slices: tuple[slice, ...] = _derived()  # where each head's choices lie on the axis of length C
     given_indices: tuple[tuple[int, ...], ...] = _derived()  # the heads that each head is given
     unconditional: tuple[int, ...] = _derived()  # the heads that always have something to choose
-    blocks: tuple[HeadBlock, ...] = _derived()
-    block_of: tuple[int, ...] = _derived()  # the block that each head is in
-    block_slices: tuple[slice, ...] = _derived()  # where its choices lie in that block
+    # A run is heads in a row that are given the same earlier heads: they are decided together.
+    runs: tuple[range, ...] = _derived()
+    run_of: tuple[int, ...] = _derived()  # the run that each head is in
+    run_spaces: tuple["FactoredActionSpace", ...] = _derived()  # a run as a space, nothing given
 
     def __post_init__(self) -> None:
         self._check_heads()
         sizes = tuple(head.size for head in self.heads)
         names = tuple(head.name for head in self.heads)
         ends = tuple(accumulate(sizes))
-        slices = tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
         given = tuple(tuple(names.index(name) for name in head.given) for head in self.heads)
-        groups = [tuple(g) for _, g in groupby(range(len(names)), key=given.__getitem__)]
-        blocks = tuple(
-            HeadBlock(
-                heads=group,
-                given=given[group[0]],
-                given_sizes=tuple(sizes[g] for g in given[group[0]]),
-                choices=slice(slices[group[0]].start, slices[group[-1]].stop),
-            )
-            for group in groups
-        )
-        block_of = tuple(b for b, group in enumerate(groups) for _ in group)
-        starts = [blocks[b].choices.start for b in block_of]
+        groups = [tuple(group) for _, group in groupby(range(len(names)), key=given.__getitem__)]
+        runs = tuple(range(group[0], group[-1] + 1) for group in groups)
+        free = tuple(Head(head.name, head.size) for head in self.heads)
         derived = {
             "names": names,
             "sizes": sizes,
             "num_choices": ends[-1],
-            "slices": slices,
+            "slices": tuple(slice(e - size, e) for e, size in zip(ends, sizes, strict=True)),
             "given_indices": given,
             "unconditional": tuple(i for i, earlier in enumerate(given) if not earlier),
-            "blocks": blocks,
-            "block_of": block_of,
-            "block_slices": tuple(
-                slice(part.start - start, part.stop - start)
-                for part, start in zip(slices, starts, strict=True)
-            ),
+            "runs": runs,
+            "run_of": tuple(index for index, run in enumerate(runs) for _ in run),
+            "run_spaces": (self,)
+            if self.heads == free
+            else tuple(FactoredActionSpace(free[run.start : run.stop]) for run in runs),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -190,36 +165,30 @@ class FactoredActionSpace:
 class ActionMasks:
     """What N envs may choose: for each head a bool tensor `[N, *given sizes, size]`.
 
-    Heads that are given the same earlier heads share one tensor, so that one gather finds the
-    rows of all of them. Shapes and dtypes are checked here, values are not: they may lie on a GPU.
+    The masks of a run of heads lie side by side in one tensor, so that one lookup finds the rows
+    of all of them. Shapes and dtypes are checked here, values are not: they may lie on a GPU.
     """
 
     def __init__(self, action_space: FactoredActionSpace, masks: Mapping[str, Tensor]):
         action_space.check_names(masks)
         self.action_space = action_space
         self.num_envs = masks[action_space.names[0]].shape[0]
-        for head in action_space:
-            self._check(masks[head.name], (head,))
-        self.blocks = tuple(
-            masks[action_space.names[block.heads[0]]]
-            if len(block.heads) == 1
-            else torch.cat([masks[action_space.names[i]] for i in block.heads], dim=-1)
-            for block in action_space.blocks
+        for index, name in enumerate(action_space.names):
+            self._check(masks[name], range(index, index + 1))
+        self.runs = tuple(
+            torch.cat([masks[action_space.names[i]] for i in run], dim=-1)
+            for run in action_space.runs
         )
 
     @classmethod
-    def from_blocks(
-        cls, action_space: FactoredActionSpace, blocks: Sequence[Tensor]
-    ) -> "ActionMasks":
-        """Masks whose tensors are already joined, `[N, *given sizes, choices]` for each block."""
-        if len(blocks) != len(action_space.blocks):
-            raise ValueError(f"got {len(blocks)} mask blocks, expected {len(action_space.blocks)}")
+    def from_runs(cls, action_space: FactoredActionSpace, runs: Sequence[Tensor]) -> "ActionMasks":
+        """Masks that already lie side by side, `[N, *given sizes, choices]` for each run."""
         masks = cls.__new__(cls)
         masks.action_space = action_space
-        masks.num_envs = blocks[0].shape[0]
-        masks.blocks = tuple(blocks)
-        for block, mask in zip(action_space.blocks, blocks, strict=True):
-            masks._check(mask, tuple(action_space.heads[i] for i in block.heads))
+        masks.num_envs = runs[0].shape[0]
+        masks.runs = tuple(runs)
+        for run, mask in zip(action_space.runs, runs, strict=True):
+            masks._check(mask, run)
         return masks
 
     @classmethod
@@ -229,23 +198,24 @@ class ActionMasks:
         num_envs: int,
         device: torch.device | str | None = None,
     ) -> "ActionMasks":
-        shapes = [(num_envs, *block.given_sizes, block.size) for block in action_space.blocks]
-        return cls.from_blocks(
-            action_space, [torch.ones(shape, dtype=torch.bool, device=device) for shape in shapes]
-        )
+        masks = cls.__new__(cls)
+        masks.action_space, masks.num_envs = action_space, num_envs
+        shapes = [masks._expected_shape(run) for run in action_space.runs]
+        masks.runs = tuple(torch.ones(s, dtype=torch.bool, device=device) for s in shapes)
+        return masks
 
     def __getitem__(self, name: str) -> Tensor:
-        """The whole mask of a head, `[N, *given sizes, size]`."""
+        """The whole mask of a head, `[N, *given sizes, size]`, without a copy."""
         index = self.action_space.index(name)
-        mask = self.blocks[self.action_space.block_of[index]]
-        return mask[..., self.action_space.block_slices[index]]
+        run = self.action_space.run_of[index]
+        return self.action_space.run_spaces[run].view(self.runs[run], name)
 
     @property
     def device(self) -> torch.device:
-        return self.blocks[0].device
+        return self.runs[0].device
 
     def to(self, device: torch.device | str) -> "ActionMasks":
-        return self.from_blocks(self.action_space, [mask.to(device) for mask in self.blocks])
+        return self.from_runs(self.action_space, [mask.to(device) for mask in self.runs])
 
     def row(self, head_index: int, actions: Tensor | Sequence[Tensor]) -> Tensor:
         """A head's legal choices `[N, size]` given the earlier heads' actions.
@@ -253,37 +223,45 @@ class ActionMasks:
         `actions` holds at least the heads before `head_index`: a tensor `[N, H]` or one `[N]`
         per head. It may be read while it is being filled, head by head.
         """
-        rows = self.block_row(self.action_space.block_of[head_index], actions)
-        return rows[:, self.action_space.block_slices[head_index]]
+        space, run = self.action_space, self.action_space.run_of[head_index]
+        rows = self.rows(space.runs[run], actions)
+        return space.run_spaces[run].view(rows, space.names[head_index])
 
-    def block_row(self, block_index: int, actions: Tensor | Sequence[Tensor]) -> Tensor:
-        """The legal choices `[N, choices]` of a block's heads, side by side, as `row` gives one's."""
-        block, mask = self.action_space.blocks[block_index], self.blocks[block_index]
-        if not block.given:
+    def rows(self, run: range, actions: Tensor | Sequence[Tensor]) -> Tensor:
+        """The legal choices of a run's heads, packed `[N, their choices]`, as `row` gives one's."""
+        given = self.action_space.given_indices[run.start]
+        mask = self.runs[self.action_space.run_of[run.start]]
+        if not given:
             return mask
-        chosen = [actions[:, g] if isinstance(actions, Tensor) else actions[g] for g in block.given]
-        flat = chosen[0]
-        for size, choice in zip(block.given_sizes[1:], chosen[1:], strict=True):
-            flat = flat * size + choice
-        rows = mask.reshape(self.num_envs, math.prod(block.given_sizes), block.size)
-        index = flat.long().view(-1, 1, 1).expand(-1, 1, block.size)
-        return rows.gather(1, index).squeeze(1)
+        chosen = [actions[:, g] if isinstance(actions, Tensor) else actions[g] for g in given]
+        sizes = [self.action_space.sizes[g] for g in given]
+        combination = chosen[0].long()
+        for size, choice in zip(sizes[1:], chosen[1:], strict=True):
+            combination = combination * size + choice
+        # the rows of env n begin at n * (number of combinations)
+        each = math.prod(sizes)
+        first = torch.arange(0, self.num_envs * each, each, device=self.device)
+        return mask.reshape(-1, mask.shape[-1]).index_select(0, first + combination)
 
     def applied(self, actions: Tensor) -> Tensor:
         """The mask rows that applied to a finished action, packed `[N, C]`: what a rollout stores."""
-        rows = [self.block_row(i, actions) for i in range(len(self.blocks))]
-        return torch.cat(rows, dim=-1)
+        return torch.cat([self.rows(run, actions) for run in self.action_space.runs], dim=-1)
 
-    def _check(self, mask: Tensor, heads: tuple[Head, ...]) -> None:
+    def _expected_shape(self, heads: range) -> tuple[int, ...]:
+        given = self.action_space.given_indices[heads.start]
+        sizes = self.action_space.sizes
+        return (self.num_envs, *(sizes[g] for g in given), sum(sizes[i] for i in heads))
+
+    def _check(self, mask: Tensor, heads: range) -> None:
         """`heads` are given the same earlier heads; `mask` is theirs, side by side."""
-        given_sizes = self.action_space.mask_shape(heads[0].name)[:-1]
-        expected = (self.num_envs, *given_sizes, sum(head.size for head in heads))
+        expected = self._expected_shape(heads)
         if tuple(mask.shape) != expected or mask.dtype != torch.bool:
-            names = ", ".join(repr(head.name) for head in heads)
+            names = ", ".join(repr(self.action_space.names[i]) for i in heads)
+            given = self.action_space.heads[heads.start].given
             raise ValueError(
                 f"mask of head {names}: got {mask.dtype} {tuple(mask.shape)}, "
                 f"expected {torch.bool} {expected}"
-                + (f" (envs, {', '.join(heads[0].given)}, choices)" if heads[0].given else "")
+                + (f" (envs, {', '.join(given)}, choices)" if given else "")
             )
 
 
