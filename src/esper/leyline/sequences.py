@@ -9,6 +9,7 @@ stored field with it and everything downstream (encoder, LSTM, losses) sees vali
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,8 +93,39 @@ class SequenceLayout:
 
     def take(self, field: Tensor) -> Tensor:
         """A stored field `[N, T, ...]` as `[R, ...]`, the stored steps in packed order."""
-        return field.flatten(0, 1)[self.rows_on(field.device)]
+        return field.flatten(0, 1).index_select(0, self.rows_on(field.device))
 
     def rows_on(self, device: torch.device) -> Tensor:
-        """`rows` on a device; the copy does not make the host wait."""
-        return self.rows.to(device, non_blocking=True)
+        """`rows` on a device."""
+        return self._on(device).rows
+
+    def initial(self, stored: Tensor) -> Tensor:
+        """What each packed episode starts from, `[episodes, ...]`: its env's state or zeros.
+
+        `stored` `[N, ...]` are the states before the envs' first stored steps.
+        """
+        tables = self._on(stored.device)
+        states = stored.index_select(0, tables.env_ids)
+        continues = tables.continues.view(-1, *[1] * (stored.dim() - 1))
+        return torch.where(continues, states, 0.0)
+
+    def _on(self, device: torch.device) -> "_Tables":
+        """The index tensors on a device, copied once, without making the host wait."""
+        if device not in self._tables:
+            tables = _Tables(self.rows, self.env_ids[self.order], self.continues)
+            if device.type == "cuda":
+                tables = _Tables(*(t.pin_memory().to(device, non_blocking=True) for t in tables))
+            self._tables[device] = tables
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, "_Tables"]:
+        return {}
+
+
+class _Tables(NamedTuple):
+    """What gathering needs, on a device, in packed order."""
+
+    rows: Tensor  # [R]
+    env_ids: Tensor  # [episodes]
+    continues: Tensor  # [episodes]

@@ -1,0 +1,194 @@
+"""Masked categorical distributions over the heads of a factored action.
+
+All heads are scored at once. Their choices lie side by side `[..., C]`; inside, each head has a
+row of its own in a grid `[..., H, M]`, M the size of the largest head. Two constants make every
+rule about masks fall out of one log-softmax, with no special case behind it:
+
+- a masked choice gets the lowest float, so its probability and its gradient are exactly 0;
+- choice 0, when masked, gets half of that. A row with no legal choice thus puts all its weight on
+  action 0: log-prob, entropy, KL and gradient are exactly 0. Next to any real logit the half is
+  as impossible as the whole.
+
+Arithmetic is float32 whatever the logits are.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+class MaskedFactoredCategorical:
+    """The heads' distributions, each given the earlier choices that were made.
+
+    `logits` and `masks` are `[..., C]`. With `floor`, each head is mixed with the uniform
+    distribution over its legal choices: p' = (1 - floor) p + floor / k. Sampling and scoring see
+    the same p'. Values are not checked here (they may lie on a device): a NaN logit gives NaN.
+    """
+
+    def __init__(
+        self,
+        action_space: FactoredActionSpace,
+        logits: Tensor,
+        masks: Tensor,
+        *,
+        floor: float = 0.0,
+    ):
+        _check_packed(action_space, logits, masks, floor)
+        self.action_space = action_space
+        self.masks = masks
+        tables = _tables(action_space, logits.device)
+        filled = tables.to_grid(torch.where(masks, logits.float(), tables.fill))
+        self._log_probs = filled.log_softmax(dim=-1)  # [..., H, M]
+        if floor > 0.0:
+            self._log_probs = _mix_with_uniform(filled, self._log_probs, floor)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities `[..., H, M]`, each head's choices first, then zeros up to M."""
+        return self._log_probs.exp()
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Log-probs `[..., H]` of `actions` `[..., H]`; the lowest float for a masked choice."""
+        return self._log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        """Entropies `[..., H]` in nats."""
+        return -(self.probs * self._log_probs).sum(dim=-1)
+
+    def normalized_entropy(self) -> Tensor:
+        """Entropies as a share of that of an even choice, 0 to 1; 0 where there is no choice."""
+        # with one legal choice the entropy is exactly 0, whatever it is divided by
+        return self.entropy() / self.num_legal.clamp(min=2.0).log()
+
+    @property
+    def num_legal(self) -> Tensor:
+        """How many choices each head has, float `[..., H]`."""
+        members = _tables(self.action_space, self.masks.device).members
+        return self.masks.to(members.dtype) @ members
+
+    def kl(self, other: "MaskedFactoredCategorical") -> Tensor:
+        """KL(self || other) `[..., H]`, for distributions under the same masks."""
+        return (self.probs * (self._log_probs - other._log_probs)).sum(dim=-1)
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """A draw for every head, `[..., H]`; never a masked choice."""
+        probs = self.probs.detach()
+        # The first of exponential clocks with rates p rings with probability p. The bounds keep
+        # 0 / clock at 0 and the likeliest choice's p / clock above it, for any clock drawn.
+        clocks = torch.empty_like(probs).exponential_(generator=generator).clamp_(1e-30, 1e3)
+        return probs.div_(clocks).argmax(dim=-1)
+
+    def mode(self) -> Tensor:
+        """The likeliest choice of every head, `[..., H]`."""
+        return self._log_probs.argmax(dim=-1)
+
+
+def decide(
+    action_space: FactoredActionSpace,
+    masks: ActionMasks,
+    logits_of: Callable[[int, Tensor], Tensor],
+    *,
+    generator: torch.Generator | None = None,
+    deterministic: bool = False,
+    floor: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices `[N, H]`, their log-probs `[N, H]` and the mask rows that applied `[N, C]`.
+
+    Heads are decided in order, a run of them (`action_space.runs`) at a time:
+    `logits_of(run, actions)` returns the logits `[N, choices of the run]` and may read the
+    columns of `actions` `[N, H]` that belong to earlier heads.
+    """
+    actions = torch.zeros(
+        masks.num_envs, action_space.num_heads, dtype=torch.int64, device=masks.device
+    )
+    log_probs, rows = [], []
+    for run, (heads, part) in enumerate(
+        zip(action_space.runs, action_space.run_spaces, strict=True)
+    ):
+        row = masks.rows(heads, actions)
+        chances = MaskedFactoredCategorical(part, logits_of(run, actions), row, floor=floor)
+        chosen = chances.mode() if deterministic else chances.sample(generator)
+        actions[:, heads.start : heads.stop] = chosen
+        log_probs.append(chances.log_prob(chosen))
+        rows.append(row)
+    return actions, _join(log_probs), _join(rows)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _mix_with_uniform(filled: Tensor, log_probs: Tensor, floor: float) -> Tensor:
+    """Log-probs of (1 - floor) p + floor / k, masked choices still at the lowest float."""
+    is_legal = filled > 0.25 * _LOWEST
+    uniform = torch.where(is_legal, 0.0, filled).softmax(dim=-1)
+    mixed = torch.lerp(log_probs.exp(), uniform, floor)
+    is_possible = mixed > 0.0
+    # the inner where keeps the gradient of log(0) out
+    return torch.where(is_possible, torch.where(is_possible, mixed, 1.0).log(), _LOWEST)
+
+
+class _Tables(NamedTuple):
+    """Constants of an action space on a device."""
+
+    num_heads: int
+    columns: Tensor | None  # [H * M]: where the grid's entries lie among [..., C + 1]; None: as is
+    fill: Tensor  # [C]: what a masked choice's logit is replaced by
+    members: Tensor  # [C, H]: 1 where a choice belongs to a head
+
+    def to_grid(self, filled: Tensor) -> Tensor:
+        if self.columns is not None:
+            padded = torch.nn.functional.pad(filled, (0, 1), value=_LOWEST)
+            filled = padded.index_select(-1, self.columns)
+        return filled.view(*filled.shape[:-1], self.num_heads, -1)
+
+
+_TABLES: dict[tuple[tuple[int, ...], torch.device], _Tables] = {}
+
+
+def _tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
+    key = (action_space.sizes, device)
+    tables = _TABLES.get(key)
+    if tables is None:
+        tables = _TABLES[key] = _build_tables(action_space, device)
+    return tables
+
+
+def _build_tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
+    sizes, num_choices = action_space.sizes, action_space.num_choices
+    columns = torch.full((len(sizes), max(sizes)), num_choices)
+    fill = torch.full((num_choices,), _LOWEST)
+    members = torch.zeros(num_choices, len(sizes))
+    for head, part in enumerate(action_space.slices):
+        columns[head, : sizes[head]] = torch.arange(part.start, part.stop)
+        fill[part.start] = _LOWEST / 2
+        members[part, head] = 1.0
+    is_rectangle = min(sizes) == max(sizes)
+    return _Tables(
+        len(sizes),
+        None if is_rectangle else columns.flatten().to(device),
+        fill.to(device),
+        members.to(device),
+    )
+
+
+def _check_packed(
+    action_space: FactoredActionSpace, logits: Tensor, masks: Tensor, floor: float
+) -> None:
+    num_choices = action_space.num_choices
+    if logits.shape[-1:] != (num_choices,) or masks.shape != logits.shape:
+        raise ValueError(
+            f"got logits {tuple(logits.shape)} and masks {tuple(masks.shape)}, expected both "
+            f"[..., {num_choices}] for heads "
+            f"{dict(zip(action_space.names, action_space.sizes, strict=True))}"
+        )
+    if masks.dtype != torch.bool:
+        raise ValueError(f"masks are {masks.dtype}, expected {torch.bool}")
+    if not 0.0 <= floor < 1.0:
+        raise ValueError(f"floor={floor} is not a share; use 0 or more and less than 1")

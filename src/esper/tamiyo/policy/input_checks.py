@@ -1,0 +1,83 @@
+"""What a policy refuses, and how it says so: the env or row, the head, and the value."""
+
+import torch
+from torch import Tensor, nn
+
+from esper.leyline.checks import DeferredChecks
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.sequences import SequenceLayout
+
+# below the log-prob of anything legal, above that of anything masked
+_IMPOSSIBLE = torch.finfo(torch.float32).min / 4
+
+
+class ChoiceChecks(nn.Module):
+    """Checks of the choices of one action space; failures are collected in `deferred`."""
+
+    offsets: Tensor
+    last_choices: Tensor
+    is_conditional: Tensor
+
+    def __init__(self, action_space: FactoredActionSpace):
+        super().__init__()
+        self.action_space = action_space
+        self.deferred = DeferredChecks()
+        for name, values in (
+            ("offsets", [part.start for part in action_space.slices]),
+            ("last_choices", [size - 1 for size in action_space.sizes]),
+            ("is_conditional", [bool(head.given) for head in action_space]),
+        ):
+            self.register_buffer(name, torch.tensor(values), persistent=False)
+
+    def check_fresh(self, actions: Tensor, log_probs: Tensor, masks: Tensor) -> None:
+        """Choices just made: the logits were finite, and heads given nothing had a choice."""
+        is_legal = masks.gather(-1, actions + self.offsets)
+        ok = (log_probs > _IMPOSSIBLE) & (is_legal | self.is_conditional)
+
+        def describe(env: int, head: int) -> str:
+            name = self.action_space.names[head]
+            if log_probs[env, head] > _IMPOSSIBLE:
+                return f"env {env}, head {name!r}: no legal choice, and it is given no earlier head"
+            return f"env {env}, head {name!r}: not finite logits, log-prob {log_probs[env, head]}"
+
+        self.deferred.require(ok, describe)
+
+    def in_range(self, actions: Tensor) -> Tensor:
+        """Stored choices `[R, H]` made safe to look up; `check_stored` reports the others."""
+        return torch.minimum(actions.clamp(min=0), self.last_choices)
+
+    def check_stored(
+        self, actions: Tensor, log_probs: Tensor, masks: Tensor, layout: SequenceLayout
+    ) -> None:
+        """Choices read from a rollout: in range, legal (0 where nothing is), and scored."""
+        log_probs = log_probs.detach()
+        ok = (log_probs > _IMPOSSIBLE) & (self.in_range(actions) == actions)
+
+        def describe(row: int, head: int) -> str:
+            env, step = divmod(int(layout.rows[row]), layout.max_steps)
+            name, action = self.action_space.names[head], int(actions[row, head])
+            where = f"row {row} (env {env}, step {step}), head {name!r}"
+            if log_probs[row, head].isnan():
+                return f"{where}: not finite logits, log-prob {log_probs[row, head]}"
+            legal = masks[row, self.action_space.slices[head]].nonzero()[:, 0].tolist()
+            return f"{where}: action {action} is not legal; legal here: {legal or 'only 0'}"
+
+        self.deferred.require(ok, describe)
+
+
+def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name}: got {tuple(tensor.shape)}, expected {expected} ({letters})")
+
+
+def check_masks(masks: ActionMasks, action_space: FactoredActionSpace, num_envs: int) -> None:
+    if masks.action_space != action_space:
+        expected, got = sizes_by_name(action_space), sizes_by_name(masks.action_space)
+        wrong = [name for name in expected | got if expected.get(name) != got.get(name)]
+        raise ValueError(f"masks are for heads {got}, expected {expected}; look at {wrong}")
+    if masks.num_envs != num_envs:
+        raise ValueError(f"masks are for {masks.num_envs} envs, features for {num_envs}")
+
+
+def sizes_by_name(action_space: FactoredActionSpace) -> dict[str, int]:
+    return dict(zip(action_space.names, action_space.sizes, strict=True))

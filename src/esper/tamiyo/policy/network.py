@@ -1,0 +1,271 @@
+"""A recurrent actor-critic for factored actions: `act` one step, `evaluate` whole rollouts.
+
+    policy = FactoredRecurrentActorCritic(action_space, feature_size)
+    decision = policy.act(features, masks, state)                          # one step of N envs
+    scores = policy.evaluate(features, actions, masks, layout, initial)    # stored rollouts
+
+Features pass an encoder, then the core (an LSTM); heads and value read the core state, which is
+the LSTM's output plus its input: what the present observation says reaches them from the first
+update on, and the LSTM only has to learn what the past adds.
+
+Values on a device are checked without waiting for it: `act` and `evaluate` note what went wrong
+on the device, and whoever owns the round calls `policy.raise_on_bad_values()` at the end of a
+rollout or an update. On a CPU they raise at once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.sequences import SequenceLayout
+from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, decide
+from esper.tamiyo.policy.input_checks import (
+    ChoiceChecks,
+    check_masks,
+    check_shape,
+    sizes_by_name,
+)
+from esper.tamiyo.policy.plain_heads import POLICY_GAIN, PlainHeads, Scene, init_lstm, linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """Sizes of a policy, and how much it explores."""
+
+    lstm_hidden_dim: int = DEFAULT_LSTM_HIDDEN_DIM  # width of the core and of what is around it
+    lstm_layers: int = 1
+    encoder_layers: int = 1  # of the width of the core
+    floor: float = 0.0  # share of every choice that is uniform over what is legal
+
+    def __post_init__(self) -> None:
+        for name in ("lstm_hidden_dim", "lstm_layers", "encoder_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+        if not 0.0 <= self.floor < 1.0:
+            raise ValueError(f"floor={self.floor} is not a share; use 0 or more and less than 1")
+
+
+class RecurrentState(NamedTuple):
+    """An LSTM's state per env, `[N, L, hidden]` each."""
+
+    h: Tensor
+    c: Tensor
+
+
+class Decision(NamedTuple):
+    """What `act` chose, and what the choice was based on."""
+
+    actions: Tensor  # [N, H]
+    log_probs: Tensor  # [N, H]
+    masks: Tensor  # [N, C]: the rows that applied
+    values: Tensor  # [N]
+    state: RecurrentState  # after the step
+
+
+class Evaluation(NamedTuple):
+    """Stored steps scored anew, in the order of `SequenceLayout.rows`."""
+
+    log_probs: Tensor  # [R, H]
+    entropies: Tensor  # [R, H], in nats
+    normalized_entropies: Tensor  # [R, H], 0 to 1
+    values: Tensor  # [R]
+    distribution: MaskedFactoredCategorical
+
+
+class FactoredRecurrentActorCritic(nn.Module):
+    """Encoder, LSTM core, heads that see the earlier choices they are given, and V(s)."""
+
+    def __init__(
+        self,
+        action_space: FactoredActionSpace,
+        feature_size: int,
+        config: PolicyConfig | None = None,
+    ):
+        super().__init__()
+        self.action_space = action_space
+        self.feature_size = feature_size
+        self.config = config = config or PolicyConfig()
+        self.choice_checks = ChoiceChecks(action_space)
+        width = config.lstm_hidden_dim
+        self.heads = PlainHeads(
+            action_space, feature_size, width=width, layers=config.encoder_layers
+        )
+        self.core = nn.LSTM(width, width, config.lstm_layers)
+        init_lstm(self.core)
+        # one layer for the first run of heads, which is given nothing, and for the value
+        self.readout = linear(width, action_space.run_spaces[0].num_choices + 1, gain=POLICY_GAIN)
+        nn.init.orthogonal_(self.readout.weight.data[-1:])
+
+    def raise_on_bad_values(self) -> None:
+        """Raises what went wrong on the device since the last call; waits for it once."""
+        self.choice_checks.deferred.raise_if_failed()
+
+    @property
+    def device(self) -> torch.device:
+        return self.readout.weight.device
+
+    def initial_state(self, num_envs: int) -> RecurrentState:
+        """What every episode starts from: zeros."""
+        shape = (num_envs, self.config.lstm_layers, self.config.lstm_hidden_dim)
+        return RecurrentState(
+            torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device)
+        )
+
+    @torch.no_grad()
+    def act(
+        self,
+        features: Tensor,
+        masks: ActionMasks,
+        state: RecurrentState,
+        *,
+        generator: torch.Generator | None = None,
+        deterministic: bool = False,
+    ) -> Decision:
+        """One step for N envs from features `[N, F]`."""
+        self._check_step(features, state)
+        check_masks(masks, self.action_space, len(features))
+        with full_precision(self.device):
+            core, scene, next_state = self._step(features, state)
+            first_logits, values = self._read(core)
+
+            def logits_of(run: int, actions: Tensor) -> Tensor:
+                return first_logits if run == 0 else self.heads.logits(run, core, scene, actions)
+
+            actions, log_probs, rows = decide(
+                self.action_space,
+                masks,
+                logits_of,
+                generator=generator,
+                deterministic=deterministic,
+                floor=self.config.floor,
+            )
+        self.choice_checks.check_fresh(actions, log_probs, rows)
+        return Decision(actions, log_probs, rows, values, next_state)
+
+    @torch.no_grad()
+    def value(self, features: Tensor, state: RecurrentState) -> Tensor:
+        """V(s) `[N]` of features `[N, F]`; the state is read, not advanced."""
+        self._check_step(features, state)
+        with full_precision(self.device):
+            core, _, _ = self._step(features, state)
+            return self._read(core)[1]
+
+    def evaluate(
+        self,
+        features: Tensor,
+        actions: Tensor,
+        masks: Tensor,
+        layout: SequenceLayout,
+        initial: RecurrentState,
+    ) -> Evaluation:
+        """Scores stored steps `[N, T, ...]`; only the rows of `layout` are read.
+
+        An episode that goes on from before the rollout starts from its env's `initial` state
+        `[N, L, hidden]`, every other one from zeros. `masks` `[N, T, C]` are the rows that
+        applied; the stored choices are what later heads are given.
+        """
+        self._check_rollout(features, actions, masks, layout, initial)
+        stored, masks = layout.take(actions), layout.take(masks)
+        actions = self.choice_checks.in_range(stored)
+        with full_precision(self.device):
+            encoded, scene = self.heads.encode(layout.take(features))
+            core = encoded + self._unroll(encoded, layout, initial)
+            first_logits, values = self._read(core)
+            later_logits = [
+                self.heads.logits(run, core, scene, actions)
+                for run in range(1, len(self.action_space.runs))
+            ]
+        distribution = MaskedFactoredCategorical(
+            self.action_space,
+            torch.cat([first_logits, *later_logits], dim=-1) if later_logits else first_logits,
+            masks,
+            floor=self.config.floor,
+        )
+        log_probs = distribution.log_prob(actions)
+        self.choice_checks.check_stored(stored, log_probs, masks, layout)
+        return Evaluation(
+            log_probs,
+            distribution.entropy(),
+            distribution.normalized_entropy(),
+            values,
+            distribution,
+        )
+
+    def _step(
+        self, features: Tensor, state: RecurrentState
+    ) -> tuple[Tensor, Scene, RecurrentState]:
+        """Core state `[N, hidden]`, what the heads look up, and the LSTM's next state."""
+        encoded, scene = self.heads.encode(features)
+        below, h, c = encoded, [], []
+        for layer, weights in enumerate(self.core.all_weights):
+            below, cell = torch.lstm_cell(below, (state.h[:, layer], state.c[:, layer]), *weights)
+            h.append(below)
+            c.append(cell)
+        next_state = RecurrentState(torch.stack(h, dim=1), torch.stack(c, dim=1))
+        return encoded + below, scene, next_state
+
+    def _unroll(self, encoded: Tensor, layout: SequenceLayout, initial: RecurrentState) -> Tensor:
+        """The LSTM's output `[R, hidden]` for rows `[R, hidden]` in packed order."""
+        starts = tuple(layout.initial(stored).transpose(0, 1).contiguous() for stored in initial)
+        packed, _ = self.core(PackedSequence(encoded, layout.batch_sizes), starts)
+        output: Tensor = packed.data
+        return output
+
+    def _read(self, core: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the first run of heads `[B, choices]` and values `[B]`."""
+        both = self.readout(core)
+        return both[:, :-1], both[:, -1]
+
+    def _check_step(self, features: Tensor, state: RecurrentState) -> None:
+        num_envs = len(features)
+        check_shape("features", features, (num_envs, self.feature_size), "N, F")
+        self._check_state(state, num_envs)
+
+    def _check_state(self, state: RecurrentState, num_envs: int) -> None:
+        expected = (num_envs, self.config.lstm_layers, self.config.lstm_hidden_dim)
+        for name, tensor in zip(state._fields, state, strict=True):
+            check_shape(f"state {name}", tensor, expected, "N, L, hidden")
+
+    def _check_rollout(
+        self,
+        features: Tensor,
+        actions: Tensor,
+        masks: Tensor,
+        layout: SequenceLayout,
+        initial: RecurrentState,
+    ) -> None:
+        space, rollout = self.action_space, (layout.num_envs, layout.max_steps)
+        heads = f"N, T, {sizes_by_name(space)}"
+        check_shape("features", features, (*rollout, self.feature_size), "N, T, F")
+        check_shape("actions", actions, (*rollout, space.num_heads), heads)
+        check_shape("masks", masks, (*rollout, space.num_choices), heads)
+        self._check_state(initial, layout.num_envs)
+        if layout.num_episodes == 0:
+            raise ValueError("the layout holds no episode; there is nothing to score")
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Float32 products inside are exact to float32: no TF32 on a GPU.
+
+    Old and new log-probs of one action are compared by their ratio, so they must come out alike
+    from `act` and from `evaluate`, which use different kernels.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    rnn: Any = torch.backends.cudnn.rnn  # its attributes are set at run time
+    before = matmul.fp32_precision, rnn.fp32_precision
+    try:
+        matmul.fp32_precision = rnn.fp32_precision = "ieee"
+        yield
+    finally:
+        matmul.fp32_precision, rnn.fp32_precision = before

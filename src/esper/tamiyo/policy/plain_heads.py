@@ -1,0 +1,100 @@
+"""Encoder and heads for any factored action space and any flat features."""
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from esper.leyline.factored_actions import FactoredActionSpace
+
+POLICY_GAIN = 0.01  # near-uniform choices at first, so that early data does not depend on luck
+
+Scene = tuple[Tensor, ...]  # what heads look up besides the core state; empty for plain heads
+
+
+class PlainHeads(nn.Module):
+    """An MLP in front of the core; behind it, heads that see the earlier choices they are given."""
+
+    def __init__(
+        self, action_space: FactoredActionSpace, num_features: int, *, width: int, layers: int
+    ):
+        super().__init__()
+        self.num_features = num_features
+        widths = [num_features] + [width] * layers
+        self.encoder = nn.Sequential(
+            *(
+                module
+                for inputs in widths[:-1]
+                for module in (linear(inputs, width, gain=math.sqrt(2)), nn.Tanh())
+            )
+        )
+        self.runs = nn.ModuleList(
+            _PlainRun(
+                [action_space.sizes[g] for g in action_space.given_indices[run.start]],
+                list(action_space.given_indices[run.start]),
+                space.num_choices,
+                width,
+            )
+            for run, space in zip(action_space.runs[1:], action_space.run_spaces[1:], strict=True)
+        )
+
+    def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
+        """The core's input `[B, width]`."""
+        encoded: Tensor = self.encoder(features)
+        return encoded, ()
+
+    def logits(self, run: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
+        """The logits of a run of heads after the first, `[B, choices of the run]`."""
+        logits: Tensor = self.runs[run - 1](core, actions)
+        return logits
+
+
+class _PlainRun(nn.Module):
+    """Heads given the same earlier choices: core and choices mixed, then one linear layer."""
+
+    def __init__(self, given_sizes: list[int], given: list[int], num_choices: int, width: int):
+        super().__init__()
+        self.given = given
+        self.mix = linear(width, width)
+        self.chosen = nn.ModuleList(embedding(size, width) for size in given_sizes)
+        self.readout = linear(width, num_choices, gain=POLICY_GAIN)
+
+    def forward(self, core: Tensor, actions: Tensor) -> Tensor:
+        mixed = self.mix(core)
+        for index, chosen in zip(self.given, self.chosen, strict=True):
+            mixed = mixed + chosen(actions[:, index])
+        logits: Tensor = self.readout(mixed.tanh())
+        return logits
+
+
+def linear(inputs: int, outputs: int, *, gain: float = 1.0) -> nn.Linear:
+    """A linear layer with orthogonal weights and no bias yet."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def embedding(size: int, width: int) -> nn.Embedding:
+    """Rows of norm about 1, like one more input of an orthogonal layer."""
+    layer = nn.Embedding(size, width)
+    nn.init.normal_(layer.weight, std=width**-0.5)
+    return layer
+
+
+def init_lstm(lstm: nn.LSTM) -> None:
+    """Orthogonal weights gate by gate; a forget bias of 1, so that memory lasts from the start."""
+    for name, parameter in lstm.named_parameters():
+        if name.startswith("weight"):
+            _orthogonal_each(parameter.data.chunk(4))
+        else:
+            nn.init.zeros_(parameter)
+            if name.startswith("bias_ih"):
+                parameter.data.chunk(4)[1].fill_(
+                    1.0
+                )  # gates lie in the order input, forget, cell, output
+
+
+def _orthogonal_each(blocks: Iterable[Tensor]) -> None:
+    for block in blocks:
+        nn.init.orthogonal_(block)
