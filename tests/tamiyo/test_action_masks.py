@@ -1,15 +1,14 @@
 """Batched masks against a per-env loop, the table of legal moves, and compiled code."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
+from tamiyo.count_ops import CountOps
+from tamiyo.per_env import looped_masks, unpack
 from tamiyo.random_reports import random_reports, report_batches
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper.leyline.constants import ALPHA_TARGETS, MIN_PRUNE_AGE
+from esper.leyline.constants import MIN_PRUNE_AGE
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, tamiyo_action_space
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LEGAL_MOVES, LifecycleOp, SeedStage
@@ -20,73 +19,13 @@ def space_of(reports: Reports) -> FactoredActionSpace:
     return tamiyo_action_space(reports.num_slots, reports.num_blueprints)
 
 
-def slot_takes(reports: Reports, env: int, slot: int, op: LifecycleOp) -> bool:
-    """The rule in words: what a slot accepts, and what else a germination needs."""
-    if not reports.slot_exists[env, slot]:
-        return False
-    if (SeedStage(int(reports.stage[env, slot])), op) not in LEGAL_MOVES:
-        return False
-    if op == LifecycleOp.PRUNE:
-        return int(reports.total_age[env, slot]) >= MIN_PRUNE_AGE
-    if op == LifecycleOp.GERMINATE:
-        return any(can_grow(reports, env, slot, b) for b in range(reports.num_blueprints))
-    return True
-
-
-def can_grow(reports: Reports, env: int, slot: int, blueprint: int) -> bool:
-    return (
-        int(reports.seeds_left[env]) > 0
-        and bool(reports.fits[env, slot, blueprint])
-        and float(reports.cost_params[env, slot, blueprint]) <= float(reports.params_left[env])
-        and float(reports.cost_macs[env, slot, blueprint]) <= float(reports.macs_left[env])
-    )
-
-
-def choice_is_legal(
-    reports: Reports, env: int, op: LifecycleOp, slot: int, head: str, choice: int
-) -> bool:
-    """DESIGN.md's table of the eight heads, written out for one choice of one head."""
-    if not slot_takes(reports, env, slot, op):
-        return False
-    match head, op:
-        case "blueprint", LifecycleOp.GERMINATE:
-            return can_grow(reports, env, slot, choice)
-        case "style" | "tempo" | "alpha_target" | "alpha_curve", LifecycleOp.GERMINATE:
-            return True
-        case "alpha_target", LifecycleOp.SET_ALPHA_TARGET:
-            return float(reports.alpha_target[env, slot]) != pytest.approx(ALPHA_TARGETS[choice])
-        case "alpha_speed" | "alpha_curve", LifecycleOp.SET_ALPHA_TARGET:
-            return True
-        case "alpha_speed", LifecycleOp.PRUNE:
-            return True
-    return False
-
-
-def looped_masks(reports: Reports, space: FactoredActionSpace) -> dict[str, Tensor]:
-    """The oracle: one choice of one slot of one env at a time."""
-    num_envs, slots = reports.num_envs, range(reports.num_slots)
-    masks = {
-        name: torch.zeros(num_envs, *space.mask_shape(name), dtype=torch.bool)
-        for name in space.names
-    }
-    for env, op in itertools.product(range(num_envs), LifecycleOp):
-        takes = [slot_takes(reports, env, slot, op) for slot in slots]
-        masks["op"][env, op] = op == LifecycleOp.WAIT or any(takes)
-        masks["slot"][env, op] = torch.tensor(takes)
-        for head, slot in itertools.product(space.heads[2:], slots):
-            for choice in range(head.size):
-                masks[head.name][env, op, slot, choice] = choice_is_legal(
-                    reports, env, op, slot, head.name, choice
-                )
-    return masks
-
-
 @given(report_batches())
 def test_batched_masks_equal_a_loop_over_envs_slots_and_choices(reports: Reports) -> None:
     space = space_of(reports)
     masks = compute_batch_masks(reports, space)
-    for name, expected in looped_masks(reports, space).items():
-        assert torch.equal(masks[name], expected), name
+    looped = [looped_masks(report) for report in unpack(reports)]
+    for name in space.names:
+        assert torch.equal(masks[name], torch.stack([env[name] for env in looped])), name
 
 
 def test_random_reports_make_every_op_legal_somewhere_and_illegal_elsewhere() -> None:
@@ -151,16 +90,6 @@ def test_one_env_gets_the_masks_it_gets_in_a_batch() -> None:
     for env in range(7):
         alone = compute_action_masks(reports, space, env)
         assert all(torch.equal(alone[name][0], batch[name][env]) for name in space.names)
-
-
-class CountOps(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_number_of_tensor_operations_does_not_depend_on_the_number_of_envs() -> None:

@@ -89,6 +89,11 @@ class Reports:
                     f"{dtype} {shape} ([{', '.join(entry.metadata['shape'])}])"
                 )
 
+    @classmethod
+    def shapes(cls) -> dict[str, str]:
+        """Each field's axes, in the project's letters."""
+        return {entry.name: entry.metadata["shape"] for entry in fields(cls)}
+
     @property
     def num_envs(self) -> int:
         return self.fits.shape[0]

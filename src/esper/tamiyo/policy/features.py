@@ -169,7 +169,8 @@ def _last_op(r: Reports) -> Tensor:
 
 
 def _last_action_here(r: Reports) -> Tensor:
-    chose_a_slot = r.last_action_known & (r.last_action[:, 0] != LifecycleOp.WAIT)
+    # int: compiled code takes a tensor and an enum member for unequal, whatever their values
+    chose_a_slot = r.last_action_known & (r.last_action[:, 0] != int(LifecycleOp.WAIT))
     return _one_hot(r.last_action[:, 1], r.num_slots) & chose_a_slot.unsqueeze(-1)
 
 

@@ -1,0 +1,230 @@
+"""Masks and features one env, one slot and one choice at a time, from plain Python values.
+
+Written from the rules in words: the oracle of the batched code, and its rival in the benchmark.
+"""
+
+import itertools
+import math
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper.leyline.constants import (
+    ALPHA_SPEED_STEPS,
+    ALPHA_TARGETS,
+    DEFAULT_EPISODE_LENGTH,
+    MIN_PRUNE_AGE,
+    TEMPO_STEPS,
+    AlphaCurve,
+    BlendStyle,
+    SiteKind,
+)
+from esper.leyline.reports import ACCURACY_HISTORY, Reports
+from esper.leyline.stages import LEGAL_MOVES, LifecycleOp, SeedStage
+
+EnvReport = dict[str, Any]  # a report's fields for one env, as numbers and nested lists
+
+CHOICES = {
+    "style": len(BlendStyle),
+    "tempo": len(TEMPO_STEPS),
+    "alpha_target": len(ALPHA_TARGETS),
+    "alpha_speed": len(ALPHA_SPEED_STEPS),
+    "alpha_curve": len(AlphaCurve),
+}
+
+
+def unpack(reports: Reports) -> list[EnvReport]:
+    """The reports as plain Python values, env by env."""
+    columns = {entry.name: getattr(reports, entry.name).tolist() for entry in fields(reports)}
+    return [
+        {name: values[env] for name, values in columns.items()} for env in range(reports.num_envs)
+    ]
+
+
+# masks
+
+
+def looped_masks(report: EnvReport) -> dict[str, Tensor]:
+    """One env's mask of each head, without the batch axis."""
+    slots, blueprints = range(len(report["stage"])), range(len(report["fits"][0]))
+    takes = {op: [slot_takes(report, slot, op) for slot in slots] for op in LifecycleOp}
+    masks = {
+        "op": [op == LifecycleOp.WAIT or any(takes[op]) for op in LifecycleOp],
+        "slot": [takes[op] for op in LifecycleOp],
+        "blueprint": [
+            [
+                [
+                    op == LifecycleOp.GERMINATE and takes[op][slot] and can_grow(report, slot, b)
+                    for b in blueprints
+                ]
+                for slot in slots
+            ]
+            for op in LifecycleOp
+        ],
+    }
+    for head, size in CHOICES.items():
+        masks[head] = [
+            [
+                [takes[op][slot] and is_offered(report, op, slot, head, c) for c in range(size)]
+                for slot in slots
+            ]
+            for op in LifecycleOp
+        ]
+    return {head: torch.tensor(mask) for head, mask in masks.items()}
+
+
+def slot_takes(report: EnvReport, slot: int, op: LifecycleOp) -> bool:
+    """What a slot accepts, and what else a germination needs."""
+    if not report["slot_exists"][slot]:
+        return False
+    if (SeedStage(report["stage"][slot]), op) not in LEGAL_MOVES:
+        return False
+    if op == LifecycleOp.PRUNE:
+        return report["total_age"][slot] >= MIN_PRUNE_AGE
+    if op == LifecycleOp.GERMINATE:
+        return any(can_grow(report, slot, b) for b in range(len(report["fits"][slot])))
+    return True
+
+
+def can_grow(report: EnvReport, slot: int, blueprint: int) -> bool:
+    return (
+        report["seeds_left"] > 0
+        and report["fits"][slot][blueprint]
+        and report["cost_params"][slot][blueprint] <= report["params_left"]
+        and report["cost_macs"][slot][blueprint] <= report["macs_left"]
+    )
+
+
+def is_offered(report: EnvReport, op: LifecycleOp, slot: int, head: str, choice: int) -> bool:
+    """Which op uses which head, and with what values."""
+    match head, op:
+        case "style" | "tempo" | "alpha_target" | "alpha_curve", LifecycleOp.GERMINATE:
+            return True
+        case "alpha_target", LifecycleOp.SET_ALPHA_TARGET:
+            return abs(report["alpha_target"][slot] - ALPHA_TARGETS[choice]) > 1e-6
+        case "alpha_speed" | "alpha_curve", LifecycleOp.SET_ALPHA_TARGET:
+            return True
+        case "alpha_speed", LifecycleOp.PRUNE:
+            return True
+    return False
+
+
+# features
+
+
+def looped_features(report: EnvReport) -> Tensor:
+    """One env's feature vector."""
+    slots, blueprints = range(len(report["stage"])), range(len(report["fits"][0]))
+    parts = [torch.tensor(env_features(report))]
+    parts += [torch.tensor(slot_features(report, slot)) for slot in slots]
+    parts += [
+        torch.tensor(blueprint_features(report, slot, blueprint))
+        for slot, blueprint in itertools.product(slots, blueprints)
+    ]
+    return torch.cat(parts)
+
+
+def env_features(r: EnvReport) -> list[float]:
+    known, past, past_known = (
+        r["validation_known"],
+        r["accuracy_history"],
+        r["accuracy_history_known"],
+    )
+    added, host = r["params"] - r["host_params"], max(r["host_params"], 1.0)
+    added_macs, host_macs = r["macs"] - r["host_macs"], max(r["host_macs"], 1.0)
+    last_op = r["last_action"][0] if r["last_action_known"] else None
+    return [
+        r["progress"],
+        log_steps(r["steps_left"]),
+        float(known),
+        math.log1p(min(r["validation_loss"], 1e4)) if known else 0.0,
+        r["validation_accuracy"] if known else 0.0,
+        *(
+            10 * (past[k] - past[k + 1]) if past_known[k] and past_known[k + 1] else 0.0
+            for k in range(ACCURACY_HISTORY - 1)
+        ),
+        *map(float, past_known),
+        math.log10(host) / 6,
+        math.log10(host_macs) / 8,
+        math.log1p(added / host),
+        math.log1p(added_macs / host_macs),
+        room(r["params_left"], host),
+        room(r["macs_left"], host_macs),
+        r["seeds_left"] / (r["seeds_left"] + 1),
+        math.log(max(r["rent"], 1e-3) / 0.02) / math.log(15),
+        10 * r["rent"] * math.log1p(added / host),
+        math.log1p(100 * r["compute_price"]),
+        *(float(op == last_op) for op in LifecycleOp),
+        float(r["last_action_known"] and r["last_action_succeeded"]),
+    ]
+
+
+def slot_features(r: EnvReport, slot: int) -> list[float]:
+    width = 16 + len(SeedStage) + len(SiteKind) + 2
+    if not r["slot_exists"][slot]:
+        return [0.0] * width
+    host, host_macs = max(r["host_params"], 1.0), max(r["host_macs"], 1.0)
+    added, seed = r["params"] - r["host_params"], r["seed_params"][slot]
+    seed_rent = extra_rent(r["rent"], max(added - seed, 0.0), added, host)
+    known, grad_known = r["contribution_known"][slot], r["gradient_known"][slot]
+    contribution = r["contribution"][slot] if known else 0.0
+    gradient = min(max(r["gradient_norm"][slot], 1e-8), 1e8) if grad_known else 1e-4
+    acted = r["last_action_known"] and r["last_action"][0] != LifecycleOp.WAIT
+    features = [
+        1.0,
+        *(float(r["stage"][slot] == stage) for stage in SeedStage),
+        log_steps(r["stage_age"][slot]),
+        log_steps(r["total_age"][slot]),
+        r["alpha"][slot],
+        r["alpha_target"][slot],
+        math.log1p(seed / host),
+        math.log1p(r["seed_macs"][slot] / host_macs),
+        10 * seed_rent,
+        *(float(r["site_kind"][slot] == kind) for kind in SiteKind),
+        math.log2(max(r["site_width"][slot], 1.0)) / 10,
+        r["site_depth"][slot],
+        float(grad_known),
+        math.log10(gradient) / 4 + 1,
+        float(known),
+        10 * contribution,
+        100 * r["contribution_error"][slot] if known else 0.0,
+        10 * (contribution - seed_rent) if known else 0.0,
+        log_steps(r["contribution_age"][slot]) if known else 0.0,
+        float(acted and r["last_action"][1] == slot),
+    ]
+    assert len(features) == width
+    return features
+
+
+def blueprint_features(r: EnvReport, slot: int, blueprint: int) -> list[float]:
+    if not r["slot_exists"][slot] or not r["fits"][slot][blueprint]:
+        return [0.0] * 10
+    host, host_macs = max(r["host_params"], 1.0), max(r["host_macs"], 1.0)
+    added = r["params"] - r["host_params"]
+    cost, cost_macs = r["cost_params"][slot][blueprint], r["cost_macs"][slot][blueprint]
+    return [
+        1.0,
+        float(can_grow(r, slot, blueprint)),
+        float(r["blueprint"][slot] == blueprint),
+        math.log1p(cost / host),
+        math.log1p(cost_macs / host_macs),
+        10 * extra_rent(r["rent"], added, added + cost, host),
+        cost / (cost + max(r["params_left"], 1.0)),
+        cost_macs / (cost_macs + max(r["macs_left"], 1.0)),
+        r["reach"][slot][blueprint],
+        r["depth"][slot][blueprint] / 4,
+    ]
+
+
+def log_steps(count: int) -> float:
+    return math.log1p(count) / math.log1p(DEFAULT_EPISODE_LENGTH)
+
+
+def room(left: float, host: float) -> float:
+    return 1.0 if math.isinf(left) else left / (left + host)
+
+
+def extra_rent(rent: float, before: float, after: float, host: float) -> float:
+    return rent * (math.log1p(after / host) - math.log1p(before / host))
