@@ -1,1 +1,41 @@
-"""Kernels behind `compute_gae`, one file each."""
+"""Kernels behind `compute_gae`, one file each, all with the signature of `GaeKernel`.
+
+A kernel is handed tensors whose shapes, dtypes and devices have been checked. It returns
+contiguous `[N, T]` advantages and returns, writes exact zeros past `step_counts`, and leaves by
+selection, never by multiplication, what must not matter: that may be NaN.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class GaeKernel(Protocol):
+    """Advantages and returns of a rollout; `step_counts` None means that every row is stored."""
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        values: Tensor,
+        terminated: Tensor,
+        truncated: Tensor,
+        bootstrap_values: Tensor,
+        step_counts: Tensor | None,
+        gamma: float,
+        gae_lambda: float,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def check_step_counts(step_counts: Tensor, num_steps: int) -> None:
+    """Raise for the first count outside [0, T]; counts on a GPU are not looked at, only clamped."""
+    if step_counts.device.type != "cpu":
+        return
+    wrong = (step_counts < 0) | (step_counts > num_steps)
+    if wrong.any():
+        env = int(wrong.to(torch.int8).argmax())
+        raise ValueError(
+            f"step_counts[{env}] is {int(step_counts[env])}; "
+            f"expected 0 to {num_steps}, the stored steps of a row"
+        )

@@ -1,0 +1,184 @@
+"""Generalised advantage estimation, exact at every kind of episode end.
+
+Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation"
+(2016), with two gates: termination gates the bootstrap, any episode end gates the accumulator.
+
+    next_value   = 0                    if terminated[t]
+                 = bootstrap_values[t]  if truncated[t] or t is the env's last stored row
+                 = values[t+1]          otherwise
+    delta[t]     = rewards[t] + gamma * next_value - values[t]
+    advantage[t] = delta[t] + (0 if the episode ends at t, or the row does,
+                               else gamma * gae_lambda * advantage[t+1])
+    returns[t]   = advantage[t] + values[t]
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
+from esper.simic.agent.kernels import GaeKernel
+
+
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    bootstrap_values: Tensor,
+    *,
+    step_counts: Tensor | None = None,
+    gamma: float = DEFAULT_GAMMA,
+    gae_lambda: float = DEFAULT_GAE_LAMBDA,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of a rollout, both `[N, T]`, contiguous and without gradient.
+
+    Args:
+        bootstrap_values: V of the observation that followed a row, before any reset. Read only
+            where `truncated` is set and at an env's last stored row, and not where `terminated`.
+        step_counts: stored rows per env, int64 `[N]`, on the CPU or on the data's device; the
+            rows past them may hold anything and come back 0. None: every row is stored.
+        kernel: "auto" takes the fastest of `available_kernels`.
+
+    Under `torch.compile` the whole call is one opaque operator, so its caller has no graph break.
+    """
+    if torch.compiler.is_compiling():
+        with torch.no_grad():
+            advantages, returns = _operator(
+                rewards,
+                values,
+                terminated,
+                truncated,
+                bootstrap_values,
+                step_counts,
+                gamma,
+                gae_lambda,
+                kernel,
+            )
+        return advantages, returns
+    return _compute(
+        rewards,
+        values,
+        terminated,
+        truncated,
+        bootstrap_values,
+        step_counts,
+        gamma,
+        gae_lambda,
+        kernel,
+    )
+
+
+def available_kernels(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """The kernels that can run here for such data, the fastest first."""
+    names = []
+    if dtype in (torch.float32, torch.float64):
+        if device.type == "cpu" and find_spec("numba"):
+            names.append("numba")
+        if device.type == "cuda" and find_spec("triton"):
+            names.append("triton")
+    return (*names, "reference")
+
+
+def _compute(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    bootstrap_values: Tensor,
+    step_counts: Tensor | None,
+    gamma: float,
+    gae_lambda: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    _check(rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda)
+    run = _load(kernel, rewards.device, rewards.dtype)
+    return run(
+        rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda
+    )
+
+
+# Dispatching an operator costs as much as the whole kernel on a small rollout, so only compiled
+# callers go through it.
+_operator = torch.library.custom_op("esper::compute_gae", _compute, mutates_args=())
+
+
+@_operator.register_fake
+def _(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    bootstrap_values: Tensor,
+    step_counts: Tensor | None,
+    gamma: float,
+    gae_lambda: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    _check(rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda)
+    return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)
+
+
+@cache
+def _load(kernel: str, device: torch.device, dtype: torch.dtype) -> GaeKernel:
+    """The function of a kernel; its compiler is imported here and not before."""
+    available = available_kernels(device, dtype)
+    name = available[0] if kernel == "auto" else kernel
+    if name not in available:
+        raise ValueError(
+            f"kernel={kernel!r} is not available for {dtype} on {device}; "
+            f"expected one of {', '.join(map(repr, ('auto', *available)))}"
+        )
+    module = {"numba": "numba_cpu", "triton": "triton_cuda", "reference": "reference"}[name]
+    return cast(GaeKernel, import_module(f"esper.simic.agent.kernels.{module}").gae)
+
+
+def _check(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    bootstrap_values: Tensor,
+    step_counts: Tensor | None,
+    gamma: float,
+    gae_lambda: float,
+) -> None:
+    """Raise for what can be seen without reading a tensor's content."""
+    shape, dtype, device = rewards.shape, rewards.dtype, rewards.device
+    if len(shape) != 2 or not dtype.is_floating_point:
+        raise ValueError(
+            f"rewards is {dtype} {list(shape)}; expected a floating-point tensor [N, T]"
+        )
+    for name, given, expected in (
+        ("values", values, dtype),
+        ("terminated", terminated, torch.bool),
+        ("truncated", truncated, torch.bool),
+        ("bootstrap_values", bootstrap_values, dtype),
+    ):
+        if given.shape != shape or given.dtype != expected or given.device != device:
+            raise _mismatch(name, given, expected, list(shape), str(device))
+    if step_counts is not None and (
+        step_counts.shape != shape[:1]
+        or step_counts.dtype != torch.int64
+        or (step_counts.device != device and step_counts.device.type != "cpu")
+    ):
+        where = "cpu" if device.type == "cpu" else f"cpu or {device}"
+        raise _mismatch("step_counts", step_counts, torch.int64, list(shape[:1]), where)
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"gamma={gamma} is outside [0, 1]")
+    if not 0.0 <= gae_lambda <= 1.0:
+        raise ValueError(f"gae_lambda={gae_lambda} is outside [0, 1]")
+
+
+def _mismatch(
+    name: str, given: Tensor, dtype: torch.dtype, shape: list[int], where: str
+) -> ValueError:
+    return ValueError(
+        f"{name} is {given.dtype} {list(given.shape)} on {given.device}; "
+        f"expected {dtype} {shape} on {where}, to go with rewards"
+    )
