@@ -94,6 +94,10 @@ class FeatureLayout:
             blueprints.view(*shape, self.num_blueprints, self.blueprint_width),
         )
 
+    def slot_exists(self, slots: Tensor) -> Tensor:
+        """Which of the slots `[..., S, K]` exist, bool `[..., S]`."""
+        return slots[..., _start("slot", "exists")] > 0.5
+
     def describe(self) -> str:
         """The layout as a table: each block's features, where they lie in it, and their scale."""
         copies = {
@@ -109,6 +113,12 @@ class FeatureLayout:
                 lines.append(f"  {start:3} +{row.width}  {row.name:22}{row.scale}")
                 start += row.width
         return "\n".join(lines)
+
+
+def _start(block: str, name: str) -> int:
+    """Where a feature begins in its block."""
+    names = [row.name for row in _ROWS[block]]
+    return sum(row.width for row in _ROWS[block][: names.index(name)])
 
 
 def _block(reports: Reports, block: str) -> Tensor:

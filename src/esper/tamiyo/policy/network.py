@@ -1,6 +1,6 @@
 """A recurrent actor-critic for factored actions: `act` one step, `evaluate` whole rollouts.
 
-    policy = FactoredRecurrentActorCritic(action_space, feature_size)
+    policy = FactoredRecurrentActorCritic(action_space, features=17)
     decision = policy.act(features, masks, state)                          # one step of N envs
     scores = policy.evaluate(features, actions, masks, layout, initial)    # stored rollouts
 
@@ -15,7 +15,7 @@ rollout or an update. On a CPU they raise at once.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, decide
+from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.input_checks import (
     ChoiceChecks,
     check_masks,
@@ -33,6 +34,7 @@ from esper.tamiyo.policy.input_checks import (
     sizes_by_name,
 )
 from esper.tamiyo.policy.plain_heads import POLICY_GAIN, PlainHeads, Scene, init_lstm, linear
+from esper.tamiyo.policy.slot_heads import SlotHeads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,14 @@ class PolicyConfig:
     lstm_hidden_dim: int = DEFAULT_LSTM_HIDDEN_DIM  # width of the core and of what is around it
     lstm_layers: int = 1
     encoder_layers: int = 1  # of the width of the core
+    slot_dim: int = 64  # Tamiyo's slot embeddings
+    blueprint_dim: int = 32  # and those of blueprints
     floor: float = 0.0  # share of every choice that is uniform over what is legal
 
     def __post_init__(self) -> None:
-        for name in ("lstm_hidden_dim", "lstm_layers", "encoder_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+        for entry in fields(self):
+            if entry.type is int and getattr(self, entry.name) < 1:
+                raise ValueError(f"{entry.name}={getattr(self, entry.name)}; use 1 or more")
         if not 0.0 <= self.floor < 1.0:
             raise ValueError(f"floor={self.floor} is not a share; use 0 or more and less than 1")
 
@@ -80,23 +84,37 @@ class Evaluation(NamedTuple):
 
 
 class FactoredRecurrentActorCritic(nn.Module):
-    """Encoder, LSTM core, heads that see the earlier choices they are given, and V(s)."""
+    """Encoder, LSTM core, heads that see the earlier choices they are given, and V(s).
+
+    `features` is their number, for flat features and plain heads, or Tamiyo's layout: its weights
+    then fit any number of slots and any menu of blueprints.
+    """
 
     def __init__(
         self,
         action_space: FactoredActionSpace,
-        feature_size: int,
+        features: int | FeatureLayout,
         config: PolicyConfig | None = None,
     ):
         super().__init__()
         self.action_space = action_space
-        self.feature_size = feature_size
         self.config = config = config or PolicyConfig()
         self.choice_checks = ChoiceChecks(action_space)
-        width = config.lstm_hidden_dim
-        self.heads = PlainHeads(
-            action_space, feature_size, width=width, layers=config.encoder_layers
-        )
+        width, layers = config.lstm_hidden_dim, config.encoder_layers
+        self.heads: PlainHeads | SlotHeads
+        if isinstance(features, FeatureLayout):
+            self.feature_size = features.width
+            self.heads = SlotHeads(
+                action_space,
+                features,
+                width=width,
+                layers=layers,
+                slot_dim=config.slot_dim,
+                blueprint_dim=config.blueprint_dim,
+            )
+        else:
+            self.feature_size = features
+            self.heads = PlainHeads(action_space, features, width=width, layers=layers)
         self.core = nn.LSTM(width, width, config.lstm_layers)
         init_lstm(self.core)
         # one layer for the first run of heads, which is given nothing, and for the value

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace
 
+_TANH_GAIN = math.sqrt(2)
 POLICY_GAIN = 0.01  # near-uniform choices at first, so that early data does not depend on luck
 
 Scene = tuple[Tensor, ...]  # what heads look up besides the core state; empty for plain heads
@@ -16,18 +17,10 @@ class PlainHeads(nn.Module):
     """An MLP in front of the core; behind it, heads that see the earlier choices they are given."""
 
     def __init__(
-        self, action_space: FactoredActionSpace, num_features: int, *, width: int, layers: int
+        self, action_space: FactoredActionSpace, feature_size: int, *, width: int, layers: int
     ):
         super().__init__()
-        self.num_features = num_features
-        widths = [num_features] + [width] * layers
-        self.encoder = nn.Sequential(
-            *(
-                module
-                for inputs in widths[:-1]
-                for module in (linear(inputs, width, gain=math.sqrt(2)), nn.Tanh())
-            )
-        )
+        self.encoder = mlp(feature_size, width, layers)
         self.runs = nn.ModuleList(
             _PlainRun(
                 [action_space.sizes[g] for g in action_space.given_indices[run.start]],
@@ -67,11 +60,20 @@ class _PlainRun(nn.Module):
         return logits
 
 
-def linear(inputs: int, outputs: int, *, gain: float = 1.0) -> nn.Linear:
-    """A linear layer with orthogonal weights and no bias yet."""
-    layer = nn.Linear(inputs, outputs)
+def mlp(inputs: int, width: int, layers: int) -> nn.Sequential:
+    """Layers of one width, each followed by tanh: in the range of an LSTM's output."""
+    modules: list[nn.Module] = []
+    for size in [inputs] + [width] * (layers - 1):
+        modules += [linear(size, width, gain=_TANH_GAIN), nn.Tanh()]
+    return nn.Sequential(*modules)
+
+
+def linear(inputs: int, outputs: int, *, gain: float = 1.0, bias: bool = True) -> nn.Linear:
+    """A linear layer with orthogonal weights and a bias, if any, of 0."""
+    layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
+    if bias:
+        nn.init.zeros_(layer.bias)
     return layer
 
 
