@@ -1,0 +1,474 @@
+"""Where a rollout is kept between collecting it and learning from it.
+
+Storage is `[num_envs, max_steps, ...]`, allocated once. All fields but the per-step hidden
+states are views of one arena, so that moving a rollout to another device is one copy. What
+steers the buffer (`step_counts`, env ids, episode boundaries) lives on the CPU, so that adding a
+step never waits for a GPU.
+
+    buffer.add_batch(step)                            # one step of every env, or of some
+    buffer.compute_advantages_and_returns(last_values)
+    buffer.normalize_advantages()
+    batch = buffer.get_batched_sequences(device)      # [N, T, ...] and a valid_mask
+    layout = buffer.sequence_layout()                 # where each episode lies
+    buffer.reset()
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline.constants import (
+    DEFAULT_GAE_LAMBDA,
+    DEFAULT_GAMMA,
+    DEFAULT_LSTM_HIDDEN_DIM,
+)
+from esper.leyline.factored_actions import FactoredActionSpace
+from esper.leyline.sequences import SequenceLayout
+from esper.simic.agent.gae import compute_gae
+
+ADVANTAGE_STD_FLOOR = 1e-8
+PROBLEMS_SHOWN = 5  # bad values that one error message lists
+
+
+class TamiyoRolloutStep(NamedTuple):
+    """One transition of one env, or of a batch of envs with a leading axis.
+
+    Shapes are those of one env; F features, H heads, C choices, L LSTM layers.
+    """
+
+    state: Tensor  # [F]
+    actions: Tensor  # [H] integers
+    log_probs: Tensor  # [H]
+    masks: Tensor  # [C] bool: the rows that applied, packed as the action space packs them
+    value: Tensor  # []
+    reward: Tensor  # []
+    terminated: Tensor  # [] bool: the task ended
+    truncated: Tensor  # [] bool: a limit cut the episode
+    bootstrap_value: Tensor | None  # [] V(final observation); None where it is not known (yet)
+    hidden_h: Tensor  # [L, hidden]: the recurrent state before the step
+    hidden_c: Tensor  # [L, hidden]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutBatch:
+    """A rollout as tensors on one device; on the buffer's own device they are its storage."""
+
+    states: Tensor  # [N, T, F]
+    actions: Tensor  # [N, T, H]
+    log_probs: Tensor  # [N, T, H]
+    masks: Tensor  # [N, T, C]
+    values: Tensor  # [N, T], and so are those below
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    bootstrap_values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    valid_mask: Tensor  # [N, T]: False on rows that were never written
+    initial_hidden_h: Tensor  # [N, L, hidden]: the state before each env's first row
+    initial_hidden_c: Tensor
+    hidden_h: Tensor | None = None  # [N, T, L, hidden], when asked for
+    hidden_c: Tensor | None = None
+
+
+class AdvantageStatistics(NamedTuple):
+    """What `normalize_advantages` subtracted and divided by, as tensors on the buffer's device."""
+
+    mean: Tensor
+    std: Tensor
+
+
+class TamiyoRolloutBuffer:
+    """A fixed-size rollout of `num_envs` rows, each with its own number of stored steps."""
+
+    def __init__(
+        self,
+        num_envs: int,
+        max_steps_per_env: int,
+        state_dim: int,
+        action_space: FactoredActionSpace,
+        lstm_hidden_dim: int = DEFAULT_LSTM_HIDDEN_DIM,
+        lstm_layers: int = 1,
+        device: torch.device | str = "cpu",
+    ):
+        for name, size in (
+            ("num_envs", num_envs),
+            ("max_steps_per_env", max_steps_per_env),
+            ("state_dim", state_dim),
+            ("lstm_hidden_dim", lstm_hidden_dim),
+            ("lstm_layers", lstm_layers),
+        ):
+            if size < 1:
+                raise ValueError(f"{name}={size}; use 1 or more")
+        self.num_envs = num_envs
+        self.max_steps_per_env = max_steps_per_env
+        self.action_space = action_space
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.step_counts = torch.zeros(num_envs, dtype=torch.int64)
+        self._all_envs = torch.arange(num_envs)
+
+        hidden = (lstm_layers, lstm_hidden_dim)
+        self._step_specs = _step_specs(action_space, state_dim, hidden)
+        rows = (num_envs, max_steps_per_env)
+        stored = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_specs}
+        hidden_fields = {name: stored.pop(name) for name in ("hidden_h", "hidden_c")}
+        stored |= {
+            "advantages": (torch.float32, rows),
+            "returns": (torch.float32, rows),
+            "valid_mask": (torch.bool, rows),
+            "initial_hidden_h": (torch.float32, (num_envs, *hidden)),
+            "initial_hidden_c": (torch.float32, (num_envs, *hidden)),
+        }
+        self._arena = _Arena(stored, self.device)
+        self._hidden_arena = _Arena(hidden_fields, self.device)
+        fields = self._arena.views | self._hidden_arena.views
+        self._rows = {s.name: fields[s.name].flatten(0, 1) for s in self._step_specs}
+        self._fields = fields
+
+        self._layout: SequenceLayout | None = None
+        self._has_advantages = False
+        self._advantage_statistics: AdvantageStatistics | None = None
+
+    def __len__(self) -> int:
+        """Stored steps of all envs together."""
+        return int(self.step_counts.sum())
+
+    # -- collecting ---------------------------------------------------------------------------
+
+    def add(self, env_id: int, step: TamiyoRolloutStep) -> None:
+        """Store one env's next step."""
+        batched = TamiyoRolloutStep(
+            *(None if x is None else torch.as_tensor(x).unsqueeze(0) for x in step)  # type: ignore[arg-type]
+        )
+        self.add_batch(batched, [env_id])
+
+    def add_batch(
+        self, step: TamiyoRolloutStep, env_ids: Tensor | Sequence[int] | None = None
+    ) -> None:
+        """Store the next step of every env, or of the envs named: one write per field.
+
+        Everything is checked before anything is written. The inputs may lie on the CPU or on
+        the buffer's device.
+        """
+        envs = self._checked_env_ids(env_ids)
+        steps = self.step_counts[envs]
+        if bool((steps >= self.max_steps_per_env).any()):
+            full = envs[steps >= self.max_steps_per_env].tolist()
+            raise ValueError(
+                f"envs {full} already hold max_steps_per_env={self.max_steps_per_env} steps; "
+                "call reset() first or make the buffer longer"
+            )
+        values = self._checked_values(step, envs)
+
+        rows = (envs * self.max_steps_per_env + steps).to(self.device, non_blocking=True)
+        for name, value in values.items():
+            self._rows[name].index_put_((rows,), value)
+        self.step_counts[envs] = steps + 1
+        self._forget_derived()
+
+    def mark_terminal_with_penalty(self, env_id: int, penalty: float) -> None:
+        """The env's last stored row becomes terminated, with the penalty as its reward."""
+        (env,) = self._checked_env_ids([env_id]).tolist()
+        count = int(self.step_counts[env])
+        if count == 0:
+            raise ValueError(f"env {env} has no stored step that could end with a penalty")
+        if not math.isfinite(penalty):
+            raise ValueError(f"penalty={penalty} for env {env}; use a finite number")
+        self._fields["rewards"][env, count - 1] = penalty
+        self._fields["terminated"][env, count - 1] = True
+        self._fields["truncated"][env, count - 1] = False
+        self._forget_derived()
+
+    def reset(self) -> None:
+        """Empty the buffer. Nothing is zeroed: `step_counts` says what is valid."""
+        self.step_counts.zero_()
+        self._forget_derived()
+
+    # -- learning -----------------------------------------------------------------------------
+
+    def compute_advantages_and_returns(
+        self,
+        last_values: Tensor | None = None,
+        gamma: float = DEFAULT_GAMMA,
+        gae_lambda: float = DEFAULT_GAE_LAMBDA,
+    ) -> None:
+        """Fill in advantages and returns of every stored row.
+
+        `last_values` `[N]` are the values of the observations that followed each env's last row;
+        they are the bootstraps of rows that have not ended. Bad values in the rollout (an empty
+        mask, a non-finite reward, value or needed bootstrap) are found here, once per rollout.
+        """
+        if last_values is not None:
+            self._store_last_values(last_values)
+        self._raise_on_bad_values()
+        field = self._fields
+        advantages, returns = compute_gae(
+            field["rewards"],
+            field["values"],
+            field["terminated"],
+            field["truncated"],
+            field["bootstrap_values"],
+            step_counts=self.step_counts,
+            gamma=gamma,
+            gae_lambda=gae_lambda,
+        )
+        field["advantages"].copy_(advantages)
+        field["returns"].copy_(returns)
+        self._has_advantages = True
+        self._advantage_statistics = None
+
+    def normalize_advantages(self) -> AdvantageStatistics:
+        """Give the advantages of the stored rows mean 0 and standard deviation 1.
+
+        A second call changes nothing and returns the same statistics.
+        """
+        self._require_advantages()
+        if self._advantage_statistics is None:
+            advantages, valid = self._fields["advantages"], self._valid_mask()
+            count = max(len(self), 1)  # known on the host: no wait
+            mean = torch.where(valid, advantages, 0.0).sum() / count
+            variance = torch.where(valid, advantages - mean, 0.0).square().sum() / count
+            std = variance.sqrt().clamp_min(ADVANTAGE_STD_FLOOR)
+            advantages.copy_(torch.where(valid, (advantages - mean) / std, 0.0))
+            self._advantage_statistics = AdvantageStatistics(mean, std)
+        return self._advantage_statistics
+
+    def get_batched_sequences(
+        self, device: torch.device | str | None = None, *, with_hidden: bool = False
+    ) -> RolloutBatch:
+        """The rollout on `device`: one copy to another device, none to the buffer's own.
+
+        On the buffer's own device the tensors are its storage, valid until `reset()`. The
+        hidden states of single steps stay where they are unless asked for.
+        """
+        self._require_advantages()
+        field = self._fields
+        field["valid_mask"].copy_(self._valid_mask())
+        field["initial_hidden_h"].copy_(field["hidden_h"][:, 0])
+        field["initial_hidden_c"].copy_(field["hidden_c"][:, 0])
+        target = self.device if device is None else torch.device(device)
+        views = self._arena.views_on(target)
+        if with_hidden:
+            views = views | self._hidden_arena.views_on(target)
+        return RolloutBatch(**views)
+
+    def sequence_layout(self) -> SequenceLayout:
+        """Where each episode lies, on the host. One wait for a GPU per rollout, then kept."""
+        if self._layout is None:
+            ended = self._fields["terminated"] | self._fields["truncated"]
+            self._layout = SequenceLayout.from_flags(ended, self.step_counts)
+        return self._layout
+
+    @property
+    def episode_boundaries(self) -> Tensor:
+        """The episodes that have ended, CPU int64 `[episodes, 3]`: env, first step, end (exclusive)."""
+        layout = self.sequence_layout()
+        ended = (self._fields["terminated"] | self._fields["truncated"]).cpu()
+        ends = layout.starts + layout.lengths
+        boundaries = torch.stack([layout.env_ids, layout.starts, ends], dim=1)
+        return boundaries[ended[layout.env_ids, ends - 1]]
+
+    # -- checks -------------------------------------------------------------------------------
+
+    def _checked_env_ids(self, env_ids: Tensor | Sequence[int] | None) -> Tensor:
+        if env_ids is None:
+            return self._all_envs
+        envs = torch.as_tensor(env_ids)
+        if envs.ndim != 1 or (envs.numel() and envs.dtype not in _INTEGERS):
+            raise ValueError(
+                f"env_ids: got {envs.dtype} {tuple(envs.shape)}, expected integers of shape [K]"
+            )
+        if envs.device.type != "cpu":
+            raise ValueError(f"env_ids are on {envs.device}; they steer the buffer: pass CPU ones")
+        envs = envs.long()
+        if outside := [e for e in envs.tolist() if not 0 <= e < self.num_envs]:
+            raise ValueError(f"env_ids {outside} are out of range for num_envs={self.num_envs}")
+        if len(set(envs.tolist())) != len(envs):
+            repeated = sorted({e for e in envs.tolist() if envs.tolist().count(e) > 1})
+            raise ValueError(f"env_ids {repeated} appear more than once in one batch")
+        return envs
+
+    def _checked_values(self, step: TamiyoRolloutStep, envs: Tensor) -> dict[str, Tensor]:
+        """The step's tensors by field name, as the buffer stores them, or a ValueError."""
+        values, num_rows = {}, len(envs)
+        for spec, value in zip(self._step_specs, step, strict=True):
+            if value is None and spec.name == "bootstrap_values":
+                value = torch.full((num_rows,), torch.nan)  # found later where it is needed
+            values[spec.name] = self._checked_value(spec, torch.as_tensor(value), num_rows)
+        if self.device.type == "cpu":
+            self._refuse_empty_masks(values["masks"], envs)
+        return values
+
+    def _checked_value(self, spec: "_StepSpec", value: Tensor, num_rows: int) -> Tensor:
+        expected = (num_rows, *spec.shape)
+        if tuple(value.shape) != expected:
+            raise ValueError(
+                f"{spec.argument}: got shape {tuple(value.shape)}, expected {expected} = "
+                f"[envs{''.join(f', {letter}' for letter in spec.letters)}]{spec.note}"
+            )
+        if not spec.accepts(value.dtype):
+            raise ValueError(f"{spec.argument}: got {value.dtype}, expected {spec.kind}")
+        if value.device.type not in ("cpu", self.device.type):
+            raise ValueError(
+                f"{spec.argument} is on {value.device}, the buffer on {self.device}; "
+                "move it to the CPU or to the buffer's device"
+            )
+        if value.requires_grad:
+            value = value.detach()
+        return value.to(self.device, spec.dtype, non_blocking=True)
+
+    def _refuse_empty_masks(self, masks: Tensor, envs: Tensor) -> None:
+        for head in self.action_space.unconditional:
+            has_choice = masks[:, self.action_space.slices[head]].any(dim=-1)
+            if not bool(has_choice.all()):
+                raise ValueError(
+                    f"masks: head {self.action_space.names[head]!r} has no legal choice in "
+                    f"envs {envs[~has_choice].tolist()}; an unconditional head needs at least one"
+                )
+
+    def _store_last_values(self, last_values: Tensor) -> None:
+        spec = next(s for s in self._step_specs if s.name == "bootstrap_values")
+        spec = spec._replace(argument="last_values")
+        last_values = self._checked_value(spec, torch.as_tensor(last_values), self.num_envs)
+        envs = self.step_counts.nonzero().squeeze(1)
+        rows = envs * self.max_steps_per_env + self.step_counts[envs] - 1
+        envs, rows = (index.to(self.device, non_blocking=True) for index in (envs, rows))
+        ended = self._rows["terminated"][rows] | self._rows["truncated"][rows]
+        bootstraps = self._rows["bootstrap_values"]
+        bootstraps.index_put_((rows,), torch.where(ended, bootstraps[rows], last_values[envs]))
+
+    def _raise_on_bad_values(self) -> None:
+        """One look at all values that steer learning; one wait for a GPU."""
+        field = self._fields
+        steps = torch.arange(self.max_steps_per_env, device=self.device)
+        counts = self.step_counts.to(self.device, non_blocking=True)[:, None]
+        needs_bootstrap = ~field["terminated"] & (field["truncated"] | (steps == counts - 1))
+        bad = {
+            "the reward is not finite": ~field["rewards"].isfinite(),
+            "the value is not finite": ~field["values"].isfinite(),
+            "a bootstrap value is needed, but none was given or it is not finite": needs_bootstrap
+            & ~field["bootstrap_values"].isfinite(),
+        }
+        for head in self.action_space.unconditional:
+            part = field["masks"][..., self.action_space.slices[head]]
+            name = self.action_space.names[head]
+            bad[f"head {name!r} has no legal choice"] = ~part.any(dim=-1)
+        problems = torch.stack(list(bad.values())) & (steps < counts)
+        if not bool(problems.any()):
+            return
+        found = problems.permute(1, 2, 0).nonzero().tolist()
+        reasons = list(bad)
+        shown = [f"env {e}, step {t}: {reasons[r]}" for e, t, r in found[:PROBLEMS_SHOWN]]
+        if len(found) > PROBLEMS_SHOWN:
+            shown.append(f"and {len(found) - PROBLEMS_SHOWN} more")
+        raise ValueError("bad values in the rollout: " + "; ".join(shown))
+
+    def _require_advantages(self) -> None:
+        if not self._has_advantages:
+            raise ValueError(
+                "no advantages for the rollout as it stands; "
+                "call compute_advantages_and_returns() after the last step was added"
+            )
+
+    # -- derived ------------------------------------------------------------------------------
+
+    def _valid_mask(self) -> Tensor:
+        steps = torch.arange(self.max_steps_per_env, device=self.device)
+        return steps < self.step_counts.to(self.device, non_blocking=True)[:, None]
+
+    def _forget_derived(self) -> None:
+        self._layout = None
+        self._has_advantages = False
+        self._advantage_statistics = None
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class _StepSpec(NamedTuple):
+    """How one field of a `TamiyoRolloutStep` is stored and checked; rows in the step's order."""
+
+    argument: str  # the step's word for it
+    name: str  # the buffer's
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    letters: str
+    note: str = ""
+
+    @property
+    def kind(self) -> str:
+        return {torch.float32: "floating point", torch.int64: "integers", torch.bool: "bool"}[
+            self.dtype
+        ]
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        if self.dtype == torch.float32:
+            return dtype.is_floating_point
+        return dtype in _INTEGERS if self.dtype == torch.int64 else dtype == torch.bool
+
+
+def _step_specs(
+    action_space: FactoredActionSpace, state_dim: int, hidden: tuple[int, int]
+) -> tuple[_StepSpec, ...]:
+    number, integer, flag = torch.float32, torch.int64, torch.bool
+    heads = (action_space.num_heads,)
+    names = f", heads {', '.join(action_space.names)}"
+    sizes = ", ".join(f"{h.name}: {h.size}" for h in action_space)
+    return (
+        _StepSpec("state", "states", number, (state_dim,), "F"),
+        _StepSpec("actions", "actions", integer, heads, "H", names),
+        _StepSpec("log_probs", "log_probs", number, heads, "H", names),
+        _StepSpec("masks", "masks", flag, (action_space.num_choices,), "C", f", heads {sizes}"),
+        _StepSpec("value", "values", number, (), ""),
+        _StepSpec("reward", "rewards", number, (), ""),
+        _StepSpec("terminated", "terminated", flag, (), ""),
+        _StepSpec("truncated", "truncated", flag, (), ""),
+        _StepSpec("bootstrap_value", "bootstrap_values", number, (), ""),
+        _StepSpec("hidden_h", "hidden_h", number, hidden, "Lh", ", L layers, h hidden units"),
+        _StepSpec("hidden_c", "hidden_c", number, hidden, "Lh", ", L layers, h hidden units"),
+    )
+
+
+class _Arena:
+    """One allocation that holds several tensors, each contiguous."""
+
+    ALIGNMENT = 64  # bytes: a cache line, and more than any dtype or vector load asks for
+
+    def __init__(
+        self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+    ):
+        self._fields = fields
+        self._offsets: list[int] = []
+        size = 0
+        for dtype, shape in fields.values():
+            self._offsets.append(size)
+            num_bytes = math.prod(shape) * dtype.itemsize
+            size += -(-num_bytes // self.ALIGNMENT) * self.ALIGNMENT
+        # pinned, a copy to a GPU does not make the host wait
+        pinned = device.type == "cpu" and torch.cuda.is_available()
+        self._storage = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.views = self._views_of(self._storage)
+
+    def views_on(self, device: torch.device) -> dict[str, Any]:
+        """The fields on `device`, after at most one copy."""
+        if _same_device(device, self._storage.device):
+            return self.views
+        # a copy to the CPU must have arrived before the host reads it
+        moved = self._storage.to(device, non_blocking=device.type != "cpu")
+        return self._views_of(moved)
+
+    def _views_of(self, storage: Tensor) -> dict[str, Any]:
+        views = {}
+        for (name, (dtype, shape)), offset in zip(self._fields.items(), self._offsets, strict=True):
+            num_bytes = math.prod(shape) * dtype.itemsize
+            views[name] = storage[offset : offset + num_bytes].view(dtype).view(shape)
+        return views
+
+
+def _same_device(asked: torch.device, have: torch.device) -> bool:
+    """Whether "cuda" asks for the "cuda:0" we have."""
+    return asked.type == have.type and asked.index in (None, have.index)

@@ -1,0 +1,90 @@
+"""SequenceLayout: every stored step exactly once, in the order of torch's PackedSequence."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+
+from esper.leyline.sequences import SequenceLayout
+
+
+@st.composite
+def rollouts(draw):
+    num_envs = draw(st.integers(1, 5))
+    max_steps = draw(st.integers(1, 9))
+    counts = torch.tensor(
+        draw(st.lists(st.integers(0, max_steps), min_size=num_envs, max_size=num_envs))
+    )
+    bits = draw(
+        st.lists(st.booleans(), min_size=num_envs * max_steps, max_size=num_envs * max_steps)
+    )
+    return torch.tensor(bits).view(num_envs, max_steps), counts
+
+
+def episodes_by_loop(ended, counts):
+    """(env, start, length) of every episode, read step by step."""
+    found = []
+    for env, count in enumerate(counts.tolist()):
+        start = 0
+        for step in range(count):
+            if ended[env, step] or step == count - 1:
+                found.append((env, start, step + 1 - start))
+                start = step + 1
+    return found
+
+
+@given(rollouts())
+def test_episodes_are_those_of_a_plain_loop(rollout):
+    ended, counts = rollout
+    layout = SequenceLayout.from_flags(ended, counts)
+    found = list(
+        zip(layout.env_ids.tolist(), layout.starts.tolist(), layout.lengths.tolist(), strict=True)
+    )
+    assert found == episodes_by_loop(ended, counts)
+    assert layout.num_rows == counts.sum()
+
+
+@given(rollouts())
+def test_rows_are_in_the_order_of_a_packed_sequence(rollout):
+    ended, counts = rollout
+    layout = SequenceLayout.from_flags(ended, counts)
+    episodes = episodes_by_loop(ended, counts)
+    if not episodes:
+        assert layout.rows.numel() == 0
+        return
+    field = torch.arange(ended.numel()).view(ended.shape)
+    pieces = [field[env, start : start + length] for env, start, length in episodes]
+    packed = pack_sequence(pieces, enforce_sorted=False)
+    # episodes of equal length may stand in any order: compare what each one holds, step by step
+    assert packed.batch_sizes.tolist() == layout.batch_sizes.tolist()
+    mine = layout.take(field)
+    at = 0
+    for size in layout.batch_sizes.tolist():
+        assert sorted(mine[at : at + size].tolist()) == sorted(packed.data[at : at + size].tolist())
+        at += size
+    firsts = mine[: layout.num_episodes]
+    at, running = 0, firsts - 1
+    for size in layout.batch_sizes.tolist():
+        running = running[:size] + 1
+        assert torch.equal(mine[at : at + size], running)
+        at += size
+
+
+@given(rollouts())
+def test_an_episode_continues_only_from_the_start_of_a_row(rollout):
+    ended, counts = rollout
+    layout = SequenceLayout.from_flags(ended, counts)
+    first_steps = layout.rows[: layout.num_episodes] % layout.max_steps
+    assert torch.equal(layout.continues, first_steps == 0)
+
+
+@given(rollouts(), st.data())
+def test_selecting_envs_keeps_their_rows_and_no_others(rollout, data):
+    ended, counts = rollout
+    chosen = data.draw(st.sets(st.integers(0, len(counts) - 1)))
+    layout = SequenceLayout.from_flags(ended, counts).select(
+        torch.tensor(sorted(chosen), dtype=torch.long)
+    )
+    expected = {e * layout.max_steps + t for e in chosen for t in range(int(counts[e]))}
+    assert set(layout.rows.tolist()) == expected
+    assert len(layout.rows) == len(expected)
