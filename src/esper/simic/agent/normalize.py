@@ -1,0 +1,51 @@
+"""Running mean and variance of a stream of rows, kept on the device of the stream."""
+
+import torch
+from torch import Tensor, nn
+
+
+class RunningNormalizer(nn.Module):
+    """Scales rows `[..., width]` to mean 0 and variance 1 with the statistics seen so far.
+
+    Statistics change only in `update`, so that everything between two updates is scaled alike.
+    Before the first update it changes nothing.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, width: int, *, limit: float = 10.0, epsilon: float = 1e-8):
+        super().__init__()
+        self.limit = limit  # normalised values are clipped to this many standard deviations
+        self.epsilon = epsilon
+        # float64: sums over millions of rows stay exact enough to merge
+        self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> None:
+        """Take in `[R, width]` rows, all of them valid (Chan et al. 1979: merging two samples)."""
+        if rows.shape[0] == 0:
+            return
+        rows = rows.double()
+        batch_mean = rows.mean(dim=0)
+        batch_variance = rows.var(dim=0, correction=0)
+        total = self.count + rows.shape[0]
+        share = rows.shape[0] / total
+        delta = batch_mean - self.mean
+        spread = (1 - share) * self.variance + share * batch_variance
+        self.variance.copy_(spread + share * (1 - share) * delta.square())
+        self.mean.add_(share * delta)
+        self.count.copy_(total)
+
+    def normalize(self, values: Tensor) -> Tensor:
+        scaled = (values - self.mean.to(values.dtype)) / self._std().to(values.dtype)
+        return scaled.clamp(-self.limit, self.limit)
+
+    def denormalize(self, values: Tensor) -> Tensor:
+        return values * self._std().to(values.dtype) + self.mean.to(values.dtype)
+
+    def _std(self) -> Tensor:
+        return (self.variance + self.epsilon).sqrt()

@@ -1,0 +1,394 @@
+"""PPO for a factored, recurrent, masked policy (Schulman et al. 2017).
+
+    decision = agent.act(features, masks, state, generator=rng)    # values in units of the reward
+    buffer.add_batch(...)
+    metrics = agent.update(buffer, last_values)
+
+The rollout holds features as the environment gave them; acting and learning scale them with the
+same statistics, which change only at the end of an update. So every ratio is 1 before the first
+optimiser step.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.sequences import SequenceLayout
+from esper.simic.agent.normalize import RunningNormalizer
+from esper.simic.agent.rollout_buffer import RolloutBatch, TamiyoRolloutBuffer
+from esper.tamiyo.policy.network import (
+    Decision,
+    Evaluation,
+    FactoredRecurrentActorCritic,
+    RecurrentState,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Every hyper-parameter of the update, with the defaults that all published results use."""
+
+    learning_rate: float = 1e-3
+    """Adam's step size at the start."""
+    learning_rate_schedule: Literal["constant", "linear"] = "linear"
+    """"linear" falls to 0 at the end of training."""
+    gamma: float = DEFAULT_GAMMA
+    """Discount per step."""
+    gae_lambda: float = DEFAULT_GAE_LAMBDA
+    """Decay of the advantage's trace."""
+    clip: float = 0.2
+    """How far a ratio may move from 1 before it stops paying."""
+    clip_per_head: bool = False
+    """Clip each head's ratio by itself instead of the joint ratio of the relevant heads."""
+    ppo_epochs: int = 4
+    """Passes over a rollout."""
+    num_minibatches: int = 4
+    """Minibatches per pass, each made of whole rows."""
+    value_coefficient: float = 0.5
+    """Weight of the value loss."""
+    value_clip: float | None = None
+    """How far a value may move from the stored one, in normalised units; None: as far as it likes."""
+    normalize_values: bool = True
+    """Let the critic predict returns scaled to mean 0 and variance 1."""
+    normalize_features: bool = True
+    """Scale features to mean 0 and variance 1."""
+    entropy_coefficient: float = 0.01
+    """Weight of the entropy bonus, entropy being scaled to 0..1 per head."""
+    head_entropy_weights: Mapping[str, float] = field(default_factory=dict)
+    """Relative weight of a head's entropy, by name; heads not named have weight 1."""
+    target_kl: float | None = 0.03
+    """Stop the passes over a rollout when the policy has moved this far; None: never."""
+    max_grad_norm: float = 0.5
+    """Gradients are scaled down to this norm."""
+    max_failed_updates: int = 3
+    """Undone updates in a row after which training stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("ppo_epochs", "num_minibatches", "max_failed_updates"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+        for name in ("learning_rate", "clip", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}; use a number above 0")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}; use a number from 0 to 1")
+
+
+class TrainingFailed(RuntimeError):
+    """Updates failed several times in a row; the weights are those of the last good one."""
+
+
+class PPOAgent:
+    """A policy, its optimiser and its normalisers, and how experience changes them."""
+
+    def __init__(self, policy: FactoredRecurrentActorCritic, config: PPOConfig | None = None):
+        self.policy = policy
+        self.config = config or PPOConfig()
+        self.device = next(policy.parameters()).device
+        self.optimizer = torch.optim.Adam(
+            policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True
+        )
+        self.feature_normalizer = RunningNormalizer(policy.feature_size).to(self.device)
+        self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
+        self.failed_updates = 0
+        self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
+
+    # -- acting -------------------------------------------------------------------------------
+
+    def act(
+        self,
+        features: Tensor,
+        masks: ActionMasks,
+        state: RecurrentState,
+        *,
+        generator: torch.Generator | None = None,
+        deterministic: bool = False,
+    ) -> Decision:
+        """One decision per env; values are in units of the reward."""
+        decision = self.policy.act(
+            self._scaled_features(features),
+            masks,
+            state,
+            generator=generator,
+            deterministic=deterministic,
+        )
+        return decision._replace(values=self._unscaled_values(decision.values))
+
+    def value(self, features: Tensor, state: RecurrentState) -> Tensor:
+        """V of an observation `[N]`, in units of the reward: the bootstrap of a row cut there."""
+        return self._unscaled_values(self.policy.value(self._scaled_features(features), state))
+
+    # -- learning -----------------------------------------------------------------------------
+
+    def update(
+        self,
+        buffer: TamiyoRolloutBuffer,
+        last_values: Tensor | None = None,
+        *,
+        progress: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> dict[str, float]:
+        """Learn from a rollout; returns what happened, by the names in docs/metrics.md.
+
+        `progress` (0 to 1) drives the learning-rate schedule, `generator` (on the CPU) the
+        shuffling. An update that turns out not finite is undone.
+        """
+        config = self.config
+        self._check_split(buffer.num_envs)
+        buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
+        advantage = buffer.normalize_advantages()
+        batch, layout = buffer.get_batched_sequences(self.device), buffer.sequence_layout()
+        if layout.num_rows == 0:
+            raise ValueError("the rollout holds no steps to learn from")
+
+        before = copy.deepcopy(self.state_dict())
+        self._set_learning_rate(progress)
+        returns = layout.take(batch.returns)
+        if config.normalize_values:
+            self.value_normalizer.update(returns.unsqueeze(1))
+        rollout = replace(
+            batch,
+            states=self._scaled_features(batch.states),
+            values=self._scaled_values(batch.values),
+            returns=self._scaled_values(batch.returns),
+        )
+        meter = _Meter()
+        epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator)
+        self.policy.raise_on_bad_values()
+        if is_finite:
+            self.failed_updates = 0
+            if config.normalize_features:
+                self.feature_normalizer.update(layout.take(batch.states))
+        else:
+            self._undo(before)
+        explained = _explained_variance(layout.take(batch.values), returns)
+        scalars = torch.stack([advantage.mean, advantage.std, returns.mean(), explained]).tolist()
+        names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
+        return meter.means() | {
+            **dict(zip(names, scalars, strict=True)),
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "ppo_epochs_run": float(epochs_run),
+            "rows": float(layout.num_rows),
+            "update_undone": float(not is_finite),
+        }
+
+    def _run_epochs(
+        self,
+        rollout: RolloutBatch,
+        layout: SequenceLayout,
+        meter: "_Meter",
+        generator: torch.Generator | None,
+    ) -> tuple[int, bool]:
+        """Passes over the rollout: how many were made, and whether all was finite."""
+        initial = RecurrentState(rollout.initial_hidden_h, rollout.initial_hidden_c)
+        for ppo_epoch in range(self.config.ppo_epochs):
+            for piece in self._minibatches(layout, generator):
+                evaluation = self.policy.evaluate(
+                    rollout.states, rollout.actions, rollout.masks, piece, initial
+                )
+                rows = rollout_rows(rollout, piece)
+                loss, measured = ppo_loss(
+                    evaluation, rows, self.policy.action_space, self._entropy_weights, self.config
+                )
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()  # type: ignore[no-untyped-call]
+                measured["gradient_norm"] = nn.utils.clip_grad_norm_(
+                    self.policy.parameters(), self.config.max_grad_norm
+                )
+                self.optimizer.step()
+                meter.add(measured)
+            kl, is_finite = meter.close_epoch()  # the one wait for the device in a pass
+            if not is_finite:
+                return ppo_epoch + 1, False
+            if self.config.target_kl is not None and kl > self.config.target_kl:
+                return ppo_epoch + 1, True
+        return self.config.ppo_epochs, True
+
+    def _minibatches(
+        self, layout: SequenceLayout, generator: torch.Generator | None
+    ) -> Iterator[SequenceLayout]:
+        """The rollout in random order, whole rows at a time."""
+        order = torch.randperm(layout.num_envs, generator=generator)
+        for env_ids in order.chunk(self.config.num_minibatches):
+            piece = layout.select(env_ids)
+            if piece.num_rows:
+                yield piece
+
+    def _check_split(self, num_envs: int) -> None:
+        if num_envs % self.config.num_minibatches:
+            raise ValueError(
+                f"num_envs={num_envs} does not split into num_minibatches="
+                f"{self.config.num_minibatches} of whole rows; use a divisor of num_envs"
+            )
+
+    def _set_learning_rate(self, progress: float) -> None:
+        fall = 1.0 - progress if self.config.learning_rate_schedule == "linear" else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * fall
+
+    def _undo(self, before: dict[str, Any]) -> None:
+        self.load_state_dict(before)
+        self.failed_updates += 1
+        if self.failed_updates >= self.config.max_failed_updates:
+            raise TrainingFailed(
+                f"{self.failed_updates} updates in a row were not finite and have been undone; "
+                "lower learning_rate, or look for extreme rewards and features"
+            )
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that learning changes: what a checkpoint keeps and an undone update restores."""
+        return {
+            "policy": self.policy.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "feature_normalizer": self.feature_normalizer.state_dict(),
+            "value_normalizer": self.value_normalizer.state_dict(),
+            "failed_updates": self.failed_updates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.policy.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.feature_normalizer.load_state_dict(state["feature_normalizer"])
+        self.value_normalizer.load_state_dict(state["value_normalizer"])
+        self.failed_updates = state["failed_updates"]
+
+    def _scaled_features(self, features: Tensor) -> Tensor:
+        if not self.config.normalize_features:
+            return features
+        return self.feature_normalizer.normalize(features)
+
+    def _scaled_values(self, values: Tensor) -> Tensor:
+        if not self.config.normalize_values:
+            return values
+        return self.value_normalizer.normalize(values.unsqueeze(-1)).squeeze(-1)
+
+    def _unscaled_values(self, values: Tensor) -> Tensor:
+        if not self.config.normalize_values:
+            return values
+        return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
+
+
+class RolloutRows(NamedTuple):
+    """What the loss needs of R stored steps, values and returns as the critic predicts them."""
+
+    log_probs: Tensor  # [R, H]
+    advantages: Tensor  # [R]
+    values: Tensor  # [R]
+    returns: Tensor  # [R]
+
+
+def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout) -> RolloutRows:
+    rows = layout.rows_on(rollout.returns.device)
+    fields = (getattr(rollout, name) for name in RolloutRows._fields)
+    return RolloutRows(*(f.flatten(0, 1)[rows] for f in fields))
+
+
+def ppo_loss(
+    evaluation: Evaluation,
+    rows: RolloutRows,
+    action_space: FactoredActionSpace,
+    entropy_weights: Tensor,
+    config: PPOConfig,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a minibatch, and what there is to say about it."""
+    # steps with a single legal action had nothing to decide: they teach the critic only
+    decided = (evaluation.distribution.num_legal > 1).any(dim=-1).float()
+    num_decided = decided.sum().clamp_min(1.0)
+
+    log_ratios = evaluation.log_probs - rows.log_probs  # 0 for heads that did not matter
+    if not config.clip_per_head:
+        log_ratios = log_ratios.sum(dim=-1, keepdim=True)
+    ratios = log_ratios.exp()
+    clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
+    gain = rows.advantages.unsqueeze(-1)
+    surrogate = torch.minimum(ratios * gain, clipped * gain).sum(dim=-1)
+    policy_loss = -(decided * surrogate).sum() / num_decided
+
+    entropy = (evaluation.normalized_entropies * entropy_weights).sum(dim=-1)
+    entropy_bonus = (decided * entropy).sum() / num_decided
+    value_loss = _value_loss(evaluation.values, rows, config.value_clip)
+    loss = (
+        policy_loss
+        + config.value_coefficient * value_loss
+        - config.entropy_coefficient * entropy_bonus
+    )
+    with torch.no_grad():
+        joint = (evaluation.log_probs - rows.log_probs).sum(dim=-1)
+        kl = (decided * (joint.exp() - 1 - joint)).sum() / num_decided  # Schulman's k3 estimate
+        outside = ((ratios - 1).abs() > config.clip).any(dim=-1).float()
+        measured = {
+            "loss": loss.detach(),
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "kl": kl,
+            "clip_fraction": (decided * outside).sum() / num_decided,
+            "decided_fraction": decided.mean(),
+            "ratio_error": joint.exp().sub(1).abs().max(),
+        }
+        for index, name in enumerate(action_space.names):
+            measured[f"entropy/{name}"] = evaluation.entropies[:, index].mean()
+            measured[f"normalized_entropy/{name}"] = evaluation.normalized_entropies[
+                :, index
+            ].mean()
+    return loss, measured
+
+
+def _value_loss(values: Tensor, rows: RolloutRows, clip: float | None) -> Tensor:
+    error = (values - rows.returns).square()
+    if clip is not None:
+        near = rows.values + (values - rows.values).clamp(-clip, clip)
+        error = torch.maximum(error, (near - rows.returns).square())
+    return 0.5 * error.mean()
+
+
+def _explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1: the critic foresaw every return; 0: no better than their mean."""
+    variance = returns.var(correction=0)
+    unexplained = (returns - values).var(correction=0)
+    return torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
+
+
+def _entropy_weights(action_space: FactoredActionSpace, config: PPOConfig) -> Tensor:
+    for name in config.head_entropy_weights:
+        action_space.index(name)  # a name that is not a head is a mistake
+    return torch.tensor([config.head_entropy_weights.get(n, 1.0) for n in action_space.names])
+
+
+class _Meter:
+    """Collects what minibatches measure without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._open: list[Tensor] = []  # this pass over the rollout, one [metrics] row a minibatch
+        self._closed: list[Tensor] = []
+
+    def add(self, measured: dict[str, Tensor]) -> None:
+        self._names = list(measured)
+        self._open.append(torch.stack(list(measured.values())))
+
+    def close_epoch(self) -> tuple[float, bool]:
+        """Mean KL of the pass, and whether all its losses and gradients were finite."""
+        rows = torch.stack(self._open)
+        losses = rows[:, [self._names.index(n) for n in ("loss", "gradient_norm")]]
+        kl = rows[:, self._names.index("kl")].mean()
+        mean_kl, is_finite = torch.stack([kl, losses.isfinite().all()]).tolist()
+        self._closed.append(rows)
+        self._open = []
+        return mean_kl, bool(is_finite)
+
+    def means(self) -> dict[str, float]:
+        rows = torch.cat(self._closed)
+        means = dict(zip(self._names, rows.mean(dim=0).tolist(), strict=True))
+        # before the first optimiser step every ratio is 1, or acting and scoring differ
+        means["first_ratio_error"] = float(rows[0, self._names.index("ratio_error")])
+        del means["ratio_error"]
+        return means
