@@ -1,0 +1,354 @@
+"""What hosts learn: data as tensors on the device, and the order in which each host reads it.
+
+    task = mnist1d()                                        # one view of one data set
+    task = stack([task, permuted(task, rng_seed=1), few_rows(task, 600)])     # three
+    rows = minibatch_indices(0, host_ids, range(20), 100, task.num_rows[view_ids])
+
+Controllers and rewards see the training and validation rows. The test rows are under seal:
+`task.held_out.open()` hands them out once.
+"""
+
+import gzip
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.leyline.constants import SiteKind
+
+DATA_DIR = Path("data")
+FASHION_MNIST_DIR = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
+
+
+class HeldOut:
+    """Test rows `[V, rows, ...]` and their labels under seal."""
+
+    def __init__(self, x: Tensor, y: Tensor):
+        self._rows: tuple[Tensor, Tensor] | None = (x, y)
+
+    def open(self) -> tuple[Tensor, Tensor]:
+        """The rows and labels, once: rows that are looked at twice are no test."""
+        x, y = self._sealed()
+        self._rows = None
+        return x, y
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "HeldOut":
+        """Another sealed set: these rows changed."""
+        x, y = self._sealed()
+        return HeldOut(change(x), y)
+
+    @staticmethod
+    def stack(sets: Sequence["HeldOut"]) -> "HeldOut":
+        xs, ys = zip(*(held_out._sealed() for held_out in sets), strict=True)
+        return HeldOut(torch.cat(xs), torch.cat(ys))
+
+    def _sealed(self) -> tuple[Tensor, Tensor]:
+        if self._rows is None:
+            raise RuntimeError("the test rows were handed out already; they are read once")
+        return self._rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """V views of a data set, of one input shape and set of classes; a host is given one view."""
+
+    names: tuple[str, ...]  # of the views
+    train_x: Tensor  # [V, rows, *input_shape]
+    train_y: Tensor  # [V, rows]
+    num_rows: Tensor  # [V], on the CPU: how many training rows a view has; the rest is padding
+    validation_x: Tensor  # [V, rows, *input_shape]
+    validation_y: Tensor  # [V, rows]
+    held_out: HeldOut
+    num_classes: int
+
+    @property
+    def num_views(self) -> int:
+        return len(self.names)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.train_x.shape[2:])
+
+    @property
+    def site_kind(self) -> SiteKind:
+        """What flows into a host: a vector, a series of channels or an image of channels."""
+        return (SiteKind.VECTOR, SiteKind.SERIES, SiteKind.IMAGE)[len(self.input_shape) - 1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.train_x.device
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Task":
+        """The task on a device, its inputs in a floating-point type."""
+        return replace(
+            self.map(lambda x: x.to(device, dtype)),
+            train_y=self.train_y.to(device),
+            validation_y=self.validation_y.to(device),
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Task":
+        """The task with all its inputs changed, those under seal too."""
+        return replace(
+            self,
+            train_x=change(self.train_x),
+            validation_x=change(self.validation_x),
+            held_out=self.held_out.map(change),
+        )
+
+
+def mnist1d(
+    *, data_dir: Path | str = DATA_DIR, fresh_test_rows: int = 0, fresh_rng_seed: int = 1
+) -> Task:
+    """MNIST-1D (Greydanus 2020), `[1, 40]`: 3200 rows to train, 800 to validate, 1000 to test.
+
+    `fresh_test_rows` puts that many newly generated rows in the place of the 1000. Generated
+    rows are kept in `data_dir`; where the file is, the package `mnist1d` is not needed.
+    """
+    x, y = _mnist1d_rows(Path(data_dir), num_rows=5000, rng_seed=42)  # the published set
+    test = x[4000:], y[4000:]
+    if fresh_test_rows:
+        test = _mnist1d_rows(Path(data_dir), fresh_test_rows, fresh_rng_seed)
+    return _task("mnist1d", (x[:3200], y[:3200]), (x[3200:4000], y[3200:4000]), test)
+
+
+def digits() -> Task:
+    """scikit-learn's 8x8 digits, `[1, 8, 8]`: 1197 rows to train, 300 to validate, 300 to test."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    x = torch.from_numpy(images[order]).float().view(-1, 1, 8, 8) / 16.0
+    x, y = _standardised(x, x[:1197]), torch.from_numpy(labels[order]).long()
+    return _task("digits", (x[:1197], y[:1197]), (x[1197:1497], y[1197:1497]), (x[1497:], y[1497:]))
+
+
+def fashion_mnist(folder: Path | str = FASHION_MNIST_DIR) -> Task:
+    """Fashion-MNIST, `[1, 28, 28]`: 50000 rows to train, 10000 to validate, 10000 to test.
+
+    `folder` holds the four idx files, gzipped or not.
+    """
+    x, y = _idx_rows(Path(folder), "train")
+    x_test, y_test = _idx_rows(Path(folder), "t10k")
+    x_test, x = _standardised(x_test, x[:50000]), _standardised(x, x[:50000])
+    train, validation = (x[:50000], y[:50000]), (x[50000:], y[50000:])
+    return _task("fashion_mnist", train, validation, (x_test, y_test))
+
+
+def permuted(task: Task, rng_seed: int) -> Task:
+    """The task with the positions of its inputs in another order: locality no longer helps."""
+    rng = torch.Generator().manual_seed(rng_seed)
+    order = torch.randperm(task.train_x[0, 0].numel(), generator=rng).to(task.device)
+    changed = task.map(lambda x: x.flatten(2)[..., order].view_as(x))
+    return _renamed(changed, f"permuted {rng_seed}")
+
+
+def few_rows(task: Task, num_rows: int) -> Task:
+    """The task with its first training rows only."""
+    if not 1 <= num_rows <= int(task.num_rows.min()):
+        raise ValueError(f"num_rows={num_rows}; the task has {task.num_rows.tolist()} rows")
+    fewer = replace(
+        task,
+        train_x=task.train_x[:, :num_rows],
+        train_y=task.train_y[:, :num_rows],
+        num_rows=torch.full_like(task.num_rows, num_rows),
+    )
+    return _renamed(fewer, f"{num_rows} rows")
+
+
+def noisy(task: Task, scale: float, rng_seed: int) -> Task:
+    """The task with Gaussian noise added to its inputs, once and for all."""
+    rng = torch.Generator().manual_seed(rng_seed)
+
+    def add_noise(x: Tensor) -> Tensor:
+        return x + scale * torch.randn(x.shape, generator=rng).to(x)
+
+    return _renamed(task.map(add_noise), f"noise {scale}")
+
+
+def stack(tasks: Sequence[Task]) -> Task:
+    """Tasks of one input shape as the views of a single task."""
+    first = tasks[0]
+    for task in tasks:
+        given, expected = (
+            (t.input_shape, t.num_classes, t.validation_y.shape[1]) for t in (task, first)
+        )
+        if given != expected:
+            raise ValueError(
+                f"{task.names} does not stack with {first.names}: input shape, classes and "
+                f"validation rows are {given}, not {expected}"
+            )
+    most = max(task.train_y.shape[1] for task in tasks)
+    return Task(
+        names=tuple(name for task in tasks for name in task.names),
+        train_x=torch.cat([_padded(task.train_x, most) for task in tasks]),
+        train_y=torch.cat([_padded(task.train_y, most) for task in tasks]),
+        num_rows=torch.cat([task.num_rows for task in tasks]),
+        validation_x=torch.cat([task.validation_x for task in tasks]),
+        validation_y=torch.cat([task.validation_y for task in tasks]),
+        held_out=HeldOut.stack([task.held_out for task in tasks]),
+        num_classes=first.num_classes,
+    )
+
+
+def minibatch_indices(
+    rng_seed: int, host_ids: Tensor, steps: range, batch_size: int, num_rows: Tensor | int
+) -> Tensor:
+    """The rows that each host reads in some minibatch steps, `[len(steps), P, batch_size]`.
+
+    A host reads its `num_rows` (an int, or `[P]` on the CPU) in a new random order each epoch,
+    every row once, one minibatch after the other across the ends of epochs. What it reads at a
+    step is a function of `rng_seed`, its id and the step alone: it depends neither on the other
+    hosts nor on the device, so that arms can be paired.
+    """
+    device = host_ids.device
+    counts = torch.as_tensor(num_rows).expand(len(host_ids))
+    start, stop = steps.start * batch_size, steps.stop * batch_size
+    first_epoch = start // counts
+    num_epochs = int(((stop - 1) // counts - first_epoch).max()) + 1
+    most = int(counts.max())
+    counts, first_epoch = counts.to(device), first_epoch.to(device)
+    epochs = first_epoch.unsqueeze(1) + torch.arange(num_epochs, device=device)
+    orders = _row_orders(rng_seed, host_ids, epochs, counts, most)  # [P, epochs, most]
+    positions = torch.arange(start, stop, device=device)
+    epoch = positions // counts.unsqueeze(1) - first_epoch.unsqueeze(1)
+    within = epoch * most + positions % counts.unsqueeze(1)
+    rows = orders.flatten(1).gather(1, within)
+    return rows.view(len(host_ids), len(steps), batch_size).transpose(0, 1)
+
+
+def _row_orders(
+    rng_seed: int, host_ids: Tensor, epochs: Tensor, counts: Tensor, most: int
+) -> Tensor:
+    """Each host's rows in the order of each epoch, `[P, epochs, most]`, its own rows first.
+
+    Every row draws a hash; sorting the hashes shuffles the rows. A key carries its row in its
+    low bits, so that the sorted keys are the order.
+    """
+    bits = most.bit_length()
+    rows = torch.arange(most, device=host_ids.device)
+    epoch_key = _hash(_hash(host_ids + _hash(torch.tensor(rng_seed))).unsqueeze(1) + epochs)
+    keys = _hash(epoch_key.unsqueeze(-1) + rows)
+    keys = (keys >> bits << bits) | rows
+    last = torch.iinfo(torch.int64).max
+    keys = torch.where(rows < counts.view(-1, 1, 1), keys, last)
+    if keys.device.type == "cpu":
+        ordered = torch.from_numpy(np.sort(keys.numpy()))  # eight times as fast as torch's sort
+    else:
+        ordered = keys.sort().values
+    return ordered & ((1 << bits) - 1)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """64 well-mixed bits of an int64 each: the output function of SplitMix64 (Steele 2014)."""
+    x = x + -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
+    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """A shift to the right that fills with zeros, not with the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _task(
+    name: str,
+    train: tuple[Tensor, Tensor],
+    validation: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+) -> Task:
+    """A task of a single view."""
+    return Task(
+        names=(name,),
+        train_x=train[0].unsqueeze(0),
+        train_y=train[1].unsqueeze(0),
+        num_rows=torch.tensor([len(train[1])]),
+        validation_x=validation[0].unsqueeze(0),
+        validation_y=validation[1].unsqueeze(0),
+        held_out=HeldOut(test[0].unsqueeze(0), test[1].unsqueeze(0)),
+        num_classes=10,
+    )
+
+
+def _renamed(task: Task, variant: str) -> Task:
+    return replace(task, names=tuple(f"{name}, {variant}" for name in task.names))
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    """`[V, rows, ...]` filled up with zeros to a length."""
+    missing = rows.new_zeros(rows.shape[0], length - rows.shape[1], *rows.shape[2:])
+    return torch.cat([rows, missing], dim=1)
+
+
+def _standardised(x: Tensor, reference: Tensor) -> Tensor:
+    """Inputs with the mean and the deviation of the training rows taken out."""
+    return (x - reference.mean()) / reference.std()
+
+
+def _mnist1d_rows(data_dir: Path, num_rows: int, rng_seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs `[rows, 1, 40]` and labels, read from `data_dir` or generated and kept there."""
+    path = data_dir / f"mnist1d_{num_rows}_{rng_seed}.npz"
+    if not path.exists():
+        _generate_mnist1d(path, num_rows, rng_seed)
+    with np.load(path) as arrays:
+        x, y = torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["y"])
+    return x.unsqueeze(1), y
+
+
+def _generate_mnist1d(path: Path, num_rows: int, rng_seed: int) -> None:
+    if num_rows % 10:
+        raise ValueError(f"{num_rows} rows of MNIST-1D; it has ten classes, use a multiple of 10")
+    try:
+        from mnist1d.data import get_dataset_args, make_dataset
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{path} does not exist and the package that generates it is not installed: "
+            "pip install mnist1d, or bring the file from a machine that has it"
+        ) from error
+    settings = get_dataset_args()
+    settings.num_samples, settings.seed = num_rows, rng_seed
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    made = make_dataset(settings)  # seeds both generators
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)  # noqa: NPY002
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.npz")  # another process may be at it too
+    np.savez(
+        unfinished,
+        x=np.concatenate([made["x"], made["x_test"]]).astype(np.float32),
+        y=np.concatenate([made["y"], made["y_test"]]).astype(np.int64),
+    )
+    unfinished.replace(path)
+
+
+def _idx_rows(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+    """Images `[rows, 1, height, width]`, 0 to 1, and labels, from two idx files."""
+    images = _read_idx(folder / f"{split}-images-idx3-ubyte")
+    labels = _read_idx(folder / f"{split}-labels-idx1-ubyte")
+    return images.unsqueeze(1).float() / 255.0, labels.long()
+
+
+def _read_idx(path: Path) -> Tensor:
+    """The bytes of an idx file (its own or gzipped), in the shape that its header gives."""
+    zipped = path.with_name(path.name + ".gz")
+    if zipped.exists():
+        content = gzip.decompress(zipped.read_bytes())
+    elif path.exists():
+        content = path.read_bytes()
+    else:
+        raise FileNotFoundError(
+            f"neither {path} nor {zipped.name} exists; Fashion-MNIST is four idx files: install "
+            f"Debian's package dataset-fashion-mnist ({FASHION_MNIST_DIR}), or take them from "
+            "github.com/zalandoresearch/fashion-mnist (data/fashion) and pass their folder"
+        )
+    num_axes = content[3]
+    if content[:3] != b"\x00\x00\x08" or len(content) < 4 + 4 * num_axes:
+        raise ValueError(f"{path} is not an idx file of bytes")
+    shape = np.frombuffer(content, ">i4", num_axes, offset=4).tolist()
+    pixels = np.frombuffer(content, np.uint8, offset=4 + 4 * num_axes)
+    return torch.from_numpy(pixels.copy()).view(shape)

@@ -1,0 +1,239 @@
+"""Tasks: the rows are the published ones, the test rows stay sealed, and every host reads its own order."""
+
+import gzip
+import random
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.leyline.constants import SiteKind
+from esper.tolaria import tasks
+from esper.tolaria.tasks import few_rows, minibatch_indices, noisy, permuted, stack
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def mnist1d(data_dir):
+    return lambda **options: tasks.mnist1d(data_dir=data_dir, **options)
+
+
+def test_mnist1d_is_the_published_set_split_three_ways(mnist1d):
+    from mnist1d.data import get_dataset_args, make_dataset
+
+    published = make_dataset(get_dataset_args())
+    task = mnist1d()
+    x_test, y_test = task.held_out.open()
+    x = torch.cat([task.train_x[0], task.validation_x[0], x_test[0]]).squeeze(1)
+    y = torch.cat([task.train_y[0], task.validation_y[0], y_test[0]])
+    expected_x = np.concatenate([published["x"], published["x_test"]])
+    torch.testing.assert_close(x, torch.from_numpy(expected_x).float(), rtol=0, atol=0)
+    assert y.tolist() == [*published["y"], *published["y_test"]]
+    assert task.num_rows.tolist() == [3200]
+    assert task.validation_y.shape == (1, 800)
+    assert y_test.shape == (1, 1000)
+    assert (task.input_shape, task.num_classes) == ((1, 40), 10)
+    assert task.site_kind == SiteKind.SERIES
+
+
+def test_generating_leaves_the_global_generators_alone(tmp_path):
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002
+    expected = random.random(), np.random.rand()  # noqa: NPY002
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002
+    tasks._generate_mnist1d(tmp_path / "few.npz", 20, rng_seed=5)
+    assert (random.random(), np.random.rand()) == expected  # noqa: NPY002
+
+
+def test_the_kept_file_is_enough_and_its_absence_is_explained(mnist1d, tmp_path, monkeypatch):
+    expected = mnist1d().train_x
+    monkeypatch.setitem(sys.modules, "mnist1d", None)
+    monkeypatch.setitem(sys.modules, "mnist1d.data", None)
+    assert torch.equal(mnist1d().train_x, expected)
+    with pytest.raises(ModuleNotFoundError, match="pip install mnist1d"):
+        tasks.mnist1d(data_dir=tmp_path)
+
+
+def test_the_test_rows_are_handed_out_once(mnist1d):
+    task = mnist1d()
+    task.held_out.open()
+    with pytest.raises(RuntimeError, match="read once"):
+        task.held_out.open()
+    with pytest.raises(RuntimeError, match="read once"):
+        permuted(task, rng_seed=0)
+
+
+def test_fresh_test_rows_are_new_and_like_the_old(mnist1d):
+    x, y = mnist1d(fresh_test_rows=500).held_out.open()
+    old = mnist1d()
+    assert x.shape == (1, 500, 1, 40)
+    assert torch.bincount(y[0]).tolist() == [50] * 10
+    assert not torch.isin(x[0, :, 0, 0], old.train_x[0, :, 0, 0]).any()
+    assert abs(x.std().item() - old.train_x.std().item()) < 0.05
+    with pytest.raises(ValueError, match="multiple of 10"):
+        mnist1d(fresh_test_rows=55)
+
+
+def test_permuting_moves_the_same_positions_in_every_split(mnist1d):
+    task, other = mnist1d(), permuted(mnist1d(), rng_seed=4)
+    order = [
+        int((task.train_x[0, :50, 0] == column.unsqueeze(1)).all(0).nonzero())
+        for column in other.train_x[0, :50, 0].unbind(-1)
+    ]
+    assert sorted(order) == list(range(40))
+    assert order != list(range(40))
+    assert torch.equal(other.validation_x, task.validation_x[..., order])
+    assert torch.equal(other.held_out.open()[0], task.held_out.open()[0][..., order])
+    assert not torch.equal(permuted(mnist1d(), rng_seed=5).train_x, other.train_x)
+
+
+def test_noise_is_added_once_and_of_the_given_scale(mnist1d):
+    task, other = mnist1d(), noisy(mnist1d(), 0.5, rng_seed=4)
+    for before, after in zip(inputs(task), inputs(other), strict=True):
+        assert abs((after - before).std().item() - 0.5) < 0.02
+    assert torch.equal(noisy(mnist1d(), 0.5, rng_seed=4).train_x, other.train_x)
+
+
+def inputs(task):
+    return task.train_x, task.validation_x, task.held_out.open()[0]
+
+
+def test_variants_stack_as_views_of_one_task(mnist1d):
+    task = stack([mnist1d(), permuted(few_rows(mnist1d(), 600), 1), noisy(mnist1d(), 0.3, 2)])
+    assert task.num_views == 3
+    assert task.num_rows.tolist() == [3200, 600, 3200]
+    assert task.train_x.shape == (3, 3200, 1, 40)
+    assert task.validation_x.shape == (3, 800, 1, 40)
+    assert task.names[1] == "mnist1d, 600 rows, permuted 1"
+    assert torch.equal(task.train_x[1, :600], permuted(mnist1d(), 1).train_x[0, :600])
+    assert (task.train_x[1, 600:] == 0).all()
+    assert task.held_out.open()[0].shape == (3, 1000, 1, 40)
+    with pytest.raises(ValueError, match="does not stack"):
+        stack([mnist1d(), tasks.digits()])
+    with pytest.raises(ValueError, match="num_rows=4000"):
+        few_rows(mnist1d(), 4000)
+
+
+def test_a_task_moves_with_its_sealed_rows(mnist1d):
+    task = mnist1d().to("meta", torch.float64)
+    x, _ = task.held_out.open()
+    for tensor in (task.train_x, task.validation_x, x):
+        assert (tensor.device.type, tensor.dtype) == ("meta", torch.float64)
+    assert task.train_y.device.type == task.validation_y.device.type == "meta"
+    assert task.num_rows.device.type == "cpu"
+
+
+def test_digits_are_standardised_images_without_shared_rows():
+    task = tasks.digits()
+    x_test, y_test = task.held_out.open()
+    assert (task.input_shape, task.site_kind) == ((1, 8, 8), SiteKind.IMAGE)
+    assert [task.train_y.shape[1], task.validation_y.shape[1], y_test.shape[1]] == [1197, 300, 300]
+    assert abs(task.train_x.mean().item()) < 1e-5
+    assert abs(task.train_x.std().item() - 1) < 1e-5
+    everything = torch.cat([task.train_x[0], task.validation_x[0], x_test[0]]).flatten(1)
+    assert len(everything.unique(dim=0)) == 1797
+
+
+def write_idx(path, array, compress):
+    header = struct.pack(f">BBBB{array.ndim}i", 0, 0, 8, array.ndim, *array.shape)
+    content = header + array.astype(np.uint8).tobytes()
+    path = path.with_name(path.name + ".gz") if compress else path
+    path.write_bytes(gzip.compress(content) if compress else content)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_fashion_mnist_reads_the_idx_files(tmp_path, compress):
+    rng = np.random.default_rng(0)
+    images = {name: rng.integers(0, 256, (n, 3, 2)) for name, n in [("train", 50_003), ("t10k", 7)]}
+    labels = {name: rng.integers(0, 10, len(rows)) for name, rows in images.items()}
+    for name in images:
+        write_idx(tmp_path / f"{name}-images-idx3-ubyte", images[name], compress)
+        write_idx(tmp_path / f"{name}-labels-idx1-ubyte", labels[name], compress)
+    task = tasks.fashion_mnist(tmp_path)
+    x_test, y_test = task.held_out.open()
+    assert task.train_x.shape == (1, 50_000, 1, 3, 2)
+    assert task.validation_y[0].tolist() == labels["train"][50_000:].tolist()
+    assert y_test[0].tolist() == labels["t10k"].tolist()
+    train = images["train"][:50_000] / 255
+    expected = (images["t10k"] / 255 - train.mean()) / train.std()
+    torch.testing.assert_close(x_test[0, :, 0], torch.from_numpy(expected).float())
+
+
+def test_missing_fashion_mnist_says_how_to_get_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="dataset-fashion-mnist"):
+        tasks.fashion_mnist(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="is not an idx file"):
+        tasks.fashion_mnist(tmp_path)
+
+
+def test_hashes_are_splitmix64():
+    def splitmix64(x):
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        return x ^ (x >> 31)
+
+    values = [0, 1, 2**40, -1, -(2**63), 2**63 - 1]
+    expected = [splitmix64(value % 2**64) for value in values]
+    assert [h % 2**64 for h in tasks._hash(torch.tensor(values)).tolist()] == expected
+
+
+@given(
+    st.integers(0, 2**40),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.integers(0, 30),
+)
+def test_every_epoch_reads_every_row_once(rng_seed, num_rows, batch_size, first):
+    counts = torch.tensor(num_rows)
+    hosts = torch.arange(len(num_rows))
+    everything = minibatch_indices(rng_seed, hosts, range(60), batch_size, counts)
+    for host, count in enumerate(num_rows):
+        read = everything[:, host].flatten()
+        epochs = read[: len(read) // count * count].view(-1, count)
+        assert (epochs.sort().values == torch.arange(count)).all()
+    later = minibatch_indices(rng_seed, hosts, range(first, first + 3), batch_size, counts)
+    assert torch.equal(later, everything[first : first + 3])
+
+
+def test_a_hosts_order_does_not_depend_on_the_others():
+    hosts, counts = torch.tensor([7, 3, 90]), torch.tensor([320, 60, 1000])
+    together = minibatch_indices(5, hosts, range(4, 9), 32, counts)
+    assert together.shape == (5, 3, 32)
+    for i in range(3):
+        alone = minibatch_indices(5, hosts[i : i + 1], range(4, 9), 32, counts[i : i + 1])
+        assert torch.equal(alone[:, 0], together[:, i])
+
+
+def test_orders_differ_between_hosts_epochs_and_rng_seeds():
+    hosts = torch.tensor([0, 1])
+    first = minibatch_indices(0, hosts, range(2), 500, 500)
+    other = minibatch_indices(1, hosts, range(2), 500, 500)
+    orders = torch.cat([first.flatten(0, 1), other.flatten(0, 1)])
+    agreements = (orders.unsqueeze(0) == orders.unsqueeze(1)).sum(-1).fill_diagonal_(0)
+    assert agreements.max() < 10  # two random orders of 500 agree in one place, give or take
+
+
+def test_orders_are_uniform():
+    """Over many hosts each row comes first, and each pair of rows comes in a row, equally often."""
+    num_hosts, count = 20_000, 10
+    orders = minibatch_indices(3, torch.arange(num_hosts), range(1), count, count)[0]
+    expected = num_hosts / count
+    for position in range(count):
+        observed = torch.bincount(orders[:, position], minlength=count)
+        chi_squared = ((observed - expected) ** 2 / expected).sum().item()
+        assert chi_squared < 33.7  # 9 degrees of freedom: exceeded once in 10,000
+    pairs = torch.bincount(orders[:, 4] * count + orders[:, 5], minlength=count**2)
+    observed = pairs.view(count, count)[~torch.eye(count, dtype=torch.bool)]
+    expected = num_hosts / (count * (count - 1))
+    assert ((observed - expected) ** 2 / expected).sum().item() < 150  # 89 degrees of freedom
