@@ -4,7 +4,7 @@ All heads are scored at once. Their choices lie side by side `[..., C]`; inside,
 row of its own in a grid `[..., H, M]`, M the size of the largest head. Two constants make every
 rule about masks fall out of one log-softmax, with no special case behind it:
 
-- a masked choice gets the lowest float, so its probability and its gradient are exactly 0;
+- a masked choice gets a logit of -1e30, so its probability and its gradient are exactly 0;
 - choice 0, when masked, gets half of that. A row with no legal choice thus puts all its weight on
   action 0: log-prob, entropy, KL and gradient are exactly 0. Next to any real logit the half is
   as impossible as the whole.
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 
-_LOWEST = torch.finfo(torch.float32).min
+# far below any logit, and far enough above the lowest float that gradients times it stay finite
+MASKED = -1e30
 
 
 class MaskedFactoredCategorical:
@@ -54,7 +55,7 @@ class MaskedFactoredCategorical:
         return self._log_probs.exp()
 
     def log_prob(self, actions: Tensor) -> Tensor:
-        """Log-probs `[..., H]` of `actions` `[..., H]`; the lowest float for a masked choice."""
+        """Log-probs `[..., H]` of `actions` `[..., H]`; at most -1e29 for a masked choice."""
         return self._log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self) -> Tensor:
@@ -125,13 +126,13 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 
 def _mix_with_uniform(filled: Tensor, log_probs: Tensor, floor: float) -> Tensor:
-    """Log-probs of (1 - floor) p + floor / k, masked choices still at the lowest float."""
-    is_legal = filled > 0.25 * _LOWEST
+    """Log-probs of (1 - floor) p + floor / k, masked choices still at -1e30."""
+    is_legal = filled > MASKED / 4
     uniform = torch.where(is_legal, 0.0, filled).softmax(dim=-1)
     mixed = torch.lerp(log_probs.exp(), uniform, floor)
     is_possible = mixed > 0.0
     # the inner where keeps the gradient of log(0) out
-    return torch.where(is_possible, torch.where(is_possible, mixed, 1.0).log(), _LOWEST)
+    return torch.where(is_possible, torch.where(is_possible, mixed, 1.0).log(), MASKED)
 
 
 class _Tables(NamedTuple):
@@ -144,7 +145,7 @@ class _Tables(NamedTuple):
 
     def to_grid(self, filled: Tensor) -> Tensor:
         if self.columns is not None:
-            padded = torch.nn.functional.pad(filled, (0, 1), value=_LOWEST)
+            padded = torch.nn.functional.pad(filled, (0, 1), value=MASKED)
             filled = padded.index_select(-1, self.columns)
         return filled.view(*filled.shape[:-1], self.num_heads, -1)
 
@@ -163,11 +164,11 @@ def _tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
 def _build_tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
     sizes, num_choices = action_space.sizes, action_space.num_choices
     columns = torch.full((len(sizes), max(sizes)), num_choices)
-    fill = torch.full((num_choices,), _LOWEST)
+    fill = torch.full((num_choices,), MASKED)
     members = torch.zeros(num_choices, len(sizes))
     for head, part in enumerate(action_space.slices):
         columns[head, : sizes[head]] = torch.arange(part.start, part.stop)
-        fill[part.start] = _LOWEST / 2
+        fill[part.start] = MASKED / 2
         members[part, head] = 1.0
     is_rectangle = min(sizes) == max(sizes)
     return _Tables(

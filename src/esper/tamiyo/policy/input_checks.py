@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from esper.leyline.checks import DeferredChecks
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout
+from esper.tamiyo.policy.distributions import MASKED
 
-# below the log-prob of anything legal, above that of anything masked
-_IMPOSSIBLE = torch.finfo(torch.float32).min / 4
+_IMPOSSIBLE = MASKED / 4  # between the log-probs of what is legal and of what is masked
 
 
 class ChoiceChecks(nn.Module):
