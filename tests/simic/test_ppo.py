@@ -1,0 +1,385 @@
+"""PPO: exact before the first step, right by the formulas, and undone when it goes wrong."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
+from esper.simic.agent.normalize import RunningNormalizer
+from esper.simic.agent.ppo import (
+    PPOAgent,
+    PPOConfig,
+    RolloutRows,
+    TrainingFailed,
+    _value_loss,
+    ppo_loss,
+    rollout_rows,
+)
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
+from esper.tamiyo.policy.network import (
+    FactoredRecurrentActorCritic,
+    PolicyConfig,
+    RecurrentState,
+)
+
+FEATURES, NUM_ENVS, NUM_STEPS = 5, 4, 12
+SPACES = {
+    "one head": FactoredActionSpace((Head("move", 3),)),
+    "independent heads": FactoredActionSpace((Head("a", 3), Head("b", 2), Head("c", 4))),
+    "conditional heads": FactoredActionSpace(
+        (Head("op", 3), Head("slot", 2, given=("op",)), Head("kind", 4, given=("op", "slot")))
+    ),
+}
+
+
+def make_agent(space, *, layers=1, floor=0.0, rng_seed=0, **settings):
+    torch.manual_seed(rng_seed)
+    policy = FactoredRecurrentActorCritic(
+        space, FEATURES, PolicyConfig(lstm_hidden_dim=8, lstm_layers=layers, floor=floor)
+    )
+    for parameter in policy.parameters():  # far from uniform, so that errors show
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return PPOAgent(policy, PPOConfig(**({"num_minibatches": 2} | settings)))
+
+
+def random_masks(space, num_envs):
+    """Masks that differ per env and row; conditional heads often have nothing to choose."""
+    masks = {}
+    for head in space:
+        mask = torch.rand(num_envs, *space.mask_shape(head.name)) < 0.6
+        if not head.given:
+            mask[torch.arange(num_envs), torch.randint(head.size, (num_envs,))] = True
+        masks[head.name] = mask
+    return ActionMasks(space, masks)
+
+
+def collect(agent, *, num_steps=NUM_STEPS, start_state=None, forced_env=None):
+    """A rollout with ragged rows, several episodes a row and both kinds of ends."""
+    space, config = agent.policy.action_space, agent.policy.config
+    buffer = TamiyoRolloutBuffer(
+        NUM_ENVS, num_steps + 2, FEATURES, space, config.lstm_hidden_dim, config.lstm_layers
+    )
+    state = start_state or agent.policy.initial_state(NUM_ENVS)
+    for name in ("states", "values", "rewards", "log_probs"):
+        buffer._fields[name].fill_(torch.nan)  # padding may hold anything
+    for t in range(num_steps):
+        features = torch.randn(NUM_ENVS, FEATURES) * 3 + 1
+        masks = random_masks(space, NUM_ENVS)
+        if forced_env is not None:
+            for head in space:
+                masks[head.name][forced_env] = False
+                if not head.given:
+                    masks[head.name][forced_env, 0] = True
+        decision = agent.act(features, masks, state)
+        terminated, truncated = torch.rand(2, NUM_ENVS) < 0.15
+        step = TamiyoRolloutStep(features, decision.actions, decision.log_probs, decision.masks,
+                                 decision.values, torch.randn(NUM_ENVS), terminated, truncated,
+                                 torch.randn(NUM_ENVS), state.h, state.c)  # fmt: skip
+        stays = torch.arange(NUM_ENVS) <= t  # env 0 starts first: rows are ragged
+        buffer.add_batch(TamiyoRolloutStep(*(x[stays] for x in step)), stays.nonzero()[:, 0])
+        ended = (terminated | truncated | ~stays)[:, None, None]
+        state = RecurrentState(*(torch.where(ended, 0.0, s) for s in decision.state))
+    return buffer
+
+
+# -- exact before the first step ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_ratios_are_one_before_the_first_step(space, layers, floor):
+    agent = make_agent(space, layers=layers, floor=floor, ppo_epochs=1)
+    start = RecurrentState(*torch.randn(2, NUM_ENVS, layers, 8))
+    for _ in range(3):  # also once the normalisers have seen something
+        metrics = agent.update(collect(agent, start_state=start))
+        assert metrics["first_ratio_error"] < 1e-5
+
+
+def test_a_state_that_is_not_reset_would_be_noticed():
+    agent = make_agent(SPACES["one head"], ppo_epochs=1)
+    buffer = collect(agent)
+    assert len(buffer.episode_boundaries) > 0
+    buffer._fields["terminated"].zero_()  # as if no episode had ended
+    buffer._fields["truncated"].zero_()
+    buffer._fields["bootstrap_values"].zero_()
+    buffer._forget_derived()
+    assert agent.update(buffer)["first_ratio_error"] > 1e-3
+
+
+# -- the loss by its formulas, in float64, row by row ---------------------------------------------
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def slow_loss(agent, buffer, parameters):
+    """The PPO loss of a whole rollout from the formulas: plain loops, float64, no shared code."""
+    config, space = agent.config, agent.policy.action_space
+    field = {
+        name: view.double() for name, view in buffer._fields.items() if view.is_floating_point()
+    }
+    mean, std = agent.feature_normalizer.mean, (agent.feature_normalizer.variance + 1e-8).sqrt()
+    value_mean = agent.value_normalizer.mean
+    value_std = (agent.value_normalizer.variance + 1e-8).sqrt()
+
+    def linear(name, x):
+        return parameters[f"{name}.weight"] @ x + parameters[f"{name}.bias"]
+
+    policy_terms, entropy_terms, value_terms = [], [], []
+    for env in range(NUM_ENVS):
+        h, c = (field[f"hidden_{k}"][env, 0, 0] for k in "hc")
+        for t in range(int(buffer.step_counts[env])):
+            if t > 0 and (
+                buffer._fields["terminated"][env, t - 1] or buffer._fields["truncated"][env, t - 1]
+            ):
+                h, c = torch.zeros_like(h), torch.zeros_like(c)
+            x = ((field["states"][env, t] - mean) / std).clamp(-10, 10)
+            encoded = torch.tanh(linear("heads.encoder.0", x))
+            gates = (
+                parameters["core.weight_ih_l0"] @ encoded + parameters["core.bias_ih_l0"]
+                + parameters["core.weight_hh_l0"] @ h + parameters["core.bias_hh_l0"]
+            )  # fmt: skip
+            i, f, g, o = gates.chunk(4)
+            c = sigmoid(f) * c + sigmoid(i) * torch.tanh(g)
+            h = sigmoid(o) * torch.tanh(c)
+            core = encoded + h
+            both = linear("readout", core)
+            actions = buffer._fields["actions"][env, t].tolist()
+            mask = buffer._fields["masks"][env, t]
+            logits = {"op": both[:3]} if "op" in space.names else {"move": both[:3]}
+            if "op" in space.names:
+                slot = (
+                    linear("heads.runs.0.mix", core)
+                    + parameters["heads.runs.0.chosen.0.weight"][actions[0]]
+                )
+                logits["slot"] = linear("heads.runs.0.readout", torch.tanh(slot))
+                kind = (
+                    linear("heads.runs.1.mix", core)
+                    + parameters["heads.runs.1.chosen.0.weight"][actions[0]]
+                    + parameters["heads.runs.1.chosen.1.weight"][actions[1]]
+                )
+                logits["kind"] = linear("heads.runs.1.readout", torch.tanh(kind))
+            log_ratio = entropy = torch.zeros((), dtype=torch.float64)
+            had_a_choice = False
+            for index, head in enumerate(space):
+                legal = mask[space.slices[index]].nonzero()[:, 0].tolist()
+                if not legal:
+                    continue
+                odds = torch.stack([logits[head.name][k] for k in legal])
+                log_p = odds - torch.log(torch.exp(odds).sum())
+                log_ratio = (
+                    log_ratio
+                    + log_p[legal.index(actions[index])]
+                    - field["log_probs"][env, t, index]
+                )
+                if len(legal) > 1:
+                    had_a_choice = True
+                    weight = config.head_entropy_weights.get(head.name, 1.0)
+                    entropy = entropy - weight * (torch.exp(log_p) * log_p).sum() / math.log(
+                        len(legal)
+                    )
+            if had_a_choice:
+                ratio, gain = torch.exp(log_ratio), field["advantages"][env, t]
+                clipped = torch.clamp(ratio, 1 - config.clip, 1 + config.clip)
+                policy_terms.append(torch.minimum(ratio * gain, clipped * gain))
+                entropy_terms.append(entropy)
+            target = (field["returns"][env, t] - value_mean[0]) / value_std[0]
+            value_terms.append((both[3] - target) ** 2)
+    return (
+        -torch.stack(policy_terms).mean()
+        + config.value_coefficient * 0.5 * torch.stack(value_terms).mean()
+        - config.entropy_coefficient * torch.stack(entropy_terms).mean()
+    )
+
+
+class KeepGradients:
+    """Stands in for the optimiser: keeps the first gradients and changes nothing."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.kept = optimizer, None
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+    def step(self):
+        named = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.kept = [p.grad.clone() for p in named]
+
+
+@pytest.mark.parametrize("name", ["one head", "conditional heads"])
+def test_the_gradient_is_that_of_the_formulas(name):
+    weights = {"slot": 0.5} if name == "conditional heads" else {}
+    agent = make_agent(SPACES[name], num_minibatches=1, ppo_epochs=1, max_grad_norm=1e9,
+                       entropy_coefficient=0.3, head_entropy_weights=weights)  # fmt: skip
+    agent.update(collect(agent))  # normalisers have seen something
+    buffer = collect(agent, forced_env=2)
+    buffer._fields["log_probs"] += torch.where(
+        buffer._fields["log_probs"] < 0, 0.4 * torch.randn(buffer._fields["log_probs"].shape), 0.0
+    )  # an older policy: some ratios are clipped
+    frozen = copy.deepcopy(agent.feature_normalizer)
+    agent.optimizer = KeepGradients(agent.optimizer)
+    metrics = agent.update(buffer)
+    assert 0.1 < metrics["clip_fraction"] < 0.9
+    assert 0.0 < metrics["decided_fraction"] < 1.0
+    agent.feature_normalizer = frozen  # the update moved it afterwards
+    named = dict(agent.policy.named_parameters())
+    doubles = {n: p.detach().double().requires_grad_() for n, p in named.items()}
+    loss = slow_loss(agent, buffer, doubles)
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    for parameter_name, kept in zip(named, agent.optimizer.kept, strict=True):
+        expected = doubles[parameter_name].grad
+        torch.testing.assert_close(
+            kept.double(), expected, rtol=1e-4, atol=1e-6, msg=parameter_name
+        )
+
+
+def test_clipping_per_head_starts_with_the_same_gradient():
+    gradients = []
+    for per_head in (False, True):
+        agent = make_agent(SPACES["conditional heads"], num_minibatches=1, ppo_epochs=1, clip_per_head=per_head)  # fmt: skip
+        agent.optimizer = KeepGradients(agent.optimizer)
+        torch.manual_seed(1)
+        agent.update(collect(agent))
+        gradients.append(agent.optimizer.kept)
+    for joint, each in zip(*gradients, strict=True):
+        torch.testing.assert_close(joint, each, rtol=1e-4, atol=1e-6)
+
+
+def test_value_clipping_takes_the_worse_of_two_errors():
+    rows = RolloutRows(*[torch.zeros(2)] * 2, values=torch.ones(2), returns=torch.full((2,), 2.0))
+    values = torch.tensor([3.0, 2.0])  # clipped: 1.5, 1.5; errors 1 and 0 against 0.25 and 0.25
+    torch.testing.assert_close(_value_loss(values, rows, 0.5), torch.tensor(0.5 * (1 + 0.25) / 2))
+    torch.testing.assert_close(_value_loss(values, rows, None), torch.tensor(0.5 * (1 + 0) / 2))
+
+
+# -- rows that must not count ---------------------------------------------------------------------
+
+
+def test_steps_with_one_legal_action_teach_the_critic_only():
+    agent = make_agent(SPACES["independent heads"], num_minibatches=1)
+    buffer = collect(agent, forced_env=0)
+    agent.config = replace(agent.config, value_coefficient=0.0)
+    buffer.compute_advantages_and_returns()
+    batch, layout = buffer.get_batched_sequences(), buffer.sequence_layout()
+    initial = RecurrentState(batch.initial_hidden_h, batch.initial_hidden_c)
+    was_forced = layout.rows // layout.max_steps == 0
+    assert was_forced.any()
+
+    def gradients(change):
+        rows = rollout_rows(batch, layout)
+        rows = rows._replace(advantages=torch.where(was_forced, change, rows.advantages))
+        scores = agent.policy.evaluate(batch.states, batch.actions, batch.masks, layout, initial)
+        loss, measured = ppo_loss(
+            scores, rows, agent.policy.action_space, torch.ones(3), agent.config
+        )
+        agent.policy.zero_grad()
+        loss.backward()
+        return [p.grad.clone() for p in agent.policy.parameters()], measured
+
+    some, measured = gradients(0.0)
+    assert measured["decided_fraction"] <= 1 - was_forced.float().mean()
+    others, _ = gradients(1e6)
+    for a, b in zip(some, others, strict=True):
+        torch.testing.assert_close(a, b)
+    assert max(g.abs().max() for g in some) > 1e-4
+
+
+def test_normalisers_see_stored_rows_only():
+    agent = make_agent(SPACES["one head"])
+    buffer = collect(agent)
+    agent.update(buffer)
+    rows = buffer.sequence_layout().take(buffer._fields["states"]).double()
+    torch.testing.assert_close(agent.feature_normalizer.mean, rows.mean(dim=0))
+    torch.testing.assert_close(agent.feature_normalizer.variance, rows.var(dim=0, correction=0))
+    returns = buffer.sequence_layout().take(buffer._fields["returns"]).double()
+    torch.testing.assert_close(agent.value_normalizer.mean[0], returns.mean())
+    assert agent.value_normalizer.count == len(buffer)
+
+
+def test_values_are_handed_out_in_units_of_the_reward():
+    agent = make_agent(SPACES["one head"])
+    agent.value_normalizer.update(torch.tensor([[100.0], [300.0]]))
+    masks = ActionMasks.all_legal(SPACES["one head"], NUM_ENVS)
+    features, state = torch.randn(NUM_ENVS, FEATURES), agent.policy.initial_state(NUM_ENVS)
+    raw = agent.policy.value(features, state)
+    expected = raw * 100 + 200
+    torch.testing.assert_close(agent.value(features, state), expected)
+    torch.testing.assert_close(agent.act(features, masks, state).values, expected)
+
+
+def test_running_statistics_do_not_depend_on_how_rows_arrive():
+    rows = torch.randn(100, 3, dtype=torch.float64) * 5 + 7
+    pieces = RunningNormalizer(3)
+    for piece in rows.split([1, 9, 50, 0, 40]):
+        pieces.update(piece)
+    torch.testing.assert_close(pieces.mean, rows.mean(dim=0))
+    torch.testing.assert_close(pieces.variance, rows.var(dim=0, correction=0))
+    torch.testing.assert_close(pieces.denormalize(pieces.normalize(rows)), rows)
+
+
+# -- when it goes wrong ---------------------------------------------------------------------------
+
+
+def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several():
+    agent = make_agent(SPACES["one head"], max_failed_updates=2, normalize_values=False)
+    agent.update(collect(agent))
+    before = copy.deepcopy(agent.state_dict())
+    buffer = collect(agent)
+    buffer._fields["rewards"][0, 0] = 3e38  # finite, but its square is not
+    metrics = agent.update(buffer)
+    assert metrics["update_undone"] == 1.0
+    after = agent.state_dict()
+    assert after["failed_updates"] == 1
+    for key in ("policy", "feature_normalizer", "value_normalizer"):
+        for name, tensor in before[key].items():
+            assert torch.equal(after[key][name], tensor), name
+    for index, moments in before["optimizer"]["state"].items():
+        for name, tensor in moments.items():
+            assert torch.equal(after["optimizer"]["state"][index][name], tensor), name
+    with pytest.raises(TrainingFailed, match="2 updates in a row"):
+        agent.update(buffer)
+    agent.failed_updates = 0
+    assert agent.update(collect(agent))["update_undone"] == 0.0
+
+
+def test_the_passes_stop_when_the_policy_has_moved_far_enough():
+    eager = make_agent(SPACES["one head"], ppo_epochs=10, learning_rate=0.05, target_kl=0.01)
+    assert eager.update(collect(eager))["ppo_epochs_run"] < 10
+    free = make_agent(SPACES["one head"], ppo_epochs=10, learning_rate=0.05, target_kl=None)
+    assert free.update(collect(free))["ppo_epochs_run"] == 10
+
+
+def test_the_learning_rate_falls_to_zero():
+    agent = make_agent(SPACES["one head"], learning_rate=0.1)
+    assert agent.update(collect(agent), progress=0.75)["learning_rate"] == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(num_minibatches=3), "num_envs=4 does not split into num_minibatches=3"),
+        (dict(clip=0.0), "clip=0.0"),
+        (dict(gamma=1.5), "gamma=1.5"),
+        (dict(ppo_epochs=0), "ppo_epochs=0"),
+        (dict(head_entropy_weights={"mvoe": 1.0}), "no head 'mvoe'"),
+    ],
+)
+def test_mistakes_in_the_settings_are_named(settings, message):
+    def use():
+        agent = make_agent(SPACES["one head"], **settings)
+        agent.update(collect(agent))
+
+    with pytest.raises(ValueError, match=message):
+        use()
+
+
+def test_an_empty_rollout_is_an_error():
+    agent = make_agent(SPACES["one head"])
+    with pytest.raises(ValueError, match="no steps"):
+        agent.update(collect(agent, num_steps=0))
