@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kasmina.legal_actions import legal_actions
 from tolaria.per_host import SlotLife
 
 from esper.kasmina import lifecycle
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.constants import (
-    ALPHA_SPEED_STEPS,
     ALPHA_TARGETS,
     EMBARGO_STEPS,
     TEMPO_STEPS,
@@ -229,10 +229,11 @@ def test_a_population_lives_as_each_slot_would_alone(rng_seed, behind_host):
     states = SlotStates.dormant(num_hosts, NUM_SLOTS)
     lives = [[SlotLife() for _ in range(NUM_SLOTS)] for _ in range(num_hosts)]
     for _ in range(15):
-        actions = legal_actions(states, rng)
+        actions = legal_actions(states, SPACE, rng)
         states = lifecycle.apply(states, actions, SPACE, behind_host=behind_host)
         for host, row in enumerate(actions.tolist()):
-            act_alone(lives[host], dict(zip(SPACE.names, row, strict=True)), behind_host)
+            choice = dict(zip(SPACE.names, row, strict=True))
+            lives[host][choice["slot"]].act(choice, behind_host)
         if torch.rand((), generator=rng) < 0.1:
             host = int(torch.randint(num_hosts, (), generator=rng))
             states = lifecycle.uproot(states, torch.tensor([host]))
@@ -245,47 +246,6 @@ def test_a_population_lives_as_each_slot_would_alone(rng_seed, behind_host):
         states = lifecycle.end_step(states)
         call_all(lives, SlotLife.end_step)
         assert_lives(states, lives)
-
-
-def legal_actions(states: SlotStates, rng: torch.Generator) -> torch.Tensor:
-    """A random legal action for each host, [P, H]; heads that an op ignores are random too."""
-    sizes = torch.tensor(SPACE.sizes)
-    draws = torch.rand(states.num_hosts, len(SPACE), generator=rng)
-    actions = (draws * sizes).long()
-    accepts = slot_accepts(states.stage, states.total_age)
-    for host in range(states.num_hosts):
-        pairs = accepts[host].nonzero().tolist()
-        pick = int(torch.randint(len(pairs) + 1, (), generator=rng))
-        if pick == len(pairs):
-            actions[host, SPACE.index("op")] = LifecycleOp.WAIT
-            continue
-        slot, op = pairs[pick]
-        actions[host, SPACE.index("slot")] = slot
-        actions[host, SPACE.index("op")] = op
-        present = states.alpha_target[host, slot].item()
-        if present in ALPHA_TARGETS and op == LifecycleOp.SET_ALPHA_TARGET:
-            other = (ALPHA_TARGETS.index(present) + 1) % len(ALPHA_TARGETS)
-            actions[host, SPACE.index("alpha_target")] = other
-    return actions
-
-
-def act_alone(slots: list[SlotLife], choice: dict[str, int], behind_host: bool) -> None:
-    life = slots[choice["slot"]]
-    target = ALPHA_TARGETS[choice["alpha_target"]]
-    speed = ALPHA_SPEED_STEPS[choice["alpha_speed"]]
-    match LifecycleOp(choice["op"]):
-        case LifecycleOp.GERMINATE:
-            tempo = TEMPO_STEPS[choice["tempo"]]
-            kinds = choice["blueprint"], choice["style"]
-            life.germinate(*kinds, tempo, target, choice["alpha_curve"], behind_host)
-        case LifecycleOp.SET_ALPHA_TARGET:
-            life.set_alpha_target(target, speed, choice["alpha_curve"])
-        case LifecycleOp.PRUNE:
-            life.prune(speed)
-        case LifecycleOp.FOSSILIZE:
-            life.fossilize()
-        case LifecycleOp.ADVANCE:
-            life.advance()
 
 
 def call_all(lives, method) -> None:

@@ -5,11 +5,30 @@ for a whole population with arrays is written here once more, from the rules, fo
 and a single host.
 """
 
+import copy
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from esper.leyline.constants import EMBARGO_STEPS, AlphaCurve
-from esper.leyline.stages import LifecycleError, SeedStage
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.hosts import Host
+from esper.leyline.constants import (
+    ALPHA_SPEED_STEPS,
+    ALPHA_TARGETS,
+    EMBARGO_STEPS,
+    TEMPO_STEPS,
+    AlphaCurve,
+    BlendStyle,
+)
+from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage
+
+LIVE = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def along(kind: AlphaCurve, fraction: float) -> float:
@@ -40,6 +59,24 @@ class SlotLife:
     style: int = 0
     blueprint: int = -1
 
+    def act(self, choice: dict[str, int], behind_host: bool = False) -> None:
+        """One factored action on this slot, its choices by the names of Tamiyo's heads."""
+        target = ALPHA_TARGETS[choice["alpha_target"]]
+        speed = ALPHA_SPEED_STEPS[choice["alpha_speed"]]
+        match LifecycleOp(choice["op"]):
+            case LifecycleOp.GERMINATE:
+                tempo, curve = TEMPO_STEPS[choice["tempo"]], choice["alpha_curve"]
+                kind = choice["blueprint"], choice["style"]
+                self.germinate(*kind, tempo, target, curve, behind_host)
+            case LifecycleOp.SET_ALPHA_TARGET:
+                self.set_alpha_target(target, speed, choice["alpha_curve"])
+            case LifecycleOp.PRUNE:
+                self.prune(speed)
+            case LifecycleOp.FOSSILIZE:
+                self.fossilize()
+            case LifecycleOp.ADVANCE:
+                self.advance()
+
     def germinate(self, blueprint, style, ramp_steps, alpha_target, curve, behind_host=False):
         self._require(self.stage == SeedStage.DORMANT)
         self.blueprint, self.style, self.curve = blueprint, style, curve
@@ -60,8 +97,7 @@ class SlotLife:
         self._ramp(alpha_target, ramp_steps)
 
     def prune(self, ramp_steps):
-        live = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
-        self._require(self.stage in live and self.total_age >= 1)
+        self._require(self.stage in LIVE and self.total_age >= 1)
         if self.stage == SeedStage.TRAINING:
             self.uproot()
         else:
@@ -113,3 +149,130 @@ class SlotLife:
     def _require(self, legal):
         if not legal:
             raise LifecycleError(f"not legal in {self.stage.name} at age {self.total_age}")
+
+
+def blended(x: Tensor, seed: Tensor, alpha: float, style: int) -> Tensor:
+    """A seed's output joined to its host's."""
+    match BlendStyle(style):
+        case BlendStyle.ADD:
+            return x + alpha * seed
+        case BlendStyle.MULTIPLY:
+            return x * (1 + alpha * torch.tanh(seed))
+        case BlendStyle.GATE:
+            return x + alpha * torch.sigmoid(x) * seed
+
+
+class PerHost:
+    """One growing host: a module, a module per seed, and an optimiser for each of them."""
+
+    def __init__(
+        self,
+        host: Host,
+        menu: Sequence[Blueprint],
+        make_optimizer: MakeOptimizer,
+        weights: Tensor,
+    ):
+        self.sites, self.menu, self.make_optimizer = host.sites, menu, make_optimizer
+        self.module = host.module().to(weights.dtype)
+        vector_to_parameters(weights, self.module.parameters())
+        self.optimizer = make_optimizer(self.module.parameters())
+        self.slots = [SlotLife() for _ in host.sites]
+        self.seeds: list[nn.Module | None] = [None for _ in host.sites]
+        self.seed_optimizers: list[torch.optim.Optimizer | None] = [None for _ in host.sites]
+
+    def act(self, choice: dict[str, int], behind_host: bool = False) -> None:
+        """One factored action. A new seed is born as torch makes it, its last layer zero."""
+        self.slots[choice["slot"]].act(choice, behind_host)
+        if choice["op"] == LifecycleOp.GERMINATE:
+            self._plant(choice["slot"])
+        self._drop_removed_seeds()
+
+    def begin_step(self) -> None:
+        for life in self.slots:
+            life.begin_step()
+
+    def end_step(self) -> None:
+        for life in self.slots:
+            life.end_step()
+        self._drop_removed_seeds()
+
+    def train(self, x: Tensor, labels: Tensor) -> float:
+        """One minibatch `[batch, *shape]`; the loss that it had before its step."""
+        seeds = [seed for seed in self.seeds if seed is not None]
+        for module in (self.module, *seeds):
+            module.zero_grad()
+        loss = F.cross_entropy(self.logits(x), labels)
+        loss.backward()
+        self._train_behind_host(x, labels)
+        self.optimizer.step()
+        for optimizer in self.seed_optimizers:
+            if optimizer is not None:
+                optimizer.step()
+        return loss.item()
+
+    def logits(self, x: Tensor, without: int | None = None) -> Tensor:
+        """Of the host as it is, or `without` the seed of one slot; TRAINING seeds are not felt."""
+        felt = [
+            None if life.stage == SeedStage.TRAINING or slot == without else life.alpha
+            for slot, life in enumerate(self.slots)
+        ]
+        return self._forward(x, felt)
+
+    def weights(self) -> Tensor:
+        return parameters_to_vector(self.module.parameters()).detach()
+
+    def seed_weights(self, slot: int) -> Tensor:
+        return parameters_to_vector(self.seeds[slot].parameters()).detach()
+
+    def load_seed(self, slot: int, weights: Tensor) -> None:
+        vector_to_parameters(weights, self.seeds[slot].parameters())
+
+    def save(self) -> dict:
+        return copy.deepcopy(self.__dict__)
+
+    def roll_back(self, saved: dict) -> None:
+        """As it was when saved, and without the seeds that were live then."""
+        self.__dict__.update(copy.deepcopy(saved))
+        for life in self.slots:
+            if life.stage in LIVE:
+                life.uproot()
+        self._drop_removed_seeds()
+
+    def _forward(self, x: Tensor, alphas: Sequence[float | None]) -> Tensor:
+        """With the seeds at these alphas; None leaves a seed out."""
+
+        def joined(slot: int) -> Callable[[Tensor], Tensor] | None:
+            seed, alpha = self.seeds[slot], alphas[slot]
+            if seed is None or alpha is None:
+                return None
+            return lambda x: blended(x, seed(x), alpha, self.slots[slot].style)
+
+        return self.module(x, [joined(slot) for slot in range(len(self.slots))])
+
+    def _train_behind_host(self, x: Tensor, labels: Tensor) -> None:
+        """The shadow pass: TRAINING seeds at their targets, and a gradient for them alone."""
+        behind = [i for i, life in enumerate(self.slots) if life.stage == SeedStage.TRAINING]
+        if not behind:
+            return
+        alphas = [
+            life.alpha_target if slot in behind else life.alpha
+            for slot, life in enumerate(self.slots)
+        ]
+        loss = F.cross_entropy(self._forward(x, alphas), labels)
+        params = [param for slot in behind for param in self.seeds[slot].parameters()]
+        for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            param.grad = grad
+
+    def _plant(self, slot: int) -> None:
+        program = self.menu[self.slots[slot].blueprint].program(self.sites[slot])
+        seed = program.module().to(next(self.module.parameters()).dtype)
+        last = [module for module in seed.modules() if list(module.parameters(recurse=False))][-1]
+        for param in last.parameters():
+            nn.init.zeros_(param)
+        self.seeds[slot] = seed
+        self.seed_optimizers[slot] = self.make_optimizer(seed.parameters())
+
+    def _drop_removed_seeds(self) -> None:
+        for slot, life in enumerate(self.slots):
+            if life.blueprint < 0:
+                self.seeds[slot] = self.seed_optimizers[slot] = None
