@@ -1,0 +1,409 @@
+"""The actor-critic: act() against evaluate(), permutations, other sizes, and refusals."""
+
+import pytest
+import torch
+
+from esper.leyline import (
+    ActionMasks,
+    FactoredActionSpace,
+    Head,
+    audit_action_space,
+    tamiyo_action_space,
+)
+from esper.leyline.sequences import SequenceLayout
+from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.network import (
+    FactoredRecurrentActorCritic,
+    PolicyConfig,
+    RecurrentState,
+    full_precision,
+)
+from esper.tamiyo.policy.slot_heads import SlotHeads
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CHAIN = FactoredActionSpace(
+    (Head("a", 3), Head("b", 4, given=("a",)), Head("c", 2, given=("a", "b")), Head("d", 5))
+)
+POLICIES = {
+    "one head": (FactoredActionSpace((Head("move", 4),)), 6),
+    "audit": (audit_action_space(), 6),
+    "chain": (CHAIN, 6),
+    "tamiyo": (tamiyo_action_space(3, 5), FeatureLayout(3, 5)),
+}
+
+
+def make_policy(name, *, device="cpu", **config):
+    """A policy whose choices are far from uniform."""
+    space, features = POLICIES[name]
+    torch.manual_seed(0)
+    policy = FactoredRecurrentActorCritic(space, features, PolicyConfig(**config))
+    stir(policy)
+    return policy.to(device)
+
+
+def stir(policy):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.15 * torch.randn(parameter.shape))
+
+
+def random_features(policy, shape, generator):
+    features = torch.randn(*shape, policy.feature_size, generator=generator)
+    if isinstance(policy.heads, SlotHeads):
+        _, slots, _ = policy.heads.layout.split(features)
+        slots[..., 0] = (torch.rand(slots.shape[:-1], generator=generator) < 0.8).float()
+    return features
+
+
+def random_masks(space, num_envs, generator):
+    parts = {}
+    for head in space:
+        shape = (num_envs, *space.mask_shape(head.name))
+        part = torch.rand(shape, generator=generator) < 0.6
+        if not head.given:
+            part.scatter_(1, torch.randint(head.size, (num_envs, 1), generator=generator), True)
+        parts[head.name] = part
+    return ActionMasks(space, parts)
+
+
+class Rollout:
+    """Steps of `act`, stored `[N, T, ...]`, several episodes per row, rows of unequal length."""
+
+    def __init__(self, policy, step_counts, *, device="cpu", seed=1):
+        generator = torch.Generator().manual_seed(seed)
+        num_envs, steps = len(step_counts), max(step_counts)
+        layers, hidden = policy.config.lstm_layers, policy.config.lstm_hidden_dim
+        self.initial = RecurrentState(
+            *(torch.randn(num_envs, layers, hidden, generator=generator).to(device) for _ in "hc")
+        )
+        self.features = random_features(policy, (num_envs, steps), generator).to(device)
+        ended = torch.rand(num_envs, steps, generator=generator) < 0.3
+        counts = torch.tensor(step_counts)
+        self.layout = SequenceLayout.from_flags(ended, counts)
+        state, draws = self.initial, torch.Generator(device).manual_seed(seed)
+        stored = []
+        for t in range(steps):
+            masks = random_masks(policy.action_space, num_envs, generator).to(device)
+            decision = policy.act(self.features[:, t], masks, state, generator=draws)
+            stored.append(decision)
+            begins = ended[:, t].to(device).view(-1, 1, 1)
+            state = RecurrentState(*(torch.where(begins, 0.0, s) for s in decision.state))
+        self.actions, self.log_probs, self.masks, self.values = (
+            torch.stack(field, dim=1) for field in list(zip(*stored, strict=True))[:4]
+        )
+        unused = torch.arange(steps) >= counts[:, None]
+        self.features[unused.to(device)] = torch.nan
+        self.actions[unused.to(device)] = -7
+
+    def evaluate(self, policy):
+        return policy.evaluate(self.features, self.actions, self.masks, self.layout, self.initial)
+
+    def evaluate_and_look(self, policy):
+        self.evaluate(policy)
+        policy.raise_on_bad_values()
+
+
+def act_and_look(policy, features, masks):
+    policy.act(features, masks, policy.initial_state(len(features)))
+    policy.raise_on_bad_values()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", POLICIES)
+def test_evaluate_agrees_with_act_step_by_step(name, layers, device):
+    policy = make_policy(name, device=device, lstm_layers=layers, floor=0.02)
+    rollout = Rollout(policy, [17, 5, 1, 0, 12, 17], device=device)
+    assert rollout.layout.num_episodes > 12
+    evaluation = rollout.evaluate(policy)
+    policy.raise_on_bad_values()
+    for got, stored in (
+        (evaluation.log_probs, rollout.log_probs),
+        (evaluation.values, rollout.values),
+    ):
+        torch.testing.assert_close(got, rollout.layout.take(stored), rtol=0, atol=1e-5)
+    assert (evaluation.log_probs != 0).any(0).all()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_gradients_are_finite_and_reach_every_weight(name):
+    policy = make_policy(name)
+    evaluation = Rollout(policy, [17, 5, 0, 17]).evaluate(policy)
+    (evaluation.log_probs.sum() + evaluation.values.sum()).backward()
+    for parameter_name, parameter in policy.named_parameters():
+        assert parameter.grad.isfinite().all(), parameter_name
+        assert (parameter.grad != 0).any(), parameter_name
+
+
+def test_gradients_equal_those_of_a_loop_over_time_in_float64():
+    policy = make_policy("chain", lstm_layers=2).double()
+    rollout = Rollout(policy.float(), [9, 4, 9])
+    policy = policy.double()
+    fields = [rollout.features.double(), *(s.double() for s in rollout.initial)]
+    features, h, c = fields
+    evaluation = policy.evaluate(
+        features, rollout.actions, rollout.masks, rollout.layout, RecurrentState(h, c)
+    )
+    weights = torch.linspace(-1, 1, evaluation.values.numel(), dtype=torch.float64)
+    got = torch.autograd.grad((weights * evaluation.values).sum(), list(policy.core.parameters()))
+
+    layout = rollout.layout
+    values = torch.zeros(layout.num_envs, layout.max_steps, dtype=torch.float64)
+    for env, start, length in zip(layout.env_ids, layout.starts, layout.lengths, strict=True):
+        state = [s[env].unsqueeze(1) for s in (h, c)]
+        if start > 0:
+            state = [torch.zeros_like(s) for s in state]
+        encoded = policy.heads.encoder(features[env, start : start + length])
+        output, _ = policy.core(encoded.unsqueeze(1), tuple(state))
+        values[env, start : start + length] = policy.readout(output[:, 0] + encoded)[:, -1]
+    expected = torch.autograd.grad(
+        (weights * layout.take(values)).sum(), list(policy.core.parameters())
+    )
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_value_reads_the_state_and_does_not_advance_it():
+    policy = make_policy("audit")
+    generator = torch.Generator().manual_seed(3)
+    features = random_features(policy, (4,), generator)
+    state = RecurrentState(*(torch.randn(4, 1, 128, generator=generator) for _ in "hc"))
+    before = [s.clone() for s in state]
+    decision = policy.act(features, random_masks(policy.action_space, 4, generator), state)
+    torch.testing.assert_close(policy.value(features, state), decision.values, rtol=0, atol=0)
+    assert all(torch.equal(s, b) for s, b in zip(state, before, strict=True))
+    assert not decision.values.requires_grad
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_env_does_not_depend_on_the_others(name):
+    policy = make_policy(name)
+    generator = torch.Generator().manual_seed(4)
+    features = random_features(policy, (8,), generator)
+    masks = random_masks(policy.action_space, 8, generator)
+    state = policy.initial_state(8)
+    whole = policy.act(features, masks, state, deterministic=True)
+    few = ActionMasks(policy.action_space, {n: masks[n][2:5] for n in policy.action_space.names})
+    part = policy.act(features[2:5], few, policy.initial_state(3), deterministic=True)
+    assert torch.equal(whole.actions[2:5], part.actions)
+    torch.testing.assert_close(whole.log_probs[2:5], part.log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(whole.values[2:5], part.values, rtol=0, atol=1e-5)
+
+
+def test_a_minibatch_of_rows_scores_like_the_whole():
+    policy = make_policy("chain")
+    rollout = Rollout(policy, [17, 5, 0, 12, 17])
+    whole = rollout.evaluate(policy)
+    layout = rollout.layout
+    scattered = torch.zeros(layout.num_envs * layout.max_steps)
+    scattered[layout.rows] = whole.values.detach()
+    rollout.layout = layout.select(torch.tensor([1, 4]))
+    part = rollout.evaluate(policy)
+    assert len(part.values) == 22
+    torch.testing.assert_close(part.values, scattered[rollout.layout.rows], rtol=0, atol=1e-5)
+
+
+class Observed:
+    """Tamiyo's probabilities and value for features `[N, F]`, given an op and a slot."""
+
+    def __init__(self, policy, features, slot, op=1):
+        space = policy.action_space
+        actions = torch.zeros(len(features), 1, space.num_heads, dtype=torch.int64)
+        actions[..., 0], actions[:, 0, 1] = op, slot
+        evaluation = policy.evaluate(
+            features.unsqueeze(1),
+            actions,
+            torch.ones(len(features), 1, space.num_choices, dtype=torch.bool),
+            SequenceLayout.from_flags(actions[..., 0] > 0, torch.ones(len(features))),
+            policy.initial_state(len(features)),
+        )
+        probs = evaluation.distribution.probs.detach()
+        self.values = evaluation.values.detach()
+        self.probs = {h.name: probs[:, i, : h.size] for i, h in enumerate(space)}
+
+
+def permuted(layout, features, *, slots=None, blueprints=None):
+    env, slot_features, menu = layout.split(features)
+    if slots is not None:
+        slot_features, menu = slot_features[:, slots], menu[:, slots]
+    if blueprints is not None:
+        menu = menu[:, :, blueprints]
+    return torch.cat((env, slot_features.flatten(1), menu.flatten(1)), dim=1)
+
+
+def tamiyo(num_slots, num_blueprints):
+    layout = FeatureLayout(num_slots, num_blueprints)
+    torch.manual_seed(0)
+    space = tamiyo_action_space(num_slots, num_blueprints)
+    policy = FactoredRecurrentActorCritic(space, layout)
+    stir(policy)
+    return policy, layout
+
+
+def test_permuting_slots_permutes_their_probabilities_and_nothing_else():
+    policy, layout = tamiyo(5, 4)
+    features = random_features(policy, (6,), torch.Generator().manual_seed(5))
+    order = torch.tensor([3, 0, 4, 1, 2])
+    slot = torch.tensor([0, 1, 2, 3, 4, 0])
+    before = Observed(policy, features, slot)
+    after = Observed(policy, permuted(layout, features, slots=order), order.argsort()[slot])
+    assert before.probs["slot"].std(dim=1).min() > 1e-3
+    for name, probs in before.probs.items():
+        expected = probs[:, order] if name == "slot" else probs
+        torch.testing.assert_close(after.probs[name], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(after.values, before.values, rtol=0, atol=1e-5)
+
+
+def test_permuting_blueprints_permutes_their_probabilities_and_nothing_else():
+    policy, layout = tamiyo(3, 6)
+    features = random_features(policy, (6,), torch.Generator().manual_seed(6))
+    order, slot = torch.tensor([5, 2, 0, 1, 4, 3]), torch.tensor([0, 1, 2, 0, 1, 2])
+    before = Observed(policy, features, slot)
+    after = Observed(policy, permuted(layout, features, blueprints=order), slot)
+    assert before.probs["blueprint"].std(dim=1).min() > 1e-3
+    for name, probs in before.probs.items():
+        expected = probs[:, order] if name == "blueprint" else probs
+        torch.testing.assert_close(after.probs[name], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(after.values, before.values, rtol=0, atol=1e-5)
+
+
+def test_the_same_weights_run_on_other_numbers_of_slots_and_blueprints():
+    small, _ = tamiyo(3, 5)
+    for num_slots, num_blueprints in ((12, 5), (3, 9), (1, 1)):
+        policy, layout = tamiyo(num_slots, num_blueprints)
+        policy.load_state_dict(small.state_dict())
+        rollout = Rollout(policy, [6, 3])
+        assert rollout.evaluate(policy).log_probs.isfinite().all()
+        assert rollout.features.shape[-1] == layout.width
+
+
+def test_slots_that_do_not_exist_change_nothing():
+    policy, layout = tamiyo(3, 4)
+    features = random_features(policy, (6,), torch.Generator().manual_seed(7))
+    larger, wide = tamiyo(7, 4)
+    larger.load_state_dict(policy.state_dict())
+    env, slots, menu = layout.split(features)
+    absent = torch.randn(6, 4, layout.slot_width)
+    absent[..., 0] = 0.0
+    widened = torch.cat(
+        (
+            env,
+            torch.cat((slots, absent), dim=1).flatten(1),
+            torch.cat((menu, torch.zeros(6, 4, 4, layout.blueprint_width)), dim=1).flatten(1),
+        ),
+        dim=1,
+    )
+    assert widened.shape[1] == wide.width
+    slot = torch.tensor([0, 1, 2, 0, 1, 2])
+    before, after = Observed(policy, features, slot), Observed(larger, widened, slot)
+    for name in set(before.probs) - {"slot"}:
+        torch.testing.assert_close(after.probs[name], before.probs[name], rtol=0, atol=1e-5)
+    odds = [o.probs["slot"][:, 1] / o.probs["slot"][:, 0] for o in (before, after)]
+    torch.testing.assert_close(odds[0], odds[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after.values, before.values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_new_policy_is_near_uniform_and_remembers(name):
+    space, features = POLICIES[name]
+    torch.manual_seed(0)
+    policy = FactoredRecurrentActorCritic(space, features)
+    evaluation = Rollout(policy, [17, 17]).evaluate(policy)
+    chooses = evaluation.entropies > 0
+    assert chooses.any()
+    assert evaluation.normalized_entropies[chooses].min() > 0.99
+    forget = policy.core.bias_ih_l0.chunk(4)[1] + policy.core.bias_hh_l0.chunk(4)[1]
+    torch.testing.assert_close(forget, torch.ones(128))
+    for block in policy.core.weight_hh_l0.chunk(4):
+        torch.testing.assert_close(block @ block.T, torch.eye(128), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_env_with_no_legal_choice_is_named(device):
+    policy = make_policy("chain", device=device)
+    masks = ActionMasks.all_legal(policy.action_space, 3, device=device)
+    masks["d"][1] = False
+    with pytest.raises(ValueError, match="env 1, head 'd': no legal choice"):
+        act_and_look(policy, torch.zeros(3, 6, device=device), masks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_logits_are_named_where_they_arise(device):
+    policy = make_policy("audit", device=device)
+    masks = ActionMasks.all_legal(policy.action_space, 3, device=device)
+    features = torch.zeros(3, 6, device=device)
+    features[2, 1] = torch.nan
+    with pytest.raises(ValueError, match="env 2, head 'slot': not finite logits, log-prob nan"):
+        act_and_look(policy, features, masks)
+    rollout = Rollout(policy, [4, 6, 5], device=device)
+    rollout.features[1, 5, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"\(env 1, step 5\), head 'slot': not finite logits"):
+        rollout.evaluate_and_look(policy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("action", [-1, 3, 4, 99])
+def test_a_stored_action_outside_its_mask_or_range_is_named(action, device):
+    policy = make_policy("chain", device=device)
+    rollout = Rollout(policy, [4, 6, 5], device=device)
+    rollout.masks[2, 3, 3:7] = torch.tensor([True, True, True, False])
+    rollout.actions[2, 3, 1] = action
+    message = rf"\(env 2, step 3\), head 'b': action {action} is not legal; legal here: \[0, 1, 2\]"
+    with pytest.raises(ValueError, match=message):
+        rollout.evaluate_and_look(policy)
+
+
+def test_shapes_are_refused_at_once():
+    policy = make_policy("chain")
+    masks, state = ActionMasks.all_legal(CHAIN, 3), policy.initial_state(3)
+    with pytest.raises(ValueError, match=r"features: got \(3, 5\), expected \(3, 6\)"):
+        policy.act(torch.zeros(3, 5), masks, state)
+    with pytest.raises(ValueError, match=r"state h: got \(2, 1, 128\), expected \(3, 1, 128\)"):
+        policy.act(torch.zeros(3, 6), masks, policy.initial_state(2))
+    with pytest.raises(ValueError, match="masks are for 3 envs, features for 2"):
+        policy.act(torch.zeros(2, 6), masks, policy.initial_state(2))
+    other = ActionMasks.all_legal(POLICIES["one head"][0], 3)
+    with pytest.raises(ValueError, match=r"look at \['a', 'b', 'c', 'd', 'move'\]"):
+        policy.act(torch.zeros(3, 6), other, state)
+    rollout = Rollout(policy, [4, 6])
+    rollout.masks = rollout.masks[..., :-1]
+    with pytest.raises(ValueError, match=r"masks: got \(2, 6, 13\).*'d': 5"):
+        rollout.evaluate(policy)
+    rollout = Rollout(policy, [4, 6])
+    rollout.layout = rollout.layout.select(torch.tensor([], dtype=torch.int64))
+    with pytest.raises(ValueError, match="no episode"):
+        rollout.evaluate(policy)
+
+
+def test_wrong_configurations_are_refused():
+    with pytest.raises(ValueError, match="lstm_layers=0"):
+        PolicyConfig(lstm_layers=0)
+    with pytest.raises(ValueError, match=r"floor=1\.5"):
+        PolicyConfig(floor=1.5)
+    with pytest.raises(ValueError, match="3 slots and 5 blueprints needs heads"):
+        FactoredRecurrentActorCritic(tamiyo_action_space(3, 4), FeatureLayout(3, 5))
+
+
+@pytest.mark.gpu
+def test_tf32_is_off_inside_and_as_before_outside():
+    rnn, matmul = torch.backends.cudnn.rnn, torch.backends.cuda.matmul
+    before = rnn.fp32_precision, matmul.fp32_precision
+    with full_precision(torch.device("cuda")):
+        assert (rnn.fp32_precision, matmul.fp32_precision) == ("ieee", "ieee")
+    assert (rnn.fp32_precision, matmul.fp32_precision) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["chain", "tamiyo"])
+def test_nothing_waits_for_the_device(name):
+    policy = make_policy(name, device="cuda")
+    rollout = Rollout(policy, [17, 5, 12], device="cuda")
+    masks = random_masks(policy.action_space, 3, torch.Generator().manual_seed(1)).to("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        policy.act(rollout.features[:, 0], masks, rollout.initial)
+        evaluation = rollout.evaluate(policy)
+        (evaluation.log_probs.sum() + evaluation.values.sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    policy.raise_on_bad_values()
