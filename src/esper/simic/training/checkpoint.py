@@ -1,0 +1,113 @@
+"""Files that hold all of a run: written at once or not at all, read without executing code.
+
+    write_checkpoint(path, "gymnasium run", contents)
+    contents = read_checkpoint(path, "gymnasium run")
+
+A file is written beside its destination and then renamed over it, so that a kill at any instant
+leaves either the old checkpoint or the new one. Contents are tensors and plain containers.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT_VERSION = 1
+_MAGIC = "esper checkpoint"
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_DIFFERENCES_SHOWN = 8
+
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint that does not fit: another version, another kind or other shapes."""
+
+
+def write_checkpoint(path: str | Path, kind: str, contents: Mapping[str, Any]) -> None:
+    """Replace `path` in one step, once the new contents are safely on the disk."""
+    path = Path(path)
+    _require_plain(contents, "contents")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # one name per process: what a killed write leaves behind is overwritten by the next
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    header = {"format": _MAGIC, "version": FORMAT_VERSION, "kind": kind}
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(header | {"contents": dict(contents)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def read_checkpoint(path: str | Path, kind: str) -> dict[str, Any]:
+    """The contents of a checkpoint of this kind, its tensors on the CPU."""
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, dict) or loaded.get("format") != _MAGIC:
+        raise CheckpointMismatch(f"{path} is not a checkpoint of this library")
+    if loaded["version"] != FORMAT_VERSION:
+        raise CheckpointMismatch(
+            f"{path} has checkpoint version {loaded['version']}; this library reads "
+            f"version {FORMAT_VERSION}"
+        )
+    if loaded["kind"] != kind:
+        raise CheckpointMismatch(f"{path} holds a {loaded['kind']}, expected a {kind}")
+    contents: dict[str, Any] = loaded["contents"]
+    return contents
+
+
+def require_same_layout(found: Any, expected: Any, path: str | Path) -> None:
+    """Refuse contents whose keys, shapes or dtypes are not those of `expected`."""
+    differences = list(_differences(found, expected, ""))
+    if not differences:
+        return
+    shown = differences[:_DIFFERENCES_SHOWN]
+    if len(differences) > len(shown):
+        shown.append(f"and {len(differences) - len(shown)} more")
+    raise CheckpointMismatch(f"{path} does not fit:\n  " + "\n  ".join(shown))
+
+
+def _differences(found: Any, expected: Any, where: str) -> Iterator[str]:
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        yield from (f"{where}{key}: missing" for key in expected if key not in found)
+        yield from (f"{where}{key}: not expected" for key in found if key not in expected)
+        for key in expected:
+            if key in found:
+                yield from _differences(found[key], expected[key], f"{where}{key}.")
+    elif _layout(found) != _layout(expected):
+        yield f"{where.rstrip('.')}: found {_layout(found)}, expected {_layout(expected)}"
+
+
+def _layout(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+def _require_plain(value: Any, where: str) -> None:
+    """Only what can be read back without executing code."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _require_plain(key, f"{where}, a key")
+            _require_plain(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _require_plain(item, f"{where}[{index}]")
+    elif type(value) not in _PLAIN and not isinstance(value, Tensor):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings "
+            "and plain containers of them"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    """The rename itself reaches the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
