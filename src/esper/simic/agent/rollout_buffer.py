@@ -14,7 +14,7 @@ step never waits for a GPU.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -186,6 +186,18 @@ class TamiyoRolloutBuffer:
     def reset(self) -> None:
         """Empty the buffer. Nothing is zeroed: `step_counts` says what is valid."""
         self.step_counts.zero_()
+        self._forget_derived()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps stored so far, for a checkpoint; advantages are computed, not stored."""
+        stored = {spec.name: self._fields[spec.name] for spec in self._step_specs}
+        return {"fields": stored, "step_counts": self.step_counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with stored steps, of a buffer of the same sizes."""
+        for spec in self._step_specs:
+            self._fields[spec.name].copy_(state["fields"][spec.name])
+        self.step_counts.copy_(state["step_counts"])
         self._forget_derived()
 
     # -- learning -----------------------------------------------------------------------------
