@@ -324,24 +324,25 @@ class _Conv(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_columns = torch.bmm(weight.flatten(2).transpose(1, 2), grad)
-            grad_x = _fold(
-                grad_columns.view(*weight.shape[:1], *weight.shape[2:], *ctx.lengths, -1), ctx
-            )
+            taps = grad_columns.view(*ctx.input_shape[:2], -1, *ctx.lengths, ctx.input_shape[-1])
+            grad_x = _fold(taps, weight.shape[3:], ctx)
         return grad_x, grad_weight, grad.sum(-1), None, None
 
 
-def _fold(grad_windows: Tensor, ctx: Any) -> Tensor:
-    """The transpose of `_windows`: every input collects from the windows it was seen in."""
+def _fold(grad_taps: Tensor, kernel: Shape, ctx: Any) -> Tensor:
+    """The transpose of `_windows`: every input collects from the windows it was seen in.
+
+    `grad_taps` is `[G, C, taps, *outputs, batch]`.
+    """
     groups, channels, *lengths, batch = ctx.input_shape
     padded = [length + 2 * ctx.padding for length in lengths]
-    total = grad_windows.new_zeros(groups, channels, *padded, batch)
-    kernel = grad_windows.shape[2 : 2 + len(lengths)]
-    for tap in product(*(range(k) for k in kernel)):
+    total = grad_taps.new_zeros(groups, channels, *padded, batch)
+    for number, tap in enumerate(product(*(range(k) for k in kernel))):
         reached = tuple(
             slice(start, start + ctx.stride * (n - 1) + 1, ctx.stride)
             for start, n in zip(tap, ctx.lengths, strict=True)
         )
-        total[:, :, *reached] += grad_windows[:, :, *tap]
+        total[:, :, *reached] += grad_taps[:, :, number]
     inner = tuple(slice(ctx.padding, ctx.padding + length) for length in lengths)
     return total[:, :, *inner]
 
