@@ -1,0 +1,209 @@
+"""P growing hosts as one batched program: the forward pass and one minibatch of training.
+
+Host segments run for all P at once; seeds run group by group, and one blend per slot joins
+them all to their hosts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper.kasmina.blending import blend
+from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.hosts import Host
+from esper.kasmina.lifecycle import SlotStates
+from esper.kasmina.programs import Program
+from esper.leyline.stages import SeedStage
+from esper.tolaria.arena import Arena
+from esper.tolaria.groups import GroupKey, Membership, Signature
+from esper.tolaria.optimizers import Optimizer
+
+
+class SeedGroup(NamedTuple):
+    """Seeds of one blueprint in one slot."""
+
+    program: Program
+    rows: Tensor  # parameters [capacity, D]
+    source: Tensor  # [capacity]: the host whose activations each seed reads
+    destination: Tensor  # [capacity]: the host it acts on; P for padding
+
+
+class SlotSeeds(NamedTuple):
+    """All seeds in one slot, and how they are blended in."""
+
+    groups: Sequence[SeedGroup]
+    alpha: Tensor  # [P]
+    style: Tensor | None  # [P]; None: all ADD
+
+
+def run_hosts(
+    host: Host, rows: Tensor, slots: Sequence[SlotSeeds], x: Tensor, ablate: bool = False
+) -> Tensor:
+    """Logits `[P, classes, batch]` of hosts with parameters `[P, D]` on `x [P, *shape, batch]`.
+
+    With `ablate`, each slot that has seeds adds a copy of the batch in which it is switched off:
+    the last axis is (1 + such slots) x batch, the first copy with all seeds on.
+    """
+    batch = x.shape[-1]
+    parts = torch.split(rows, [program.num_params for program in host.programs], dim=1)
+    for segment, part, seeds in zip(host.segments, parts[:-1], slots, strict=True):
+        x = segment.forward(part, x)
+        if seeds.groups:
+            blended = _blend_in(x, seeds)
+            x = torch.cat((blended, x[..., :batch]), dim=-1) if ablate else blended
+    return host.head.forward(parts[-1], x)
+
+
+def _blend_in(x: Tensor, seeds: SlotSeeds) -> Tensor:
+    sources = torch.cat([group.source for group in seeds.groups])
+    places = torch.cat([group.destination for group in seeds.groups])
+    seen = torch.split(x.index_select(0, sources), [len(group.source) for group in seeds.groups])
+    outputs = [g.program.forward(g.rows, part) for g, part in zip(seeds.groups, seen, strict=True)]
+    # one row more than hosts: padding writes there, and nobody reads it
+    output = x.new_zeros(x.shape[0] + 1, *x.shape[1:])
+    output = output.index_copy_(0, places, torch.cat(outputs))[:-1]
+    if seeds.style is None:
+        return torch.addcmul(x, seeds.alpha.view(-1, *(1,) * (x.dim() - 1)), output)
+    return blend(x, output, seeds.alpha, seeds.style)
+
+
+@dataclass(frozen=True, eq=False)
+class BlendInputs:
+    """What a minibatch reads of the slots' states, on the device; `[P, S]` unless said."""
+
+    alpha: Tensor  # of the seeds that the host feels
+    alpha_behind: Tensor  # the same, with the seeds behind the host switched on
+    style: Tensor
+    trains: Tensor  # [P, 1 + S]: 1 for the host and each seed, which take a step
+
+    @classmethod
+    def empty(
+        cls, num_hosts: int, num_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> "BlendInputs":
+        alpha, alpha_behind, style = torch.zeros(3, num_hosts, num_slots, device=device).unbind()
+        trains = torch.zeros(num_hosts, 1 + num_slots, device=device, dtype=dtype)
+        return cls(alpha.to(dtype), alpha_behind.to(dtype), style.long(), trains)
+
+    def fill(self, states: SlotStates) -> None:
+        """Take in the slots' states, in place."""
+        behind = states.stage == SeedStage.TRAINING
+        self.alpha.copy_(states.alpha, non_blocking=True)
+        self.alpha_behind.copy_(
+            torch.where(behind, states.alpha_target, states.alpha), non_blocking=True
+        )
+        self.style.copy_(states.style, non_blocking=True)
+        self.trains[:, 0] = 1
+        self.trains[:, 1:].copy_(states.has_seed, non_blocking=True)
+
+
+class Minibatch:
+    """One training step of a population for one signature; what it reads are tensors."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        host: Host,
+        menu: Sequence[Blueprint],
+        arena: Arena,
+        optimizer: Optimizer,
+        blend_inputs: BlendInputs,
+    ):
+        self.signature = signature
+        self.members = Membership(signature, arena.num_hosts, arena.params.device)
+        self._host = host
+        self._arena = arena
+        self._optimizer = optimizer
+        self._inputs = blend_inputs
+        self._programs = {
+            key: menu[key.blueprint].program(host.sites[key.slot])
+            for key, _ in signature.capacities
+        }
+        self._part_of_column = arena.layout.part_of_column().to(arena.params.device)
+
+    def train(self, x: Tensor, labels: Tensor, learning_rates: Tensor) -> Tensor:
+        """Mean loss per host `[P]` on `x [P, *shape, batch]`; every host and seed takes a step."""
+        arena = self._arena
+        host_rows = self._host_rows().requires_grad_()
+        in_host = {key: self._seed_rows(key).requires_grad_() for key in self._keys(behind=False)}
+        losses = self._losses(host_rows, in_host, self._inputs.alpha, x, labels)
+        leaves = [host_rows, *in_host.values()]
+        host_grads, *seed_grads = torch.autograd.grad(losses.sum(), leaves)
+        arena.grads.zero_()
+        arena.grads[:-1, arena.layout.host_columns()] = host_grads
+        self._collect(dict(zip(in_host, seed_grads, strict=True)))
+        if behind := self._keys(behind=True):
+            self._train_behind_hosts(behind, x, labels)
+        arena.steps.add_(self._inputs.trains)
+        self._optimizer.update(
+            arena.params[:-1],
+            arena.grads[:-1],
+            [moment[:-1] for moment in arena.moments],
+            arena.steps.clamp(min=1),
+            self._part_of_column,
+            learning_rates.unsqueeze(1),
+        )
+        return losses.detach()
+
+    @torch.no_grad()
+    def logits(self, x: Tensor, ablate: bool = False) -> Tensor:
+        """What the hosts say, without training; see `run_hosts`."""
+        rows = {key: self._seed_rows(key) for key in self._keys(behind=False)}
+        slots = self._slots(rows, self._inputs.alpha)
+        return run_hosts(self._host, self._host_rows(), slots, x, ablate)
+
+    def _train_behind_hosts(self, behind: list[GroupKey], x: Tensor, labels: Tensor) -> None:
+        """The shadow pass: seeds behind their hosts switched on, and only they are trained."""
+        rows = {key: self._seed_rows(key) for key in self._programs}
+        leaves = [rows[key].requires_grad_() for key in behind]
+        losses = self._losses(self._host_rows(), rows, self._inputs.alpha_behind, x, labels)
+        grads = torch.autograd.grad(losses.sum(), leaves)
+        self._collect(dict(zip(behind, grads, strict=True)))
+
+    def _losses(
+        self,
+        host_rows: Tensor,
+        seed_rows: dict[GroupKey, Tensor],
+        alpha: Tensor,
+        x: Tensor,
+        labels: Tensor,
+    ) -> Tensor:
+        logits = run_hosts(self._host, host_rows, self._slots(seed_rows, alpha), x)
+        return F.cross_entropy(logits, labels, reduction="none").mean(1)
+
+    def _slots(self, seed_rows: dict[GroupKey, Tensor], alpha: Tensor) -> list[SlotSeeds]:
+        slots: list[SlotSeeds] = []
+        for slot, plain in enumerate(self.signature.plain_slots):
+            groups = [
+                SeedGroup(
+                    self._programs[key],
+                    rows,
+                    self.members.source[key],
+                    self.members.destination[key],
+                )
+                for key, rows in seed_rows.items()
+                if key.slot == slot
+            ]
+            style = None if plain else self._inputs.style[:, slot]
+            slots.append(SlotSeeds(groups, alpha[:, slot], style))
+        return slots
+
+    def _keys(self, behind: bool) -> list[GroupKey]:
+        return [key for key in self._programs if key.behind_host == behind]
+
+    def _host_rows(self) -> Tensor:
+        return self._arena.params[:-1, self._arena.layout.host_columns()].detach()
+
+    def _seed_rows(self, key: GroupKey) -> Tensor:
+        return self._columns(self._arena.params, key).index_select(0, self.members.destination[key])
+
+    def _collect(self, grads: dict[GroupKey, Tensor]) -> None:
+        for key, grad in grads.items():
+            columns = self._columns(self._arena.grads, key)
+            columns.index_copy_(0, self.members.destination[key], grad)
+
+    def _columns(self, table: Tensor, key: GroupKey) -> Tensor:
+        return table[:, self._arena.layout.seed_columns(key.slot, self._programs[key].num_params)]

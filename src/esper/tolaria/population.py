@@ -1,0 +1,200 @@
+"""P growing hosts of one task, trained as one program.
+
+    population = Population(host, menu, task, num_hosts=32, batch_size=100)
+    states = lifecycle.germinate(population.states, host_ids, slot_ids, blueprint=..., ...)
+    population.adopt(lifecycle.begin_step(states))
+    losses = population.train(rows)                    # [minibatches, P]
+    population.adopt(lifecycle.end_step(population.states))
+
+What happens to the slots is decided by the pure functions of `kasmina.lifecycle`; `adopt` makes
+the weights follow: new seeds are born, the weights of removed ones are gone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.hosts import Host
+from esper.kasmina.lifecycle import SlotStates
+from esper.tolaria.arena import Arena, ArenaLayout, ArenaSnapshot
+from esper.tolaria.batched import BlendInputs, Minibatch
+from esper.tolaria.feed import CHUNK, Feed
+from esper.tolaria.graphs import EagerSteps, GraphedSteps, Steps
+from esper.tolaria.groups import Grouping, Signature
+from esper.tolaria.optimizers import AdamW, Optimizer
+from esper.tolaria.randomness import fold, uniform
+from esper.tolaria.tasks import Task
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A population as it was: weights, optimiser state and slots of every host."""
+
+    arena: ArenaSnapshot
+    states: SlotStates
+
+
+class Population:
+    """Hosts of one architecture, each with its own weights, seeds, data view and optimiser state.
+
+    It works where the task's data are, in their floating-point type. `view_ids` says which view of
+    the data each host sees (view 0 if left out). `host_ids` are the names under which hosts draw
+    random numbers: a host's life depends on its id, not on its neighbours.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        menu: Sequence[Blueprint],
+        task: Task,
+        *,
+        num_hosts: int,
+        batch_size: int = 100,
+        optimizer: Optimizer | None = None,
+        rng_seed: int = 0,
+        host_ids: Tensor | None = None,
+        view_ids: Tensor | None = None,
+    ):
+        if (task.input_shape, task.num_classes) != (host.input_shape, host.num_classes):
+            raise ValueError(
+                f"task {task.names} has inputs {task.input_shape} and {task.num_classes} classes; "
+                f"the host takes {host.input_shape} and tells {host.num_classes} apart"
+            )
+        device, dtype = task.device, task.train_x.dtype
+        self.task = task
+        self.host, self.menu = host, tuple(menu)
+        self.num_hosts, self.num_slots = num_hosts, host.num_slots
+        self.optimizer = optimizer or AdamW()
+        self.host_ids = torch.arange(num_hosts) if host_ids is None else host_ids.cpu()
+        self.view_ids = (
+            torch.zeros(num_hosts, dtype=torch.int64) if view_ids is None else view_ids.cpu()
+        )
+        self.arena = Arena(
+            ArenaLayout.of(host, menu), num_hosts, self.optimizer.num_moments, device, dtype
+        )
+        self.learning_rates = torch.full(
+            (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
+        )
+        self._feed = Feed(task.train_x, task.train_y, self.view_ids, batch_size)
+        self._blend_inputs = BlendInputs.empty(num_hosts, host.num_slots, device, dtype)
+        self.steps = self._build_steps()
+        self.reset(rng_seed)
+
+    @property
+    def states(self) -> SlotStates:
+        """Of every slot of every host, on the CPU."""
+        return self._states
+
+    def reset(self, rng_seed: int) -> None:
+        """New hosts without seeds; their weights follow from `rng_seed` and their ids."""
+        everyone = torch.arange(self.num_hosts)
+        self._rng_seed = rng_seed
+        self._births = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
+        self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
+        self.arena.clear(everyone, slice(None))
+        self.arena.steps.zero_()
+        keys = fold(rng_seed, self.host_ids)
+        rows = _draw(keys, *self.host.birth())
+        self.arena.place(everyone, self.arena.layout.host_columns(), rows)
+        self._regroup()
+
+    def adopt(self, states: SlotStates) -> None:
+        """Take in what a lifecycle function returned for `self.states`."""
+        before, self._states = self._states, states
+        for slot, blueprint, hosts in _by_kind(states, states.has_seed & ~before.has_seed):
+            self._give_birth(slot, blueprint, hosts)
+        for slot, _, hosts in _by_kind(before, before.has_seed & ~states.has_seed):
+            self.arena.clear(hosts, self.arena.layout.seed_columns(slot))
+            self.arena.steps[hosts, 1 + slot] = 0
+        self._regroup()
+
+    def train(self, rows: Tensor) -> Tensor:
+        """Losses `[M, P]` of M minibatches on data rows `[M, P, batch]`, one step each."""
+        losses = []
+        for chunk in torch.split(rows, CHUNK):
+            self._feed.load(chunk)
+            self.steps.run(len(chunk))
+            losses.append(self._feed.losses(len(chunk)))
+        return torch.cat(losses)
+
+    def logits(self, x: Tensor, ablate: bool = False) -> Tensor:
+        """`[P, classes, batch]` on `x [P, *shape, batch]`; see `batched.run_hosts`."""
+        return self.steps.minibatch.logits(x, ablate)
+
+    def save(self) -> Snapshot:
+        return Snapshot(self.arena.save(), self._states)
+
+    def restore(self, snapshot: Snapshot, host_ids: Tensor) -> None:
+        """Some hosts as they were, seeds and optimiser state too; no other host is touched."""
+        self.arena.restore(snapshot.arena, host_ids)
+        self._states = self._states.put(snapshot.states.at(host_ids), host_ids)
+        self._regroup()
+
+    def gradient_norms(self) -> Tensor:
+        """Root mean square `[P, S]` of each seed's gradient in the last minibatch; 0 without one."""
+        layout = self.arena.layout
+        squares = [
+            self.arena.grads[:-1, layout.seed_columns(slot)].square().sum(1)
+            for slot in range(self.num_slots)
+        ]
+        sizes = self.seed_params().clamp(min=1).to(self.arena.grads)
+        return (torch.stack(squares, 1) / sizes).sqrt()
+
+    def seed_params(self) -> Tensor:
+        """Parameters of the seed in each slot `[P, S]`, 0 where there is none; on the CPU."""
+        counts = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
+        for slot, blueprint, hosts in _by_kind(self._states, self._states.has_seed):
+            site = self.host.sites[slot]
+            counts[hosts, slot] = self.menu[blueprint].program(site).num_params
+        return counts
+
+    def _give_birth(self, slot: int, blueprint: int, hosts: Tensor) -> None:
+        program = self.menu[blueprint].program(self.host.sites[slot])
+        self._births[hosts, slot] += 1
+        keys = fold(self._rng_seed, self.host_ids[hosts], 1 + slot, self._births[hosts, slot])
+        columns = self.arena.layout.seed_columns(slot, program.num_params)
+        self.arena.place(hosts, columns, _draw(keys, *program.birth()))
+
+    def _regroup(self) -> None:
+        """Bring what the next minibatch reads up to date with the slots."""
+        self._blend_inputs.fill(self._states)
+        self.steps.prepare(Grouping.of(self._states))
+
+    def _build_steps(self) -> Steps:
+        if self.arena.params.device.type != "cuda":
+            return EagerSteps(self._build_minibatch, self._feed, self.learning_rates)
+        return GraphedSteps(
+            self._build_minibatch, self._feed, self.learning_rates, self.arena, self.arithmetic
+        )
+
+    def arithmetic(self, signature: Signature) -> int:
+        """Multiply-adds of one example's forward pass through all hosts and groups."""
+        seeds = (
+            size * self.menu[key.blueprint].program(self.host.sites[key.slot]).macs
+            for key, size in signature.capacities
+        )
+        return self.num_hosts * self.host.macs + sum(seeds)
+
+    def _build_minibatch(self, signature: Signature) -> Minibatch:
+        return Minibatch(
+            signature, self.host, self.menu, self.arena, self.optimizer, self._blend_inputs
+        )
+
+
+def _draw(keys: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
+    """Parameters at birth `[K, D]`, uniform in centre +- spread."""
+    return centre + spread * (2 * uniform(keys, len(centre)) - 1)
+
+
+def _by_kind(states: SlotStates, chosen: Tensor) -> list[tuple[int, int, Tensor]]:
+    """The chosen `[P, S]` seeds as (slot, blueprint, hosts), one entry per slot and blueprint."""
+    hosts, slots = chosen.nonzero(as_tuple=True)
+    blueprints = states.blueprint[hosts, slots]
+    kinds, kind_of = torch.unique(torch.stack((slots, blueprints), 1), dim=0, return_inverse=True)
+    return [
+        (slot, blueprint, hosts[kind_of == kind])
+        for kind, (slot, blueprint) in enumerate(kinds.tolist())
+    ]

@@ -1,0 +1,36 @@
+"""Random numbers as a function of what they are for, not of when they are drawn.
+
+A key names a run's rng seed, a host and a purpose; the n-th number of a key is a hash of both. So
+what host i draws does not depend on how many hosts there are, in which order they are served,
+or on which device.
+"""
+
+import torch
+from torch import Tensor
+
+
+def fold(rng_seed: int, *parts: Tensor | int) -> Tensor:
+    """The key of a purpose within a purpose: `fold(rng_seed, host_ids, slot)` is one per host."""
+    key = hash64(torch.tensor(rng_seed))
+    for part in parts:
+        key = hash64(key + part)
+    return key
+
+
+def uniform(keys: Tensor, count: int) -> Tensor:
+    """The first `count` numbers of each key, float64 in [0, 1), `[*keys.shape, count]`."""
+    bits = hash64(keys.unsqueeze(-1) + torch.arange(1, count + 1, device=keys.device))
+    return _shifted(bits, 11).double() * 2.0**-53
+
+
+def hash64(x: Tensor) -> Tensor:
+    """64 well-mixed bits of an int64 each: the output function of SplitMix64 (Steele 2014)."""
+    x = x + -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
+    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """A shift to the right that fills with zeros, not with the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
