@@ -15,6 +15,8 @@ from collections.abc import Callable
 import torch
 
 from esper.leyline import DEFAULT_LSTM_HIDDEN_DIM, FactoredActionSpace, tamiyo_action_space
+from esper.leyline.sequences import SequenceLayout
+from esper.simic.agent.gae import compute_gae
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 
 NUM_STEPS = 25
@@ -95,7 +97,7 @@ def check_same(buffer: TamiyoRolloutBuffer, rival: PerFieldBuffer) -> None:
         assert torch.equal(space.view(batch.masks, name), rival.masks[name])
 
 
-def seconds(work: Callable[[], None], device: str) -> float:
+def seconds(work: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -145,6 +147,44 @@ def measure(num_envs: int, device: str, repeats: int) -> dict[str, float]:
     return {name: statistics.median(t) * per_transition for name, t in times.items()}
 
 
+def measure_layouts(num_envs: int, device: str, repeats: int) -> dict[str, tuple[float, float]]:
+    """Median microseconds with a row per env `[N, T]` and with a row per step `[T, N]`."""
+    row_per_env = torch.randn(num_envs, NUM_STEPS, STATE_DIM, device=device)
+    row_per_step = row_per_env.transpose(0, 1).contiguous()
+    step = torch.randn(num_envs, STATE_DIM, device=device)
+    envs = torch.arange(num_envs, device=device)
+    at = NUM_STEPS // 2
+    ended = torch.rand(num_envs, NUM_STEPS) < 0.05
+    layout = SequenceLayout.from_flags(ended, torch.full((num_envs,), NUM_STEPS))
+    rows = layout.rows.to(device)
+    rows_by_step = rows % NUM_STEPS * num_envs + rows // NUM_STEPS
+    rewards, values, bootstraps = torch.randn(3, num_envs, NUM_STEPS, device=device)
+    flags = ended.to(device), torch.zeros_like(ended, device=device)
+    by_env = (rewards, values, *flags, bootstraps)
+    by_step = tuple(x.t().contiguous().t() for x in by_env)  # [N, T] views of [T, N] storage
+    work: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "write one step": (
+            lambda: row_per_env.flatten(0, 1).index_put_((envs * NUM_STEPS + at,), step),
+            lambda: row_per_step.flatten(0, 1).index_put_((envs + at * num_envs,), step),
+        ),
+        "gather episodes": (
+            lambda: row_per_env.flatten(0, 1)[rows],
+            lambda: row_per_step.flatten(0, 1)[rows_by_step],
+        ),
+        "advantages": (lambda: compute_gae(*by_env), lambda: compute_gae(*by_step)),
+    }
+    medians = {}
+    for name, rivals in work.items():
+        times: tuple[list[float], list[float]] = ([], [])
+        for repeat in range(repeats * 20 + 5):
+            for rival, kept in zip(rivals, times, strict=True):
+                taken = seconds(rival, device)
+                if repeat >= 5:
+                    kept.append(taken)
+        medians[name] = (statistics.median(times[0]) * 1e6, statistics.median(times[1]) * 1e6)
+    return medians
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -170,6 +210,12 @@ def main() -> None:
                 "bar": SPEEDUP_BAR,
                 "met": met,
             }
+    print("\nmicroseconds at 128 envs x 25 steps, by memory layout")
+    print(f"{'':>16} {'[N, T]':>9} {'[T, N]':>9}")
+    for name, (by_env, by_step) in measure_layouts(
+        128, args.device, 3 if args.quick else 9
+    ).items():
+        print(f"{name:>16} {by_env:>9.1f} {by_step:>9.1f}")
     print(json.dumps({"benchmark": "rollout_buffer", "device": args.device, "bars": bars}))
 
 
