@@ -4,10 +4,12 @@ from esper.kasmina.blueprints.registry import Site, blueprint
 from esper.kasmina.layers import Layer, Linear, Norm, Relu
 from esper.leyline.constants import SiteKind
 
+MIN_HIDDEN = 4  # normalised, one unit is a constant and two are a sign: nothing could be learned
+
 
 @blueprint(SiteKind.VECTOR)
 def dense_narrow(site: Site) -> tuple[Layer, ...]:
-    return _two_layers(site, max(1, site.width // 4))
+    return _two_layers(site, max(MIN_HIDDEN, site.width // 4))
 
 
 @blueprint(SiteKind.VECTOR)
@@ -17,7 +19,7 @@ def dense(site: Site) -> tuple[Layer, ...]:
 
 @blueprint(SiteKind.VECTOR)
 def dense_bottleneck(site: Site) -> tuple[Layer, ...]:
-    return _two_layers(site, max(1, site.width // 2))
+    return _two_layers(site, max(MIN_HIDDEN, site.width // 2))
 
 
 @blueprint(SiteKind.VECTOR)
