@@ -425,6 +425,36 @@ def test_the_compiled_kernels_take_single_and_double_precision_only():
     assert available_kernels(cpu, torch.bfloat16) == ("reference",)
 
 
+@pytest.mark.gpu
+def test_step_counts_on_a_gpu_are_clamped_not_read():
+    rollout = random_rollout(5, 30)
+    *data, counts = (getattr(rollout.map(torch.Tensor.cuda), f.name) for f in fields(rollout))
+    counts[:2] = torch.tensor([-3, 31])
+    clamped = counts.clamp(0, 30)
+    for kernel in ("triton", "reference"):
+        actual = compute_gae(*data, step_counts=counts, kernel=kernel)
+        assert_identical(actual, compute_gae(*data, step_counts=clamped, kernel=kernel))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("kernel", ["triton", "reference"])
+def test_the_host_never_waits_for_the_gpu(kernel, counts_on):
+    rollout = random_rollout(5, 30)
+    *data, counts = (getattr(rollout.map(torch.Tensor.cuda), f.name) for f in fields(rollout))
+    counts = counts.to(counts_on)
+    expected = compute_gae(*data, step_counts=counts, kernel=kernel)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(100_000_000)  # the counts are changed while their copy still waits
+        actual = compute_gae(*data, step_counts=counts, kernel=kernel)
+        counts.zero_()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_identical(actual, expected)
+
+
 # Compilers and cost
 
 

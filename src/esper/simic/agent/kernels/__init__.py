@@ -39,3 +39,15 @@ def check_step_counts(step_counts: Tensor, num_steps: int) -> None:
             f"step_counts[{env}] is {int(step_counts[env])}; "
             f"expected 0 to {num_steps}, the stored steps of a row"
         )
+
+
+def step_counts_on(device: torch.device, step_counts: Tensor) -> Tensor:
+    """The counts on the data's device, without making the host wait for a GPU.
+
+    They are copied from a pinned snapshot: a copy from pageable memory may wait, and the caller
+    may change its counts before the copy has run.
+    """
+    if step_counts.device == device:
+        return step_counts
+    snapshot = torch.empty(step_counts.shape, dtype=step_counts.dtype, pin_memory=True)
+    return snapshot.copy_(step_counts).to(device, non_blocking=True)

@@ -37,8 +37,8 @@ def gae(
     if step_counts is not None:
         step_counts = step_counts.contiguous()
     num_envs, num_steps = rewards.shape
-    advantages = torch.empty_like(rewards, requires_grad=False)
-    returns = torch.empty_like(rewards, requires_grad=False)
+    advantages = torch.empty_like(rewards)
+    returns = torch.empty_like(rewards)
     counts_are_valid = _compiled(rewards.dtype)(
         rewards.data_ptr(),
         values.data_ptr(),

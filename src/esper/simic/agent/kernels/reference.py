@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from esper.simic.agent.kernels import check_step_counts
+from esper.simic.agent.kernels import check_step_counts, step_counts_on
 
 
 @torch.no_grad()
@@ -46,4 +46,4 @@ def _counts_column(
     if step_counts is None:
         return torch.full((num_envs, 1), num_steps, device=device)
     check_step_counts(step_counts, num_steps)
-    return step_counts.to(device)[:, None].clamp(0, num_steps)
+    return step_counts_on(device, step_counts)[:, None].clamp(0, num_steps)
