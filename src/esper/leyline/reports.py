@@ -25,7 +25,7 @@ class Reports:
     """One report per env. N envs, S slots, B blueprints, H heads; accuracy is 0 to 1."""
 
     # per env
-    progress: Tensor = _array("N")  # share of the episode that is over, 0 to 1
+    progress: Tensor = _array("N")  # share of the episode's steps that are over, 0 to 1
     steps_left: Tensor = _array("N", "int")  # decisions until the end, this one included
     validation_loss: Tensor = _array("N")
     validation_accuracy: Tensor = _array("N")
@@ -109,6 +109,12 @@ class Reports:
     @property
     def device(self) -> torch.device:
         return self.fits.device
+
+    @property
+    def step(self) -> Tensor:
+        """Decisions made so far in each env's episode, `[N]`."""
+        share_left = (1 - self.progress).clamp(min=1e-6)
+        return (self.steps_left * self.progress / share_left).round().long()
 
     def to(self, device: torch.device | str) -> "Reports":
         return Reports(**{e.name: getattr(self, e.name).to(device) for e in fields(self)})

@@ -1,0 +1,229 @@
+"""A strong scripted controller: priors to grow on, evidence to prune on, and an eye on the clock.
+
+1. *Grow* early, in every slot where a seed is likely to pay, the likeliest first. How much a seed
+   should gain is a prior, fitted to measured growth: it rises with the seed's size in the unit of
+   rent, u = log(1 + seed / host), as u^0.7; early slots pay more than late ones, early seeds more
+   than late ones; and a second seed finds part of the first one's gain already taken.
+2. *Prune* what does not pay its rent, once it has been measured at full weight. A counterfactual
+   contribution says what a host that has grown used to its seed loses without it, which is more
+   than the host would lack had it trained without: contributions therefore say how the gain is
+   shared out among the seeds, and the prior says how large it is. A seed whose contribution
+   itself is below its rent is pruned whatever the prior says.
+3. *Commit* before the end: only committed seeds count. There is no time left to train without a
+   seed, so now the contribution is the whole truth, and what does not pay is left uncommitted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.leyline.factored_actions import ActionMasks
+from esper.leyline.reports import Reports
+from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.tamiyo.scripted import Wish, check_ramp_steps, seed_details, take_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeuristicConfig:
+    """What the heuristic believes and how it acts. Gains are fractions of accuracy."""
+
+    headroom: float = 0.23  # accuracy a host lacks at the end of training, if it does not yet show
+    gain_scale: float = 0.65  # share of the headroom that a seed of u = 1 in the first slot gains
+    gain_exponent: float = 0.7  # how gain rises with u
+    depth_bonus: float = 0.1  # extra share for a seed of more than one layer
+    reach_bonus: float = 0.1  # extra share for a seed that sees every position
+    late_site_loss: float = 0.7  # share of the gain that is lost at the host's last slot
+    late_start_loss: float = 0.8  # share lost by a seed that grows at the very end
+    crowding: float = 8.8  # a gain shrinks to 1 / (1 + crowding * share that other seeds gain)
+    probe_crowding: float = 0.25  # part of the crowding that counts before seeds are measured
+    evidence_weight: float = 0.7  # how far contributions decide who gains what
+    optimism: float = 1.0  # standard errors that a contribution gets as the benefit of the doubt
+    patience: int = 3  # steps at full weight before a seed is judged
+    max_evidence_age: int = 3  # steps after which a contribution is too old to judge by
+    last_start: float = 0.7  # progress after which nothing is grown
+    behind_host_steps: int = 2  # steps that a seed trains behind its host before it blends
+    spare_steps: int = 1  # steps kept free before the end beyond those that committing takes
+    ramp_steps: int = 2  # length of the alpha ramp: one of TEMPO_STEPS
+
+    def __post_init__(self) -> None:
+        check_ramp_steps(self.ramp_steps)
+
+
+class HeuristicController:
+    """Decides for a whole batch; remembers per env which slots have been pruned before."""
+
+    def __init__(self, config: HeuristicConfig | None = None):
+        self.config = config or HeuristicConfig()
+        self._was_pruned: Tensor | None = None
+
+    def begin(self, env_ids: Tensor) -> None:
+        if self._was_pruned is not None:
+            self._was_pruned[env_ids] = False
+
+    def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
+        if self._was_pruned is None or self._was_pruned.shape != reports.stage.shape:
+            self._was_pruned = torch.zeros_like(reports.slot_exists)
+        self._was_pruned |= _is(reports.stage, SeedStage.EMBARGOED)
+        config = self.config
+        seeds = judge_seeds(reports, config)
+        growth, blueprint = value_of_growing(reports, masks, seeds, config)
+        worth_growing = (growth > 0) & ~self._was_pruned & _in_time(reports, seeds, config)
+        wishes = (
+            *_commit(reports, seeds, config),
+            Wish(LifecycleOp.PRUNE, seeds.is_judged & (seeds.net < 0), -seeds.net),
+            Wish(LifecycleOp.ADVANCE, _is_ready_to_blend(reports, config), -reports.site_depth),
+            Wish(LifecycleOp.GERMINATE, worth_growing, growth),
+        )
+        return take_first(masks, wishes, seed_details(blueprint, config.ramp_steps))
+
+
+@dataclass(frozen=True)
+class SeedJudgement:
+    """What is thought of the seeds, each `[N, S]`; a slot without a seed gains nothing."""
+
+    is_live: Tensor  # takes part, can still be pruned, and is not being pruned already
+    is_judged: Tensor  # live, and measured well enough to decide on
+    gain: Tensor  # accuracy it would gain as the host's only seed
+    net: Tensor  # what it adds beside the other seeds, less its rent and the compute it will use
+    commit_net: Tensor  # what committing it now is worth, less its rent
+
+
+def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
+    """Prior and evidence together."""
+    is_leaving = _is(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
+    is_live = (
+        reports.slot_exists
+        & ~is_leaving
+        & _is(reports.stage, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
+    )
+    takes_part = is_live | _is(reports.stage, SeedStage.FOSSILIZED)
+    prior = torch.where(takes_part, _prior_of_seeds(reports, config), 0.0)
+    is_fresh = reports.contribution_known & (reports.contribution_age <= config.max_evidence_age)
+    has_held = _is(reports.stage, SeedStage.HOLDING) & (reports.stage_age >= config.patience)
+    gain = _share_out(prior, reports.contribution, is_fresh & takes_part, config)
+
+    rent, compute = _seed_rent(reports), _seed_compute(reports)
+    others = gain.sum(dim=-1, keepdim=True) - gain
+    marginal = gain / (1 + config.crowding * others / config.headroom)
+    upper = reports.contribution + config.optimism * reports.contribution_error
+    is_useless = is_fresh & (upper < rent)
+    net = torch.where(is_useless, upper, marginal) - rent - compute
+    commit_gain = torch.where(is_fresh, reports.contribution, marginal)
+    return SeedJudgement(is_live, is_live & is_fresh & has_held, gain, net, commit_gain - rent)
+
+
+def value_of_growing(
+    reports: Reports, masks: ActionMasks, seeds: SeedJudgement, config: HeuristicConfig
+) -> tuple[Tensor, Tensor]:
+    """The best blueprint of each slot by the prior, and what it should be worth; both `[N, S]`."""
+    host = reports.host_params.clamp(min=1).view(-1, 1, 1)
+    size = torch.log1p(reports.cost_params / host)
+    born = reports.progress.view(-1, 1, 1)
+    site_depth = reports.site_depth.unsqueeze(-1)
+    gain = _prior_gain(reports, size, reports.reach, reports.depth, site_depth, born, config)
+    taken = seeds.gain.sum(dim=-1).view(-1, 1, 1) / config.headroom
+    gain = gain / (1 + config.probe_crowding * config.crowding * taken)
+    added = (reports.params - reports.host_params).view(-1, 1, 1)
+    extra = torch.log1p((added + reports.cost_params) / host) - torch.log1p(added / host)
+    macs = reports.cost_macs / reports.host_macs.clamp(min=1).view(-1, 1, 1)
+    charge = reports.rent.view(-1, 1, 1) * extra
+    charge = charge + reports.compute_price.view(-1, 1, 1) * macs * (1 - born)
+    legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
+    value, blueprint = torch.where(legal, gain - charge, -torch.inf).max(dim=-1)
+    return value, blueprint
+
+
+def _commit(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> tuple[Wish, Wish]:
+    """Commit what pays while there are still steps enough; hurry what is not at full weight."""
+    pays = seeds.is_live & (seeds.commit_net > 0)
+    is_due = (reports.steps_left <= pays.sum(dim=-1) + config.spare_steps).unsqueeze(-1)
+    is_held = _is(reports.stage, SeedStage.HOLDING)
+    has_time = (reports.steps_left > 1).unsqueeze(-1)  # one step to hurry, one to commit
+    return (
+        Wish(LifecycleOp.FOSSILIZE, pays & is_due & is_held, seeds.commit_net),
+        Wish(LifecycleOp.ADVANCE, pays & is_due & ~is_held & has_time, seeds.commit_net),
+    )
+
+
+def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> Tensor:
+    """Whether a seed grown now can still ramp up, be judged and be committed, `[N, 1]`."""
+    queue = seeds.is_live.sum(dim=-1) + 1
+    needed = config.ramp_steps + config.patience + config.spare_steps + queue
+    return ((reports.steps_left >= needed) & (reports.progress <= config.last_start)).unsqueeze(-1)
+
+
+def _is_ready_to_blend(reports: Reports, config: HeuristicConfig) -> Tensor:
+    is_behind_host = _is(reports.stage, SeedStage.TRAINING)
+    return is_behind_host & (reports.stage_age >= config.behind_host_steps)
+
+
+def _prior_of_seeds(reports: Reports, config: HeuristicConfig) -> Tensor:
+    """The prior gain of the seed in each slot, `[N, S]`; meaningless where there is none."""
+    chosen = reports.blueprint.clamp(min=0).unsqueeze(-1)
+    reach, depth = (x.gather(-1, chosen).squeeze(-1) for x in (reports.reach, reports.depth))
+    host = reports.host_params.clamp(min=1).unsqueeze(-1)
+    size = torch.log1p(reports.seed_params / host)
+    episode_steps = reports.steps_left / (1 - reports.progress).clamp(min=1e-6)
+    age = reports.total_age / episode_steps.clamp(min=1).unsqueeze(-1)
+    born = (reports.progress.unsqueeze(-1) - age).clamp(min=0)
+    return _prior_gain(reports, size, reach, depth, reports.site_depth, born, config)
+
+
+def _prior_gain(
+    reports: Reports,
+    size: Tensor,
+    reach: Tensor,
+    depth: Tensor,
+    site_depth: Tensor,
+    born: Tensor,
+    config: HeuristicConfig,
+) -> Tensor:
+    """Accuracy that a seed of `size` (in u) gains alone, from its descriptors and its site."""
+    headroom = _headroom(reports, config).view(-1, *([1] * (size.dim() - 1)))
+    quality = 1 + config.depth_bonus * (depth > 1) + config.reach_bonus * reach
+    place = 1 - config.late_site_loss * site_depth
+    time = 1 - config.late_start_loss * born
+    share = config.gain_scale * size.pow(config.gain_exponent) * quality
+    return headroom * share.clamp(max=1) * place * time
+
+
+def _headroom(reports: Reports, config: HeuristicConfig) -> Tensor:
+    """Accuracy that there is to gain, `[N]`: what the host lacks and what its seeds brought."""
+    known = reports.contribution_known & reports.slot_exists
+    brought = torch.where(known, reports.contribution.clamp(min=0), 0.0).sum(dim=-1)
+    lacking = 1 - reports.validation_accuracy + brought
+    return torch.where(reports.validation_known, lacking, torch.inf).clamp(max=config.headroom)
+
+
+def _share_out(
+    prior: Tensor, contribution: Tensor, known: Tensor, config: HeuristicConfig
+) -> Tensor:
+    """The prior gains of the seeds that were measured, shared out again by what they contribute."""
+    measured = torch.where(known, contribution.clamp(min=0), 0.0)
+    total_prior = torch.where(known, prior, 0.0).sum(dim=-1, keepdim=True)
+    total = measured.sum(dim=-1, keepdim=True).clamp(min=1e-6)
+    return torch.where(
+        known, prior.lerp(measured / total * total_prior, config.evidence_weight), prior
+    )
+
+
+def _seed_rent(reports: Reports) -> Tensor:
+    """The rent that would be saved without each seed, `[N, S]`."""
+    host = reports.host_params.clamp(min=1).unsqueeze(-1)
+    added = (reports.params - reports.host_params).unsqueeze(-1)
+    without = (added - reports.seed_params).clamp(min=0)
+    return reports.rent.unsqueeze(-1) * (torch.log1p(added / host) - torch.log1p(without / host))
+
+
+def _seed_compute(reports: Reports) -> Tensor:
+    """The charge for a seed's multiply-adds from now to the end, `[N, S]`."""
+    macs = reports.seed_macs / reports.host_macs.clamp(min=1).unsqueeze(-1)
+    return (reports.compute_price * (1 - reports.progress)).unsqueeze(-1) * macs
+
+
+def _is(stage: Tensor, *stages: SeedStage) -> Tensor:
+    matches = stage == int(stages[0])
+    for other in stages[1:]:
+        matches = matches | (stage == int(other))
+    return matches

@@ -1,0 +1,186 @@
+"""Controllers that judge nothing: random, a fixed schedule, a constant plan.
+
+What scripted controllers share is here too: they state wishes in order of priority, and the
+first that is legal somewhere becomes the action.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline.constants import ALPHA_TARGETS, TEMPO_STEPS, AlphaCurve, BlendStyle
+from esper.leyline.factored_actions import ActionMasks
+from esper.leyline.reports import Reports
+from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
+from esper.tamiyo.policy.distributions import decide
+
+
+class RandomController:
+    """Every legal op with equal chances, then every legal slot, then every legal detail."""
+
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
+
+    def begin(self, env_ids: Tensor) -> None:
+        """Nothing to forget."""
+
+    def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
+        space = masks.action_space
+        even = [
+            torch.zeros(masks.num_envs, part.num_choices, device=masks.device)
+            for part in space.run_spaces
+        ]
+        actions, _, _ = decide(space, masks, lambda run, _: even[run], generator=self.generator)
+        return actions
+
+
+class PlannedSeed(NamedTuple):
+    step: int
+    slot: int
+    blueprint: int
+
+
+class ConstantPlan:
+    """Germinates each planned seed at its step, and commits it as soon as it holds.
+
+    One step has one action: what has to wait is done at the next free step, germinations first
+    except where the steps that are left are needed to commit.
+    """
+
+    def __init__(self, plan: Sequence[PlannedSeed | tuple[int, int, int]], ramp_steps: int = 2):
+        self.plan = tuple(PlannedSeed(*entry) for entry in plan)
+        self.ramp_steps = ramp_steps
+        check_ramp_steps(ramp_steps)
+        slots = [entry.slot for entry in self.plan]
+        if len(set(slots)) != len(slots):
+            raise ValueError(f"plan {self.plan} has two seeds for one slot; use one for each")
+
+    def begin(self, env_ids: Tensor) -> None:
+        """Nothing to forget."""
+
+    def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
+        self._check(reports)
+        planned = {entry.slot: entry for entry in self.plan}
+        never = PlannedSeed(torch.iinfo(torch.int64).max, -1, 0)
+        rows = [planned.get(slot, never) for slot in range(reports.num_slots)]
+        step, _, blueprint = torch.tensor(rows, device=reports.device).unbind(dim=-1)
+        blueprint = blueprint.expand_as(reports.stage)
+        legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
+        is_affordable = legal.gather(-1, blueprint.unsqueeze(-1)).squeeze(-1)
+        is_time = is_affordable & (reports.step.unsqueeze(-1) >= step)
+        urgency = -step.expand_as(reports.stage)
+        return germinate_and_commit(reports, masks, is_time, urgency, blueprint, self.ramp_steps)
+
+    def _check(self, reports: Reports) -> None:
+        for entry in self.plan:
+            if entry.slot >= reports.num_slots or entry.blueprint >= reports.num_blueprints:
+                raise ValueError(
+                    f"{entry} is planned for a host with {reports.num_slots} slots and "
+                    f"{reports.num_blueprints} blueprints"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSchedule:
+    """Grows one seed after another, first slot first, at fixed steps, and commits them all.
+
+    It knows no rent; of the blueprints that fit the budget it takes the one whose size is nearest
+    to `size`. It runs on any host and any menu, which a constant plan does not.
+    """
+
+    first_step: int = 0
+    every: int = 3  # steps between germinations
+    size: float = 0.25  # parameters of a seed, as a share of the host's
+    max_seeds: int = 3
+    ramp_steps: int = 2  # one of TEMPO_STEPS
+
+    def __post_init__(self) -> None:
+        check_ramp_steps(self.ramp_steps)
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: use one step or more")
+
+    def begin(self, env_ids: Tensor) -> None:
+        """Nothing to forget."""
+
+    def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
+        legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
+        share = reports.cost_params / reports.host_params.clamp(min=1).view(-1, 1, 1)
+        distance = torch.where(legal, (share - self.size).abs(), torch.inf)
+        blueprint = distance.argmin(dim=-1)
+        order = torch.arange(reports.num_slots, device=reports.device).expand_as(reports.stage)
+        is_time = reports.step.unsqueeze(-1) >= self.first_step + self.every * order
+        is_time = is_time & (order < self.max_seeds)
+        return germinate_and_commit(reports, masks, is_time, -order, blueprint, self.ramp_steps)
+
+
+def germinate_and_commit(
+    reports: Reports,
+    masks: ActionMasks,
+    is_time: Tensor,
+    urgency: Tensor,
+    blueprint: Tensor,
+    ramp_steps: int,
+) -> Tensor:
+    """Germinate where it is time, the most urgent first, and commit whatever holds."""
+    is_live = torch.stack([reports.stage == int(stage) for stage in LIVE_STAGES]).any(dim=0)
+    must_commit = (reports.steps_left <= is_live.sum(dim=-1)).unsqueeze(-1)
+    age = reports.total_age.float()
+    anywhere = torch.ones_like(is_time)
+    wishes = (
+        Wish(LifecycleOp.FOSSILIZE, must_commit & anywhere, age),
+        Wish(LifecycleOp.GERMINATE, is_time, urgency.float()),
+        Wish(LifecycleOp.FOSSILIZE, anywhere, age),
+        Wish(LifecycleOp.ADVANCE, reports.stage == int(SeedStage.TRAINING), age),
+    )
+    return take_first(masks, wishes, seed_details(blueprint, ramp_steps))
+
+
+class Wish(NamedTuple):
+    """An op, the slots it is wanted in and how much, both `[N, S]`."""
+
+    op: LifecycleOp
+    wanted: Tensor
+    urgency: Tensor
+
+
+def take_first(
+    masks: ActionMasks, wishes: Sequence[Wish], details: dict[str, Tensor | int]
+) -> Tensor:
+    """Actions `[N, H]`: each env's first wish that is legal in a slot that wants it, else WAIT.
+
+    `details` are the choices of a germination: a number for all, or one per slot `[N, S]`.
+    A prune acts at once.
+    """
+    space = masks.action_space
+    actions = torch.zeros(masks.num_envs, space.num_heads, dtype=torch.int64, device=masks.device)
+    for wish in reversed(wishes):
+        possible = wish.wanted & masks["slot"][:, int(wish.op)]
+        slot = torch.where(possible, wish.urgency, -torch.inf).argmax(dim=-1)
+        action = torch.zeros_like(actions)
+        action[:, 0], action[:, 1] = int(wish.op), slot
+        if wish.op == LifecycleOp.GERMINATE:
+            for name, choice in details.items():
+                if isinstance(choice, Tensor):
+                    choice = choice.gather(-1, slot.unsqueeze(-1)).squeeze(-1)
+                action[:, space.index(name)] = choice
+        actions = torch.where(possible.any(dim=-1, keepdim=True), action, actions)
+    return actions
+
+
+def seed_details(blueprint: Tensor, ramp_steps: int) -> dict[str, Tensor | int]:
+    """A germination's choices by head: this blueprint `[N, S]`, added along a linear ramp to 1."""
+    return {
+        "blueprint": blueprint,
+        "style": int(BlendStyle.ADD),
+        "tempo": TEMPO_STEPS.index(ramp_steps),
+        "alpha_target": ALPHA_TARGETS.index(1.0),
+        "alpha_curve": int(AlphaCurve.LINEAR),
+    }
+
+
+def check_ramp_steps(ramp_steps: int) -> None:
+    if ramp_steps not in TEMPO_STEPS:
+        raise ValueError(f"ramp_steps={ramp_steps} is not a tempo; use one of {TEMPO_STEPS}")

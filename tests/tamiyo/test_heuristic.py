@@ -1,0 +1,200 @@
+"""The heuristic's judgement, one case at a time, and its score on hosts with known gains."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from tamiyo.growth_simulator import HOST_PARAMS, GrowthSimulator, NoGrowth
+from tamiyo.random_reports import report_batches
+from torch import Tensor
+
+from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
+from esper.leyline.reports import Reports
+from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
+from esper.tamiyo.policy.action_masks import compute_batch_masks
+from esper.tamiyo.scripted import ConstantPlan, FixedSchedule, RandomController
+
+CONV, CONV_CONV = 3, 5  # blueprints of the simulator
+
+
+def masks_of(reports: Reports) -> ActionMasks:
+    return compute_batch_masks(
+        reports, tamiyo_action_space(reports.num_slots, reports.num_blueprints)
+    )
+
+
+def decide(reports: Reports, config: HeuristicConfig | None = None) -> Tensor:
+    return HeuristicController(config).decide(reports, masks_of(reports))
+
+
+def one_held_seed(
+    *, contribution: float, rent: float, step: int = 10, stage: SeedStage = SeedStage.HOLDING
+) -> Reports:
+    """A host with a conv-conv seed at full weight in its first slot."""
+    sim = GrowthSimulator(1, rent)
+    sim.step_count = step
+    sim.accuracies = [torch.tensor([0.7])] * 5
+    sim.states.stage[0, 0] = int(stage)
+    sim.states.blueprint[0, 0] = CONV_CONV
+    sim.states.alpha[0, 0] = sim.states.alpha_target[0, 0] = 1.0
+    sim.states.total_age[0, 0], sim.states.stage_age[0, 0] = 8, 6
+    reports = sim.observe()
+    reports.contribution[0, 0] = contribution
+    return reports
+
+
+def test_it_keeps_a_seed_that_pays_its_rent_and_prunes_one_that_does_not() -> None:
+    # rent of a 416-parameter seed in an 858-parameter host: 0.1 * log(1.485) = 0.040
+    pays = decide(one_held_seed(contribution=0.10, rent=0.1))
+    does_not = decide(one_held_seed(contribution=0.01, rent=0.1))
+    assert pays[0, 0] != LifecycleOp.PRUNE
+    assert does_not[0, :2].tolist() == [LifecycleOp.PRUNE, 0]
+    assert decide(one_held_seed(contribution=0.01, rent=0.01))[0, 0] != LifecycleOp.PRUNE
+
+
+def test_it_waits_for_evidence_before_it_prunes() -> None:
+    reports = one_held_seed(contribution=-0.05, rent=0.1)
+    assert decide(reports)[0, 0] == LifecycleOp.PRUNE
+    reports.stage_age[0, 0] = 1
+    assert decide(reports)[0, 0] != LifecycleOp.PRUNE
+    reports.stage_age[0, 0] = 6
+    reports.contribution_age[0, 0] = 9
+    assert decide(reports)[0, 0] != LifecycleOp.PRUNE
+    reports.contribution_age[0, 0] = 0
+    reports.contribution_known.fill_(False)
+    assert decide(reports)[0, 0] != LifecycleOp.PRUNE
+
+
+def test_a_noisy_contribution_gets_the_benefit_of_the_doubt() -> None:
+    reports = one_held_seed(contribution=0.02, rent=0.1)
+    assert decide(reports)[0, 0] == LifecycleOp.PRUNE
+    reports.contribution_error.fill_(0.05)
+    assert decide(reports)[0, 0] != LifecycleOp.PRUNE
+
+
+def test_it_commits_what_pays_before_the_end_and_nothing_else() -> None:
+    assert decide(one_held_seed(contribution=0.1, rent=0.1, step=10))[0, 0] != LifecycleOp.FOSSILIZE
+    last = decide(one_held_seed(contribution=0.1, rent=0.1, step=24))
+    assert last[0, :2].tolist() == [LifecycleOp.FOSSILIZE, 0]
+    loses = decide(one_held_seed(contribution=0.01, rent=0.1, step=24))
+    assert loses[0, 0] != LifecycleOp.FOSSILIZE
+
+
+def test_it_hurries_a_seed_that_would_blend_past_the_end() -> None:
+    reports = one_held_seed(contribution=0.1, rent=0.1, step=23, stage=SeedStage.BLENDING)
+    assert decide(reports)[0, :2].tolist() == [LifecycleOp.ADVANCE, 0]
+
+
+def test_it_leaves_a_seed_alone_that_is_being_pruned() -> None:
+    reports = one_held_seed(contribution=0.1, rent=0.1, step=23, stage=SeedStage.BLENDING)
+    reports.alpha_target.zero_()
+    assert decide(reports)[0, 0] == LifecycleOp.WAIT
+
+
+def test_it_brings_a_seed_out_from_behind_the_host() -> None:
+    reports = one_held_seed(contribution=0.1, rent=0.1, stage=SeedStage.TRAINING)
+    assert decide(reports)[0, :2].tolist() == [LifecycleOp.ADVANCE, 0]
+
+
+def test_it_grows_at_once_in_the_first_slot_and_not_too_late_to_commit() -> None:
+    sim = GrowthSimulator(1, rent=0.1)
+    assert decide(sim.observe())[0, :2].tolist() == [LifecycleOp.GERMINATE, 0]
+    for step in range(18, 25):
+        sim.step_count = step
+        assert decide(sim.observe())[0, 0] == LifecycleOp.WAIT
+
+
+def test_high_rent_makes_it_choose_small_seeds_and_prohibitive_rent_none() -> None:
+    sizes = []
+    for rent in (0.02, 0.25):
+        sim = GrowthSimulator(1, rent)
+        sim.step(HeuristicController().decide(sim.observe(), masks_of(sim.observe())))
+        sizes.append(sim.seed_params().sum().item())
+    assert sizes[0] > 2 * sizes[1] > 0
+    assert decide(GrowthSimulator(1, rent=5.0).observe())[0, 0] == LifecycleOp.WAIT
+
+
+def test_a_price_on_compute_makes_it_choose_less_of_it() -> None:
+    reports = GrowthSimulator(1, rent=0.02).observe()
+    free = decide(reports)[0, 2]
+    priced = decide(replace(reports, compute_price=torch.tensor([0.1])))[0, 2]
+    assert reports.cost_macs[0, 0, priced] < reports.cost_macs[0, 0, free]
+
+
+def test_it_never_exceeds_its_budget() -> None:
+    sim = GrowthSimulator(64, rent=0.005, params_budget=500.0)
+    controller = HeuristicController()
+    grew = torch.zeros(64, dtype=torch.bool)
+    for _ in range(sim.num_steps):
+        reports = sim.observe()
+        assert (reports.params <= HOST_PARAMS + 500).all()
+        sim.step(controller.decide(reports, masks_of(reports)))
+        grew |= sim.states.has_seed.any(dim=-1)
+    assert grew.all()
+
+
+def test_it_does_not_regrow_where_it_pruned_until_a_new_episode() -> None:
+    sim = GrowthSimulator(2, rent=0.1)
+    reports = sim.observe()
+    controller = HeuristicController()
+    resting = replace(reports, stage=torch.full_like(reports.stage, int(SeedStage.EMBARGOED)))
+    controller.decide(resting, masks_of(resting))
+    assert (controller.decide(reports, masks_of(reports))[:, 0] == LifecycleOp.WAIT).all()
+    controller.begin(torch.tensor([1]))
+    again = controller.decide(reports, masks_of(reports))
+    assert again[:, 0].tolist() == [LifecycleOp.WAIT, LifecycleOp.GERMINATE]
+
+
+def is_legal(masks: ActionMasks, actions: Tensor) -> Tensor:
+    """Each choice is in its row, or is 0 where the row is empty, `[N, H]`."""
+    rows = masks.action_space.split(masks.applied(actions))
+    return torch.stack(
+        [
+            row.gather(-1, actions[:, h : h + 1]).squeeze(-1)
+            | (~row.any(dim=-1) & (actions[:, h] == 0))
+            for h, row in enumerate(rows.values())
+        ],
+        dim=-1,
+    )
+
+
+@given(report_batches())
+def test_every_scripted_controller_acts_within_the_masks(reports: Reports) -> None:
+    masks = masks_of(reports)
+    last_slot, last_blueprint = reports.num_slots - 1, reports.num_blueprints - 1
+    for controller in (
+        HeuristicController(),
+        RandomController(torch.Generator().manual_seed(0)),
+        FixedSchedule(every=1),
+        ConstantPlan([(0, last_slot, last_blueprint)]),
+    ):
+        controller.begin(torch.arange(reports.num_envs))
+        actions = controller.decide(reports, masks)
+        assert actions.dtype == torch.int64
+        assert is_legal(masks, actions).all(), type(controller).__name__
+
+
+@pytest.mark.parametrize("num_slots", [3, 8])
+@pytest.mark.parametrize("rent", [0.02, 0.1, 0.25])
+def test_it_beats_random_growth_a_fixed_schedule_and_none_on_known_gains(
+    rent: float, num_slots: int
+) -> None:
+    def final_score(controller: object) -> float:
+        sim = GrowthSimulator(128, rent, num_slots=num_slots, rng_seed=1)
+        return sim.run(controller).mean().item()  # type: ignore[arg-type]
+
+    ours = final_score(HeuristicController())
+    assert ours > final_score(NoGrowth()) + 0.006
+    assert ours > final_score(RandomController(torch.Generator().manual_seed(0))) + 0.02
+    assert ours > final_score(FixedSchedule()) + (0.0 if rent == 0.1 else 0.01)
+
+
+def test_evidence_is_worth_something_to_it() -> None:
+    def final_score(config: HeuristicConfig) -> float:
+        sim = GrowthSimulator(256, 0.1, rng_seed=2)
+        return sim.run(HeuristicController(config)).mean().item()
+
+    deaf = HeuristicConfig(evidence_weight=0.0, optimism=100.0)
+    assert final_score(HeuristicConfig()) > final_score(deaf) + 0.01
