@@ -181,11 +181,21 @@ class PerHost:
         self.seed_optimizers: list[torch.optim.Optimizer | None] = [None for _ in host.sites]
 
     def act(self, choice: dict[str, int], behind_host: bool = False) -> None:
-        """One factored action. A new seed is born as torch makes it, its last layer zero."""
+        """One factored action."""
         self.slots[choice["slot"]].act(choice, behind_host)
         if choice["op"] == LifecycleOp.GERMINATE:
-            self._plant(choice["slot"])
+            self.plant(choice["slot"])
         self._drop_removed_seeds()
+
+    def plant(self, slot: int) -> None:
+        """A module, its last layer zero, and an optimiser for the seed that germinated in a slot."""
+        program = self.menu[self.slots[slot].blueprint].program(self.sites[slot])
+        seed = program.module().to(next(self.module.parameters()).dtype)
+        last = [module for module in seed.modules() if list(module.parameters(recurse=False))][-1]
+        for param in last.parameters():
+            nn.init.zeros_(param)
+        self.seeds[slot] = seed
+        self.seed_optimizers[slot] = self.make_optimizer(seed.parameters())
 
     def begin_step(self) -> None:
         for life in self.slots:
@@ -262,15 +272,6 @@ class PerHost:
         params = [param for slot in behind for param in self.seeds[slot].parameters()]
         for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
             param.grad = grad
-
-    def _plant(self, slot: int) -> None:
-        program = self.menu[self.slots[slot].blueprint].program(self.sites[slot])
-        seed = program.module().to(next(self.module.parameters()).dtype)
-        last = [module for module in seed.modules() if list(module.parameters(recurse=False))][-1]
-        for param in last.parameters():
-            nn.init.zeros_(param)
-        self.seeds[slot] = seed
-        self.seed_optimizers[slot] = self.make_optimizer(seed.parameters())
 
     def _drop_removed_seeds(self) -> None:
         for slot, life in enumerate(self.slots):
