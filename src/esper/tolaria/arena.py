@@ -89,6 +89,10 @@ class Arena:
         self._storage[:, host_ids, columns] = 0
         self.grads[host_ids, columns] = 0
 
+    def finite_rows(self) -> Tensor:
+        """Hosts `[P]` without a nan or an infinity in parameters and moments."""
+        return self._storage[:, :-1].isfinite().all(2).all(0)
+
     def save(self) -> "ArenaSnapshot":
         """What every host is now: parameters, moments and step counts."""
         return ArenaSnapshot(self._storage.clone(), self.steps.clone())

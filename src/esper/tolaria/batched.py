@@ -148,6 +148,11 @@ class Minibatch:
         )
         return losses.detach()
 
+    @property
+    def felt_slots(self) -> tuple[int, ...]:
+        """Slots in which there is room for seeds that hosts feel."""
+        return tuple(sorted({key.slot for key in self._keys(behind=False)}))
+
     @torch.no_grad()
     def logits(self, x: Tensor, ablate: bool = False) -> Tensor:
         """What the hosts say, without training; see `run_hosts`."""

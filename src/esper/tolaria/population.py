@@ -19,6 +19,7 @@ from torch import Tensor
 from esper.kasmina.blueprints.registry import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates
+from esper.leyline.stages import SeedStage
 from esper.tolaria.arena import Arena, ArenaLayout, ArenaSnapshot
 from esper.tolaria.batched import BlendInputs, Minibatch
 from esper.tolaria.feed import CHUNK, Feed
@@ -123,6 +124,16 @@ class Population:
     def logits(self, x: Tensor, ablate: bool = False) -> Tensor:
         """`[P, classes, batch]` on `x [P, *shape, batch]`; see `batched.run_hosts`."""
         return self.steps.minibatch.logits(x, ablate)
+
+    @property
+    def is_felt(self) -> Tensor:
+        """Slots `[P, S]` whose seed takes part in what the host says; on the CPU."""
+        return self._states.has_seed & (self._states.stage != SeedStage.TRAINING)
+
+    @property
+    def felt_slots(self) -> tuple[int, ...]:
+        """The slots that add a copy to ablated logits, in this order."""
+        return self.steps.minibatch.felt_slots
 
     def save(self) -> Snapshot:
         return Snapshot(self.arena.save(), self._states)

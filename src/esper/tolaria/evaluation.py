@@ -1,0 +1,78 @@
+"""How good every host is on its validation rows, and what each of its seeds is worth there.
+
+One batched pass answers both: each slot that has seeds adds a copy of the batch in which it is
+switched off, so that a seed is judged on the very examples that it helped with or spoiled.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper.tolaria.population import Population
+
+CHUNK_ROWS = 400  # validation rows of each host that are worked on at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Of P hosts, on the population's device; accuracy is 0 to 1."""
+
+    loss: Tensor  # [P]
+    accuracy: Tensor  # [P]
+    contribution: Tensor  # [P, S]: accuracy lost when the slot's seed is switched off
+    contribution_error: Tensor  # [P, S]: its standard error, examples paired
+    contribution_known: Tensor  # [P, S]: there is a seed, and the host feels it
+
+
+def evaluate(population: Population, num_rows: int | None = None) -> Evaluation:
+    """Every host on the first `num_rows` validation rows of its view (all if left out)."""
+    task, views = population.task, population.view_ids.to(population.task.device)
+    num_rows = num_rows or task.validation_y.shape[1]
+    totals = _Totals(population)
+    for start in range(0, num_rows, CHUNK_ROWS):
+        rows = slice(start, min(start + CHUNK_ROWS, num_rows))
+        x = task.validation_x[:, rows].index_select(0, views).movedim(1, -1)
+        totals.add(x, task.validation_y[:, rows].index_select(0, views))
+    return totals.evaluation(num_rows)
+
+
+class _Totals:
+    """Sums over the examples seen so far."""
+
+    def __init__(self, population: Population):
+        self._population = population
+        weights = population.arena.params
+        per_host = weights.new_zeros(2, population.num_hosts)
+        per_slot = weights.new_zeros(2, population.num_hosts, population.num_slots)
+        self._loss, self._correct = per_host.unbind()
+        self._gain, self._gain_squared = per_slot.unbind()
+
+    def add(self, x: Tensor, labels: Tensor) -> None:
+        """Examples `[P, *shape, batch]` with labels `[P, batch]`."""
+        population = self._population
+        logits = population.logits(x, ablate=True)
+        with_all, *without = torch.split(logits, labels.shape[1], dim=-1)
+        self._loss += F.cross_entropy(with_all, labels, reduction="none").sum(1)
+        correct = _is_correct(with_all, labels)
+        self._correct += correct.sum(1)
+        for slot, ablated in zip(population.felt_slots, without, strict=True):
+            gain = correct - _is_correct(ablated, labels)
+            self._gain[:, slot] += gain.sum(1)
+            self._gain_squared[:, slot] += gain.square().sum(1)
+
+    def evaluation(self, num_rows: int) -> Evaluation:
+        mean = self._gain / num_rows
+        variance = (self._gain_squared - num_rows * mean.square()) / max(1, num_rows - 1)
+        return Evaluation(
+            loss=self._loss / num_rows,
+            accuracy=self._correct / num_rows,
+            contribution=mean,
+            contribution_error=(variance.clamp(min=0) / num_rows).sqrt(),
+            contribution_known=self._population.is_felt.to(mean.device),
+        )
+
+
+def _is_correct(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(1) == labels).to(logits.dtype)

@@ -1,0 +1,112 @@
+"""The governor keeps hosts safe: one that breaks is rolled back, and no other notices.
+
+A host is broken when a loss or a weight of it is not finite, or when its loss has run away from
+its own recent history. It goes back to its last snapshot, without the seeds that were live then.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from esper.kasmina import lifecycle
+from esper.tolaria.population import Population, Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class GovernorConfig:
+    snapshot_every: int = 3  # steps
+    history: int = 8  # steps whose mean loss is remembered
+    max_loss_ratio: float = 3.0  # to the median of its history; beyond it a host has diverged
+
+    def __post_init__(self) -> None:
+        if self.snapshot_every < 1 or self.history < 1 or self.max_loss_ratio <= 1:
+            raise ValueError(f"{self}; use counts of 1 or more and a ratio above 1")
+
+
+class Breakage(Enum):
+    LOSS_NOT_FINITE = "loss not finite"
+    WEIGHTS_NOT_FINITE = "weights not finite"
+    DIVERGED = "diverged"
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One host went back to its snapshot."""
+
+    host: int
+    breakage: Breakage
+    loss: float  # mean of the step that broke
+    usual_loss: float  # median of the host's history; nan without one
+    steps_lost: int  # since the snapshot
+
+
+class Governor:
+    """Watches a population step by step; the first snapshot is the population as it is now."""
+
+    def __init__(self, population: Population, config: GovernorConfig | None = None):
+        self._population = population
+        self._config = config or GovernorConfig()
+        # a host that does better than guessing has not diverged, whatever it did before
+        self._guessing_loss = math.log(population.host.num_classes)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, after the population did."""
+        self._snapshot: Snapshot = self._population.save()
+        self._age = 0
+        self._history: deque[Tensor] = deque(maxlen=self._config.history)
+
+    def watch(self, losses: Tensor) -> tuple[Rollback, ...]:
+        """Rolls back what broke in a step with minibatch losses `[M, P]`; once per step."""
+        self._age += 1
+        loss = losses.mean(0).cpu()
+        usual = self._usual_loss(loss)
+        broken = self._find_broken(loss, usual)
+        events = tuple(
+            Rollback(host, breakage, float(loss[host]), float(usual[host]), self._age)
+            for host, breakage in broken.items()
+        )
+        hosts = torch.tensor(list(broken), dtype=torch.int64)
+        if len(hosts):
+            self._roll_back(hosts)
+        self._remember(loss, hosts)
+        if self._age == self._config.snapshot_every:
+            self._snapshot, self._age = self._population.save(), 0
+        return events
+
+    def _find_broken(self, loss: Tensor, usual: Tensor) -> dict[int, Breakage]:
+        weights_finite = self._population.arena.finite_rows().cpu()
+        # from the mildest on: the last one written stands
+        causes = (
+            (Breakage.DIVERGED, self._has_diverged(loss, usual)),
+            (Breakage.WEIGHTS_NOT_FINITE, ~weights_finite),
+            (Breakage.LOSS_NOT_FINITE, ~loss.isfinite()),
+        )
+        broken: dict[int, Breakage] = {}
+        for breakage, hosts in causes:
+            broken.update(dict.fromkeys(hosts.nonzero().flatten().tolist(), breakage))
+        return broken
+
+    def _has_diverged(self, loss: Tensor, usual: Tensor) -> Tensor:
+        runaway = loss > self._config.max_loss_ratio * usual  # never, without a history
+        return runaway & (loss > self._guessing_loss)
+
+    def _usual_loss(self, loss: Tensor) -> Tensor:
+        """The median of each host's history `[P]`, nan where it has none."""
+        if not self._history:
+            return torch.full_like(loss, math.nan)
+        return torch.stack(tuple(self._history)).nanmedian(0).values
+
+    def _roll_back(self, hosts: Tensor) -> None:
+        population = self._population
+        population.restore(self._snapshot, hosts)
+        population.adopt(lifecycle.uproot(population.states, hosts))
+
+    def _remember(self, loss: Tensor, rolled_back: Tensor) -> None:
+        remembered = loss.clone()
+        remembered[rolled_back] = math.nan
+        self._history.append(remembered)

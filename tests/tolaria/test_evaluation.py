@@ -1,0 +1,92 @@
+"""Validation of every host, and of every seed by switching it off."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tolaria.small_populations import grow, random_task, small_population, take_step
+
+from esper.tolaria import evaluation
+from esper.tolaria.evaluation import evaluate
+
+
+def grown_population():
+    task = random_task(num_views=2)
+    population = small_population(task=task, view_ids=torch.tensor([1, 0, 1, 0]))
+    hosts, slots = [0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 2, 1]
+    blueprints, styles = torch.tensor([2, 5, 8, 5, 5, 1]), torch.tensor([0, 1, 2, 0, 0, 2])
+    grow(population, hosts, slots, blueprints, styles)
+    for step in range(3):
+        take_step(population, step, count=15)
+    return population
+
+
+def alone(population, host, without=None):
+    """A host's logits on its validation rows `[rows, classes]`, segment by segment."""
+    view = population.view_ids[host]
+    x = population.task.validation_x[view].movedim(0, -1).unsqueeze(0)
+    row = population.arena.params[host : host + 1]
+    start = 0
+    for slot, program in enumerate(population.host.programs):
+        x = program.forward(row[:, start : start + program.num_params], x)
+        start += program.num_params
+        states = population.states
+        if slot < population.num_slots and states.has_seed[host, slot] and slot != without:
+            seed = population.menu[states.blueprint[host, slot]].program(
+                population.host.sites[slot]
+            )
+            columns = population.arena.layout.seed_columns(slot, seed.num_params)
+            output, alpha = seed.forward(row[:, columns], x), states.alpha[host, slot]
+            match int(states.style[host, slot]):
+                case 0:
+                    x = x + alpha * output
+                case 1:
+                    x = x * (1 + alpha * output.tanh())
+                case 2:
+                    x = x + alpha * x.sigmoid() * output
+    return x[0].T
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_hosts_and_seeds_are_judged_as_one_by_one(chunk, monkeypatch):
+    monkeypatch.setattr(evaluation, "CHUNK_ROWS", chunk)
+    population = grown_population()
+    found = evaluate(population)
+    for host in range(4):
+        labels = population.task.validation_y[population.view_ids[host]]
+        logits = alone(population, host)
+        correct = (logits.argmax(1) == labels).double()
+        assert found.loss[host].item() == pytest.approx(F.cross_entropy(logits, labels).item())
+        assert found.accuracy[host].item() == pytest.approx(correct.mean().item())
+        for slot in range(3):
+            known = bool(population.states.has_seed[host, slot])
+            assert bool(found.contribution_known[host, slot]) == known
+            if known:
+                off = (alone(population, host, without=slot).argmax(1) == labels).double()
+                gain = correct - off
+                error = gain.std() / len(labels) ** 0.5
+                assert found.contribution[host, slot].item() == pytest.approx(gain.mean().item())
+                assert found.contribution_error[host, slot].item() == pytest.approx(error.item())
+    assert bool((found.contribution != 0).any())
+
+
+def test_a_seed_behind_its_host_has_no_contribution_yet():
+    population = small_population()
+    grow(population, [0], [1], blueprint=5, behind_host=True)
+    grow(population, [1], [1], blueprint=5)
+    take_step(population)
+    assert evaluate(population).contribution_known.nonzero().tolist() == [[1, 1]]
+
+
+def test_fewer_rows_are_the_first_ones():
+    population = grown_population()
+    labels = population.task.validation_y[population.view_ids[2], :10]
+    correct = (alone(population, 2)[:10].argmax(1) == labels).double()
+    assert evaluate(population, num_rows=10).accuracy[2].item() == pytest.approx(correct.mean())
+
+
+def test_evaluation_changes_nothing():
+    population = grown_population()
+    before = population.arena.params.clone(), population.arena.grads.clone()
+    evaluate(population)
+    assert torch.equal(population.arena.params, before[0])
+    assert torch.equal(population.arena.grads, before[1])
