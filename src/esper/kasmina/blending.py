@@ -31,7 +31,7 @@ def curve(kind: Tensor, fraction: Tensor) -> Tensor:
 
 
 def blend(x: Tensor, seed: Tensor, alpha: Tensor, style: Tensor) -> Tensor:
-    """Activations `x` with the seeds' outputs blended in; both `[G, batch, ...]`.
+    """Activations `x` with the seeds' outputs blended in; both `[G, ...]`, whatever the layout.
 
     `alpha` and `style` (a `BlendStyle`) are `[G]`: one per host, mixed freely. The three styles
     are one formula, so nothing waits to learn which are present.

@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 from esper.leyline.constants import SiteKind
+from esper.tolaria.randomness import fold
+
+_PURPOSE = -1  # what a key of the rows' order begins with, where others have a host's id
 
 DATA_DIR = Path("data")
 FASHION_MNIST_DIR = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
@@ -231,8 +234,7 @@ def _row_orders(
     """
     bits = most.bit_length()
     rows = torch.arange(most, device=host_ids.device)
-    epoch_key = _hash(_hash(host_ids + _hash(torch.tensor(rng_seed))).unsqueeze(1) + epochs)
-    keys = _hash(epoch_key.unsqueeze(-1) + rows)
+    keys = fold(rng_seed, _PURPOSE, host_ids.view(-1, 1, 1), epochs.unsqueeze(-1), rows)
     keys = (keys >> bits << bits) | rows
     last = torch.iinfo(torch.int64).max
     keys = torch.where(rows < counts.view(-1, 1, 1), keys, last)
@@ -241,19 +243,6 @@ def _row_orders(
     else:
         ordered = keys.sort().values
     return ordered & ((1 << bits) - 1)
-
-
-def _hash(x: Tensor) -> Tensor:
-    """64 well-mixed bits of an int64 each: the output function of SplitMix64 (Steele 2014)."""
-    x = x + -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
-    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
-    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """A shift to the right that fills with zeros, not with the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _task(
