@@ -21,11 +21,17 @@ class Controller(Protocol):
 
 
 class StepOutcome(NamedTuple):
-    """What came of one step, each `[N]`."""
+    """What came of one step, each `[N]`: what there is to score, and whether the episode is over.
 
-    reward: Tensor
+    On an episode's last step accuracy and parameters are those of the committed network.
+    """
+
+    accuracy: Tensor  # validation, after the step's training
+    added_params: Tensor
+    added_compute: Tensor  # mean over the episode of the seeds' share of the host's multiply-adds
     terminated: Tensor
     truncated: Tensor
+    rolled_back: Tensor  # the governor took the host back; its episode is over
 
 
 class Environment(Protocol):
@@ -40,4 +46,6 @@ class Environment(Protocol):
 
     def observe(self) -> Reports: ...
 
-    def step(self, actions: Tensor) -> StepOutcome: ...
+    def step(self, actions: Tensor) -> StepOutcome:
+        """Act, then train. What an env that is over is told to do is ignored."""
+        ...

@@ -1,0 +1,241 @@
+"""Growing hosts as an environment: what a controller may do to them, and what it gets to see.
+
+    environment = GrowthEnvironment(garden, GrowthConfig(), rng_seed=0)
+    environment.reset()
+    reports = environment.observe()
+    outcome = environment.step(actions)
+
+What actually grows is a `Garden`: a population of networks, or one whose gains are known.
+Slots, budgets, prices, the clock and the reports are the same for both, and are here.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.lifecycle import SlotStates, apply
+from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
+from esper.leyline.factored_actions import tamiyo_action_space
+from esper.leyline.protocols import StepOutcome
+from esper.leyline.reports import ACCURACY_HISTORY, Reports
+from esper.leyline.stages import LifecycleOp, SeedStage
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthConfig:
+    """An episode's length, prices and limits."""
+
+    num_steps: int = DEFAULT_EPISODE_LENGTH
+    """Decisions per episode."""
+    min_rent: float = 0.02
+    """Rent is drawn log-uniformly per episode from min_rent to max_rent."""
+    max_rent: float = 0.30
+    """Score charged per unit of log(1 + added params / host params)."""
+    compute_price: float = 0.0
+    """Score charged for seeds that use as many multiply-adds as the host, all episode long."""
+    params_budget: float = math.inf
+    """Parameters that may be added, as a share of the host's."""
+    macs_budget: float = math.inf
+    """Multiply-adds that may be added, as a share of the host's."""
+    max_germinations: int = 100
+    """Seeds that may be tried in one episode."""
+    behind_host: bool = False
+    """New seeds train behind the host before they blend."""
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps}; use 1 or more")
+        if not 0 < self.min_rent <= self.max_rent:
+            raise ValueError(
+                f"min_rent={self.min_rent}, max_rent={self.max_rent}; use 0 < min_rent <= max_rent"
+            )
+
+
+class GardenPlan(NamedTuple):
+    """What is known of the hosts before they train; S slots, B blueprints."""
+
+    host_params: Tensor  # [N], as are the multiply-adds
+    host_macs: Tensor
+    slot_exists: Tensor  # [N, S], as are the sites'
+    site_kind: Tensor
+    site_width: Tensor
+    site_depth: Tensor
+    fits: Tensor  # [N, S, B], as are those below
+    cost_params: Tensor
+    cost_macs: Tensor
+    reach: Tensor
+    depth: Tensor
+
+
+class Evidence(NamedTuple):
+    """What a step of training showed."""
+
+    loss: Tensor  # [N]
+    accuracy: Tensor  # [N]
+    contribution: Tensor  # [N, S]
+    contribution_error: Tensor  # [N, S]
+    contribution_known: Tensor  # [N, S]
+    gradient_norm: Tensor  # [N, S]
+    gradient_known: Tensor  # [N, S]
+    rolled_back: Tensor  # [N]
+
+
+class Garden(Protocol):
+    """Hosts that train while seeds grow in their slots."""
+
+    num_envs: int
+    num_slots: int
+    num_blueprints: int
+
+    @property
+    def states(self) -> SlotStates: ...
+
+    def reset(self, generator: torch.Generator) -> GardenPlan:
+        """New hosts in every env."""
+        ...
+
+    def grow(self, states: SlotStates) -> Evidence:
+        """Take in requested states, train for one step, let timed moves happen, validate."""
+        ...
+
+    def committed_accuracy(self) -> Tensor:
+        """Validation accuracy `[N]` with every seed removed that is not fossilised."""
+        ...
+
+
+class GrowthEnvironment:
+    """N episodes side by side, on the CPU whatever the garden uses."""
+
+    def __init__(self, garden: Garden, config: GrowthConfig | None = None, *, rng_seed: int = 0):
+        self.garden = garden
+        self.config = config or GrowthConfig()
+        self.num_envs = garden.num_envs
+        self.action_space = tamiyo_action_space(garden.num_slots, garden.num_blueprints)
+        self._generator = torch.Generator().manual_seed(rng_seed)
+
+    def reset(self) -> None:
+        config, num_envs = self.config, self.num_envs
+        self._plan = self.garden.reset(self._generator)
+        uniform = torch.rand(num_envs, generator=self._generator)
+        self._rent = config.min_rent * (config.max_rent / config.min_rent) ** uniform
+        self._step = 0
+        self._is_over = torch.zeros(num_envs, dtype=torch.bool)
+        self._germinations = torch.zeros(num_envs, dtype=torch.int64)
+        self._compute = torch.zeros(num_envs)
+        self._evidence: Evidence | None = None
+        self._contribution_age = torch.zeros_like(self._plan.site_kind)
+        self._history = torch.zeros(num_envs, ACCURACY_HISTORY)
+        self._last_action = torch.zeros(num_envs, self.action_space.num_heads, dtype=torch.int64)
+
+    def step(self, actions: Tensor) -> StepOutcome:
+        actions = actions.cpu() * ~self._is_over.unsqueeze(-1)  # WAIT where nothing goes on
+        self._germinations += actions[:, 0] == LifecycleOp.GERMINATE
+        states = apply(
+            self.garden.states, actions, self.action_space, behind_host=self.config.behind_host
+        )
+        evidence = self.garden.grow(states)
+        self._remember(actions, evidence)
+        self._step += 1
+        self._compute += self._seed_macs().sum(dim=-1) / self._plan.host_macs
+        is_last = self._step == self.config.num_steps
+        outcome = StepOutcome(
+            accuracy=self.garden.committed_accuracy() if is_last else evidence.accuracy,
+            added_params=self._committed_params() if is_last else self._added_params(),
+            added_compute=self._compute / self.config.num_steps,
+            terminated=torch.full_like(self._is_over, is_last) | evidence.rolled_back,
+            truncated=torch.zeros_like(self._is_over),
+            rolled_back=evidence.rolled_back,
+        )
+        self._is_over = self._is_over | outcome.terminated
+        return outcome
+
+    def observe(self) -> Reports:
+        plan, states, config = self._plan, self.garden.states, self.config
+        per_env = (self.num_envs,)
+        added, added_macs = self._added_params(), self._seed_macs().sum(dim=-1)
+        is_known = torch.full(per_env, self._evidence is not None)
+        evidence = self._evidence or _no_evidence(plan)
+        return Reports(
+            progress=torch.full(per_env, self._step / config.num_steps),
+            steps_left=torch.full(per_env, config.num_steps - self._step),
+            validation_loss=evidence.loss,
+            validation_accuracy=evidence.accuracy,
+            validation_known=is_known,
+            accuracy_history=self._history,
+            accuracy_history_known=(torch.arange(ACCURACY_HISTORY) < self._step).expand_as(
+                self._history
+            ),
+            host_params=plan.host_params,
+            host_macs=plan.host_macs,
+            params=plan.host_params + added,
+            macs=plan.host_macs + added_macs,
+            params_left=config.params_budget * plan.host_params - added,
+            macs_left=config.macs_budget * plan.host_macs - added_macs,
+            seeds_left=config.max_germinations - self._germinations,
+            rent=self._rent,
+            compute_price=torch.full(per_env, config.compute_price),
+            last_action=self._last_action,
+            last_action_known=is_known,
+            last_action_succeeded=is_known,  # what a mask allows, a slot accepts
+            slot_exists=plan.slot_exists,
+            stage=states.stage,
+            stage_age=states.stage_age,
+            total_age=states.total_age,
+            alpha=states.alpha.float(),
+            alpha_target=states.alpha_target.float(),
+            blueprint=states.blueprint,
+            seed_params=self._seed_params(),
+            seed_macs=self._seed_macs(),
+            site_kind=plan.site_kind,
+            site_width=plan.site_width,
+            site_depth=plan.site_depth,
+            gradient_norm=evidence.gradient_norm,
+            gradient_known=evidence.gradient_known,
+            contribution=evidence.contribution,
+            contribution_error=evidence.contribution_error,
+            contribution_known=evidence.contribution_known & states.has_seed,
+            contribution_age=self._contribution_age,
+            fits=plan.fits,
+            cost_params=plan.cost_params,
+            cost_macs=plan.cost_macs,
+            reach=plan.reach,
+            depth=plan.depth,
+        )
+
+    def _remember(self, actions: Tensor, evidence: Evidence) -> None:
+        self._last_action = actions
+        self._evidence = evidence
+        self._history = torch.cat((evidence.accuracy.unsqueeze(1), self._history[:, :-1]), dim=1)
+        older = self._contribution_age + 1
+        self._contribution_age = torch.where(evidence.contribution_known, 0, older)
+
+    def _seed_params(self) -> Tensor:
+        return _of_seeds(self._plan.cost_params, self.garden.states)
+
+    def _seed_macs(self) -> Tensor:
+        return _of_seeds(self._plan.cost_macs, self.garden.states)
+
+    def _added_params(self) -> Tensor:
+        return self._seed_params().sum(dim=-1)
+
+    def _committed_params(self) -> Tensor:
+        is_committed = self.garden.states.stage == SeedStage.FOSSILIZED
+        return (self._seed_params() * is_committed).sum(dim=-1)
+
+
+def _of_seeds(per_blueprint: Tensor, states: SlotStates) -> Tensor:
+    """The entries `[N, S]` of the seeds that are there, 0 without one; from `[N, S, B]`."""
+    chosen = states.blueprint.clamp(min=0).unsqueeze(-1)
+    return per_blueprint.gather(-1, chosen).squeeze(-1) * states.has_seed
+
+
+def _no_evidence(plan: GardenPlan) -> Evidence:
+    """Before the first step: zeros, all flagged as missing."""
+    per_env, per_slot = torch.zeros_like(plan.host_params), torch.zeros_like(plan.site_width)
+    missing = torch.zeros_like(plan.slot_exists)
+    return Evidence(
+        per_env, per_env, per_slot, per_slot, missing, per_slot, missing, per_env.bool()
+    )

@@ -1,0 +1,101 @@
+"""Vectorised training: the oracle environment is solved; rewards telescope; ended envs sit out."""
+
+import torch
+
+from esper.kasmina.lifecycle import uproot
+from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.rewards import ROLLBACK_PENALTY, growth_score
+from esper.simic.training.vectorized import VectorizedTrainer
+from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
+from esper.tolaria.oracle import HOST_ACCURACY, HOST_PARAMS, KnownGains
+
+
+def make_trainer(num_envs, garden=None, *, rng_seed=0, **settings):
+    torch.manual_seed(rng_seed)
+    environment = GrowthEnvironment(garden or KnownGains(num_envs), rng_seed=rng_seed)
+    garden = environment.garden
+    layout = FeatureLayout(garden.num_slots, garden.num_blueprints)
+    policy = FactoredRecurrentActorCritic(
+        environment.action_space, layout, PolicyConfig(lstm_hidden_dim=64)
+    )
+    config = PPOConfig(gamma=1.0, normalize_features=False, **settings)
+    return VectorizedTrainer(environment, PPOAgent(policy, config), max_steps=25, rng_seed=rng_seed)
+
+
+def test_the_oracle_environment_is_solved():
+    """At least 95 % of what the best plan gains over the host alone, over all rents."""
+    trainer = make_trainer(64)
+    found, possible = [], []
+    for summary in trainer.rounds(90):
+        assert summary.metrics["first_ratio_error"] < 1e-5
+        best = trainer.environment.garden.best_scores(summary.rent)
+        found.append((summary.scores - HOST_ACCURACY).mean())
+        possible.append((best - HOST_ACCURACY).mean())
+    share = sum(found[-10:]) / sum(possible[-10:])
+    assert share >= 0.95, f"reached {share:.3f} of the optimum"
+
+
+def test_rewards_sum_to_the_score_of_the_committed_network():
+    trainer = make_trainer(16)
+    rent = trainer.collect()
+    garden, rewards = trainer.environment.garden, trainer.buffer._fields["rewards"]
+    committed = trainer.environment._committed_params()
+    expected = growth_score(
+        garden.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
+    )
+    torch.testing.assert_close(rewards.sum(dim=1), expected)
+    torch.testing.assert_close(trainer.reward.scores, expected)
+    assert trainer.buffer._fields["terminated"].sum(dim=1).tolist() == [1] * 16
+    assert trainer.buffer._fields["terminated"][:, -1].all()
+
+
+class BreaksAtStep(KnownGains):
+    """Env 1 is rolled back at step 3."""
+
+    def reset(self, generator):
+        self.steps = 0
+        return super().reset(generator)
+
+    def grow(self, states):
+        evidence = super().grow(states)
+        self.steps += 1
+        if self.steps == 3:
+            self._states = uproot(self._states, torch.tensor([1]))
+            evidence.rolled_back[1] = True
+        return evidence
+
+
+def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
+    trainer = make_trainer(4, BreaksAtStep(4))
+    trainer.collect()
+    assert trainer.buffer.step_counts.tolist() == [25, 3, 25, 25]
+    torch.testing.assert_close(
+        trainer.buffer._fields["rewards"][1, 2], torch.tensor(ROLLBACK_PENALTY)
+    )
+    assert trainer.buffer.episode_boundaries.tolist() == [[0, 0, 25], [1, 0, 3], [2, 0, 25], [3, 0, 25]]  # fmt: skip
+    trainer.agent.update(trainer.buffer)
+
+
+def test_a_budget_is_never_exceeded_and_compute_is_charged():
+    garden = KnownGains(32)
+    environment = GrowthEnvironment(
+        garden, GrowthConfig(params_budget=0.3, max_germinations=2, compute_price=0.5)
+    )
+    layout = FeatureLayout(garden.num_slots, garden.num_blueprints)
+    policy = FactoredRecurrentActorCritic(
+        environment.action_space, layout, PolicyConfig(lstm_hidden_dim=16)
+    )
+    trainer = VectorizedTrainer(environment, PPOAgent(policy, PPOConfig(gamma=1.0)), max_steps=25)
+    trainer.collect()
+    reports = environment.observe()
+    assert (reports.params - reports.host_params <= 0.3 * HOST_PARAMS).all()
+    assert (reports.seeds_left >= 0).all()
+    assert (reports.params > reports.host_params).any()
+    uncharged = growth_score(
+        garden.committed_accuracy(), environment._committed_params(), reports.host_params, reports.rent
+    )  # fmt: skip
+    used = environment._compute > 0
+    assert used.any()
+    assert (trainer.reward.scores[used] < uncharged[used]).all()
