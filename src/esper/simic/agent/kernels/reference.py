@@ -27,12 +27,10 @@ def gae(
     next_values = next_values.masked_fill_(terminated, 0.0)
     deltas = (rewards + gamma * next_values - values).masked_fill_(~stored, 0.0)
 
-    # past the stored rows delta is 0 and the gate is shut, so the advantage there is 0 as well
-    shut = ended | ~stored
     advantages = deltas.new_empty(num_envs, num_steps)
-    running = deltas.new_zeros(num_envs)
+    running = deltas.new_zeros(num_envs)  # stays 0 until the first stored row, as the deltas do
     for t in reversed(range(num_steps)):
-        running.masked_fill_(shut[:, t], 0.0)
+        running.masked_fill_(ended[:, t], 0.0)
         running.mul_(gamma * gae_lambda).add_(deltas[:, t])
         advantages[:, t] = running
     returns = (advantages + values).masked_fill_(~stored, 0.0)
