@@ -67,7 +67,7 @@ def tile_shape(num_envs: int, num_steps: int) -> tuple[int, int, int]:
     return rows, steps, max(1, rows * steps // 128)
 
 
-@triton.jit(do_not_specialize=["num_envs"])
+@triton.jit(do_not_specialize=["num_envs"])  # type: ignore[untyped-decorator]
 def _gae_tiles(  # type: ignore[no-untyped-def]
     rewards,
     values,
