@@ -127,72 +127,65 @@ def looped_features(report: EnvReport) -> Tensor:
 
 
 def env_features(r: EnvReport) -> list[float]:
-    known, past, past_known = (
-        r["validation_known"],
-        r["accuracy_history"],
-        r["accuracy_history_known"],
-    )
+    known = r["validation_known"]
+    past, past_known = r["accuracy_history"], r["accuracy_history_known"]
     added, host = r["params"] - r["host_params"], max(r["host_params"], 1.0)
     added_macs, host_macs = r["macs"] - r["host_macs"], max(r["host_macs"], 1.0)
     last_op = r["last_action"][0] if r["last_action_known"] else None
     return [
         r["progress"],
-        log_steps(r["steps_left"]),
         float(known),
-        math.log1p(min(r["validation_loss"], 1e4)) if known else 0.0,
         r["validation_accuracy"] if known else 0.0,
+        float(r["last_action_known"] and r["last_action_succeeded"]),
+        log_steps(r["steps_left"]),
+        math.log1p(min(r["validation_loss"], 1e9)) if known else 0.0,
+        math.log1p(r["host_params"]) / 10,
+        math.log1p(r["host_macs"]) / 10,
+        math.log1p(added / host),
+        math.log1p(added_macs / host_macs),
+        math.log1p(r["host_params"] / max(r["params_left"], 1.0)) / 4,
+        math.log1p(r["host_macs"] / max(r["macs_left"], 1.0)) / 4,
+        math.log1p(r["seeds_left"]),
+        math.log1p(r["rent"] / 0.02),
+        10 * r["rent"] * math.log1p(added / host),
+        math.log1p(r["compute_price"] / 0.01),
         *(
             10 * (past[k] - past[k + 1]) if past_known[k] and past_known[k + 1] else 0.0
             for k in range(ACCURACY_HISTORY - 1)
         ),
         *map(float, past_known),
-        math.log10(host) / 6,
-        math.log10(host_macs) / 8,
-        math.log1p(added / host),
-        math.log1p(added_macs / host_macs),
-        room(r["params_left"], host),
-        room(r["macs_left"], host_macs),
-        r["seeds_left"] / (r["seeds_left"] + 1),
-        math.log(max(r["rent"], 1e-3) / 0.02) / math.log(15),
-        10 * r["rent"] * math.log1p(added / host),
-        math.log1p(100 * r["compute_price"]),
         *(float(op == last_op) for op in LifecycleOp),
-        float(r["last_action_known"] and r["last_action_succeeded"]),
     ]
 
 
 def slot_features(r: EnvReport, slot: int) -> list[float]:
-    width = 16 + len(SeedStage) + len(SiteKind) + 2
+    width = 17 + len(SeedStage) + len(SiteKind)
     if not r["slot_exists"][slot]:
         return [0.0] * width
     host, host_macs = max(r["host_params"], 1.0), max(r["host_macs"], 1.0)
     added, seed = r["params"] - r["host_params"], r["seed_params"][slot]
-    seed_rent = extra_rent(r["rent"], max(added - seed, 0.0), added, host)
-    known, grad_known = r["contribution_known"][slot], r["gradient_known"][slot]
-    contribution = r["contribution"][slot] if known else 0.0
-    gradient = min(max(r["gradient_norm"][slot], 1e-8), 1e8) if grad_known else 1e-4
+    known, gradient_known = r["contribution_known"][slot], r["gradient_known"][slot]
     acted = r["last_action_known"] and r["last_action"][0] != LifecycleOp.WAIT
     features = [
         1.0,
-        *(float(r["stage"][slot] == stage) for stage in SeedStage),
-        log_steps(r["stage_age"][slot]),
-        log_steps(r["total_age"][slot]),
         r["alpha"][slot],
         r["alpha_target"][slot],
+        r["site_depth"][slot],
+        float(gradient_known),
+        float(known),
+        10 * r["contribution"][slot] if known else 0.0,
+        100 * r["contribution_error"][slot] if known else 0.0,
+        float(acted and r["last_action"][1] == slot),
+        log_steps(r["stage_age"][slot]),
+        log_steps(r["total_age"][slot]),
+        log_steps(r["contribution_age"][slot]) if known else 0.0,
         math.log1p(seed / host),
         math.log1p(r["seed_macs"][slot] / host_macs),
-        10 * seed_rent,
+        10 * r["rent"] * (math.log1p(added / host) - math.log1p((added - seed) / host)),
+        math.log1p(r["site_width"][slot]) / 5,
+        math.log1p(min(r["gradient_norm"][slot] / 1e-4, 1e9)) / 4 if gradient_known else 0.0,
+        *(float(r["stage"][slot] == stage) for stage in SeedStage),
         *(float(r["site_kind"][slot] == kind) for kind in SiteKind),
-        math.log2(max(r["site_width"][slot], 1.0)) / 10,
-        r["site_depth"][slot],
-        float(grad_known),
-        math.log10(gradient) / 4 + 1,
-        float(known),
-        10 * contribution,
-        100 * r["contribution_error"][slot] if known else 0.0,
-        10 * (contribution - seed_rent) if known else 0.0,
-        log_steps(r["contribution_age"][slot]) if known else 0.0,
-        float(acted and r["last_action"][1] == slot),
     ]
     assert len(features) == width
     return features
@@ -204,27 +197,20 @@ def blueprint_features(r: EnvReport, slot: int, blueprint: int) -> list[float]:
     host, host_macs = max(r["host_params"], 1.0), max(r["host_macs"], 1.0)
     added = r["params"] - r["host_params"]
     cost, cost_macs = r["cost_params"][slot][blueprint], r["cost_macs"][slot][blueprint]
+    extra = math.log1p((added + cost) / host) - math.log1p(added / host)
     return [
         1.0,
         float(can_grow(r, slot, blueprint)),
         float(r["blueprint"][slot] == blueprint),
-        math.log1p(cost / host),
-        math.log1p(cost_macs / host_macs),
-        10 * extra_rent(r["rent"], added, added + cost, host),
-        cost / (cost + max(r["params_left"], 1.0)),
-        cost_macs / (cost_macs + max(r["macs_left"], 1.0)),
         r["reach"][slot][blueprint],
         r["depth"][slot][blueprint] / 4,
+        math.log1p(cost / host),
+        math.log1p(cost_macs / host_macs),
+        10 * r["rent"] * extra,
+        math.log1p(cost / max(r["params_left"], 1.0)),
+        math.log1p(cost_macs / max(r["macs_left"], 1.0)),
     ]
 
 
 def log_steps(count: int) -> float:
     return math.log1p(count) / math.log1p(DEFAULT_EPISODE_LENGTH)
-
-
-def room(left: float, host: float) -> float:
-    return 1.0 if math.isinf(left) else left / (left + host)
-
-
-def extra_rent(rent: float, before: float, after: float, host: float) -> float:
-    return rent * (math.log1p(after / host) - math.log1p(before / host))

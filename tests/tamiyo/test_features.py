@@ -25,13 +25,9 @@ def feature(reports: Reports, name: str) -> Tensor:
     blocks = dict(
         zip(("env", "slot", "blueprint"), layout.split(layout.features(reports)), strict=True)
     )
-    start = 0
-    (row,) = [row for row in FEATURES if row.name == name]
-    for other in FEATURES:
-        if other is row:
-            return blocks[row.block][..., start : start + row.width]
-        start += other.width * (other.block == row.block)
-    raise AssertionError
+    (block,) = [row.block for row in FEATURES if row.name == name]
+    start, width = layout.positions(block)[name]
+    return blocks[block][..., start : start + width]
 
 
 @given(report_batches())
@@ -74,11 +70,14 @@ def test_a_worked_example_of_scales() -> None:
     reports.seed_params.copy_(torch.tensor([[300.0, 200.0]]))
     reports.contribution_known.copy_(torch.tensor([[True, False]]))
     reports.contribution.fill_(0.05)
+    reports.fits.fill_(True)
+    reports.cost_params.fill_(750)
     rent = 0.1 * (math.log(1.5) - math.log(1.2))
     torch.testing.assert_close(feature(reports, "added_params").item(), math.log(1.5))
     assert feature(reports, "seed_rent")[0, 0].item() == pytest.approx(10 * rent, rel=1e-4)
-    net = feature(reports, "contribution_net")[0, :, 0].tolist()
-    assert net == pytest.approx([10 * (0.05 - rent), 0.0], rel=1e-4)
+    assert feature(reports, "contribution")[0, :, 0].tolist() == pytest.approx([0.5, 0.0])
+    extra_rent = 0.1 * (math.log(2.25) - math.log(1.5))
+    assert feature(reports, "cost_rent")[0, 0, 0].item() == pytest.approx(10 * extra_rent, rel=1e-4)
 
 
 def permuted(reports: Reports, slots: Tensor, blueprints: Tensor) -> Reports:
@@ -173,6 +172,17 @@ def test_describe_lists_every_feature_with_its_width() -> None:
             for line in text.splitlines()
             if line.startswith("  ")
         ), row.name
+
+
+def test_flags_are_0_or_1_and_nothing_else_is_called_one() -> None:
+    reports = random_reports(200)
+    layout = layout_of(reports)
+    features, is_flag = layout.features(reports), layout.is_flag()
+    is_binary = ((features == 0) | (features == 1)).all(dim=0)
+    assert is_flag.shape == (layout.width,)
+    assert is_binary[is_flag].all()
+    site_depth_of_two = 2  # the first and last slots have depth 0 and 1
+    assert int((is_binary & ~is_flag).sum()) == site_depth_of_two
 
 
 def test_reports_of_another_size_are_refused() -> None:
