@@ -21,6 +21,7 @@ from esper.tamiyo.policy.network import (
 from esper.tamiyo.policy.slot_heads import SlotHeads
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+EXISTS = FeatureLayout(1, 1).positions("slot")["exists"][0]
 CHAIN = FactoredActionSpace(
     (Head("a", 3), Head("b", 4, given=("a",)), Head("c", 2, given=("a", "b")), Head("d", 5))
 )
@@ -51,7 +52,7 @@ def random_features(policy, shape, generator):
     features = torch.randn(*shape, policy.feature_size, generator=generator)
     if isinstance(policy.heads, SlotHeads):
         _, slots, _ = policy.heads.layout.split(features)
-        slots[..., 0] = (torch.rand(slots.shape[:-1], generator=generator) < 0.8).float()
+        slots[..., EXISTS] = (torch.rand(slots.shape[:-1], generator=generator) < 0.8).float()
     return features
 
 
@@ -284,7 +285,7 @@ def test_slots_that_do_not_exist_change_nothing():
     larger.load_state_dict(policy.state_dict())
     env, slots, menu = layout.split(features)
     absent = torch.randn(6, 4, layout.slot_width)
-    absent[..., 0] = 0.0
+    absent[..., EXISTS] = 0.0
     widened = torch.cat(
         (
             env,

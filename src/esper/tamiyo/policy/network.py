@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
@@ -33,6 +32,7 @@ from esper.tamiyo.policy.input_checks import (
     check_shape,
     sizes_by_name,
 )
+from esper.tamiyo.policy.packed_lstm import packed_lstm
 from esper.tamiyo.policy.plain_heads import POLICY_GAIN, PlainHeads, Scene, init_lstm, linear
 from esper.tamiyo.policy.slot_heads import SlotHeads
 
@@ -231,10 +231,8 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def _unroll(self, encoded: Tensor, layout: SequenceLayout, initial: RecurrentState) -> Tensor:
         """The LSTM's output `[R, hidden]` for rows `[R, hidden]` in packed order."""
-        starts = tuple(layout.initial(stored).transpose(0, 1).contiguous() for stored in initial)
-        packed, _ = self.core(PackedSequence(encoded, layout.batch_sizes), starts)
-        output: Tensor = packed.data
-        return output
+        h, c = (layout.initial(stored).transpose(0, 1).contiguous() for stored in initial)
+        return packed_lstm(self.core, encoded, layout.batch_sizes, (h, c))
 
     def _read(self, core: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the first run of heads `[B, choices]` and values `[B]`."""
