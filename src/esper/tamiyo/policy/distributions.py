@@ -102,22 +102,20 @@ def decide(
     """Choices `[N, H]`, their log-probs `[N, H]` and the mask rows that applied `[N, C]`.
 
     Heads are decided in order, a run of them (`action_space.runs`) at a time:
-    `logits_of(run, actions)` returns the logits `[N, choices of the run]` and may read the
-    columns of `actions` `[N, H]` that belong to earlier heads.
+    `logits_of(run, actions)` returns the logits `[N, choices of the run]`, from the choices
+    `[N, heads before the run]` made so far.
     """
-    actions = torch.zeros(
-        masks.num_envs, action_space.num_heads, dtype=torch.int64, device=masks.device
-    )
-    log_probs, rows = [], []
+    actions = torch.empty(masks.num_envs, 0, dtype=torch.int64, device=masks.device)
+    chosen, log_probs, rows = [], [], []
     for run, (heads, part) in enumerate(
         zip(action_space.runs, action_space.run_spaces, strict=True)
     ):
         row = masks.rows(heads, actions)
         chances = MaskedFactoredCategorical(part, logits_of(run, actions), row, floor=floor)
-        chosen = chances.mode() if deterministic else chances.sample(generator)
-        actions[:, heads.start : heads.stop] = chosen
-        log_probs.append(chances.log_prob(chosen))
+        chosen.append(chances.mode() if deterministic else chances.sample(generator))
+        log_probs.append(chances.log_prob(chosen[-1]))
         rows.append(row)
+        actions = _join(chosen)
     return actions, _join(log_probs), _join(rows)
 
 

@@ -226,8 +226,7 @@ class FactoredRecurrentActorCritic(nn.Module):
             below, cell = torch.lstm_cell(below, (state.h[:, layer], state.c[:, layer]), *weights)
             h.append(below)
             c.append(cell)
-        next_state = RecurrentState(torch.stack(h, dim=1), torch.stack(c, dim=1))
-        return encoded + below, scene, next_state
+        return encoded + below, scene, RecurrentState(_by_layer(h), _by_layer(c))
 
     def _unroll(self, encoded: Tensor, layout: SequenceLayout, initial: RecurrentState) -> Tensor:
         """The LSTM's output `[R, hidden]` for rows `[R, hidden]` in packed order."""
@@ -265,6 +264,11 @@ class FactoredRecurrentActorCritic(nn.Module):
         self._check_state(initial, layout.num_envs)
         if layout.num_episodes == 0:
             raise ValueError("the layout holds no episode; there is nothing to score")
+
+
+def _by_layer(states: list[Tensor]) -> Tensor:
+    """States `[N, hidden]` of each layer as `[N, L, hidden]`, without a copy where there is one."""
+    return states[0].unsqueeze(1) if len(states) == 1 else torch.stack(states, dim=1)
 
 
 @contextmanager
