@@ -152,6 +152,18 @@ def test_alpha_arrives_exactly_and_on_time(ramp_steps, kind, target):
     assert alphas[-1] == target
 
 
+@pytest.mark.parametrize("start", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("target", [0.1, 0.3, 0.7, 1.0])
+def test_a_retarget_arrives_exactly(start, target):
+    if start == target:
+        return
+    states = one_slot(SeedStage.HOLDING, alpha=start, alpha_target=start)
+    states = lifecycle.set_alpha_target(
+        states, HOST, SLOT, alpha_target=target, ramp_steps=3, curve=AlphaCurve.COSINE
+    )
+    assert alphas_until(states, SeedStage.HOLDING)[-1] == target  # start + way * 1 may be off
+
+
 def test_a_ramped_prune_blends_down_to_zero_and_then_the_slot_rests():
     states = one_slot(SeedStage.HOLDING, alpha=0.7, alpha_target=0.7, total_age=4, blueprint=1)
     states = lifecycle.prune(states, HOST, SLOT, ramp_steps=2)

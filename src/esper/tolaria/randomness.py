@@ -26,11 +26,16 @@ def uniform(keys: Tensor, count: int) -> Tensor:
 def hash64(x: Tensor) -> Tensor:
     """64 well-mixed bits of an int64 each: the output function of SplitMix64 (Steele 2014)."""
     x = x + -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
-    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
-    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
-    return x ^ _shifted(x, 31)
+    x ^= _shifted(x, 30)  # in place: large draws are bound by memory
+    x *= -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x ^= _shifted(x, 27)
+    x *= -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    x ^= _shifted(x, 31)
+    return x
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """A shift to the right that fills with zeros, not with the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    x = x >> bits
+    x &= (1 << (64 - bits)) - 1
+    return x
