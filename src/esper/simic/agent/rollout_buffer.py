@@ -189,9 +189,9 @@ class TamiyoRolloutBuffer:
         self._forget_derived()
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps stored so far, for a checkpoint; advantages are computed, not stored."""
-        stored = {spec.name: self._fields[spec.name] for spec in self._step_specs}
-        return {"fields": stored, "step_counts": self.step_counts}
+        """A copy of the steps stored so far; advantages are computed from them, not kept."""
+        stored = {spec.name: self._fields[spec.name].clone() for spec in self._step_specs}
+        return {"fields": stored, "step_counts": self.step_counts.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with stored steps, of a buffer of the same sizes."""

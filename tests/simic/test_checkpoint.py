@@ -1,0 +1,188 @@
+"""Checkpoints: exact, atomic, plain, and refused with a reason when they do not fit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from environments import BestActions, CueMemory, RowThenColumn, vector
+from gymnasium.vector import AutoresetMode
+
+from esper.simic.agent.ppo import PPOConfig
+from esper.simic.training.checkpoint import (
+    CheckpointMismatch,
+    read_checkpoint,
+    require_same_layout,
+    write_checkpoint,
+)
+from esper.simic.training.gymnasium import GymConfig, GymTraining
+from esper.tamiyo.policy.network import PolicyConfig
+
+NUM_ENVS, HORIZON = 4, 20
+CONFIG = GymConfig(
+    horizon=HORIZON,
+    policy=PolicyConfig(lstm_hidden_dim=8),
+    ppo=PPOConfig(ppo_epochs=2, num_minibatches=2),
+)
+TOTAL_STEPS = 5 * NUM_ENVS * HORIZON
+
+
+def start(make=CueMemory, mode=AutoresetMode.NEXT_STEP, config=CONFIG, heads=None):
+    return GymTraining(vector(make, NUM_ENVS, mode), TOTAL_STEPS, config, action_space=heads)
+
+
+def run_steps(training: GymTraining, count: int) -> None:
+    """Run until `count` more decisions were made in every env."""
+    left = iter(range(count))
+    training.run(should_stop=lambda: next(left, None) is None)
+
+
+def all_that_matters(training: GymTraining) -> dict:
+    return {
+        "agent": training.agent.ppo.state_dict(),
+        "progress": vars(training.progress),
+        "recent": list(training.recent),
+        "state": tuple(training.state),
+        "rng": training.action_rng.get_state(),
+    }
+
+
+# a NEXT_STEP env rests on a pending reset after steps 8, 17, ...: 8 and 28 stop there
+@pytest.mark.parametrize("stop_after", [0, 1, 8, 28, 40])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(tmp_path, mode, stop_after):
+    whole = start(mode=mode)
+    whole.run()
+
+    stopped = start(mode=mode)
+    run_steps(stopped, stop_after)
+    stopped.save(tmp_path / "run.pt")
+    resumed = GymTraining.resume(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS, mode))
+    resumed.run()
+
+    torch.testing.assert_close(
+        all_that_matters(resumed), all_that_matters(whole), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_conditional_masks_survive_a_checkpoint(tmp_path):
+    whole = start(RowThenColumn, heads=RowThenColumn.action_heads)
+    whole.run()
+    stopped = start(RowThenColumn, heads=RowThenColumn.action_heads)
+    run_steps(stopped, 25)
+    stopped.save(tmp_path / "run.pt")
+    resumed = GymTraining.resume(tmp_path / "run.pt", vector(RowThenColumn, NUM_ENVS))
+    resumed.run()
+    torch.testing.assert_close(all_that_matters(resumed), all_that_matters(whole), rtol=0, atol=0)
+
+
+def test_without_environment_state_the_round_is_collected_anew(tmp_path):
+    class Forgetful(CueMemory):
+        get_state = property()  # reading it raises AttributeError: the environment has none
+
+    training = start(Forgetful)
+    run_steps(training, HORIZON + 5)
+    training.save(tmp_path / "run.pt")
+    resumed = GymTraining.resume(tmp_path / "run.pt", vector(Forgetful, NUM_ENVS))
+    assert resumed.progress.rounds == 1
+    assert resumed.progress.round_steps == 0
+    assert resumed.progress.steps == training.progress.steps_before_round
+    assert len(resumed.buffer) == 0
+    resumed.run()
+    assert resumed.is_finished
+
+
+def test_another_environment_is_refused_with_what_differs(tmp_path):
+    start().save(tmp_path / "run.pt")
+    with pytest.raises(ValueError, match="heads of sizes .3,.*MultiDiscrete.*needs .3, 4, 2"):
+        GymTraining.resume(tmp_path / "run.pt", vector(BestActions, NUM_ENVS))
+    with pytest.raises(
+        CheckpointMismatch, match=r"step_counts: found int64 \[4\], expected int64 \[6\]"
+    ):
+        GymTraining.resume(tmp_path / "run.pt", vector(CueMemory, 6))
+
+
+def test_other_shapes_missing_and_unknown_keys_are_named():
+    expected = {"net": {"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, "count": 0}
+    found = {"net": {"weight": torch.zeros(5, 2), "extra": torch.zeros(1)}, "count": 1.5}
+    with pytest.raises(CheckpointMismatch) as caught:
+        require_same_layout(found, expected, "a.pt")
+    for part in (
+        r"net.weight: found float32 [5, 2], expected float32 [3, 2]",
+        "net.bias: missing",
+        "net.extra: not expected",
+        "count: found float, expected int",
+    ):
+        assert part in str(caught.value)
+
+
+def test_another_version_kind_or_file_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    write_checkpoint(path, "apple", {})
+    with pytest.raises(CheckpointMismatch, match="holds a apple, expected a pear"):
+        read_checkpoint(path, "pear")
+    monkeypatch.setattr("esper.simic.training.checkpoint.FORMAT_VERSION", 7)
+    with pytest.raises(CheckpointMismatch, match="version 1; this library reads version 7"):
+        read_checkpoint(path, "apple")
+    torch.save({"weights": torch.zeros(2)}, path)
+    with pytest.raises(CheckpointMismatch, match="not a checkpoint"):
+        read_checkpoint(path, "apple")
+
+
+def test_what_cannot_be_read_without_executing_code_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"contents\['a'\]\[1\] is a PosixPath"):
+        write_checkpoint(tmp_path / "a.pt", "apple", {"a": [1, Path("x")]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    write_checkpoint(path, "apple", {"n": 1})
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        write_checkpoint(path, "apple", {"n": 2})
+    assert read_checkpoint(path, "apple") == {"n": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+WRITER = """
+import sys, torch
+from esper.simic.training.checkpoint import write_checkpoint
+n = 0
+while True:
+    n += 1
+    write_checkpoint(sys.argv[1], "apple", {"n": n, "same": torch.full((500_000,), float(n))})
+    print(n, flush=True)
+"""
+
+
+def test_a_kill_during_writing_leaves_the_last_good_checkpoint(tmp_path):
+    path = tmp_path / "a.pt"
+    for delay_s in (0.002, 0.006):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        written = [int(writer.stdout.readline()) for _ in range(3)][-1]
+        time.sleep(delay_s)
+        writer.send_signal(signal.SIGKILL)
+        written = max([written, *map(int, writer.stdout.read().split())])
+        writer.wait()
+        writer.stdout.close()
+        contents = read_checkpoint(path, "apple")
+        assert contents["n"] in (written, written + 1)
+        assert bool((contents["same"] == contents["n"]).all())
+
+
+def test_the_config_travels_with_the_checkpoint(tmp_path):
+    config = replace(CONFIG, rng_seed=5, ppo=replace(CONFIG.ppo, clip=0.1))
+    start(config=config).save(tmp_path / "run.pt")
+    assert GymTraining.resume(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS)).config == config
