@@ -522,5 +522,8 @@ def test_no_place_for_a_cache_only_costs_a_compilation(tmp_path):
         "advantages, _ = compute_gae(x, x, flags, flags, x, gamma=1, gae_lambda=1, kernel='numba')\n"
         "assert advantages.tolist() == [[3, 2, 1]] * 2"
     )
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(blocked / "cache")}
+    environment = os.environ | {
+        "NUMBA_CACHE_DIR": str(blocked / "cache"),
+        "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator",  # look nowhere else
+    }
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
