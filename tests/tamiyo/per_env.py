@@ -134,9 +134,7 @@ def env_features(r: EnvReport) -> list[float]:
     last_op = r["last_action"][0] if r["last_action_known"] else None
     return [
         r["progress"],
-        float(known),
         r["validation_accuracy"] if known else 0.0,
-        float(r["last_action_known"] and r["last_action_succeeded"]),
         log_steps(r["steps_left"]),
         math.log1p(min(r["validation_loss"], 1e9)) if known else 0.0,
         math.log1p(r["host_params"]) / 10,
@@ -150,9 +148,11 @@ def env_features(r: EnvReport) -> list[float]:
         10 * r["rent"] * math.log1p(added / host),
         math.log1p(r["compute_price"] / 0.01),
         *(
-            10 * (past[k] - past[k + 1]) if past_known[k] and past_known[k + 1] else 0.0
-            for k in range(ACCURACY_HISTORY - 1)
+            10 * (r["validation_accuracy"] - past[k]) if past_known[k] else 0.0
+            for k in range(ACCURACY_HISTORY)
         ),
+        float(known),
+        float(r["last_action_known"] and r["last_action_succeeded"]),
         *map(float, past_known),
         *(float(op == last_op) for op in LifecycleOp),
     ]
@@ -167,15 +167,11 @@ def slot_features(r: EnvReport, slot: int) -> list[float]:
     known, gradient_known = r["contribution_known"][slot], r["gradient_known"][slot]
     acted = r["last_action_known"] and r["last_action"][0] != LifecycleOp.WAIT
     features = [
-        1.0,
         r["alpha"][slot],
         r["alpha_target"][slot],
         r["site_depth"][slot],
-        float(gradient_known),
-        float(known),
         10 * r["contribution"][slot] if known else 0.0,
         100 * r["contribution_error"][slot] if known else 0.0,
-        float(acted and r["last_action"][1] == slot),
         log_steps(r["stage_age"][slot]),
         log_steps(r["total_age"][slot]),
         log_steps(r["contribution_age"][slot]) if known else 0.0,
@@ -184,6 +180,10 @@ def slot_features(r: EnvReport, slot: int) -> list[float]:
         10 * r["rent"] * (math.log1p(added / host) - math.log1p((added - seed) / host)),
         math.log1p(r["site_width"][slot]) / 5,
         math.log1p(min(r["gradient_norm"][slot] / 1e-4, 1e9)) / 4 if gradient_known else 0.0,
+        1.0,
+        float(gradient_known),
+        float(known),
+        float(acted and r["last_action"][1] == slot),
         *(float(r["stage"][slot] == stage) for stage in SeedStage),
         *(float(r["site_kind"][slot] == kind) for kind in SiteKind),
     ]
@@ -193,22 +193,20 @@ def slot_features(r: EnvReport, slot: int) -> list[float]:
 
 def blueprint_features(r: EnvReport, slot: int, blueprint: int) -> list[float]:
     if not r["slot_exists"][slot] or not r["fits"][slot][blueprint]:
-        return [0.0] * 10
+        return [0.0] * 8
     host, host_macs = max(r["host_params"], 1.0), max(r["host_macs"], 1.0)
     added = r["params"] - r["host_params"]
     cost, cost_macs = r["cost_params"][slot][blueprint], r["cost_macs"][slot][blueprint]
     extra = math.log1p((added + cost) / host) - math.log1p(added / host)
     return [
-        1.0,
-        float(can_grow(r, slot, blueprint)),
-        float(r["blueprint"][slot] == blueprint),
         r["reach"][slot][blueprint],
         r["depth"][slot][blueprint] / 4,
         math.log1p(cost / host),
         math.log1p(cost_macs / host_macs),
         10 * r["rent"] * extra,
-        math.log1p(cost / max(r["params_left"], 1.0)),
-        math.log1p(cost_macs / max(r["macs_left"], 1.0)),
+        1.0,
+        float(can_grow(r, slot, blueprint)),
+        float(r["blueprint"][slot] == blueprint),
     ]
 
 

@@ -64,7 +64,7 @@ class Feature:
     """One row of the layout.
 
     `source` is a field of the reports or a function of them, of shape `[*block]`; a feature wider
-    than 1 is a function that gives `[*block, width]`, scaled already.
+    than 1 is a function that gives `[width, *block]`, scaled already. Flags are bool.
     """
 
     name: str
@@ -76,10 +76,13 @@ class Feature:
     note: str = ""  # for `describe`
 
     def read(self, reports: Reports) -> Tensor:
-        if isinstance(self.source, str):
-            value: Tensor = getattr(reports, self.source)
-            return value
-        return self.source(reports)
+        """Before it is scaled; 0 where it is not known."""
+        value: Tensor = (
+            getattr(reports, self.source) if isinstance(self.source, str) else self.source(reports)
+        )
+        if self.known:
+            value = torch.where(getattr(reports, self.known), value, _ZERO.on(reports.device))
+        return value
 
 
 @dataclass(frozen=True)
@@ -117,15 +120,20 @@ class FeatureLayout:
                 f"these reports have {reports.num_slots} slots and {reports.num_blueprints} "
                 f"blueprints; the layout is for {self.num_slots} and {self.num_blueprints}"
             )
-        exists = reports.slot_exists.unsqueeze(-1)
-        units, factors = _log_terms(reports)
-        env, slots, blueprints = (
-            table.compute(reports, units, factors) for table in (_ENV, _SLOT, _BLUEPRINT)
-        )
-        zero = _ZERO.on(reports.device)
-        slots = torch.where(exists, slots, zero)
-        blueprints = torch.where((reports.fits & exists).unsqueeze(-1), blueprints, zero)
-        return torch.cat((env, slots.flatten(1), blueprints.flatten(1)), dim=-1)
+        exists = reports.slot_exists
+        is_valid = (None, exists, reports.fits & exists.unsqueeze(-1))
+        features = torch.empty(reports.num_envs, self.width, device=reports.device)
+        for table, part, log_terms, valid in zip(
+            (_ENV, _SLOT, _BLUEPRINT),
+            self.split(features),
+            _log_terms(reports),
+            is_valid,
+            strict=True,
+        ):
+            values, flags = table.compute(reports, *log_terms, valid)
+            part[..., : len(values)].copy_(values.movedim(0, -1))
+            part[..., len(values) :].copy_(flags.movedim(0, -1))
+        return features
 
     def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Env `[..., E]`, slots `[..., S, K]` and blueprints `[..., S, B, D]`, without a copy."""
@@ -184,24 +192,29 @@ class FeatureLayout:
 # sources that are more than a field
 
 
-def _one_hot(index: Tensor, size: int) -> Tensor:
-    return index.unsqueeze(-1) == torch.arange(size, device=index.device)
+def _one_hot(index: Tensor, choices: Tensor) -> Tensor:
+    """`[choices, *index.shape]`."""
+    return index == choices.view(-1, *([1] * index.dim()))
 
 
 def _accuracy_gains(r: Reports) -> Tensor:
-    known = r.accuracy_history_known[:, 1:] & r.accuracy_history_known[:, :-1]
-    gains = 10 * (r.accuracy_history[:, :-1] - r.accuracy_history[:, 1:])
-    return torch.where(known, gains, _ZERO.on(r.device))
+    gains = 10 * (r.validation_accuracy - r.accuracy_history.T)
+    return torch.where(r.accuracy_history_known.T, gains, _ZERO.on(r.device))
 
 
 def _last_op(r: Reports) -> Tensor:
-    return _one_hot(r.last_action[:, 0], len(LifecycleOp)) & r.last_action_known.unsqueeze(-1)
+    return _one_hot(r.last_action[:, 0], _OPS.on(r.device)) & r.last_action_known
 
 
 def _last_action_here(r: Reports) -> Tensor:
     # int: compiled code takes a tensor and an enum member for unequal, whatever their values
     chose_a_slot = r.last_action_known & (r.last_action[:, 0] != int(LifecycleOp.WAIT))
-    return _one_hot(r.last_action[:, 1], r.num_slots) & chose_a_slot.unsqueeze(-1)
+    slots = torch.arange(r.num_slots, device=r.device)
+    return (r.last_action[:, 1:2] == slots) & chose_a_slot.unsqueeze(-1)
+
+
+def _is_growing(r: Reports) -> Tensor:
+    return r.blueprint.unsqueeze(-1) == torch.arange(r.num_blueprints, device=r.device)
 
 
 def _seed_growth(r: Reports) -> Tensor:
@@ -210,13 +223,17 @@ def _seed_growth(r: Reports) -> Tensor:
     return r.seed_params / without.clamp(min=1)
 
 
+_ZERO = DeviceConstant(torch.tensor(0.0))
+_OPS, _STAGES, _KINDS = (
+    DeviceConstant(torch.arange(len(choices))) for choices in (LifecycleOp, SeedStage, SiteKind)
+)
 _STEPS = Log(factor=1 / math.log1p(DEFAULT_EPISODE_LENGTH))
 
 FEATURES: tuple[Feature, ...] = (
     Feature("progress", "env", "progress"),
     Feature("validation_known", "env", "validation_known", Flag()),
     Feature("validation_accuracy", "env", "validation_accuracy", known="validation_known"),
-    Feature("last_action_succeeded", "env", "last_action_succeeded", Flag(), known="last_action_known"),
+    Feature("last_action_succeeded", "env", lambda r: r.last_action_succeeded & r.last_action_known, Flag()),
     Feature("steps_left", "env", "steps_left", _STEPS),
     Feature("validation_loss", "env", "validation_loss", Log(), known="validation_known"),
     Feature("host_params", "env", "host_params", Log(factor=0.1)),
@@ -229,9 +246,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("rent", "env", "rent", Log("0.02")),
     Feature("rent_charge", "env", lambda r: r.params - r.host_params, Log("host_params", 10, times_rent=True)),
     Feature("compute_price", "env", "compute_price", Log("0.01")),
-    Feature("accuracy_gains", "env", _accuracy_gains, width=ACCURACY_HISTORY - 1,
-            note="10 x, the latest first, 0 where unknown"),
-    Feature("accuracy_known", "env", lambda r: r.accuracy_history_known, Flag(), width=ACCURACY_HISTORY),
+    Feature("accuracy_gains", "env", _accuracy_gains, width=ACCURACY_HISTORY,
+            note="10 x, over the earlier accuracies, the latest first; 0 where unknown"),
+    Feature("accuracy_known", "env", lambda r: r.accuracy_history_known.T, Flag(), width=ACCURACY_HISTORY),
     Feature("last_op", "env", _last_op, Flag(), width=len(LifecycleOp), note="one-hot, 0 on the first step"),
     Feature("exists", "slot", "slot_exists", Flag()),
     Feature("alpha", "slot", "alpha"),
@@ -250,84 +267,86 @@ FEATURES: tuple[Feature, ...] = (
     Feature("seed_rent", "slot", _seed_growth, Log(factor=10, times_rent=True)),
     Feature("site_width", "slot", "site_width", Log(factor=0.2)),
     Feature("gradient_norm", "slot", "gradient_norm", Log("0.0001", 0.25), known="gradient_known"),
-    Feature("stage", "slot", lambda r: _one_hot(r.stage, len(SeedStage)), Flag(), width=len(SeedStage), note="one-hot"),
-    Feature("site_kind", "slot", lambda r: _one_hot(r.site_kind, len(SiteKind)), Flag(), width=len(SiteKind), note="one-hot"),
+    Feature("stage", "slot", lambda r: _one_hot(r.stage, _STAGES.on(r.device)), Flag(), width=len(SeedStage), note="one-hot"),
+    Feature("site_kind", "slot", lambda r: _one_hot(r.site_kind, _KINDS.on(r.device)), Flag(), width=len(SiteKind), note="one-hot"),
     Feature("fits", "blueprint", "fits", Flag()),
     Feature("is_affordable", "blueprint", affordable_blueprints, Flag()),
-    Feature("is_growing", "blueprint", lambda r: _one_hot(r.blueprint, r.num_blueprints), Flag(),
-            note="flag of the slot's present seed"),
+    Feature("is_growing", "blueprint", _is_growing, Flag(), note="flag of the slot's present seed"),
     Feature("reach", "blueprint", "reach"),
     Feature("depth", "blueprint", "depth", Linear(0.25)),
     Feature("cost_params", "blueprint", "cost_params", Log("host_params")),
     Feature("cost_macs", "blueprint", "cost_macs", Log("host_macs")),
     Feature("cost_rent", "blueprint", "cost_params", Log("params", 10, times_rent=True)),
-    Feature("params_share", "blueprint", "cost_params", Log("params_left")),
-    Feature("macs_share", "blueprint", "cost_macs", Log("macs_left")),
 )  # fmt: skip
 
 # how a table of features is computed
 
 
 _AMOUNTS = ("host_params", "host_macs", "params", "params_left", "macs_left")  # units of an env
-_ZERO = DeviceConstant(torch.tensor(0.0))
 
 
 class _BlockTable:
-    """The rows of one block: linear ones first, then logarithmic, then those wider than 1."""
+    """The rows of one block: linear ones first, then logarithmic, wide ones, and flags."""
 
-    def __init__(self, block: str, log_start: int):
+    def __init__(self, block: str):
         rows = [row for row in FEATURES if row.block == block]
-        narrow = [row for row in rows if row.width == 1]
-        linear = [row for row in narrow if isinstance(row.scale, Linear)]
-        logs = [row for row in narrow if isinstance(row.scale, Log)]
-        self.linear, self.logs = tuple(linear), tuple(logs)
-        self.wide = tuple(row for row in rows if row.width > 1)
+        values = [row for row in rows if not isinstance(row.scale, Flag)]
+        flags = [row for row in rows if isinstance(row.scale, Flag)]
+        linear = [row for row in values if row.width == 1 and isinstance(row.scale, Linear)]
         self.block = block
-        self.rows = self.linear + self.logs + self.wide
+        self.linear = tuple(linear)
+        self.logs = tuple(row for row in values if isinstance(row.scale, Log))
+        self.wide = tuple(row for row in values if row.width > 1)
+        self.flags = tuple(row for row in flags if row.width == 1)
+        self.one_hots = tuple(row for row in flags if row.width > 1)
+        self.rows = self.linear + self.logs + self.wide + self.flags + self.one_hots
+        factors = torch.tensor([row.scale.factor for row in linear])
+        per_row = {"env": (-1, 1), "slot": (-1, 1, 1), "blueprint": (-1, 1, 1, 1)}[block]
+        self.factors = DeviceConstant(factors.view(per_row))
         ends = list(accumulate(row.width for row in self.rows))
         self.width = ends[-1]
         self.positions = {
             row.name: (end - row.width, row.width) for row, end in zip(self.rows, ends, strict=True)
         }
-        self.log_part = slice(log_start, log_start + len(logs))
-        self.factors = DeviceConstant(torch.tensor([row.scale.factor for row in linear]))
-        flags = [row.known for row in linear + logs]
-        self.known = tuple(sorted({flag for flag in flags if flag}))
-        order = [1 + self.known.index(flag) if flag else 0 for flag in flags]
-        self.flag_of = DeviceConstant(torch.tensor(order))
 
-    def compute(self, reports: Reports, units: Tensor, factors: Tensor) -> Tensor:
-        """All features of the block side by side, `[*block, width]`."""
-        linear = torch.stack([row.read(reports).float() for row in self.linear], dim=-1)
-        linear = linear * self.factors.on(reports.device)
-        amounts = torch.stack([row.read(reports).float() for row in self.logs], dim=-1)
-        shape = (-1, *([1] * (amounts.dim() - 2)), len(self.logs))
-        ratios = amounts * units[:, self.log_part].view(shape)
-        logs = ratios.clamp(0, 1e9).log1p() * factors[:, self.log_part].view(shape)
-        narrow = torch.cat((linear, logs), dim=-1)
-        if self.known:
-            narrow = torch.where(self._flags(reports), narrow, _ZERO.on(reports.device))
-        return torch.cat((narrow, *(row.read(reports) for row in self.wide)), dim=-1)
-
-    def _flags(self, reports: Reports) -> Tensor:
-        """Whether each feature of width 1 is known."""
-        flags = [getattr(reports, name) for name in self.known]
-        every = torch.stack((torch.ones_like(flags[0]), *flags), dim=-1)
-        return every.index_select(-1, self.flag_of.on(reports.device))
+    def compute(
+        self, reports: Reports, units: Tensor, factors: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Values and flags `[their width, *block]`, whole rows of memory at a time."""
+        linear = torch.stack([row.read(reports) for row in self.linear])
+        linear *= self.factors.on(reports.device)
+        logs = torch.stack([row.read(reports).float() for row in self.logs])
+        logs *= _leading(units, logs)
+        logs.clamp_(0, 1e9).log1p_().mul_(_leading(factors, logs))
+        values = torch.cat((linear, logs, *(row.read(reports) for row in self.wide)))
+        flags = torch.stack([row.read(reports) for row in self.flags])
+        if self.one_hots:
+            flags = torch.cat((flags, *(row.read(reports) for row in self.one_hots)))
+        if valid is None:
+            return values, flags
+        return torch.where(valid, values, _ZERO.on(reports.device)), flags & valid
 
 
-def _log_terms(reports: Reports) -> tuple[Tensor, Tensor]:
-    """1 / unit and factor of every logarithmic feature, both `[N, their number]`."""
+def _log_terms(reports: Reports) -> list[tuple[Tensor, Tensor]]:
+    """1 / unit and factor of each block's logarithmic features, both `[their number, N]`."""
     device, one = reports.device, torch.ones_like(reports.rent)
-    amounts = torch.stack((one, *(getattr(reports, name) for name in _AMOUNTS)), dim=-1)
-    inverse = amounts.clamp(min=1).reciprocal().index_select(-1, _UNIT_OF.on(device))
-    rents = torch.stack((one, reports.rent), dim=-1).index_select(-1, _RENT_OF.on(device))
-    return inverse * _INVERSE_UNITS.on(device), rents * _LOG_FACTORS.on(device)
+    amounts = torch.stack((one, *(getattr(reports, name) for name in _AMOUNTS)))
+    inverse = amounts.clamp_(min=1).reciprocal_().index_select(0, _UNIT_OF.on(device))
+    rents = torch.stack((one, reports.rent)).index_select(0, _RENT_OF.on(device))
+    inverse *= _INVERSE_UNITS.on(device)
+    rents *= _LOG_FACTORS.on(device)
+    return list(
+        zip(torch.split(inverse, _LOG_COUNTS), torch.split(rents, _LOG_COUNTS), strict=True)
+    )
 
 
-_ENV = _BlockTable("env", 0)
-_SLOT = _BlockTable("slot", _ENV.log_part.stop)
-_BLUEPRINT = _BlockTable("blueprint", _SLOT.log_part.stop)
+def _leading(values: Tensor, like: Tensor) -> Tensor:
+    """`values`, with the first axes of `like`, shaped to broadcast against it."""
+    return values.view(*values.shape, *([1] * (like.dim() - values.dim())))
+
+
+_ENV, _SLOT, _BLUEPRINT = (_BlockTable(block) for block in ("env", "slot", "blueprint"))
+_LOG_COUNTS = [len(table.logs) for table in (_ENV, _SLOT, _BLUEPRINT)]
 _LOGS = [
     row.scale for row in _ENV.logs + _SLOT.logs + _BLUEPRINT.logs if isinstance(row.scale, Log)
 ]
@@ -335,7 +354,7 @@ _UNIT_OF = DeviceConstant(
     torch.tensor([1 + _AMOUNTS.index(s.unit) if s.unit in _AMOUNTS else 0 for s in _LOGS])
 )
 _INVERSE_UNITS = DeviceConstant(
-    torch.tensor([1.0 if s.unit in _AMOUNTS else 1 / float(s.unit) for s in _LOGS])
+    torch.tensor([1.0 if s.unit in _AMOUNTS else 1 / float(s.unit) for s in _LOGS]).unsqueeze(-1)
 )
 _RENT_OF = DeviceConstant(torch.tensor([int(s.times_rent) for s in _LOGS]))
-_LOG_FACTORS = DeviceConstant(torch.tensor([s.factor for s in _LOGS]))
+_LOG_FACTORS = DeviceConstant(torch.tensor([s.factor for s in _LOGS]).unsqueeze(-1))
