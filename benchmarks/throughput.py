@@ -14,8 +14,8 @@ import time
 from collections import defaultdict
 
 import torch
-
 from hidden_cartpole import hidden_cartpole, hidden_cartpole_envs
+
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.gymnasium import GymConfig, GymTraining
 from esper.tamiyo.policy.network import PolicyConfig

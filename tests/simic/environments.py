@@ -54,11 +54,9 @@ class SmallEnv(gymnasium.Env):
 
     def some_legal(self, right: int, size: int) -> list[int]:
         """The right choice, and each wrong one with an even chance."""
-        return (
-            (self.np_random.random(size) < 0.5).astype(int).tolist()[:right]
-            + [1]
-            + (self.np_random.random(size) < 0.5).astype(int).tolist()[right + 1 :]
-        )
+        legal = self.np_random.integers(2, size=size).tolist()
+        legal[right] = 1
+        return legal
 
 
 class BestActions(SmallEnv):
@@ -74,11 +72,9 @@ class BestActions(SmallEnv):
 
     def begin(self) -> None:
         context = int(self.np_random.integers(3))
-        legal = [
-            self.some_legal(int(right), size)
-            for right, size in zip(self.right[context], self.sizes, strict=True)
-        ]
-        self.scene = [context, *sum(legal, [])]
+        self.scene = [context]
+        for right, size in zip(self.right[context].tolist(), self.sizes, strict=True):
+            self.scene += self.some_legal(right, size)
 
     def observation(self) -> int:
         return self.scene[0]

@@ -1,5 +1,7 @@
 """The loop over Gymnasium environments: what is stored, what is not, and what is refused."""
 
+from pathlib import Path
+
 import gymnasium
 import numpy as np
 import pytest
@@ -273,3 +275,11 @@ def test_runs_with_the_same_seed_are_the_same_and_with_another_are_not():
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
+
+
+def test_every_logged_name_is_explained_in_the_docs():
+    rounds = []
+    train(vector(CueMemory, 2), 64, CONFIG, on_round=lambda _, metrics: rounds.append(metrics))
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    for name in {name for metrics in rounds for name in metrics}:
+        assert f"`{name.replace('/action', '/HEAD')}`" in page, name

@@ -1,6 +1,8 @@
-"""Where packages meet: what a controller and an environment promise each other."""
+"""Where packages meet: what a controller, an environment and a sink promise."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -49,3 +51,20 @@ class Environment(Protocol):
     def step(self, actions: Tensor) -> StepOutcome:
         """Act, then train. What an env that is over is told to do is ignored."""
         ...
+
+
+class EventSink(Protocol):
+    """Where a run's metrics go; open for the length of a `with`."""
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What was measured up to this step, by the names in docs/metrics.md."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...

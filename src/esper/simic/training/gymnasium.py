@@ -37,6 +37,8 @@ from esper.tamiyo.policy.network import Decision, RecurrentState
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
 
+__all__ = ["EvaluationResult", "GymAgent", "GymConfig", "GymTraining", "evaluate", "train"]
+
 RECENT_EPISODES = 100  # how many the reported means are over
 
 RoundCallback = Callable[[int, dict[str, float]], None]

@@ -1,0 +1,130 @@
+"""The command line: `esper gym ENV_ID ...`.
+
+Flags are made from the fields of the configs, so that code and command line cannot disagree.
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import tyro
+
+from esper.leyline.protocols import EventSink
+from esper.nissa.console import ProgressSink
+from esper.nissa.tensorboard import TensorBoardSink
+from esper.simic.training.gymnasium import GymConfig, GymTraining, evaluate
+
+_GYM_DEFAULTS = GymConfig()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    tyro.extras.subcommand_cli_from_dict(
+        {"gym": gym},
+        prog="esper",
+        description="Esper grows neural networks while they train.",
+        args=sys.argv[1:] if arguments is None else arguments,
+    )
+
+
+def gym(
+    env_id: tyro.conf.Positional[str],
+    config: Annotated[GymConfig, tyro.conf.arg(name="")] = _GYM_DEFAULTS,
+    total_steps: int = 100_000,
+    num_envs: int = 8,
+    episodes: int = 20,
+    save_every: int = 50,
+    out: Path | None = None,
+    resume: bool = False,
+) -> None:
+    """Train PPO on a Gymnasium environment, then evaluate it.
+
+    Ctrl-C finishes the step, saves, and says how to go on.
+
+    Args:
+        env_id: a registered environment, or "module:EnvId"
+        total_steps: environment steps to learn from
+        num_envs: environments side by side
+        episodes: played at the end, without learning
+        save_every: rounds between checkpoints
+        out: where checkpoint, agent and TensorBoard curves go; runs/ENV_ID if not given
+        resume: go on from the checkpoint in `out`, with the settings saved there
+    """
+    import gymnasium
+
+    out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
+    checkpoint = out / "checkpoint.pt"
+    envs = gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync")
+    if resume:
+        training = GymTraining.resume(checkpoint, envs)
+    else:
+        training = GymTraining(envs, total_steps, config)
+    print(describe(training, out))
+    if not _train(training, checkpoint, out, save_every):
+        print(
+            f"stopped after {training.progress.steps:,} steps; go on with\n"
+            f"  esper gym {env_id} --num-envs {num_envs} --out {out} --resume"
+        )
+        return
+    training.agent.save(out / "agent.pt")
+    result = evaluate(training.agent, envs, episodes)
+    print(
+        f"return {result.returns.mean():.2f} +- {result.returns.std():.2f} over {episodes} "
+        f"episodes; agent saved as {out / 'agent.pt'}"
+    )
+
+
+def describe(training: GymTraining, out: Path) -> str:
+    """What runs where: nothing is chosen in silence."""
+    envs, config = training.envs, training.config
+    sources = {"info": "info['action_mask']", "method": "action_masks()", "none": "none, all legal"}
+    heads = ", ".join(f"{head.name}[{head.size}]" for head in envs.spaces.action_space)
+    return (
+        f"{envs.num_envs} envs, {envs.spaces.num_features} features, heads {heads}, masks: "
+        f"{sources[envs.mask_source]}; policy on {config.device}; writing to {out}"
+    )
+
+
+def _train(training: GymTraining, checkpoint: Path, out: Path, save_every: int) -> bool:
+    """Whether training came to its end; if not, the checkpoint holds all of it."""
+    shown = {"episode/return": "return", "time/steps_per_second": "steps/s"}
+    with ExitStack() as stack, _interruption() as interrupted:
+        sinks: list[EventSink] = [
+            stack.enter_context(ProgressSink(training.total_steps, shown)),
+            stack.enter_context(TensorBoardSink(out)),
+        ]
+
+        def on_round(step: int, metrics: dict[str, float]) -> None:
+            for sink in sinks:
+                sink.record(step, metrics)
+            if training.progress.rounds % save_every == 0:
+                training.save(checkpoint)
+
+        training.run(on_round, should_stop=interrupted)
+        training.save(checkpoint)
+    return training.is_finished
+
+
+@contextmanager
+def _interruption() -> Iterator[Callable[[], bool]]:
+    """Asks whether Ctrl-C was pressed; a second one interrupts at once."""
+    pressed = False
+
+    def press(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""nissa: telemetry -- where events go (console, TensorBoard, the run's database)."""

@@ -1,0 +1,45 @@
+"""A run's progress in the terminal."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+
+class ProgressSink:
+    """A bar that moves with the steps, and the metrics named, as they stand."""
+
+    def __init__(self, total_steps: int, shown: Mapping[str, str], console: Console | None = None):
+        """`shown` maps a metric's name to the label it gets."""
+        self._shown = shown
+        self._progress = Progress(
+            TextColumn("{task.completed:>9,.0f} / {task.total:,.0f} steps"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("", total=total_steps)
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        words = [
+            f"{label} {metrics[name]:,.4g}"
+            for name, label in self._shown.items()
+            if name in metrics
+        ]
+        self._progress.update(self._task, completed=step, description="  ".join(words))
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()

@@ -1,0 +1,30 @@
+"""A run's metrics as TensorBoard curves."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardSink:
+    """Every metric becomes a curve of its own name over the steps."""
+
+    def __init__(self, folder: str | Path):
+        self._writer = SummaryWriter(str(folder))
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.close()
