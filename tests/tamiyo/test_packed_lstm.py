@@ -1,41 +1,50 @@
-"""The CPU's ways through an LSTM, each against one nn.LSTM call per sequence."""
+"""Every way through an LSTM, each against one nn.LSTM call per sequence."""
 
 import pytest
 import torch
 from torch import nn
 
+from esper.leyline.sequences import SequenceLayout
 from esper.tamiyo.policy import packed_lstm as module
 from esper.tamiyo.policy.packed_lstm import packed_lstm
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def layout_of(lengths):
+    """One episode per env."""
+    num_envs, none = len(lengths), torch.zeros(len(lengths), dtype=torch.int64)
+    return SequenceLayout(
+        num_envs, max(lengths), torch.arange(num_envs), none, torch.tensor(lengths)
+    )
+
 
 def packed(sequences):
-    """Sequences, the longest first, as packed rows and batch sizes."""
+    """Sequences, the longest first, time step by time step."""
     steps = range(len(sequences[0]))
-    running = [[s[t] for s in sequences if len(s) > t] for t in steps]
-    return torch.stack([row for step in running for row in step]), torch.tensor(
-        [len(step) for step in running]
-    )
+    return torch.stack([s[t] for t in steps for s in sequences if len(s) > t])
 
 
 @pytest.mark.parametrize("limit", [0.0, 100.0], ids=["loop", "rectangle"])
 @pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [9, 5, 5, 2, 1, 1]])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_outputs_and_gradients_equal_those_of_single_sequences(monkeypatch, limit, lengths, layers):
-    monkeypatch.setattr(module, "_RECTANGLE_LIMIT", limit)
+@pytest.mark.parametrize("device", DEVICES)
+def test_outputs_and_gradients_equal_those_of_single_sequences(
+    monkeypatch, limit, lengths, layers, device
+):
+    monkeypatch.setitem(module._RECTANGLE_LIMITS, device, limit)
     torch.manual_seed(0)
-    lstm = nn.LSTM(3, 6, layers).double()
-    sequences = [torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in lengths]
-    h, c = (
-        torch.randn(layers, len(lengths), 6, dtype=torch.float64, requires_grad=True) for _ in "hc"
-    )
+    exact = {"dtype": torch.float64, "device": device, "requires_grad": True}
+    lstm = nn.LSTM(3, 6, layers).to(device, torch.float64)
+    sequences = [torch.randn(n, 3, **exact) for n in lengths]
+    h, c = (torch.randn(layers, len(lengths), 6, **exact) for _ in "hc")
     inputs = [*sequences, h, c, *lstm.parameters()]
-    rows, batch_sizes = packed(sequences)
-    outputs = packed_lstm(lstm, rows, batch_sizes, (h, c))
+    outputs = packed_lstm(lstm, packed(sequences), layout_of(lengths), (h, c))
     singles = [
         lstm(s.unsqueeze(1), (h[:, i : i + 1].contiguous(), c[:, i : i + 1].contiguous()))[0][:, 0]
         for i, s in enumerate(sequences)
     ]
-    expected, _ = packed(singles)
+    expected = packed(singles)
     torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
     weights = torch.randn_like(expected)
     got = torch.autograd.grad((weights * outputs).sum(), inputs)
@@ -50,7 +59,7 @@ def test_a_ragged_batch_is_looped_over_and_a_dense_one_is_not(monkeypatch):
     monkeypatch.setattr(module._PackedLayer, "apply", lambda *a: looped.append(1) or original(*a))
     lstm = nn.LSTM(3, 6)
     for lengths, loops in (([4, 4, 3], 0), ([20, 1, 1, 1, 1, 1], 1)):
-        rows, batch_sizes = packed([torch.randn(n, 3) for n in lengths])
+        rows = packed([torch.randn(n, 3) for n in lengths])
         state = torch.zeros(1, len(lengths), 6)
-        packed_lstm(lstm, rows, batch_sizes, (state, state))
+        packed_lstm(lstm, rows, layout_of(lengths), (state, state))
         assert len(looped) == loops

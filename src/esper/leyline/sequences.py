@@ -71,6 +71,12 @@ class SequenceLayout:
         return (first + steps)[steps < self.lengths[self.order]]
 
     @cached_property
+    def places(self) -> Tensor:
+        """Where the rows lie when every episode is padded to the longest, flat in [steps, episodes]."""
+        running = torch.arange(self.num_episodes) < self.batch_sizes[:, None]
+        return running.flatten().nonzero().squeeze(1)
+
+    @cached_property
     def continues(self) -> Tensor:
         """Which packed episodes go on from a state stored before the rollout, bool `[episodes]`.
 
@@ -99,6 +105,10 @@ class SequenceLayout:
         """`rows` on a device."""
         return self._on(device).rows
 
+    def places_on(self, device: torch.device) -> Tensor:
+        """`places` on a device."""
+        return self._on(device).places
+
     def initial(self, stored: Tensor) -> Tensor:
         """What each packed episode starts from, `[episodes, ...]`: its env's state or zeros.
 
@@ -112,7 +122,7 @@ class SequenceLayout:
     def _on(self, device: torch.device) -> "_Tables":
         """The index tensors on a device, copied once, without making the host wait."""
         if device not in self._tables:
-            tables = _Tables(self.rows, self.env_ids[self.order], self.continues)
+            tables = _Tables(self.rows, self.places, self.env_ids[self.order], self.continues)
             if device.type == "cuda":
                 tables = _Tables(*(t.pin_memory().to(device, non_blocking=True) for t in tables))
             self._tables[device] = tables
@@ -127,5 +137,6 @@ class _Tables(NamedTuple):
     """What gathering needs, on a device, in packed order."""
 
     rows: Tensor  # [R]
+    places: Tensor  # [R]
     env_ids: Tensor  # [episodes]
     continues: Tensor  # [episodes]

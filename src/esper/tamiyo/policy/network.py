@@ -231,7 +231,7 @@ class FactoredRecurrentActorCritic(nn.Module):
     def _unroll(self, encoded: Tensor, layout: SequenceLayout, initial: RecurrentState) -> Tensor:
         """The LSTM's output `[R, hidden]` for rows `[R, hidden]` in packed order."""
         h, c = (layout.initial(stored).transpose(0, 1).contiguous() for stored in initial)
-        return packed_lstm(self.core, encoded, layout.batch_sizes, (h, c))
+        return packed_lstm(self.core, encoded, layout, (h, c))
 
     def _read(self, core: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the first run of heads `[B, choices]` and values `[B]`."""
@@ -276,7 +276,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """Float32 products inside are exact to float32: no TF32 on a GPU.
 
     Old and new log-probs of one action are compared by their ratio, so they must come out alike
-    from `act` and from `evaluate`, which use different kernels.
+    from `act` and from `evaluate`, which use different kernels. A learner puts its backward pass
+    inside as well: cuDNN looks at the setting again there.
     """
     if device.type != "cuda":
         yield

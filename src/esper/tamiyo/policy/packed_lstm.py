@@ -2,10 +2,10 @@
 
 In packed order the rows of a time step lie together and the sequences still running are always
 the first ones, so a step is a slice and its state the head of the state before it: no padding, no
-resets. cuDNN reads that order directly. On a CPU, oneDNN wants a rectangle and wins while little
-of it is padding; beyond that a loop over the steps wins, if a layer is one node for autograd: its
-backward pass takes five operations per step and does the rest for all rows at once.
-docs/decisions/scoring-sequences.md has the measurements.
+resets. But fused kernels want a rectangle, and win while little enough of it is padding. Beyond
+that cuDNN takes the packed order as it is, with a few launches per step; on a CPU a loop over the
+steps wins, if a layer is one node for autograd: its backward pass takes five operations per step
+and does the rest for all rows at once. docs/decisions/003-scoring-sequences.md has the figures.
 """
 
 from typing import Any
@@ -15,37 +15,42 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
-_RECTANGLE_LIMIT = 2.0  # rows with padding, for each row without
+from esper.leyline.sequences import SequenceLayout
+
+# rows with padding for each row without, up to which the rectangle wins
+_RECTANGLE_LIMITS = {"cpu": 2.0, "cuda": 8.0}
 
 
 def packed_lstm(
-    lstm: nn.LSTM, rows: Tensor, batch_sizes: Tensor, state: tuple[Tensor, Tensor]
+    lstm: nn.LSTM, rows: Tensor, layout: SequenceLayout, state: tuple[Tensor, Tensor]
 ) -> Tensor:
     """The outputs `[R, hidden]` for inputs `[R, inputs]`, from `state`, `[L, episodes, hidden]` each."""
     output: Tensor
-    if rows.device.type == "cuda":
-        packed, _ = lstm(PackedSequence(rows, batch_sizes), state)
+    kind = rows.device.type
+    num_padded = len(layout.batch_sizes) * layout.num_episodes
+    if num_padded <= _RECTANGLE_LIMITS[kind] * layout.num_rows:
+        return _padded_lstm(lstm, rows, layout, state)
+    if kind == "cuda":
+        packed, _ = lstm(PackedSequence(rows, layout.batch_sizes), state)
         output = packed.data
         return output
-    if len(batch_sizes) * int(batch_sizes[0]) <= _RECTANGLE_LIMIT * len(rows):
-        return _rectangle(lstm, rows, batch_sizes, state)
-    sizes = batch_sizes.tolist()
+    sizes = layout.batch_sizes.tolist()
     output = rows
     for weights, h, c in zip(lstm.all_weights, *state, strict=True):
         output = _PackedLayer.apply(output, h, c, *weights, sizes)  # type: ignore[no-untyped-call]
     return output
 
 
-def _rectangle(
-    lstm: nn.LSTM, rows: Tensor, batch_sizes: Tensor, state: tuple[Tensor, Tensor]
+def _padded_lstm(
+    lstm: nn.LSTM, rows: Tensor, layout: SequenceLayout, state: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Every sequence padded to the longest."""
-    num_steps, num_episodes = len(batch_sizes), int(batch_sizes[0])
-    is_row = torch.arange(num_episodes) < batch_sizes.unsqueeze(1)
-    places = is_row.flatten().nonzero().squeeze(1)
-    padded = rows.new_zeros(num_steps * num_episodes, rows.shape[1]).index_copy(0, places, rows)
-    outputs: Tensor = lstm(padded.view(num_steps, num_episodes, -1), state)[0]
-    return outputs.flatten(0, 1).index_select(0, places)
+    """Every sequence padded to the longest; sequences of one length already are a rectangle."""
+    num_steps, num_episodes = len(layout.batch_sizes), layout.num_episodes
+    places = layout.places_on(rows.device)
+    if is_ragged := num_steps * num_episodes > len(rows):
+        rows = rows.new_zeros(num_steps * num_episodes, rows.shape[1]).index_copy(0, places, rows)
+    outputs: Tensor = lstm(rows.view(num_steps, num_episodes, -1), state)[0].flatten(0, 1)
+    return outputs.index_select(0, places) if is_ragged else outputs
 
 
 class _PackedLayer(torch.autograd.Function):

@@ -1,0 +1,257 @@
+"""How fast the policy scores stored rollouts and takes single steps, after a check that ways agree.
+
+    python benchmarks/policy.py [--device cpu|cuda] [--quick]
+
+`evaluate()` is measured with its backward pass on 64 rows of 128 steps in which an episode ends
+about every 20 steps, against the usual ways with the same weights: a loop over time that resets
+the state (with `lstm_cell`, and with `nn.LSTM` on one step), and all episodes padded to the
+longest. CPU figures are for one thread; rivals take turns in one process, and medians count.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.leyline import (
+    ActionMasks,
+    FactoredActionSpace,
+    Head,
+    audit_action_space,
+    tamiyo_action_space,
+)
+from esper.leyline.sequences import SequenceLayout
+from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
+from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.network import (
+    FactoredRecurrentActorCritic,
+    RecurrentState,
+    full_precision,
+)
+
+NUM_ENVS, NUM_STEPS, EPISODE_LENGTH = 64, 128, 20
+POLICIES: dict[str, tuple[FactoredActionSpace, int | FeatureLayout]] = {
+    "one head": (FactoredActionSpace((Head("move", 2),)), 4),
+    "four heads": (audit_action_space(), 32),
+    "Tamiyo, 3 slots": (tamiyo_action_space(3, 8), FeatureLayout(3, 8)),
+}
+BARS = {"cpu": 1.0, "cuda": 10.0}
+
+Unroll = Callable[["Rollout", FactoredRecurrentActorCritic, Tensor], Tensor]
+Scores = tuple[Tensor, Tensor]  # log-probs [N * T, H] and values [N * T]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, within 40 seconds")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    device, budget_s = arguments.device, 1.0 if arguments.quick else 8.0
+    bars: dict[str, object] = {}
+    for name in ("four heads", "Tamiyo, 3 slots"):
+        ratio = measure_evaluate(name, device, budget_s)
+        bar = {"value": round(ratio, 2), "bar": BARS[device], "met": ratio >= BARS[device]}
+        bars[f"evaluate_vs_loop_{name.split(',')[0].replace(' ', '_').lower()}"] = bar
+    measure_act(device, budget_s)
+    print(json.dumps({"benchmark": "policy", "device": device, "bars": bars}))
+
+
+@dataclass
+class Rollout:
+    """Full rows, so that the rivals need no gathering."""
+
+    features: Tensor
+    actions: Tensor
+    masks: Tensor
+    layout: SequenceLayout
+    initial: RecurrentState
+    begins: Tensor  # [N, T]: the first step of an episode that starts inside the row
+
+    @classmethod
+    def random(cls, policy: FactoredRecurrentActorCritic, device: str) -> "Rollout":
+        rng = torch.Generator().manual_seed(0)
+        space, shape = policy.action_space, (NUM_ENVS, NUM_STEPS)
+        features = torch.rand(*shape, policy.feature_size, generator=rng)
+        masks = torch.rand(*shape, space.num_choices, generator=rng) < 0.7
+        parts = []
+        for part in space.slices:
+            masks[..., part.start] |= ~masks[..., part].any(dim=-1)
+            weights = masks[..., part] * torch.rand(*shape, part.stop - part.start, generator=rng)
+            parts.append(weights.argmax(dim=-1))
+        ended = torch.rand(shape, generator=rng) < 1 / EPISODE_LENGTH
+        state_shape = (NUM_ENVS, 1, policy.config.lstm_hidden_dim)
+        begins = torch.cat((torch.zeros(NUM_ENVS, 1, dtype=torch.bool), ended[:, :-1]), dim=1)
+        return cls(
+            features.to(device),
+            torch.stack(parts, dim=-1).to(device),
+            masks.to(device),
+            SequenceLayout.from_flags(ended, torch.full((NUM_ENVS,), NUM_STEPS)),
+            RecurrentState(*(torch.rand(state_shape, generator=rng).to(device) for _ in "hc")),
+            begins.to(device),
+        )
+
+
+def measure_evaluate(name: str, device: str, budget_s: float) -> float:
+    """Prints a table; returns how many times the loop over time takes as long as `evaluate`."""
+    torch.manual_seed(0)
+    policy = FactoredRecurrentActorCritic(*POLICIES[name]).to(device)
+    rollout = Rollout.random(policy, device)
+
+    def ours() -> Scores:
+        r = rollout
+        scores = policy.evaluate(r.features, r.actions, r.masks, r.layout, r.initial)
+        return scores.log_probs, scores.values
+
+    def rival(unroll: Unroll) -> Callable[[], Scores]:
+        return lambda: score_in_rows(policy, rollout, unroll)
+
+    ways = {
+        "evaluate()": ours,
+        "loop of lstm_cell": rival(loop_of_cells),
+        "loop of nn.LSTM": rival(loop_of_lstms),
+        "padded to the longest": rival(padded_to_longest),
+    }
+    check(policy, rollout, ways)
+    medians = time_in_turns(
+        {way: lambda f=f: learn(policy, f) for way, f in ways.items()}, device, budget_s
+    )
+    ours_s = medians["evaluate()"]
+    print(
+        f"\nevaluate and backward, {name}, {NUM_ENVS} x {NUM_STEPS} steps, "
+        f"{rollout.layout.num_episodes} episodes, the longest {len(rollout.layout.batch_sizes)}"
+    )
+    for way, seconds in medians.items():
+        print(f"  {way:24}{seconds * 1e3:10.2f} ms{seconds / ours_s:9.2f}x")
+    return medians["loop of lstm_cell"] / ours_s
+
+
+def learn(policy: FactoredRecurrentActorCritic, score: Callable[[], Scores]) -> None:
+    policy.zero_grad(set_to_none=True)
+    with full_precision(policy.device):
+        log_probs, values = score()
+        (log_probs.mean() + values.square().mean()).backward()
+
+
+def check(
+    policy: FactoredRecurrentActorCritic,
+    rollout: Rollout,
+    ways: dict[str, Callable[[], Scores]],
+) -> None:
+    """Every way gives the same scores within 1e-5, and the same gradients."""
+    layout = rollout.layout
+    expected = [s.detach() for s in ways["evaluate()"]()]
+    learn(policy, ways["evaluate()"])
+    gradients = [p.grad.clone() for p in policy.parameters()]
+    for way, score in ways.items():
+        if way == "evaluate()":
+            continue
+        rows = layout.rows_on(expected[0].device)
+        for mine, theirs in zip(expected, score(), strict=True):
+            torch.testing.assert_close(theirs[rows], mine, rtol=0, atol=1e-5, msg=way)
+        learn(policy, score)
+        for mine, parameter in zip(gradients, policy.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, mine, rtol=1e-3, atol=1e-5, msg=way)
+    policy.raise_on_bad_values()
+
+
+def score_in_rows(policy: FactoredRecurrentActorCritic, rollout: Rollout, unroll: Unroll) -> Scores:
+    """As `evaluate` does, but in the stored order, with another way through the LSTM."""
+    space, actions = policy.action_space, rollout.actions.flatten(0, 1)
+    with full_precision(policy.device):
+        encoded, scene = policy.heads.encode(rollout.features.flatten(0, 1))
+        core = encoded + unroll(rollout, policy, encoded)
+        both = policy.readout(core)
+        later = [
+            policy.heads.logits(run, core, scene, actions) for run in range(1, len(space.runs))
+        ]
+    logits = torch.cat([both[:, :-1], *later], dim=-1)
+    distribution = MaskedFactoredCategorical(space, logits, rollout.masks.flatten(0, 1))
+    distribution.normalized_entropy()
+    return distribution.log_prob(actions), both[:, -1]
+
+
+def loop_of_cells(
+    rollout: Rollout, policy: FactoredRecurrentActorCritic, encoded: Tensor
+) -> Tensor:
+    inputs = encoded.view(NUM_ENVS, NUM_STEPS, -1).unbind(1)
+    keep = (~rollout.begins).to(encoded.dtype).unsqueeze(-1).unbind(1)
+    (weights,) = policy.core.all_weights
+    h, c = (state[:, 0] for state in rollout.initial)
+    outputs = []
+    for step, kept in zip(inputs, keep, strict=True):
+        h, c = torch.lstm_cell(step, (h * kept, c * kept), *weights)
+        outputs.append(h)
+    return torch.stack(outputs, dim=1).flatten(0, 1)
+
+
+def loop_of_lstms(
+    rollout: Rollout, policy: FactoredRecurrentActorCritic, encoded: Tensor
+) -> Tensor:
+    inputs = encoded.view(NUM_ENVS, NUM_STEPS, -1).transpose(0, 1).split(1)
+    keep = (~rollout.begins).to(encoded.dtype).unsqueeze(-1).unbind(1)
+    h, c = (state.transpose(0, 1).contiguous() for state in rollout.initial)
+    outputs = []
+    for step, kept in zip(inputs, keep, strict=True):
+        output, (h, c) = policy.core(step, (h * kept, c * kept))
+        outputs.append(output)
+    return torch.cat(outputs).transpose(0, 1).flatten(0, 1)
+
+
+def padded_to_longest(
+    rollout: Rollout, policy: FactoredRecurrentActorCritic, encoded: Tensor
+) -> Tensor:
+    layout = rollout.layout
+    longest = len(layout.batch_sizes)
+    rows, places = layout.rows_on(encoded.device), layout.places_on(encoded.device)
+    padded = encoded.new_zeros(longest * layout.num_episodes, encoded.shape[1])
+    padded = padded.index_copy(0, places, encoded[rows]).view(longest, layout.num_episodes, -1)
+    h, c = (layout.initial(state).transpose(0, 1).contiguous() for state in rollout.initial)
+    outputs = policy.core(padded, (h, c))[0].flatten(0, 1)[places]
+    return torch.zeros_like(encoded).index_copy(0, rows, outputs)
+
+
+def measure_act(device: str, budget_s: float) -> None:
+    print(f"\nact, microseconds per step\n  {'envs':>20}" + "".join(f"{n:>18}" for n in POLICIES))
+    for num_envs in (1, 8, 64, 512):
+        ways = {}
+        for name, (space, features) in POLICIES.items():
+            policy = FactoredRecurrentActorCritic(space, features).to(device)
+            masks = ActionMasks.all_legal(space, num_envs, device)
+            state = policy.initial_state(num_envs)
+            inputs = torch.rand(num_envs, policy.feature_size, device=device)
+            rng = torch.Generator(device)
+            ways[name] = lambda p=policy, i=inputs, m=masks, s=state, g=rng: p.act(
+                i, m, s, generator=g
+            )
+        medians = time_in_turns(ways, device, budget_s / 4)
+        print(f"  {num_envs:>20}" + "".join(f"{s * 1e6:18.0f}" for s in medians.values()))
+
+
+def time_in_turns(
+    ways: dict[str, Callable[[], object]], device: str, budget_s: float
+) -> dict[str, float]:
+    """Median seconds of each way."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for function in ways.values():
+        for _ in range(3):
+            function()
+    deadline = time.perf_counter() + budget_s * len(ways)
+    while time.perf_counter() < deadline or len(next(iter(seconds.values()))) < 5:
+        for way, function in ways.items():
+            wait()
+            start = time.perf_counter()
+            function()
+            wait()
+            seconds[way].append(time.perf_counter() - start)
+    return {way: statistics.median(values) for way, values in seconds.items()}
+
+
+if __name__ == "__main__":
+    main()
