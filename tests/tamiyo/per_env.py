@@ -147,12 +147,9 @@ def env_features(r: EnvReport) -> list[float]:
         math.log1p(r["rent"] / 0.02),
         10 * r["rent"] * math.log1p(added / host),
         math.log1p(r["compute_price"] / 0.01),
-        *(
-            10 * (r["validation_accuracy"] - past[k]) if past_known[k] else 0.0
-            for k in range(ACCURACY_HISTORY)
-        ),
         float(known),
         float(r["last_action_known"] and r["last_action_succeeded"]),
+        *(past[k] if past_known[k] else 0.0 for k in range(ACCURACY_HISTORY)),
         *map(float, past_known),
         *(float(op == last_op) for op in LifecycleOp),
     ]
@@ -170,8 +167,8 @@ def slot_features(r: EnvReport, slot: int) -> list[float]:
         r["alpha"][slot],
         r["alpha_target"][slot],
         r["site_depth"][slot],
-        10 * r["contribution"][slot] if known else 0.0,
-        100 * r["contribution_error"][slot] if known else 0.0,
+        r["contribution"][slot] if known else 0.0,
+        r["contribution_error"][slot] if known else 0.0,
         log_steps(r["stage_age"][slot]),
         log_steps(r["total_age"][slot]),
         log_steps(r["contribution_age"][slot]) if known else 0.0,
@@ -193,19 +190,18 @@ def slot_features(r: EnvReport, slot: int) -> list[float]:
 
 def blueprint_features(r: EnvReport, slot: int, blueprint: int) -> list[float]:
     if not r["slot_exists"][slot] or not r["fits"][slot][blueprint]:
-        return [0.0] * 8
+        return [0.0] * 7
     host, host_macs = max(r["host_params"], 1.0), max(r["host_macs"], 1.0)
     added = r["params"] - r["host_params"]
     cost, cost_macs = r["cost_params"][slot][blueprint], r["cost_macs"][slot][blueprint]
     extra = math.log1p((added + cost) / host) - math.log1p(added / host)
     return [
         r["reach"][slot][blueprint],
-        r["depth"][slot][blueprint] / 4,
+        math.log1p(r["depth"][slot][blueprint]),
         math.log1p(cost / host),
         math.log1p(cost_macs / host_macs),
         10 * r["rent"] * extra,
         1.0,
-        float(can_grow(r, slot, blueprint)),
         float(r["blueprint"][slot] == blueprint),
     ]
 

@@ -75,7 +75,7 @@ def test_a_worked_example_of_scales() -> None:
     rent = 0.1 * (math.log(1.5) - math.log(1.2))
     torch.testing.assert_close(feature(reports, "added_params").item(), math.log(1.5))
     assert feature(reports, "seed_rent")[0, 0].item() == pytest.approx(10 * rent, rel=1e-4)
-    assert feature(reports, "contribution")[0, :, 0].tolist() == pytest.approx([0.5, 0.0])
+    assert feature(reports, "contribution")[0, :, 0].tolist() == pytest.approx([0.05, 0.0])
     extra_rent = 0.1 * (math.log(2.25) - math.log(1.5))
     assert feature(reports, "cost_rent")[0, 0, 0].item() == pytest.approx(10 * extra_rent, rel=1e-4)
 

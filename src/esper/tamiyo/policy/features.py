@@ -25,21 +25,18 @@ from esper.leyline.constants import DEFAULT_EPISODE_LENGTH, SiteKind
 from esper.leyline.device_constant import DeviceConstant
 from esper.leyline.reports import ACCURACY_HISTORY, Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo.policy.action_masks import affordable_blueprints
 
 
 @dataclass(frozen=True)
-class Linear:
-    """factor * x."""
-
-    factor: float = 1.0
+class Plain:
+    """As it is."""
 
     def __str__(self) -> str:
-        return "x" if self.factor == 1 else f"{self.factor:g} x"
+        return "x"
 
 
 @dataclass(frozen=True)
-class Flag(Linear):
+class Flag:
     """0 or 1, or a one-hot: as it is, and best left so by whatever normalises features."""
 
     def __str__(self) -> str:
@@ -63,17 +60,17 @@ class Log:
 class Feature:
     """One row of the layout.
 
-    `source` is a field of the reports or a function of them, of shape `[*block]`; a feature wider
-    than 1 is a function that gives `[width, *block]`, scaled already. Flags are bool.
+    `source` is a field of the reports or a function of them, of shape `[*block]`; a plain feature
+    or a flag may be wider than 1: then it is a function that gives `[width, *block]`.
     """
 
     name: str
     block: str  # "env" [N], "slot" [N, S] or "blueprint" [N, S, B]
     source: str | Callable[[Reports], Tensor]
-    scale: Linear | Log = Linear()
+    scale: Plain | Flag | Log = Plain()
     width: int = 1
     known: str | None = None  # the flag in the reports without which it is 0
-    note: str = ""  # for `describe`
+    note: str = ""  # for `describe`, where the scale does not say it all
 
     def read(self, reports: Reports) -> Tensor:
         """Before it is scaled; 0 where it is not known."""
@@ -120,19 +117,16 @@ class FeatureLayout:
                 f"these reports have {reports.num_slots} slots and {reports.num_blueprints} "
                 f"blueprints; the layout is for {self.num_slots} and {self.num_blueprints}"
             )
-        exists = reports.slot_exists
-        is_valid = (None, exists, reports.fits & exists.unsqueeze(-1))
+        zero, exists = _ZERO.on(reports.device), reports.slot_exists
+        env, slots, blueprints = (
+            table.compute(reports, *terms)
+            for table, terms in zip(_TABLES, _log_terms(reports), strict=True)
+        )
+        slots = torch.where(exists, slots, zero)
+        blueprints = torch.where(reports.fits & exists.unsqueeze(-1), blueprints, zero)
         features = torch.empty(reports.num_envs, self.width, device=reports.device)
-        for table, part, log_terms, valid in zip(
-            (_ENV, _SLOT, _BLUEPRINT),
-            self.split(features),
-            _log_terms(reports),
-            is_valid,
-            strict=True,
-        ):
-            values, flags = table.compute(reports, *log_terms, valid)
-            part[..., : len(values)].copy_(values.movedim(0, -1))
-            part[..., len(values) :].copy_(flags.movedim(0, -1))
+        for part, block in zip(self.split(features), (env, slots, blueprints), strict=True):
+            part.copy_(block.movedim(0, -1))
         return features
 
     def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,14 +153,14 @@ class FeatureLayout:
 
     def positions(self, block: str) -> dict[str, tuple[int, int]]:
         """Where each feature of a block lies in it, and how wide it is, by name."""
-        tables = {table.block: table for table in (_ENV, _SLOT, _BLUEPRINT)}
+        tables = {table.block: table for table in _TABLES}
         return tables[block].positions
 
     def is_flag(self) -> Tensor:
         """Which of the F features are flags, bool `[F]`: a normaliser should leave them alone."""
         env, slot, blueprint = (
             [isinstance(row.scale, Flag) for row in table.rows for _ in range(row.width)]
-            for table in (_ENV, _SLOT, _BLUEPRINT)
+            for table in _TABLES
         )
         slots, choices = self.num_slots, self.num_slots * self.num_blueprints
         return torch.tensor(env + slots * slot + choices * blueprint)
@@ -192,18 +186,12 @@ class FeatureLayout:
 # sources that are more than a field
 
 
-def _one_hot(index: Tensor, choices: Tensor) -> Tensor:
-    """`[choices, *index.shape]`."""
-    return index == choices.view(-1, *([1] * index.dim()))
-
-
-def _accuracy_gains(r: Reports) -> Tensor:
-    gains = 10 * (r.validation_accuracy - r.accuracy_history.T)
-    return torch.where(r.accuracy_history_known.T, gains, _ZERO.on(r.device))
+def _accuracy_history(r: Reports) -> Tensor:
+    return torch.where(r.accuracy_history_known, r.accuracy_history, _ZERO.on(r.device)).T
 
 
 def _last_op(r: Reports) -> Tensor:
-    return _one_hot(r.last_action[:, 0], _OPS.on(r.device)) & r.last_action_known
+    return (r.last_action[:, 0] == _OPS.on(r.device)) & r.last_action_known
 
 
 def _last_action_here(r: Reports) -> Tensor:
@@ -224,9 +212,9 @@ def _seed_growth(r: Reports) -> Tensor:
 
 
 _ZERO = DeviceConstant(torch.tensor(0.0))
-_OPS, _STAGES, _KINDS = (
-    DeviceConstant(torch.arange(len(choices))) for choices in (LifecycleOp, SeedStage, SiteKind)
-)
+_OPS = DeviceConstant(torch.arange(len(LifecycleOp)).view(-1, 1))
+_STAGES = DeviceConstant(torch.arange(len(SeedStage)).view(-1, 1, 1))
+_KINDS = DeviceConstant(torch.arange(len(SiteKind)).view(-1, 1, 1))
 _STEPS = Log(factor=1 / math.log1p(DEFAULT_EPISODE_LENGTH))
 
 FEATURES: tuple[Feature, ...] = (
@@ -246,8 +234,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("rent", "env", "rent", Log("0.02")),
     Feature("rent_charge", "env", lambda r: r.params - r.host_params, Log("host_params", 10, times_rent=True)),
     Feature("compute_price", "env", "compute_price", Log("0.01")),
-    Feature("accuracy_gains", "env", _accuracy_gains, width=ACCURACY_HISTORY,
-            note="10 x, over the earlier accuracies, the latest first; 0 where unknown"),
+    Feature("accuracy_history", "env", _accuracy_history, width=ACCURACY_HISTORY,
+            note="x, the latest first, 0 where unknown"),
     Feature("accuracy_known", "env", lambda r: r.accuracy_history_known.T, Flag(), width=ACCURACY_HISTORY),
     Feature("last_op", "env", _last_op, Flag(), width=len(LifecycleOp), note="one-hot, 0 on the first step"),
     Feature("exists", "slot", "slot_exists", Flag()),
@@ -256,8 +244,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("site_depth", "slot", "site_depth"),
     Feature("gradient_known", "slot", "gradient_known", Flag()),
     Feature("contribution_known", "slot", "contribution_known", Flag()),
-    Feature("contribution", "slot", "contribution", Linear(10), known="contribution_known"),
-    Feature("contribution_error", "slot", "contribution_error", Linear(100), known="contribution_known"),
+    Feature("contribution", "slot", "contribution", known="contribution_known"),
+    Feature("contribution_error", "slot", "contribution_error", known="contribution_known"),
     Feature("last_action_here", "slot", _last_action_here, Flag()),
     Feature("stage_age", "slot", "stage_age", _STEPS),
     Feature("total_age", "slot", "total_age", _STEPS),
@@ -267,13 +255,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature("seed_rent", "slot", _seed_growth, Log(factor=10, times_rent=True)),
     Feature("site_width", "slot", "site_width", Log(factor=0.2)),
     Feature("gradient_norm", "slot", "gradient_norm", Log("0.0001", 0.25), known="gradient_known"),
-    Feature("stage", "slot", lambda r: _one_hot(r.stage, _STAGES.on(r.device)), Flag(), width=len(SeedStage), note="one-hot"),
-    Feature("site_kind", "slot", lambda r: _one_hot(r.site_kind, _KINDS.on(r.device)), Flag(), width=len(SiteKind), note="one-hot"),
+    Feature("stage", "slot", lambda r: r.stage == _STAGES.on(r.device), Flag(), width=len(SeedStage), note="one-hot"),
+    Feature("site_kind", "slot", lambda r: r.site_kind == _KINDS.on(r.device), Flag(), width=len(SiteKind), note="one-hot"),
     Feature("fits", "blueprint", "fits", Flag()),
-    Feature("is_affordable", "blueprint", affordable_blueprints, Flag()),
     Feature("is_growing", "blueprint", _is_growing, Flag(), note="flag of the slot's present seed"),
     Feature("reach", "blueprint", "reach"),
-    Feature("depth", "blueprint", "depth", Linear(0.25)),
+    Feature("depth", "blueprint", "depth", Log()),
     Feature("cost_params", "blueprint", "cost_params", Log("host_params")),
     Feature("cost_macs", "blueprint", "cost_macs", Log("host_macs")),
     Feature("cost_rent", "blueprint", "cost_params", Log("params", 10, times_rent=True)),
@@ -286,75 +273,61 @@ _AMOUNTS = ("host_params", "host_macs", "params", "params_left", "macs_left")  #
 
 
 class _BlockTable:
-    """The rows of one block: linear ones first, then logarithmic, wide ones, and flags."""
+    """The rows of one block: plain ones first, then logarithmic, wide ones, and flags."""
 
     def __init__(self, block: str):
         rows = [row for row in FEATURES if row.block == block]
-        values = [row for row in rows if not isinstance(row.scale, Flag)]
         flags = [row for row in rows if isinstance(row.scale, Flag)]
-        linear = [row for row in values if row.width == 1 and isinstance(row.scale, Linear)]
+        plain = [row for row in rows if isinstance(row.scale, Plain)]
+        narrow = [row for row in plain if row.width == 1]
         self.block = block
-        self.linear = tuple(linear)
-        self.logs = tuple(row for row in values if isinstance(row.scale, Log))
-        self.wide = tuple(row for row in values if row.width > 1)
-        self.flags = tuple(row for row in flags if row.width == 1)
-        self.one_hots = tuple(row for row in flags if row.width > 1)
-        self.rows = self.linear + self.logs + self.wide + self.flags + self.one_hots
-        factors = torch.tensor([row.scale.factor for row in linear])
-        per_row = {"env": (-1, 1), "slot": (-1, 1, 1), "blueprint": (-1, 1, 1, 1)}[block]
-        self.factors = DeviceConstant(factors.view(per_row))
+        self.num_plain = len(narrow)
+        self.logs = [row.scale for row in rows if isinstance(row.scale, Log)]
+        self.scalars = narrow + [row for row in rows if isinstance(row.scale, Log)]
+        self.flags = [row for row in flags if row.width == 1]
+        self.wide = [row for row in plain + flags if row.width > 1]
+        self.rows = self.scalars + self.flags + self.wide
         ends = list(accumulate(row.width for row in self.rows))
         self.width = ends[-1]
         self.positions = {
             row.name: (end - row.width, row.width) for row, end in zip(self.rows, ends, strict=True)
         }
 
-    def compute(
-        self, reports: Reports, units: Tensor, factors: Tensor, valid: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Values and flags `[their width, *block]`, whole rows of memory at a time."""
-        linear = torch.stack([row.read(reports) for row in self.linear])
-        linear *= self.factors.on(reports.device)
-        logs = torch.stack([row.read(reports).float() for row in self.logs])
-        logs *= _leading(units, logs)
-        logs.clamp_(0, 1e9).log1p_().mul_(_leading(factors, logs))
-        values = torch.cat((linear, logs, *(row.read(reports) for row in self.wide)))
+    def compute(self, reports: Reports, units: Tensor, factors: Tensor) -> Tensor:
+        """The features of the block, `[width, *block]`: whole rows of memory at a time."""
+        scalars = torch.stack([row.read(reports).float() for row in self.scalars])
+        per_env = (*units.shape, *([1] * (scalars.dim() - 2)))
+        logs = scalars[self.num_plain :]
+        logs.div_(units.view(per_env)).clamp_(0, 1e9).log1p_().mul_(factors.view(per_env))
         flags = torch.stack([row.read(reports) for row in self.flags])
-        if self.one_hots:
-            flags = torch.cat((flags, *(row.read(reports) for row in self.one_hots)))
-        if valid is None:
-            return values, flags
-        return torch.where(valid, values, _ZERO.on(reports.device)), flags & valid
+        return torch.cat((scalars, flags, *(row.read(reports) for row in self.wide)))
 
 
 def _log_terms(reports: Reports) -> list[tuple[Tensor, Tensor]]:
-    """1 / unit and factor of each block's logarithmic features, both `[their number, N]`."""
+    """Unit and factor of each block's logarithmic features, both `[their number, N]`."""
     device, one = reports.device, torch.ones_like(reports.rent)
-    amounts = torch.stack((one, *(getattr(reports, name) for name in _AMOUNTS)))
-    inverse = amounts.clamp_(min=1).reciprocal_().index_select(0, _UNIT_OF.on(device))
-    rents = torch.stack((one, reports.rent)).index_select(0, _RENT_OF.on(device))
-    inverse *= _INVERSE_UNITS.on(device)
-    rents *= _LOG_FACTORS.on(device)
-    return list(
-        zip(torch.split(inverse, _LOG_COUNTS), torch.split(rents, _LOG_COUNTS), strict=True)
+    amounts = torch.stack((one, reports.rent, *(getattr(reports, name) for name in _AMOUNTS)))
+    at_least_one = torch.maximum(amounts, _LEAST_AMOUNT.on(device))
+    terms = at_least_one.index_select(0, _TERM_OF.on(device)) * _TERM_FACTORS.on(device)
+    parts = torch.split(terms, [len(table.logs) for table in _TABLES] * 2)
+    return list(zip(parts[:3], parts[3:], strict=True))
+
+
+_ENV, _SLOT, _BLUEPRINT = _TABLES = tuple(
+    _BlockTable(block) for block in ("env", "slot", "blueprint")
+)
+_LOGS = [scale for table in _TABLES for scale in table.logs]
+# rows of the amounts: 1, rent, then the units; only rent may be below 1
+_LEAST_AMOUNT = DeviceConstant(torch.tensor([1.0, 0.0] + [1.0] * len(_AMOUNTS)).unsqueeze(-1))
+_TERM_OF = DeviceConstant(
+    torch.tensor(
+        [2 + _AMOUNTS.index(log.unit) if log.unit in _AMOUNTS else 0 for log in _LOGS]
+        + [int(log.times_rent) for log in _LOGS]
     )
-
-
-def _leading(values: Tensor, like: Tensor) -> Tensor:
-    """`values`, with the first axes of `like`, shaped to broadcast against it."""
-    return values.view(*values.shape, *([1] * (like.dim() - values.dim())))
-
-
-_ENV, _SLOT, _BLUEPRINT = (_BlockTable(block) for block in ("env", "slot", "blueprint"))
-_LOG_COUNTS = [len(table.logs) for table in (_ENV, _SLOT, _BLUEPRINT)]
-_LOGS = [
-    row.scale for row in _ENV.logs + _SLOT.logs + _BLUEPRINT.logs if isinstance(row.scale, Log)
-]
-_UNIT_OF = DeviceConstant(
-    torch.tensor([1 + _AMOUNTS.index(s.unit) if s.unit in _AMOUNTS else 0 for s in _LOGS])
 )
-_INVERSE_UNITS = DeviceConstant(
-    torch.tensor([1.0 if s.unit in _AMOUNTS else 1 / float(s.unit) for s in _LOGS]).unsqueeze(-1)
+_TERM_FACTORS = DeviceConstant(
+    torch.tensor(
+        [1.0 if log.unit in _AMOUNTS else float(log.unit) for log in _LOGS]
+        + [log.factor for log in _LOGS]
+    ).unsqueeze(-1)
 )
-_RENT_OF = DeviceConstant(torch.tensor([int(s.times_rent) for s in _LOGS]))
-_LOG_FACTORS = DeviceConstant(torch.tensor([s.factor for s in _LOGS]).unsqueeze(-1))
