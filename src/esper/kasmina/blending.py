@@ -23,11 +23,10 @@ def curve(kind: Tensor, fraction: Tensor) -> Tensor:
     inside = fraction.clamp(0.0, 1.0)
     cosine = 0.5 - 0.5 * torch.cos(math.pi * inside)
     half = SIGMOID_STEEPNESS / 4  # logistic(2z) = (1 + tanh z) / 2
-    sigmoid = 0.5 + torch.tanh(half * (2.0 * inside - 1.0)) / (2.0 * math.tanh(half))
+    edge = torch.tanh(torch.full_like(inside, half))  # torch's own, so that the ends are exact
+    sigmoid = 0.5 + 0.5 * torch.tanh(half * (2.0 * inside - 1.0)) / edge
     along = torch.where(kind == AlphaCurve.COSINE, cosine, inside)
-    along = torch.where(kind == AlphaCurve.SIGMOID, sigmoid, along)
-    # the ends exactly, whatever the rounding of cos and tanh
-    return torch.where((inside > 0.0) & (inside < 1.0), along, inside)
+    return torch.where(kind == AlphaCurve.SIGMOID, sigmoid, along)
 
 
 def blend(x: Tensor, seed: Tensor, alpha: Tensor, style: Tensor) -> Tensor:
