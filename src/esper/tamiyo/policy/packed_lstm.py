@@ -17,20 +17,20 @@ from torch.nn.utils.rnn import PackedSequence
 
 from esper.leyline.sequences import SequenceLayout
 
-# rows with padding for each row without, up to which the rectangle wins
-_RECTANGLE_LIMITS = {"cpu": 2.0, "cuda": 8.0}
+# Up to here a rectangle wins. On a CPU padding costs work: rows with it for each row without. On a
+# GPU a step of the packed order costs its launches, as much as this many more rows would.
+_CPU_PADDING_LIMIT = 2.0
+_CUDA_EPISODE_LIMIT = 1024
 
 
 def packed_lstm(
     lstm: nn.LSTM, rows: Tensor, layout: SequenceLayout, state: tuple[Tensor, Tensor]
 ) -> Tensor:
     """The outputs `[R, hidden]` for inputs `[R, inputs]`, from `state`, `[L, episodes, hidden]` each."""
-    output: Tensor
-    kind = rows.device.type
-    num_padded = len(layout.batch_sizes) * layout.num_episodes
-    if num_padded <= _RECTANGLE_LIMITS[kind] * layout.num_rows:
+    if _is_rectangle_best(layout, rows.device):
         return _padded_lstm(lstm, rows, layout, state)
-    if kind == "cuda":
+    output: Tensor
+    if rows.device.type == "cuda":
         packed, _ = lstm(PackedSequence(rows, layout.batch_sizes), state)
         output = packed.data
         return output
@@ -39,6 +39,13 @@ def packed_lstm(
     for weights, h, c in zip(lstm.all_weights, *state, strict=True):
         output = _PackedLayer.apply(output, h, c, *weights, sizes)  # type: ignore[no-untyped-call]
     return output
+
+
+def _is_rectangle_best(layout: SequenceLayout, device: torch.device) -> bool:
+    if device.type == "cuda":
+        return layout.num_episodes <= _CUDA_EPISODE_LIMIT
+    num_padded = len(layout.batch_sizes) * layout.num_episodes
+    return num_padded <= _CPU_PADDING_LIMIT * layout.num_rows
 
 
 def _padded_lstm(
