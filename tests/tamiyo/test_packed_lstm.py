@@ -25,14 +25,14 @@ def packed(sequences):
     return torch.stack([s[t] for t in steps for s in sequences if len(s) > t])
 
 
-@pytest.mark.parametrize("is_rectangle", [False, True])
+@pytest.mark.parametrize("limit", [0.0, 100.0], ids=["loop", "rectangle"])
 @pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [9, 5, 5, 2, 1, 1]])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("device", DEVICES)
 def test_outputs_and_gradients_equal_those_of_single_sequences(
-    monkeypatch, is_rectangle, lengths, layers, device
+    monkeypatch, limit, lengths, layers, device
 ):
-    monkeypatch.setattr(module, "_is_rectangle_best", lambda *_: is_rectangle)
+    monkeypatch.setattr(module, "_PADDING_LIMIT", limit)
     torch.manual_seed(0)
     exact = {"dtype": torch.float64, "device": device, "requires_grad": True}
     lstm = nn.LSTM(3, 6, layers).to(device, torch.float64)

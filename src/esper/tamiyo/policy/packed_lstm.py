@@ -1,11 +1,12 @@
-"""An LSTM over sequences in packed order, by whichever way is fastest.
+"""An LSTM over sequences in packed order, by whichever exact way is fastest.
 
 In packed order the rows of a time step lie together and the sequences still running are always
 the first ones, so a step is a slice and its state the head of the state before it: no padding, no
-resets. But fused kernels want a rectangle, and win while little enough of it is padding. Beyond
-that cuDNN takes the packed order as it is, with a few launches per step; on a CPU a loop over the
-steps wins, if a layer is one node for autograd: its backward pass takes five operations per step
-and does the rest for all rows at once. docs/decisions/003-scoring-sequences.md has the figures.
+resets. cuDNN takes that order as it is. (Its faster kernels for rectangles round tanh and sigmoid
+to 2e-5, too coarse for a ratio of old and new log-probs.) On a CPU oneDNN wants a rectangle and
+wins while little of it is padding; beyond that a loop over the steps wins, if a layer is one node
+for autograd: its backward pass takes five operations per step and does the rest for all rows at
+once. docs/decisions/003-scoring-sequences.md has the figures.
 """
 
 from typing import Any
@@ -17,35 +18,25 @@ from torch.nn.utils.rnn import PackedSequence
 
 from esper.leyline.sequences import SequenceLayout
 
-# Up to here a rectangle wins. On a CPU padding costs work: rows with it for each row without. On a
-# GPU a step of the packed order costs its launches, as much as this many more rows would.
-_CPU_PADDING_LIMIT = 2.0
-_CUDA_EPISODE_LIMIT = 1024
+_PADDING_LIMIT = 2.0  # rows with padding for each row without, up to which a rectangle wins
 
 
 def packed_lstm(
     lstm: nn.LSTM, rows: Tensor, layout: SequenceLayout, state: tuple[Tensor, Tensor]
 ) -> Tensor:
     """The outputs `[R, hidden]` for inputs `[R, inputs]`, from `state`, `[L, episodes, hidden]` each."""
-    if _is_rectangle_best(layout, rows.device):
-        return _padded_lstm(lstm, rows, layout, state)
     output: Tensor
     if rows.device.type == "cuda":
         packed, _ = lstm(PackedSequence(rows, layout.batch_sizes), state)
         output = packed.data
         return output
+    if len(layout.batch_sizes) * layout.num_episodes <= _PADDING_LIMIT * layout.num_rows:
+        return _padded_lstm(lstm, rows, layout, state)
     sizes = layout.batch_sizes.tolist()
     output = rows
     for weights, h, c in zip(lstm.all_weights, *state, strict=True):
         output = _PackedLayer.apply(output, h, c, *weights, sizes)  # type: ignore[no-untyped-call]
     return output
-
-
-def _is_rectangle_best(layout: SequenceLayout, device: torch.device) -> bool:
-    if device.type == "cuda":
-        return layout.num_episodes <= _CUDA_EPISODE_LIMIT
-    num_padded = len(layout.batch_sizes) * layout.num_episodes
-    return num_padded <= _CPU_PADDING_LIMIT * layout.num_rows
 
 
 def _padded_lstm(
