@@ -2,9 +2,9 @@
 
     python benchmarks/masks.py [--device cuda] [--quick]
 
-The rival goes through the envs, their slots and the choices of each head one by one, makes a small
-tensor for each, and stacks them. It starts from plain Python numbers, so nothing but the building is
-counted. Figures are medians of interleaved runs in one process, after both have been found equal.
+The rival reads the same reports out into plain Python numbers, one list per field, goes through
+the envs, their slots and the choices of each head one by one, makes a small tensor for each, and
+stacks them. Figures are medians of interleaved runs in one process, after both were found equal.
 """
 
 import argparse
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import tamiyo_action_space
+from esper.leyline.reports import Reports
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tamiyo.per_env import EnvReport, looped_features, looped_masks, unpack
+from tamiyo.per_env import looped_features, looped_masks, unpack
 from tamiyo.random_reports import random_reports
 
 NUM_BLUEPRINTS = 8
@@ -31,13 +32,14 @@ MASKS_BAR, FEATURES_BAR = 100.0, 50.0
 CALLS = 20  # of the batched way, per measurement: one call alone is near the clock's grain
 
 
-def per_env_masks(rows: list[EnvReport], device: str) -> dict[str, Tensor]:
-    masks = [looped_masks(row) for row in rows]
+def per_env_masks(reports: Reports) -> dict[str, Tensor]:
+    masks = [looped_masks(row) for row in unpack(reports)]
+    device = reports.device
     return {name: torch.stack([m[name] for m in masks]).to(device) for name in masks[0]}
 
 
-def per_env_features(rows: list[EnvReport], device: str) -> Tensor:
-    return torch.stack([looped_features(row) for row in rows]).to(device)
+def per_env_features(reports: Reports) -> Tensor:
+    return torch.stack([looped_features(row) for row in unpack(reports)]).to(reports.device)
 
 
 def seconds(work: Callable[[], object], device: str, calls: int = 1) -> float:
@@ -53,22 +55,20 @@ def seconds(work: Callable[[], object], device: str, calls: int = 1) -> float:
 
 def measure(num_envs: int, num_slots: int, device: str, repeats: int) -> dict[str, float]:
     """Median milliseconds for all envs."""
-    reports = random_reports(num_envs, num_slots, NUM_BLUEPRINTS)
-    rows = unpack(reports)
-    reports = reports.to(device)
+    reports = random_reports(num_envs, num_slots, NUM_BLUEPRINTS).to(device)
     space = tamiyo_action_space(num_slots, NUM_BLUEPRINTS)
     layout = FeatureLayout(num_slots, NUM_BLUEPRINTS)
 
-    masks, looped = compute_batch_masks(reports, space), per_env_masks(rows, device)
+    masks, looped = compute_batch_masks(reports, space), per_env_masks(reports)
     assert all(torch.equal(masks[name], looped[name]) for name in space.names)
     torch.testing.assert_close(
-        layout.features(reports), per_env_features(rows, device), atol=2e-5, rtol=1e-4
+        layout.features(reports), per_env_features(reports), atol=2e-5, rtol=1e-4
     )
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "masks": (lambda: compute_batch_masks(reports, space), CALLS),
-        "masks per env": (lambda: per_env_masks(rows, device), 1),
+        "masks per env": (lambda: per_env_masks(reports), 1),
         "features": (lambda: layout.features(reports), CALLS),
-        "features per env": (lambda: per_env_features(rows, device), 1),
+        "features per env": (lambda: per_env_features(reports), 1),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):

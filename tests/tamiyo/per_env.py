@@ -197,7 +197,7 @@ def blueprint_features(r: EnvReport, slot: int, blueprint: int) -> list[float]:
     extra = math.log1p((added + cost) / host) - math.log1p(added / host)
     return [
         r["reach"][slot][blueprint],
-        math.log1p(r["depth"][slot][blueprint]),
+        r["depth"][slot][blueprint],
         math.log1p(cost / host),
         math.log1p(cost_macs / host_macs),
         10 * r["rent"] * extra,

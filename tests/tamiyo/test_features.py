@@ -147,6 +147,7 @@ def test_the_number_of_tensor_operations_depends_on_nothing() -> None:
     counts = []
     for num_envs, num_slots, num_blueprints in ((1, 1, 1), (4096, 3, 8), (16, 10, 8)):
         reports = random_reports(num_envs, num_slots, num_blueprints)
+        layout_of(reports).features(reports)  # fills the caches
         with CountOps() as ops:
             layout_of(reports).features(reports)
         counts.append(ops.count)

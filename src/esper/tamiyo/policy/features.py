@@ -197,12 +197,19 @@ def _last_op(r: Reports) -> Tensor:
 def _last_action_here(r: Reports) -> Tensor:
     # int: compiled code takes a tensor and an enum member for unequal, whatever their values
     chose_a_slot = r.last_action_known & (r.last_action[:, 0] != int(LifecycleOp.WAIT))
-    slots = torch.arange(r.num_slots, device=r.device)
-    return (r.last_action[:, 1:2] == slots) & chose_a_slot.unsqueeze(-1)
+    is_here = r.last_action[:, 1:2] == _numbers(r.num_slots).on(r.device)
+    return is_here & chose_a_slot.unsqueeze(-1)
 
 
 def _is_growing(r: Reports) -> Tensor:
-    return r.blueprint.unsqueeze(-1) == torch.arange(r.num_blueprints, device=r.device)
+    return r.blueprint.unsqueeze(-1) == _numbers(r.num_blueprints).on(r.device)
+
+
+def _numbers(size: int) -> DeviceConstant:
+    """0 to size - 1."""
+    if size not in _NUMBERS:
+        _NUMBERS[size] = DeviceConstant(torch.arange(size))
+    return _NUMBERS[size]
 
 
 def _seed_growth(r: Reports) -> Tensor:
@@ -212,6 +219,7 @@ def _seed_growth(r: Reports) -> Tensor:
 
 
 _ZERO = DeviceConstant(torch.tensor(0.0))
+_NUMBERS: dict[int, DeviceConstant] = {}
 _OPS = DeviceConstant(torch.arange(len(LifecycleOp)).view(-1, 1))
 _STAGES = DeviceConstant(torch.arange(len(SeedStage)).view(-1, 1, 1))
 _KINDS = DeviceConstant(torch.arange(len(SiteKind)).view(-1, 1, 1))
@@ -260,7 +268,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("fits", "blueprint", "fits", Flag()),
     Feature("is_growing", "blueprint", _is_growing, Flag(), note="flag of the slot's present seed"),
     Feature("reach", "blueprint", "reach"),
-    Feature("depth", "blueprint", "depth", Log()),
+    Feature("depth", "blueprint", "depth"),
     Feature("cost_params", "blueprint", "cost_params", Log("host_params")),
     Feature("cost_macs", "blueprint", "cost_macs", Log("host_macs")),
     Feature("cost_rent", "blueprint", "cost_params", Log("params", 10, times_rent=True)),

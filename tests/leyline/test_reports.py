@@ -1,0 +1,61 @@
+"""Reports check their shapes and types, and can be moved, selected and read for the step."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from tamiyo.random_reports import random_reports
+
+from esper.leyline.reports import Reports
+
+
+def test_a_wrong_shape_or_type_is_refused_by_name() -> None:
+    reports = random_reports(4, num_slots=3, num_blueprints=5)
+    with pytest.raises(ValueError, match=r"'alpha': got .*\(4, 2\), expected .*\(4, 3\) .*N, S"):
+        replace(reports, alpha=torch.zeros(4, 2))
+    with pytest.raises(ValueError, match="'stage': got torch.float32"):
+        replace(reports, stage=torch.zeros(4, 3))
+    with pytest.raises(ValueError, match="'cost_params'"):
+        replace(reports, cost_params=torch.zeros(4, 3, 6))
+
+
+def test_selected_reports_are_those_of_the_envs_in_their_order() -> None:
+    reports = random_reports(5)
+    some = reports.select(torch.tensor([3, 0]))
+    assert some.num_envs == 2
+    for entry in fields(Reports):
+        selected, whole = getattr(some, entry.name), getattr(reports, entry.name)
+        assert torch.equal(selected.nan_to_num(), whole[[3, 0]].nan_to_num()), entry.name
+
+
+def test_a_move_keeps_every_value() -> None:
+    reports = random_reports(3)
+    moved = reports.to("cpu")
+    assert moved.device == torch.device("cpu")
+    assert all(
+        torch.equal(getattr(moved, e.name).nan_to_num(), getattr(reports, e.name).nan_to_num())
+        for e in fields(Reports)
+    )
+
+
+@pytest.mark.parametrize("num_steps", [1, 7, 25, 1000])
+def test_the_step_follows_from_progress_and_what_is_left(num_steps: int) -> None:
+    steps = torch.arange(num_steps)
+    reports = replace(
+        random_reports(num_steps, 1, 1), progress=steps / num_steps, steps_left=num_steps - steps
+    )
+    assert torch.equal(reports.step, steps)
+
+
+def test_every_piece_of_evidence_has_a_flag_or_is_always_there() -> None:
+    shapes = Reports.shapes()
+    for value, flag in {
+        "validation_loss": "validation_known",
+        "validation_accuracy": "validation_known",
+        "accuracy_history": "accuracy_history_known",
+        "last_action_succeeded": "last_action_known",
+        "gradient_norm": "gradient_known",
+        "contribution": "contribution_known",
+        "contribution_error": "contribution_known",
+    }.items():
+        assert shapes[value] == shapes[flag]
