@@ -52,6 +52,11 @@ class TamiyoRolloutStep(NamedTuple):
     hidden_h: Tensor  # [L, hidden]: the recurrent state before the step
     hidden_c: Tensor  # [L, hidden]
 
+    def select(self, envs: Tensor) -> "TamiyoRolloutStep":
+        """The step of some envs of a batch, by their places in it."""
+        parts = (None if part is None else part[envs.to(part.device)] for part in self)
+        return TamiyoRolloutStep(*parts)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutBatch:

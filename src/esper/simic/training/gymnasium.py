@@ -227,8 +227,7 @@ class GymTraining:
             self.buffer.add_batch(step)
             return
         rows = torch.from_numpy(np.flatnonzero(outcome.taken))
-        taken = (None if part is None else part[rows.to(part.device)] for part in step)
-        self.buffer.add_batch(TamiyoRolloutStep(*taken), rows)  # type: ignore[arg-type]
+        self.buffer.add_batch(step.select(rows), rows)
 
     def _count(self, outcome: Outcome) -> None:
         over = self.log.add(outcome)

@@ -85,17 +85,8 @@ class VectorizedTrainer:
                 hidden_h=state.h,
                 hidden_c=state.c,
             )
-            add_running(buffer, step, running)
+            env_ids = running.nonzero().squeeze(1)  # envs that are over sit out
+            buffer.add_batch(step.select(env_ids), env_ids)
             running &= ~(outcome.terminated | outcome.truncated)
             state = decision.state
         return reports.rent
-
-
-def add_running(buffer: TamiyoRolloutBuffer, step: TamiyoRolloutStep, running: Tensor) -> None:
-    """Store the step of the envs whose episode is not over yet."""
-    if running.all():
-        buffer.add_batch(step)
-        return
-    env_ids = running.nonzero().squeeze(1)
-    chosen = (x if x is None else x[env_ids.to(x.device)] for x in step)
-    buffer.add_batch(TamiyoRolloutStep(*chosen), env_ids)  # type: ignore[arg-type]
