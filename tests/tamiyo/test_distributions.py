@@ -330,3 +330,14 @@ def test_wrong_shapes_and_floors_are_refused(logits, rows, floor, message):
 def test_masks_must_be_bool():
     with pytest.raises(ValueError, match="float32"):
         MaskedFactoredCategorical(audit_action_space(), torch.zeros(2, 15), torch.ones(2, 15))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_arithmetic_is_float32_whatever_the_logits_are(dtype):
+    space = SPACES["audit"]
+    generator = torch.Generator().manual_seed(13)
+    rows = random_rows(space, 20, generator)
+    logits = torch.randn(rows.shape, generator=generator).to(dtype)
+    mine = MaskedFactoredCategorical(space, logits, rows).entropy()
+    exact = MaskedFactoredCategorical(space, logits.float(), rows).entropy()
+    torch.testing.assert_close(mine, exact, rtol=0, atol=0)
