@@ -134,7 +134,6 @@ def env_features(r: EnvReport) -> list[float]:
     last_op = r["last_action"][0] if r["last_action_known"] else None
     return [
         r["progress"],
-        r["validation_accuracy"] if known else 0.0,
         log_steps(r["steps_left"]),
         math.log1p(min(r["validation_loss"], 1e9)) if known else 0.0,
         math.log1p(r["host_params"]) / 10,

@@ -48,6 +48,7 @@ def random_reports(
     alpha = torch.where(stage == SeedStage.BLENDING, draw.uniform(per_slot, 0, 1), alpha_target)
 
     validated = step > 0
+    history = draw.uniform((num_envs, ACCURACY_HISTORY), 0, 1)
     history_known = torch.arange(ACCURACY_HISTORY) < step.unsqueeze(-1)
     gradient_known = is_live & (total_age > 0)
     contribution_known = gradient_known & draw.flag(per_slot, 0.7)
@@ -65,9 +66,9 @@ def random_reports(
         progress=step / episode_length,
         steps_left=episode_length - step,
         validation_loss=maybe(draw.log_uniform(per_env, 1e-3, 10), validated),
-        validation_accuracy=maybe(draw.uniform(per_env, 0, 1), validated),
+        validation_accuracy=maybe(history[:, 0], validated),
         validation_known=validated,
-        accuracy_history=maybe(draw.uniform((num_envs, ACCURACY_HISTORY), 0, 1), history_known),
+        accuracy_history=maybe(history, history_known),
         accuracy_history_known=history_known,
         host_params=host_params,
         host_macs=host_macs,

@@ -30,7 +30,7 @@ class Reports:
     validation_loss: Tensor = _array("N")
     validation_accuracy: Tensor = _array("N")
     validation_known: Tensor = _array("N", "bool")  # False before the first validation
-    accuracy_history: Tensor = _array("NK")  # the latest first
+    accuracy_history: Tensor = _array("NK")  # the latest first: validation_accuracy itself
     accuracy_history_known: Tensor = _array("NK", "bool")
     host_params: Tensor = _array("N")  # of the host without any seed
     host_macs: Tensor = _array("N")  # multiply-adds per example, likewise

@@ -228,7 +228,6 @@ _STEPS = Log(factor=1 / math.log1p(DEFAULT_EPISODE_LENGTH))
 FEATURES: tuple[Feature, ...] = (
     Feature("progress", "env", "progress"),
     Feature("validation_known", "env", "validation_known", Flag()),
-    Feature("validation_accuracy", "env", "validation_accuracy", known="validation_known"),
     Feature("last_action_succeeded", "env", lambda r: r.last_action_succeeded & r.last_action_known, Flag()),
     Feature("steps_left", "env", "steps_left", _STEPS),
     Feature("validation_loss", "env", "validation_loss", Log(), known="validation_known"),
@@ -243,7 +242,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("rent_charge", "env", lambda r: r.params - r.host_params, Log("host_params", 10, times_rent=True)),
     Feature("compute_price", "env", "compute_price", Log("0.01")),
     Feature("accuracy_history", "env", _accuracy_history, width=ACCURACY_HISTORY,
-            note="x, the latest first, 0 where unknown"),
+            note="x, the present one first, 0 where unknown"),
     Feature("accuracy_known", "env", lambda r: r.accuracy_history_known.T, Flag(), width=ACCURACY_HISTORY),
     Feature("last_op", "env", _last_op, Flag(), width=len(LifecycleOp), note="one-hot, 0 on the first step"),
     Feature("exists", "slot", "slot_exists", Flag()),
