@@ -141,7 +141,7 @@ def rows() -> dict[str, list[Row]]:
             Row(
                 name="POPGym RepeatPreviousEasy",
                 make=repeat_previous,
-                total_steps=2_000_000,
+                total_steps=500_000,
                 num_envs=32,
                 settings="32 envs",
                 bar=0.9,
@@ -215,7 +215,7 @@ def main() -> None:
             mean, bar = float(np.mean(scores)), "" if row.bar is None else row.bar
             print(
                 f"{row.name:37} {row.total_steps:9,} {mean:8.2f} {np.std(scores):7.2f} {bar:>6} "
-                f"{seeds:5} {seconds:6.0f}  {row.settings}",
+                f"{seeds:5} {seconds:6.0f}  {row.settings}; each {np.round(scores, 2).tolist()}",
                 flush=True,
             )
             if row.bar is not None:

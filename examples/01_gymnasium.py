@@ -5,7 +5,7 @@ import gymnasium
 from esper.simic.training.gymnasium import GymAgent, train
 
 envs = gymnasium.make_vec("Taxi-v4", num_envs=8, vectorization_mode="sync")
-agent = train(envs, total_steps=10_000, on_round=lambda step, m: print(step, m["ppo/kl"]))
+agent = train(envs, total_steps=4_000, on_round=lambda step, m: print(step, m["ppo/kl"]))
 agent.save("taxi.pt")
 
 agent = GymAgent.load("taxi.pt")
