@@ -115,7 +115,7 @@ class GrowthSimulator:
         history_known = torch.arange(ACCURACY_HISTORY) < len(self.accuracies)
         was_validated = torch.full(per_env, self.step_count > 0)
         return Reports(
-            progress=torch.full(per_env, self.step_count / self.num_steps),
+            step=torch.full(per_env, self.step_count),
             steps_left=torch.full(per_env, self.num_steps - self.step_count),
             validation_loss=1 - history[:, 0],
             validation_accuracy=history[:, 0],

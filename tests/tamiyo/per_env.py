@@ -133,7 +133,7 @@ def env_features(r: EnvReport) -> list[float]:
     added_macs, host_macs = r["macs"] - r["host_macs"], max(r["host_macs"], 1.0)
     last_op = r["last_action"][0] if r["last_action_known"] else None
     return [
-        r["progress"],
+        r["step"] / (r["step"] + r["steps_left"]),
         log_steps(r["steps_left"]),
         math.log1p(min(r["validation_loss"], 1e9)) if known else 0.0,
         math.log1p(r["host_params"]) / 10,

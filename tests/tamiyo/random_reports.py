@@ -63,7 +63,7 @@ def random_reports(
         )
 
     return Reports(
-        progress=step / episode_length,
+        step=step,
         steps_left=episode_length - step,
         validation_loss=maybe(draw.log_uniform(per_env, 1e-3, 10), validated),
         validation_accuracy=maybe(history[:, 0], validated),

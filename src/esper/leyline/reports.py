@@ -25,7 +25,7 @@ class Reports:
     """One report per env. N envs, S slots, B blueprints, H heads; accuracy is 0 to 1."""
 
     # per env
-    progress: Tensor = _array("N")  # share of the episode's steps that are over, 0 to 1
+    step: Tensor = _array("N", "int")  # decisions made so far in the episode
     steps_left: Tensor = _array("N", "int")  # decisions until the end, this one included
     validation_loss: Tensor = _array("N")
     validation_accuracy: Tensor = _array("N")
@@ -111,10 +111,9 @@ class Reports:
         return self.fits.device
 
     @property
-    def step(self) -> Tensor:
-        """Decisions made so far in each env's episode, `[N]`."""
-        share_left = (1 - self.progress).clamp(min=1e-6)
-        return (self.steps_left * self.progress / share_left).round().long()
+    def progress(self) -> Tensor:
+        """Share of each env's episode that is over, 0 to 1, `[N]`."""
+        return self.step / (self.step + self.steps_left).clamp(min=1)
 
     def to(self, device: torch.device | str) -> "Reports":
         return Reports(**{e.name: getattr(self, e.name).to(device) for e in fields(self)})

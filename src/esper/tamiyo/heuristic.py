@@ -164,7 +164,7 @@ def _prior_of_seeds(reports: Reports, config: HeuristicConfig) -> Tensor:
     reach, depth = (x.gather(-1, chosen).squeeze(-1) for x in (reports.reach, reports.depth))
     host = reports.host_params.clamp(min=1).unsqueeze(-1)
     size = torch.log1p(reports.seed_params / host)
-    episode_steps = reports.steps_left / (1 - reports.progress).clamp(min=1e-6)
+    episode_steps = reports.step + reports.steps_left
     age = reports.total_age / episode_steps.clamp(min=1).unsqueeze(-1)
     born = (reports.progress.unsqueeze(-1) - age).clamp(min=0)
     return _prior_gain(reports, size, reach, depth, reports.site_depth, born, config)

@@ -159,7 +159,7 @@ class GrowthEnvironment:
         is_known = torch.full(per_env, self._evidence is not None)
         evidence = self._evidence or _no_evidence(plan)
         return Reports(
-            progress=torch.full(per_env, self._step / config.num_steps),
+            step=torch.full(per_env, self._step),
             steps_left=torch.full(per_env, config.num_steps - self._step),
             validation_loss=evidence.loss,
             validation_accuracy=evidence.accuracy,
