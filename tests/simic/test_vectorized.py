@@ -1,5 +1,6 @@
 """Vectorised training: the oracle environment is solved; rewards telescope; ended envs sit out."""
 
+import pytest
 import torch
 
 from esper.kasmina.lifecycle import uproot
@@ -20,21 +21,27 @@ def make_trainer(num_envs, garden=None, *, rng_seed=0, **settings):
     policy = FactoredRecurrentActorCritic(
         environment.action_space, layout, PolicyConfig(lstm_hidden_dim=64)
     )
-    config = PPOConfig(gamma=1.0, normalize_features=False, **settings)
-    return VectorizedTrainer(environment, PPOAgent(policy, config), max_steps=25, rng_seed=rng_seed)
+    config = PPOConfig(**({"gamma": 1.0, "normalize_features": False} | settings))
+    return VectorizedTrainer(
+        environment,
+        PPOAgent(policy, config),
+        max_steps=25,
+        start_score=HOST_ACCURACY,
+        rng_seed=rng_seed,
+    )
 
 
 def test_the_oracle_environment_is_solved():
-    """At least 95 % of what the best plan gains over the host alone, over all rents."""
-    trainer = make_trainer(64)
-    found, possible = [], []
-    for summary in trainer.rounds(90):
+    """The frozen policy gains at least 95 % of what the best plan gains, over all rents."""
+    trainer = make_trainer(64, learning_rate=2e-3, entropy_coefficient=0.005, gae_lambda=0.99)
+    for summary in trainer.rounds(70):
         assert summary.metrics["first_ratio_error"] < 1e-5
-        best = trainer.environment.garden.best_scores(summary.rent)
-        found.append((summary.scores - HOST_ACCURACY).mean())
-        possible.append((best - HOST_ACCURACY).mean())
-    share = sum(found[-10:]) / sum(possible[-10:])
-    assert share >= 0.95, f"reached {share:.3f} of the optimum"
+    found = possible = 0.0
+    for _ in range(4):
+        rent = trainer.collect(deterministic=True)
+        found += (trainer.reward.scores - HOST_ACCURACY).sum()
+        possible += (trainer.environment.garden.best_scores(rent) - HOST_ACCURACY).sum()
+    assert found / possible >= 0.95, f"reached {found / possible:.3f} of the optimum"
 
 
 def test_rewards_sum_to_the_score_of_the_committed_network():
@@ -45,7 +52,7 @@ def test_rewards_sum_to_the_score_of_the_committed_network():
     expected = growth_score(
         garden.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
     )
-    torch.testing.assert_close(rewards.sum(dim=1), expected)
+    torch.testing.assert_close(rewards.sum(dim=1), expected - HOST_ACCURACY)
     torch.testing.assert_close(trainer.reward.scores, expected)
     assert trainer.buffer._fields["terminated"].sum(dim=1).tolist() == [1] * 16
     assert trainer.buffer._fields["terminated"][:, -1].all()
@@ -78,6 +85,11 @@ def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
     trainer.agent.update(trainer.buffer)
 
 
+def test_slots_are_scaled_alike_or_refused():
+    with pytest.raises(ValueError, match="normalize_features=False"):
+        make_trainer(4, normalize_features=True)
+
+
 def test_a_budget_is_never_exceeded_and_compute_is_charged():
     garden = KnownGains(32)
     environment = GrowthEnvironment(
@@ -87,7 +99,9 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     policy = FactoredRecurrentActorCritic(
         environment.action_space, layout, PolicyConfig(lstm_hidden_dim=16)
     )
-    trainer = VectorizedTrainer(environment, PPOAgent(policy, PPOConfig(gamma=1.0)), max_steps=25)
+    trainer = VectorizedTrainer(
+        environment, PPOAgent(policy, PPOConfig(gamma=1.0, normalize_features=False)), max_steps=25
+    )
     trainer.collect()
     reports = environment.observe()
     assert (reports.params - reports.host_params <= 0.3 * HOST_PARAMS).all()

@@ -21,18 +21,21 @@ def growth_score(
 
 
 class GrowthReward:
-    """The change of score in each step; an episode's rewards sum to its last score.
+    """The change of score in each step: rewards sum to an episode's last score less its start.
 
-    A step's reward comes after its action took effect and the host trained, and no sequence of
-    actions can farm it: what one step gains, undoing it loses.
+    The start is `start_score`, what a network scores that has learned nothing, so that the first
+    step is paid like any other. A step's reward comes after its action took effect and the host
+    trained, and no sequence of actions can farm it: what one step gains, undoing it loses.
     """
 
-    def __init__(self, num_envs: int, *, penalty: float = ROLLBACK_PENALTY):
-        self.penalty = penalty
-        self.scores = torch.zeros(num_envs)
+    def __init__(
+        self, num_envs: int, *, start_score: float = 0.0, penalty: float = ROLLBACK_PENALTY
+    ):
+        self.start_score, self.penalty = start_score, penalty
+        self.scores = torch.full((num_envs,), start_score)
 
     def begin(self) -> None:
-        self.scores = torch.zeros_like(self.scores)
+        self.scores = torch.full_like(self.scores, self.start_score)
 
     def of(self, reports: Reports, outcome: StepOutcome) -> Tensor:
         """Rewards `[N]` of the step that led from `reports` to `outcome`."""

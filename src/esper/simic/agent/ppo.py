@@ -27,6 +27,7 @@ from esper.tamiyo.policy.network import (
     Evaluation,
     FactoredRecurrentActorCritic,
     RecurrentState,
+    full_precision,
 )
 
 
@@ -91,6 +92,11 @@ class PPOAgent:
     def __init__(self, policy: FactoredRecurrentActorCritic, config: PPOConfig | None = None):
         self.policy = policy
         self.config = config or PPOConfig()
+        if self.config.normalize_features and not policy.takes_any_scale:
+            raise ValueError(
+                "features of a FeatureLayout are scaled by their layout, alike for every slot; "
+                "use PPOConfig(normalize_features=False)"
+            )
         self.device = next(policy.parameters()).device
         self.optimizer = torch.optim.Adam(
             policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True
@@ -142,6 +148,7 @@ class PPOAgent:
         """
         config = self.config
         self._check_split(buffer.num_envs)
+        self.policy.raise_on_bad_values()  # of the rollout
         buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
         advantage = buffer.normalize_advantages()
         batch, layout = buffer.get_batched_sequences(self.device), buffer.sequence_layout()
@@ -198,7 +205,8 @@ class PPOAgent:
                     evaluation, rows, self.policy.action_space, self._entropy_weights, self.config
                 )
                 self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with full_precision(self.device):
+                    loss.backward()  # type: ignore[no-untyped-call]
                 measured["gradient_norm"] = nn.utils.clip_grad_norm_(
                     self.policy.parameters(), self.config.max_grad_norm
                 )

@@ -31,7 +31,13 @@ class VectorizedTrainer:
     """An environment, an agent and the buffer between them."""
 
     def __init__(
-        self, environment: Environment, agent: PPOAgent, *, max_steps: int, rng_seed: int = 0
+        self,
+        environment: Environment,
+        agent: PPOAgent,
+        *,
+        max_steps: int,
+        start_score: float = 0.0,
+        rng_seed: int = 0,
     ):
         self.environment, self.agent = environment, agent
         space, config = environment.action_space, agent.policy.config
@@ -45,7 +51,7 @@ class VectorizedTrainer:
             config.lstm_layers,
             agent.device,
         )
-        self.reward = GrowthReward(environment.num_envs)
+        self.reward = GrowthReward(environment.num_envs, start_score=start_score)
         self.rng = torch.Generator(agent.device).manual_seed(rng_seed)  # what is sampled
         self.shuffle = torch.Generator().manual_seed(rng_seed)  # how rollouts are cut up
 
@@ -58,7 +64,7 @@ class VectorizedTrainer:
             )
             yield RoundSummary(self.reward.scores, rent, metrics)
 
-    def collect(self) -> Tensor:
+    def collect(self, *, deterministic: bool = False) -> Tensor:
         """One episode in every env, into the buffer; the rent of each."""
         environment, agent, buffer = self.environment, self.agent, self.buffer
         environment.reset()
@@ -70,7 +76,9 @@ class VectorizedTrainer:
             reports = environment.observe()
             features = self.layout.features(reports).to(agent.device)
             masks = compute_batch_masks(reports, environment.action_space).to(agent.device)
-            decision = agent.act(features, masks, state, generator=self.rng)
+            decision = agent.act(
+                features, masks, state, generator=self.rng, deterministic=deterministic
+            )
             outcome = environment.step(decision.actions)
             step = TamiyoRolloutStep(
                 state=features,

@@ -126,6 +126,11 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.choice_checks.deferred.raise_if_failed()
 
     @property
+    def takes_any_scale(self) -> bool:
+        """Whether features may be rescaled one by one: not where slots are to be treated alike."""
+        return isinstance(self.heads, PlainHeads)
+
+    @property
     def device(self) -> torch.device:
         return self.readout.weight.device
 
