@@ -191,7 +191,7 @@ def measure_churn(num_hosts: int, device: str, num_steps: int, episodes: int) ->
         "speedup": statistics.mean(loop) * num_hosts / per_minibatch,
         "seeds_per_slot": statistics.mean(seeds),
         "gflops": 6 * statistics.mean(macs) * BATCH / per_minibatch / 1e9,
-        "captures": getattr(population.steps, "num_captures", 0),
+        "captures": population.steps.num_captures if population.kernels == "graphs" else 0,
     }
 
 
@@ -312,6 +312,7 @@ def main() -> None:
     args = parser.parse_args()
     device, quick = args.device, args.quick
     torch.set_num_threads(1)
+    print(f"kernels: {build(2, device).kernels}")
     print(f"parity in float64: largest difference {check_parity(device):.1e}")
     bars: dict[str, dict[str, float | bool]] = {}
 

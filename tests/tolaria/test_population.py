@@ -65,7 +65,7 @@ def test_a_pruned_seed_leaves_the_host_as_if_it_were_switched_off():
         take_step(population, step)
     before = storage(population)
     x = population.task.train_x[population.view_ids].movedim(1, -1)
-    with_all, *without = torch.split(population.logits(x, ablate=True), x.shape[-1], dim=-1)
+    with_all, without = population.ablated_logits(x)
     assert not torch.equal(with_all[1], without[1][1])
     population.adopt(
         lifecycle.prune(population.states, torch.tensor([1]), torch.tensor([1]), ramp_steps=0)

@@ -74,8 +74,9 @@ class Conv:
     depthwise: bool = False
 
     def output_shape(self, shape: Shape) -> Shape:
-        if self.depthwise and (self.stride != 1 or self.width != shape[0]):
-            raise ValueError(f"{self} on {shape}: a depthwise layer keeps width and stride 1")
+        keeps_shape = (self.stride, self.width, 2 * self.pad) == (1, shape[0], self.kernel - 1)
+        if self.depthwise and not keeps_shape:
+            raise ValueError(f"{self} on {shape}: a depthwise layer keeps the shape")
         if len(shape) not in (2, 3):
             raise ValueError(f"{self} needs one or two axes of positions, got shape {shape}")
         return (self.width, *(self._length(length) for length in shape[1:]))

@@ -75,7 +75,8 @@ class Arena:
         # parameters and moments are one tensor, so that a snapshot of a host is one row copy
         self._storage = torch.zeros(1 + num_moments, *rows, device=device, dtype=dtype)
         self.params = self._storage[0]
-        self.moments = tuple(self._storage[1:].unbind())
+        self.all_moments = self._storage[1:]
+        self.moments = tuple(self.all_moments.unbind())
         self.grads = torch.zeros(*rows, device=device, dtype=dtype)
         self.steps = torch.zeros(num_hosts, layout.num_parts, device=device, dtype=dtype)
 

@@ -19,6 +19,7 @@ from esper.kasmina.lifecycle import SlotStates
 from esper.kasmina.programs import Program
 from esper.leyline.stages import SeedStage
 from esper.tolaria.arena import Arena
+from esper.tolaria.feed import Feed
 from esper.tolaria.groups import GroupKey, Membership, Signature
 from esper.tolaria.optimizers import Optimizer
 
@@ -100,33 +101,43 @@ class BlendInputs:
         self.trains[:, 1:].copy_(states.has_seed, non_blocking=True)
 
 
+@dataclass(frozen=True, eq=False)
+class TrainingSetup:
+    """All that training works on; whatever changes from step to step changes in place."""
+
+    host: Host
+    menu: tuple[Blueprint, ...]
+    arena: Arena
+    optimizer: Optimizer
+    blend_inputs: BlendInputs
+    feed: Feed
+    learning_rates: Tensor  # [P]
+
+    def seed_program(self, key: GroupKey) -> Program:
+        return self.menu[key.blueprint].program(self.host.sites[key.slot])
+
+    def arithmetic(self, signature: Signature) -> int:
+        """Multiply-adds of one example's forward pass through all hosts and groups."""
+        seeds = (size * self.seed_program(key).macs for key, size in signature.capacities)
+        return self.arena.num_hosts * self.host.macs + sum(seeds)
+
+
 class Minibatch:
     """One training step of a population for one signature; what it reads are tensors."""
 
-    def __init__(
-        self,
-        signature: Signature,
-        host: Host,
-        menu: Sequence[Blueprint],
-        arena: Arena,
-        optimizer: Optimizer,
-        blend_inputs: BlendInputs,
-    ):
+    def __init__(self, setup: TrainingSetup, signature: Signature):
         self.signature = signature
-        self.members = Membership(signature, arena.num_hosts, arena.params.device)
-        self._host = host
-        self._arena = arena
-        self._optimizer = optimizer
-        self._inputs = blend_inputs
-        self._programs = {
-            key: menu[key.blueprint].program(host.sites[key.slot])
-            for key, _ in signature.capacities
-        }
-        self._part_of_column = arena.layout.part_of_column().to(arena.params.device)
+        self._setup = setup
+        self._arena, self._inputs = setup.arena, setup.blend_inputs
+        self._programs = {key: setup.seed_program(key) for key, _ in signature.capacities}
+        device = setup.arena.params.device
+        self.members = Membership(signature, setup.arena.num_hosts, device)
+        self._part_of_column = setup.arena.layout.part_of_column().to(device)
 
-    def train(self, x: Tensor, labels: Tensor, learning_rates: Tensor) -> Tensor:
-        """Mean loss per host `[P]` on `x [P, *shape, batch]`; every host and seed takes a step."""
-        arena = self._arena
+    def train(self) -> None:
+        """The feed's next minibatch: every host and seed takes a step."""
+        arena, feed = self._arena, self._setup.feed
+        x, labels = feed.next()
         host_rows = self._host_rows().requires_grad_()
         in_host = {key: self._seed_rows(key).requires_grad_() for key in self._keys(behind=False)}
         losses = self._losses(host_rows, in_host, self._inputs.alpha, x, labels)
@@ -138,15 +149,15 @@ class Minibatch:
         if behind := self._keys(behind=True):
             self._train_behind_hosts(behind, x, labels)
         arena.steps.add_(self._inputs.trains)
-        self._optimizer.update(
+        self._setup.optimizer.update(
             arena.params[:-1],
             arena.grads[:-1],
             [moment[:-1] for moment in arena.moments],
             arena.steps.clamp(min=1),
             self._part_of_column,
-            learning_rates.unsqueeze(1),
+            self._setup.learning_rates.unsqueeze(1),
         )
-        return losses.detach()
+        feed.finish(losses.detach())
 
     @property
     def felt_slots(self) -> tuple[int, ...]:
@@ -158,7 +169,7 @@ class Minibatch:
         """What the hosts say, without training; see `run_hosts`."""
         rows = {key: self._seed_rows(key) for key in self._keys(behind=False)}
         slots = self._slots(rows, self._inputs.alpha)
-        return run_hosts(self._host, self._host_rows(), slots, x, ablate)
+        return run_hosts(self._setup.host, self._host_rows(), slots, x, ablate)
 
     def _train_behind_hosts(self, behind: list[GroupKey], x: Tensor, labels: Tensor) -> None:
         """The shadow pass: seeds behind their hosts switched on, and only they are trained."""
@@ -176,7 +187,7 @@ class Minibatch:
         x: Tensor,
         labels: Tensor,
     ) -> Tensor:
-        logits = run_hosts(self._host, host_rows, self._slots(seed_rows, alpha), x)
+        logits = run_hosts(self._setup.host, host_rows, self._slots(seed_rows, alpha), x)
         return F.cross_entropy(logits, labels, reduction="none").mean(1)
 
     def _slots(self, seed_rows: dict[GroupKey, Tensor], alpha: Tensor) -> list[SlotSeeds]:

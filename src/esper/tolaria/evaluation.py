@@ -6,7 +6,6 @@ switched off, so that a seed is judged on the very examples that it helped with 
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -51,13 +50,11 @@ class _Totals:
 
     def add(self, x: Tensor, labels: Tensor) -> None:
         """Examples `[P, *shape, batch]` with labels `[P, batch]`."""
-        population = self._population
-        logits = population.logits(x, ablate=True)
-        with_all, *without = torch.split(logits, labels.shape[1], dim=-1)
+        with_all, without = self._population.ablated_logits(x)
         self._loss += F.cross_entropy(with_all, labels, reduction="none").sum(1)
         correct = _is_correct(with_all, labels)
         self._correct += correct.sum(1)
-        for slot, ablated in zip(population.felt_slots, without, strict=True):
+        for slot, ablated in without.items():
             gain = correct - _is_correct(ablated, labels)
             self._gain[:, slot] += gain.sum(1)
             self._gain_squared[:, slot] += gain.square().sum(1)

@@ -21,12 +21,11 @@ from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.stages import SeedStage
 from esper.tolaria.arena import Arena, ArenaLayout, ArenaSnapshot
-from esper.tolaria.batched import BlendInputs, Minibatch
+from esper.tolaria.batched import BlendInputs, TrainingSetup
 from esper.tolaria.feed import CHUNK, Feed
-from esper.tolaria.graphs import EagerSteps, GraphedSteps, Steps
-from esper.tolaria.groups import Grouping, Signature
 from esper.tolaria.optimizers import AdamW, Optimizer
 from esper.tolaria.randomness import fold, uniform
+from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
 from esper.tolaria.tasks import Task
 
 
@@ -43,7 +42,8 @@ class Population:
 
     It works where the task's data are, in their floating-point type. `view_ids` says which view of
     the data each host sees (view 0 if left out). `host_ids` are the names under which hosts draw
-    random numbers: a host's life depends on its id, not on its neighbours.
+    random numbers: a host's life depends on its id, not on its neighbours. `kernels` is how it is
+    run (see `steps`), the fastest way if left out. `learning_rates` are to be changed in place.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Population:
         rng_seed: int = 0,
         host_ids: Tensor | None = None,
         view_ids: Tensor | None = None,
+        kernels: Kernels | None = None,
     ):
         if (task.input_shape, task.num_classes) != (host.input_shape, host.num_classes):
             raise ValueError(
@@ -81,7 +82,17 @@ class Population:
         )
         self._feed = Feed(task.train_x, task.train_y, self.view_ids, batch_size)
         self._blend_inputs = BlendInputs.empty(num_hosts, host.num_slots, device, dtype)
-        self.steps = self._build_steps()
+        setup = TrainingSetup(
+            host,
+            self.menu,
+            self.arena,
+            self.optimizer,
+            self._blend_inputs,
+            self._feed,
+            self.learning_rates,
+        )
+        self.kernels = kernels or fastest_kernels(setup)
+        self.steps = build_steps(setup, self.kernels)
         self.reset(rng_seed)
 
     @property
@@ -89,9 +100,15 @@ class Population:
         """Of every slot of every host, on the CPU."""
         return self._states
 
-    def reset(self, rng_seed: int) -> None:
-        """New hosts without seeds; their weights follow from `rng_seed` and their ids."""
+    def reset(self, rng_seed: int, view_ids: Tensor | None = None) -> None:
+        """New hosts without seeds; their weights follow from `rng_seed` and their ids.
+
+        They see the same views of the data as before, or `view_ids`.
+        """
         everyone = torch.arange(self.num_hosts)
+        if view_ids is not None:
+            self.view_ids = view_ids.cpu()
+            self._feed.show(self.view_ids)
         self._rng_seed = rng_seed
         self._births = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
@@ -118,22 +135,26 @@ class Population:
         for chunk in torch.split(rows, CHUNK):
             self._feed.load(chunk)
             self.steps.run(len(chunk))
-            losses.append(self._feed.losses(len(chunk)))
+            losses.append(self._feed.losses[: len(chunk)].clone())
         return torch.cat(losses)
 
-    def logits(self, x: Tensor, ablate: bool = False) -> Tensor:
-        """`[P, classes, batch]` on `x [P, *shape, batch]`; see `batched.run_hosts`."""
-        return self.steps.minibatch.logits(x, ablate)
+    def logits(self, x: Tensor) -> Tensor:
+        """`[P, classes, batch]` on `x [P, *shape, batch]`."""
+        return self.steps.logits(x, ablate=False)[0]
+
+    def ablated_logits(self, x: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits with all seeds on, and by slot those with the slot's seeds switched off.
+
+        A slot in which no host feels a seed is left out.
+        """
+        logits, slots = self.steps.logits(x, ablate=True)
+        with_all, *without = torch.split(logits, x.shape[-1], dim=-1)
+        return with_all, dict(zip(slots, without, strict=True))
 
     @property
     def is_felt(self) -> Tensor:
         """Slots `[P, S]` whose seed takes part in what the host says; on the CPU."""
         return self._states.has_seed & (self._states.stage != SeedStage.TRAINING)
-
-    @property
-    def felt_slots(self) -> tuple[int, ...]:
-        """The slots that add a copy to ablated logits, in this order."""
-        return self.steps.minibatch.felt_slots
 
     def save(self) -> Snapshot:
         return Snapshot(self.arena.save(), self._states)
@@ -172,27 +193,7 @@ class Population:
     def _regroup(self) -> None:
         """Bring what the next minibatch reads up to date with the slots."""
         self._blend_inputs.fill(self._states)
-        self.steps.prepare(Grouping.of(self._states))
-
-    def _build_steps(self) -> Steps:
-        if self.arena.params.device.type != "cuda":
-            return EagerSteps(self._build_minibatch, self._feed, self.learning_rates)
-        return GraphedSteps(
-            self._build_minibatch, self._feed, self.learning_rates, self.arena, self.arithmetic
-        )
-
-    def arithmetic(self, signature: Signature) -> int:
-        """Multiply-adds of one example's forward pass through all hosts and groups."""
-        seeds = (
-            size * self.menu[key.blueprint].program(self.host.sites[key.slot]).macs
-            for key, size in signature.capacities
-        )
-        return self.num_hosts * self.host.macs + sum(seeds)
-
-    def _build_minibatch(self, signature: Signature) -> Minibatch:
-        return Minibatch(
-            signature, self.host, self.menu, self.arena, self.optimizer, self._blend_inputs
-        )
+        self.steps.prepare(self._states)
 
 
 def _draw(keys: Tensor, centre: Tensor, spread: Tensor) -> Tensor:

@@ -1,0 +1,76 @@
+"""The ways to run a population's minibatches, behind one interface.
+
+| kernels | where | how |
+|---|---|---|
+| eager | anywhere, any layer | operations of the whole population, launched one by one |
+| graphs | CUDA | the same operations, captured |
+| compiled | CPU, the layers that kasmina knows | host after host, by compiled code |
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, get_args
+
+from torch import Tensor
+
+from esper.kasmina.lifecycle import SlotStates
+from esper.tolaria.batched import Minibatch, TrainingSetup
+from esper.tolaria.compiled import CompiledSteps
+from esper.tolaria.graphs import GraphedSteps
+from esper.tolaria.groups import Grouping
+from esper.tolaria.kernels.layer_table import has_kernels
+
+Kernels = Literal["eager", "graphs", "compiled"]
+
+
+class Steps(Protocol):
+    """Runs minibatches for whatever seeds the hosts have."""
+
+    def prepare(self, states: SlotStates) -> None:
+        """The slots have changed."""
+        ...
+
+    def run(self, count: int) -> None:
+        """That many minibatches from the feed."""
+        ...
+
+    def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, Sequence[int]]:
+        """See `batched.run_hosts`; and the slots that added a copy."""
+        ...
+
+
+class EagerSteps:
+    """Every operation launched by itself."""
+
+    def __init__(self, setup: TrainingSetup):
+        self._setup = setup
+
+    def prepare(self, states: SlotStates) -> None:
+        grouping = Grouping.of(states)
+        self._minibatch = Minibatch(self._setup, grouping.signature)
+        self._minibatch.members.fill(grouping.members)
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self._minibatch.train()
+
+    def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, tuple[int, ...]]:
+        return self._minibatch.logits(x, ablate), self._minibatch.felt_slots
+
+
+def fastest_kernels(setup: TrainingSetup) -> Kernels:
+    """The fastest way that knows every layer."""
+    if setup.arena.params.device.type == "cuda":
+        return "graphs"
+    seeds = (e.program(s) for e in setup.menu for s in setup.host.sites if e.fits(s))
+    return "compiled" if all(map(has_kernels, (*setup.host.programs, *seeds))) else "eager"
+
+
+def build_steps(setup: TrainingSetup, kernels: Kernels) -> Steps:
+    match kernels:
+        case "eager":
+            return EagerSteps(setup)
+        case "graphs":
+            return GraphedSteps(setup)
+        case "compiled":
+            return CompiledSteps(setup)
+    raise ValueError(f"kernels={kernels!r}; use one of {get_args(Kernels)}")

@@ -1,0 +1,182 @@
+"""The ways to run a population agree, and graphs are chosen with sense."""
+
+import pytest
+import torch
+from kasmina.legal_actions import legal_actions
+from tolaria.small_populations import BATCH, grow, random_task, rows_for, small_population
+
+from esper.kasmina import lifecycle
+from esper.kasmina.blueprints import BLUEPRINTS, blueprint, blueprint_menu, menu_for
+from esper.kasmina.hosts import build_host
+from esper.kasmina.layers import Conv
+from esper.leyline.constants import SiteKind
+from esper.leyline.factored_actions import tamiyo_action_space
+from esper.tolaria.evaluation import evaluate
+from esper.tolaria.graphs import choose_signature
+from esper.tolaria.groups import Grouping, GroupKey, Signature
+from esper.tolaria.optimizers import SGD, AdamW
+from esper.tolaria.population import Population
+
+HOSTS = {
+    "conv1d": dict(input_shape=(1, 20), widths=(4, 6, 9), norm=False),
+    "conv2d": dict(input_shape=(2, 9, 8), widths=(4, 3), norm=True),
+    "mlp": dict(input_shape=(3, 4), widths=(6, 5), norm=True),
+}
+OPTIMIZERS = {
+    "adamw": AdamW(learning_rate=1e-2, weight_decay=0.05),
+    "sgd": SGD(weight_decay=0.01),
+}
+
+
+def build(kind, optimizer, kernels, device="cpu", num_hosts=6, dtype=torch.float64):
+    host = build_host(kind, num_classes=5, **HOSTS[kind])
+    return Population(
+        host,
+        menu_for(host.sites[0].kind),
+        random_task(host.input_shape, num_views=2).to(device, dtype),
+        num_hosts=num_hosts,
+        batch_size=BATCH,
+        optimizer=OPTIMIZERS[optimizer],
+        view_ids=torch.arange(num_hosts) % 2,
+        kernels=kernels,
+    )
+
+
+def assert_agree(first, second, num_steps, behind_host=False, atol=1e-9):
+    """Two populations under the same random actions keep the same weights, losses and worth."""
+    space = tamiyo_action_space(first.num_slots, len(first.menu))
+    rng = torch.Generator().manual_seed(2)
+    close = {"rtol": 0, "atol": atol}
+    for step in range(num_steps):
+        actions = legal_actions(first.states, space, rng)
+        losses = []
+        for population in (first, second):
+            states = lifecycle.apply(population.states, actions, space, behind_host=behind_host)
+            population.adopt(lifecycle.begin_step(states))
+            rows = rows_for(population, 3 * step, 3).to(population.task.device)
+            losses.append(population.train(rows).cpu())
+        torch.testing.assert_close(*losses, **close)
+        weights = [population.arena.params[:-1].cpu() for population in (first, second)]
+        torch.testing.assert_close(*weights, **close)
+        grads = [population.arena.grads[:-1].cpu() for population in (first, second)]
+        torch.testing.assert_close(*grads, **close)
+        found = [evaluate(population) for population in (first, second)]
+        torch.testing.assert_close(found[0].loss.cpu(), found[1].loss.cpu(), **close)
+        worth = [f.contribution.cpu() * f.contribution_known.cpu() for f in found]
+        torch.testing.assert_close(*worth, **close)
+        for population in (first, second):
+            population.adopt(lifecycle.end_step(population.states))
+    assert bool(first.states.has_seed.any())
+
+
+@pytest.mark.parametrize("behind_host", [False, True], ids=["in host", "behind host"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", HOSTS)
+def test_compiled_code_trains_as_batched_operations_do(kind, optimizer, behind_host):
+    compiled, eager = build(kind, optimizer, "compiled"), build(kind, optimizer, "eager")
+    assert_agree(compiled, eager, num_steps=12, behind_host=behind_host)
+
+
+def test_threads_change_nothing():
+    one, three = build("conv1d", "adamw", "compiled"), build("conv1d", "adamw", "compiled")
+    grow(one, [0, 2, 5], [0, 1, 2], blueprint=5)
+    grow(three, [0, 2, 5], [0, 1, 2], blueprint=5)
+    one.train(rows_for(one))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        three.train(rows_for(three))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(one.arena.params, three.arena.params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("behind_host", [False, True], ids=["in host", "behind host"])
+@pytest.mark.parametrize("kind", HOSTS)
+def test_graphs_train_as_single_operations_do(kind, behind_host):
+    graphs = build(kind, "adamw", "graphs", device="cuda")
+    eager = build(kind, "adamw", "eager", device="cuda")
+    assert_agree(graphs, eager, num_steps=12, behind_host=behind_host)
+    assert 1 <= graphs.steps.num_captures < 12
+
+
+@pytest.mark.gpu
+def test_a_broken_host_changes_no_other_on_cuda():
+    populations = [build("conv1d", "adamw", "graphs", device="cuda") for _ in range(2)]
+    for population in populations:
+        grow(population, [0, 1, 2, 4], [0, 0, 0, 1], blueprint=torch.tensor([2, 2, 5, 5]))
+    populations[1].arena.params[0] = torch.nan
+    for population in populations:
+        population.train(rows_for(population, count=5).cuda())
+    sound, broken = (population.arena.params[1:-1] for population in populations)
+    assert torch.equal(sound, broken)
+
+
+def test_a_layer_of_ones_own_is_run_by_batched_operations():
+    assert small_population().kernels == "compiled"
+
+    @blueprint(SiteKind.SERIES)
+    def with_own_layer(site):
+        return (Conv(site.width), Negate(), Conv(site.width))
+
+    class Negate:
+        def output_shape(self, shape):
+            return shape
+
+        def parameters(self, shape):
+            return ()
+
+        def macs(self, shape):
+            return 0
+
+        def window(self, shape):
+            return 1
+
+        def forward(self, parameters, x):
+            return -x
+
+    try:
+        host = build_host("conv1d", num_classes=5, **HOSTS["conv1d"])
+        menu = (*menu_for(SiteKind.SERIES)[:3], *blueprint_menu("with_own_layer"))
+        population = Population(
+            host, menu, random_task(host.input_shape), num_hosts=2, batch_size=BATCH
+        )
+        assert population.kernels == "eager"
+        grow(population, [0, 1], [0, 1], blueprint=3)
+        assert bool(population.train(rows_for(population)).isfinite().all())
+        with pytest.raises(ValueError, match="no compiled kernel for"):
+            Population(host, menu, random_task(host.input_shape), num_hosts=2, kernels="compiled")
+    finally:
+        del BLUEPRINTS["with_own_layer"]
+
+
+def signature(**sizes):
+    capacities = {GroupKey(0, int(name[1:]), False): size for name, size in sizes.items()}
+    return Signature(tuple(sorted(capacities.items())), (True,))
+
+
+def cost(of):
+    return 10 + sum(size for _, size in of.capacities)
+
+
+def test_a_captured_signature_is_used_if_it_has_room_and_wastes_little():
+    tight, roomy, huge = signature(b0=2), signature(b0=8), signature(b0=64, b1=64)
+    assert choose_signature(tight, [huge, roomy], cost) == roomy
+    assert choose_signature(signature(b0=16), [roomy], cost) == signature(b0=16)
+    assert choose_signature(tight, [huge], cost) == tight
+
+
+def test_a_new_signature_keeps_the_room_of_the_last():
+    last, tight = signature(b0=4, b1=2), signature(b0=2, b2=2)
+    assert choose_signature(tight, [last], cost) == signature(b0=4, b1=2, b2=2)
+
+
+def test_a_mixed_signature_covers_a_plain_one_but_not_the_other_way_round():
+    mixed, plain = (Signature((), (flag,)) for flag in (False, True))
+    assert mixed.covers(plain)
+    assert not plain.covers(mixed)
+
+
+def test_an_empty_population_has_no_groups():
+    assert Grouping.of(small_population().states).members == {}
