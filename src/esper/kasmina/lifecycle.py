@@ -15,6 +15,7 @@ What is legal stands in `leyline.stages.slot_accepts`, which the action masks re
 else raises `LifecycleError`. States are control data: on the CPU nothing here waits for a GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
@@ -70,6 +71,13 @@ class SlotStates:
                 name: torch.full(shape, e["empty"], dtype=e["dtype"], device=device)
                 for name, e in empty.items()
             }
+        )
+
+    @classmethod
+    def cat(cls, parts: Sequence["SlotStates"]) -> "SlotStates":
+        """The states of several populations, one after the other."""
+        return cls(
+            **{e.name: torch.cat([getattr(part, e.name) for part in parts]) for e in fields(cls)}
         )
 
     @property

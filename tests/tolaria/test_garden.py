@@ -1,0 +1,96 @@
+"""The garden: populations of several architectures behave as one set of envs."""
+
+import pytest
+import torch
+from tolaria.small_populations import random_task
+
+from esper.kasmina.blueprints import menu_for
+from esper.kasmina.hosts import build_host
+from esper.leyline.constants import SiteKind
+from esper.leyline.stages import SeedStage
+from esper.tamiyo.policy.action_masks import compute_batch_masks
+from esper.tamiyo.scripted import ConstantPlan, RandomController
+from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
+from esper.tolaria.garden import GardenConfig, PopulationGarden
+
+STEPS, EACH = 6, 3
+WIDTHS = ((4, 4), (8, 4), (4, 8))
+
+
+def make_environment(widths=WIDTHS, *, num_types=2, rng_seed=0):
+    hosts = [build_host("conv1d", input_shape=(1, 20), num_classes=5, widths=w) for w in widths]
+    garden = PopulationGarden(
+        hosts,
+        menu_for(SiteKind.SERIES)[:4],
+        random_task(num_views=2, num_rows=120, dtype=torch.float32),
+        GardenConfig(num_types=num_types, envs_per_type=EACH, minibatches=3, batch_size=20,
+                     validation_rows=40, episode_steps=STEPS),
+    )  # fmt: skip
+    return GrowthEnvironment(garden, GrowthConfig(num_steps=STEPS), rng_seed=rng_seed)
+
+
+def run(environment, controller):
+    """An episode; the outcome of every step, and the last reports before the end."""
+    environment.reset()
+    outcomes = []
+    for _ in range(STEPS):
+        reports = environment.observe()
+        masks = compute_batch_masks(reports, environment.action_space)
+        outcomes.append(environment.step(controller.decide(reports, masks)))
+    return outcomes, reports
+
+
+def test_costs_in_the_reports_are_those_of_the_networks():
+    environment = make_environment()
+    _, reports = run(environment, ConstantPlan([(0, 0, 1), (0, 1, 2)]))
+    garden = environment.garden
+    for number, host in enumerate(garden.types):
+        envs = slice(number * EACH, (number + 1) * EACH)
+        params = [garden.menu[b].program(host.sites[s]).num_params for s, b in ((0, 1), (1, 2))]
+        assert (reports.host_params[envs] == host.num_params).all()
+        assert (reports.params[envs] == host.num_params + sum(params)).all()
+        assert (reports.cost_params[envs, 0, 1] == params[0]).all()
+    assert (reports.contribution_known == (reports.blueprint >= 0)).all()
+
+
+def test_the_last_score_is_that_of_committed_seeds_only():
+    environment = make_environment()
+    late = ConstantPlan([(0, 0, 1), (STEPS - 2, 1, 2)])  # the second has no time to be committed
+    outcomes, reports = run(environment, late)
+    assert (environment.garden.states.stage[:, 0] == SeedStage.FOSSILIZED).all()
+    assert not environment.garden.states.has_seed[:, 1].any()  # removed before it is validated
+    assert (outcomes[-2].added_params > outcomes[-1].added_params).all()
+    assert (outcomes[-1].added_params == reports.seed_params[:, 0]).all()
+    assert outcomes[-1].terminated.all()
+    assert not any(outcome.terminated.any() for outcome in outcomes[:-1])
+
+
+def test_an_episode_repeats_from_its_seed_and_the_next_one_differs():
+    runs = []
+    for _ in range(2):
+        environment = make_environment(rng_seed=3)
+        controller = RandomController(torch.Generator().manual_seed(0))
+        runs.append([run(environment, controller) for _ in range(2)])
+    (first, _), (second, _) = runs[0]
+    for again, before in zip(runs[1][0][0], first, strict=True):
+        assert torch.equal(again.accuracy, before.accuracy)
+    assert not torch.equal(first[-1].accuracy, second[-1].accuracy)
+    assert not torch.equal(runs[0][0][1].rent, runs[0][1][1].rent)
+
+
+def test_a_host_does_not_depend_on_the_types_beside_it():
+    accuracies = []
+    for widths in (((4, 4), (8, 4)), ((4, 4), (4, 8))):
+        environment = make_environment(widths)
+        garden = environment.garden
+        environment.reset()
+        garden.plant(garden.hosts, torch.arange(2 * EACH) % 2, rng_seed=7)
+        environment._plan = garden.plan()
+        environment.step(torch.zeros(2 * EACH, environment.action_space.num_heads).long())
+        accuracies.append(environment.observe().validation_loss[:EACH])
+    assert torch.equal(*accuracies)
+
+
+def test_too_few_hosts_to_draw_from_is_an_error():
+    with pytest.raises(ValueError, match="3 hosts to draw from, but num_types=4"):
+        make_environment(num_types=4)
