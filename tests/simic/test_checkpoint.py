@@ -53,7 +53,7 @@ def all_that_matters(training: GymTraining) -> dict:
 
 
 # a NEXT_STEP env rests on a pending reset after steps 8, 17, ...: 8 and 28 stop there
-@pytest.mark.parametrize("stop_after", [0, 1, 8, 28, 40])
+@pytest.mark.parametrize("stop_after", [0, 8, 28])
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(tmp_path, mode, stop_after):
     whole = start(mode=mode)
@@ -102,7 +102,8 @@ def test_another_environment_is_refused_with_what_differs(tmp_path):
     with pytest.raises(ValueError, match="heads of sizes .3,.*MultiDiscrete.*needs .3, 4, 2"):
         GymTraining.resume(tmp_path / "run.pt", vector(BestActions, NUM_ENVS))
     with pytest.raises(
-        CheckpointMismatch, match=r"step_counts: found int64 \[4\], expected int64 \[6\]"
+        CheckpointMismatch,
+        match=r"fields.states: found float32 \[4, 20, 3\], expected float32 \[6, 20, 3\]",
     ):
         GymTraining.resume(tmp_path / "run.pt", vector(CueMemory, 6))
 

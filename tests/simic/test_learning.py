@@ -53,7 +53,7 @@ def test_independent_masks_cannot_express_columns_that_depend_on_the_row():
     def independent():
         return RowThenColumn(conditional=False)
 
-    agent = train(vector(independent, NUM_ENVS), 12_000, CONFIG)
+    agent = train(vector(independent, NUM_ENVS), 6_000, CONFIG)
     returns = evaluate(agent, vector(independent, NUM_ENVS), episodes=64).returns
     assert returns.mean() < 0.7 * RowThenColumn.limit
 
