@@ -59,7 +59,8 @@ def test_rows_are_in_the_order_of_a_packed_sequence(rollout):
     assert packed.batch_sizes.tolist() == layout.batch_sizes.tolist()
     mine = layout.take(field)
     at = 0
-    for size in layout.batch_sizes.tolist():
+    for start, size in zip(layout.step_starts, layout.batch_sizes.tolist(), strict=True):
+        assert start == at
         assert sorted(mine[at : at + size].tolist()) == sorted(packed.data[at : at + size].tolist())
         at += size
     firsts = mine[: layout.num_episodes]

@@ -6,6 +6,7 @@ from torch import nn
 
 from esper.leyline.sequences import SequenceLayout
 from esper.tamiyo.policy import packed_lstm as module
+from esper.tamiyo.policy.network import full_precision
 from esper.tamiyo.policy.packed_lstm import packed_lstm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -25,6 +26,18 @@ def packed(sequences):
     return torch.stack([s[t] for t in steps for s in sequences if len(s) > t])
 
 
+def single_outputs(lstm, sequences, h, c):
+    """The outputs in packed order, by a call per sequence."""
+    return packed(
+        [
+            lstm(s.unsqueeze(1), (h[:, i : i + 1].contiguous(), c[:, i : i + 1].contiguous()))[0][
+                :, 0
+            ]
+            for i, s in enumerate(sequences)
+        ]
+    )
+
+
 @pytest.mark.parametrize("limit", [0.0, 100.0], ids=["loop", "rectangle"])
 @pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [9, 5, 5, 2, 1, 1]])
 @pytest.mark.parametrize("layers", [1, 2])
@@ -40,11 +53,7 @@ def test_outputs_and_gradients_equal_those_of_single_sequences(
     h, c = (torch.randn(layers, len(lengths), 6, **exact) for _ in "hc")
     inputs = [*sequences, h, c, *lstm.parameters()]
     outputs = packed_lstm(lstm, packed(sequences), layout_of(lengths), (h, c))
-    singles = [
-        lstm(s.unsqueeze(1), (h[:, i : i + 1].contiguous(), c[:, i : i + 1].contiguous()))[0][:, 0]
-        for i, s in enumerate(sequences)
-    ]
-    expected = packed(singles)
+    expected = single_outputs(lstm, sequences, h, c)
     torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
     weights = torch.randn_like(expected)
     got = torch.autograd.grad((weights * outputs).sum(), inputs)
@@ -63,3 +72,57 @@ def test_a_ragged_batch_is_looped_over_and_a_dense_one_is_not(monkeypatch):
         state = torch.zeros(1, len(lengths), 6)
         packed_lstm(lstm, rows, layout_of(lengths), (state, state))
         assert len(looped) == loops
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[5], [70, 9, 5, 5, 2, 1, 1], [12] * 16 + [7] * 20 + [1]])
+@pytest.mark.parametrize("hidden", [6, 100, 128, 256])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_gpu_kernel_is_exact_to_float32(layers, hidden, lengths):
+    assert module._fits_kernel(torch.device("cuda"), torch.float32, hidden)
+    torch.manual_seed(0)
+    exact = nn.LSTM(5, hidden, layers).double()
+    for name, weights in exact.named_parameters():
+        if name.startswith("weight_hh"):
+            nn.init.orthogonal_(weights, gain=2.0)  # products that matter, memory that lasts
+    sequences = [torch.randn(n, 5).double().requires_grad_() for n in lengths]
+    h, c = (torch.randn(layers, len(lengths), hidden).double().requires_grad_() for _ in "hc")
+    expected = single_outputs(exact, sequences, h, c)
+    weights = torch.randn_like(expected)
+    inputs = [*sequences, h, c]
+    want = torch.autograd.grad((weights * expected).sum(), [*inputs, *exact.parameters()])
+
+    lstm = nn.LSTM(5, hidden, layers)
+    lstm.load_state_dict(exact.state_dict())
+    lstm = lstm.cuda()
+    *sequences, h, c = (i.detach().float().cuda().requires_grad_() for i in inputs)
+    with full_precision(torch.device("cuda")):
+        outputs = packed_lstm(lstm, packed(sequences), layout_of(lengths), (h, c))
+        loss = (weights.float().cuda() * outputs).sum()
+        got = torch.autograd.grad(loss, [*sequences, h, c, *lstm.parameters()])
+    torch.testing.assert_close(outputs.cpu().double(), expected, rtol=0, atol=3e-6)
+    for mine, theirs in zip(got, want, strict=True):
+        error = (mine.cpu() - theirs).norm() / theirs.norm()
+        assert error < 3e-6
+
+
+@pytest.mark.gpu
+def test_a_sequence_with_nan_leaves_the_others_alone():
+    lengths, lstm = [9, 7, 7, 3], nn.LSTM(5, 128).cuda()
+    sequences = [torch.randn(n, 5, device="cuda") for n in lengths]
+    state = torch.zeros(1, len(lengths), 128, device="cuda")
+    clean = packed_lstm(lstm, packed(sequences), layout_of(lengths), (state, state))
+    sequences[1][:] = torch.nan
+    spoilt = packed_lstm(lstm, packed(sequences), layout_of(lengths), (state, state))
+    is_spoilt = packed([torch.full((n,), i == 1) for i, n in enumerate(lengths)])
+    assert spoilt[is_spoilt].isnan().all()
+    torch.testing.assert_close(spoilt[~is_spoilt], clean[~is_spoilt], rtol=0, atol=0)
+
+
+def test_what_the_gpu_kernel_does_not_fit_is_left_to_cudnn():
+    for device, dtype, hidden in (
+        ("cpu", torch.float32, 128),
+        ("cuda", torch.float64, 128),
+        ("cuda", torch.float32, 257),
+    ):
+        assert not module._fits_kernel(torch.device(device), dtype, hidden)

@@ -62,6 +62,11 @@ class SequenceLayout:
         return (self.lengths[:, None] > steps).sum(dim=0)
 
     @cached_property
+    def step_starts(self) -> Tensor:
+        """The first row of each time step in packed order, `[steps]`."""
+        return self.batch_sizes.cumsum(dim=0) - self.batch_sizes
+
+    @cached_property
     def rows(self) -> Tensor:
         """Flat positions (env * max_steps + step) of the stored steps in packed order, `[R]`."""
         if self.num_episodes == 0:
@@ -109,6 +114,11 @@ class SequenceLayout:
         """`places` on a device."""
         return self._on(device).places
 
+    def steps_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`step_starts` and the lengths of the packed episodes, on a device."""
+        tables = self._on(device)
+        return tables.step_starts, tables.lengths
+
     def initial(self, stored: Tensor) -> Tensor:
         """What each packed episode starts from, `[episodes, ...]`: its env's state or zeros.
 
@@ -122,7 +132,14 @@ class SequenceLayout:
     def _on(self, device: torch.device) -> "_Tables":
         """The index tensors on a device, copied once, without making the host wait."""
         if device not in self._tables:
-            tables = _Tables(self.rows, self.places, self.env_ids[self.order], self.continues)
+            tables = _Tables(
+                self.rows,
+                self.places,
+                self.env_ids[self.order],
+                self.continues,
+                self.lengths[self.order],
+                self.step_starts,
+            )
             if device.type == "cuda":
                 tables = _Tables(*(t.pin_memory().to(device, non_blocking=True) for t in tables))
             self._tables[device] = tables
@@ -140,3 +157,5 @@ class _Tables(NamedTuple):
     places: Tensor  # [R]
     env_ids: Tensor  # [episodes]
     continues: Tensor  # [episodes]
+    lengths: Tensor  # [episodes]
+    step_starts: Tensor  # [steps]

@@ -2,13 +2,17 @@
 
 In packed order the rows of a time step lie together and the sequences still running are always
 the first ones, so a step is a slice and its state the head of the state before it: no padding, no
-resets. cuDNN takes that order as it is. (Its faster kernels for rectangles round tanh and sigmoid
-to 2e-5, too coarse for a ratio of old and new log-probs.) On a CPU oneDNN wants a rectangle and
-wins while little of it is padding; beyond that a loop over the steps wins, if a layer is one node
-for autograd: its backward pass takes five operations per step and does the rest for all rows at
-once. docs/decisions/003-scoring-sequences.md has the figures.
+resets. On a GPU a kernel takes sequences through all their steps in one launch; what it does not
+fit (`_fits_kernel`) goes to cuDNN, which launches kernels step by step. (cuDNN's faster kernels
+for rectangles round tanh and sigmoid to 2e-5, too coarse for a ratio of old and new log-probs.)
+On a CPU oneDNN wants a rectangle and wins while little of it is padding; beyond that a loop over
+the steps wins, if a layer is one node for autograd: its backward pass takes five operations per
+step and does the rest for all rows at once. docs/decisions/003-scoring-sequences.md has the
+figures.
 """
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,17 +30,29 @@ def packed_lstm(
 ) -> Tensor:
     """The outputs `[R, hidden]` for inputs `[R, inputs]`, from `state`, `[L, episodes, hidden]` each."""
     output: Tensor
-    if rows.device.type == "cuda":
+    if rows.device.type == "cpu":
+        if len(layout.batch_sizes) * layout.num_episodes <= _PADDING_LIMIT * layout.num_rows:
+            return _padded_lstm(lstm, rows, layout, state)
+        layer: Any = _PackedLayer
+    elif _fits_kernel(rows.device, rows.dtype, lstm.hidden_size):
+        from esper.tamiyo.policy.kernels.triton_lstm import PackedLayer as layer
+    else:
         packed, _ = lstm(PackedSequence(rows, layout.batch_sizes), state)
         output = packed.data
         return output
-    if len(layout.batch_sizes) * layout.num_episodes <= _PADDING_LIMIT * layout.num_rows:
-        return _padded_lstm(lstm, rows, layout, state)
-    sizes = layout.batch_sizes.tolist()
     output = rows
     for weights, h, c in zip(lstm.all_weights, *state, strict=True):
-        output = _PackedLayer.apply(output, h, c, *weights, sizes)  # type: ignore[no-untyped-call]
+        output = layer.apply(output, h, c, *weights, layout)
     return output
+
+
+@cache
+def _fits_kernel(device: torch.device, dtype: torch.dtype, hidden: int) -> bool:
+    """Whether the Triton kernel takes an LSTM: its tiles of weights have to fit a processor."""
+    if device.type != "cuda" or dtype != torch.float32 or hidden > 256 or not find_spec("triton"):
+        return False
+    properties: Any = torch.cuda.get_device_properties(device)
+    return bool(properties.shared_memory_per_block_optin >= 160 * 1024)
 
 
 def _padded_lstm(
@@ -64,9 +80,10 @@ class _PackedLayer(torch.autograd.Function):
         weight_hh: Tensor,
         bias_ih: Tensor,
         bias_hh: Tensor,
-        sizes: list[int],
+        layout: SequenceLayout,
     ) -> Tensor:
         num_episodes, hidden = h.shape
+        sizes = layout.batch_sizes.tolist()
         gates = torch.addmm(bias_ih + bias_hh, rows, weight_ih.t())
         # states of all steps, those before the first step in front
         hs, cs = (torch.cat((s, s.new_empty(len(rows), hidden))) for s in (h, c))

@@ -1,0 +1,260 @@
+"""An LSTM layer over sequences in packed order as two Triton kernels, forward and backward.
+
+A program takes 16 sequences through all their time steps. Products over the inputs need no
+recurrence and are one matrix product for all rows, before and after; a kernel does only what must
+go step by step: the state times the recurrent weights, and the gates. State and cell stay in
+registers; the recurrent weights are larger than a processor's own memory and stream through it
+from the cache at every step, a tile of columns at a time.
+
+Products run on tensor cores, each as three products of TF32 parts (`tf32x3`): the error is that
+of float32, not of TF32. The rows of a step are written out before they are multiplied, because
+the other threads of the program read them back as tiles; they are saved for the backward pass
+anyway.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from esper.leyline.sequences import SequenceLayout
+
+MAX_HIDDEN = 256
+SHARED_BYTES = 200 * 1024  # of one processor, for three tiles of weights in flight
+_SEQUENCES = 16  # of a program: the least that tensor cores take
+_NUM_WARPS = 8
+
+
+class PackedLayer(torch.autograd.Function):
+    """One layer. Gates lie in torch's order: input, forget, cell, output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        h: Tensor,
+        c: Tensor,
+        weight_ih: Tensor,
+        weight_hh: Tensor,
+        bias_ih: Tensor,
+        bias_hh: Tensor,
+        layout: SequenceLayout,
+    ) -> Tensor:
+        num_episodes, hidden = h.shape
+        gates = torch.addmm(bias_ih + bias_hh, rows, weight_ih.t())
+        outputs, hs, cs = (rows.new_empty(len(rows), hidden) for _ in range(3))
+        with torch.cuda.device(rows.device):
+            _forward[(triton.cdiv(num_episodes, _SEQUENCES),)](
+                *layout.steps_on(rows.device),
+                num_episodes,
+                h.contiguous(),
+                c.contiguous(),
+                weight_hh.contiguous(),
+                gates,
+                hs,
+                cs,
+                outputs,
+                **_sizes(hidden, tiles=4),
+            )
+        ctx.layout = layout
+        ctx.save_for_backward(rows, weight_ih, weight_hh, gates, hs, cs)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight_ih, weight_hh, gates, hs, cs = ctx.saved_tensors
+        layout, hidden = ctx.layout, hs.shape[1]
+        grad_gates = torch.empty_like(gates)
+        grad_h, grad_c = (hs.new_empty(layout.num_episodes, hidden) for _ in "hc")
+        with torch.cuda.device(rows.device):
+            _backward[(triton.cdiv(layout.num_episodes, _SEQUENCES),)](
+                *layout.steps_on(rows.device),
+                layout.num_episodes,
+                weight_hh.t().contiguous(),
+                gates,
+                cs,
+                grad_output.contiguous(),
+                grad_gates,
+                grad_h,
+                grad_c,
+                **_sizes(hidden, tiles=1),
+            )
+        grad_bias = grad_gates.sum(dim=0)
+        return (
+            grad_gates @ weight_ih,
+            grad_h,
+            grad_c,
+            grad_gates.t() @ rows,
+            grad_gates.t() @ hs,
+            grad_bias,
+            grad_bias,
+            None,
+        )
+
+
+def _sizes(hidden: int, tiles: int) -> dict[str, int]:
+    """Constants of a launch that reads so many tiles of weights at a time."""
+    width = max(triton.next_power_of_2(hidden), 16)
+    return {
+        "HIDDEN": hidden,
+        "WIDTH": width,
+        "COLUMNS": min(width, max(16, 16384 // (tiles * width))),
+        "SEQUENCES": _SEQUENCES,
+        "num_warps": _NUM_WARPS,
+    }
+
+
+@triton.jit(do_not_specialize=["num_episodes"])  # type: ignore[untyped-decorator]
+def _forward(  # type: ignore[no-untyped-def]
+    step_starts,  # [steps]: the first row of each step
+    lengths,  # [episodes], falling
+    num_episodes,
+    initial_h,  # [episodes, HIDDEN]
+    initial_c,
+    weights,  # [4 * HIDDEN, HIDDEN]
+    gates,  # [R, 4 * HIDDEN]: what the inputs add to the gates; then the gates
+    hs,  # [R, HIDDEN]: states before each row
+    cs,
+    outputs,  # [R, HIDDEN]: states after it
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,  # HIDDEN up to a power of two
+    COLUMNS: tl.constexpr,  # of the weights, of a tile
+    SEQUENCES: tl.constexpr,
+):
+    first = tl.program_id(0) * SEQUENCES
+    episode = first + tl.arange(0, SEQUENCES)[:, None]
+    length = tl.load(lengths + episode, mask=episode < num_episodes, other=0)
+    unit = tl.arange(0, WIDTH)[None, :]
+    is_unit = unit < HIDDEN
+    column = tl.arange(0, COLUMNS)
+    state_at = episode.to(tl.int64) * HIDDEN + unit
+    is_state = (length > 0) & is_unit
+    h = tl.load(initial_h + state_at, mask=is_state, other=0.0)
+    c = tl.load(initial_c + state_at, mask=is_state, other=0.0)
+    num_steps = tl.load(lengths + first)
+    start = tl.load(step_starts)
+    for step in range(num_steps):
+        row = start + episode
+        is_running = step < length
+        is_real = is_running & is_unit
+        at = row * HIDDEN + unit
+        tl.store(hs + at, h, mask=is_real)
+        tl.store(cs + at, c, mask=is_real)
+        # asked for here, needed after the products
+        start = tl.load(step_starts + step + 1, mask=step + 1 < num_steps, other=0)
+        gate_at = row * (4 * HIDDEN) + unit
+        i = tl.load(gates + gate_at, mask=is_real, other=0.0)
+        f = tl.load(gates + gate_at + HIDDEN, mask=is_real, other=0.0)
+        z = tl.load(gates + gate_at + 2 * HIDDEN, mask=is_real, other=0.0)
+        o = tl.load(gates + gate_at + 3 * HIDDEN, mask=is_real, other=0.0)
+        tl.debug_barrier()  # hs is written
+        to_i = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+        to_f = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+        to_z = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+        to_o = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+        for k in tl.range(0, WIDTH, COLUMNS, num_stages=3):
+            source = k + column
+            part = tl.load(
+                hs + row * HIDDEN + source[None, :],
+                mask=is_running & (source < HIDDEN)[None, :],
+                other=0.0,
+            )
+            tile = weights + unit * HIDDEN + source[:, None]
+            inside = is_unit & (source < HIDDEN)[:, None]
+            to_i = _add_product(to_i, part, tile, inside)
+            to_f = _add_product(to_f, part, tile + HIDDEN * HIDDEN, inside)
+            to_z = _add_product(to_z, part, tile + 2 * HIDDEN * HIDDEN, inside)
+            to_o = _add_product(to_o, part, tile + 3 * HIDDEN * HIDDEN, inside)
+        i = tl.sigmoid(i + to_i)
+        f = tl.sigmoid(f + to_f)
+        z = _tanh(z + to_z)
+        o = tl.sigmoid(o + to_o)
+        c = f * c + i * z
+        h = o * _tanh(c)
+        tl.store(gates + gate_at, i, mask=is_real)
+        tl.store(gates + gate_at + HIDDEN, f, mask=is_real)
+        tl.store(gates + gate_at + 2 * HIDDEN, z, mask=is_real)
+        tl.store(gates + gate_at + 3 * HIDDEN, o, mask=is_real)
+        tl.store(outputs + at, h, mask=is_real)
+
+
+@triton.jit(do_not_specialize=["num_episodes"])  # type: ignore[untyped-decorator]
+def _backward(  # type: ignore[no-untyped-def]
+    step_starts,
+    lengths,
+    num_episodes,
+    weights,  # [HIDDEN, 4 * HIDDEN], transposed
+    gates,
+    cs,
+    grad_outputs,  # [R, HIDDEN]
+    grad_gates,  # [R, 4 * HIDDEN]: of the gates' inputs
+    grad_initial_h,  # [episodes, HIDDEN]
+    grad_initial_c,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):
+    first = tl.program_id(0) * SEQUENCES
+    episode = first + tl.arange(0, SEQUENCES)[:, None]
+    length = tl.load(lengths + episode, mask=episode < num_episodes, other=0)
+    unit = tl.arange(0, WIDTH)[None, :]
+    is_unit = unit < HIDDEN
+    column = tl.arange(0, COLUMNS)
+    num_steps = tl.load(lengths + first)
+    start = tl.load(step_starts + num_steps - 1)
+    # of sequences that are not yet reached from the end both stay 0, as their gates are read as 0
+    grad_h = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+    grad_c = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+    for back in range(num_steps):
+        step = num_steps - 1 - back
+        row = start + episode
+        is_running = step < length
+        is_real = is_running & is_unit
+        at = row * HIDDEN + unit
+        gate_at = row * (4 * HIDDEN) + unit
+        start = tl.load(step_starts + step - 1, mask=step > 0, other=0)
+        i = tl.load(gates + gate_at, mask=is_real, other=0.0)
+        f = tl.load(gates + gate_at + HIDDEN, mask=is_real, other=0.0)
+        z = tl.load(gates + gate_at + 2 * HIDDEN, mask=is_real, other=0.0)
+        o = tl.load(gates + gate_at + 3 * HIDDEN, mask=is_real, other=0.0)
+        c = tl.load(cs + at, mask=is_real, other=0.0)
+        grad_h += tl.load(grad_outputs + at, mask=is_real, other=0.0)
+        tanh_c = _tanh(f * c + i * z)
+        grad_c += grad_h * o * (1.0 - tanh_c * tanh_c)
+        tl.store(grad_gates + gate_at, grad_c * z * i * (1.0 - i), mask=is_real)
+        tl.store(grad_gates + gate_at + HIDDEN, grad_c * c * f * (1.0 - f), mask=is_real)
+        tl.store(grad_gates + gate_at + 2 * HIDDEN, grad_c * i * (1.0 - z * z), mask=is_real)
+        tl.store(grad_gates + gate_at + 3 * HIDDEN, grad_h * tanh_c * o * (1.0 - o), mask=is_real)
+        grad_c *= f
+        tl.debug_barrier()  # grad_gates is written
+        grad_h = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+        for k in tl.range(0, 4 * HIDDEN, COLUMNS, num_stages=4):
+            source = k + column
+            part = tl.load(
+                grad_gates + row * (4 * HIDDEN) + source[None, :],
+                mask=is_running & (source < 4 * HIDDEN)[None, :],
+                other=0.0,
+            )
+            tile = weights + unit * (4 * HIDDEN) + source[:, None]
+            inside = is_unit & (source < 4 * HIDDEN)[:, None]
+            grad_h = _add_product(grad_h, part, tile, inside)
+    state_at = episode.to(tl.int64) * HIDDEN + unit
+    is_state = (length > 0) & is_unit
+    tl.store(grad_initial_h + state_at, grad_h, mask=is_state)
+    tl.store(grad_initial_c + state_at, grad_c, mask=is_state)
+
+
+@triton.jit
+def _add_product(total, part, tile, inside):  # type: ignore[no-untyped-def]
+    weights = tl.load(tile, mask=inside, other=0.0)
+    return tl.dot(part, weights, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
