@@ -8,6 +8,7 @@ is a sum over hosts. Random data of MNIST-1D's shape.
 """
 
 import argparse
+import gc
 import json
 import resource
 import statistics
@@ -268,6 +269,7 @@ def measure_step(num_hosts: int, device: str, repeats: int) -> dict[str, float]:
 
 def measure_memory(device: str) -> float:
     """Peak GiB of training and validating 1024 hosts with three seeds each."""
+    gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

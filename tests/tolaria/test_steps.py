@@ -163,13 +163,16 @@ def cost(of):
 def test_a_captured_signature_is_used_if_it_has_room_and_wastes_little():
     tight, roomy, huge = signature(b0=2), signature(b0=8), signature(b0=64, b1=64)
     assert choose_signature(tight, [huge, roomy], cost) == roomy
-    assert choose_signature(signature(b0=16), [roomy], cost) == signature(b0=16)
+    assert choose_signature(signature(b0=16), [roomy], cost) == signature(b0=32)
     assert choose_signature(tight, [huge], cost) == tight
 
 
-def test_a_new_signature_keeps_the_room_of_the_last():
+def test_a_new_signature_keeps_the_room_of_the_last_and_doubles_what_was_too_small():
     last, tight = signature(b0=4, b1=2), signature(b0=2, b2=2)
-    assert choose_signature(tight, [last], cost) == signature(b0=4, b1=2, b2=2)
+    assert choose_signature(tight, [last], cost) == signature(b0=4, b1=2, b2=4)
+    assert choose_signature(signature(b2=16), [last], cost) == signature(b0=4, b1=2, b2=32)
+    assert choose_signature(signature(b2=64), [last], cost) == signature(b0=4, b1=2, b2=128)
+    assert choose_signature(signature(b2=64), [signature(b0=60)], cost) == signature(b0=60, b2=64)
 
 
 def test_a_mixed_signature_covers_a_plain_one_but_not_the_other_way_round():

@@ -16,12 +16,15 @@ from torch import Tensor
 from esper.kasmina.blueprints.registry import Blueprint
 from esper.kasmina.hosts import Host
 
+ALIGNMENT = 8  # elements; matrix kernels are faster on aligned rows
+
 
 @dataclass(frozen=True)
 class ArenaLayout:
     """Which columns belong to the host (part 0) and to the seed in each slot (part 1 + slot)."""
 
-    widths: tuple[int, ...]
+    host_size: int
+    widths: tuple[int, ...]  # of the parts, each a multiple of `ALIGNMENT`
 
     @classmethod
     def of(cls, host: Host, menu: Sequence[Blueprint]) -> "ArenaLayout":
@@ -30,7 +33,8 @@ class ArenaLayout:
             max((entry.program(site).num_params for entry in menu if entry.fits(site)), default=0)
             for site in host.sites
         )
-        return cls((host.num_params, *seeds))
+        sizes = (host.num_params, *seeds)
+        return cls(host.num_params, tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
 
     @property
     def num_parts(self) -> int:
@@ -46,7 +50,7 @@ class ArenaLayout:
         return (0, *accumulate(self.widths[:-1]))
 
     def host_columns(self) -> slice:
-        return slice(0, self.widths[0])
+        return slice(0, self.host_size)
 
     def seed_columns(self, slot: int, num_params: int | None = None) -> slice:
         """All columns of a slot, or the first ones, where a seed of this size lies."""

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from esper.tolaria.population import Population
 
-CHUNK_ROWS = 400  # validation rows of each host that are worked on at a time
+# how many rows are worked on at a time, of one host and of all: bounds memory
+CHUNK_ROWS = 400
+CHUNK_ROWS_OF_ALL = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +32,9 @@ def evaluate(population: Population, num_rows: int | None = None) -> Evaluation:
     task, views = population.task, population.view_ids.to(population.task.device)
     num_rows = num_rows or task.validation_y.shape[1]
     totals = _Totals(population)
-    for start in range(0, num_rows, CHUNK_ROWS):
-        rows = slice(start, min(start + CHUNK_ROWS, num_rows))
+    chunk = min(CHUNK_ROWS, max(1, CHUNK_ROWS_OF_ALL // population.num_hosts))
+    for start in range(0, num_rows, chunk):
+        rows = slice(start, min(start + chunk, num_rows))
         x = task.validation_x[:, rows].index_select(0, views).movedim(1, -1)
         totals.add(x, task.validation_y[:, rows].index_select(0, views))
     return totals.evaluation(num_rows)

@@ -8,6 +8,7 @@ capture would.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -79,15 +80,23 @@ def choose_signature(
 ) -> Signature:
     """A captured signature with room enough and not too much of it, or a new one.
 
-    `captured` ends with the one used last. A new one keeps the room of that, as far as it is not
-    a waste: groups that shrink and grow again then find room.
+    `captured` ends with the one used last. A new one keeps the room of that and doubles it where
+    it has become too small, as far as it is not a waste: groups that shrink and grow again, or
+    grow further, then find room.
     """
     limit = MAX_WASTE * arithmetic(tight)
     fitting = [s for s in captured if s.covers(tight) and arithmetic(s) <= limit]
     if fitting:
         return min(fitting, key=arithmetic)
-    joined = tight.join(captured[-1]) if captured else tight
-    return joined if arithmetic(joined) <= limit else tight
+    if not captured:
+        return tight
+    last = dict(captured[-1].capacities)
+    doubled = tuple((k, 2 * n if n > last.get(k, 0) else n) for k, n in tight.capacities)
+    for roomy in (replace(tight, capacities=doubled), tight):
+        joined = roomy.join(captured[-1])
+        if arithmetic(joined) <= limit:
+            return joined
+    return tight
 
 
 class _Graph(NamedTuple):
