@@ -85,8 +85,7 @@ class Arena:
         self.steps = torch.zeros(num_hosts, layout.num_parts, device=device, dtype=dtype)
 
     def place(self, host_ids: Tensor, columns: slice, values: Tensor) -> None:
-        """New parameters `[K, ..]` for some hosts' columns, with fresh moments."""
-        self._storage[:, host_ids, columns] = 0
+        """New parameters `[K, ..]` for columns of some hosts; their moments are zero already."""
         self.params[host_ids, columns] = values.to(self.params)
 
     def clear(self, host_ids: Tensor, columns: slice) -> None:
