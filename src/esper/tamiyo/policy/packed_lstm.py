@@ -49,7 +49,7 @@ def packed_lstm(
 @cache
 def _fits_kernel(device: torch.device, dtype: torch.dtype, hidden: int) -> bool:
     """Whether the Triton kernel takes an LSTM: its tiles of weights have to fit a processor."""
-    if device.type != "cuda" or dtype != torch.float32 or hidden > 256 or not find_spec("triton"):
+    if device.type != "cuda" or dtype != torch.float32 or hidden > 128 or not find_spec("triton"):
         return False
     properties: Any = torch.cuda.get_device_properties(device)
     return bool(properties.shared_memory_per_block_optin >= 160 * 1024)

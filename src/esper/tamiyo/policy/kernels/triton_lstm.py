@@ -4,12 +4,11 @@ A program takes 16 sequences through all their time steps. Products over the inp
 recurrence and are one matrix product for all rows, before and after; a kernel does only what must
 go step by step: the state times the recurrent weights, and the gates. State and cell stay in
 registers; the recurrent weights are larger than a processor's own memory and stream through it
-from the cache at every step, a tile of columns at a time.
+from the cache at every step, a tile at a time.
 
-Products run on tensor cores, each as three products of TF32 parts (`tf32x3`): the error is that
-of float32, not of TF32. The rows of a step are written out before they are multiplied, because
-the other threads of the program read them back as tiles; they are saved for the backward pass
-anyway.
+Products run on tensor cores, each as three products of TF32 parts: the error is that of float32,
+not of TF32. A step is mostly waiting, so a launch takes as long as its longest sequence, and many
+sequences take hardly longer than a few.
 """
 
 from typing import Any
@@ -22,10 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from esper.leyline.sequences import SequenceLayout
 
-MAX_HIDDEN = 256
-SHARED_BYTES = 200 * 1024  # of one processor, for three tiles of weights in flight
 _SEQUENCES = 16  # of a program: the least that tensor cores take
-_NUM_WARPS = 8
 
 
 class PackedLayer(torch.autograd.Function):
@@ -57,7 +53,7 @@ class PackedLayer(torch.autograd.Function):
                 hs,
                 cs,
                 outputs,
-                **_sizes(hidden, tiles=4),
+                **_sizes(hidden),
             )
         ctx.layout = layout
         ctx.save_for_backward(rows, weight_ih, weight_hh, gates, hs, cs)
@@ -81,7 +77,7 @@ class PackedLayer(torch.autograd.Function):
                 grad_gates,
                 grad_h,
                 grad_c,
-                **_sizes(hidden, tiles=1),
+                **_sizes(hidden),
             )
         grad_bias = grad_gates.sum(dim=0)
         return (
@@ -96,16 +92,10 @@ class PackedLayer(torch.autograd.Function):
         )
 
 
-def _sizes(hidden: int, tiles: int) -> dict[str, int]:
-    """Constants of a launch that reads so many tiles of weights at a time."""
+def _sizes(hidden: int) -> dict[str, int]:
+    """Constants of a launch."""
     width = max(triton.next_power_of_2(hidden), 16)
-    return {
-        "HIDDEN": hidden,
-        "WIDTH": width,
-        "COLUMNS": min(width, max(16, 16384 // (tiles * width))),
-        "SEQUENCES": _SEQUENCES,
-        "num_warps": _NUM_WARPS,
-    }
+    return {"HIDDEN": hidden, "WIDTH": width, "SEQUENCES": _SEQUENCES, "num_warps": 8}
 
 
 @triton.jit(do_not_specialize=["num_episodes"])  # type: ignore[untyped-decorator]
@@ -122,7 +112,6 @@ def _forward(  # type: ignore[no-untyped-def]
     outputs,  # [R, HIDDEN]: states after it
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,  # HIDDEN up to a power of two
-    COLUMNS: tl.constexpr,  # of the weights, of a tile
     SEQUENCES: tl.constexpr,
 ):
     first = tl.program_id(0) * SEQUENCES
@@ -130,6 +119,7 @@ def _forward(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + episode, mask=episode < num_episodes, other=0)
     unit = tl.arange(0, WIDTH)[None, :]
     is_unit = unit < HIDDEN
+    COLUMNS: tl.constexpr = min(WIDTH, 32)  # of the weights of all gates: a tile
     column = tl.arange(0, COLUMNS)
     state_at = episode.to(tl.int64) * HIDDEN + unit
     is_state = (length > 0) & is_unit
@@ -151,7 +141,7 @@ def _forward(  # type: ignore[no-untyped-def]
         f = tl.load(gates + gate_at + HIDDEN, mask=is_real, other=0.0)
         z = tl.load(gates + gate_at + 2 * HIDDEN, mask=is_real, other=0.0)
         o = tl.load(gates + gate_at + 3 * HIDDEN, mask=is_real, other=0.0)
-        tl.debug_barrier()  # hs is written
+        tl.debug_barrier()  # hs is written, and is read by columns, which registers cannot be
         to_i = tl.zeros([SEQUENCES, WIDTH], tl.float32)
         to_f = tl.zeros([SEQUENCES, WIDTH], tl.float32)
         to_z = tl.zeros([SEQUENCES, WIDTH], tl.float32)
@@ -196,7 +186,6 @@ def _backward(  # type: ignore[no-untyped-def]
     grad_initial_c,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
     first = tl.program_id(0) * SEQUENCES
@@ -204,45 +193,60 @@ def _backward(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + episode, mask=episode < num_episodes, other=0)
     unit = tl.arange(0, WIDTH)[None, :]
     is_unit = unit < HIDDEN
-    column = tl.arange(0, COLUMNS)
+    source = tl.arange(0, WIDTH)[:, None]
+    tile = weights + unit * (4 * HIDDEN) + source
+    inside = is_unit & (source < HIDDEN)
     num_steps = tl.load(lengths + first)
-    start = tl.load(step_starts + num_steps - 1)
     # of sequences that are not yet reached from the end both stay 0, as their gates are read as 0
     grad_h = tl.zeros([SEQUENCES, WIDTH], tl.float32)
     grad_c = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+    row = tl.load(step_starts + num_steps - 1) + episode
+    is_real = (num_steps - 1 < length) & is_unit
+    gate_at = row * (4 * HIDDEN) + unit
+    i = tl.load(gates + gate_at, mask=is_real, other=0.0)
+    f = tl.load(gates + gate_at + HIDDEN, mask=is_real, other=0.0)
+    z = tl.load(gates + gate_at + 2 * HIDDEN, mask=is_real, other=0.0)
+    o = tl.load(gates + gate_at + 3 * HIDDEN, mask=is_real, other=0.0)
+    c = tl.load(cs + row * HIDDEN + unit, mask=is_real, other=0.0)
+    grad_output = tl.load(grad_outputs + row * HIDDEN + unit, mask=is_real, other=0.0)
     for back in range(num_steps):
         step = num_steps - 1 - back
-        row = start + episode
-        is_running = step < length
-        is_real = is_running & is_unit
-        at = row * HIDDEN + unit
-        gate_at = row * (4 * HIDDEN) + unit
-        start = tl.load(step_starts + step - 1, mask=step > 0, other=0)
-        i = tl.load(gates + gate_at, mask=is_real, other=0.0)
-        f = tl.load(gates + gate_at + HIDDEN, mask=is_real, other=0.0)
-        z = tl.load(gates + gate_at + 2 * HIDDEN, mask=is_real, other=0.0)
-        o = tl.load(gates + gate_at + 3 * HIDDEN, mask=is_real, other=0.0)
-        c = tl.load(cs + at, mask=is_real, other=0.0)
-        grad_h += tl.load(grad_outputs + at, mask=is_real, other=0.0)
+        grad_h += grad_output
         tanh_c = _tanh(f * c + i * z)
         grad_c += grad_h * o * (1.0 - tanh_c * tanh_c)
-        tl.store(grad_gates + gate_at, grad_c * z * i * (1.0 - i), mask=is_real)
-        tl.store(grad_gates + gate_at + HIDDEN, grad_c * c * f * (1.0 - f), mask=is_real)
-        tl.store(grad_gates + gate_at + 2 * HIDDEN, grad_c * i * (1.0 - z * z), mask=is_real)
-        tl.store(grad_gates + gate_at + 3 * HIDDEN, grad_h * tanh_c * o * (1.0 - o), mask=is_real)
+        to_i = grad_c * z * i * (1.0 - i)
+        to_f = grad_c * c * f * (1.0 - f)
+        to_z = grad_c * i * (1.0 - z * z)
+        to_o = grad_h * tanh_c * o * (1.0 - o)
         grad_c *= f
-        tl.debug_barrier()  # grad_gates is written
-        grad_h = tl.zeros([SEQUENCES, WIDTH], tl.float32)
-        for k in tl.range(0, 4 * HIDDEN, COLUMNS, num_stages=4):
-            source = k + column
-            part = tl.load(
-                grad_gates + row * (4 * HIDDEN) + source[None, :],
-                mask=is_running & (source < 4 * HIDDEN)[None, :],
-                other=0.0,
-            )
-            tile = weights + unit * (4 * HIDDEN) + source[:, None]
-            inside = is_unit & (source < 4 * HIDDEN)[:, None]
-            grad_h = _add_product(grad_h, part, tile, inside)
+        # what the step before needs is read while this one's products run
+        row = tl.load(step_starts + step - 1, mask=step > 0, other=0) + episode
+        is_real_before = (step > 0) & (step - 1 < length) & is_unit
+        gate_at_before = row * (4 * HIDDEN) + unit
+        c = tl.load(cs + row * HIDDEN + unit, mask=is_real_before, other=0.0)
+        grad_output = tl.load(grad_outputs + row * HIDDEN + unit, mask=is_real_before, other=0.0)
+        # a sum for each product of parts, so that none waits for another
+        high = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+        low = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+        lower = tl.zeros([SEQUENCES, WIDTH], tl.float32)
+        for gate in tl.range(4, num_stages=3):
+            grad = tl.where(gate == 0, to_i, to_f)
+            grad = tl.where(gate < 2, grad, tl.where(gate == 2, to_z, to_o))
+            tl.store(grad_gates + gate_at + gate * HIDDEN, grad, mask=is_real)
+            weight = tl.load(tile + gate * HIDDEN, mask=inside, other=0.0)
+            grad_high, grad_low = _tf32_parts(grad)
+            weight_high, weight_low = _tf32_parts(weight)
+            lower = tl.dot(grad_low, weight_high, lower, input_precision="tf32")
+            low = tl.dot(grad_high, weight_low, low, input_precision="tf32")
+            high = tl.dot(grad_high, weight_high, high, input_precision="tf32")
+            before = tl.load(gates + gate_at_before + gate * HIDDEN, mask=is_real_before, other=0.0)
+            i = tl.where(gate == 0, before, i)
+            f = tl.where(gate == 1, before, f)
+            z = tl.where(gate == 2, before, z)
+            o = tl.where(gate == 3, before, o)
+        grad_h = high + (low + lower)
+        gate_at = gate_at_before
+        is_real = is_real_before
     state_at = episode.to(tl.int64) * HIDDEN + unit
     is_state = (length > 0) & is_unit
     tl.store(grad_initial_h + state_at, grad_h, mask=is_state)
@@ -253,6 +257,13 @@ def _backward(  # type: ignore[no-untyped-def]
 def _add_product(total, part, tile, inside):  # type: ignore[no-untyped-def]
     weights = tl.load(tile, mask=inside, other=0.0)
     return tl.dot(part, weights, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _tf32_parts(x):  # type: ignore[no-untyped-def]
+    """x as a sum: the bits that TF32 keeps, and the rest."""
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
 
 
 @triton.jit
