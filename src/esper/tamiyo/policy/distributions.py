@@ -64,8 +64,12 @@ class MaskedFactoredCategorical:
 
     def normalized_entropy(self) -> Tensor:
         """Entropies as a share of that of an even choice, 0 to 1; 0 where there is no choice."""
+        return self.normalize(self.entropy())
+
+    def normalize(self, entropies: Tensor) -> Tensor:
+        """What `entropy` returned as `normalized_entropy` returns it."""
         # with one legal choice the entropy is exactly 0, whatever it is divided by
-        return self.entropy() / self.num_legal.clamp(min=2.0).log()
+        return entropies / self.num_legal.clamp(min=2.0).log()
 
     @property
     def num_legal(self) -> Tensor:

@@ -47,11 +47,16 @@ class ChoiceChecks(nn.Module):
         return torch.minimum(actions.clamp(min=0), self.last_choices)
 
     def check_stored(
-        self, actions: Tensor, log_probs: Tensor, masks: Tensor, layout: SequenceLayout
+        self,
+        actions: Tensor,
+        in_range: Tensor,
+        log_probs: Tensor,
+        masks: Tensor,
+        layout: SequenceLayout,
     ) -> None:
         """Choices read from a rollout: in range, legal (0 where nothing is), and scored."""
         log_probs = log_probs.detach()
-        ok = (log_probs > _IMPOSSIBLE) & (self.in_range(actions) == actions)
+        ok = (log_probs > _IMPOSSIBLE) & (in_range == actions)
 
         def describe(row: int, head: int) -> str:
             env, step = divmod(int(layout.rows[row]), layout.max_steps)

@@ -212,11 +212,12 @@ class FactoredRecurrentActorCritic(nn.Module):
             floor=self.config.floor,
         )
         log_probs = distribution.log_prob(actions)
-        self.choice_checks.check_stored(stored, log_probs, masks, layout)
+        self.choice_checks.check_stored(stored, actions, log_probs, masks, layout)
+        entropies = distribution.entropy()
         return Evaluation(
             log_probs,
-            distribution.entropy(),
-            distribution.normalized_entropy(),
+            entropies,
+            distribution.normalize(entropies),
             values,
             distribution,
         )
