@@ -7,8 +7,7 @@ registers; the recurrent weights are larger than a processor's own memory and st
 from the cache at every step, a tile at a time.
 
 Products run on tensor cores, each as three products of TF32 parts: the error is that of float32,
-not of TF32. A step is mostly waiting, so a launch takes as long as its longest sequence, and many
-sequences take hardly longer than a few.
+not of TF32. A launch takes about as long as its longest sequence.
 """
 
 from typing import Any
