@@ -98,7 +98,8 @@ def test_graphs_train_as_single_operations_do(kind, behind_host):
     graphs = build(kind, "adamw", "graphs", device="cuda")
     eager = build(kind, "adamw", "eager", device="cuda")
     assert_agree(graphs, eager, num_steps=12, behind_host=behind_host)
-    assert 1 <= graphs.steps.num_captures < 12
+    assert graphs.steps.num_captures >= 1
+    assert behind_host or graphs.steps.num_captures < 12  # fewer kinds of groups: some come again
 
 
 @pytest.mark.gpu

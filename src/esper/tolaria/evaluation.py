@@ -13,7 +13,7 @@ from esper.tolaria.population import Population
 
 # how many rows are worked on at a time, of one host and of all: bounds memory
 CHUNK_ROWS = 400
-CHUNK_ROWS_OF_ALL = 2**16
+CHUNK_ROWS_OF_ALL = 128 * CHUNK_ROWS
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,6 +66,7 @@ class GraphedSteps:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._minibatch.train()  # once outside a capture: libraries set themselves up
+            torch.cuda.empty_cache()  # a graph has memory of its own
             graph.capture_begin(pool=self._pool)
             self._minibatch.train()
             graph.capture_end()

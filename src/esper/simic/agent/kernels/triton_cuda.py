@@ -66,7 +66,7 @@ def tile_shape(num_envs: int, num_steps: int) -> tuple[int, int, int]:
         return 256 // steps, steps, 2
     # waiting is the limit: a row per program, as much of it at once as pays
     steps = min(steps, 512)
-    return 1, steps, max(1, steps // 64)
+    return 1, steps, min(max(1, steps // 64), 4)
 
 
 MANY_ROWS = 2048
