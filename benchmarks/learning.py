@@ -31,6 +31,7 @@ from esper.simic.training.gymnasium import GymConfig, evaluate, train
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "simic"))
 
 MakeEnv = Callable[[], gymnasium.Env]
+FIRST_RNG_SEED = 10  # lower ones were used to choose the defaults
 EVALUATION_SEED = 10_000
 
 
@@ -62,7 +63,7 @@ class Row:
 
 
 class RivalRow(Row):
-    """sb3-contrib's RecurrentPPO, with the settings of its own CartPole test."""
+    """sb3-contrib's RecurrentPPO, with the settings of its own test on this environment."""
 
     def score(self, rng_seed: int) -> float:
         from sb3_contrib import RecurrentPPO
@@ -74,9 +75,15 @@ class RivalRow(Row):
             make_vec_env(self.make, n_envs=self.num_envs, seed=rng_seed),
             n_steps=128,
             batch_size=256,
-            n_epochs=4,
-            learning_rate=1e-3,
-            policy_kwargs={"lstm_hidden_size": 128},
+            n_epochs=10,
+            learning_rate=7e-4,
+            gae_lambda=0.98,
+            max_grad_norm=1,
+            policy_kwargs={
+                "net_arch": {"pi": [], "vf": [64]},
+                "lstm_hidden_size": 64,
+                "ortho_init": False,
+            },
             seed=rng_seed,
             device="cpu",
         )
@@ -116,7 +123,9 @@ def rows() -> dict[str, list[Row]]:
     return {
         "cartpole": [
             Row(name="CartPole-v1, velocities hidden", bar=490, **cartpole),
-            RivalRow(name="  sb3-contrib RecurrentPPO", settings="same sizes, lr", **cartpole),
+            RivalRow(
+                name="  sb3-contrib RecurrentPPO", settings="those of its own test", **cartpole
+            ),
         ],
         "invalid": [
             Row(
@@ -210,7 +219,7 @@ def main() -> None:
                 continue
             seeds = 1 if arguments.quick else arguments.rng_seeds or row.rng_seeds
             start = time.perf_counter()
-            scores = [row.score(seed) for seed in range(seeds)]
+            scores = [row.score(FIRST_RNG_SEED + index) for index in range(seeds)]
             seconds = (time.perf_counter() - start) / seeds
             mean, bar = float(np.mean(scores)), "" if row.bar is None else row.bar
             print(

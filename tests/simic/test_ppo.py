@@ -356,7 +356,7 @@ def test_the_passes_stop_when_the_policy_has_moved_far_enough():
 
 
 def test_the_learning_rate_falls_to_zero():
-    agent = make_agent(SPACES["one head"], learning_rate=0.1)
+    agent = make_agent(SPACES["one head"], learning_rate=0.1, learning_rate_schedule="linear")
     assert agent.update(collect(agent), progress=0.75)["learning_rate"] == pytest.approx(0.025)
 
 

@@ -37,7 +37,7 @@ class PPOConfig:
 
     learning_rate: float = 1e-3
     """Adam's step size at the start."""
-    learning_rate_schedule: Literal["constant", "linear"] = "linear"
+    learning_rate_schedule: Literal["constant", "linear"] = "constant"
     """"linear" falls to 0 at the end of training."""
     gamma: float = DEFAULT_GAMMA
     """Discount per step."""
@@ -47,7 +47,7 @@ class PPOConfig:
     """How far a ratio may move from 1 before it stops paying."""
     clip_per_head: bool = False
     """Clip each head's ratio by itself instead of the joint ratio of the relevant heads."""
-    ppo_epochs: int = 4
+    ppo_epochs: int = 6
     """Passes over a rollout."""
     num_minibatches: int = 4
     """Minibatches per pass, each made of whole rows."""
@@ -59,13 +59,13 @@ class PPOConfig:
     """Let the critic predict returns scaled to mean 0 and variance 1."""
     normalize_features: bool = True
     """Scale features to mean 0 and variance 1."""
-    entropy_coefficient: float = 0.01
+    entropy_coefficient: float = 0.003
     """Weight of the entropy bonus, entropy being scaled to 0..1 per head."""
     head_entropy_weights: Mapping[str, float] = field(default_factory=dict)
     """Relative weight of a head's entropy, by name; heads not named have weight 1."""
     target_kl: float | None = 0.03
     """Stop the passes over a rollout when the policy has moved this far; None: never."""
-    max_grad_norm: float = 0.5
+    max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     max_failed_updates: int = 3
     """Undone updates in a row after which training stops."""
@@ -207,9 +207,11 @@ class PPOAgent:
                 self.optimizer.zero_grad(set_to_none=True)
                 with full_precision(self.device):
                     loss.backward()  # type: ignore[no-untyped-call]
-                measured["gradient_norm"] = nn.utils.clip_grad_norm_(
-                    self.policy.parameters(), self.config.max_grad_norm
-                )
+                norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+                measured["gradient_norm"] = norm
+                # the fused step leaves weights alone where this is 1, without a wait: they stay
+                # finite, so that the next minibatch can be scored, until the update is undone
+                self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
                 meter.add(measured)
             kl, is_finite = meter.close_epoch()  # the one wait for the device in a pass
