@@ -326,8 +326,11 @@ def test_running_statistics_do_not_depend_on_how_rows_arrive():
 # -- when it goes wrong ---------------------------------------------------------------------------
 
 
-def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several():
-    agent = make_agent(SPACES["one head"], max_failed_updates=2, normalize_values=False)
+@pytest.mark.parametrize("rng_seed", range(6))  # the bad env is in the first minibatch or the last
+def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several(rng_seed):
+    agent = make_agent(
+        SPACES["one head"], max_failed_updates=2, normalize_values=False, rng_seed=rng_seed
+    )
     agent.update(collect(agent))
     before = copy.deepcopy(agent.state_dict())
     buffer = collect(agent)
@@ -346,6 +349,34 @@ def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several(
         agent.update(buffer)
     agent.failed_updates = 0
     assert agent.update(collect(agent))["update_undone"] == 0.0
+
+
+def test_a_rollout_that_cannot_be_scored_leaves_the_agent_as_it_was():
+    agent = make_agent(SPACES["one head"])
+    before = copy.deepcopy(agent.state_dict())
+    buffer = collect(agent)
+    buffer._fields["actions"][3, 0] = 77
+    with pytest.raises(ValueError, match="77"):
+        agent.update(buffer)
+    for name, tensor in before["policy"].items():
+        assert torch.equal(agent.state_dict()["policy"][name], tensor), name
+    assert agent.value_normalizer.count == 0
+
+
+def test_gradients_are_clipped_to_their_norm():
+    agent = make_agent(SPACES["one head"], num_minibatches=1, ppo_epochs=1, max_grad_norm=1e-3)
+    agent.optimizer = KeepGradients(agent.optimizer)
+    metrics = agent.update(collect(agent))
+    norm = torch.stack([g.norm() for g in agent.optimizer.kept]).norm()
+    assert metrics["gradient_norm"] > 1e-2
+    torch.testing.assert_close(norm, torch.tensor(1e-3), rtol=1e-3, atol=0)
+
+
+def test_far_outliers_are_clipped_once_there_are_statistics():
+    normalizer = RunningNormalizer(1, limit=10.0)
+    assert normalizer.normalize(torch.tensor([[50.0]])) == 50.0
+    normalizer.update(torch.tensor([[-1.0], [1.0]]))
+    assert normalizer.normalize(torch.tensor([[50.0]])) == 10.0
 
 
 def test_the_passes_stop_when_the_policy_has_moved_far_enough():
@@ -368,6 +399,9 @@ def test_the_learning_rate_falls_to_zero():
         (dict(gamma=1.5), "gamma=1.5"),
         (dict(ppo_epochs=0), "ppo_epochs=0"),
         (dict(head_entropy_weights={"mvoe": 1.0}), "no head 'mvoe'"),
+        (dict(target_kl=-1.0), "target_kl=-1.0"),
+        (dict(entropy_coefficient=math.nan), "entropy_coefficient=nan"),
+        (dict(learning_rate_schedule="cosine"), "learning_rate_schedule='cosine'"),
     ],
 )
 def test_mistakes_in_the_settings_are_named(settings, message):

@@ -304,6 +304,14 @@ def test_sizes_below_one_are_refused(size):
         TamiyoRolloutBuffer(**(sizes | {size: 0}), action_space=SPACE)
 
 
+def test_a_saved_rollout_of_other_sizes_is_refused():
+    small, large = make_buffer(num_envs=1, space=SPACE), make_buffer(num_envs=3, space=SPACE)
+    with pytest.raises(
+        ValueError, match=r"states: the saved rollout has torch.float32 \(1, 5, 6\)"
+    ):
+        large.load_state_dict(small.state_dict())
+
+
 # -- advantages -------------------------------------------------------------------------------
 
 
@@ -379,14 +387,22 @@ def test_last_values_of_the_wrong_shape_are_refused(shape):
         buffer.compute_advantages_and_returns(last_values=torch.zeros(shape))
 
 
-@pytest.mark.parametrize(("field", "word"), [("rewards", "reward"), ("values", "value")])
+@pytest.mark.parametrize(
+    ("field", "word"),
+    [
+        ("rewards", "the reward"),
+        ("values", "the value"),
+        ("states", "the state"),
+        ("log_probs", "a log-prob"),
+    ],
+)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_value_that_is_not_finite_is_reported_with_env_and_step(field, word, bad):
     buffer = make_buffer(space=SPACE)
     for _ in range(3):
         buffer.add_batch(random_step(SPACE, 3))
     buffer._fields[field][2, 1] = bad
-    with pytest.raises(ValueError, match=f"env 2, step 1: the {word} is not finite"):
+    with pytest.raises(ValueError, match=f"env 2, step 1: {word} is not finite"):
         buffer.compute_advantages_and_returns()
 
 
@@ -434,15 +450,29 @@ def test_normalisation_is_over_stored_rows_only_and_idempotent(counts, rng_seed)
     assert torch.equal(buffer.get_batched_sequences().advantages, once)
 
 
-def test_equal_advantages_normalise_to_zero():
+@pytest.mark.parametrize("reward", [1.0, 3.3333, 1000.1])
+def test_equal_advantages_normalise_to_zero(reward):
     buffer = make_buffer(space=SPACE)
+    rewards = torch.full((3,), reward)
     buffer.add_batch(
-        random_step(SPACE, 3, reward=torch.ones(3), value=torch.zeros(3), terminated=[True] * 3)
+        random_step(SPACE, 3, reward=rewards, value=torch.zeros(3), terminated=[True] * 3)
     )
     buffer.compute_advantages_and_returns()
     statistics = buffer.normalize_advantages()
     assert statistics.std > 0
-    assert not buffer.get_batched_sequences().advantages.any()
+    assert buffer.get_batched_sequences().advantages.abs().max() < 1e-4
+
+
+def test_advantages_computed_anew_are_normalised_anew():
+    buffer = make_buffer(space=SPACE)
+    buffer.add_batch(random_step(SPACE, 3))
+    results = []
+    for _ in range(2):
+        buffer.compute_advantages_and_returns(torch.ones(3))
+        buffer.normalize_advantages()
+        results.append(buffer.get_batched_sequences().advantages[:, 0].clone())
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[1].std(correction=0), torch.tensor(1.0))
 
 
 def test_advantages_of_an_older_rollout_are_never_handed_out():
@@ -493,6 +523,7 @@ def test_a_penalty_wins_over_a_truncation():
     buffer = make_buffer(num_envs=1, space=SPACE)
     buffer.add_batch(random_step(SPACE, 1, truncated=[True], bootstrap=9.0))
     buffer.mark_terminal_with_penalty(0, -0.5)
+    assert not buffer._fields["truncated"].any()
     buffer.compute_advantages_and_returns()
     torch.testing.assert_close(buffer.get_batched_sequences().returns[0, 0], torch.tensor(-0.5))
 
@@ -508,10 +539,15 @@ def test_a_penalty_for_an_env_without_rows_is_an_error():
 def test_reset_keeps_the_storage_and_forgets_the_rollout():
     buffer = make_buffer(space=SPACE)
     buffer.add_batch(random_step(SPACE, 3, terminated=[True] * 3))
+    buffer.compute_advantages_and_returns()
+    assert buffer.sequence_layout().num_rows == 3
     before = buffer._fields["states"].clone()
     buffer.reset()
     assert len(buffer) == 0
     assert len(buffer.episode_boundaries) == 0
+    assert buffer.sequence_layout().num_rows == 0
+    with pytest.raises(ValueError, match="compute_advantages_and_returns"):
+        buffer.get_batched_sequences()
     assert torch.equal(buffer._fields["states"], before)  # nothing was zeroed
     buffer.add_batch(random_step(SPACE, 3))
     buffer.compute_advantages_and_returns()

@@ -341,3 +341,34 @@ def test_arithmetic_is_float32_whatever_the_logits_are(dtype):
     mine = MaskedFactoredCategorical(space, logits, rows).entropy()
     exact = MaskedFactoredCategorical(space, logits.float(), rows).entropy()
     torch.testing.assert_close(mine, exact, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("logit", [-3e38, -1e31, 3e38, -math.inf, math.inf])
+def test_extreme_logits_never_favour_a_masked_choice(logit):
+    space = FactoredActionSpace((Head("a", 3), Head("b", 3, given=("a",))))
+    logits = torch.full((1, 6), logit, requires_grad=True)
+    masks = torch.tensor([[False, True, True, False, True, False]])
+    chances = MaskedFactoredCategorical(space, logits, masks)
+    torch.testing.assert_close(chances.probs[0, 0], torch.tensor([0.0, 0.5, 0.5]))
+    assert chances.mode().tolist() == [[1, 1]]
+    chances.entropy().sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_nan_logits_stay_nan_under_a_floor():
+    space = FactoredActionSpace((Head("a", 2),))
+    masks = torch.ones(1, 2, dtype=torch.bool)
+    chances = MaskedFactoredCategorical(space, torch.full((1, 2), torch.nan), masks, floor=0.1)
+    assert chances.log_prob(torch.tensor([[0]])).isnan().all()
+
+
+def test_a_call_in_inference_mode_leaves_gradients_to_others():
+    space = FactoredActionSpace((Head("first", 2), Head("second", 7)))  # met here first
+    masks = torch.ones(1, 9, dtype=torch.bool)
+    with torch.inference_mode():
+        MaskedFactoredCategorical(space, torch.zeros(1, 9), masks)
+    logits = torch.zeros(1, 9, requires_grad=True)
+    chances = MaskedFactoredCategorical(space, logits, masks)
+    log_probs = chances.log_prob(torch.zeros(1, 2, dtype=torch.int64))
+    (chances.normalized_entropy() + log_probs).sum().backward()
+    assert logits.grad is not None

@@ -182,6 +182,9 @@ def test_an_env_does_not_depend_on_the_others(name):
     generator = torch.Generator().manual_seed(4)
     features = random_features(policy, (8,), generator)
     masks = random_masks(policy.action_space, 8, generator)
+    if name == "tamiyo":  # slots that do not exist are all alike: which one wins is rounding
+        layout = policy.heads.layout
+        masks["slot"].logical_and_(layout.slot_exists(layout.split(features)[1]).unsqueeze(1))
     state = policy.initial_state(8)
     whole = policy.act(features, masks, state, deterministic=True)
     few = ActionMasks(policy.action_space, {n: masks[n][2:5] for n in policy.action_space.names})

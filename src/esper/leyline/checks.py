@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+MOST_PENDING = 512  # checks held before somebody has to look: an agent may act without learning
+
 
 class DeferredChecks:
     """Checks made so far and not yet looked at; the owner of a round looks at its end."""
@@ -30,6 +32,8 @@ class DeferredChecks:
                 raise ValueError(describe(*_first_failure(ok)))
         else:
             self._pending.append((ok.all(), ok, describe))
+            if len(self._pending) >= MOST_PENDING:
+                self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
         """Waits for the device once and raises a ValueError for the earliest failed check."""

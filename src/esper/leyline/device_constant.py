@@ -13,5 +13,6 @@ class DeviceConstant:
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self._copies:
-            self._copies[device] = self._values.to(device)
+            with torch.inference_mode(False):
+                self._copies[device] = self._values.to(device)
         return self._copies[device]

@@ -62,6 +62,7 @@ class FactoredActionSpace:
     run_spaces: tuple["FactoredActionSpace", ...] = _derived()  # a run as a space, nothing given
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", tuple(self.heads))
         self._check_heads()
         sizes = tuple(head.size for head in self.heads)
         names = tuple(head.name for head in self.heads)

@@ -62,8 +62,13 @@ class HeuristicController:
             self._was_pruned[env_ids] = False
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
-        if self._was_pruned is None or self._was_pruned.shape != reports.stage.shape:
+        if self._was_pruned is None:
             self._was_pruned = torch.zeros_like(reports.slot_exists)
+        if self._was_pruned.shape != reports.stage.shape:
+            raise ValueError(
+                f"reports of {tuple(reports.stage.shape)} envs and slots, but this controller "
+                f"remembers {tuple(self._was_pruned.shape)}; use one controller per environment"
+            )
         self._was_pruned |= _is(reports.stage, SeedStage.EMBARGOED)
         config = self.config
         seeds = judge_seeds(reports, config)

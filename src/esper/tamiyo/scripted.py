@@ -76,7 +76,8 @@ class ConstantPlan:
 
     def _check(self, reports: Reports) -> None:
         for entry in self.plan:
-            if entry.slot >= reports.num_slots or entry.blueprint >= reports.num_blueprints:
+            fits = entry.slot < reports.num_slots and entry.blueprint < reports.num_blueprints
+            if not fits or min(entry) < 0:
                 raise ValueError(
                     f"{entry} is planned for a host with {reports.num_slots} slots and "
                     f"{reports.num_blueprints} blueprints"

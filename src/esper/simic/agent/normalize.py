@@ -11,6 +11,7 @@ class RunningNormalizer(nn.Module):
     Before the first update it changes nothing.
     """
 
+    bound: Tensor
     mean: Tensor
     variance: Tensor
     count: Tensor
@@ -18,6 +19,7 @@ class RunningNormalizer(nn.Module):
     def __init__(self, width: int, *, limit: float = 10.0, epsilon: float = 1e-8):
         super().__init__()
         self.limit = limit  # normalised values are clipped to this many standard deviations
+        self.register_buffer("bound", torch.tensor(torch.inf))  # the limit, once there are any
         self.epsilon = epsilon
         # float64: sums over millions of rows stay exact enough to merge
         self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
@@ -39,10 +41,12 @@ class RunningNormalizer(nn.Module):
         self.variance.copy_(spread + share * (1 - share) * delta.square())
         self.mean.add_(share * delta)
         self.count.copy_(total)
+        self.bound.fill_(self.limit)
 
     def normalize(self, values: Tensor) -> Tensor:
         scaled = (values - self.mean.to(values.dtype)) / self._std().to(values.dtype)
-        return scaled.clamp(-self.limit, self.limit)
+        bound = self.bound.to(values.dtype)
+        return scaled.clamp(-bound, bound)
 
     def denormalize(self, values: Tensor) -> Tensor:
         return values * self._std().to(values.dtype) + self.mean.to(values.dtype)

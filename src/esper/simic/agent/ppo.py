@@ -77,9 +77,20 @@ class PPOConfig:
         for name in ("learning_rate", "clip", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}; use a number above 0")
+        for name in ("value_coefficient", "entropy_coefficient"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
+        for name in ("value_clip", "target_kl"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name}={limit}; use a number above 0, or None")
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use a number from 0 to 1")
+        if self.learning_rate_schedule not in ("constant", "linear"):
+            raise ValueError(
+                f"learning_rate_schedule={self.learning_rate_schedule!r}; use 'constant' or 'linear'"
+            )
 
 
 class TrainingFailed(RuntimeError):
@@ -167,8 +178,12 @@ class PPOAgent:
             returns=self._scaled_values(batch.returns),
         )
         meter = _Meter()
-        epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator)
-        self.policy.raise_on_bad_values()
+        try:
+            epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator)
+            self.policy.raise_on_bad_values()
+        except ValueError:  # the rollout holds what cannot be scored: nothing was learned from it
+            self.load_state_dict(before)
+            raise
         if is_finite:
             self.failed_updates = 0
             if config.normalize_features:
@@ -239,6 +254,8 @@ class PPOAgent:
             )
 
     def _set_learning_rate(self, progress: float) -> None:
+        if not 0.0 <= progress <= 1.0:
+            raise ValueError(f"progress={progress}; use a number from 0 to 1")
         fall = 1.0 - progress if self.config.learning_rate_schedule == "linear" else 1.0
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * fall
@@ -315,11 +332,13 @@ def ppo_loss(
     num_decided = decided.sum().clamp_min(1.0)
 
     log_ratios = evaluation.log_probs - rows.log_probs  # 0 for heads that did not matter
-    if not config.clip_per_head:
+    gain = rows.advantages.unsqueeze(-1)
+    if config.clip_per_head:
+        gain = gain * (evaluation.distribution.num_legal > 0)
+    else:
         log_ratios = log_ratios.sum(dim=-1, keepdim=True)
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
-    gain = rows.advantages.unsqueeze(-1)
     surrogate = torch.minimum(ratios * gain, clipped * gain).sum(dim=-1)
     policy_loss = -(decided * surrogate).sum() / num_decided
 

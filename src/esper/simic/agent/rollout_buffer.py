@@ -113,8 +113,8 @@ class TamiyoRolloutBuffer:
         self.max_steps_per_env = max_steps_per_env
         self.action_space = action_space
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        self.step_counts = torch.zeros(num_envs, dtype=torch.int64)
-        self._all_envs = torch.arange(num_envs)
+        self.step_counts = torch.zeros(num_envs, dtype=torch.int64, device="cpu")
+        self._all_envs = torch.arange(num_envs, device="cpu")
 
         hidden = (lstm_layers, lstm_hidden_dim)
         self._step_specs = _step_specs(action_space, state_dim, hidden)
@@ -200,6 +200,13 @@ class TamiyoRolloutBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with stored steps, of a buffer of the same sizes."""
+        for name, saved in (state["fields"] | {"step_counts": state["step_counts"]}).items():
+            expected = self.step_counts if name == "step_counts" else self._fields[name]
+            if saved.shape != expected.shape or saved.dtype != expected.dtype:
+                raise ValueError(
+                    f"{name}: the saved rollout has {saved.dtype} {tuple(saved.shape)}, "
+                    f"this buffer {expected.dtype} {tuple(expected.shape)}"
+                )
         for spec in self._step_specs:
             self._fields[spec.name].copy_(state["fields"][spec.name])
         self.step_counts.copy_(state["step_counts"])
@@ -247,11 +254,12 @@ class TamiyoRolloutBuffer:
         if self._advantage_statistics is None:
             advantages, valid = self._fields["advantages"], self._valid_mask()
             count = max(len(self), 1)  # known on the host: no wait
-            mean = torch.where(valid, advantages, 0.0).sum() / count
-            variance = torch.where(valid, advantages - mean, 0.0).square().sum() / count
+            exact = advantages.double()  # the spread of equal advantages must not be rounding
+            mean = torch.where(valid, exact, 0.0).sum() / count
+            variance = torch.where(valid, exact - mean, 0.0).square().sum() / count
             std = variance.sqrt().clamp_min(ADVANTAGE_STD_FLOOR)
-            advantages.copy_(torch.where(valid, (advantages - mean) / std, 0.0))
-            self._advantage_statistics = AdvantageStatistics(mean, std)
+            advantages.copy_(torch.where(valid, (exact - mean) / std, 0.0))
+            self._advantage_statistics = AdvantageStatistics(mean.float(), std.float())
         return self._advantage_statistics
 
     def get_batched_sequences(
@@ -336,7 +344,9 @@ class TamiyoRolloutBuffer:
             )
         if value.requires_grad:
             value = value.detach()
-        return value.to(self.device, spec.dtype, non_blocking=True)
+        # the caller may change pinned memory before a copy that nobody waits for has run
+        waits = value.device != self.device and value.is_pinned()
+        return value.to(self.device, spec.dtype, non_blocking=not waits)
 
     def _refuse_empty_masks(self, masks: Tensor, envs: Tensor) -> None:
         for head in self.action_space.unconditional:
@@ -365,6 +375,8 @@ class TamiyoRolloutBuffer:
         counts = self.step_counts.to(self.device, non_blocking=True)[:, None]
         needs_bootstrap = ~field["terminated"] & (field["truncated"] | (steps == counts - 1))
         bad = {
+            "the state is not finite": ~field["states"].isfinite().all(dim=-1),
+            "a log-prob is not finite": ~field["log_probs"].isfinite().all(dim=-1),
             "the reward is not finite": ~field["rewards"].isfinite(),
             "the value is not finite": ~field["values"].isfinite(),
             "a bootstrap value is needed, but none was given or it is not finite": needs_bootstrap
@@ -465,7 +477,7 @@ class _Arena:
             self._offsets.append(size)
             num_bytes = math.prod(shape) * dtype.itemsize
             size += -(-num_bytes // self.ALIGNMENT) * self.ALIGNMENT
-        # pinned, a copy to a GPU does not make the host wait
+        # pinned memory is copied to a GPU at full speed
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self._storage = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.views = self._views_of(self._storage)
@@ -474,9 +486,8 @@ class _Arena:
         """The fields on `device`, after at most one copy."""
         if _same_device(device, self._storage.device):
             return self.views
-        # a copy to the CPU must have arrived before the host reads it
-        moved = self._storage.to(device, non_blocking=device.type != "cpu")
-        return self._views_of(moved)
+        # the host waits: this storage is about to be read, or written again
+        return self._views_of(self._storage.to(device))
 
     def _views_of(self, storage: Tensor) -> dict[str, Any]:
         views = {}

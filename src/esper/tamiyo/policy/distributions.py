@@ -20,6 +20,7 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 
+LARGEST_LOGIT = 1e29  # beyond it, up or down, logits are taken for equal
 # far below any logit, and far enough above the lowest float that gradients times it stay finite
 MASKED = -1e30
 
@@ -44,7 +45,8 @@ class MaskedFactoredCategorical:
         self.action_space = action_space
         self.masks = masks
         tables = _tables(action_space, logits.device)
-        filled = tables.to_grid(torch.where(masks, logits.float(), tables.fill))
+        bounded = logits.float().clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+        filled = tables.to_grid(torch.where(masks, bounded, tables.fill))
         self._log_probs = filled.log_softmax(dim=-1)  # [..., H, M]
         if floor > 0.0:
             self._log_probs = _mix_with_uniform(filled, self._log_probs, floor)
@@ -120,7 +122,8 @@ def decide(
         log_probs.append(chances.log_prob(chosen[-1]))
         rows.append(row)
         actions = _join(chosen)
-    return actions, _join(log_probs), _join(rows)
+    # a single row is the caller's own mask, who may change it
+    return actions, _join(log_probs), rows[0].clone() if len(rows) == 1 else _join(rows)
 
 
 def _join(parts: list[Tensor]) -> Tensor:
@@ -132,7 +135,7 @@ def _mix_with_uniform(filled: Tensor, log_probs: Tensor, floor: float) -> Tensor
     is_legal = filled > MASKED / 4
     uniform = torch.where(is_legal, 0.0, filled).softmax(dim=-1)
     mixed = torch.lerp(log_probs.exp(), uniform, floor)
-    is_possible = mixed > 0.0
+    is_possible = ~(mixed <= 0.0)  # NaN stays NaN
     # the inner where keeps the gradient of log(0) out
     return torch.where(is_possible, torch.where(is_possible, mixed, 1.0).log(), MASKED)
 
@@ -149,7 +152,8 @@ class _Tables(NamedTuple):
         if self.columns is not None:
             padded = torch.nn.functional.pad(filled, (0, 1), value=MASKED)
             filled = padded.index_select(-1, self.columns)
-        return filled.view(*filled.shape[:-1], self.num_heads, -1)
+        size = filled.shape[-1] // self.num_heads  # said, so that a batch may be empty
+        return filled.view(*filled.shape[:-1], self.num_heads, size)
 
 
 _TABLES: dict[tuple[tuple[int, ...], torch.device], _Tables] = {}
@@ -159,15 +163,16 @@ def _tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
     key = (action_space.sizes, device)
     tables = _TABLES.get(key)
     if tables is None:
-        tables = _TABLES[key] = _build_tables(action_space, device)
+        with torch.inference_mode(False):  # whoever asks first, others may want gradients
+            tables = _TABLES[key] = _build_tables(action_space, device)
     return tables
 
 
 def _build_tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
     sizes, num_choices = action_space.sizes, action_space.num_choices
     columns = torch.full((len(sizes), max(sizes)), num_choices)
-    fill = torch.full((num_choices,), MASKED)
-    members = torch.zeros(num_choices, len(sizes))
+    fill = torch.full((num_choices,), MASKED, dtype=torch.float32)
+    members = torch.zeros(num_choices, len(sizes), dtype=torch.float32)
     for head, part in enumerate(action_space.slices):
         columns[head, : sizes[head]] = torch.arange(part.start, part.stop)
         fill[part.start] = MASKED / 2
