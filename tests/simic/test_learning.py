@@ -20,17 +20,17 @@ NUM_ENVS = 16
 CONFIG = GymConfig(
     horizon=30,  # not a multiple of the episodes: rounds begin in the middle of some
     policy=PolicyConfig(lstm_hidden_dim=32),
-    ppo=PPOConfig(gamma=GAMMA, gae_lambda=0.9, learning_rate=5e-3),
+    ppo=PPOConfig(gamma=GAMMA, gae_lambda=0.9, learning_rate=5e-3, ppo_epochs=4),
 )
 
 
 @pytest.mark.parametrize(
     ("make", "mode", "total_steps"),
     [
-        (BestActions, AutoresetMode.NEXT_STEP, 12_000),
-        (CueMemory, AutoresetMode.SAME_STEP, 12_000),
-        (TwoStates, AutoresetMode.DISABLED, 12_000),
-        (RowThenColumn, AutoresetMode.NEXT_STEP, 12_000),
+        (BestActions, AutoresetMode.NEXT_STEP, 10_000),
+        (CueMemory, AutoresetMode.SAME_STEP, 10_000),
+        (TwoStates, AutoresetMode.DISABLED, 10_000),
+        (RowThenColumn, AutoresetMode.NEXT_STEP, 10_000),
     ],
 )
 def test_the_best_policy_and_its_value_are_learned(make, mode, total_steps):

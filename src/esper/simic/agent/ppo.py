@@ -37,7 +37,7 @@ class PPOConfig:
 
     learning_rate: float = 1e-3
     """Adam's step size at the start."""
-    learning_rate_schedule: Literal["constant", "linear"] = "constant"
+    learning_rate_schedule: Literal["constant", "linear"] = "linear"
     """"linear" falls to 0 at the end of training."""
     gamma: float = DEFAULT_GAMMA
     """Discount per step."""
@@ -47,7 +47,7 @@ class PPOConfig:
     """How far a ratio may move from 1 before it stops paying."""
     clip_per_head: bool = False
     """Clip each head's ratio by itself instead of the joint ratio of the relevant heads."""
-    ppo_epochs: int = 6
+    ppo_epochs: int = 10
     """Passes over a rollout."""
     num_minibatches: int = 4
     """Minibatches per pass, each made of whole rows."""
@@ -59,7 +59,7 @@ class PPOConfig:
     """Let the critic predict returns scaled to mean 0 and variance 1."""
     normalize_features: bool = True
     """Scale features to mean 0 and variance 1."""
-    entropy_coefficient: float = 0.003
+    entropy_coefficient: float = 0.0
     """Weight of the entropy bonus, entropy being scaled to 0..1 per head."""
     head_entropy_weights: Mapping[str, float] = field(default_factory=dict)
     """Relative weight of a head's entropy, by name; heads not named have weight 1."""

@@ -22,7 +22,7 @@ from esper.tamiyo.policy.network import (
 class GymConfig:
     """A run on a Gymnasium environment."""
 
-    horizon: int = 64
+    horizon: int = 128
     """Steps per env between two updates."""
     rng_seed: int = 0
     """Seeds the weights, the sampling, the shuffling and the environments."""
