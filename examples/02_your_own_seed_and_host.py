@@ -59,7 +59,11 @@ def main() -> None:
             )
         population.adopt(lifecycle.begin_step(states))
         steps = range(20 * step, 20 * step + 20)
-        population.train(minibatch_indices(0, population.host_ids, steps, 100, task.num_rows[0]))
+        population.train(
+            minibatch_indices(
+                0, population.host_ids, steps, 100, task.num_rows[population.view_ids]
+            )
+        )
         population.adopt(lifecycle.end_step(population.states))
     found = evaluate(population)
     print(f"with a seed    {found.accuracy[:4].mean():.3f}")

@@ -94,3 +94,20 @@ def test_a_host_does_not_depend_on_the_types_beside_it():
 def test_too_few_hosts_to_draw_from_is_an_error():
     with pytest.raises(ValueError, match="3 hosts to draw from, but num_types=4"):
         make_environment(num_types=4)
+
+
+def test_the_learning_rate_is_full_at_first_and_a_fiftieth_in_the_last_step():
+    garden = make_environment().garden
+    shares = []
+    for garden._step in range(STEPS):
+        shares.append(garden._learning_share())
+    assert shares[0] == 1.0
+    assert shares[-1] == pytest.approx(0.02)
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_a_step_past_the_end_is_refused():
+    environment = make_environment()
+    run(environment, ConstantPlan([(0, 0, 1)]))
+    with pytest.raises(ValueError, match=r"over after 6 steps; call reset\(\)"):
+        environment.step(torch.zeros(2 * EACH, environment.action_space.num_heads).long())

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.blending import curve
-from esper.leyline.constants import ALPHA_SPEED_STEPS, ALPHA_TARGETS, EMBARGO_STEPS, TEMPO_STEPS
+from esper.leyline.constants import (
+    ALPHA_SPEED_STEPS,
+    ALPHA_TARGETS,
+    EMBARGO_STEPS,
+    TEMPO_STEPS,
+    AlphaCurve,
+    BlendStyle,
+)
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.stages import (
     LEGAL_MOVES,
@@ -174,6 +181,9 @@ def germinate(
     )
     _check_target(alpha_target)
     _check_ramp(ramp_steps, least=1)
+    _check_choice("blueprint", blueprint, None)
+    _check_choice("style", style, len(BlendStyle))
+    _check_choice("curve", curve, len(AlphaCurve))
     return _request(states, host_ids, slot_ids, LifecycleOp.GERMINATE, request, behind_host)
 
 
@@ -195,6 +205,7 @@ def set_alpha_target(
     request = _Request(alpha_target=alpha_target, ramp_steps=ramp_steps, curve=curve)
     _check_target(alpha_target)
     _check_ramp(ramp_steps, least=0)
+    _check_choice("curve", curve, len(AlphaCurve))
     return _request(states, host_ids, slot_ids, LifecycleOp.SET_ALPHA_TARGET, request)
 
 
@@ -264,10 +275,10 @@ def _request(
     behind_host: bool = False,
 ) -> SlotStates:
     """The states after K requests, each for a slot of its own; WAIT changes nothing."""
-    old = states.at(host_ids, slot_ids)
     if isinstance(op, LifecycleOp):
         _check_once(states, host_ids, slot_ids)
         op = torch.full_like(slot_ids, op)
+    old = states.at(host_ids, slot_ids)
     _check_legal(old, op, asked, host_ids, slot_ids)
     germinates = op == LifecycleOp.GERMINATE
     retargets = op == LifecycleOp.SET_ALPHA_TARGET
@@ -338,7 +349,16 @@ def _check_legal(
 
 
 def _check_once(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> None:
-    """Raise where one call names a slot twice: which request comes first would be chance."""
+    """Raise where one call names a slot twice, or one that is not there.
+
+    Of two requests for one slot, which comes first would be chance.
+    """
+    for name, ids, count in (
+        ("host", host_ids, states.num_hosts),
+        ("slot", slot_ids, states.num_slots),
+    ):
+        if bool(((ids < 0) | (ids >= count)).any()):
+            raise ValueError(f"{name} ids {ids.tolist()}; there are {count}: use 0 to {count - 1}")
     flat = (host_ids * states.num_slots + slot_ids).sort().values
     twice = flat[1:][flat[1:] == flat[:-1]].tolist()
     if twice:
@@ -350,6 +370,13 @@ def _check_target(alpha_target: Tensor | float) -> None:
     target = torch.as_tensor(alpha_target)
     if not bool(((target > 0.0) & (target <= 1.0)).all()):
         raise ValueError(f"alpha_target={alpha_target}; use more than 0 and at most 1")
+
+
+def _check_choice(name: str, choice: Tensor | int, count: int | None) -> None:
+    value = torch.as_tensor(choice)
+    if bool((value < 0).any()) or (count is not None and bool((value >= count).any())):
+        most = "or more" if count is None else f"to {count - 1}"
+        raise ValueError(f"{name}={choice}; use 0 {most}")
 
 
 def _check_ramp(ramp_steps: Tensor | int, least: int) -> None:

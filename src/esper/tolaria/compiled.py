@@ -149,9 +149,8 @@ def _widest(rows: np.ndarray) -> int:
 
 
 def _optimizer_numbers(optimizer: Optimizer) -> tuple[bool, float, float, float, float]:
-    match optimizer:
-        case AdamW():
-            return (True, *optimizer.betas, optimizer.epsilon, optimizer.weight_decay)
-        case SGD():
-            return (False, optimizer.momentum, 0.0, 0.0, optimizer.weight_decay)
+    if type(optimizer) is AdamW:
+        return (True, *optimizer.betas, optimizer.epsilon, optimizer.weight_decay)
+    if type(optimizer) is SGD:
+        return (False, optimizer.momentum, 0.0, 0.0, optimizer.weight_decay)
     raise ValueError(f"no compiled kernel for {optimizer}; use kernels='eager'")

@@ -107,7 +107,10 @@ class Garden(Protocol):
 
 
 class GrowthEnvironment:
-    """N episodes side by side, on the CPU whatever the garden uses."""
+    """N episodes side by side, on the CPU whatever the garden uses.
+
+    What slots accept is checked here; budgets and the seed limit are the masks' to enforce.
+    """
 
     def __init__(self, garden: Garden, config: GrowthConfig | None = None, *, rng_seed: int = 0):
         self.garden = garden
@@ -131,11 +134,13 @@ class GrowthEnvironment:
         self._last_action = torch.zeros(num_envs, self.action_space.num_heads, dtype=torch.int64)
 
     def step(self, actions: Tensor) -> StepOutcome:
+        if self._step == self.config.num_steps:
+            raise ValueError(f"the episode is over after {self._step} steps; call reset()")
         actions = actions.cpu() * ~self._is_over.unsqueeze(-1)  # WAIT where nothing goes on
-        self._germinations += actions[:, 0] == LifecycleOp.GERMINATE
         states = apply(
             self.garden.states, actions, self.action_space, behind_host=self.config.behind_host
         )
+        self._germinations += actions[:, 0] == LifecycleOp.GERMINATE
         evidence = self.garden.grow(states)
         self._remember(actions, evidence)
         self._step += 1

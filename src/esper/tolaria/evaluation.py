@@ -30,7 +30,10 @@ class Evaluation:
 def evaluate(population: Population, num_rows: int | None = None) -> Evaluation:
     """Every host on the first `num_rows` validation rows of its view (all if left out)."""
     task, views = population.task, population.view_ids.to(population.task.device)
-    num_rows = num_rows or task.validation_y.shape[1]
+    available = task.validation_y.shape[1]
+    num_rows = available if num_rows is None else num_rows
+    if not 1 <= num_rows <= available:
+        raise ValueError(f"num_rows={num_rows}; the task has 1 to {available} rows to validate on")
     totals = _Totals(population)
     chunk = min(CHUNK_ROWS, max(1, CHUNK_ROWS_OF_ALL // population.num_hosts))
     for start in range(0, num_rows, chunk):

@@ -42,7 +42,8 @@ class GardenConfig:
     """Share of the episode at the full learning rate."""
 
     def __post_init__(self) -> None:
-        for name in ("num_types", "envs_per_type", "minibatches", "batch_size", "episode_steps"):
+        for name in ("num_types", "envs_per_type", "minibatches", "batch_size", "episode_steps",
+                     "validation_rows"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
 
@@ -63,6 +64,11 @@ class PopulationGarden:
         if len(hosts) < config.num_types:
             raise ValueError(
                 f"{len(hosts)} hosts to draw from, but num_types={config.num_types} per episode"
+            )
+        available = task.validation_y.shape[1]
+        if config.validation_rows > available:
+            raise ValueError(
+                f"validation_rows={config.validation_rows}, but {task.names} has {available}"
             )
         if len({host.num_slots for host in hosts}) != 1:
             raise ValueError("hosts of one garden have the same number of slots")
@@ -171,10 +177,10 @@ class PopulationGarden:
 
     def _learning_share(self) -> float:
         """Of the full learning rate: 1, then a straight line down to 0.02 in the last step."""
-        config = self.config
-        start = config.constant_share * config.episode_steps
-        left = (config.episode_steps - self._step) / max(config.episode_steps - start, 1.0)
-        return max(0.02, min(1.0, left))
+        last = self.config.episode_steps - 1
+        start = self.config.constant_share * last
+        fallen = (self._step - start) / max(last - start, 1.0)
+        return 1.0 - 0.98 * min(max(fallen, 0.0), 1.0)
 
     def _evaluate(self, plot: "_Plot") -> Evaluation:
         return evaluate(plot.population, self.config.validation_rows)

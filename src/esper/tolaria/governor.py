@@ -62,6 +62,8 @@ class Governor:
 
     def watch(self, losses: Tensor) -> tuple[Rollback, ...]:
         """Rolls back what broke in a step with minibatch losses `[M, P]`; once per step."""
+        if len(losses) == 0:
+            raise ValueError("a step without a minibatch has nothing to watch")
         self._age += 1
         loss = losses.mean(0).cpu()
         usual = self._usual_loss(loss)

@@ -66,13 +66,20 @@ class Population:
                 f"the host takes {host.input_shape} and tells {host.num_classes} apart"
             )
         device, dtype = task.device, task.train_x.dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"task inputs are {dtype}; use float32 or float64")
+        for name, count in (("num_hosts", num_hosts), ("batch_size", batch_size)):
+            if count < 1:
+                raise ValueError(f"{name}={count}; use 1 or more")
         self.task = task
         self.host, self.menu = host, tuple(menu)
         self.num_hosts, self.num_slots = num_hosts, host.num_slots
         self.optimizer = optimizer or AdamW()
         self.host_ids = torch.arange(num_hosts) if host_ids is None else host_ids.cpu()
-        self.view_ids = (
-            torch.zeros(num_hosts, dtype=torch.int64) if view_ids is None else view_ids.cpu()
+        if self.host_ids.shape != (num_hosts,):
+            raise ValueError(f"host_ids {tuple(self.host_ids.shape)}; expected ({num_hosts},)")
+        self.view_ids = self._checked_views(
+            torch.zeros(num_hosts, dtype=torch.int64) if view_ids is None else view_ids
         )
         self.arena = Arena(
             ArenaLayout.of(host, menu), num_hosts, self.optimizer.num_moments, device, dtype
@@ -107,8 +114,9 @@ class Population:
         """
         everyone = torch.arange(self.num_hosts)
         if view_ids is not None:
-            self.view_ids = view_ids.cpu()
+            self.view_ids = self._checked_views(view_ids)
             self._feed.show(self.view_ids)
+        self.learning_rates.fill_(self.optimizer.learning_rate)
         self._rng_seed = rng_seed
         self._births = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
@@ -121,16 +129,23 @@ class Population:
 
     def adopt(self, states: SlotStates) -> None:
         """Take in what a lifecycle function returned for `self.states`."""
-        before, self._states = self._states, states
-        for slot, blueprint, hosts in _by_kind(states, states.has_seed & ~before.has_seed):
-            self._give_birth(slot, blueprint, hosts)
-        for slot, _, hosts in _by_kind(before, before.has_seed & ~states.has_seed):
+        before = self._states
+        # a slot may have been emptied and sown again since the last call
+        goes_on = (states.blueprint == before.blueprint) & (states.total_age >= before.total_age)
+        new = _by_kind(states, states.has_seed & ~(before.has_seed & goes_on))
+        gone = _by_kind(before, before.has_seed & ~(states.has_seed & goes_on))
+        self._check_births(states, new)
+        self._states = states
+        for slot, _, hosts in gone:
             self.arena.clear(hosts, self.arena.layout.seed_columns(slot))
             self.arena.steps[hosts, 1 + slot] = 0
+        for slot, blueprint, hosts in new:
+            self._give_birth(slot, blueprint, hosts)
         self._regroup()
 
     def train(self, rows: Tensor) -> Tensor:
         """Losses `[M, P]` of M minibatches on data rows `[M, P, batch]`, one step each."""
+        self._check_rows(rows)
         losses = []
         for chunk in torch.split(rows, CHUNK):
             self._feed.load(chunk)
@@ -140,6 +155,7 @@ class Population:
 
     def logits(self, x: Tensor) -> Tensor:
         """`[P, classes, batch]` on `x [P, *shape, batch]`."""
+        self._check_inputs(x)
         return self.steps.logits(x, ablate=False)[0]
 
     def ablated_logits(self, x: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
@@ -147,6 +163,7 @@ class Population:
 
         A slot in which no host feels a seed is left out.
         """
+        self._check_inputs(x)
         logits, slots = self.steps.logits(x, ablate=True)
         with_all, *without = torch.split(logits, x.shape[-1], dim=-1)
         return with_all, dict(zip(slots, without, strict=True))
@@ -182,6 +199,55 @@ class Population:
             site = self.host.sites[slot]
             counts[hosts, slot] = self.menu[blueprint].program(site).num_params
         return counts
+
+    # Compiled code and captured graphs do not look where they read: it is looked at here.
+
+    def _checked_views(self, view_ids: Tensor) -> Tensor:
+        views, num_views = view_ids.cpu(), self.task.num_views
+        if views.shape != (self.num_hosts,) or bool(((views < 0) | (views >= num_views)).any()):
+            raise ValueError(
+                f"view_ids {views.tolist()}; expected {self.num_hosts} numbers below {num_views}"
+            )
+        return views
+
+    def _check_rows(self, rows: Tensor) -> None:
+        if rows.dtype != torch.int64 or rows.dim() != 3 or len(rows) == 0:
+            raise ValueError(
+                f"minibatch rows are {rows.dtype} {tuple(rows.shape)}; "
+                "expected int64 [minibatches, hosts, batch], at least one minibatch"
+            )
+        if rows.device.type == "cpu" and rows.shape[1] == self.num_hosts:
+            last = rows.amax(dim=(0, 2))
+            past = (rows.amin(dim=(0, 2)) < 0) | (last >= self.task.num_rows[self.view_ids])
+            if past.any():
+                host = int(past.nonzero()[0])
+                count = int(self.task.num_rows[self.view_ids[host]])
+                raise ValueError(
+                    f"host {host} is to read row {int(last[host])}; its view has {count} rows: "
+                    "draw them with task.num_rows[population.view_ids]"
+                )
+
+    def _check_inputs(self, x: Tensor) -> None:
+        expected = (self.num_hosts, *self.host.input_shape)
+        if tuple(x.shape[:-1]) != expected or x.dtype != self.arena.params.dtype:
+            raise ValueError(
+                f"inputs are {x.dtype} {tuple(x.shape)}; expected {self.arena.params.dtype} "
+                f"[hosts, *shape, batch] = {(*expected, 'batch')}"
+            )
+
+    def _check_births(self, states: SlotStates, new: list[tuple[int, int, Tensor]]) -> None:
+        if states.stage.shape != (self.num_hosts, self.num_slots):
+            raise ValueError(
+                f"states of {tuple(states.stage.shape)} hosts and slots; "
+                f"expected {(self.num_hosts, self.num_slots)}"
+            )
+        for slot, blueprint, hosts in new:
+            if blueprint >= len(self.menu):
+                raise ValueError(
+                    f"host {int(hosts[0])}, slot {slot}: blueprint {blueprint}; "
+                    f"the menu has {len(self.menu)}"
+                )
+            self.menu[blueprint].program(self.host.sites[slot])  # raises where it does not fit
 
     def _give_birth(self, slot: int, blueprint: int, hosts: Tensor) -> None:
         program = self.menu[blueprint].program(self.host.sites[slot])

@@ -18,6 +18,7 @@ from esper.tolaria.compiled import CompiledSteps
 from esper.tolaria.graphs import GraphedSteps
 from esper.tolaria.groups import Grouping
 from esper.tolaria.kernels.layer_table import has_kernels
+from esper.tolaria.optimizers import SGD, AdamW
 
 Kernels = Literal["eager", "graphs", "compiled"]
 
@@ -58,11 +59,13 @@ class EagerSteps:
 
 
 def fastest_kernels(setup: TrainingSetup) -> Kernels:
-    """The fastest way that knows every layer."""
+    """The fastest way that knows every layer and the optimiser."""
     if setup.arena.params.device.type == "cuda":
         return "graphs"
     seeds = (e.program(s) for e in setup.menu for s in setup.host.sites if e.fits(s))
-    return "compiled" if all(map(has_kernels, (*setup.host.programs, *seeds))) else "eager"
+    knows_layers = all(map(has_kernels, (*setup.host.programs, *seeds)))
+    knows_optimizer = type(setup.optimizer) in (AdamW, SGD)
+    return "compiled" if knows_layers and knows_optimizer else "eager"
 
 
 def build_steps(setup: TrainingSetup, kernels: Kernels) -> Steps:
