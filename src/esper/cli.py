@@ -22,12 +22,15 @@ _GYM_DEFAULTS = GymConfig()
 
 
 def main(arguments: list[str] | None = None) -> None:
-    tyro.extras.subcommand_cli_from_dict(
-        {"gym": gym},
-        prog="esper",
-        description="Esper grows neural networks while they train.",
-        args=sys.argv[1:] if arguments is None else arguments,
-    )
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            {"gym": gym},
+            prog="esper",
+            description="Esper grows neural networks while they train.",
+            args=sys.argv[1:] if arguments is None else arguments,
+        )
+    except ValueError as error:  # a user's mistake: what came and what works, without a traceback
+        sys.exit(f"esper: {error}")
 
 
 def gym(
@@ -57,7 +60,10 @@ def gym(
 
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
     checkpoint = out / "checkpoint.pt"
-    envs = gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync")
+    try:
+        envs = gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync")
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists what there is") from error
     if resume:
         training = GymTraining.resume(checkpoint, envs)
     else:
