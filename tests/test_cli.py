@@ -47,3 +47,13 @@ def test_ctrl_c_saves_and_the_command_it_prints_goes_on(tmp_path):
 def test_an_unknown_flag_is_refused():
     with pytest.raises(SystemExit):
         main(["gym", "CartPole-v1", "--ppo.no-such-field", "1"])
+
+
+@pytest.mark.parametrize(
+    ("env_id", "message"),
+    [("Pendulum-v1", "Box.*is not supported: use a Discrete"), ("NoSuch-v0", "doesn't exist")],
+)
+def test_a_mistake_is_one_line_and_not_a_traceback(env_id, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"esper: .*{message}"):
+        main(["gym", env_id])
