@@ -1,0 +1,126 @@
+"""A trained policy as a controller: frozen, on hosts with any number of slots, with any menu.
+
+controller = LearnedController.load("controller.pt")
+controller.begin(torch.arange(num_envs))
+actions = controller.decide(reports, masks)
+"""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
+from esper.leyline.reports import Reports
+from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.network import (
+    FactoredRecurrentActorCritic,
+    PolicyConfig,
+    RecurrentState,
+)
+
+_FORMAT = "esper controller 1"
+
+
+class LearnedController:
+    """Tamiyo's policy with what it remembers of each env.
+
+    It takes the likeliest choice of every head, or draws from `generator` where it is not
+    deterministic.
+    """
+
+    def __init__(
+        self,
+        policy: FactoredRecurrentActorCritic,
+        *,
+        deterministic: bool = True,
+        generator: torch.Generator | None = None,
+    ):
+        if policy.takes_any_scale:
+            raise ValueError("this policy has plain heads; a controller needs a FeatureLayout")
+        self.policy = policy
+        self.deterministic, self.generator = deterministic, generator
+        self._state: RecurrentState | None = None
+
+    def begin(self, env_ids: Tensor) -> None:
+        if self._state is None:
+            return  # everyone starts from zeros
+        if len(env_ids) == len(self._state.h):
+            self._state = None
+            return
+        ids = env_ids.to(self.policy.device)
+        for part in self._state:
+            part[ids] = 0.0
+
+    def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
+        policy = self._fitting(reports)
+        if self._state is None:
+            self._state = policy.initial_state(reports.num_envs)
+        if len(self._state.h) != reports.num_envs:
+            raise ValueError(
+                f"reports of {reports.num_envs} envs, but this controller remembers "
+                f"{len(self._state.h)}; use one controller per environment"
+            )
+        layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
+        decision = policy.act(
+            layout.features(reports).to(policy.device),
+            masks.to(policy.device),
+            self._state,
+            generator=self.generator,
+            deterministic=self.deterministic,
+        )
+        policy.raise_on_bad_values()
+        self._state = decision.state
+        return decision.actions.to(reports.device)
+
+    def save(self, path: str | Path) -> None:
+        """The policy's sizes and weights, in one file that is replaced at once."""
+        path = Path(path)
+        contents = {
+            "format": _FORMAT,
+            "policy": asdict(self.policy.config),
+            "weights": {name: weight.cpu() for name, weight in self.policy.state_dict().items()},
+        }
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            torch.save(contents, temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: torch.device | str = "cpu",
+        *,
+        deterministic: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> Self:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
+            raise ValueError(f"{path} is not a controller that this version can read")
+        policy = _policy(1, 1, PolicyConfig(**contents["policy"]))
+        policy.load_state_dict(contents["weights"])
+        return cls(policy.to(device), deterministic=deterministic, generator=generator)
+
+    def _fitting(self, reports: Reports) -> FactoredRecurrentActorCritic:
+        """The policy for this many slots and blueprints: other shapes, the same weights."""
+        space = tamiyo_action_space(reports.num_slots, reports.num_blueprints)
+        if space != self.policy.action_space:
+            weights, device = self.policy.state_dict(), self.policy.device
+            self.policy = _policy(reports.num_slots, reports.num_blueprints, self.policy.config)
+            self.policy.load_state_dict(weights)
+            self.policy.to(device)
+            self._state = None
+        return self.policy
+
+
+def _policy(
+    num_slots: int, num_blueprints: int, config: PolicyConfig
+) -> FactoredRecurrentActorCritic:
+    space = tamiyo_action_space(num_slots, num_blueprints)
+    return FactoredRecurrentActorCritic(space, FeatureLayout(num_slots, num_blueprints), config)
