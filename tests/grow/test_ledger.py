@@ -1,0 +1,183 @@
+"""The ledger: what goes in comes out, also through JSON; lives and verdicts follow from records."""
+
+import math
+
+import pytest
+
+from esper.grow.ledger import (
+    BlockRecord,
+    BudgetRecord,
+    DecisionRecord,
+    FateRecord,
+    Ledger,
+    NetworkRecord,
+    RollbackRecord,
+    SeedRecord,
+    SeedState,
+    StageSpan,
+    StepRecord,
+    TwinRecord,
+    Verdict,
+)
+
+NETWORK = NetworkRecord(
+    params=858,
+    macs=4000,
+    blocks=(
+        BlockRecord(name="stem", kind="Conv1d", shape=(8, 20), params=48, site_kind="SERIES"),
+        BlockRecord(name="head", kind="Linear", shape=(10,), params=810),
+    ),
+)
+
+
+def seed(name: str, born: int, site: str = "stem") -> SeedRecord:
+    return SeedRecord(
+        seed=name, site=site, blueprint="conv", style="ADD", params=200, macs=4000, born=born
+    )
+
+
+def step(number: int, *states: SeedState, metric: float = 0.5) -> StepRecord:
+    return StepRecord(step=number, metric=metric, params=858, macs=4000, seeds=states)
+
+
+def state(name: str, stage: str, alpha: float, contribution: float | None = None) -> SeedState:
+    return SeedState(seed=name, stage=stage, alpha=alpha, contribution=contribution)
+
+
+def new_ledger(**changes: object) -> Ledger:
+    return Ledger(
+        **{"model": "M", "metric": "accuracy", "controller": "c", "before": NETWORK} | changes
+    )
+
+
+def full_ledger() -> Ledger:
+    """Seed a is pruned, b takes its slot and is kept."""
+    ledger = new_ledger(budget=BudgetRecord(params=2000), facts={"device": "cpu"})
+    ledger.record_step(step(0))
+    ledger.record_decision(
+        DecisionRecord(
+            step=0,
+            op="GERMINATE",
+            site="stem",
+            seed="a",
+            details={"blueprint": "conv", "tempo": 2},
+            legal={"WAIT": (), "GERMINATE": ("stem",)},
+            reason="early slots pay most",
+            params=200,
+        )
+    )
+    ledger.record_seed(seed("a", born=0))
+    ledger.record_step(step(1, state("a", "BLENDING", 0.5)))
+    ledger.record_step(step(2, state("a", "HOLDING", 1.0, contribution=-0.01)))
+    ledger.record_fate(FateRecord(seed="a", step=2, fate="pruned", reason="does not pay"))
+    ledger.record_step(step(3))
+    ledger.record_rollback(RollbackRecord(step=3, to_step=0, reason="loss is not finite"))
+    ledger.record_seed(seed("b", born=4))
+    ledger.record_step(step(4))
+    ledger.record_step(step(5, state("b", "BLENDING", 0.5)))
+    ledger.record_step(step(6, state("b", "BLENDING", 1.0)))
+    ledger.record_step(step(7, state("b", "HOLDING", 1.0, contribution=0.03)))
+    ledger.record_fate(FateRecord(seed="b", step=7, fate="kept"))
+    ledger.record_step(step(8, state("b", "FOSSILIZED", 1.0)))
+    ledger.record_step(step(9, state("b", "FOSSILIZED", 1.0)))
+    ledger.record_twin(TwinRecord(step=9, metric=0.45))
+    ledger.conclude(
+        after=NetworkRecord(params=1058, macs=8000),
+        verdict=Verdict(grown=0.50, ungrown=0.45, returned="grown", difference_error=0.01),
+    )
+    return ledger
+
+
+def test_json_gives_the_same_ledger_back(tmp_path):
+    ledger = full_ledger()
+    ledger.write(tmp_path / "run.json")
+    back = Ledger.read(tmp_path / "run.json")
+    assert back == ledger
+    assert isinstance(back.before.blocks[0].shape, tuple)
+    assert isinstance(back.decisions[0].legal["GERMINATE"], tuple)
+    back.record_step(step(10))  # a resumed run goes on with what was read
+    assert len(back.steps) == len(ledger.steps) + 1
+
+
+def test_an_unknown_schema_is_refused():
+    text = full_ledger().to_json().replace('"schema": 1', '"schema": 7')
+    with pytest.raises(ValueError, match="schema 7.*reads 1"):
+        Ledger.from_json(text)
+
+
+def test_a_life_is_the_stages_as_the_steps_show_them():
+    ledger = full_ledger()
+    assert ledger.life_of("a") == [StageSpan("BLENDING", 0, 2), StageSpan("HOLDING", 2, 2)]
+    assert ledger.life_of("b") == [
+        StageSpan("BLENDING", 4, 7),
+        StageSpan("HOLDING", 7, 8),
+        StageSpan("FOSSILIZED", 8, 9),
+    ]
+
+
+def test_a_seed_that_no_step_has_shown_yet_has_no_life():
+    ledger = new_ledger()
+    ledger.record_step(step(0))
+    ledger.record_seed(seed("a", born=0))
+    assert ledger.life_of("a") == []
+    assert ledger.fate_of("a") is None
+
+
+def test_a_prune_that_takes_its_time_ends_the_life_when_it_is_over():
+    ledger = new_ledger()
+    ledger.record_seed(seed("a", born=0))
+    ledger.record_step(step(1, state("a", "HOLDING", 1.0)))
+    ledger.record_step(step(2, state("a", "BLENDING", 0.5)))
+    ledger.record_step(step(3))
+    ledger.record_fate(FateRecord(seed="a", step=3, fate="pruned"))
+    assert ledger.life_of("a")[-1] == StageSpan("BLENDING", 2, 3)
+
+
+def test_the_last_fate_counts():
+    ledger = full_ledger()
+    ledger.record_fate(FateRecord(seed="b", step=9, fate="rolled_back"))
+    assert ledger.fate_of("b").fate == "rolled_back"
+
+
+def test_numbers_that_are_not_finite_become_none():
+    record = StepRecord(step=0, metric=math.nan, params=1, macs=1, train_loss=math.inf)
+    assert (record.metric, record.train_loss) == (None, None)
+    contribution = SeedState(seed="a", stage="HOLDING", alpha=1.0, contribution=math.nan)
+    assert contribution.contribution is None
+    ledger = new_ledger(steps=[record])
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def test_seed_ids_are_unique_and_known():
+    ledger = full_ledger()
+    with pytest.raises(ValueError, match="'a' is in the ledger already"):
+        ledger.record_seed(seed("a", born=9))
+    with pytest.raises(ValueError, match="no seed 'z'"):
+        ledger.record_fate(FateRecord(seed="z", step=1, fate="pruned"))
+    with pytest.raises(ValueError, match="a verdict needs numbers"):
+        Verdict(grown=math.nan, ungrown=0.5, returned="ungrown")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "higher_is_better", "opening"),
+    [
+        (Verdict(grown=0.9, ungrown=0.8, returned="grown"), True, "Growing helped"),
+        (Verdict(grown=0.9, ungrown=0.8, returned="grown", difference_error=0.2), True, "No clear"),
+        (Verdict(grown=0.2, ungrown=0.8, returned="grown"), False, "Growing helped"),
+        (Verdict(grown=0.7, ungrown=0.8, returned="grown"), True, "No clear"),
+        (Verdict(grown=0.7, ungrown=0.8, returned="ungrown"), True, "Growing did not help"),
+    ],
+)
+def test_the_summary_says_what_the_verdict_says(verdict, higher_is_better, opening):
+    ledger = new_ledger(higher_is_better=higher_is_better)
+    ledger.conclude(after=NetworkRecord(params=1058, macs=8000), verdict=verdict)
+    assert ledger.summary().startswith(opening)
+    assert f"{verdict.grown:.4g}" in ledger.summary()
+
+
+def test_a_summary_without_a_verdict_claims_nothing():
+    ledger = new_ledger()
+    assert "not over" in ledger.summary()
+    ledger.conclude(after=NetworkRecord(params=1058, macs=8000))
+    assert "not known" in ledger.summary()
+    assert "+200 parameters (+23%)" in ledger.summary()
