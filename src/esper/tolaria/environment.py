@@ -117,12 +117,12 @@ class GrowthEnvironment:
         self.config = config or GrowthConfig()
         self.num_envs = garden.num_envs
         self.action_space = tamiyo_action_space(garden.num_slots, garden.num_blueprints)
-        self._generator = torch.Generator().manual_seed(rng_seed)
+        self.generator = torch.Generator().manual_seed(rng_seed)  # of all that episodes draw
 
     def reset(self) -> None:
         config, num_envs = self.config, self.num_envs
-        self._plan = self.garden.reset(self._generator)
-        uniform = torch.rand(num_envs, generator=self._generator)
+        self._plan = self.garden.reset(self.generator)
+        uniform = torch.rand(num_envs, generator=self.generator)
         self._rent = config.min_rent * (config.max_rent / config.min_rent) ** uniform
         self._step = 0
         self._is_over = torch.zeros(num_envs, dtype=torch.bool)
