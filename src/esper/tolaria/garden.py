@@ -5,8 +5,9 @@ the data that it learns from. Hosts of one architecture are one population; popu
 when first drawn and used again.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,8 +78,8 @@ class PopulationGarden:
         self.num_envs = config.num_types * config.envs_per_type
         self.num_slots, self.num_blueprints = hosts[0].num_slots, len(menu)
         self.events: tuple[Rollback, ...] = ()  # of the last step, hosts numbered as envs
-        self._populations: dict[tuple[Host, int], Population] = {}
-        self._plots: list[_Plot] = []
+        self._all_plots: dict[tuple[Host, int], _Plot] = {}
+        self._plots: list[_Plot] = []  # of this episode
 
     @property
     def states(self) -> SlotStates:
@@ -104,13 +105,22 @@ class PopulationGarden:
 
     def plant(self, hosts: Sequence[Host], view_ids: Tensor, rng_seed: int) -> None:
         """New networks of these architectures, on these views, from this seed."""
-        each = self.config.envs_per_type
-        self._rng_seed, self._step = rng_seed, 0
+        config = self.config
+        self._step = 0
+        self._rows = minibatch_indices(
+            rng_seed,
+            torch.arange(self.num_envs, device=self.task.device),
+            range(config.episode_steps * config.minibatches),
+            config.batch_size,
+            self.task.num_rows[view_ids],
+        )
         self._plots = []
         for number, host in enumerate(hosts):
-            population = self._population(host, number)
-            population.reset(rng_seed, view_ids[number * each : (number + 1) * each])
-            self._plots.append(_Plot(population, Governor(population)))
+            plot = self._plot(host, number)
+            with plot.turn():
+                plot.population.reset(rng_seed, view_ids[plot.env_ids])
+                plot.governor.reset()
+            self._plots.append(plot)
 
     def plan(self) -> GardenPlan:
         """What is known of this episode's hosts before they train."""
@@ -125,53 +135,63 @@ class PopulationGarden:
 
     def grow(self, states: SlotStates) -> Evidence:
         """One step: every population trains, is watched and validated."""
-        each = self.config.envs_per_type
-        evidence, events = [], []
-        for number, plot in enumerate(self._plots):
-            first = number * each
-            part = states.at(torch.arange(first, first + each))
-            plot.population.adopt(begin_step(part))
-            rollbacks = plot.governor.watch(self._train(plot.population))
-            plot.population.adopt(end_step(plot.population.states))
-            evidence.append(_evidence(plot.population, self._evaluate(plot), rollbacks))
-            events += [_renumbered(event, first) for event in rollbacks]
+        if self._step == self.config.episode_steps:
+            raise ValueError(f"episode_steps={self._step} are over; reset() or plant() anew")
+        losses, evaluations, events = [], [], []
+        for plot in self._plots:  # all are sent off before the first is waited for
+            with plot.turn():
+                plot.population.adopt(begin_step(states.at(plot.env_ids)))
+                losses.append(self._train(plot))
+        for plot, loss in zip(self._plots, losses, strict=True):
+            with plot.turn():
+                events.append(plot.governor.watch(loss))
+                plot.population.adopt(end_step(plot.population.states))
+                evaluations.append(self._evaluate(plot))
+        evidence = []
+        for plot, evaluation, rollbacks in zip(self._plots, evaluations, events, strict=True):
+            with plot.turn():
+                evidence.append(_evidence(plot.population, evaluation, rollbacks))
         self._step += 1
-        self.events = tuple(events)
+        self.events = tuple(
+            replace(rollback, host=plot.envs.start + rollback.host)
+            for plot, rollbacks in zip(self._plots, events, strict=True)
+            for rollback in rollbacks
+        )
         return Evidence(*(torch.cat(field) for field in zip(*evidence, strict=True)))
 
     def committed_accuracy(self) -> Tensor:
-        accuracies = []
+        evaluations = []
         for plot in self._plots:
-            population = plot.population
-            population.adopt(uproot(population.states, torch.arange(population.num_hosts)))
-            accuracies.append(self._evaluate(plot).accuracy.float().cpu())
+            with plot.turn():
+                everyone = torch.arange(plot.population.num_hosts)
+                plot.population.adopt(uproot(plot.population.states, everyone))
+                evaluations.append(self._evaluate(plot))
+        accuracies = []
+        for plot, evaluation in zip(self._plots, evaluations, strict=True):
+            with plot.turn():
+                accuracies.append(evaluation.accuracy.float().cpu())
         return torch.cat(accuracies)
 
-    def _population(self, host: Host, number: int) -> Population:
+    def _plot(self, host: Host, number: int) -> "_Plot":
         """The population of an architecture in a place: host ids are env numbers."""
-        if (host, number) not in self._populations:
+        if (host, number) not in self._all_plots:
             each = self.config.envs_per_type
-            self._populations[host, number] = Population(
+            envs = range(number * each, (number + 1) * each)
+            population = Population(
                 host,
                 self.menu,
                 self.task,
                 num_hosts=each,
                 batch_size=self.config.batch_size,
                 optimizer=self.optimizer,
-                host_ids=torch.arange(number * each, (number + 1) * each),
+                host_ids=torch.tensor(envs),
             )
-        return self._populations[host, number]
+            self._all_plots[host, number] = _Plot.of(population, envs)
+        return self._all_plots[host, number]
 
-    def _train(self, population: Population) -> Tensor:
-        config = self.config
-        first = self._step * config.minibatches
-        rows = minibatch_indices(
-            self._rng_seed,
-            population.host_ids,
-            range(first, first + config.minibatches),
-            config.batch_size,
-            self.task.num_rows[population.view_ids],
-        )
+    def _train(self, plot: "_Plot") -> Tensor:
+        first, population = self._step * self.config.minibatches, plot.population
+        rows = self._rows[first : first + self.config.minibatches, plot.envs.start : plot.envs.stop]
         population.learning_rates.fill_(self.optimizer.learning_rate * self._learning_share())
         return population.train(rows)
 
@@ -188,8 +208,30 @@ class PopulationGarden:
 
 @dataclass(frozen=True)
 class _Plot:
+    """A population in the garden, and the envs that are its hosts."""
+
     population: Population
     governor: Governor
+    envs: range
+    stream: torch.cuda.Stream | None  # of its own, so that populations train side by side
+
+    @classmethod
+    def of(cls, population: Population, envs: range) -> "_Plot":
+        device = population.task.device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        return cls(population, Governor(population), envs, stream)
+
+    @property
+    def env_ids(self) -> Tensor:
+        return torch.arange(self.envs.start, self.envs.stop)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is done inside comes after what this plot and the caller did before."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
 
 
 def _plan_of(host: Host, menu: Sequence[Blueprint]) -> GardenPlan:
@@ -231,10 +273,4 @@ def _evidence(
         gradient_norm=population.gradient_norms().float().cpu(),
         gradient_known=population.states.has_seed,
         rolled_back=rolled_back,
-    )
-
-
-def _renumbered(event: Rollback, first: int) -> Rollback:
-    return Rollback(
-        event.host + first, event.breakage, event.loss, event.usual_loss, event.steps_lost
     )
