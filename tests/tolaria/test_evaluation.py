@@ -1,12 +1,14 @@
 """Validation of every host, and of every seed by switching it off."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tolaria.small_populations import grow, random_task, small_population, take_step
 
 from esper.tolaria import evaluation
-from esper.tolaria.evaluation import evaluate
+from esper.tolaria.evaluation import accuracy_on, evaluate
 
 
 def grown_population():
@@ -90,3 +92,20 @@ def test_evaluation_changes_nothing():
     evaluate(population)
     assert torch.equal(population.arena.params, before[0])
     assert torch.equal(population.arena.grads, before[1])
+
+
+def test_accuracy_on_other_rows_is_that_of_each_host_on_its_view():
+    population = grown_population()
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 30, *population.task.input_shape, generator=rng).to(
+        population.task.validation_x
+    )
+    labels = torch.randint(population.task.num_classes, (2, 30), generator=rng)
+    found = accuracy_on(population, x, labels)
+    for host in range(4):
+        view = population.view_ids[host]
+        with_rows = replace(population.task, validation_x=x, validation_y=labels)
+        population.task = with_rows  # what alone() reads
+        correct = (alone(population, host).argmax(1) == labels[view]).double()
+        assert found[host].item() == pytest.approx(correct.mean().item())
+    assert len(set(found.tolist())) > 1

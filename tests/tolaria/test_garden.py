@@ -1,5 +1,7 @@
 """The garden: populations of several architectures behave as one set of envs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tolaria.small_populations import random_task
@@ -89,6 +91,47 @@ def test_a_host_does_not_depend_on_the_types_beside_it():
         environment.step(torch.zeros(2 * EACH, environment.action_space.num_heads).long())
         accuracies.append(environment.observe().validation_loss[:EACH])
     assert torch.equal(*accuracies)
+
+
+def test_hosts_of_one_name_and_view_live_alike_and_names_change_them():
+    hosts = [build_host("conv1d", input_shape=(1, 20), num_classes=5, widths=(4, 8))]
+    task = random_task(num_views=2, num_rows=120, dtype=torch.float32)
+    garden = PopulationGarden(
+        hosts,
+        menu_for(SiteKind.SERIES)[:4],
+        task,
+        GardenConfig(num_types=1, envs_per_type=4, minibatches=3, batch_size=20,
+                     validation_rows=40, episode_steps=STEPS),
+        host_ids=torch.tensor([5, 6, 5, 5]),
+    )  # fmt: skip
+    environment = GrowthEnvironment(garden, GrowthConfig(num_steps=STEPS))
+    garden.plant(hosts, torch.tensor([0, 0, 0, 1]), rng_seed=1)
+    environment.begin(garden.plan(), torch.tensor([0.1, 0.1, 0.2, 0.1]))
+    assert environment.observe().rent.tolist() == pytest.approx([0.1, 0.1, 0.2, 0.1])
+    losses = environment.garden.grow(garden.states).loss
+    assert losses[0] == losses[2]
+    assert len(set(losses.tolist())) == 3
+
+
+def test_seeds_that_are_sown_are_there_from_birth():
+    environment = make_environment()
+    environment.reset()
+    garden = environment.garden
+    born = torch.full((2 * EACH, 2), 1)
+    states = replace(
+        garden.states,
+        blueprint=born,
+        stage=torch.full_like(born, SeedStage.FOSSILIZED),
+        alpha=torch.ones(born.shape, dtype=torch.float64),
+    )
+    garden.sow(states)
+    for _ in range(STEPS):
+        outcome = environment.step(torch.zeros(2 * EACH, environment.action_space.num_heads).long())
+    reports = environment.observe()
+    assert (outcome.added_params == reports.cost_params[..., 1].sum(dim=1)).all()
+    assert (reports.contribution != 0).any()
+    rows = garden.task.validation_x[:, :40], garden.task.validation_y[:, :40]
+    assert torch.equal(garden.accuracy_on(*rows), outcome.accuracy)
 
 
 def test_too_few_hosts_to_draw_from_is_an_error():

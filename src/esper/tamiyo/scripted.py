@@ -67,12 +67,8 @@ class ConstantPlan:
         never = PlannedSeed(torch.iinfo(torch.int64).max, -1, 0)
         rows = [planned.get(slot, never) for slot in range(reports.num_slots)]
         step, _, blueprint = torch.tensor(rows, device=reports.device).unbind(dim=-1)
-        blueprint = blueprint.expand_as(reports.stage)
-        legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
-        is_affordable = legal.gather(-1, blueprint.unsqueeze(-1)).squeeze(-1)
-        is_time = is_affordable & (reports.step.unsqueeze(-1) >= step)
-        urgency = -step.expand_as(reports.stage)
-        return germinate_and_commit(reports, masks, is_time, urgency, blueprint, self.ramp_steps)
+        step, blueprint = (entry.expand_as(reports.stage) for entry in (step, blueprint))
+        return follow_plan(reports, masks, step, blueprint, self.ramp_steps)
 
     def _check(self, reports: Reports) -> None:
         for entry in self.plan:
@@ -115,6 +111,16 @@ class FixedSchedule:
         is_time = reports.step.unsqueeze(-1) >= self.first_step + self.every * order
         is_time = is_time & (order < self.max_seeds)
         return germinate_and_commit(reports, masks, is_time, -order, blueprint, self.ramp_steps)
+
+
+def follow_plan(
+    reports: Reports, masks: ActionMasks, step: Tensor, blueprint: Tensor, ramp_steps: int
+) -> Tensor:
+    """Germinate each slot's blueprint once its step has come (both `[N, S]`), and commit it."""
+    legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
+    is_affordable = legal.gather(-1, blueprint.unsqueeze(-1)).squeeze(-1)
+    is_time = is_affordable & (reports.step.unsqueeze(-1) >= step)
+    return germinate_and_commit(reports, masks, is_time, -step, blueprint, ramp_steps)
 
 
 def germinate_and_commit(

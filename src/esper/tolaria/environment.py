@@ -120,10 +120,15 @@ class GrowthEnvironment:
         self.generator = torch.Generator().manual_seed(rng_seed)  # of all that episodes draw
 
     def reset(self) -> None:
-        config, num_envs = self.config, self.num_envs
-        self._plan = self.garden.reset(self.generator)
-        uniform = torch.rand(num_envs, generator=self.generator)
-        self._rent = config.min_rent * (config.max_rent / config.min_rent) ** uniform
+        config = self.config
+        plan = self.garden.reset(self.generator)
+        uniform = torch.rand(self.num_envs, generator=self.generator)
+        self.begin(plan, config.min_rent * (config.max_rent / config.min_rent) ** uniform)
+
+    def begin(self, plan: GardenPlan, rent: Tensor) -> None:
+        """Start an episode with the hosts that the garden holds, at these rents `[N]`."""
+        num_envs = self.num_envs
+        self._plan, self._rent = plan, rent
         self._step = 0
         self._is_over = torch.zeros(num_envs, dtype=torch.bool)
         self._germinations = torch.zeros(num_envs, dtype=torch.int64)

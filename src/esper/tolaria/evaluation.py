@@ -4,6 +4,7 @@ One batched pass answers both: each slot that has seeds adds a copy of the batch
 switched off, so that a seed is judged on the very examples that it helped with or spoiled.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -29,18 +30,35 @@ class Evaluation:
 
 def evaluate(population: Population, num_rows: int | None = None) -> Evaluation:
     """Every host on the first `num_rows` validation rows of its view (all if left out)."""
-    task, views = population.task, population.view_ids.to(population.task.device)
+    task = population.task
     available = task.validation_y.shape[1]
     num_rows = available if num_rows is None else num_rows
     if not 1 <= num_rows <= available:
         raise ValueError(f"num_rows={num_rows}; the task has 1 to {available} rows to validate on")
     totals = _Totals(population)
-    chunk = min(CHUNK_ROWS, max(1, CHUNK_ROWS_OF_ALL // population.num_hosts))
-    for start in range(0, num_rows, chunk):
-        rows = slice(start, min(start + chunk, num_rows))
-        x = task.validation_x[:, rows].index_select(0, views).movedim(1, -1)
-        totals.add(x, task.validation_y[:, rows].index_select(0, views))
+    for x, labels in _chunks(population, task.validation_x[:, :num_rows], task.validation_y):
+        totals.add(x, labels)
     return totals.evaluation(num_rows)
+
+
+def accuracy_on(population: Population, x: Tensor, labels: Tensor) -> Tensor:
+    """Every host's accuracy `[P]` on rows `[V, rows, *shape]` of its view, such as test rows."""
+    correct = x.new_zeros(population.num_hosts)
+    for part, part_labels in _chunks(population, x, labels):
+        correct += _is_correct(population.logits(part), part_labels).sum(1)
+    return correct / x.shape[1]
+
+
+def _chunks(population: Population, x: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each host's rows, so many at a time: inputs `[P, *shape, batch]` and labels `[P, batch]`."""
+    views = population.view_ids.to(x.device)
+    chunk = min(CHUNK_ROWS, max(1, CHUNK_ROWS_OF_ALL // population.num_hosts))
+    for start in range(0, x.shape[1], chunk):
+        rows = slice(start, min(start + chunk, x.shape[1]))
+        yield (
+            x[:, rows].index_select(0, views).movedim(1, -1),
+            labels[:, rows].index_select(0, views),
+        )
 
 
 class _Totals:

@@ -16,7 +16,7 @@ from esper.kasmina.blueprints.registry import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, begin_step, end_step, uproot
 from esper.tolaria.environment import Evidence, GardenPlan
-from esper.tolaria.evaluation import Evaluation, evaluate
+from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.optimizers import AdamW, Optimizer
 from esper.tolaria.population import Population
@@ -50,7 +50,11 @@ class GardenConfig:
 
 
 class PopulationGarden:
-    """`num_types` populations side by side; env n is host n % envs_per_type of type n // it."""
+    """`num_types` populations side by side; env n is host n % envs_per_type of type n // it.
+
+    Envs draw random numbers under the names `host_ids` `[N]`, their numbers if left out: hosts of
+    one architecture, view and name begin alike and read the same rows in the same order.
+    """
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class PopulationGarden:
         config: GardenConfig | None = None,
         *,
         optimizer: Optimizer | None = None,
+        host_ids: Tensor | None = None,
     ):
         self.config = config = config or GardenConfig()
         if len(hosts) < config.num_types:
@@ -76,6 +81,7 @@ class PopulationGarden:
         self.hosts, self.menu, self.task = tuple(hosts), tuple(menu), task
         self.optimizer = optimizer or AdamW()
         self.num_envs = config.num_types * config.envs_per_type
+        self.host_ids = torch.arange(self.num_envs) if host_ids is None else host_ids
         self.num_slots, self.num_blueprints = hosts[0].num_slots, len(menu)
         self.events: tuple[Rollback, ...] = ()  # of the last step, hosts numbered as envs
         self._all_plots: dict[tuple[Host, int], _Plot] = {}
@@ -109,7 +115,7 @@ class PopulationGarden:
         self._step = 0
         self._rows = minibatch_indices(
             rng_seed,
-            torch.arange(self.num_envs, device=self.task.device),
+            self.host_ids.to(self.task.device),
             range(config.episode_steps * config.minibatches),
             config.batch_size,
             self.task.num_rows[view_ids],
@@ -121,6 +127,12 @@ class PopulationGarden:
                 plot.population.reset(rng_seed, view_ids[plot.env_ids])
                 plot.governor.reset()
             self._plots.append(plot)
+
+    def sow(self, states: SlotStates) -> None:
+        """Give the hosts seeds before they train: networks that are born grown."""
+        for plot in self._plots:
+            with plot.turn():
+                plot.population.adopt(states.at(plot.env_ids))
 
     def plan(self) -> GardenPlan:
         """What is known of this episode's hosts before they train."""
@@ -172,8 +184,16 @@ class PopulationGarden:
                 accuracies.append(evaluation.accuracy.float().cpu())
         return torch.cat(accuracies)
 
+    def accuracy_on(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Accuracy `[N]` on rows `[V, rows, *shape]` of each env's view, such as test rows."""
+        accuracies = []
+        for plot in self._plots:
+            with plot.turn():
+                accuracies.append(accuracy_on(plot.population, x, labels).float().cpu())
+        return torch.cat(accuracies)
+
     def _plot(self, host: Host, number: int) -> "_Plot":
-        """The population of an architecture in a place: host ids are env numbers."""
+        """The population of an architecture in a place of the garden."""
         if (host, number) not in self._all_plots:
             each = self.config.envs_per_type
             envs = range(number * each, (number + 1) * each)
@@ -184,7 +204,7 @@ class PopulationGarden:
                 num_hosts=each,
                 batch_size=self.config.batch_size,
                 optimizer=self.optimizer,
-                host_ids=torch.tensor(envs),
+                host_ids=self.host_ids[envs.start : envs.stop],
             )
             self._all_plots[host, number] = _Plot.of(population, envs)
         return self._all_plots[host, number]
