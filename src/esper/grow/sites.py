@@ -1,0 +1,411 @@
+"""Where a user's model can grow, found by tracing one forward pass on an example batch.
+
+A seed keeps the shape of what it sees, so every module whose output is a tensor with channels is
+a candidate. The sites offered are those that *everything flows through*: the output of a residual
+block, not of a layer that its skip connection goes around; the output of a transformer block, not
+of its queries. Of a layer and the norm and activation after it, the last is the site. The output
+layer itself is none: a seed after it could only relabel the answer.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
+from esper.leyline.constants import SiteKind
+
+
+@dataclass(frozen=True)
+class ModelSite:
+    """A module of the user's model after which a seed can grow."""
+
+    name: str  # as in model.named_modules()
+    module_class: str
+    kind: SiteKind
+    shape: tuple[int, ...]  # of the output, without the batch
+    tokens: float  # vectors per example that a TOKENS seed works on; 1 elsewhere
+    weights: str  # the module whose weights made the output: new weights follow its settings
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def seed_site(self) -> Site:
+        """What one seed sees: at a TOKENS site a single token's vector."""
+        return Site(self.shape[-1:] if self.kind == SiteKind.TOKENS else self.shape)
+
+    @property
+    def width(self) -> int:
+        return self.seed_site.width
+
+    def blueprints(self) -> tuple[Blueprint, ...]:
+        """What could grow here."""
+        return tuple(entry for entry in BLUEPRINTS.values() if entry.fits(self.seed_site))
+
+    def params_of(self, blueprint: Blueprint) -> int:
+        return blueprint.program(self.seed_site).num_params
+
+    def macs_of(self, blueprint: Blueprint) -> int:
+        """Multiply-adds per example."""
+        return round(blueprint.program(self.seed_site).macs * self.tokens)
+
+    def check(self, x: Tensor) -> None:
+        """Raise if the site's output is not what it was in the example."""
+        given = x.shape[-1:] if self.kind == SiteKind.TOKENS else x.shape[1:]
+        if tuple(given) != self.seed_site.shape:
+            raise ValueError(
+                f"site {self.name!r} gave {self.shape} per example when it was traced, and now "
+                f"{tuple(x.shape[1:])}; a seed needs one shape: resize the inputs, or leave this "
+                f"site out with exclude=[{self.name!r}]"
+            )
+
+
+def forward(model: nn.Module, inputs: Any) -> Any:
+    """The model on a batch's inputs: one tensor, a tuple of arguments, or a dict of them."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def batch_size(inputs: Any) -> int:
+    """Examples in a batch: the length of its first tensor."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if not tensors or tensors[0].dim() == 0:
+        raise ValueError(
+            f"inputs of type {type(inputs).__name__} hold no tensor with a batch axis; give a "
+            "tensor, a tuple of the model's arguments or a dict of them"
+        )
+    return len(tensors[0])
+
+
+def count_macs(model: nn.Module, inputs: Any) -> int:
+    """Multiply-adds per example, as torch counts them: matrix products and convolutions."""
+    counter = FlopCounterMode(display=False)
+    # with gradients: without them torch may take fused paths that it does not count
+    with _at_rest(model), torch.enable_grad(), counter:
+        forward(model, inputs)
+    return round(counter.get_total_flops() / 2 / batch_size(inputs))
+
+
+def find_sites(model: nn.Module, *examples: Any) -> tuple[ModelSite, ...]:
+    """The places where `model` can grow, in the order in which a forward pass reaches them."""
+    return trace_sites(model, *examples).sites
+
+
+@dataclass(frozen=True)
+class SiteTrace:
+    """What a forward pass showed."""
+
+    sites: tuple[ModelSite, ...]  # those offered
+    candidates: dict[str, ModelSite]  # those possible, by name
+    refused: dict[str, str]  # the other modules, and why not
+
+    def choose(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[ModelSite]:
+        """The sites with these names or under them; the ones offered, if none are named."""
+        for name in (*(include or ()), *exclude):
+            self._check_name(name)
+        if include is None:
+            chosen = list(self.sites)
+        else:
+            chosen = [
+                site
+                for site in self.candidates.values()
+                if site.name in include or (site in self.sites and _is_under(site.name, include))
+            ]
+        kept = [s for s in chosen if s.name not in exclude and not _is_under(s.name, exclude)]
+        if not kept:
+            raise ValueError(self._nothing_found(include, exclude))
+        return kept
+
+    def _check_name(self, name: str) -> None:
+        if name in self.candidates or any(_is_under(site.name, [name]) for site in self.sites):
+            return
+        if name in self.refused:
+            raise ValueError(f"nothing can grow at {name!r}: {self.refused[name]}")
+        near = difflib.get_close_matches(name, [*self.candidates, *self.refused], n=1, cutoff=0.0)
+        raise ValueError(
+            f"the model has no module {name!r}; did you mean {near[0]!r}? "
+            f"Sites: {[site.name for site in self.sites]}"
+        )
+
+    def _nothing_found(self, include: Sequence[str] | None, exclude: Sequence[str]) -> str:
+        if self.sites:
+            found = [site.name for site in self.sites]
+            return f"no site is left of {found} with sites={include}, exclude={list(exclude)}"
+        looked = "".join(f"\n  {name}: {why}" for name, why in self.refused.items())
+        looked += "".join(
+            f"\n  {name}: no layer with weights comes after it" for name in self.candidates
+        )
+        return (
+            "the model has no site: no module's output is a tensor that a seed could keep the "
+            f"shape of, with a layer after it. Looked at:{looked or ' no submodule was called'}"
+        )
+
+
+def _is_under(name: str, prefixes: Sequence[str]) -> bool:
+    return any(name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def trace_sites(model: nn.Module, *examples: Any) -> SiteTrace:
+    """Traces every example; a single one twice, to see whether shapes hold still."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(
+            "the model is compiled: its modules are no longer called one by one, so that nothing "
+            "can grow in between. Grow the model itself and compile the result"
+        )
+    runs = [
+        _trace(model, example) for example in (examples * 2 if len(examples) == 1 else examples)
+    ]
+    if len(examples) == 1 and runs[0].output_shapes != runs[1].output_shapes:
+        raise ValueError(
+            f"the model's output changes shape on one and the same batch: "
+            f"{runs[0].output_shapes}, then {runs[1].output_shapes}; growth needs a fixed one"
+        )
+    first = runs[0]
+    candidates: dict[str, ModelSite] = {}
+    refused: dict[str, str] = {}
+    for name, calls in first.calls.items():
+        site, why_not = _candidate(name, calls, first.batch)
+        for other in runs[1:]:
+            site, why_not = _if_stable(site, why_not, other.calls.get(name, []))
+        if site is None:
+            refused[name] = why_not
+        else:
+            candidates[name] = site
+    for name, _ in model.named_modules():
+        if name and name not in first.calls:
+            refused[name] = "it is not called in a forward pass"
+    return SiteTrace(_offered(first, candidates), candidates, refused)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One module was called once."""
+
+    order: int
+    module_class: str
+    output: Any  # its shape, or the type of what is not a tensor
+    dtype: torch.dtype
+    device: torch.device
+    node: Any  # of the autograd graph
+    channels_last: bool
+    weights: str
+    num_weight_calls: int  # layers with weights that have run so far
+    is_source: bool  # it looks its output up instead of computing it
+    is_block: bool  # one of a row of modules that are made of others
+
+
+@dataclass
+class _Run:
+    """One forward pass."""
+
+    batch: int
+    calls: dict[str, list[_Call]] = field(default_factory=dict)
+    output_nodes: list[Any] = field(default_factory=list)
+    output_shapes: list[tuple[int, ...]] = field(default_factory=list)
+    # of the layer with weights that ran last: its name, whether it puts channels last, its sizes
+    weights: str = ""
+    prefers_last: bool = True
+    sizes: frozenset[int] = frozenset()
+    num_weight_calls: int = 0
+
+    def record(self, name: str, module: nn.Module, output: Any) -> None:
+        own = [p for p in module.parameters(recurse=False) if sum(n > 1 for n in p.shape) > 1]
+        if own:
+            self.weights, self.prefers_last = name, not isinstance(module, _ConvNd)
+            self.sizes = frozenset(size for p in own for size in p.shape)
+            self.num_weight_calls += 1
+        tensor = output[0] if isinstance(output, tuple) and output else output
+        is_tensor = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        self.calls.setdefault(name, []).append(
+            _Call(
+                order=sum(map(len, self.calls.values())),
+                module_class=type(module).__name__,
+                output=tuple(tensor.shape) if is_tensor else type(output).__name__,
+                dtype=tensor.dtype if is_tensor else torch.float32,
+                device=tensor.device if is_tensor else torch.device("cpu"),
+                node=tensor.grad_fn if is_tensor else None,
+                channels_last=is_tensor and self._puts_channels_last(tensor.shape),
+                weights=self.weights,
+                num_weight_calls=self.num_weight_calls,
+                is_source=isinstance(module, nn.Embedding | nn.EmbeddingBag),
+                is_block=_is_block(name, module),
+            )
+        )
+
+    def _puts_channels_last(self, shape: torch.Size) -> bool:
+        """By the layer that ran last, unless only the other axis has a size of its weights."""
+        if len(shape) < 3:
+            return False
+        first, last = shape[1] in self.sizes, shape[-1] in self.sizes
+        return last if first != last else self.prefers_last
+
+
+def _trace(model: nn.Module, example: Any) -> _Run:
+    run = _Run(batch_size(example))
+    handles = [
+        module.register_forward_hook(
+            lambda module, _args, output, name=name: run.record(name, module, output)
+        )
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        with _at_rest(model), torch.enable_grad():
+            output = forward(model, pytree.tree_map(_watched, example))
+    finally:
+        for handle in handles:
+            handle.remove()
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    run.output_nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    run.output_shapes = [tuple(t.shape) for t in tensors]
+    return run
+
+
+def _watched(leaf: Any) -> Any:
+    """An input that the autograd graph knows as a step of its own."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().requires_grad_().clone()
+    return leaf
+
+
+@contextmanager
+def _at_rest(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, every weight in the graph; afterwards all is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            model.eval()
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            for module, training in modes:
+                module.training = training
+
+
+def _candidate(name: str, calls: list[_Call], batch: int) -> tuple[ModelSite | None, str]:
+    """The site after a module, or why there is none."""
+    call = calls[0]
+    if len(calls) > 1:
+        return None, f"it is called {len(calls)} times in a forward pass"
+    if not isinstance(call.output, tuple):
+        return None, f"its output is a {call.output}, not a tensor of floats"
+    if not call.weights:
+        return None, "no layer with weights comes before it"
+    kinds = {2: SiteKind.VECTOR, 3: SiteKind.SERIES, 4: SiteKind.IMAGE}
+    kind = SiteKind.TOKENS if call.channels_last else kinds.get(len(call.output))
+    if kind is None:
+        return None, f"its output has shape {call.output}, which no blueprint fits"
+    if kind != SiteKind.TOKENS and call.output[0] != batch:
+        return None, f"its output has shape {call.output}, whose first axis is not the batch"
+    width = call.output[-1] if kind == SiteKind.TOKENS else call.output[1]
+    tokens = torch.Size(call.output).numel() / width / batch if kind == SiteKind.TOKENS else 1.0
+    return (
+        ModelSite(
+            name=name,
+            module_class=call.module_class,
+            kind=kind,
+            shape=call.output[1:],
+            tokens=tokens,
+            weights=call.weights,
+            dtype=call.dtype,
+            device=call.device,
+        ),
+        "",
+    )
+
+
+def _if_stable(
+    site: ModelSite | None, why_not: str, calls: list[_Call]
+) -> tuple[ModelSite | None, str]:
+    """The site, if another run shows the same one."""
+    if site is None:
+        return None, why_not
+    shapes = [call.output for call in calls]
+    if len(calls) != 1 or not isinstance(shapes[0], tuple):
+        return None, f"it is called once in one forward pass and {len(calls)} times in another"
+    same = shapes[0][1:] == site.shape
+    if site.kind == SiteKind.TOKENS:
+        same = len(shapes[0]) == len(site.shape) + 1 and shapes[0][-1] == site.width
+    if not same:
+        return None, f"its output changes shape: {site.shape}, then {shapes[0][1:]}"
+    return site, why_not
+
+
+def _offered(run: _Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...]:
+    """The candidates that everything flows through, one for each layer with weights.
+
+    A model that has none (skip connections from end to end) offers all its layers.
+    """
+    places = _places(run, candidates)
+    cuts = [names for names in places if _is_cut(run.calls[names[0]][0].node, run)]
+    stages: list[list[str]] = []
+    for names in cuts or places:
+        call = run.calls[names[0]][0]
+        before = run.calls[stages[-1][0]][0] if stages else None
+        if before is None or call.num_weight_calls > before.num_weight_calls:
+            stages.append(names)
+        elif call.output == before.output:  # the norm or the activation after a layer
+            stages[-1] = names
+    last = run.num_weight_calls
+    named = [(_best_name(names, run), run.calls[names[0]][0]) for names in stages]
+    return tuple(candidates[name] for name, call in named if call.num_weight_calls < last)
+
+
+def _places(run: _Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
+    """The candidates in the order of their calls; modules that hand on one tensor are one place."""
+    places: dict[Any, list[str]] = {}
+    for name in sorted(candidates, key=lambda name: run.calls[name][0].order):
+        places.setdefault(run.calls[name][0].node, []).append(name)
+    return list(places.values())
+
+
+def _best_name(names: list[str], run: _Run) -> str:
+    """The block of a stack if there is one, else the innermost module."""
+    blocks = [name for name in names if run.calls[name][0].is_block]
+    return (blocks or names)[0]
+
+
+def _is_block(name: str, module: nn.Module) -> bool:
+    is_composed = not isinstance(module, nn.Sequential) and any(True for _ in module.children())
+    return is_composed and name.rpartition(".")[2].isdigit()
+
+
+def _is_cut(node: Any, run: _Run) -> bool:
+    """Whether every path from what `node` was made of to the outputs goes through it."""
+    if node is None:
+        return False
+    around = _reachable(run.output_nodes, avoiding=node)
+    before = _reachable([parent for parent, _ in node.next_functions if parent is not None])
+    sources = [c.node for calls in run.calls.values() for c in calls if c.is_source]
+    # weights may be used twice; what came of the inputs may not go around
+    computed = {n for n in before if n.name() != _LEAF}
+    return not any(n in around for n in (*computed, *sources))
+
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+def _reachable(roots: Sequence[Any], avoiding: Any = None) -> set[Any]:
+    seen = {root for root in roots if root is not avoiding}
+    stack = list(seen)
+    while stack:
+        for parent, _ in stack.pop().next_functions:
+            if parent is not None and parent is not avoiding and parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return seen
