@@ -24,7 +24,7 @@ class CompiledSteps:
 
         self._setup, self._compiled = setup, numba_hosts
         self._tables = numba_hosts.Tables(**_tables(setup))
-        self._optimizer = numba_hosts.OptimizerNumbers(*_optimizer_numbers(setup.optimizer))
+        self._optimizer = numba_hosts.OptimizerNumbers(*optimizer_numbers(setup.optimizer))
         arena, feed = setup.arena, setup.feed
         self._weights = numba_hosts.Weights(
             arena.params.numpy(),
@@ -148,7 +148,7 @@ def _widest(rows: np.ndarray) -> int:
     return (most + 7) // 8 * 8
 
 
-def _optimizer_numbers(optimizer: Optimizer) -> tuple[bool, float, float, float, float]:
+def optimizer_numbers(optimizer: Optimizer) -> tuple[bool, float, float, float, float]:
     if type(optimizer) is AdamW:
         return (True, *optimizer.betas, optimizer.epsilon, optimizer.weight_decay)
     if type(optimizer) is SGD:

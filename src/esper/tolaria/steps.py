@@ -5,6 +5,7 @@
 | eager | anywhere, any layer | operations of the whole population, launched one by one |
 | graphs | CUDA | the same operations, captured |
 | compiled | CPU, the layers that kasmina knows | host after host, by compiled code |
+| fused | CUDA, the same layers | all hosts and minibatches in one launch, a block per host |
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ from torch import Tensor
 from esper.kasmina.lifecycle import SlotStates
 from esper.tolaria.batched import Minibatch, TrainingSetup
 from esper.tolaria.compiled import CompiledSteps
+from esper.tolaria.fused import FusedSteps
 from esper.tolaria.graphs import GraphedSteps
 from esper.tolaria.groups import Grouping
 from esper.tolaria.kernels.layer_table import has_kernels
 from esper.tolaria.optimizers import SGD, AdamW
 
-Kernels = Literal["eager", "graphs", "compiled"]
+Kernels = Literal["eager", "graphs", "compiled", "fused"]
 
 
 class Steps(Protocol):
@@ -60,12 +62,13 @@ class EagerSteps:
 
 def fastest_kernels(setup: TrainingSetup) -> Kernels:
     """The fastest way that knows every layer and the optimiser."""
-    if setup.arena.params.device.type == "cuda":
-        return "graphs"
+    on_cuda = setup.arena.params.device.type == "cuda"
     seeds = (e.program(s) for e in setup.menu for s in setup.host.sites if e.fits(s))
     knows_layers = all(map(has_kernels, (*setup.host.programs, *seeds)))
     knows_optimizer = type(setup.optimizer) in (AdamW, SGD)
-    return "compiled" if knows_layers and knows_optimizer else "eager"
+    if knows_layers and knows_optimizer:
+        return "fused" if on_cuda else "compiled"
+    return "graphs" if on_cuda else "eager"
 
 
 def build_steps(setup: TrainingSetup, kernels: Kernels) -> Steps:
@@ -76,4 +79,6 @@ def build_steps(setup: TrainingSetup, kernels: Kernels) -> Steps:
             return GraphedSteps(setup)
         case "compiled":
             return CompiledSteps(setup)
+        case "fused":
+            return FusedSteps(setup)
     raise ValueError(f"kernels={kernels!r}; use one of {get_args(Kernels)}")

@@ -1,0 +1,194 @@
+"""Training by one kernel: a block of threads takes a host through all its minibatches.
+
+Hosts of a population differ in their seeds, and batched operations run them group by group in
+hundreds of small launches. Here a launch is a whole call, each block walks its own host's tables
+(see `kernels.fused_plan`), and hosts that all differ cost no more than hosts that are all alike.
+"""
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.lifecycle import SlotStates
+from esper.leyline.stages import SeedStage
+from esper.tolaria.batched import TrainingSetup
+from esper.tolaria.compiled import optimizer_numbers
+from esper.tolaria.kernels.fused_build import NUM_PARTS, THREADS, Library, library
+from esper.tolaria.kernels.fused_plan import Plan, plan
+
+MOST_EXAMPLES = 128  # worked on at a time
+MAX_WORKSPACE_BYTES = 8 * 2**30
+
+
+# fmt: off
+_POINTERS = (
+    "programs", "lengths", "host_starts", "seed_programs", "seed_sizes", "part_starts", "slot_rows",
+    "params", "grads", "moments", "steps", "rates", "alpha", "alpha_behind", "style", "blueprint",
+    "behind", "inputs", "labels", "first_row", "batch_rows", "losses", "ablated", "logits",
+    "workspace",
+)
+_DOUBLES = ("beta_mean", "beta_square", "epsilon", "weight_decay")
+_INTS = (
+    "is_adamw", "longest", "num_hosts", "num_slots", "num_blueprints", "columns", "features",
+    "classes", "minibatches", "batch", "rows", "num_ablated", "n", "room", "grad_rows", "grad_size",
+    "score_rows", "scratch_at", "transposed_at", "parts_at",
+)
+# fmt: on
+
+
+class Arguments(ctypes.Structure):
+    """Field by field what the kernel's `Args` are; what is not given is null or 0."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_double) for name in _DOUBLES),
+        *((name, ctypes.c_int) for name in _INTS),
+    ]
+
+
+class FusedSteps:
+    """Hosts side by side, a block each; see `kernels/fused_hosts.cu`."""
+
+    def __init__(self, setup: TrainingSetup):
+        self._setup = setup
+        arena, host = setup.arena, setup.host
+        self._device = arena.params.device
+        self._library: Library = library(self._device, arena.params.dtype)
+        self._plan = plan(setup)
+        self._tables = {
+            name: torch.from_numpy(table).to(self._device)
+            for name, table in self._plan.tables.items()
+        }
+        shape = (2, arena.num_hosts, host.num_slots)
+        self._slots = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._ablated = torch.zeros(host.num_slots, dtype=torch.int32, device=self._device)
+        self._fixed = {**self._places(), **self._sizes()}
+
+    def prepare(self, states: SlotStates) -> None:
+        behind = states.stage == SeedStage.TRAINING
+        slots = torch.stack((states.blueprint, behind.to(states.blueprint.dtype)))
+        self._slots.copy_(slots.to(torch.int32), non_blocking=True)
+        felt = (states.has_seed & ~behind).any(0).nonzero().flatten()
+        self._ablated[: len(felt)].copy_(felt, non_blocking=True)
+        self._felt_slots: list[int] = felt.tolist()
+
+    def run(self, count: int) -> None:
+        feed = self._setup.feed
+        self._launch(
+            "train",
+            examples=feed.rows.shape[-1],
+            tasks_per_chunk=0,
+            inputs=feed.inputs.data_ptr(),
+            minibatches=count,
+            batch=feed.rows.shape[-1],
+        )
+
+    def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
+        felt = self._felt_slots if ablate else []
+        num_hosts, rows = x.shape[0], x.shape[-1]
+        logits = x.new_empty(num_hosts, self._setup.host.num_classes, (1 + len(felt)) * rows)
+        x = x.contiguous()
+        self._launch(
+            "logits",
+            examples=rows,
+            tasks_per_chunk=num_hosts,
+            inputs=x.data_ptr(),
+            logits=logits.data_ptr(),
+            rows=rows,
+            num_ablated=len(felt),
+        )
+        return logits, felt
+
+    def _launch(self, kernel: str, examples: int, tasks_per_chunk: int, **arguments: int) -> None:
+        """On the current stream; the workspace goes back to it and is used again."""
+        chunks = -(-examples // MOST_EXAMPLES)
+        n = -(-examples // (4 * chunks)) * 4
+        blocks = max(self._setup.arena.num_hosts, tasks_per_chunk * chunks)
+        blocks = min(blocks, max_blocks(self._device))
+        room = _Memory(self._plan, self._setup, n, self._library.shared_bytes)
+        workspace = self._setup.arena.params.new_empty(blocks * room.workspace)
+        filled = Arguments(
+            **self._fixed, **room.places, n=n, room=room.workspace,
+            workspace=workspace.data_ptr(), **arguments,
+        )  # fmt: skip
+        self._library.launch(kernel, filled, blocks, room.shared_bytes)
+
+    def _places(self) -> dict[str, int]:
+        """Where tensors are that stay in their place."""
+        arena, feed, blend = self._setup.arena, self._setup.feed, self._setup.blend_inputs
+        tensors = {
+            **self._tables,
+            "params": arena.params,
+            "grads": arena.grads,
+            "moments": arena.all_moments,
+            "steps": arena.steps,
+            "rates": self._setup.learning_rates,
+            "alpha": blend.alpha,
+            "alpha_behind": blend.alpha_behind,
+            "style": blend.style,
+            "blueprint": self._slots[0],
+            "behind": self._slots[1],
+            "labels": feed.labels,
+            "first_row": feed.first_row,
+            "batch_rows": feed.rows,
+            "losses": feed.losses,
+            "ablated": self._ablated,
+        }
+        return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def _sizes(self) -> dict[str, float]:
+        arena, host, plan = self._setup.arena, self._setup.host, self._plan
+        is_adamw, beta_mean, beta_square, epsilon, weight_decay = optimizer_numbers(
+            self._setup.optimizer
+        )
+        return {
+            "is_adamw": int(is_adamw),
+            "beta_mean": beta_mean,
+            "beta_square": beta_square,
+            "epsilon": epsilon,
+            "weight_decay": weight_decay,
+            "longest": plan.programs.shape[1],
+            "num_hosts": arena.num_hosts,
+            "num_slots": host.num_slots,
+            "num_blueprints": len(self._setup.menu),
+            "columns": arena.layout.num_columns,
+            "features": self._setup.feed.inputs[0].numel(),
+            "classes": host.num_classes,
+            "grad_rows": plan.grad_rows,
+            "grad_size": plan.grad_size,
+            "score_rows": plan.score_rows,
+        }
+
+
+def max_blocks(device: torch.device) -> int:
+    """As many as run at a time: each has a workspace of its own."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 1
+
+
+class _Memory:
+    """What lies in a block's shared memory, most wanted first, and what in its workspace."""
+
+    def __init__(self, plan: Plan, setup: TrainingSetup, n: int, most_shared_bytes: int):
+        itemsize = setup.arena.params.element_size()
+        self.workspace = plan.num_rows * n
+        self.places: dict[str, int] = {}
+        shared = 0
+        for name, size in self._wanted(plan, setup, n):
+            rounded = -(-size // 4) * 4
+            if (shared + rounded) * itemsize <= most_shared_bytes:
+                self.places[name] = shared
+                shared += rounded
+            else:
+                self.places[name] = -1 - self.workspace
+                self.workspace += rounded
+        self.shared_bytes = shared * itemsize
+
+    @staticmethod
+    def _wanted(plan: Plan, setup: TrainingSetup, n: int) -> Iterator[tuple[str, int]]:
+        yield "scratch_at", 8 * max(THREADS, n) + n
+        yield "transposed_at", plan.transposed_size
+        yield "parts_at", NUM_PARTS * setup.arena.layout.num_columns

@@ -1,0 +1,176 @@
+"""The fused kernel, compiled where it runs: for a GPU by NVRTC, for a CPU by the C++ compiler.
+
+NVRTC is a library that comes with torch's CUDA builds; no CUDA toolkit is needed. The CPU's
+version does the same work with one thread: it is there to be compared with, not to be fast.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from esper.kasmina.layers import NORM_EPSILON
+from esper.leyline.constants import BlendStyle
+from esper.tolaria.kernels.fused_plan import Kind
+
+THREADS = 512  # of a block
+NUM_PARTS = 4  # sums of a gradient that warps make side by side
+_REALS = {torch.float32: "float", torch.float64: "double"}
+
+
+class Library(Protocol):
+    """The kernels for one device and floating-point type."""
+
+    shared_bytes: int  # that a block can have
+
+    def launch(
+        self, kernel: str, arguments: ctypes.Structure, blocks: int, shared_bytes: int
+    ) -> None:
+        """Start a kernel behind all that the device was given before."""
+        ...
+
+
+@cache
+def library(device: torch.device, dtype: torch.dtype) -> Library:
+    """Compiled on first use in a process."""
+    if device.type == "cuda":
+        return _CudaLibrary(device, dtype)
+    return _CpuLibrary(dtype)
+
+
+def _source() -> str:
+    folder = resources.files("esper.tolaria.kernels")
+    return "".join((folder / name).read_text() for name in ("fused_layers.cu", "fused_hosts.cu"))
+
+
+def _definitions(dtype: torch.dtype) -> list[str]:
+    """What the source leaves open, as compiler options."""
+    numbers = {
+        "REAL": _REALS[dtype],
+        "THREADS": THREADS,
+        "NUM_PARTS": NUM_PARTS,
+        "NORM_EPSILON": NORM_EPSILON,
+        **{kind.name: kind.value for kind in Kind},
+        **{style.name: style.value for style in BlendStyle},
+    }
+    return [f"-D{name}={value}" for name, value in numbers.items()]
+
+
+class _CpuLibrary:
+    """All tasks by one thread."""
+
+    shared_bytes = 0
+
+    def __init__(self, dtype: torch.dtype):
+        compiler = shutil.which("c++")
+        if compiler is None:
+            raise ValueError("kernels='fused' on a CPU needs a C++ compiler: no 'c++' was found")
+        with tempfile.TemporaryDirectory() as folder:
+            source, built = Path(folder, "fused.cpp"), Path(folder, "fused.so")
+            source.write_text(_source())
+            options = ["-std=c++17", "-O1", "-shared", "-fPIC", *_definitions(dtype)]
+            subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)
+            self._kernels = ctypes.CDLL(str(built))
+
+    def launch(
+        self, kernel: str, arguments: ctypes.Structure, blocks: int, shared_bytes: int
+    ) -> None:
+        self._kernels[kernel](arguments)
+
+
+_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97  # a CUdevice_attribute
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # a CUfunction_attribute
+
+
+class _CudaLibrary:
+    """A module of machine code for the device it was made on."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        properties = torch.cuda.get_device_properties(device)
+        self._device = device
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self.shared_bytes = self._attribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        architecture = f"--gpu-architecture=sm_{properties.major}{properties.minor}"
+        binary = _nvrtc_binary(_source(), [architecture, "--std=c++17", *_definitions(dtype)])
+        self._module = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # the device's context is there, and current
+            self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), binary))
+        self._kernels = {name: self._kernel(name) for name in ("train", "logits")}
+
+    def launch(
+        self, kernel: str, arguments: ctypes.Structure, blocks: int, shared_bytes: int
+    ) -> None:
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        with torch.cuda.device(self._device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            self._check(
+                self._driver.cuLaunchKernel(
+                    self._kernels[kernel],
+                    *(blocks, 1, 1),
+                    *(THREADS, 1, 1),
+                    shared_bytes,
+                    stream,
+                    pointers,
+                    None,
+                )
+            )
+
+    def _attribute(self, number: int) -> int:
+        value = ctypes.c_int()
+        get = self._driver.cuDeviceGetAttribute
+        self._check(get(ctypes.byref(value), number, self._device.index or 0))
+        return value.value
+
+    def _kernel(self, name: str) -> ctypes.c_void_p:
+        kernel = ctypes.c_void_p()
+        get = self._driver.cuModuleGetFunction
+        self._check(get(ctypes.byref(kernel), self._module, name.encode()))
+        allow = self._driver.cuFuncSetAttribute
+        self._check(allow(kernel, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes))
+        return kernel
+
+    def _check(self, result: int) -> None:
+        if result:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(result, ctypes.byref(text))
+            raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()}")
+
+
+def _nvrtc_binary(source: str, options: list[str]) -> bytes:
+    """Machine code of a CUDA source."""
+    nvrtc = _load_nvrtc()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    created = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"fused.cu", 0, None, None
+    )
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    compiled = created or nvrtc.nvrtcCompileProgram(program, len(options), encoded)
+    if compiled:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC could not compile the fused kernel:\n{log.value.decode()}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, binary)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw
+
+
+def _load_nvrtc() -> Any:
+    """The NVRTC of torch's own CUDA version: in the loader's reach, or among torch's wheels."""
+    name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
+    wheels = Path(torch.__file__).parents[1] / "nvidia"
+    for place in (name, *map(str, sorted(wheels.glob(f"*/lib/{name}")))):
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise RuntimeError(f"{name} was not found; it comes with torch's CUDA builds")
