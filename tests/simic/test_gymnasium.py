@@ -215,8 +215,17 @@ def test_a_mask_of_the_wrong_shape_is_refused():
         def masks(self):
             return np.ones(2, dtype=bool)
 
-    with pytest.raises(ValueError, match=r"action mask: got shape \(2, 2\), expected \(envs, 3\)"):
+    with pytest.raises(ValueError, match=r"'action': 3.*got shape \(2, 2\), expected \(envs, 3\)"):
         GymTraining(vector(Wrong, 2), 100)
+
+
+def test_masks_of_heads_one_by_one_are_refused_with_what_works():
+    class Apart(BestActions):
+        def masks(self):
+            return [np.ones(size) for size in self.sizes]
+
+    with pytest.raises(ValueError, match=r"'action_2': 2.*expected one array \(envs, 9\)"):
+        GymTraining(vector(Apart, 2), 100)
 
 
 def test_a_missing_mask_names_the_env():
@@ -228,6 +237,55 @@ def test_a_missing_mask_names_the_env():
     training = GymTraining(vector(Sometimes, 2), 100, CONFIG)
     with pytest.raises(ValueError, match=r"envs \[1\] gave no info\['action_mask'\]"):
         training.step()
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("as_list", [False, True])
+def test_an_episodes_last_step_needs_no_mask(mode, as_list):
+    class Lasts(CueMemory):
+        def masks(self):
+            masks = super().masks()
+            return masks.tolist() if as_list else masks
+
+        def step(self, action):
+            *rest, truncated, info = super().step(action)
+            return *rest, truncated, {} if truncated else info
+
+    envs = vector(Lasts, 3, mode)
+    training = GymTraining(envs, 100, CONFIG)
+    for _ in range(5):
+        training.step()
+    training.run(should_stop=lambda: training.progress.episodes >= 3)  # all end together
+    envs.envs[1].elapsed = 4
+    training.run()  # one ends alone; the environments assert that every choice is legal
+    assert training.progress.episodes >= 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(horizon=1), "horizon=1; use 2 or more"),
+        (dict(masks="infos"), "masks='infos'; use 'auto', 'info', 'method' or 'none'"),
+    ],
+)
+def test_mistakes_in_the_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GymConfig(**settings)
+
+
+def test_mistakes_are_found_before_the_first_step():
+    with pytest.raises(ValueError, match="num_envs=6 does not split into num_minibatches=4"):
+        GymTraining(vector(CueMemory, 6), 100)
+    with pytest.raises(ValueError, match="total_steps=0"):
+        GymTraining(vector(CueMemory, 4), 0)
+    with pytest.raises(ValueError, match="not a vector environment; use gymnasium.make_vec"):
+        GymTraining(CueMemory(), 100)
+    with pytest.raises(ValueError, match=r"no sub-environments with an action_masks\(\) method"):
+        GymTraining(vector(NoMasks, 4), 100, GymConfig(masks="method"))
+    with pytest.raises(ValueError, match=r"envs \[0, 1, 2, 3\] gave no info"):
+        GymTraining(vector(NoMasks, 4), 100, GymConfig(masks="info"))
+    with pytest.raises(ValueError, match="episodes=0"):
+        evaluate(train(vector(CueMemory, 2), 32, CONFIG), vector(CueMemory, 2), 0)
 
 
 def test_an_environment_that_does_not_say_how_it_resets_is_refused():
@@ -266,6 +324,16 @@ def test_predicting_for_one_env_or_for_many_is_the_same():
         torch.testing.assert_close(
             tuple(alone_state), tuple(RecurrentState(*(part[row : row + 1] for part in state)))
         )
+
+
+def test_an_observation_of_another_space_is_refused():
+    agent = train(vector(CueMemory, 2), 32, CONFIG)
+    with pytest.raises(ValueError, match=r"got shape \(1, 4\), expected \(envs, 3\)"):
+        agent.predict(np.zeros(4))
+    agent = train(vector(BestActions, 2), 32, CONFIG)
+    for outside in (-1, 3):
+        with pytest.raises(ValueError, match=rf"\[{outside}\] are not all within 0 to 2"):
+            agent.predict(outside)
 
 
 def test_runs_with_the_same_seed_are_the_same_and_with_another_are_not():

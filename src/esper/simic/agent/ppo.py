@@ -158,7 +158,7 @@ class PPOAgent:
         shuffling. An update that turns out not finite is undone.
         """
         config = self.config
-        self._check_split(buffer.num_envs)
+        self.check_split(buffer.num_envs)
         self.policy.raise_on_bad_values()  # of the rollout
         buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
         advantage = buffer.normalize_advantages()
@@ -246,7 +246,8 @@ class PPOAgent:
             if piece.num_rows:
                 yield piece
 
-    def _check_split(self, num_envs: int) -> None:
+    def check_split(self, num_envs: int) -> None:
+        """Refuse a number of envs that minibatches of whole rows do not divide."""
         if num_envs % self.config.num_minibatches:
             raise ValueError(
                 f"num_envs={num_envs} does not split into num_minibatches="

@@ -35,8 +35,10 @@ class GymConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
-        if self.horizon < 1:
-            raise ValueError(f"horizon={self.horizon}; use 1 or more")
+        if self.horizon < 2:  # of two steps in a row, one at most is a filler
+            raise ValueError(f"horizon={self.horizon}; use 2 or more")
+        if self.masks not in ("auto", "info", "method", "none"):
+            raise ValueError(f"masks={self.masks!r}; use 'auto', 'info', 'method' or 'none'")
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "GymConfig":

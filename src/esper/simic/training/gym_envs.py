@@ -10,6 +10,7 @@ Three modes, read from `metadata["autoreset_mode"]`:
 - DISABLED: the envs that have ended are reset here.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from esper.simic.training.gym_spaces import Array, GymSpaces
 if TYPE_CHECKING:
     import gymnasium
     from gymnasium.vector import VectorEnv
+    from gymnasium.wrappers import TimeLimit
 
 MaskSource = Literal["info", "method", "none"]
 
@@ -83,17 +85,22 @@ class GymEnvs:
         action_space: FactoredActionSpace | None = None,
         mask_source: Literal["auto", "info", "method", "none"] = "auto",
     ):
+        _require_vector_env(envs)
         self.spaces = GymSpaces.of(
             envs.single_observation_space, envs.single_action_space, action_space
         )
         self.num_envs = envs.num_envs
         self._envs = envs
         self._autoreset = _autoreset_mode(envs)
-        observations, infos = envs.reset(seed=rng_seed)
-        self.mask_source: MaskSource = (
-            _find_mask_source(envs, infos) if mask_source == "auto" else mask_source
-        )
         self._all_legal = ActionMasks.all_legal(self.spaces.action_space, self.num_envs)
+        observations, infos = envs.reset(seed=rng_seed)
+        self.mask_source = _mask_source(envs, infos, mask_source)
+        self.pending = np.zeros(self.num_envs, dtype=bool)
+        self._arrive(observations, infos)
+
+    def restart(self, rng_seed: int) -> None:
+        """Begin a new episode in every env."""
+        observations, infos = self._envs.reset(seed=rng_seed)
         self.pending = np.zeros(self.num_envs, dtype=bool)
         self._arrive(observations, infos)
 
@@ -166,16 +173,21 @@ class GymEnvs:
         )
 
     def _read_masks(self, infos: dict[str, Any]) -> tuple[list[Array], Array]:
-        """The runs' masks, and which envs gave one."""
-        everyone = np.ones(self.num_envs, dtype=bool)
+        """The runs' masks, all legal where an env gave none, and which envs gave one."""
         if self.mask_source == "method":
             masks: Any = _sub_environments(self._envs).call("action_masks")
-            if isinstance(masks[0], dict):
-                masks = {name: np.stack([mask[name] for mask in masks]) for name in masks[0]}
-            return self.spaces.mask_runs(masks), everyone
-        if "action_mask" not in infos:
-            raise ValueError("no info['action_mask']; masks from info need one at every step")
-        return self.spaces.mask_runs(infos["action_mask"]), infos.get("_action_mask", everyone)
+            if isinstance(masks[0], Mapping):
+                masks = {name: [mask[name] for mask in masks] for name in masks[0]}
+            return self.spaces.mask_runs(masks), np.ones(self.num_envs, dtype=bool)
+        given = infos.get("_action_mask", np.full(self.num_envs, "action_mask" in infos))
+        if given.all():
+            return self.spaces.mask_runs(_rows(infos["action_mask"], given)), given
+        runs = [run.numpy().copy() for run in self._all_legal.runs]
+        if given.any():
+            given_runs = self.spaces.mask_runs(_rows(infos["action_mask"], given))
+            for run, given_run in zip(runs, given_runs, strict=True):
+                run[given] = given_run
+        return runs, given
 
     # -- state --------------------------------------------------------------------------------
 
@@ -184,16 +196,15 @@ class GymEnvs:
         """Whether every sub-environment has `get_state()` and `set_state(state)`.
 
         `get_state` returns all that the environment's future depends on (its random generator
-        too) as plain containers, numbers, strings and tensors.
+        too) as plain containers, numbers, strings and tensors. A wrapper around it may remember
+        things of its own, so it needs the two methods as well; only those that
+        `gymnasium.make` adds are known.
         """
         from gymnasium.vector import SyncVectorEnv
 
-        if not isinstance(self._envs.unwrapped, SyncVectorEnv):
+        if not isinstance(self._envs, SyncVectorEnv):
             return False
-        return all(
-            env.has_wrapper_attr("get_state") and env.has_wrapper_attr("set_state")
-            for env in self._envs.unwrapped.envs
-        )
+        return all(_state_holders(env) is not None for env in self._envs.envs)
 
     def state_dict(self) -> dict[str, Any]:
         """The observation at hand and the environments themselves; needs `can_save_state`."""
@@ -201,7 +212,7 @@ class GymEnvs:
             "features": self.features,
             "masks": list(self.masks.runs),
             "pending": torch.from_numpy(self.pending),
-            "environments": [env.get_wrapper_attr("get_state")() for env in self._sync().envs],
+            "environments": [_environment_state(env) for env in self._sync().envs],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,45 +221,108 @@ class GymEnvs:
         self.pending = state["pending"].numpy()
         sync = self._sync()
         for env, env_state in zip(sync.envs, state["environments"], strict=True):
-            env.get_wrapper_attr("set_state")(env_state)
+            _set_environment_state(env, env_state)
         # what the vector environment itself remembers: whose next step only resets
         sync._autoreset_envs = self.pending.copy()
 
     def _sync(self) -> "gymnasium.vector.SyncVectorEnv":
-        return self._envs.unwrapped  # type: ignore[return-value]
+        return self._envs  # type: ignore[return-value]
+
+
+def _require_vector_env(envs: Any) -> None:
+    from gymnasium.vector import VectorEnv
+
+    if not isinstance(envs, VectorEnv):
+        raise ValueError(
+            f"{envs} is not a vector environment; use gymnasium.make_vec(ENV_ID, num_envs=8) or "
+            "gymnasium.vector.SyncVectorEnv([make_env] * 8)"
+        )
 
 
 def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
-    mode = envs.metadata.get("autoreset_mode")
-    if mode is None:
+    from gymnasium.vector import AutoresetMode
+
+    try:
+        return AutoresetMode(envs.metadata.get("autoreset_mode")).name
+    except ValueError as error:
         raise ValueError(
             f"{envs} does not say how it resets; set metadata['autoreset_mode'] to a "
             "gymnasium.vector.AutoresetMode"
-        )
-    name: str = mode.name
-    return name
+        ) from error
 
 
-def _find_mask_source(envs: "VectorEnv[Any, Any, Any]", infos: dict[str, Any]) -> MaskSource:
-    if "action_mask" in infos:
+def _mask_source(
+    envs: "VectorEnv[Any, Any, Any]",
+    infos: dict[str, Any],
+    asked: Literal["auto", "info", "method", "none"],
+) -> MaskSource:
+    """Where masks come from: as asked, or the first source that is there."""
+    if asked in ("info", "none"):
+        return asked
+    if asked == "auto" and "action_mask" in infos:
         return "info"
     from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-    if isinstance(envs.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-        offers = envs.unwrapped.call("has_wrapper_attr", "action_masks")
-        if all(offers):
-            return "method"
+    if isinstance(envs.unwrapped, SyncVectorEnv | AsyncVectorEnv) and all(
+        envs.unwrapped.call("has_wrapper_attr", "action_masks")
+    ):
+        return "method"
+    if asked == "method":
+        raise ValueError(
+            f"{envs} has no sub-environments with an action_masks() method; give masks as "
+            "info['action_mask'] (masks='info')"
+        )
     return "none"
 
 
 def _sub_environments(
     envs: "VectorEnv[Any, Any, Any]",
 ) -> "gymnasium.vector.SyncVectorEnv | gymnasium.vector.AsyncVectorEnv":
-    from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+    return envs.unwrapped  # type: ignore[return-value]
 
-    if not isinstance(envs.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-        raise ValueError(
-            f"{envs} has no sub-environments whose action_masks() could be called; "
-            "give masks as info['action_mask'] (masks='info')"
-        )
-    return envs.unwrapped
+
+def _rows(masks: Any, envs: Array) -> Any:
+    """The masks of some envs out of a vector environment's info."""
+    if isinstance(masks, Mapping):  # beside each head, gymnasium notes who gave it as "_head"
+        return {
+            name: np.asarray(mask)[envs] for name, mask in masks.items() if not name.startswith("_")
+        }
+    return np.asarray(masks)[envs]
+
+
+# -- the state of one environment -----------------------------------------------------------------
+
+
+def _state_holders(
+    env: "gymnasium.Env[Any, Any]",
+) -> "tuple[list[TimeLimit[Any, Any]], Any] | None":
+    """Time limits, and what has `get_state` and `set_state` below them; None: it cannot be saved."""
+    from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+
+    limits: list[TimeLimit[Any, Any]] = []
+    while not (hasattr(env, "get_state") and hasattr(env, "set_state")):
+        if isinstance(env, TimeLimit):
+            limits.append(env)
+        elif not isinstance(env, OrderEnforcing | PassiveEnvChecker):
+            return None
+        env = env.env
+    return limits, env
+
+
+def _environment_state(env: "gymnasium.Env[Any, Any]") -> dict[str, Any]:
+    holders = _state_holders(env)
+    assert holders is not None, "asked for the state of an environment that cannot save it"
+    limits, inner = holders
+    return {
+        "elapsed_steps": [limit._elapsed_steps for limit in limits],
+        "environment": inner.get_state(),
+    }
+
+
+def _set_environment_state(env: "gymnasium.Env[Any, Any]", state: dict[str, Any]) -> None:
+    holders = _state_holders(env)
+    assert holders is not None, "given the state of an environment that cannot take it"
+    limits, inner = holders
+    for limit, elapsed in zip(limits, state["elapsed_steps"], strict=True):
+        limit._elapsed_steps = elapsed
+    inner.set_state(state["environment"])

@@ -56,8 +56,20 @@ class GymSpaces:
     def features(self, observations: Any) -> Tensor:
         """Observations of N envs as float32 `[N, F]`: always a copy, envs reuse their arrays."""
         if self.first_observation is None:
-            return torch.tensor(observations, dtype=torch.float32)
+            features = torch.tensor(observations, dtype=torch.float32)
+            if features.shape[1:] != (self.num_features,):
+                raise ValueError(
+                    f"observations: got shape {tuple(features.shape)}, expected (envs, "
+                    f"{self.num_features})"
+                )
+            return features
         index = np.asarray(observations, dtype=np.int64) - self.first_observation
+        if index.min() < 0 or index.max() >= self.num_features:
+            last = self.first_observation + self.num_features - 1
+            raise ValueError(
+                f"observations {np.asarray(observations).tolist()} are not all within "
+                f"{self.first_observation} to {last}"
+            )
         one_hot = np.zeros((len(index), self.num_features), dtype=np.float32)
         one_hot[np.arange(len(index)), index] = 1.0
         return torch.from_numpy(one_hot)
@@ -77,28 +89,19 @@ class GymSpaces:
         """
         space = self.action_space
         if isinstance(masks, Mapping):
-            space.check_names({name: 0 for name in masks if not str(name).startswith("_")})
-            arrays = {name: np.asarray(masks[name], dtype=bool) for name in space.names}
-            for name, array in arrays.items():
-                if array.shape[1:] != space.mask_shape(name):
-                    raise ValueError(
-                        f"mask of head {name!r}: got shape {array.shape}, expected "
-                        f"{('envs', *space.mask_shape(name))}"
-                    )
+            space.check_names(masks)
+            arrays = {
+                name: _mask_array(f"mask of head {name!r}", masks[name], space.mask_shape(name))
+                for name in space.names
+            }
             return [np.concatenate([arrays[space.names[i]] for i in r], -1) for r in space.runs]
         if len(space.runs) > 1:
             raise ValueError(
                 f"heads {list(space.names)} depend on each other, so their masks are a mapping "
                 f"from head to array; got {type(masks).__name__}"
             )
-        # a copy: environments reuse their arrays, and an object array of lists becomes a plain one
-        array = np.array(list(masks), dtype=bool)
-        if array.shape[1:] != (space.num_choices,):
-            raise ValueError(
-                f"action mask: got shape {array.shape}, expected (envs, {space.num_choices}) for "
-                f"heads {dict(zip(space.names, space.sizes, strict=True))}"
-            )
-        return [array]
+        heads = dict(zip(space.names, space.sizes, strict=True))
+        return [_mask_array(f"action mask of heads {heads}", masks, (space.num_choices,))]
 
     def masks(self, masks: Any) -> ActionMasks:
         runs = [torch.from_numpy(run) for run in self.mask_runs(masks)]
@@ -134,6 +137,18 @@ class GymSpaces:
             first_actions=tuple(plain["first_actions"]),
             is_scalar_action=plain["is_scalar_action"],
         )
+
+
+def _mask_array(what: str, masks: Any, expected: tuple[int, ...]) -> Array:
+    """The masks of all envs as a bool array of its own: environments reuse theirs."""
+    shape = f"(envs, {', '.join(map(str, expected))})"
+    try:
+        array = np.array(list(masks), dtype=bool)  # a list: an object array of lists becomes plain
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}; expected one array {shape}") from error
+    if array.shape[1:] != expected:
+        raise ValueError(f"{what}: got shape {array.shape}, expected {shape}")
+    return array
 
 
 def _read_observation_space(space: "gymnasium.Space[Any]") -> tuple[int, int | None]:

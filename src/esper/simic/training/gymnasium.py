@@ -79,6 +79,8 @@ def evaluate(
     Every env plays the same number of episodes (to within one): taking those that end first
     would favour short ones.
     """
+    if episodes < 1:
+        raise ValueError(f"episodes={episodes}; use 1 or more")
     world = _open(envs, agent.config, agent.spaces.action_space, rng_seed)
     agent.spaces.require_same(world.spaces)
     device = agent.ppo.device
@@ -135,11 +137,14 @@ class GymTraining:
         *,
         action_space: FactoredActionSpace | None = None,
     ):
+        if total_steps < 1:
+            raise ValueError(f"total_steps={total_steps}; use 1 or more")
         self.config = config = config or GymConfig()
         self.total_steps = total_steps
         self.envs = _open(envs, config, action_space, config.rng_seed)
         self.agent = GymAgent(self.envs.spaces, config)
         num_envs = self.envs.num_envs
+        self.agent.ppo.check_split(num_envs)
         self.buffer = TamiyoRolloutBuffer(
             num_envs,
             config.horizon,
@@ -310,6 +315,8 @@ class GymTraining:
         self.recent.extend(Episode(*episode) for episode in saved["recent_episodes"])
         if collecting is None:
             self.progress.restart_round()
+            # not the episodes that the run began with: a new seed, the same for the same file
+            self.envs.restart(int(torch.randint(2**31, (), generator=self.shuffle_rng)))
         else:
             self._load_collecting(collecting, path)
 
