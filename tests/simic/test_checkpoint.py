@@ -8,10 +8,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
 from environments import BestActions, CueMemory, RowThenColumn, vector
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.checkpoint import (
@@ -86,6 +88,7 @@ def test_without_environment_state_the_round_is_collected_anew(tmp_path):
         get_state = property()  # reading it raises AttributeError: the environment has none
 
     training = start(Forgetful)
+    first = training.envs.features
     run_steps(training, HORIZON + 5)
     training.save(tmp_path / "run.pt")
     resumed = GymTraining.resume(tmp_path / "run.pt", vector(Forgetful, NUM_ENVS))
@@ -93,8 +96,41 @@ def test_without_environment_state_the_round_is_collected_anew(tmp_path):
     assert resumed.progress.round_steps == 0
     assert resumed.progress.steps == training.progress.steps_before_round
     assert len(resumed.buffer) == 0
+    assert not torch.equal(resumed.envs.features, first)  # not the first episodes once more
     resumed.run()
     assert resumed.is_finished
+
+
+class Limited(CueMemory):
+    """Goes on for ever; only a TimeLimit around it knows when an episode is cut."""
+
+    limit = 10**6
+
+
+def test_a_time_limit_survives_a_checkpoint(tmp_path):
+    def limited():
+        return TimeLimit(OrderEnforcing(Limited()), 7)
+
+    whole = start(limited)
+    whole.run()
+    assert whole.progress.episodes > 0
+    stopped = start(limited)
+    run_steps(stopped, 25)
+    stopped.save(tmp_path / "run.pt")
+    resumed = GymTraining.resume(tmp_path / "run.pt", vector(limited, NUM_ENVS))
+    resumed.run()
+    torch.testing.assert_close(all_that_matters(resumed), all_that_matters(whole), rtol=0, atol=0)
+
+
+def test_a_wrapper_that_may_remember_something_is_not_taken_for_exact():
+    class Remembers(gymnasium.Wrapper):
+        pass
+
+    assert start(CueMemory).envs.can_save_state
+    assert not start(lambda: Remembers(CueMemory())).envs.can_save_state
+    inside = vector(CueMemory, NUM_ENVS)
+    around = gymnasium.wrappers.vector.RecordEpisodeStatistics(inside)
+    assert not GymTraining(around, TOTAL_STEPS, CONFIG).envs.can_save_state
 
 
 def test_another_environment_is_refused_with_what_differs(tmp_path):
@@ -133,6 +169,24 @@ def test_another_version_kind_or_file_is_refused(tmp_path, monkeypatch):
     torch.save({"weights": torch.zeros(2)}, path)
     with pytest.raises(CheckpointMismatch, match="not a checkpoint"):
         read_checkpoint(path, "apple")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointMismatch, match="not a checkpoint, or only a part of one"):
+        read_checkpoint(path, "apple")
+    with pytest.raises(FileNotFoundError):
+        read_checkpoint(tmp_path / "none.pt", "apple")
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def test_a_file_that_would_execute_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"format": "esper checkpoint", "contents": Malicious()}, "a.pt")
+    with pytest.raises(CheckpointMismatch, match="more than tensors and plain containers"):
+        read_checkpoint("a.pt", "apple")
+    assert not Path("executed").exists()
 
 
 def test_what_cannot_be_read_without_executing_code_is_not_written(tmp_path):

@@ -10,7 +10,9 @@ leaves either the old checkpoint or the new one. Contents are tensors and plain 
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ def write_checkpoint(path: str | Path, kind: str, contents: Mapping[str, Any]) -
     path = Path(path)
     _require_plain(contents, "contents")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # one name per process: what a killed write leaves behind is overwritten by the next
+    # one name per process: two of them may write at the same time
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     header = {"format": _MAGIC, "version": FORMAT_VERSION, "kind": kind}
     try:
@@ -46,7 +48,16 @@ def write_checkpoint(path: str | Path, kind: str, contents: Mapping[str, Any]) -
 
 def read_checkpoint(path: str | Path, kind: str) -> dict[str, Any]:
     """The contents of a checkpoint of this kind, its tensors on the CPU."""
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    path = Path(path)
+    if not is_zipfile(path):  # what torch writes is one; a part of it is none
+        path.stat()  # missing is another matter
+        raise CheckpointMismatch(f"{path} is not a checkpoint, or only a part of one")
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise CheckpointMismatch(
+            f"{path} holds more than tensors and plain containers; it was not read"
+        ) from error
     if not isinstance(loaded, dict) or loaded.get("format") != _MAGIC:
         raise CheckpointMismatch(f"{path} is not a checkpoint of this library")
     if loaded["version"] != FORMAT_VERSION:
