@@ -1,17 +1,19 @@
 """Learning what is known: the best policy of small environments, and its true value.
 
-Every test looks at three things: what the policy earns, the value it foresees (a cut taken for an
-end halves it), and the ratios before each update's first optimiser step (masks dropped at scoring,
-or a recurrent state carried over an episode's end on one side only, move them from 1).
+Every test looks at four things: what the policy earns, the value it foresees (a cut taken for an
+end halves it), the state that episodes begin with while acting (zero), and the ratios before each
+update's first optimiser step (masks dropped at scoring, or a recurrent state carried over an
+episode's end there, move them from 1).
 """
 
 import numpy as np
 import pytest
+import torch
 from environments import BestActions, CueMemory, RowThenColumn, TwoStates, vector
 from gymnasium.vector import AutoresetMode
 
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.gymnasium import GymAgent, GymConfig, evaluate, train
+from esper.simic.training.gymnasium import GymAgent, GymConfig, GymTraining, evaluate, train
 from esper.tamiyo.policy.network import PolicyConfig
 
 GAMMA = 0.8
@@ -35,16 +37,18 @@ CONFIG = GymConfig(
 )
 def test_the_best_policy_and_its_value_are_learned(make, mode, total_steps):
     heads = RowThenColumn.action_heads if make is RowThenColumn else None
-    ratio_errors = []
-    agent = train(
-        vector(make, NUM_ENVS, mode),
-        total_steps,
-        CONFIG,
-        action_space=heads,
-        on_round=lambda _, metrics: ratio_errors.append(metrics["ppo/first_ratio_error"]),
-    )
-    earned, foreseen = play(agent, make())
+    training = GymTraining(vector(make, NUM_ENVS, mode), total_steps, CONFIG, action_space=heads)
+    ratio_errors, remembered = [], []
+
+    def watch() -> bool:
+        begins = (training.log.lengths == 0) & ~training.envs.pending
+        remembered.append(training.state.h[torch.from_numpy(begins)].abs().sum())
+        return False
+
+    training.run(lambda _, metrics: ratio_errors.append(metrics["ppo/first_ratio_error"]), watch)
+    earned, foreseen = play(training.agent, make())
     assert max(ratio_errors) < 1e-5
+    assert max(remembered) == 0.0
     assert earned >= 0.98 * make.limit
     np.testing.assert_allclose(foreseen, TRUE_VALUE, rtol=0.15)
 
