@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -35,14 +36,14 @@ SPACES = {
 }
 
 
-def make_agent(space, *, layers=1, floor=0.0, rng_seed=0, **settings):
+def make_agent(space, *, layers=1, floor=0.0, rng_seed=0, device="cpu", **settings):
     torch.manual_seed(rng_seed)
     policy = FactoredRecurrentActorCritic(
         space, FEATURES, PolicyConfig(lstm_hidden_dim=8, lstm_layers=layers, floor=floor)
     )
     for parameter in policy.parameters():  # far from uniform, so that errors show
         parameter.data += 0.3 * torch.randn_like(parameter)
-    return PPOAgent(policy, PPOConfig(**({"num_minibatches": 2} | settings)))
+    return PPOAgent(policy.to(device), PPOConfig(**({"num_minibatches": 2} | settings)))
 
 
 def random_masks(space, num_envs):
@@ -60,7 +61,13 @@ def collect(agent, *, num_steps=NUM_STEPS, start_state=None, forced_env=None):
     """A rollout with ragged rows, several episodes a row and both kinds of ends."""
     space, config = agent.policy.action_space, agent.policy.config
     buffer = TamiyoRolloutBuffer(
-        NUM_ENVS, num_steps + 2, FEATURES, space, config.lstm_hidden_dim, config.lstm_layers
+        NUM_ENVS,
+        num_steps + 2,
+        FEATURES,
+        space,
+        config.lstm_hidden_dim,
+        config.lstm_layers,
+        agent.device,
     )
     state = start_state or agent.policy.initial_state(NUM_ENVS)
     for name in ("states", "values", "rewards", "log_probs"):
@@ -73,14 +80,15 @@ def collect(agent, *, num_steps=NUM_STEPS, start_state=None, forced_env=None):
                 masks[head.name][forced_env] = False
                 if not head.given:
                     masks[head.name][forced_env, 0] = True
-        decision = agent.act(features, masks, state)
+        decision = agent.act(features.to(agent.device), masks.to(agent.device), state)
         terminated, truncated = torch.rand(2, NUM_ENVS) < 0.15
         step = TamiyoRolloutStep(features, decision.actions, decision.log_probs, decision.masks,
                                  decision.values, torch.randn(NUM_ENVS), terminated, truncated,
                                  torch.randn(NUM_ENVS), state.h, state.c)  # fmt: skip
         stays = torch.arange(NUM_ENVS) <= t  # env 0 starts first: rows are ragged
-        buffer.add_batch(TamiyoRolloutStep(*(x[stays] for x in step)), stays.nonzero()[:, 0])
-        ended = (terminated | truncated | ~stays)[:, None, None]
+        env_ids = stays.nonzero()[:, 0]
+        buffer.add_batch(step.select(env_ids), env_ids)
+        ended = (terminated | truncated | ~stays)[:, None, None].to(agent.device)
         state = RecurrentState(*(torch.where(ended, 0.0, s) for s in decision.state))
     return buffer
 
@@ -130,7 +138,7 @@ def slow_loss(agent, buffer, parameters):
     def linear(name, x):
         return parameters[f"{name}.weight"] @ x + parameters[f"{name}.bias"]
 
-    policy_terms, entropy_terms, value_terms = [], [], []
+    surrogates, entropy_terms, value_terms = [], [], []
     for env in range(NUM_ENVS):
         h, c = (field[f"hidden_{k}"][env, 0, 0] for k in "hc")
         for t in range(int(buffer.step_counts[env])):
@@ -164,7 +172,8 @@ def slow_loss(agent, buffer, parameters):
                     + parameters["heads.runs.1.chosen.1.weight"][actions[1]]
                 )
                 logits["kind"] = linear("heads.runs.1.readout", torch.tanh(kind))
-            log_ratio = entropy = torch.zeros((), dtype=torch.float64)
+            entropy = torch.zeros((), dtype=torch.float64)
+            log_ratios = []
             had_a_choice = False
             for index, head in enumerate(space):
                 legal = mask[space.slices[index]].nonzero()[:, 0].tolist()
@@ -172,10 +181,8 @@ def slow_loss(agent, buffer, parameters):
                     continue
                 odds = torch.stack([logits[head.name][k] for k in legal])
                 log_p = odds - torch.log(torch.exp(odds).sum())
-                log_ratio = (
-                    log_ratio
-                    + log_p[legal.index(actions[index])]
-                    - field["log_probs"][env, t, index]
+                log_ratios.append(
+                    log_p[legal.index(actions[index])] - field["log_probs"][env, t, index]
                 )
                 if len(legal) > 1:
                     had_a_choice = True
@@ -184,14 +191,21 @@ def slow_loss(agent, buffer, parameters):
                         len(legal)
                     )
             if had_a_choice:
-                ratio, gain = torch.exp(log_ratio), field["advantages"][env, t]
-                clipped = torch.clamp(ratio, 1 - config.clip, 1 + config.clip)
-                policy_terms.append(torch.minimum(ratio * gain, clipped * gain))
+                gain = field["advantages"][env, t]
+                for log_ratio in log_ratios if config.clip_per_head else [sum(log_ratios)]:
+                    ratio = torch.exp(log_ratio)
+                    clipped = torch.clamp(ratio, 1 - config.clip, 1 + config.clip)
+                    surrogates.append(torch.minimum(ratio * gain, clipped * gain))
                 entropy_terms.append(entropy)
             target = (field["returns"][env, t] - value_mean[0]) / value_std[0]
-            value_terms.append((both[3] - target) ** 2)
+            error = (both[3] - target) ** 2
+            if config.value_clip is not None:
+                old = (field["values"][env, t] - value_mean[0]) / value_std[0]
+                near = torch.clamp(both[3], old - config.value_clip, old + config.value_clip)
+                error = torch.maximum(error, (near - target) ** 2)
+            value_terms.append(error)
     return (
-        -torch.stack(policy_terms).mean()
+        -torch.stack(surrogates).sum() / len(entropy_terms)
         + config.value_coefficient * 0.5 * torch.stack(value_terms).mean()
         - config.entropy_coefficient * torch.stack(entropy_terms).mean()
     )
@@ -211,11 +225,18 @@ class KeepGradients:
         self.kept = [p.grad.clone() for p in named]
 
 
-@pytest.mark.parametrize("name", ["one head", "conditional heads"])
-def test_the_gradient_is_that_of_the_formulas(name):
-    weights = {"slot": 0.5} if name == "conditional heads" else {}
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("one head", {}),
+        ("conditional heads", dict(head_entropy_weights={"slot": 0.5})),
+        ("conditional heads", dict(clip_per_head=True)),
+        ("conditional heads", dict(value_clip=0.1)),
+    ],
+)
+def test_the_gradient_is_that_of_the_formulas(name, settings):
     agent = make_agent(SPACES[name], num_minibatches=1, ppo_epochs=1, max_grad_norm=1e9,
-                       entropy_coefficient=0.3, head_entropy_weights=weights)  # fmt: skip
+                       entropy_coefficient=0.3, **settings)  # fmt: skip
     agent.update(collect(agent))  # normalisers have seen something
     buffer = collect(agent, forced_env=2)
     buffer._fields["log_probs"] += torch.where(
@@ -384,6 +405,30 @@ def test_the_passes_stop_when_the_policy_has_moved_far_enough():
     assert eager.update(collect(eager))["ppo_epochs_run"] < 10
     free = make_agent(SPACES["one head"], ppo_epochs=10, learning_rate=0.05, target_kl=None)
     assert free.update(collect(free))["ppo_epochs_run"] == 10
+
+
+@pytest.mark.gpu
+def test_a_pass_waits_once_for_the_device_and_a_minibatch_never():
+    def waits(**settings):
+        agent = make_agent(
+            SPACES["conditional heads"],
+            device="cuda",
+            target_kl=None,
+            learning_rate=1e-5,
+            **settings,
+        )
+        for _ in range(2):  # the first compiles and allocates
+            buffer = collect(agent)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                agent.update(buffer)
+                torch.cuda.set_sync_debug_mode("default")
+        return len([w for w in caught if "synchronizing" in str(w.message)])
+
+    once = waits(ppo_epochs=2, num_minibatches=1)
+    assert waits(ppo_epochs=2, num_minibatches=4) == once
+    assert waits(ppo_epochs=5, num_minibatches=4) == once + 3
 
 
 def test_the_learning_rate_falls_to_zero():
