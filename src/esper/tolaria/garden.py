@@ -84,7 +84,7 @@ class PopulationGarden:
         self.host_ids = torch.arange(self.num_envs) if host_ids is None else host_ids
         self.num_slots, self.num_blueprints = hosts[0].num_slots, len(menu)
         self.events: tuple[Rollback, ...] = ()  # of the last step, hosts numbered as envs
-        self._all_plots: dict[tuple[Host, int], _Plot] = {}
+        self._built: dict[Host, list[_Plot]] = {}
         self._plots: list[_Plot] = []  # of this episode
 
     @property
@@ -120,13 +120,12 @@ class PopulationGarden:
             config.batch_size,
             self.task.num_rows[view_ids],
         )
-        self._plots = []
-        for number, host in enumerate(hosts):
-            plot = self._plot(host, number)
+        self._plots = self._plots_for(hosts)
+        for plot in self._plots:
             with plot.turn():
-                plot.population.reset(rng_seed, view_ids[plot.env_ids])
+                ids = plot.env_ids
+                plot.population.reset(rng_seed, view_ids[ids], self.host_ids[ids])
                 plot.governor.reset()
-            self._plots.append(plot)
 
     def sow(self, states: SlotStates) -> None:
         """Give the hosts seeds before they train: networks that are born grown."""
@@ -192,22 +191,27 @@ class PopulationGarden:
                 accuracies.append(accuracy_on(plot.population, x, labels).float().cpu())
         return torch.cat(accuracies)
 
-    def _plot(self, host: Host, number: int) -> "_Plot":
-        """The population of an architecture in a place of the garden."""
-        if (host, number) not in self._all_plots:
-            each = self.config.envs_per_type
-            envs = range(number * each, (number + 1) * each)
-            population = Population(
-                host,
-                self.menu,
-                self.task,
-                num_hosts=each,
-                batch_size=self.config.batch_size,
-                optimizer=self.optimizer,
-                host_ids=self.host_ids[envs.start : envs.stop],
-            )
-            self._all_plots[host, number] = _Plot.of(population, envs)
-        return self._all_plots[host, number]
+    def _plots_for(self, hosts: Sequence[Host]) -> list["_Plot"]:
+        """A population for each, built when first needed and used again in any place."""
+        config, free = self.config, {host: list(plots) for host, plots in self._built.items()}
+        plots = []
+        for number, host in enumerate(hosts):
+            if not free.get(host):
+                population = Population(
+                    host,
+                    self.menu,
+                    self.task,
+                    num_hosts=config.envs_per_type,
+                    batch_size=config.batch_size,
+                    optimizer=self.optimizer,
+                )
+                built = _Plot.of(population)
+                self._built.setdefault(host, []).append(built)
+                free[host] = [built]
+            first = number * config.envs_per_type
+            envs = range(first, first + config.envs_per_type)
+            plots.append(replace(free[host].pop(), envs=envs))
+        return plots
 
     def _train(self, plot: "_Plot") -> Tensor:
         first, population = self._step * self.config.minibatches, plot.population
@@ -232,14 +236,14 @@ class _Plot:
 
     population: Population
     governor: Governor
-    envs: range
     stream: torch.cuda.Stream | None  # of its own, so that populations train side by side
+    envs: range = range(0)
 
     @classmethod
-    def of(cls, population: Population, envs: range) -> "_Plot":
+    def of(cls, population: Population) -> "_Plot":
         device = population.task.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        return cls(population, Governor(population), envs, stream)
+        return cls(population, Governor(population), stream)
 
     @property
     def env_ids(self) -> Tensor:

@@ -75,9 +75,7 @@ class Population:
         self.host, self.menu = host, tuple(menu)
         self.num_hosts, self.num_slots = num_hosts, host.num_slots
         self.optimizer = optimizer or AdamW()
-        self.host_ids = torch.arange(num_hosts) if host_ids is None else host_ids.cpu()
-        if self.host_ids.shape != (num_hosts,):
-            raise ValueError(f"host_ids {tuple(self.host_ids.shape)}; expected ({num_hosts},)")
+        self.host_ids = self._checked_ids(torch.arange(num_hosts) if host_ids is None else host_ids)
         self.view_ids = self._checked_views(
             torch.zeros(num_hosts, dtype=torch.int64) if view_ids is None else view_ids
         )
@@ -107,12 +105,16 @@ class Population:
         """Of every slot of every host, on the CPU."""
         return self._states
 
-    def reset(self, rng_seed: int, view_ids: Tensor | None = None) -> None:
+    def reset(
+        self, rng_seed: int, view_ids: Tensor | None = None, host_ids: Tensor | None = None
+    ) -> None:
         """New hosts without seeds; their weights follow from `rng_seed` and their ids.
 
-        They see the same views of the data as before, or `view_ids`.
+        They have the same ids and see the same views of the data as before, or those given.
         """
         everyone = torch.arange(self.num_hosts)
+        if host_ids is not None:
+            self.host_ids = self._checked_ids(host_ids)
         if view_ids is not None:
             self.view_ids = self._checked_views(view_ids)
             self._feed.show(self.view_ids)
@@ -201,6 +203,11 @@ class Population:
         return counts
 
     # Compiled code and captured graphs do not look where they read: it is looked at here.
+
+    def _checked_ids(self, host_ids: Tensor) -> Tensor:
+        if host_ids.shape != (self.num_hosts,):
+            raise ValueError(f"host_ids {tuple(host_ids.shape)}; expected ({self.num_hosts},)")
+        return host_ids.cpu()
 
     def _checked_views(self, view_ids: Tensor) -> Tensor:
         views, num_views = view_ids.cpu(), self.task.num_views
