@@ -96,9 +96,26 @@ def count_macs(model: nn.Module, inputs: Any) -> int:
     return round(counter.get_total_flops() / 2 / batch_size(inputs))
 
 
+def count_params(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def find_sites(model: nn.Module, *examples: Any) -> tuple[ModelSite, ...]:
     """The places where `model` can grow, in the order in which a forward pass reaches them."""
     return trace_sites(model, *examples).sites
+
+
+def site_table(sites: Sequence[ModelSite]) -> str:
+    """Name, kind, shape and what could grow there, a line for each site."""
+    rows = [("site", "module", "kind", "shape", "what could grow (parameters)")]
+    for site in sites:
+        grows = ", ".join(f"{b.name} {site.params_of(b):,}" for b in site.blueprints())
+        rows.append((site.name, site.module_class, site.kind.name, str(site.shape), grows))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,409 @@
+"""Growing a model inside its own training loop: three lines.
+
+    growth = esper.Growth(model, optimizer, example=inputs, budget=Budget(params=20_000), decisions=25)
+    for epoch in range(25):
+        for inputs, targets in train_loader:
+            ...                       # forward, backward, optimizer.step()
+            growth.after_step()
+        growth.decide(accuracy_on_validation_data)
+
+After the last of its decisions the model is the best committed network that was seen, and
+`growth.plain_model()` is a copy of it with no slot left.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from esper.grow.bookkeeping import Bookkeeper, network_record
+from esper.grow.budget import Budget
+from esper.grow.controllers import controller_name, make_controller
+from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
+from esper.grow.measuring import Measurement, Score, measure
+from esper.grow.network import GrowingNetwork, NetworkState
+from esper.grow.plain import plain_model
+from esper.grow.reporting import Evidence, Reporter
+from esper.grow.seed_groups import AnyScheduler
+from esper.grow.sites import ModelSite, count_macs, count_params, site_table, trace_sites
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
+from esper.kasmina.lifecycle import apply, begin_step, end_step, uproot
+from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
+from esper.leyline.factored_actions import ActionMasks
+from esper.leyline.protocols import Controller
+from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage
+from esper.tamiyo.policy.action_masks import compute_batch_masks
+
+COLLAPSE = 0.5  # share of the best committed metric below which a network counts as broken
+DEFAULT_RENT = 0.05
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best committed network so far."""
+
+    state: NetworkState
+    metric: float
+    step: int
+
+
+class Growth:
+    """A model that grows while its owner trains it.
+
+    `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them.
+    `decisions` is how often `decide` will be called; the last call closes the run. With
+    `val_loader` and `score` (a batch's scores, one per example, 0 to 1) growth measures itself
+    what each seed is worth; without, `decide` needs the validation metric. `behind_host` trains
+    new seeds by `shadow_loss` before the model feels them. `rent` is the metric that a seed has
+    to bring per unit of log(1 + its parameters / the model's).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        *,
+        example: Any,
+        budget: Budget | None = None,
+        controller: str | Path | Controller = "heuristic",
+        decisions: int = DEFAULT_EPISODE_LENGTH,
+        val_loader: Iterable[Any] | None = None,
+        score: Score | None = None,
+        scheduler: AnyScheduler | None = None,
+        sites: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        blueprints: Sequence[str] | None = None,
+        rent: float = DEFAULT_RENT,
+        max_germinations: int = 100,
+        behind_host: bool = False,
+        rng_seed: int = 0,
+        metric: str = "accuracy",
+    ):
+        _check_arguments(model, optimizer, decisions, val_loader, score)
+        self.model, self.optimizer, self.example = model, optimizer, example
+        self.budget = budget or Budget()
+        self.controller = make_controller(controller)
+        self.decisions = decisions
+        self.scheduler = scheduler
+        self.behind_host = behind_host
+        self._val_loader, self._score = val_loader, score
+        trace = trace_sites(model, example)
+        chosen = trace.choose(sites, exclude)
+        model_params, model_macs = count_params(model), count_macs(model, example)
+        self.budget.check(model_params, model_macs)
+        menu = _menu(blueprints, chosen)
+        generator = torch.Generator().manual_seed(rng_seed)
+        self._network = GrowingNetwork(
+            model, optimizer, chosen, menu, scheduler=scheduler, generator=generator
+        )
+        self._reporter = Reporter(
+            self._network,
+            self.budget,
+            model_params=model_params,
+            model_macs=model_macs,
+            rent=rent,
+            max_germinations=max_germinations,
+        )
+        self._evidence = Evidence(len(chosen))
+        ledger = Ledger(
+            model=type(model).__name__,
+            metric=metric,
+            controller=controller_name(controller),
+            before=network_record(model, trace, model_params, model_macs),
+            budget=BudgetRecord(params=self.budget.params, macs=self.budget.macs),
+            facts={
+                "device": str(chosen[0].device),
+                "torch": torch.__version__,
+                "rng seed": str(rng_seed),
+            },
+        )
+        self._books = Bookkeeper(ledger, self._network, self._reporter)
+        self._best: Best | None = None
+        self.step = 0  # decisions made
+        self.optimizer_steps = 0
+        self._train_losses: list[Tensor] = []
+        self._gradient_norms: dict[int, Tensor] = {}  # by slot, of the last step
+        self.is_closed = False
+        self.controller.begin(torch.zeros(1, dtype=torch.int64))
+
+    # ---- in the training loop
+
+    def after_step(self, loss: Tensor | None = None) -> None:
+        """After every step of the optimiser; `loss`, if given, is for the ledger."""
+        self.optimizer_steps += 1
+        if loss is not None:
+            self._train_losses.append(loss.detach())
+        for index, slot in enumerate(self._network.slots):
+            if slot.seed is None:
+                continue
+            if slot.alpha != 0.0 and slot.calls == 0 and not self.is_closed:
+                raise ValueError(
+                    f"the model did not call its site {slot.site.name!r} in the last step, so the "
+                    "seed there did nothing; a model that is compiled or skips modules cannot grow "
+                    "there: compile the result instead, or leave the site out"
+                )
+            slot.calls = 0
+            self._note_gradients(index, slot.seed)
+
+    def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
+        """With `behind_host`: before `optimizer.step()`, once for each backward pass.
+
+        `compute_loss` makes the loss that was called `backward` on. Its gradient reaches the
+        seeds that train behind the model and nothing else; without such a seed it is not called.
+        """
+        self._network.shadow_loss(compute_loss)
+
+    def decide(
+        self, val_metric: float | None = None, val_loss: float | None = None
+    ) -> DecisionRecord | None:
+        """One decision of the controller, carried out; None when the last call closed the run.
+
+        `val_metric` is the network's as it is now, 0 to 1, higher is better.
+        """
+        if self.is_closed:
+            raise ValueError(f"growth was closed after {self.step} decisions")
+        if self.step == self.decisions - 1:
+            self.close(val_metric, val_loss)
+            return None
+        self._take_stock(val_metric, val_loss)
+        return self._act()
+
+    def close(self, val_metric: float | None = None, val_loss: float | None = None) -> None:
+        """The end of growth: the model becomes the best committed network that was seen.
+
+        Seeds that were never committed are taken out. Call it to stop early; `decide` does it on
+        its last call.
+        """
+        self._take_stock(val_metric, val_loss)
+        assert self._best is not None
+        self._go_back(self._best)
+        self.is_closed = True
+        self._books.last_fates(self.step, self._best.step, self._evidence)
+        self.ledger.conclude(after=replace(self.ledger.before, params=self.params, macs=self.macs))
+
+    # ---- what there is
+
+    @property
+    def sites(self) -> tuple[ModelSite, ...]:
+        return tuple(slot.site for slot in self._network.slots)
+
+    @property
+    def seeds(self) -> dict[str, str]:
+        """The blueprints of the seeds that are in the network now, by site."""
+        return {
+            slot.site.name: self._network.menu[int(blueprint)].name
+            for slot, blueprint in zip(
+                self._network.slots, self._network.states.blueprint[0], strict=True
+            )
+            if slot.seed is not None
+        }
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._books.ledger
+
+    @property
+    def params(self) -> int:
+        """Of the model and every seed in it."""
+        return self._reporter.params
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds per example, likewise."""
+        return self._reporter.macs
+
+    @property
+    def best_metric(self) -> float | None:
+        """Of the best committed network so far."""
+        return None if self._best is None else self._best.metric
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's weights and its seeds': what to clip the gradients of."""
+        return self._network.parameters()
+
+    def plain_model(self) -> nn.Module:
+        """A copy of the model with its committed seeds as ordinary modules, and no slot."""
+        return plain_model(self.model, self._network.slots)
+
+    def describe(self) -> str:
+        """Sites, costs and budget, before anything is spent."""
+        own = (self._reporter.model_params, self._reporter.model_macs)
+        return f"{self.budget.describe(*own)}\n{site_table(self.sites)}"
+
+    # ---- the parts of a decision
+
+    def _take_stock(self, val_metric: float | None, val_loss: float | None) -> None:
+        """The end of the step that was trained: timed moves happen, then all is measured."""
+        if self.step > 0:
+            self._network.adopt(end_step(self._network.states))
+            self._settle_fates()
+        measured = self._measured(val_metric, val_loss)
+        self._evidence.note_gradients(self._gradient_norms)
+        self._gradient_norms = {}
+        self._evidence.take_in(measured.contributions)
+        self._books.step(
+            self.step,
+            measured.metric,
+            self._evidence,
+            val_loss=measured.loss,
+            train_loss=self._mean_train_loss(),
+            optimizer_steps=self.optimizer_steps,
+        )
+        if broken := self._why_broken(measured):
+            self._roll_back(broken)
+        else:
+            self._evidence.metrics.appendleft(measured.metric)
+            self._evidence.loss = _loss_or_guess(measured)
+            self._remember_best(measured.committed_metric)
+
+    def _act(self) -> DecisionRecord:
+        steps_left = self.decisions - 1 - self.step
+        reports = self._reporter.observe(self.step, steps_left, self._evidence)
+        masks = compute_batch_masks(reports, self._reporter.action_space)
+        actions = self.controller.decide(reports, masks)
+        _check_legal(actions, masks)
+        record = self._books.decision(self.step, actions[0], masks)
+        states = apply(
+            self._network.states,
+            actions,
+            self._reporter.action_space,
+            behind_host=self.behind_host,
+        )
+        self._network.adopt(begin_step(states))
+        self._evidence.germinations += record.op == LifecycleOp.GERMINATE.name
+        self._evidence.last_action = actions[0]
+        self._settle_fates()
+        self.step += 1
+        for limit, used in ((self.budget.params, self.params), (self.budget.macs, self.macs)):
+            assert limit is None or used <= limit, "the masks let the budget be exceeded"
+        return record
+
+    def _settle_fates(self) -> None:
+        """What became of seeds is written down; what was known of those that are gone is not."""
+        self._books.fates(self.step, self._evidence)
+        self._evidence.forget(~self._network.states.has_seed[0])
+
+    def _measured(self, val_metric: float | None, val_loss: float | None) -> Measurement:
+        if self._val_loader is not None and self._score is not None:
+            if val_metric is not None:
+                raise ValueError("growth measures the metric itself with score=; leave it out here")
+            measured = measure(self._network, self._val_loader, self._score)
+        elif val_metric is None:
+            raise ValueError(
+                "decide() needs the validation metric, or Growth a val_loader and score"
+            )
+        else:
+            committed = None if self._network.uncommitted else float(val_metric)
+            measured = Measurement(float(val_metric), val_loss, {}, committed)
+        if not 0.0 <= measured.metric <= 1.0 and not (math.isnan(measured.metric) and self._best):
+            raise ValueError(
+                f"the validation metric is {measured.metric}; it must be 0 to 1, higher is better: "
+                "a share, not per cent, and for a loss something like 1 / (1 + loss)"
+            )
+        return measured
+
+    def _why_broken(self, measured: Measurement) -> str:
+        if math.isnan(measured.metric):
+            return "the validation metric is not a number"
+        if not self._network.is_finite():
+            if self._best is None:
+                raise ValueError("the model's weights are not finite before anything has grown")
+            return "weights are not finite"
+        if self._best is not None and measured.metric < COLLAPSE * self._best.metric:
+            return f"the metric fell from {self._best.metric:.4g} to {measured.metric:.4g}"
+        return ""
+
+    def _remember_best(self, metric: float | None) -> None:
+        if metric is not None and (self._best is None or metric >= self._best.metric):
+            self._best = Best(self._network.capture(committed_only=True), metric, self.step)
+
+    def _roll_back(self, reason: str) -> None:
+        assert self._best is not None
+        self._go_back(self._best)
+        self._books.rolled_back(self.step, reason)
+        self.ledger.record_rollback(
+            RollbackRecord(step=self.step, to_step=self._best.step, reason=reason)
+        )
+        self._evidence.metrics.appendleft(self._best.metric)
+        self._evidence.forget(~self._network.states.has_seed[0])
+
+    def _go_back(self, best: Best) -> None:
+        """To the best committed network; seeds that it does not have leave slots at rest."""
+        states = self._network.states
+        was_committed = best.state.slots.stage == SeedStage.FOSSILIZED
+        revoked = (states.stage == SeedStage.FOSSILIZED) & ~was_committed
+        states = replace(states, stage=torch.where(revoked, SeedStage.HOLDING, states.stage))
+        self._network.restore(replace(best.state, slots=uproot(states, _HOST)))
+
+    def _note_gradients(self, index: int, seed: nn.Module) -> None:
+        gradients = [p.grad for p in seed.parameters() if p.grad is not None]
+        if not gradients:
+            return
+        count = sum(g.numel() for g in gradients)
+        norm = torch.nn.utils.get_total_norm(gradients) / math.sqrt(count)
+        self._gradient_norms[index] = norm.detach()
+        for parameter in seed.parameters():
+            parameter.grad = None  # the model's own zero_grad() would not reach it
+
+    def _mean_train_loss(self) -> float | None:
+        losses, self._train_losses = self._train_losses, []
+        return float(torch.stack(losses).mean()) if losses else None
+
+
+_HOST = torch.zeros(1, dtype=torch.int64)
+
+
+def _check_arguments(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    decisions: int,
+    val_loader: Iterable[Any] | None,
+    score: Score | None,
+) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters()):
+        raise ValueError(
+            "the optimizer trains none of the model's weights; make it from model.parameters()"
+        )
+    if decisions < 2:
+        raise ValueError(f"decisions={decisions}; use 2 or more: the last one only closes the run")
+    if (val_loader is None) != (score is None):
+        raise ValueError("val_loader and score go together: give both or none")
+
+
+def _menu(names: Sequence[str] | None, sites: Sequence[ModelSite]) -> tuple[Blueprint, ...]:
+    """The blueprints by name, or all that fit somewhere."""
+    menu = tuple(BLUEPRINTS.values()) if names is None else blueprint_menu(*names)
+    fitting = tuple(b for b in menu if any(b.fits(site.seed_site) for site in sites))
+    if not fitting:
+        kinds = sorted({site.kind.name for site in sites})
+        raise ValueError(f"none of the blueprints {names} fits a site; there are {kinds} sites")
+    return fitting
+
+
+def _check_legal(actions: Tensor, masks: ActionMasks) -> None:
+    """A controller of the user's own may not know the masks."""
+    space = masks.action_space
+    if tuple(actions.shape) != (1, space.num_heads):
+        raise ValueError(
+            f"the controller gave actions of shape {tuple(actions.shape)}; "
+            f"expected (1, {space.num_heads})"
+        )
+    for index, head in enumerate(space):
+        row, choice = masks.row(index, actions)[0], int(actions[0, index])
+        if bool(row.any()) and not (0 <= choice < head.size and bool(row[choice])):
+            raise LifecycleError(
+                f"the controller chose {choice} for {head.name!r}; legal now: "
+                f"{row.nonzero().flatten().tolist()}"
+            )
+
+
+def _loss_or_guess(measured: Measurement) -> float:
+    """The validation loss; without one, what a metric of this size often goes with."""
+    if measured.loss is not None:
+        return measured.loss
+    return -math.log(max(measured.metric, 1e-3))

@@ -1,0 +1,86 @@
+"""How good the network is on validation data, and what each of its seeds is worth there.
+
+Each batch is scored with all seeds, then with each of them switched off, so that a seed is judged
+on the very examples that it helped with or spoiled, whatever the order of the data.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.grow.network import GrowingNetwork
+
+# a batch's score per example [n], 0 to 1, higher is better; with the batch's mean loss, if known
+Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]
+
+
+class Measurement(NamedTuple):
+    metric: float  # mean score
+    loss: float | None
+    contributions: dict[int, tuple[float, float]]  # by slot: score lost without it, its error
+    committed_metric: float | None  # with the committed seeds alone; None: not measured
+
+
+def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Measurement:
+    """The network, and the network without each seed that it feels."""
+    uncommitted = tuple(network.uncommitted)
+    everything: tuple[int, ...] = ()
+    variants = {everything, *((slot,) for slot in network.felt), uncommitted}
+    scores: dict[tuple[int, ...], list[Tensor]] = {slots: [] for slots in sorted(variants)}
+    losses: list[Tensor] = []
+    with resting(network.model):
+        for batch in batches:
+            for off, collected in scores.items():
+                with network.without(off):
+                    scored = score(batch)
+                values, loss = scored if isinstance(scored, tuple) else (scored, None)
+                collected.append(checked_scores(values))
+                if loss is not None and off == everything:
+                    losses.append(loss.detach() * len(values))
+    per_example = {off: joined(collected) for off, collected in scores.items()}
+    whole = per_example[everything]
+    return Measurement(
+        metric=float(whole.mean()),
+        loss=float(torch.stack(losses).sum() / len(whole)) if losses else None,
+        contributions={slot: paired_difference(whole, per_example[slot,]) for slot in network.felt},
+        committed_metric=float(per_example[uncommitted].mean()),
+    )
+
+
+@contextmanager
+def resting(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode and without gradients; afterwards each module as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def checked_scores(values: Tensor) -> Tensor:
+    if values.dim() != 1:
+        raise ValueError(
+            f"a score of shape {tuple(values.shape)}; give one number per example, [batch]"
+        )
+    return values.detach()
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """All examples' scores on the CPU, float64 `[n]`."""
+    if not parts:
+        raise ValueError("the validation loader yields nothing; growth is judged on its examples")
+    return torch.cat(parts).double().cpu()
+
+
+def paired_difference(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """Mean of a - b over the examples, and its standard error."""
+    difference = a - b
+    error = float(difference.std()) / math.sqrt(len(difference)) if len(difference) > 1 else 0.0
+    return float(difference.mean()), error

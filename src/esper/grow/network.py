@@ -1,0 +1,178 @@
+"""A user's model with its slots and its optimiser: what happens to them when slots change.
+
+`adopt` carries out what the lifecycle decided; `capture` and `restore` keep a whole state of
+network and optimiser, for a rollback or a checkpoint.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from esper.grow.seed_groups import AnyScheduler, SeedGroups
+from esper.grow.sites import ModelSite
+from esper.grow.slots import Slot, new_seed
+from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.lifecycle import NO_BLUEPRINT, SlotStates
+from esper.leyline.constants import BlendStyle
+from esper.leyline.stages import SeedStage
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkState:
+    """Weights, seeds and optimiser state as they were; copies, nothing is shared."""
+
+    weights: dict[str, Any]  # the user's state_dict
+    seeds: dict[int, dict[str, Tensor]]  # by slot
+    moments: dict[str, dict[str, Any]]  # the optimiser's state by parameter name
+    slots: SlotStates  # one host
+
+
+class GrowingNetwork:
+    """The model, its slots as one host of the lifecycle, and the optimiser that trains them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        sites: Sequence[ModelSite],
+        menu: Sequence[Blueprint],
+        *,
+        scheduler: AnyScheduler | None = None,
+        generator: torch.Generator,
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self.menu = tuple(menu)
+        self.slots = tuple(Slot(site, model.get_submodule(site.name)) for site in sites)
+        self.states = SlotStates.dormant(1, len(self.slots))
+        self.generator = generator  # of the seeds' weights at birth
+        self._groups = SeedGroups(optimizer, scheduler)
+        self._owners = [
+            self._groups.owner(model.get_submodule(site.weights).parameters()) for site in sites
+        ]
+
+    def adopt(self, states: SlotStates) -> None:
+        """Take in the states of the slots: seeds are born and removed, alphas move."""
+        self.states = states
+        for index, slot in enumerate(self.slots):
+            blueprint = int(states.blueprint[0, index])
+            stage = SeedStage(int(states.stage[0, index]))
+            if blueprint == NO_BLUEPRINT and slot.seed is not None:
+                self._remove(slot)
+            elif blueprint != NO_BLUEPRINT and slot.seed is None:
+                self._plant(index, blueprint)
+            # a seed behind its host is felt in the shadow pass alone
+            slot.alpha = 0.0 if stage == SeedStage.TRAINING else float(states.alpha[0, index])
+            slot.is_committed = stage == SeedStage.FOSSILIZED
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's weights and those of every seed in it."""
+        yield from self.named_parameters().values()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        named = {f"model.{name}": p for name, p in self.model.named_parameters()}
+        for slot in self.slots:
+            if slot.seed is not None:
+                named |= {f"seed.{slot.site.name}.{n}": p for n, p in slot.seed.named_parameters()}
+        return named
+
+    @contextmanager
+    def without(self, slots: Collection[int]) -> Iterator[None]:
+        """The network with some slots switched off."""
+        with ExitStack() as stack:
+            for index in slots:
+                stack.enter_context(self.slots[index].at(0.0))
+            yield
+
+    @property
+    def felt(self) -> list[int]:
+        """Slots whose seeds change the output."""
+        return [index for index, slot in enumerate(self.slots) if slot.alpha != 0.0]
+
+    @property
+    def uncommitted(self) -> list[int]:
+        """Slots whose seeds change the output and are not committed."""
+        return [index for index in self.felt if not self.slots[index].is_committed]
+
+    def is_finite(self) -> bool:
+        return bool(
+            torch.stack([p.detach().isfinite().all().cpu() for p in self.parameters()]).all()
+        )
+
+    def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
+        """Gradients for the seeds behind the host, from a second pass that no one else notices."""
+        behind = (self.states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
+        if not behind:
+            return
+        weights = [p for index in behind for p in self._seed(index).parameters()]
+        with ExitStack() as stack:
+            stack.enter_context(_undisturbed(self.model))
+            for index in behind:
+                target = float(self.states.alpha_target[0, index])
+                stack.enter_context(self.slots[index].at(target))
+            gradients = torch.autograd.grad(compute_loss(), weights, allow_unused=True)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+    def capture(self, *, committed_only: bool = False) -> NetworkState:
+        """Copies of all that is there; or without the seeds that are not committed."""
+        state, named = self.optimizer.state, self.named_parameters()
+        return NetworkState(
+            weights=copy.deepcopy(self.model.state_dict()),
+            seeds={
+                index: copy.deepcopy(slot.seed.state_dict())
+                for index, slot in enumerate(self.slots)
+                if slot.seed is not None and (slot.is_committed or not committed_only)
+            },
+            moments={name: copy.deepcopy(state[p]) for name, p in named.items() if p in state},
+            slots=self.states,
+        )
+
+    def restore(self, state: NetworkState) -> None:
+        """Everything as it was captured, optimiser included; its settings (rates) stay as now."""
+        self.model.load_state_dict(state.weights)
+        self.adopt(state.slots)
+        for index, weights in state.seeds.items():
+            self._seed(index).load_state_dict(weights)
+        for name, parameter in self.named_parameters().items():
+            self.optimizer.state.pop(parameter, None)
+            if name in state.moments:
+                self.optimizer.state[parameter] = copy.deepcopy(state.moments[name])
+
+    def _plant(self, index: int, blueprint: int) -> None:
+        slot = self.slots[index]
+        program = self.menu[blueprint].program(slot.site.seed_site)
+        seed = new_seed(program, slot.site, self.generator)
+        slot.plant(seed, BlendStyle(int(self.states.style[0, index])))
+        named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
+        self._groups.join(self._owners[index], named)
+
+    def _remove(self, slot: Slot) -> None:
+        assert slot.seed is not None
+        self._groups.leave(slot.seed.parameters())
+        slot.clear()
+
+    def _seed(self, index: int) -> nn.Module:
+        seed = self.slots[index].seed
+        assert seed is not None, f"slot {index} is empty"
+        return seed
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Running statistics and randomness are afterwards as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

@@ -1,0 +1,264 @@
+"""One call: a model, its data and a budget in; a grown model, its ledger and a verdict out.
+
+    result = esper.grow(model, train_loader, val_loader, loss=cross_entropy, optimizer=optimizer,
+                        budget=Budget(params=20_000), steps=2_000)
+
+Beside the growing model its ungrown twin is trained on the very same batches, with the same
+randomness and the same settings of the optimiser, so that the verdict compares growth with
+nothing but its absence.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils import _pytree as pytree
+
+from esper.grow.budget import Budget
+from esper.grow.growth import DEFAULT_RENT, Growth
+from esper.grow.ledger import Ledger, TwinRecord, Verdict
+from esper.grow.measuring import checked_scores, joined, paired_difference, resting
+from esper.grow.progress import progress_bar
+from esper.grow.sites import forward
+from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
+from esper.leyline.protocols import Controller
+
+Loss = Callable[[Any, Any], Tensor]  # of the model's output and the target
+Metric = Callable[[Any, Any], Tensor]  # a score per example [batch], 0 to 1
+
+IGNORED = -100  # a target that counts for nothing, as in torch's cross_entropy
+
+
+@dataclass(frozen=True)
+class GrowthResult:
+    """What came of a run."""
+
+    model: nn.Module  # ordinary modules, no slots: the grown network, or the ungrown if better
+    ledger: Ledger
+    verdict: Verdict
+    growth: Growth
+
+
+def grow(
+    model: nn.Module,
+    train_loader: Iterable[Any],
+    val_loader: Iterable[Any],
+    *,
+    loss: Loss,
+    optimizer: optim.Optimizer,
+    steps: int,
+    budget: Budget | None = None,
+    controller: str | Path | Controller = "heuristic",
+    decisions: int = DEFAULT_EPISODE_LENGTH,
+    metric: Metric | None = None,
+    scheduler: LRScheduler | None = None,
+    sites: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    blueprints: Sequence[str] | None = None,
+    rent: float = DEFAULT_RENT,
+    behind_host: bool = False,
+    rng_seed: int = 0,
+    progress: bool = True,
+) -> GrowthResult:
+    """Trains `model` for `steps` batches while it grows within `budget`, and its twin beside it.
+
+    Loaders yield `(inputs, target)`; inputs are a tensor, a tuple of the model's arguments or a
+    dict of them. `metric` scores each example 0 to 1; without it accuracy is used for targets
+    that are classes, and 1 / (1 + loss) for others. A scheduler is stepped after every batch.
+
+    The result is the best committed network that the run saw, by validation metric; or the twin
+    at its own best, where that is better or as good. So it is never worse on validation than the
+    best that was seen without growth.
+    """
+    if not 1 <= decisions <= steps:
+        raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError("ReduceLROnPlateau waits for a metric; use esper.Growth in your own loop")
+    trainer = _Trainer(loss, metric or default_metric, _device_of(model))
+    example, _ = trainer.first_batch(train_loader, "training")
+    trainer.first_batch(val_loader, "validation")
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    growth = Growth(
+        model,
+        optimizer,
+        example=example,
+        budget=budget,
+        controller=controller,
+        decisions=decisions + 1,  # the last call closes the run
+        val_loader=val_loader,
+        score=lambda batch: trainer.score(model, batch),
+        scheduler=scheduler,
+        sites=sites,
+        exclude=exclude,
+        blueprints=blueprints,
+        rent=rent,
+        behind_host=behind_host,
+        rng_seed=rng_seed,
+    )
+    ungrown = _Twin(twin, twin_optimizer, trainer)
+    batches = _endless(train_loader)
+    with progress_bar(steps, growth.describe(), enabled=progress) as report:
+        for number in range(decisions):
+            ungrown.measure(val_loader, growth.ledger, growth.step)
+            growth.decide()
+            until = steps * (number + 1) // decisions
+            while growth.optimizer_steps < until:
+                batch = trainer.moved(next(batches))
+                trainer.train_both(growth, ungrown, batch)
+                if scheduler is not None:
+                    scheduler.step()
+                report(growth.optimizer_steps, _standing(growth))
+        ungrown.measure(val_loader, growth.ledger, growth.step)
+        growth.decide()
+    return _conclude(growth, ungrown, val_loader, trainer)
+
+
+def default_metric(output: Any, target: Any) -> Tensor:
+    """Accuracy for targets that are classes, 1 / (1 + squared error) for numbers."""
+    if isinstance(output, Tensor) and isinstance(target, Tensor):
+        if target.is_floating_point() and output.shape == target.shape:
+            return 1 / (1 + (output - target).square().reshape(len(target), -1).mean(1))
+        for axis in (-1, 1):  # classes come last, or second as in torch's own losses
+            if not target.is_floating_point() and output.argmax(axis).shape == target.shape:
+                counts = (target != IGNORED).reshape(len(target), -1)
+                correct = (output.argmax(axis) == target).reshape(len(target), -1)
+                return (correct & counts).sum(1) / counts.sum(1).clamp(min=1)
+    told = [
+        f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
+    ]
+    raise ValueError(
+        f"no metric is known for an output {told[0]} and a target {told[1]}; pass metric=..., "
+        "a score per example from 0 to 1"
+    )
+
+
+class _Trainer:
+    """What both networks share: the loss, the metric and the device."""
+
+    def __init__(self, loss: Loss, metric: Metric, device: torch.device):
+        self._loss, self._metric, self._device = loss, metric, device
+
+    def first_batch(self, loader: Iterable[Any], name: str) -> Any:
+        """The first batch's inputs and target, on the device."""
+        for batch in loader:
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise ValueError(
+                    f"the {name} loader yields a {type(batch).__name__}; it must yield pairs "
+                    "(inputs, target). For other batches use esper.Growth in your own loop"
+                )
+            return self.moved(batch)
+        raise ValueError(f"the {name} loader yields nothing")
+
+    def moved(self, batch: Any) -> Any:
+        return pytree.tree_map(
+            lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, batch
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, target = batch
+        return self._loss(forward(model, inputs), target)
+
+    def score(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Each example's score, and the mean loss."""
+        inputs, target = self.moved(batch)
+        output = forward(model, inputs)
+        return checked_scores(self._metric(output, target)), self._loss(output, target)
+
+    def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
+        """One step of each on the same batch, with the same randomness."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            loss = self._step(growth.model, growth.optimizer, batch, growth.shadow_loss)
+        growth.after_step(loss)
+        twin.follow(growth.optimizer)
+        self._step(twin.model, twin.optimizer, batch)
+
+    def _step(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        batch: Any,
+        shadow: Callable[[Callable[[], Tensor]], None] | None = None,
+    ) -> Tensor:
+        optimizer.zero_grad()
+        loss = self.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if shadow is not None:
+            shadow(lambda: self.loss(model, batch))
+        optimizer.step()
+        return loss.detach()
+
+
+class _Twin:
+    """The ungrown model, trained alike."""
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, trainer: _Trainer):
+        self.model, self.optimizer = model, optimizer
+        self._trainer = trainer
+        self._best_metric = -1.0
+        self._best: dict[str, Any] = {}
+
+    def follow(self, optimizer: optim.Optimizer) -> None:
+        """Takes over the settings of the growing model's groups: one schedule drives both."""
+        for own, theirs in zip(self.optimizer.param_groups, optimizer.param_groups, strict=False):
+            own.update({name: value for name, value in theirs.items() if name != "params"})
+
+    def measure(self, val_loader: Iterable[Any], ledger: Ledger, step: int) -> None:
+        with resting(self.model):
+            parts = [self._trainer.score(self.model, batch)[0] for batch in val_loader]
+        metric = float(joined(parts).mean())
+        ledger.record_twin(TwinRecord(step=step, metric=metric))
+        if metric > self._best_metric:
+            self._best_metric, self._best = metric, copy.deepcopy(self.model.state_dict())
+
+    def at_its_best(self) -> nn.Module:
+        self.model.load_state_dict(self._best)
+        return self.model
+
+
+def _conclude(
+    growth: Growth, twin: _Twin, val_loader: Iterable[Any], trainer: _Trainer
+) -> GrowthResult:
+    """Both at their best on the same validation batches; the better is the result."""
+    grown, ungrown = growth.plain_model(), twin.at_its_best()
+    scores: tuple[list[Tensor], list[Tensor]] = ([], [])
+    with resting(grown), resting(ungrown):
+        for batch in val_loader:
+            for collected, model in zip(scores, (grown, ungrown), strict=True):
+                collected.append(trainer.score(model, batch)[0])
+    with_growth, without = (joined(collected) for collected in scores)
+    gain, error = paired_difference(with_growth, without)
+    has_grown = growth.params > growth.ledger.before.params
+    keeps_growth = gain > 0 or (gain == 0 and not has_grown)
+    verdict = Verdict(
+        grown=float(with_growth.mean()),
+        ungrown=float(without.mean()),
+        returned="grown" if keeps_growth else "ungrown",
+        difference_error=error,
+    )
+    assert growth.ledger.after is not None
+    growth.ledger.conclude(after=growth.ledger.after, verdict=verdict)
+    return GrowthResult(grown if keeps_growth else ungrown, growth.ledger, verdict, growth)
+
+
+def _standing(growth: Growth) -> str:
+    last = growth.ledger.steps[-1].metric
+    seeds = len(growth.seeds)
+    return f"{growth.ledger.metric} {last:.4f}  {seeds} seeds  {growth.params:,} parameters"
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameters = list(model.parameters())
+    if not parameters:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    return parameters[0].device
