@@ -8,10 +8,10 @@ leaves either the old checkpoint or the new one. Contents are tensors and plain 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, BinaryIO
 from zipfile import is_zipfile
 
 import torch
@@ -31,13 +31,18 @@ def write_checkpoint(path: str | Path, kind: str, contents: Mapping[str, Any]) -
     """Replace `path` in one step, once the new contents are safely on the disk."""
     path = Path(path)
     _require_plain(contents, "contents")
+    header = {"format": _MAGIC, "version": FORMAT_VERSION, "kind": kind}
+    replace_file(path, lambda file: torch.save(header | {"contents": dict(contents)}, file))
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """A file with new contents that were safely on the disk before they took its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # one name per process: two of them may write at the same time
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    header = {"format": _MAGIC, "version": FORMAT_VERSION, "kind": kind}
     try:
         with open(temporary, "wb") as file:
-            torch.save(header | {"contents": dict(contents)}, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

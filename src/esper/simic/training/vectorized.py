@@ -1,30 +1,38 @@
 """How Tamiyo learns to grow: N episodes side by side, then one PPO update, round after round.
 
-trainer = VectorizedTrainer(environment, agent)
-for summary in trainer.rounds(200):
-    print(summary.metrics)
+trainer = VectorizedTrainer(environment, agent, max_steps=25)
+for number in range(200):
+    episodes = trainer.collect()
+    metrics = trainer.learn(progress=number / 200)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.leyline.protocols import Environment
+from esper.leyline.protocols import Environment, StepOutcome
+from esper.leyline.reports import Reports
+from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 from esper.simic.rewards import GrowthReward
+from esper.simic.training.phase_clock import PhaseClock
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
 
 
-class RoundSummary(NamedTuple):
-    """One round: what the episodes scored, and what the update measured."""
+class Episodes(NamedTuple):
+    """What a round's episodes came to; the decisions themselves are in the buffer."""
 
     scores: Tensor  # [N]: of the committed networks
     rent: Tensor  # [N]
-    metrics: dict[str, float]
+    host_params: Tensor  # [N]
+    rolled_back: Tensor  # [N]
+    accuracy: Tensor  # [N, T], after each step, as are those below
+    added_params: Tensor
+    cost_params: Tensor  # of the seed that the step germinated, or 0
 
 
 class VectorizedTrainer:
@@ -52,34 +60,38 @@ class VectorizedTrainer:
             agent.device,
         )
         self.reward = GrowthReward(environment.num_envs, start_score=start_score)
+        self.clock = PhaseClock()
         self.rng = torch.Generator(agent.device).manual_seed(rng_seed)  # what is sampled
         self.shuffle = torch.Generator().manual_seed(rng_seed)  # how rollouts are cut up
 
-    def rounds(self, num_rounds: int) -> Iterator[RoundSummary]:
-        """Collect and learn, `num_rounds` times."""
-        for number in range(num_rounds):
-            rent = self.collect()
-            metrics = self.agent.update(
-                self.buffer, progress=number / num_rounds, generator=self.shuffle
-            )
-            yield RoundSummary(self.reward.scores, rent, metrics)
-
-    def collect(self, *, deterministic: bool = False) -> Tensor:
-        """One episode in every env, into the buffer; the rent of each."""
-        environment, agent, buffer = self.environment, self.agent, self.buffer
+    def collect(
+        self, *, deterministic: bool = False, should_stop: Callable[[], bool] = lambda: False
+    ) -> Episodes | None:
+        """One episode in every env, into the buffer; None if asked to stop before its end."""
+        environment, agent, buffer, lap = self.environment, self.agent, self.buffer, self.clock.lap
         environment.reset()
         buffer.reset()
         self.reward.begin()
+        lap("hosts")
         state = agent.policy.initial_state(environment.num_envs)
         running = torch.ones(environment.num_envs, dtype=torch.bool)
+        trace: list[_TracedStep] = []
         while running.any():
+            if should_stop():
+                return None
             reports = environment.observe()
+            lap("observe")
             features = self.layout.features(reports).to(agent.device)
+            lap("features")
             masks = compute_batch_masks(reports, environment.action_space).to(agent.device)
+            lap("masks")
             decision = agent.act(
                 features, masks, state, generator=self.rng, deterministic=deterministic
             )
-            outcome = environment.step(decision.actions)
+            actions = decision.actions.cpu()
+            lap("act")
+            outcome = environment.step(actions)
+            lap("hosts")
             step = TamiyoRolloutStep(
                 state=features,
                 actions=decision.actions,
@@ -97,4 +109,39 @@ class VectorizedTrainer:
             buffer.add_batch(step.select(env_ids), env_ids)
             running &= ~(outcome.terminated | outcome.truncated)
             state = decision.state
-        return reports.rent
+            lap("buffer")
+            trace.append(_traced(reports, actions, outcome))
+            lap("telemetry")
+        return self._episodes(reports, trace)
+
+    def learn(self, progress: float = 0.0) -> dict[str, float]:
+        """One update from what was collected; its metrics."""
+        metrics = self.agent.update(self.buffer, progress=progress, generator=self.shuffle)
+        self.clock.lap("update")
+        return metrics
+
+    def _episodes(self, reports: Reports, trace: list["_TracedStep"]) -> Episodes:
+        rolled_back, *per_step = (torch.stack(field, 1) for field in zip(*trace, strict=True))
+        return Episodes(
+            self.reward.scores,
+            reports.rent,
+            reports.host_params,
+            rolled_back.any(dim=1),
+            *per_step,
+        )
+
+
+class _TracedStep(NamedTuple):
+    """What is kept of a step beside the transition, each `[N]`."""
+
+    rolled_back: Tensor
+    accuracy: Tensor
+    added_params: Tensor
+    cost_params: Tensor
+
+
+def _traced(reports: Reports, actions: Tensor, outcome: StepOutcome) -> _TracedStep:
+    op, slot, blueprint = actions[:, :3].unbind(dim=-1)
+    price = reports.cost_params[torch.arange(reports.num_envs), slot, blueprint]
+    cost = torch.where(op == LifecycleOp.GERMINATE, price, 0.0)
+    return _TracedStep(outcome.rolled_back, outcome.accuracy, outcome.added_params, cost)

@@ -1,0 +1,231 @@
+"""A run's rounds, episodes and decisions in SQLite, readable while the run goes on.
+
+    with RunDatabase(path, action_space, choices=names, details={...}) as database:
+        database.add(record)            # a round: one transaction, written while the next goes on
+        database.flush()                # it is on the disk
+
+| table | a row for each |
+|---|---|
+| `runs` | time that the run was begun or resumed |
+| `rounds` | round: its metrics, as JSON |
+| `episodes` | host that grew |
+| `decisions` | decision: what was chosen, what was legal, what it cost, what came of it |
+| `observations` | observed decision: its features, float32 |
+| `choices` | choice of a head, by its name |
+
+A head that had nothing to choose is NULL. `legal_HEAD` has bit c set where choice c was legal.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from itertools import repeat
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from esper.leyline.factored_actions import FactoredActionSpace
+from esper.leyline.records import RoundRecord
+
+Rows = Iterator[tuple[Any, ...]]
+_BUSY_TIMEOUT_S = 30.0  # a reader may hold a checkpoint of the log back, never a write
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS runs (
+    started TEXT NOT NULL, first_round INTEGER NOT NULL, details TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS choices (
+    head TEXT NOT NULL, choice INTEGER NOT NULL, name TEXT NOT NULL, PRIMARY KEY (head, choice)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rounds (
+    round INTEGER PRIMARY KEY, ended TEXT NOT NULL, score REAL, accuracy REAL, metrics TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS episodes (
+    round INTEGER, env INTEGER, host TEXT, variant TEXT, rent REAL, host_params INTEGER,
+    steps INTEGER, rolled_back INTEGER, accuracy REAL, added_params INTEGER, score REAL,
+    PRIMARY KEY (round, env)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS observations (
+    round INTEGER, env INTEGER, step INTEGER, features BLOB, PRIMARY KEY (round, env, step)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS decisions (
+    round INTEGER, env INTEGER, step INTEGER, {heads}, {legal},
+    cost_params INTEGER, accuracy_before REAL, accuracy REAL, added_params INTEGER,
+    reward REAL, value REAL, PRIMARY KEY (round, env, step)
+) WITHOUT ROWID;
+"""
+
+
+class RunDatabase:
+    """Where one run writes; it is opened again where the run is resumed."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        action_space: FactoredActionSpace,
+        *,
+        choices: Mapping[str, Sequence[str]],
+        details: Mapping[str, Any],
+        rounds_done: int = 0,
+    ):
+        """`choices` names the choices of heads; rounds after `rounds_done` are forgotten."""
+        self._space = action_space
+        self._connection = sqlite3.connect(
+            path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+        execute = self._connection.execute
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = FULL")  # a round that was told is never lost
+        with self._transaction():
+            for statement in self._schema().split(";\n"):
+                execute(statement)
+            for table in ("rounds", "episodes", "decisions", "observations"):
+                execute(f"DELETE FROM {table} WHERE round > ?", (rounds_done,))
+            execute(
+                "INSERT INTO runs VALUES (?, ?, ?)", (_now(), rounds_done + 1, json.dumps(details))
+            )
+            named = [(head, c, name) for head in choices for c, name in enumerate(choices[head])]
+            self._connection.executemany("INSERT OR REPLACE INTO choices VALUES (?, ?, ?)", named)
+
+    def add(self, record: RoundRecord) -> None:
+        """Write a round, beside what comes next; raises what went wrong with the one before."""
+        self.flush()
+        self._writing = self._writer.submit(self._write, record)
+
+    def flush(self) -> None:
+        """Every round that was added is on the disk, or an error says why not."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write(self, record: RoundRecord) -> None:
+        """All of a round, or none of it."""
+        with self._transaction():
+            self._insert("rounds", iter([_round_row(record)]))
+            self._insert("episodes", _episode_rows(record))
+            self._insert("decisions", self._decision_rows(record))
+            self._insert("observations", _observation_rows(record))
+
+    def _schema(self) -> str:
+        names = self._space.names
+        return _TABLES.format(
+            heads=", ".join(f"{name} INTEGER" for name in names),
+            legal=", ".join(f"legal_{name} INTEGER" for name in names),
+        )
+
+    def _decision_rows(self, record: RoundRecord) -> Rows:
+        envs, steps = _stored(record)
+        actions, legal = record.actions[envs, steps], record.legal[envs, steps]
+        chosen, bits = [], []
+        for index, part in enumerate(self._space.split(legal).values()):
+            weights = 2 ** torch.arange(part.shape[-1])
+            bits.append((part * weights).sum(dim=-1).tolist())
+            had_choice = part.any(dim=-1).tolist()
+            values = actions[:, index].tolist()
+            chosen.append([v if had else None for v, had in zip(values, had_choice, strict=True)])
+        before = torch.cat((torch.full_like(record.accuracy[:, :1], torch.nan), record.accuracy), 1)
+        return zip(
+            repeat(record.round),
+            envs.tolist(),
+            steps.tolist(),
+            *chosen,
+            *bits,
+            record.cost_params[envs, steps].long().tolist(),
+            before[envs, steps].tolist(),
+            record.accuracy[envs, steps].tolist(),
+            record.added_params[envs, steps].long().tolist(),
+            record.rewards[envs, steps].tolist(),
+            record.values[envs, steps].tolist(),
+            strict=False,
+        )
+
+    def _insert(self, table: str, rows: Rows) -> None:
+        columns = self._connection.execute(f"PRAGMA table_info({table})").fetchall()
+        marks = ", ".join("?" * len(columns))
+        self._connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+
+    def _transaction(self) -> "_Transaction":
+        return _Transaction(self._connection)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.shutdown()
+        self._connection.close()
+        if kind is None:
+            self.flush()
+
+
+class _Transaction:
+    def __init__(self, connection: sqlite3.Connection):
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._connection.execute("COMMIT")
+        elif self._connection.in_transaction:  # SQLite ends it by itself where the disk is full
+            self._connection.execute("ROLLBACK")
+
+
+def _round_row(record: RoundRecord) -> tuple[Any, ...]:
+    metrics = record.metrics
+    score, accuracy = metrics.get("episode/score"), metrics.get("episode/accuracy")
+    finite = {name: v for name, v in metrics.items() if v == v and abs(v) != float("inf")}
+    return record.round, _now(), score, accuracy, json.dumps(finite)
+
+
+def _episode_rows(record: RoundRecord) -> Rows:
+    envs = torch.arange(len(record.hosts))
+    last = record.step_counts - 1
+    return zip(
+        repeat(record.round),
+        envs.tolist(),
+        record.hosts,
+        record.variants,
+        record.rent.tolist(),
+        record.host_params.long().tolist(),
+        record.step_counts.tolist(),
+        record.rolled_back.long().tolist(),
+        record.accuracy[envs, last].tolist(),
+        record.added_params[envs, last].long().tolist(),
+        record.scores.tolist(),
+        strict=False,
+    )
+
+
+def _observation_rows(record: RoundRecord) -> Rows:
+    for row, env in enumerate(record.observed_envs.tolist()):
+        for step in range(int(record.step_counts[env])):
+            yield record.round, env, step, record.observations[row, step].numpy().tobytes()
+
+
+def _stored(record: RoundRecord) -> tuple[Tensor, Tensor]:
+    """Env and step of every decision that was made."""
+    steps = torch.arange(record.accuracy.shape[1])
+    envs, stored = (steps < record.step_counts.unsqueeze(1)).nonzero(as_tuple=True)
+    return envs, stored
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,155 @@
+"""A run's folder: what lies where in it, one process at a time, and checkpoints that survive.
+
+    with RunFolder.create("runs/first", config) as folder:
+        folder.save(training)
+    with RunFolder.reopen("runs/first") as folder:
+        training = folder.resume()
+
+| file | what |
+|---|---|
+| `config.json` | every setting of the run |
+| `checkpoint.pt` | the run after its last saved round, `checkpoint.previous.pt` the one before |
+| `controller.pt` | the controller as it was then |
+| `run.sqlite` | rounds, episodes and decisions |
+| `events.out.*` | TensorBoard's curves |
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from esper.simic.training.checkpoint import replace_file
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.growth_training import GrowthTraining
+from esper.simic.training.plain_config import from_plain, to_plain
+
+LEAST_FREE_BYTES = 100 * 2**20  # without which a run does not begin
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where a run keeps what."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.pt"
+
+    @property
+    def previous_checkpoint(self) -> Path:
+        return self.path / "checkpoint.previous.pt"
+
+    @property
+    def controller(self) -> Path:
+        return self.path / "controller.pt"
+
+    @property
+    def database(self) -> Path:
+        return self.path / "run.sqlite"
+
+    def read_config(self) -> TrainConfig:
+        if not self.config.exists():
+            raise ValueError(f"{self.path} is not the folder of a run: it has no config.json")
+        try:
+            plain = json.loads(self.config.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self.config} is not JSON: {error}") from error
+        return from_plain(TrainConfig, plain)
+
+
+class RunFolder:
+    """The folder of a run that is going on here; a lock keeps others out of it."""
+
+    def __init__(self, path: str | Path):
+        self.files = RunFiles(Path(path))
+        _check_writable(self.files.path)
+        self._lock = _locked(self.files.path)
+
+    @classmethod
+    def create(cls, path: str | Path, config: TrainConfig) -> Self:
+        """A folder for a new run; one that holds a run already is refused."""
+        folder = cls(path)
+        if folder.files.config.exists():
+            folder.close()
+            raise ValueError(
+                f"{path} holds a run already; go on with `esper train --resume {path}`, "
+                "or choose another folder with --out"
+            )
+        text = json.dumps(to_plain(config), indent=2, allow_nan=False) + "\n"
+        replace_file(folder.files.config, lambda file: file.write(text.encode()))
+        return folder
+
+    @classmethod
+    def reopen(cls, path: str | Path) -> Self:
+        """The folder of a run to go on with."""
+        RunFiles(Path(path)).read_config()  # a folder without a run is not touched
+        return cls(path)
+
+    def resume(self) -> GrowthTraining:
+        """The run after its last checkpoint, or from the beginning if it never came to one."""
+        if not self.files.checkpoint.exists():
+            return GrowthTraining(self.files.read_config())
+        return GrowthTraining.resume(self.files.checkpoint)
+
+    def save(self, training: GrowthTraining) -> None:
+        """Checkpoint and controller; the checkpoint of before is kept beside it."""
+        files = self.files
+        if files.checkpoint.exists():
+            before = files.checkpoint.read_bytes()
+            replace_file(files.previous_checkpoint, lambda file: file.write(before))
+        training.save(files.checkpoint)
+        training.controller().save(files.controller)
+
+    def close(self) -> None:
+        """Let others in."""
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe.{os.getpid()}"
+        probe.write_bytes(b"esper")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    free = shutil.disk_usage(path).free
+    if free < LEAST_FREE_BYTES:
+        raise ValueError(
+            f"{path} has {free / 2**20:.0f} MiB left; a run needs {LEAST_FREE_BYTES / 2**20:.0f}"
+        )
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the folder's lock; it is let go with the process, however that ends."""
+    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(descriptor, 32).decode().strip()
+        os.close(descriptor)
+        raise ValueError(f"another run (process {owner}) is at work in {path}") from error
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
