@@ -1,0 +1,280 @@
+"""A grown model as files that need no Esper: a torch.export program, ONNX, and plain source code.
+
+    export(model, example, "grown/")
+
+    model.pt2     torch.export.load("model.pt2").module()
+    model.onnx    onnxruntime.InferenceSession("model.onnx")
+    model.py      a readable nn.Module; from model import load; load() reads model.pt beside it
+
+The model is traced once, in evaluation mode, with a free batch size; every format is made from
+that trace, read back, and compared with the model at two batch sizes before `export` returns.
+"""
+
+import contextlib
+import copy
+import importlib.util
+import logging
+import runpy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.utils import _pytree as pytree
+
+from esper.grow.export_source import source_of
+from esper.grow.folding import folded
+from esper.grow.sites import batch_size, forward
+
+FORMATS = ("torch", "onnx", "source")
+TOLERANCE = 1e-5  # largest difference, absolute and relative, between the model and its files
+
+aten = torch.ops.aten
+
+_ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_LARGEST_ONNX_FILE = 2**31 - 2**20  # a protobuf's limit; larger models keep their weights beside
+
+
+class ExportError(RuntimeError):
+    """A model that cannot be exported in a format; the message says why and what else works."""
+
+
+def export(
+    model: nn.Module, example: Any, path: str | Path, formats: Sequence[str] = FORMATS
+) -> dict[str, Path]:
+    """Writes `model` to the folder `path`; the file of each format.
+
+    `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them.
+    The batch size is free in all formats, every other axis is that of the example.
+    """
+    _check_formats(formats)
+    plain = folded(model).cpu().eval()
+    plain.register_forward_hook(_plain_output)
+    example = _batch_of_two_or_more(_on_cpu(example))
+    program = _traced(plain, example)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {name: _WRITERS[name](program, plain, folder) for name in formats}
+    for name, file in files.items():
+        _check_equal(name, _READERS[name](file), plain, example)
+    return files
+
+
+def _check_formats(formats: Sequence[str]) -> None:
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise ValueError(f"no formats {unknown}; there are {list(FORMATS)}")
+    missing = [name for name in _ONNX_PACKAGES if importlib.util.find_spec(name) is None]
+    if "onnx" in formats and missing:
+        raise ExportError(
+            f"ONNX needs {', '.join(missing)}: pip install 'esper-lite[export]', or leave it out "
+            "with formats=('torch', 'source')"
+        )
+
+
+def _on_cpu(example: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example)
+
+
+def _batch_of_two_or_more(example: Any) -> Any:
+    """A batch of one would be taken for a constant."""
+    return example if batch_size(example) > 1 else _repeated(example, 2)
+
+
+def _repeated(example: Any, times: int) -> Any:
+    rows = batch_size(example)
+    return pytree.tree_map_only(
+        Tensor,
+        lambda tensor: tensor.repeat_interleave(times, 0) if _has_rows(tensor, rows) else tensor,
+        example,
+    )
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+
+
+def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """A mapping or tuple of a class of its own as a plain one, which loads anywhere."""
+    if isinstance(output, Mapping):
+        return {key: value for key, value in output.items() if value is not None}
+    return tuple(output) if isinstance(output, tuple) else output
+
+
+def _traced(model: nn.Module, example: Any) -> ExportedProgram:
+    rows = batch_size(example)
+    args, kwargs = _arguments(example)
+    shapes = ShapesCollection()  # type: ignore[no-untyped-call]
+    for leaf in pytree.tree_leaves(example):
+        if _has_rows(leaf, rows):
+            shapes[leaf] = {0: Dim.DYNAMIC}
+    free_batch = shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
+    try:
+        with _tracing():
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=free_batch)
+    except Exception as error:
+        raise ExportError(
+            f"torch.export cannot trace {_part_that_fails(model, example)}: "
+            f"{str(error).strip().splitlines()[0]}\nEvery format is made from that trace. Rewrite "
+            "that part without Python decisions on tensor values and with a free batch size, or "
+            "keep the model in memory: torch.save(model.state_dict(), ...) always works."
+        ) from error
+    _tidy(program)
+    return program
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and keyword arguments, as `forward` hands them to a model."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    """Layers written out instead of torch's fused encoder, and torch's notes to itself unread."""
+    fast, logger = torch.backends.mha.get_fastpath_enabled(), logging.getLogger("torch.onnx")
+    level = logger.level
+    torch.backends.mha.set_fastpath_enabled(False)
+    logger.setLevel(logging.ERROR)  # which optional packages it does without
+    try:
+        with warnings.catch_warnings():
+            # copying a program touches a name that torch is about to rename
+            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        logger.setLevel(level)
+
+
+def _part_that_fails(model: nn.Module, example: Any) -> str:
+    """The innermost module that a trace has entered and not left."""
+    model, entered = copy.deepcopy(model), [""]
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
+        module.register_forward_hook(lambda *_: entered.pop() and None)
+    args, kwargs = _arguments(example)
+    with contextlib.suppress(Exception), _tracing():
+        torch.export.export(model, args, kwargs)
+    kind = type(model.get_submodule(entered[-1])).__name__
+    return f"{entered[-1]!r} ({kind})" if entered[-1] else f"the model ({kind})"
+
+
+def _tidy(program: ExportedProgram) -> None:
+    """The graph without checks and conversions that do nothing, and without traces of where it
+    was made: paths of files, and classes that a reader of the file does not have.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        for note in ("stack_trace", "torch_fn", "custom"):
+            node.meta.pop(note, None)
+        if stack := node.meta.get("nn_module_stack"):
+            node.meta["nn_module_stack"] = {
+                key: (path, _without_own_classes(kind)) for key, (path, kind) in stack.items()
+            }
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.target is aten.to.dtype and node.args[0].meta["val"].dtype == node.args[1]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target is aten.scaled_dot_product_attention.default:
+            _give_a_head(node)
+    program.graph_module.recompile()
+
+
+def _without_own_classes(kind: str) -> str:
+    return "torch.nn.modules.module.Module" if kind.startswith("esper.") else kind
+
+
+def _give_a_head(node: fx.Node) -> None:
+    """Attention over `[batch, tokens, width]` as one head of `[batch, heads, tokens, width]`.
+
+    ONNX knows attention with an axis of heads only.
+    """
+    if node.meta["val"].dim() != 3:
+        return
+    graph = node.graph
+
+    def insert(target: Any, source: fx.Node) -> fx.Node:
+        new = graph.call_function(target, (source, 1))
+        new.meta = {**node.meta, "val": target(source.meta["val"], 1)}
+        return new
+
+    with graph.inserting_before(node):
+        node.args = tuple(
+            insert(aten.unsqueeze.default, arg)
+            if isinstance(arg, fx.Node) and arg.meta["val"].dim() == 3
+            else arg
+            for arg in node.args
+        )
+    node.meta["val"] = node.meta["val"].unsqueeze(1)
+    with graph.inserting_after(node):
+        squeezed = insert(aten.squeeze.dim, node)
+    node.replace_all_uses_with(squeezed, lambda user: user is not squeezed)
+
+
+def _write_torch(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+    torch.export.save(program, folder / "model.pt2")
+    return folder / "model.pt2"
+
+
+def _write_onnx(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+    size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
+    file = folder / "model.onnx"
+    with _tracing():
+        torch.onnx.export(program, f=file, verbose=False, external_data=size > _LARGEST_ONNX_FILE)
+    return file
+
+
+def _write_source(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+    source = source_of(program, model)
+    (folder / "model.py").write_text(source.text, encoding="utf-8")
+    torch.save(source.state, folder / "model.pt")
+    return folder / "model.py"
+
+
+def _read_torch(file: Path) -> Callable[[Any], Any]:
+    module = torch.export.load(file).module()
+    return lambda example: forward(module, example)
+
+
+def _read_onnx(file: Path) -> Callable[[Any], Any]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+
+    def run(example: Any) -> list[Tensor]:
+        leaves = [leaf.numpy() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+        outputs = session.run(None, dict(zip(names, leaves, strict=True)))
+        return [torch.from_numpy(output) for output in outputs]
+
+    return run
+
+
+def _read_source(file: Path) -> Callable[[Any], Any]:
+    model = runpy.run_path(str(file))["load"]()
+    return lambda example: model(*(x for x in pytree.tree_leaves(example) if isinstance(x, Tensor)))
+
+
+_WRITERS = {"torch": _write_torch, "onnx": _write_onnx, "source": _write_source}
+_READERS = {"torch": _read_torch, "onnx": _read_onnx, "source": _read_source}
+
+
+def _check_equal(name: str, exported: Callable[[Any], Any], model: nn.Module, example: Any) -> None:
+    """The file computes what the model does, at the example's batch size and at another."""
+    for batch in (example, _repeated(example, 2)):
+        with torch.no_grad():
+            expected, got = (
+                [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+                for output in (forward(model, batch), exported(batch))
+            )
+        for want, have in zip(expected, got, strict=True):
+            tolerance = max(TOLERANCE, 4 * torch.finfo(want.dtype).eps)
+            if not torch.allclose(have, want, tolerance, tolerance, equal_nan=True):
+                off = (have - want).abs().max().item()
+                raise ExportError(
+                    f"the {name} file is off by {off:.2g} at {batch_size(batch)} rows"
+                )

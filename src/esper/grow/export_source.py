@@ -1,0 +1,394 @@
+"""A traced model as a readable source file: layers in `__init__`, torch calls in `forward`.
+
+Where the trace shows the whole of a torch.nn layer, the file has that layer (so that the model can
+also be trained on); everything else is written as the torch function it is. A value that nothing
+needs any more gives its name to the next, so that a chain of layers reads `x = self.conv(x)`.
+"""
+
+import ast
+import inspect
+import keyword
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, TensorArgument
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+_INFIX: dict[Any, str] = {
+    aten.add.Tensor: "+",
+    aten.sub.Tensor: "-",
+    aten.mul.Tensor: "*",
+    aten.div.Tensor: "/",
+    aten.matmul.default: "@",
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.floordiv: "//",
+}
+# fmt: off
+# operators whose arguments are, in this order, those of the torch function of the same name
+_TORCH = {
+    "abs", "addcmul", "addmm", "amax", "amin", "avg_pool1d", "batch_norm", "bmm", "cat", "chunk",
+    "clamp", "conv1d", "conv2d", "conv3d", "cos", "cumsum", "embedding", "erf", "exp", "flatten",
+    "group_norm", "layer_norm", "log", "log_softmax", "max_pool1d", "max_pool2d", "mean", "mul",
+    "neg", "permute", "pow", "relu", "relu_", "reshape", "rsqrt", "select", "sigmoid", "sin",
+    "softmax", "sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "unflatten", "unsqueeze",
+    "where",
+}
+_FUNCTIONAL = {
+    "adaptive_avg_pool2d", "avg_pool2d", "dropout", "elu", "gelu", "hardswish", "leaky_relu",
+    "linear", "mish", "pad", "scaled_dot_product_attention", "silu", "softplus",
+}
+_METHODS = {"contiguous", "expand", "expand_as", "masked_fill", "repeat", "to", "view", "view_as"}
+# fmt: on
+
+
+class SourceError(RuntimeError):
+    """A trace that cannot be written as source code."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of source code, and the weights that its `load` expects beside it."""
+
+    text: str
+    state: dict[str, Tensor]
+
+
+def source_of(program: ExportedProgram, model: nn.Module) -> Source:
+    """The program as source code; `model` is what was traced."""
+    statements = list(_statements(program, model))
+    attributes = _Attributes(program, model, statements)
+    lines, result = _forward_lines(program, statements, attributes)
+    inputs = [node for node in program.graph.nodes if _is_input(program, node)]
+    name = _identifier(type(model).__name__)
+    return Source(
+        _TEMPLATE.format(
+            name=name,
+            inputs=", ".join(_described(node) for node in inputs),
+            imports="import torch.nn.functional as F\n" if any("F." in s for s in lines) else "",
+            params=attributes.num_params,
+            layers="\n".join(f"        {line}" for line in attributes.declarations),
+            arguments=", ".join(f"{node.name}: Tensor" for node in inputs),
+            body="\n".join(f"        {line}" for line in [*lines, f"return {result}"]),
+        ),
+        attributes.state,
+    )
+
+
+_TEMPLATE = '''\
+"""{name}, grown: plain PyTorch, written by a program and free to edit.
+
+    from model import load
+
+    model = load()  # in evaluation mode, with the weights of model.pt beside this file
+
+{params:,} parameters; takes {inputs}.
+"""
+
+from pathlib import Path
+
+import torch
+{imports}from torch import Tensor, nn
+
+
+class {name}(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+{layers}
+
+    def forward(self, {arguments}):
+{body}
+
+
+def load(weights: str | Path = Path(__file__).with_name("model.pt")) -> {name}:
+    model = {name}()
+    model.load_state_dict(torch.load(weights, weights_only=True), assign=True)
+    return model.eval()
+'''
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """One line of `forward`: a torch call, or all that a layer does."""
+
+    node: fx.Node  # whose value the line computes
+    inputs: tuple[fx.Node, ...]
+    path: str  # of the module that the line belongs to
+    layer: nn.Module | None = None
+
+
+def _statements(program: ExportedProgram, model: nn.Module) -> Iterator[_Statement]:
+    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    modules = dict(model.named_modules())
+    for (_, path), run in groupby(calls, key=_innermost):
+        nodes = list(run)
+        path = path if path in modules else ""  # torch's own additions belong to no module
+        layer = modules[path]
+        inputs = _inputs_of_layer(program, nodes, layer, path)
+        if inputs is not None:
+            yield _Statement(nodes[-1], inputs, path, layer)
+            continue
+        for node in nodes:
+            if node.users or (isinstance(node.target, torch._ops.OpOverload) and node.is_impure()):
+                yield _Statement(node, tuple(node.all_input_nodes), path)
+
+
+def _innermost(node: fx.Node) -> tuple[str, str]:
+    """The call of a module that a node belongs to, and that module's path."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", "")}
+    key, (path, _) = list(stack.items())[-1]
+    return key, path.partition("@")[0]  # a second call of a module is marked with @1
+
+
+def _inputs_of_layer(
+    program: ExportedProgram, nodes: Sequence[fx.Node], layer: nn.Module, path: str
+) -> tuple[fx.Node, ...] | None:
+    """The one input of a torch.nn layer that is all there in `nodes`; None if there is no such."""
+    if not type(layer).__module__.startswith("torch.nn.modules") or _constructor(layer) is None:
+        return None
+    weights = _weights(program)
+    outside = {arg for node in nodes for arg in node.all_input_nodes} - set(nodes)
+    inputs = tuple(node for node in outside if node.name not in weights)
+    owns_all = all(
+        weights[node.name].rpartition(".")[0] == path for node in outside if node not in inputs
+    )
+    leaving = [node for node in nodes if any(user not in nodes for user in node.users)]
+    return inputs if owns_all and len(inputs) == 1 and leaving == [nodes[-1]] else None
+
+
+def _constructor(layer: nn.Module) -> str | None:
+    """The expression that builds a torch.nn layer, from its own description; None if it does not."""
+    if any(layer.children()):
+        return None
+    try:
+        call = ast.parse(f"nn.{type(layer).__name__}({layer.extra_repr()})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        usual = inspect.signature(type(layer)).parameters
+        call.keywords = [
+            entry
+            for entry in call.keywords
+            if ast.literal_eval(entry.value) != usual[str(entry.arg)].default
+        ]
+        expression = ast.unparse(call)
+        twin = eval(expression, {"nn": nn})
+    except (AttributeError, KeyError, NameError, SyntaxError, TypeError, ValueError):
+        return None
+    shapes = [{key: t.shape for key, t in x.state_dict().items()} for x in (layer, twin)]
+    return expression if repr(twin) == repr(layer) and shapes[0] == shapes[1] else None
+
+
+def _weights(program: ExportedProgram) -> dict[str, str]:
+    """The path of the parameter, buffer or constant that each such placeholder stands for."""
+    return {
+        spec.arg.name: str(spec.target)
+        for spec in program.graph_signature.input_specs
+        if spec.kind != InputKind.USER_INPUT
+    }
+
+
+class _Attributes:
+    """What `__init__` declares: the layers that `forward` calls and the tensors it reads."""
+
+    def __init__(
+        self, program: ExportedProgram, model: nn.Module, statements: Sequence[_Statement]
+    ):
+        self.declarations: list[str] = []
+        self.state: dict[str, Tensor] = {}
+        self.num_params = 0
+        self._program = program
+        self._weights = _weights(program)
+        self._trainable = set(program.graph_signature.parameters)
+        self._names: dict[str, str] = {}  # path -> attribute
+        layers = {s.path: s.layer for s in statements if s.layer is not None}
+        for path, layer in layers.items():
+            self.declarations.append(f"self.{self._name(path)} = {_constructor(layer)}")
+            self.num_params += sum(parameter.numel() for parameter in layer.parameters())
+            for key, tensor in layer.state_dict().items():
+                self.state[f"{self._names[path]}.{key}"] = tensor
+
+    def layer(self, path: str) -> str:
+        return f"self.{self._names[path]}"
+
+    def tensor(self, placeholder: str) -> str:
+        """The expression for a weight: part of a layer, or an attribute of its own."""
+        path = self._weights[placeholder]
+        owner, _, last = path.rpartition(".")
+        if owner in self._names:
+            return f"self.{self._names[owner]}.{last}"
+        if path not in self._names:
+            self._declare(path)
+        return f"self.{self._names[path]}"
+
+    def _declare(self, path: str) -> None:
+        program = self._program
+        tensor = program.state_dict.get(path, program.constants.get(path))
+        assert isinstance(tensor, Tensor)
+        name, empty = self._name(path), f"torch.empty({tuple(tensor.shape)})"
+        if path in self._trainable:
+            self.declarations.append(f"self.{name} = nn.Parameter({empty})")
+            self.num_params += tensor.numel()
+        else:
+            self.declarations.append(f'self.register_buffer("{name}", {empty})')
+        self.state[name] = tensor.detach()
+
+    def _name(self, path: str) -> str:
+        """A new attribute for a path; two paths never share one."""
+        plain = _identifier(path.replace(".", "_"))
+        taken = set(self._names.values()) | set(dir(nn.Module))
+        name = next(n for n in _numbered(plain) if n not in taken)
+        self._names[path] = name
+        return name
+
+
+def _forward_lines(
+    program: ExportedProgram, statements: Sequence[_Statement], attributes: _Attributes
+) -> tuple[list[str], str]:
+    """The lines of `forward`, and the expression that it returns."""
+    weights, names = _weights(program), _Names(program, statements)
+    lines: list[str] = []
+    section = ""
+    for number, statement in enumerate(statements):
+
+        def value(node: fx.Node) -> str:
+            return attributes.tensor(node.name) if node.name in weights else names[node]
+
+        if statement.layer is None:
+            place, line = statement.path, _expression(statement.node, value)
+        else:
+            place = statement.path.rpartition(".")[0]
+            line = f"{attributes.layer(statement.path)}({value(statement.inputs[0])})"
+        if place and not f"{section}.".startswith(f"{place}."):
+            lines.append(f"# {place}")
+        section = place
+        lines.append(f"{names.assign(number)} = {line}")
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    flat = [value(leaf) if isinstance(leaf, fx.Node) else repr(leaf) for leaf in output.args[0]]
+    return lines, _structure(pytree.tree_unflatten(flat, program.call_spec.out_spec))
+
+
+class _Names:
+    """Names for values: x, y, z, ..., each free again after the last use of what it stood for."""
+
+    def __init__(self, program: ExportedProgram, statements: Sequence[_Statement]):
+        self._statements = statements
+        self._last_use = {
+            node: number for number, entry in enumerate(statements) for node in entry.inputs
+        }
+        output = next(node for node in program.graph.nodes if node.op == "output")
+        self._last_use.update(dict.fromkeys(output.all_input_nodes, len(statements)))
+        self._held: dict[fx.Node, str] = {
+            n: n.name for n in program.graph.nodes if _is_input(program, n)
+        }
+
+    def __getitem__(self, node: fx.Node) -> str:
+        return self._held[node]
+
+    def assign(self, number: int) -> str:
+        """The name for the value of a statement; its inputs have been read."""
+        self._held = {
+            node: name for node, name in self._held.items() if self._last_use.get(node, -1) > number
+        }
+        taken = set(self._held.values())
+        name = next(n for n in _value_names() if n not in taken)
+        self._held[self._statements[number].node] = name
+        return name
+
+
+def _value_names() -> Iterator[str]:
+    yield from "xyzuvw"
+    yield from (f"x{number}" for number in count(1))
+
+
+def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
+    target, args, kwargs = node.target, list(node.args), dict(node.kwargs)
+    if target in _INFIX and kwargs.pop("alpha", 1) == 1 and not kwargs and len(args) == 2:
+        return f" {_INFIX[target]} ".join(_literal(arg, value) for arg in args)
+    if target is operator.getitem:
+        return f"{_literal(args[0], value)}[{_literal(args[1], value)}]"
+    if target is aten.sym_size.int:
+        return f"{_literal(args[0], value)}.shape[{args[1]}]"
+    if target is aten.slice.Tensor and len(args) > 1:
+        return _slice(args, value)
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        raise SourceError(f"{target} has no source code; formats=('torch', 'onnx') may work")
+    given = [_literal(arg, value) for arg in args]
+    named = [f"{key}={_literal(arg, value)}" for key, arg in node.kwargs.items()]
+    name = target.overloadpacket.__name__
+    if name in _METHODS:
+        return f"{given[0]}.{name}({', '.join([*given[1:], *named])})"
+    module = "torch" if name in _TORCH else "F" if name in _FUNCTIONAL else ""
+    function = f"{module}.{name}" if module else f"torch.ops.{target}"
+    return f"{function}({', '.join([*given, *named])})"
+
+
+def _slice(args: Sequence[Any], value: Callable[[fx.Node], str]) -> str:
+    x, axis, *bounds = args
+    start, stop, step = [*bounds, *[None] * 3][:3]
+    parts = ["" if bound is None else _literal(bound, value) for bound in (start, stop)]
+    parts[0] = "" if start == 0 else parts[0]
+    parts[1] = "" if stop == _NO_END else parts[1]
+    parts += [] if step in (None, 1) else [_literal(step, value)]
+    return f"{_literal(x, value)}[{':, ' * axis if axis >= 0 else '..., '}{':'.join(parts)}]"
+
+
+_NO_END = 2**63 - 1  # what a slice without an end is traced to
+
+
+def _literal(argument: Any, value: Callable[[fx.Node], str]) -> str:
+    if isinstance(argument, fx.Node):
+        return value(argument)
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(_literal(item, value) for item in argument)}]"
+    if isinstance(argument, torch.device):
+        return f"torch.device({str(argument)!r})"
+    if isinstance(argument, float) and not math.isfinite(argument):
+        return f'float("{argument}")'
+    if isinstance(argument, torch.dtype | torch.memory_format | torch.layout):
+        return str(argument)
+    return repr(argument)
+
+
+def _structure(output: Any) -> str:
+    """What `forward` returns, with an expression in each place."""
+    if isinstance(output, str):
+        return output
+    if isinstance(output, dict):
+        return "{" + ", ".join(f"{k!r}: {_structure(v)}" for k, v in output.items()) + "}"
+    inner = ", ".join(_structure(item) for item in output)
+    if isinstance(output, list):
+        return f"[{inner}]"
+    return f"({inner},)" if len(output) == 1 else f"({inner})"
+
+
+def _is_input(program: ExportedProgram, node: fx.Node) -> bool:
+    return node.op == "placeholder" and any(
+        spec.arg.name == node.name
+        for spec in program.graph_signature.input_specs
+        if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
+    )
+
+
+def _described(node: fx.Node) -> str:
+    tensor = node.meta["val"]
+    axes = ["batch" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape]
+    return f"{node.name} {str(tensor.dtype).removeprefix('torch.')} [{', '.join(axes)}]"
+
+
+def _identifier(text: str) -> str:
+    name = "".join(letter if letter.isalnum() else "_" for letter in text)
+    return name if name.isidentifier() and not keyword.iskeyword(name) else f"_{name}"
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}_{number}" for number in count(1))

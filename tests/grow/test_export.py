@@ -1,0 +1,389 @@
+"""Exports: what the files compute, in a process without esper, is what the grown model computes."""
+
+import importlib.util
+import runpy
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from esper.grow.export import ExportError, export
+from esper.grow.export_source import Source
+from esper.grow.folding import folded
+from esper.grow.plain import Grown
+from esper.grow.slots import Seed
+from esper.kasmina.blueprints import BLUEPRINTS, Site
+from esper.leyline.constants import BlendStyle, SiteKind
+
+SHAPES = {
+    SiteKind.VECTOR: (6,),
+    SiteKind.SERIES: (6, 9),
+    SiteKind.IMAGE: (6, 5, 7),
+    SiteKind.TOKENS: (4, 6),
+}
+ALPHA = 0.7
+
+
+def grown(site: nn.Module, blueprint: str, shape: tuple[int, ...], style: BlendStyle, **kwargs):
+    layers = BLUEPRINTS[blueprint].program(Site(shape)).module()
+    for parameter in layers.parameters():  # a seed at birth would compute 0
+        nn.init.normal_(parameter, std=0.4)
+    return Grown(site, Seed(layers, per_token=kwargs.get("per_token", False)), ALPHA, style)
+
+
+class Branches(nn.Module):
+    """Every blueprint in every style at a kind of site, side by side."""
+
+    def __init__(self, kind: SiteKind):
+        super().__init__()
+        per_token = kind == SiteKind.TOKENS
+        shape = SHAPES[kind][-1:] if per_token else SHAPES[kind]
+        width = shape[0]
+        new_site = {
+            SiteKind.VECTOR: lambda: nn.Linear(width, width),
+            SiteKind.SERIES: lambda: nn.Conv1d(width, width, 3, padding=1),
+            SiteKind.IMAGE: lambda: nn.Conv2d(width, width, 3, padding=1, bias=False),
+            SiteKind.TOKENS: lambda: nn.Linear(width, width),
+        }[kind]
+        self.branches = nn.ModuleDict(
+            {
+                f"{name}_{style.name}": grown(new_site(), name, shape, style, per_token=per_token)
+                for name, entry in BLUEPRINTS.items()
+                if entry.fits(Site(shape))
+                for style in BlendStyle
+            }
+        )
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: branch(x) for name, branch in self.branches.items()}
+
+
+def by_the_formula(branch: Grown, x: Tensor) -> Tensor:
+    """The blend of docs/lifecycle.md in float64; every token is an example of its own."""
+    y = branch.site.double()(x.double())
+    flat = y.reshape(-1, y.shape[-1]) if branch.seed.per_token else y
+    seed = branch.seed.layers.double()(flat).reshape(y.shape)
+    match branch.style:
+        case BlendStyle.ADD:
+            return y + ALPHA * seed
+        case BlendStyle.MULTIPLY:
+            return y * (1 + ALPHA * torch.tanh(seed))
+        case BlendStyle.GATE:
+            return y + ALPHA * torch.sigmoid(y) * seed
+
+
+CLEAN_PROCESS = """
+import sys
+from pathlib import Path
+
+class NoEsper:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "esper":
+            raise ImportError("esper is not installed here")
+
+sys.meta_path.insert(0, NoEsper())
+import runpy
+import onnxruntime
+import torch
+
+for folder in map(Path, sys.argv[1:]):
+    program = torch.export.load(folder / "model.pt2").module()
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    source = runpy.run_path(str(folder / "model.py"))["load"]()
+    (name,) = [entry.name for entry in session.get_inputs()]
+    outputs = []
+    for x in torch.load(folder / "inputs.pt"):
+        with torch.no_grad():
+            flat = [torch.from_numpy(y) for y in session.run(None, {name: x.numpy()})]
+            told = source(x)
+            outputs.append({"torch": program(x), "source": told, "onnx": dict(zip(told, flat))})
+    torch.save(outputs, folder / "outputs.pt")
+assert not [name for name in sys.modules if name.startswith("esper")]
+"""
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Of every kind's branches at two batch sizes: by the formula, and by each file."""
+    folder = tmp_path_factory.mktemp("export")
+    torch.manual_seed(0)
+    expected = {}
+    for kind, shape in SHAPES.items():
+        model, inputs = Branches(kind), [torch.randn(rows, *shape) for rows in (1, 5)]
+        export(model, inputs[1], folder / kind.name)
+        torch.save(inputs, folder / kind.name / "inputs.pt")
+        expected[kind] = [
+            {name: by_the_formula(branch, x) for name, branch in model.branches.items()}
+            for x in inputs
+        ]
+    folders = [str(folder / kind.name) for kind in SHAPES]
+    subprocess.run([sys.executable, "-I", "-c", CLEAN_PROCESS, *folders], check=True, cwd=folder)
+    got = {kind: torch.load(folder / kind.name / "outputs.pt") for kind in SHAPES}
+    return folder, expected, got
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("file", ["torch", "onnx", "source"])
+def test_files_compute_the_formula_without_esper(outputs, kind, file):
+    _, expected, got = outputs
+    for want, have in zip(expected[kind], got[kind], strict=True):  # one row, five rows
+        assert list(want) == list(have[file])
+        assert len(want) >= 4 * len(BlendStyle)
+        for name in want:
+            torch.testing.assert_close(
+                have[file][name].double(), want[name], rtol=1e-5, atol=1e-5, msg=name
+            )
+
+
+def test_no_file_names_esper_or_the_place_it_was_made(outputs):
+    folder, _, _ = outputs
+    files = [p for p in folder.glob("*/model.*") if p.is_file()]
+    assert len(files) == 4 * len(SHAPES)
+    for file in files:
+        content = file.read_bytes().lower()
+        assert b"esper" not in content, file
+        assert str(Path(__file__).parent).lower().encode() not in content, file
+
+
+# ---- folding
+
+
+def test_a_matrix_behind_a_linear_layer_leaves_no_trace():
+    torch.manual_seed(0)
+    cases = {
+        "dense": (nn.Linear(3, 6, bias=False), (6,), torch.randn(4, 3)),
+        "pointwise": (nn.Conv1d(3, 6, 5, stride=2), (6, 8), torch.randn(4, 3, 19)),
+    }
+    for blueprint, (site, shape, x) in cases.items():
+        model = nn.Sequential(grown(site, blueprint, shape, BlendStyle.ADD)).double()
+        small = folded(model)
+        assert type(small[0]) is type(site)
+        torch.testing.assert_close(small(x.double()), model(x.double()), rtol=1e-12, atol=1e-12)
+
+
+def test_alpha_goes_into_the_last_layer_where_the_blend_is_linear_in_it():
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 9, dtype=torch.float64)
+    for style in BlendStyle:
+        site = nn.Conv1d(6, 6, 3, padding=1)
+        model = nn.Sequential(grown(site, "conv_conv", (6, 9), style)).double()
+        small = folded(model)
+        assert (small[0].alpha == 1.0) == (style != BlendStyle.MULTIPLY)
+        torch.testing.assert_close(small(x), model(x), rtol=1e-12, atol=1e-12)
+        assert model[0].alpha == ALPHA  # the model itself is left as it was
+
+
+def test_what_cannot_merge_stays_two_layers():
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    torch.manual_seed(0)
+    tied = nn.Linear(6, 6)
+    hooked = nn.Linear(6, 6)
+    hooked.register_forward_hook(lambda *_: None)
+    sites = {"subclass": Twice(6, 6), "hooked": hooked, "tied": tied, "block": nn.Sequential(tied)}
+    sites["not linear"] = nn.ReLU()
+    x = torch.randn(4, 6)
+    for name, site in sites.items():
+        model = nn.Sequential(grown(site, "dense", (6,), BlendStyle.ADD))
+        if name == "tied":
+            model.append(nn.Linear(6, 6))
+            model[1].weight = tied.weight
+        small = folded(model)
+        assert isinstance(small[0], Grown), name
+        torch.testing.assert_close(small(x), model(x))
+    grouped = nn.Conv1d(6, 6, 3, padding=1, groups=2)
+    model = nn.Sequential(grown(grouped, "pointwise", (6, 9), BlendStyle.ADD))
+    assert isinstance(folded(model)[0], Grown)
+
+
+# ---- models as users write them
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.norm(self.conv(x)) + x)
+
+
+class ResidualNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        block = grown(ResidualBlock(8), "conv_conv", (8, 6, 6), BlendStyle.GATE)
+        self.blocks = nn.Sequential(ResidualBlock(8), block)
+        self.scale = nn.Parameter(torch.rand(8, 1, 1))
+        self.register_buffer("shift", torch.rand(8, 1, 1))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = self.blocks(x) * self.scale + self.shift
+        x = F.max_pool2d(x, 2)
+        return self.head(F.dropout(x.mean((2, 3)), 0.1, self.training))
+
+
+class Output(OrderedDict):
+    """A mapping of a class of its own, as some libraries return."""
+
+
+class TokenNet(nn.Module):
+    """Several inputs by name, tied weights, an encoder, a mapping as output."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        layer.linear1 = grown(layer.linear1, "dense_dense", (16,), BlendStyle.ADD, per_token=True)
+        layer.linear2 = grown(layer.linear2, "dense", (8,), BlendStyle.MULTIPLY, per_token=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, weight: Tensor | None = None) -> Output:
+        hidden = self.encoder(self.embed(tokens))
+        hidden = hidden if weight is None else hidden * weight[:, :, None]
+        return Output(logits=self.head(hidden), pooled=hidden[:, 0], cache=None)
+
+
+def read_back(files: dict[str, Path], example) -> dict[str, list[Tensor]]:
+    """Each file's outputs, read with what a user would call."""
+    import onnxruntime
+
+    tensors = list(example.values()) if isinstance(example, dict) else [example]
+    session = onnxruntime.InferenceSession(files["onnx"])
+    names = [entry.name for entry in session.get_inputs()]
+    feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+    program = torch.export.load(files["torch"]).module()
+    source = runpy.run_path(str(files["source"]))["load"]()
+    with torch.no_grad():
+        by_program = program(**example) if isinstance(example, dict) else program(example)
+        by_source = source(**example) if isinstance(example, dict) else source(example)
+    return {
+        "torch": pytree.tree_leaves(by_program),
+        "onnx": [torch.from_numpy(y) for y in session.run(None, feed)],
+        "source": pytree.tree_leaves(by_source),
+    }
+
+
+def test_a_residual_cnn_with_batch_norm(tmp_path):
+    torch.manual_seed(0)
+    model = ResidualNet()
+    model(torch.randn(16, 3, 12, 12))  # running statistics that are not those of birth
+    model.eval()
+    x = torch.randn(3, 3, 12, 12)
+    files = export(model, torch.randn(1, 3, 12, 12), tmp_path)  # one row is no constant
+    for name, (y,) in read_back(files, x).items():
+        torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_exporting_leaves_the_model_as_it_was(tmp_path):
+    model = ResidualNet().train()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    export(model, torch.randn(2, 3, 12, 12), tmp_path, formats=("source",))
+    assert model.training
+    assert not model._forward_hooks
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_named_inputs_tied_weights_an_encoder_and_a_mapping(tmp_path):
+    torch.manual_seed(0)
+    model = TokenNet().eval()
+    example = {"tokens": torch.randint(0, 11, (3, 5)), "weight": torch.rand(3, 5)}
+    files = export(model, example, tmp_path)
+    expected = model(**example)
+    for name, (logits, pooled) in read_back(files, example).items():
+        torch.testing.assert_close(logits, expected["logits"], rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(pooled, expected["pooled"], rtol=1e-5, atol=1e-5, msg=name)
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert sum(tuple(t.shape) == (11, 8) for t in state.values()) == 1  # tied: kept once
+
+
+def test_a_seed_is_felt_without_gradients_too():
+    """torch's fused encoder reads the layers' weights and would go past what has grown."""
+    torch.manual_seed(0)
+    model, tokens = TokenNet().eval(), torch.randint(0, 11, (3, 5))
+    with torch.no_grad():
+        logits = model(tokens)["logits"]
+    torch.testing.assert_close(logits, model(tokens)["logits"])
+
+
+def test_the_source_file_can_be_trained_on(tmp_path):
+    torch.manual_seed(0)
+    file = export(ResidualNet(), torch.randn(2, 3, 12, 12), tmp_path, formats=("source",))["source"]
+    model = runpy.run_path(str(file))["load"]().train()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3, 12, 12)).square().sum().backward()
+    optimizer.step()
+    after = model.state_dict()
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    assert {key for key, _ in model.named_parameters()} <= moved
+    assert any(
+        key.endswith("running_mean") for key in moved
+    )  # batch norm is a layer, not a formula
+
+
+def test_the_source_shows_layers_and_sections(tmp_path):
+    export(ResidualNet(), torch.randn(2, 3, 12, 12), tmp_path, formats=("source",))
+    text = (tmp_path / "model.py").read_text()
+    assert "class ResidualNet(nn.Module):" in text
+    assert "self.stem = nn.Conv2d(3, 8, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1))" in text
+    assert "x = self.stem(x)" in text
+    assert "# blocks.0" in text
+    assert "torch.ops" not in text
+
+
+# ---- errors
+
+
+class Decides(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_part_that_cannot_be_traced_is_named(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Decides()))
+    with pytest.raises(ExportError, match=r"cannot trace '1.1' \(Decides\)"):
+        export(model, torch.randn(2, 3), tmp_path / "files")
+    assert not (tmp_path / "files").exists()
+
+
+def test_a_fixed_batch_size_is_an_error(tmp_path):
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(2, 3)
+
+    with pytest.raises(ExportError, match="free batch size"):
+        export(Fixed(), torch.randn(2, 3), tmp_path)
+
+
+def test_missing_packages_and_unknown_formats_are_said_before_any_work(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if "onnx" in name else find_spec(name)
+    )
+    with pytest.raises(ExportError, match=r"onnxruntime: pip install 'esper-lite\[export\]'"):
+        export(nn.Linear(3, 3), torch.randn(2, 3), tmp_path)
+    export(nn.Linear(3, 3), torch.randn(2, 3), tmp_path, formats=("torch", "source"))
+    with pytest.raises(ValueError, match=r"no formats \['tflite'\]; there are"):
+        export(nn.Linear(3, 3), torch.randn(2, 3), tmp_path, formats=("tflite",))
+
+
+def test_a_file_that_computes_something_else_is_refused(tmp_path, monkeypatch):
+    wrong = Source("def load():\n    return lambda x: x + 0.1\n", {})
+    monkeypatch.setattr(sys.modules[export.__module__], "source_of", lambda *_: wrong)
+    with pytest.raises(ExportError, match="source file is off by 0.1"):
+        export(nn.Identity(), torch.zeros(2, 3), tmp_path, formats=("source",))
