@@ -23,6 +23,9 @@ class Grown(nn.Module):
         self.seed = seed
         self.alpha = alpha
         self.style = style
+        # torch's fused encoder reads its layers' weights past their forward, except where there
+        # are hooks
+        self.register_forward_pre_hook(_be_called)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.site(*args, **kwargs)
@@ -38,6 +41,10 @@ class Grown(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("site"), name)
+
+
+def _be_called(module: nn.Module, args: Any) -> None:
+    """A hook that is there to be seen."""
 
 
 def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
