@@ -1,0 +1,1 @@
+"""Whether growing helped: every arm on the same hosts, differences with intervals, plain verdicts."""

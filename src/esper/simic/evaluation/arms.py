@@ -1,0 +1,169 @@
+"""The honest arms: everything that a learned controller has to be better than, on the same hosts.
+
+Each arm is told what it may know and no more. What was searched or tuned was searched on types
+that the controller trained on (or, for the plans per type, on other hosts of the same type), by
+validation rows; its cost is kept beside the arm. Test rows are read once, when a network is done.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from esper.kasmina.blueprints.registry import Blueprint
+from esper.simic.evaluation.plans import (
+    Plans,
+    best_for_all,
+    best_per_type,
+    plan_arm,
+    run_plans,
+)
+from esper.simic.evaluation.statistics import Array
+from esper.simic.evaluation.trial import Arm, Cost, Harvest, Seeds, Trial
+from esper.simic.evaluation.tuning import Sweep
+from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
+from esper.tamiyo.learned import LearnedController
+from esper.tamiyo.scripted import ConstantPlan, FixedSchedule, RandomController
+
+HOST_ALONE = "host alone"
+ALL_SEEDS = "all seeds from the start"
+FROM_SCRATCH = "grown graph from scratch"
+RANDOM = "random controller"
+SCHEDULE = "fixed schedule"
+HEURISTIC = "heuristic"
+CONSTANT = "best constant"
+CONSTANT_PER_TYPE = "best constant per type"
+WIDTH_SEARCH = "width search"
+LEARNED = "learned"
+SAMPLED = "learned, sampled"
+
+_PLAN_RNG_SEED = 1  # hosts that plans are chosen on are other hosts of the same types
+
+
+@dataclass(frozen=True, eq=False)
+class ArmResult:
+    """An arm's networks: K controllers (1 for arms without), R rents, H hosts."""
+
+    name: str
+    rents: tuple[float, ...]
+    harvests: tuple[Harvest, ...]  # one per controller, with a lane per rent or one for all
+    search: Cost = Cost()  # spent before: training a controller, searching, tuning
+
+    def array(self, field: str) -> Array:
+        """A field of the harvests, `[K, R, H]`."""
+        shape = (len(self.rents), -1)
+        return torch.stack([getattr(h, field).expand(shape) for h in self.harvests]).numpy()
+
+    @property
+    def scores(self) -> Array:
+        """On test rows, `[K, R, H]`."""
+        return torch.stack([harvest.scores(self.rents) for harvest in self.harvests]).numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class PlanSearch:
+    """What constant plans are worth: on types trained on, and on the types of the evaluation."""
+
+    plans: Plans
+    on_training_types: Harvest  # a lane per plan, as the other
+    on_these_types: Harvest
+    for_all: torch.Tensor  # [R]
+    per_type: torch.Tensor  # [R, types]
+
+
+def search_plans(
+    training: Trial, judged: Trial, plans: Plans, rents: Sequence[float]
+) -> PlanSearch:
+    """Every plan, trained once on hosts of both kinds; `judged` types on hosts of their own."""
+    general = run_plans(training, plans, rng_seed=_PLAN_RNG_SEED)
+    special = run_plans(judged, plans, rng_seed=_PLAN_RNG_SEED)
+    return PlanSearch(
+        plans,
+        general,
+        special,
+        best_for_all(general, rents),
+        best_per_type(special, rents, judged.repeats),
+    )
+
+
+def run_arms(
+    trial: Trial,
+    controllers: Sequence[LearnedController],
+    search: PlanSearch,
+    heuristic: Sweep,
+    rents: Sequence[float],
+    *,
+    reference_seed: int,
+    controller_cost: Cost,
+) -> list[ArmResult]:
+    """All arms that grow, and the host alone, on the hosts of the trial."""
+    rents = tuple(rents)
+    chosen = search.for_all.unsqueeze(1).expand(-1, trial.num_hosts)
+    chosen_per_type = search.per_type[:, trial.type_of_host]
+    judged = replace(HeuristicConfig(), **heuristic.best)  # type: ignore[arg-type]
+    wait = ConstantPlan(())
+    scripted = [
+        (Arm(HOST_ALONE, wait), Cost()),
+        (Arm(ALL_SEEDS, wait, born=_everywhere(trial, reference_seed)), Cost()),
+        (Arm(RANDOM, RandomController(torch.Generator().manual_seed(0))), Cost()),
+        (Arm(SCHEDULE, FixedSchedule()), Cost()),
+        (Arm(HEURISTIC, HeuristicController(judged), rents), heuristic.cost),
+        (plan_arm(CONSTANT, search.plans, chosen, rents), Cost.of([search.on_training_types])),
+        (
+            plan_arm(CONSTANT_PER_TYPE, search.plans, chosen_per_type, rents),
+            Cost.of([search.on_these_types]),
+        ),
+    ]
+    greedy = [Arm(LEARNED, _frozen(c), rents) for c in controllers]
+    sampled = [Arm(SAMPLED, _frozen(c, rng_seed=i), rents) for i, c in enumerate(controllers)]
+    harvests = trial.run([arm for arm, _ in scripted] + greedy + sampled)
+    results = [
+        ArmResult(arm.name, rents, (harvest,), cost)
+        for (arm, cost), harvest in zip(scripted, harvests, strict=False)
+    ]
+    grown = tuple(harvests[len(scripted) :][: len(greedy)])
+    drawn = tuple(harvests[len(scripted) + len(greedy) :])
+    again = trial.run([Arm(FROM_SCRATCH, wait, rents, born=h.seeds) for h in grown])
+    return [
+        *results,
+        ArmResult(LEARNED, rents, grown, controller_cost),
+        ArmResult(SAMPLED, rents, drawn, controller_cost),
+        ArmResult(FROM_SCRATCH, rents, tuple(again), controller_cost + Cost.of(grown)),
+    ]
+
+
+def _frozen(controller: LearnedController, rng_seed: int | None = None) -> LearnedController:
+    """The policy with a memory of its own: its likeliest choices, or draws from a seed."""
+    if rng_seed is None:
+        return LearnedController(controller.policy)
+    generator = torch.Generator(controller.policy.device).manual_seed(rng_seed)
+    return LearnedController(controller.policy, deterministic=False, generator=generator)
+
+
+def _everywhere(trial: Trial, blueprint: int) -> Seeds:
+    """One blueprint in every slot of every host."""
+    shape = (1, trial.num_hosts, trial.hosts[0].num_slots)
+    seeds = torch.full(shape, blueprint)
+    return Seeds(seeds, torch.zeros_like(seeds))
+
+
+def random_search(search: PlanSearch, rents: Sequence[float]) -> tuple[Array, Array]:
+    """What a search over plans chooses by and what it finds, each `[R, M, H]`."""
+    pool = search.on_these_types
+    choose_by = np.stack([pool.validation_scores([rent]).numpy() for rent in rents])
+    found = np.stack([pool.scores([rent]).numpy() for rent in rents])
+    return choose_by, found
+
+
+def describe_choices(
+    search: PlanSearch, menu: Sequence[Blueprint], types: Sequence[str]
+) -> dict[str, list[str]]:
+    """The plans that were found best, for each rent: over all types, and for each of them."""
+    names = [blueprint.name for blueprint in menu]
+    chosen = {"all types": search.for_all.tolist()}
+    chosen |= {name: search.per_type[:, i].tolist() for i, name in enumerate(types)}
+    return {
+        name: [search.plans.describe(plan, names) for plan in plans]
+        for name, plans in chosen.items()
+    }

@@ -1,0 +1,98 @@
+"""Constant plans: which seed grows in which slot at which step, whatever happens.
+
+A plan's networks do not depend on the rent: each candidate is trained once and scored at every
+rent. The best of them is what a user finds who searches instead of growing with a controller.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.leyline.factored_actions import ActionMasks
+from esper.leyline.reports import Reports
+from esper.simic.evaluation.trial import Arm, Harvest, Trial
+from esper.tamiyo.scripted import follow_plan
+
+NEVER = 1 << 30
+LATEST_START = 3  # a plan starts within the first third of training
+RAMP_STEPS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Plans:
+    """M plans, each field `[M, S]`."""
+
+    step: Tensor  # NEVER: nothing grows in this slot
+    blueprint: Tensor
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def describe(self, number: int, names: Sequence[str]) -> str:
+        seeds = [
+            f"{names[blueprint]} in slot {slot} at step {step}"
+            for slot, (step, blueprint) in enumerate(
+                zip(self.step[number].tolist(), self.blueprint[number].tolist(), strict=True)
+            )
+            if step != NEVER
+        ]
+        return ", ".join(seeds) or "no seeds"
+
+
+def candidate_plans(
+    count: int, num_slots: int, num_blueprints: int, num_steps: int, generator: torch.Generator
+) -> Plans:
+    """The plan without seeds, and random ones: one or more seeds, most of them from the start."""
+    shape = (count, num_slots)
+
+    def draw(below: int, *size: int) -> Tensor:
+        return torch.randint(below, size, generator=generator)
+
+    rank = torch.rand(shape, generator=generator).argsort(dim=1)
+    is_grown = rank < 1 + draw(num_slots, count, 1)
+    is_grown[0] = False
+    is_late = torch.rand(count, 1, generator=generator) < 0.25
+    start = torch.where(is_late, draw(max(1, num_steps // LATEST_START), count, 1), 0)
+    return Plans(torch.where(is_grown, start.expand(shape), NEVER), draw(num_blueprints, *shape))
+
+
+class PlanPerEnv:
+    """A controller that follows in each env the plan of its number, `choice [N]`."""
+
+    def __init__(self, plans: Plans, choice: Tensor):
+        self._step, self._blueprint = plans.step[choice], plans.blueprint[choice]
+
+    def begin(self, env_ids: Tensor) -> None:
+        """Nothing to forget."""
+
+    def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
+        return follow_plan(reports, masks, self._step, self._blueprint, RAMP_STEPS)
+
+
+def plan_arm(name: str, plans: Plans, choice: Tensor, rents: Sequence[float]) -> Arm:
+    """An arm that follows plan `choice [lanes, H]` in each host."""
+    return Arm(name, PlanPerEnv(plans, choice.flatten()), tuple(rents))
+
+
+def run_plans(trial: Trial, plans: Plans, *, rng_seed: int) -> Harvest:
+    """Every plan on every host, a lane for each plan."""
+    lanes = max(1, trial.max_envs // trial.num_hosts)
+    arms = [
+        plan_arm("plans", plans, part.unsqueeze(1).expand(-1, trial.num_hosts), [0.1] * len(part))
+        for part in torch.split(torch.arange(len(plans)), lanes)
+    ]
+    return Harvest.cat(trial.run(arms, rng_seed=rng_seed))
+
+
+def best_for_all(pool: Harvest, rents: Sequence[float]) -> Tensor:
+    """The plan of the best mean validation score at each rent `[R]`."""
+    return torch.stack([pool.validation_scores([rent]).mean(dim=1).argmax() for rent in rents])
+
+
+def best_per_type(pool: Harvest, rents: Sequence[float], repeats: int) -> Tensor:
+    """The same for each type of host, `[R, types]`; hosts of one type lie side by side."""
+    per_plan = (pool.validation.shape[0], -1, repeats)
+    scores = (pool.validation_scores([rent]).view(per_plan) for rent in rents)
+    return torch.stack([score.mean(dim=2).argmax(dim=0) for score in scores])

@@ -1,0 +1,75 @@
+"""How large an evaluation is: a small one for two CPU cores, the whole one for a GPU."""
+
+from dataclasses import dataclass
+
+from esper.tolaria.garden import GardenConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Hosts, candidates and training of an evaluation; the counts decide how long it takes."""
+
+    rents: tuple[float, ...] = (0.03, 0.08, 0.20)
+    """Low, middle and high: every arm is scored at each."""
+    num_widths: int = 8
+    """Architectures judged on: this many of those held out from the controller's training."""
+    repeats: int = 11
+    """Hosts of each architecture and variant; with 8 and 3, 264 hosts an arm."""
+    training_widths: int = 6
+    """Architectures trained on that are searched and tuned on, with every variant trained on."""
+    training_repeats: int = 2
+    """Hosts of each of those."""
+    learning_rates: tuple[float, ...] = (5e-3, 1e-2, 2e-2, 4e-2)
+    """Tried for hosts that nothing grows in; the best is used in every arm."""
+    heuristic_scales: tuple[float, ...] = (0.5, 1.0, 2.0)
+    """The heuristic's beliefs about gains and about crowding are tried at each of these times."""
+    num_plans: int = 96
+    """Constant plans searched, on types trained on and on the types judged on."""
+    frontier_widths: tuple[int, ...] = (4, 6, 8, 10, 12, 16, 20, 24)
+    """Static hosts of one width, each with and without norm: the frontier."""
+    random_widths: int = 128
+    """Static hosts of mixed widths that the width search tries besides."""
+    reference_seeds: tuple[str, ...] = ("conv_conv", "dense_dense")
+    """Grown in every slot from the start: the first of these that the menu has."""
+    garden: GardenConfig = GardenConfig(minibatches=40, validation_rows=800)
+    """How hosts train; numbers of types and envs follow from the counts above."""
+    max_envs: int = 8192
+    """Networks that train side by side."""
+    rng_seed: int = 0
+    """Of the plans and widths that are tried."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_widths", "repeats", "training_widths", "training_repeats", "num_plans"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+        if len(self.frontier_widths) < 2 or self.repeats < 2:
+            raise ValueError(
+                f"frontier_widths={self.frontier_widths}, repeats={self.repeats}; "
+                "a frontier needs two widths and two repeats or more"
+            )
+
+
+PRESETS: dict[str, EvaluationConfig] = {
+    # two CPU cores, a minute or two: enough to see large differences
+    "quick": EvaluationConfig(
+        num_widths=4,
+        repeats=3,
+        training_widths=3,
+        training_repeats=1,
+        learning_rates=(1e-2, 2e-2),
+        heuristic_scales=(0.5, 1.0),
+        num_plans=8,
+        frontier_widths=(4, 6, 8, 12, 16),
+        random_widths=4,
+        garden=GardenConfig(minibatches=20, validation_rows=400),
+        max_envs=1024,
+    ),
+    # one GPU, some minutes: 264 hosts an arm
+    "full": EvaluationConfig(),
+}
+
+
+def evaluation_preset(name: str) -> EvaluationConfig:
+    if name not in PRESETS:
+        raise ValueError(f"no preset {name!r}; there are {list(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,183 @@
+"""Differences with intervals: pairs of hosts, several controllers, a frontier with its own noise.
+
+Arrays are float64 numpy, `[H]` or `[K, H]`: K controllers that met the same H hosts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+LEVEL = 0.95
+BOOTSTRAP_DRAWS = 4000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95 % intervals: by Student's t, and by the bootstrap."""
+
+    mean: float
+    low: float
+    high: float
+    bootstrap_low: float
+    bootstrap_high: float
+
+
+def estimate(values: Array) -> Estimate:
+    """The mean of `[H]` or `[K, H]` over hosts and controllers, both taken as samples of more.
+
+    Controllers and hosts are crossed, so a mean over all cells varies with either: variances of
+    the means over each are added, and what both contain is taken off once (Cameron, Gelbach and
+    Miller 2011). The bootstrap draws rows and columns apart (Owen 2007).
+    """
+    values = np.atleast_2d(values)
+    return _interval(float(values.mean()), _spreads(values), _draw_means(values))
+
+
+def best_of(choose_by: Array, read: Array, k: int) -> Array:
+    """What `read` shows of the best of k runs, best by `choose_by`; exact mean `[H]` over subsets.
+
+    Both are `[M, H]`: M runs on each host. The run of rank i (from 0, the worst) is the best of k
+    in C(i, k - 1) of the C(M, k) subsets.
+    """
+    num_runs = len(choose_by)
+    if not 1 <= k <= num_runs:
+        raise ValueError(f"the best of k={k} runs; there are {num_runs}: use 1 to {num_runs}")
+    subsets = [math.comb(i, k - 1) / math.comb(num_runs, k) for i in range(num_runs)]
+    ranked = np.take_along_axis(read, np.argsort(choose_by, axis=0, kind="stable"), axis=0)
+    mean: Array = np.asarray(subsets) @ ranked
+    return mean
+
+
+@dataclass(frozen=True)
+class RunsToMatch:
+    """Runs that a search needs to do as well as a rival; None: more than there were."""
+
+    k: int | None
+    low: int | None  # fewer are worse for sure, as far as 95 % go
+    high: int | None  # as many are as good for sure
+    tried: int
+
+
+def runs_to_match(choose_by: Array, read: Array, rival: Array) -> RunsToMatch:
+    """How many runs the best of which is as good as `rival`, `[H]` or `[K, H]`."""
+    gaps = [estimate(best_of(choose_by, read, k) - rival) for k in range(1, len(read) + 1)]
+
+    def first(values: Sequence[float]) -> int | None:
+        return next((k for k, value in enumerate(values, start=1) if value >= 0), None)
+
+    return RunsToMatch(
+        first([gap.mean for gap in gaps]),
+        first([gap.high for gap in gaps]),
+        first([gap.low for gap in gaps]),
+        len(gaps),
+    )
+
+
+class Frontier:
+    """Accuracy of networks by their size, on each of V views; straight lines over log size."""
+
+    def __init__(self, sizes: Array, accuracies: Array):
+        """`sizes [n]`, rising, and `accuracies [n, V, repeats]`."""
+        if len(sizes) < 2 or bool((np.diff(sizes) <= 0).any()) or accuracies.shape[2] < 2:
+            raise ValueError(
+                f"a frontier needs two sizes or more, rising, with two networks each; got sizes "
+                f"{sizes.tolist()} and accuracies {accuracies.shape}"
+            )
+        self.sizes, self.accuracies = sizes, accuracies
+
+    def at(self, size: Array, view: NDArray[np.int64]) -> tuple[Array, Array]:
+        """Accuracy at each size on its view, and its standard error; clamped at both ends."""
+        weights, repeats = self._weights(size), self.accuracies.shape[2]
+        each = np.einsum("...n,n...r->...r", weights, self.accuracies[:, view])
+        return each.mean(-1), each.std(-1, ddof=1) / math.sqrt(repeats)
+
+    def excess(self, accuracy: Array, size: Array, view: NDArray[np.int64]) -> Estimate:
+        """How far networks `[H]` or `[K, H]` lie above it, at their sizes on their views `[H]`."""
+        accuracy, size = np.atleast_2d(accuracy), np.atleast_2d(size)
+        excess = accuracy - np.stack([self.at(row, view)[0] for row in size])
+        own = self._mean_on_frontier(self._weights(size), view)  # [V, repeats]
+        repeats = own.shape[1]
+        spreads = [
+            *_spreads(excess),
+            *((float(row.var(ddof=1)) / repeats, repeats - 1.0) for row in own),
+        ]
+        rng = np.random.default_rng(1)
+        counts = rng.multinomial(
+            repeats, np.full(repeats, 1 / repeats), (BOOTSTRAP_DRAWS, len(own))
+        )
+        shift = np.einsum("bvr,vr->b", counts / repeats - 1 / repeats, own)
+        return _interval(float(excess.mean()), spreads, _draw_means(excess) - shift)
+
+    def covers(self, size: Array) -> float:
+        """Share of the sizes that lie between its ends."""
+        return float(((size >= self.sizes[0]) & (size <= self.sizes[-1])).mean())
+
+    def _mean_on_frontier(self, weights: Array, view: NDArray[np.int64]) -> Array:
+        """What each repeat of the frontier adds to the mean over all networks, `[V, repeats]`."""
+        num_views = self.accuracies.shape[1]
+        shares = np.stack([weights[:, view == v].sum((0, 1)) for v in range(num_views)])
+        shares /= weights[..., 0].size
+        parts: Array = np.einsum("vn,nvr->vr", shares, self.accuracies)
+        return parts
+
+    def _weights(self, size: Array) -> Array:
+        """Of each frontier size in the interpolation at `size [...]`, `[..., n]`."""
+        units = np.eye(len(self.sizes))
+        logs = np.log(self.sizes)
+        return np.stack([np.interp(np.log(size), logs, unit) for unit in units], axis=-1)
+
+
+def t_quantile(probability: float, degrees: float) -> float:
+    """Of Student's t: with t = sqrt(degrees) tan(angle), the angle's density is cos^(degrees-1)."""
+    degrees = min(degrees, 1e4)  # beyond, as good as normal
+    angles = np.linspace(-np.pi / 2, np.pi / 2, 40_001)
+    density = np.cos(angles) ** (degrees - 1)
+    below = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
+    angle = float(np.interp(probability * below[-1], below, angles))
+    return math.sqrt(degrees) * math.tan(angle)
+
+
+def _spreads(values: Array) -> list[tuple[float, float]]:
+    """Parts of the variance of the mean of `[K, H]`, each with its degrees of freedom."""
+    num_rows, num_columns = values.shape
+    if num_columns < 2:
+        raise ValueError("an interval needs two hosts or more")
+    of_columns = float(values.mean(0).var(ddof=1)) / num_columns
+    if num_rows == 1:
+        return [(of_columns, num_columns - 1.0)]
+    of_rows = float(values.mean(1).var(ddof=1)) / num_rows
+    of_cells = float(values.var(ddof=1)) / values.size
+    both = max(of_rows + of_columns - of_cells, of_rows, of_columns)
+    rows_share = of_rows / max(of_rows + of_columns, 1e-300)
+    return [
+        (both * rows_share, num_rows - 1.0),
+        (both * (1 - rows_share), num_columns - 1.0),
+    ]
+
+
+def _draw_means(values: Array) -> Array:
+    """Bootstrap means of `[K, H]`, rows and columns drawn apart."""
+    rng = np.random.default_rng(0)
+    rows, columns = (
+        rng.multinomial(count, np.full(count, 1 / count), BOOTSTRAP_DRAWS) / count
+        for count in values.shape
+    )
+    means: Array = np.einsum("bk,kh,bh->b", rows, values, columns, optimize=True)
+    return means
+
+
+def _interval(mean: float, spreads: Sequence[tuple[float, float]], draws: Array) -> Estimate:
+    """Degrees of freedom of a sum of variances by Satterthwaite's rule."""
+    variance = sum(part for part, _ in spreads)
+    tail = (1 - LEVEL) / 2
+    half = 0.0
+    if variance > 0:
+        degrees = variance**2 / sum(part**2 / df for part, df in spreads)
+        half = t_quantile(1 - tail, degrees) * math.sqrt(variance)
+    low, high = np.quantile(draws, [tail, 1 - tail])
+    return Estimate(mean, mean - half, mean + half, float(low), float(high))

@@ -1,0 +1,136 @@
+"""Networks that do not grow: hosts of other widths, with and without norm, trained as they are.
+
+The uniform ones are the static frontier, which grown networks have to beat at their own size. All
+of them together are a search over widths: what the arithmetic that a controller was trained with
+buys somebody who tries sizes instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.hosts import Host
+from esper.simic.evaluation.statistics import Frontier
+from esper.simic.evaluation.trial import Arm, Cost, Harvest, Seeds, Trial
+from esper.simic.rewards import growth_score
+from esper.tamiyo.scripted import ConstantPlan
+
+
+@dataclass(frozen=True)
+class WidenedHost:
+    """A static network by its widths."""
+
+    widths: tuple[int, ...]
+    norm: bool
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(self.widths)) == 1
+
+
+@dataclass(frozen=True, eq=False)
+class StaticPool:
+    """A static networks on V views, `repeats` of each, trained once."""
+
+    hosts: tuple[WidenedHost, ...]
+    params: Tensor  # [A], as the multiply-adds
+    macs: Tensor
+    validation: Tensor  # [A, V, repeats], as those below
+    test: Tensor
+    training_flops: Tensor
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(self.test.numel(), float(self.training_flops.sum()))
+
+    def frontier(self, *, norm: bool, by: str) -> Frontier:
+        """The uniform networks, by "params" or "macs"; sizes rise."""
+        sizes = self.params if by == "params" else self.macs
+        chosen = [i for i, h in enumerate(self.hosts) if h.is_uniform and h.norm == norm]
+        chosen.sort(key=lambda i: float(sizes[i]))
+        return Frontier(sizes[chosen].double().numpy(), self.test[chosen].numpy())
+
+
+def train_static(trial: Trial, hosts: Sequence[WidenedHost], built: Sequence[Host]) -> StaticPool:
+    """Every host on the trial's views, as often as its repeats say."""
+    repeats, views = trial.repeats, len(trial.view_ids)
+    at_once = max(1, trial.max_envs // (repeats * views))
+    harvests = [
+        replace(trial, hosts=tuple(built[first : first + at_once])).run(
+            [Arm("static", ConstantPlan(()))]
+        )[0]
+        for first in range(0, len(built), at_once)
+    ]
+
+    def gather(field: str) -> Tensor:
+        return torch.cat([getattr(h, field)[0] for h in harvests]).view(-1, views, repeats)
+
+    return StaticPool(
+        tuple(hosts),
+        torch.tensor([host.num_params for host in built]),
+        torch.tensor([host.macs for host in built]),
+        gather("validation"),
+        gather("test"),
+        gather("training_flops"),
+    )
+
+
+def width_search(pool: StaticPool, alone: Harvest, rents: Sequence[float], trial: Trial) -> Harvest:
+    """For each host of a trial and rent the network of the best validation score on its view.
+
+    Networks smaller than the host are left out: growing cannot shrink one. `alone` is the host
+    itself, trained as it is. Each host is given another repeat of the network chosen for it.
+    """
+    view, repeat = host_views(trial), torch.arange(trial.num_hosts) % pool.test.shape[2]
+    host_params = alone.host_params[0]
+    added = pool.params.double().unsqueeze(1) - host_params  # [A, H]
+    accuracy = pool.validation.mean(dim=2)[:, view]
+    chosen = torch.stack(
+        [
+            torch.where(
+                added >= 0,
+                growth_score(accuracy, added, host_params, torch.tensor(rent)),
+                -torch.inf,
+            ).argmax(dim=0)
+            for rent in rents
+        ]
+    )  # [R, H]
+    none = torch.full((*chosen.shape, alone.seeds.blueprint.shape[-1]), -1)
+    return Harvest(
+        validation=pool.validation[chosen, view, repeat],
+        test=pool.test[chosen, view, repeat],
+        host_params=host_params.expand(chosen.shape),
+        added_params=added.gather(0, chosen),
+        params=pool.params[chosen].double(),
+        macs=pool.macs[chosen].double(),
+        compute_charge=torch.zeros(chosen.shape, dtype=torch.float64),
+        training_flops=pool.training_flops[chosen, view, repeat],
+        rolled_back=torch.zeros(chosen.shape, dtype=torch.bool),
+        seeds=Seeds(none, torch.zeros_like(none)),
+    )
+
+
+def host_views(trial: Trial) -> Tensor:
+    """The place of each host's view among the trial's, `[H]`."""
+    return torch.arange(trial.num_hosts) // trial.repeats % len(trial.view_ids)
+
+
+def candidate_widths(
+    uniform: Sequence[int],
+    also: Sequence[tuple[int, ...]],
+    num_random: int,
+    generator: torch.Generator,
+) -> tuple[WidenedHost, ...]:
+    """The frontier, some hosts as they are, and random widths between the frontier's ends."""
+    num_layers = len(also[0])
+    hosts = [
+        WidenedHost((width,) * num_layers, norm) for width in uniform for norm in (False, True)
+    ]
+    hosts += [WidenedHost(widths, False) for widths in also]
+    choices = torch.tensor(uniform)
+    for number in range(num_random):
+        drawn = torch.randint(len(uniform), (num_layers,), generator=generator)
+        hosts.append(WidenedHost(tuple(choices[drawn].tolist()), number % 2 == 1))
+    return tuple(dict.fromkeys(hosts))

@@ -1,0 +1,132 @@
+"""Intervals, the frontier and the best of k, against formulas worked out otherwise."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from esper.simic.evaluation.statistics import (
+    Frontier,
+    best_of,
+    estimate,
+    runs_to_match,
+    t_quantile,
+)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 2.7, 9, 31, 255, 5000])
+def test_quantiles_are_students(degrees):
+    assert t_quantile(0.975, degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-5)
+
+
+def test_one_controllers_interval_is_the_paired_t_interval():
+    rng = np.random.default_rng(0)
+    values = rng.normal(0.02, 0.03, 40)
+    found = estimate(values)
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert found.mean == pytest.approx(values.mean())
+    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-5)
+    by_bootstrap = stats.bootstrap((values,), np.mean, method="percentile", rng=1)
+    assert found.bootstrap_low == pytest.approx(by_bootstrap.confidence_interval.low, abs=5e-4)
+    assert found.bootstrap_high == pytest.approx(by_bootstrap.confidence_interval.high, abs=5e-4)
+
+
+def test_controllers_that_differ_widen_the_interval():
+    rng = np.random.default_rng(0)
+    hosts, noise = rng.normal(0, 0.02, 64), rng.normal(0, 0.01, (4, 64))
+    alike = estimate(hosts + noise)
+    differing = estimate(hosts + noise + np.array([[-0.03], [0.03], [0.01], [-0.01]]))
+    assert differing.high - differing.low > 3 * (alike.high - alike.low)
+    assert differing.bootstrap_high - differing.bootstrap_low > 2 * (
+        alike.bootstrap_high - alike.bootstrap_low
+    )
+
+
+def test_a_two_way_interval_holds_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(5)
+    hits, trials = 0, 400
+    for _ in range(trials):
+        values = (
+            rng.normal(0, 0.01, (4, 1))
+            + rng.normal(0, 0.03, (1, 32))
+            + rng.normal(0, 0.02, (4, 32))
+        )
+        found = estimate(values)
+        hits += found.low <= 0 <= found.high
+    assert 0.92 <= hits / trials <= 0.995
+
+
+def test_equal_values_have_no_interval():
+    found = estimate(np.full((2, 8), 0.25))
+    assert (found.low, found.high) == (0.25, 0.25)
+
+
+def test_one_host_is_no_sample():
+    with pytest.raises(ValueError, match="two hosts"):
+        estimate(np.array([0.1]))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_the_best_of_k_is_the_mean_over_all_subsets(k):
+    rng = np.random.default_rng(k)
+    choose_by, read = rng.normal(size=(5, 3)), rng.normal(size=(5, 3))
+    expected = np.zeros(3)
+    for host in range(3):
+        picks = [
+            read[max(chosen, key=lambda run: choose_by[run, host]), host]
+            for chosen in combinations(range(5), k)
+        ]
+        expected[host] = np.mean(picks)
+    np.testing.assert_allclose(best_of(choose_by, read, k), expected)
+
+
+def test_a_search_matches_once_it_holds_a_run_as_good():
+    scores = np.tile(np.arange(1.0, 5.0)[:, None], (1, 6))  # every host: runs worth 1, 2, 3, 4
+    # the mean best of k of 1..4 is k * 5 / (k + 1): 2.5, 3.33, 3.75, 4
+    found = runs_to_match(scores, scores, np.full(6, 3.5))
+    assert (found.k, found.low, found.high, found.tried) == (3, 3, 3, 4)
+    assert runs_to_match(scores, scores, np.full(6, 4.5)).k is None
+
+
+def test_the_frontier_is_straight_in_log_size_and_clamped():
+    accuracies = np.zeros((2, 1, 4))
+    accuracies[0], accuracies[1] = 0.7, 0.9
+    frontier = Frontier(np.array([100.0, 400.0]), accuracies)
+    mean, error = frontier.at(np.array([50.0, 100.0, 200.0, 400.0, 900.0]), np.zeros(5, dtype=int))
+    np.testing.assert_allclose(mean, [0.7, 0.7, 0.8, 0.9, 0.9])
+    np.testing.assert_allclose(error, 0, atol=1e-12)
+    assert frontier.covers(np.array([50.0, 100.0, 200.0, 900.0])) == 0.5
+
+
+def test_the_excess_over_a_frontier_counts_the_noise_of_both():
+    """Half-way between two noisy points: var(mean of hosts) + var of the half-half mixture."""
+    rng = np.random.default_rng(2)
+    accuracies = rng.normal(0.8, 0.05, (2, 1, 12))
+    frontier = Frontier(np.array([100.0, 400.0]), accuracies)
+    grown = rng.normal(0.84, 0.02, 30)
+    found = frontier.excess(grown, np.full(30, 200.0), np.zeros(30, dtype=int))
+    mixture = accuracies[:, 0].mean(0)  # of each repeat
+    var_hosts, var_frontier = grown.var(ddof=1) / 30, mixture.var(ddof=1) / 12
+    variance = var_hosts + var_frontier
+    degrees = variance**2 / (var_hosts**2 / 29 + var_frontier**2 / 11)
+    half = stats.t.ppf(0.975, degrees) * variance**0.5
+    assert found.mean == pytest.approx(grown.mean() - mixture.mean())
+    assert (found.low, found.high) == pytest.approx(
+        (found.mean - half, found.mean + half), rel=1e-4
+    )
+    spread = found.bootstrap_high - found.bootstrap_low
+    assert spread == pytest.approx(2 * 1.96 * variance**0.5, rel=0.12)
+
+
+def test_hosts_are_compared_on_their_own_views():
+    accuracies = np.zeros((2, 2, 2))
+    accuracies[:, 0], accuracies[:, 1] = 0.5, 0.9
+    frontier = Frontier(np.array([100.0, 400.0]), accuracies)
+    found = frontier.excess(np.array([0.6, 1.0]), np.array([100.0, 300.0]), np.array([0, 1]))
+    assert found.mean == pytest.approx(0.1)
+
+
+def test_a_frontier_of_single_networks_is_refused():
+    with pytest.raises(ValueError, match="two networks each"):
+        Frontier(np.array([1.0, 2.0]), np.zeros((2, 1, 1)))

@@ -1,0 +1,262 @@
+"""Arms on the same hosts: pairing, costs, seeds from birth, plans whose worth is known."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from tolaria.small_populations import random_task
+
+from esper.kasmina.blueprints import menu_for
+from esper.kasmina.hosts import build_host
+from esper.leyline.constants import SiteKind
+from esper.simic.evaluation.plans import (
+    NEVER,
+    PlanPerEnv,
+    Plans,
+    best_for_all,
+    best_per_type,
+    candidate_plans,
+    plan_arm,
+    run_plans,
+)
+from esper.simic.evaluation.trial import Arm, Cost, Lanes, Seeds, Trial, harvest, play
+from esper.tamiyo.scripted import ConstantPlan, RandomController
+from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
+from esper.tolaria.garden import GardenConfig
+from esper.tolaria.oracle import KnownGains
+
+STEPS, MINIBATCHES, BATCH = 6, 3, 20
+MENU = menu_for(SiteKind.SERIES)[:4]
+WAIT = ConstantPlan(())
+
+
+def make_trial(**options):
+    hosts = [
+        build_host("conv1d", input_shape=(1, 20), num_classes=5, widths=widths)
+        for widths in ((4, 4), (8, 4))
+    ]
+    settings = dict(
+        hosts=tuple(hosts),
+        view_ids=(1, 0),
+        repeats=2,
+        task=random_task(num_views=2, num_rows=120, dtype=torch.float32),
+        menu=MENU,
+        garden=GardenConfig(minibatches=MINIBATCHES, batch_size=BATCH, validation_rows=40,
+                            episode_steps=STEPS),
+        growth=GrowthConfig(num_steps=STEPS),
+    )  # fmt: skip
+    return Trial(**(settings | options))
+
+
+def random_arm(rng_seed=0):
+    return Arm("random", RandomController(torch.Generator().manual_seed(rng_seed)), (0.1, 0.2))
+
+
+def test_a_host_is_the_same_in_every_arm_whatever_grows_beside_it():
+    trial = make_trial()
+    first, _, third = trial.run([Arm("alone", WAIT, (0.1, 0.2)), random_arm(), Arm("again", WAIT)])
+    (alone,) = trial.run([Arm("alone", WAIT)])
+    for other in (first.validation[0], first.validation[1], third.validation[0]):
+        assert torch.equal(other, alone.validation[0])
+    assert len(set(alone.validation[0].tolist())) > 3  # hosts differ from one another
+
+
+def test_waves_change_nothing():
+    arms = [random_arm(), Arm("alone", WAIT), Arm("plan", ConstantPlan([(0, 0, 1)]))]
+    together = make_trial().run(arms)
+    apart = make_trial(max_envs=1).run([random_arm(), *arms[1:]])
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one.validation, other.validation)
+        assert torch.equal(one.params, other.params)
+
+
+def test_hosts_of_another_seed_are_others():
+    trial = make_trial()
+    (first,), (second,) = (trial.run([Arm("alone", WAIT)], rng_seed=s) for s in (0, 1))
+    assert not torch.equal(first.validation, second.validation)
+
+
+def test_hosts_lie_by_architecture_view_and_repeat():
+    trial = make_trial()
+    assert trial.num_hosts == 8
+    assert trial.type_of_host.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert trial.type_names == (
+        "4-4 on view 1", "4-4 on view 0", "8-4 on view 1", "8-4 on view 0",
+    )  # fmt: skip
+    (alone,) = trial.run([Arm("alone", WAIT)])
+    expected = [trial.hosts[0].num_params] * 4 + [trial.hosts[1].num_params] * 4
+    assert alone.params[0].tolist() == expected
+
+
+def test_every_finished_network_is_examined_once_on_its_own_view():
+    asked = []
+
+    def examine(garden):
+        asked.append(garden.num_envs)
+        return garden.view_ids.float()
+
+    trial = make_trial(examine=examine)
+    alone, grown = trial.run([Arm("alone", WAIT), random_arm()])
+    assert asked == [3 * trial.num_hosts]
+    for lane in (*alone.test, *grown.test):
+        assert lane.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+    (unread,) = make_trial().run([Arm("alone", WAIT)])
+    assert unread.test.isnan().all()
+
+
+def test_training_flops_count_a_seed_while_it_lives():
+    trial = make_trial()
+    late = ConstantPlan([(2, 0, 1)])
+    alone, grown = trial.run([Arm("alone", WAIT), Arm("late", late)])
+    rows = STEPS * MINIBATCHES * BATCH
+    for number, host in enumerate(trial.hosts):
+        seed = MENU[1].program(host.sites[0])
+        hosts = slice(4 * number, 4 * number + 4)
+        assert (alone.training_flops[0, hosts] == 6 * rows * host.macs).all()
+        lived = (STEPS - 2) / STEPS
+        expected = 6 * rows * (host.macs + lived * seed.macs)
+        torch.testing.assert_close(
+            grown.training_flops[0, hosts], torch.full((4,), expected, dtype=torch.float64),
+            rtol=1e-6, atol=0.0,
+        )  # fmt: skip
+        assert (grown.macs[0, hosts] == host.macs + seed.macs).all()
+        assert (grown.added_params[0, hosts] == seed.num_params).all()
+    assert Cost.of([alone, grown]).networks == 16
+
+
+def test_scores_charge_the_rent_and_choosing_uses_validation():
+    trial = make_trial(examine=lambda garden: torch.full((garden.num_envs,), 0.5))
+    (grown,) = trial.run([Arm("plan", ConstantPlan([(0, 0, 1)]))])
+    size = torch.log1p(grown.added_params / grown.host_params)
+    torch.testing.assert_close(
+        grown.scores([0.1, 0.2]), torch.cat((0.5 - 0.1 * size, 0.5 - 0.2 * size))
+    )
+    torch.testing.assert_close(grown.validation_scores([0.1]), grown.validation - 0.1 * size)
+
+
+def test_networks_born_grown_keep_their_seeds_and_train_them():
+    trial = make_trial()
+    blueprint = torch.full((1, 8, 2), -1)
+    blueprint[0, ::2, 1] = 2
+    seeds = Seeds(blueprint, torch.zeros_like(blueprint))
+    alone, born = trial.run([Arm("alone", WAIT), Arm("born", WAIT, born=seeds)])
+    assert torch.equal(born.seeds.blueprint, blueprint)
+    assert torch.equal(born.validation[0, 1::2], alone.validation[0, 1::2])
+    assert not torch.equal(born.validation[0, ::2], alone.validation[0, ::2])
+    costs = [float(MENU[2].program(host.sites[1]).num_params) for host in trial.hosts]
+    assert born.added_params[0].tolist() == [costs[0], 0, costs[0], 0, costs[1], 0, costs[1], 0]
+
+
+def test_what_was_grown_can_be_born_again():
+    trial = make_trial()
+    (grown,) = trial.run([Arm("plan", ConstantPlan([(0, 0, 1), (0, 1, 2)]), (0.1, 0.2))])
+    (again,) = trial.run([Arm("again", WAIT, (0.1, 0.2), born=grown.seeds)])
+    assert torch.equal(again.params, grown.params)
+    assert torch.equal(again.macs, grown.macs)
+    assert (again.training_flops >= grown.training_flops).all()
+
+
+# Plans
+
+
+def every_plan():
+    rows = torch.tensor(list(product(range(-1, KnownGains.num_blueprints), repeat=3)))
+    return Plans(torch.where(rows < 0, NEVER, 0), rows.clamp(min=0))
+
+
+def grow_known(arms, num_hosts):
+    lanes = Lanes(arms, num_hosts)
+    garden = KnownGains(len(lanes.rent))
+    environment = GrowthEnvironment(garden)
+    environment.begin(garden.reset(torch.Generator()), lanes.rent)
+    final = play(environment, lanes)
+    return garden, [harvest(final, ids, rows=1) for ids in lanes.env_ids]
+
+
+def test_the_best_constant_plan_is_the_optimum_where_gains_are_known():
+    plans, rents = every_plan(), (0.02, 0.06, 0.12, 0.3)
+    choice = torch.arange(len(plans)).unsqueeze(1).expand(-1, 2)
+    garden, (pool,) = grow_known([plan_arm("all", plans, choice, [0.1] * len(plans))], 2)
+    best = best_for_all(pool, rents)
+    found = torch.stack(
+        [pool.validation_scores([r])[b, 0] for r, b in zip(rents, best, strict=True)]
+    )
+    torch.testing.assert_close(found.float(), garden.best_scores(torch.tensor(rents)))
+    assert len(set(best.tolist())) > 2  # rents want different plans
+    assert torch.equal(best_per_type(pool, rents, repeats=1), best.unsqueeze(1).expand(-1, 2))
+
+
+def test_each_env_follows_the_plan_of_its_number():
+    plans = every_plan()
+    numbers = [17, 200, 342]
+    _, planned = grow_known([Arm("all", PlanPerEnv(plans, torch.tensor(numbers)), (0.1,))], 3)
+    for host, number in enumerate(numbers):
+        one = [
+            (0, slot, int(plans.blueprint[number, slot]))
+            for slot in range(3)
+            if plans.step[number, slot] == 0
+        ]
+        _, (alone,) = grow_known([Arm("one", ConstantPlan(one))], 1)
+        assert planned[0].validation[0, host] == alone.validation[0, 0]
+
+
+def test_each_type_gets_the_plan_that_is_best_for_it():
+    trial = make_trial()
+    plans = candidate_plans(5, 2, len(MENU), STEPS, torch.Generator().manual_seed(0))
+    pool = run_plans(trial, plans, rng_seed=1)
+    chosen = best_per_type(pool, (0.05,), trial.repeats)
+    scores = pool.validation_scores([0.05])
+    for number in range(4):
+        means = [float(scores[plan, 2 * number : 2 * number + 2].mean()) for plan in range(5)]
+        assert int(chosen[0, number]) == means.index(max(means))
+
+
+def test_a_pool_of_plans_is_the_same_in_one_wave_or_many():
+    plans = candidate_plans(5, 2, len(MENU), STEPS, torch.Generator().manual_seed(0))
+    one = run_plans(make_trial(), plans, rng_seed=1)
+    many = run_plans(make_trial(max_envs=16), plans, rng_seed=1)
+    assert torch.equal(one.validation, many.validation)
+    assert one.validation.shape == (5, 8)
+
+
+def test_candidates_begin_with_no_seeds_and_differ():
+    plans = candidate_plans(60, 3, 9, 25, torch.Generator().manual_seed(0))
+    names = [f"b{i}" for i in range(9)]
+    assert plans.describe(0, names) == "no seeds"
+    grown = (plans.step != NEVER).sum(dim=1)
+    assert grown[1:].min() == 1
+    assert grown.max() == 3
+    assert plans.blueprint.max() == 8
+    assert len({plans.describe(i, names) for i in range(60)}) > 50
+    one = Plans(torch.tensor([[NEVER, 2]]), torch.tensor([[0, 1]]))
+    assert one.describe(0, names) == "b1 in slot 1 at step 2"
+
+
+def test_rents_reach_the_controllers_lane_by_lane():
+    seen = []
+
+    class Listens(ConstantPlan):
+        def decide(self, reports, masks):
+            seen.append(reports.rent.tolist())
+            return super().decide(reports, masks)
+
+    trial = make_trial()
+    trial.run([Arm("other", WAIT), Arm("listens", Listens(()), (0.25, 0.5))])
+    assert seen[0] == [0.25] * 8 + [0.5] * 8
+    assert len(seen) == STEPS
+
+
+def test_an_optimizer_can_be_exchanged():
+    trial = make_trial()
+    (first,) = trial.run([Arm("alone", WAIT)])
+    slower = replace(trial, optimizer=replace(trial.optimizer, learning_rate=1e-5))
+    (second,) = slower.run([Arm("alone", WAIT)])
+    assert not torch.equal(first.validation, second.validation)
+
+
+def test_more_lanes_than_fit_are_still_run():
+    trial = make_trial(max_envs=1)
+    (grown,) = trial.run([random_arm()])
+    assert grown.validation.shape == (2, 8)
+    assert pytest.approx(float(grown.host_params[0, 0])) == trial.hosts[0].num_params
