@@ -1,10 +1,22 @@
 """Who decides: the heuristic, a saved policy, or whatever the user brings."""
 
 from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from esper.leyline.protocols import Controller
 from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A controller whose memory of the run can be saved and brought back."""
+
+    def memory(self) -> dict[str, Tensor]: ...
+
+    def recall(self, memory: dict[str, Tensor]) -> None: ...
 
 
 def make_controller(controller: str | Path | Controller) -> Controller:

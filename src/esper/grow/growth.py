@@ -22,7 +22,17 @@ from torch import Tensor, nn, optim
 
 from esper.grow.bookkeeping import Bookkeeper, network_record
 from esper.grow.budget import Budget
-from esper.grow.controllers import controller_name, make_controller
+from esper.grow.checkpoint import (
+    group_settings,
+    network_from_dict,
+    network_to_dict,
+    random_states,
+    read,
+    set_random_states,
+    write,
+)
+from esper.grow.controllers import Remembers, controller_name, make_controller
+from esper.grow.export import FORMATS, export
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
 from esper.grow.measuring import Measurement, Score, measure
 from esper.grow.network import GrowingNetwork, NetworkState
@@ -49,6 +59,13 @@ class Best:
     state: NetworkState
     metric: float
     step: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "state": network_to_dict(self.state)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Best":
+        return cls(**{**data, "state": network_from_dict(data["state"])})
 
 
 class Growth:
@@ -233,6 +250,61 @@ class Growth:
         """Sites, costs and budget, before anything is spent."""
         own = (self._reporter.model_params, self._reporter.model_macs)
         return f"{self.budget.describe(*own)}\n{site_table(self.sites)}"
+
+    def export(self, path: str | Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
+        """Writes the model with its committed seeds as files that need no Esper, by format."""
+        return export(self.plain_model(), self.example, path, formats)
+
+    # ---- checkpoints
+
+    def save(self, path: str | Path) -> None:
+        """All of the run in one file; between two steps of the optimiser, whatever the stages."""
+        contents = {
+            "sites": [site.name for site in self.sites],
+            "menu": [blueprint.name for blueprint in self._network.menu],
+            "network": network_to_dict(self._network.capture()),
+            "settings": group_settings(self.optimizer),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "best": None if self._best is None else self._best.to_dict(),
+            "evidence": self._evidence.to_dict(),
+            "counts": (self.step, self.optimizer_steps, self.is_closed),
+            "train_losses": self._train_losses,
+            "gradient_norms": self._gradient_norms,
+            "ledger": self.ledger.to_json(),
+            "seed_ids": self._books.seed_ids,
+            "memory": self.controller.memory() if isinstance(self.controller, Remembers) else {},
+            "births": self._network.generator.get_state(),
+            "random": random_states(),
+        }
+        write(path, contents)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a file; this growth must be new and made as the one that saved it was.
+
+        A scheduler that growth was not given is its owner's to save and load.
+        """
+        saved = read(path)
+        expected = [site.name for site in self.sites], [b.name for b in self._network.menu]
+        if (saved["sites"], saved["menu"]) != expected:
+            raise ValueError(
+                f"{path} is of a run with sites {saved['sites']} and blueprints {saved['menu']}; "
+                f"this one has sites {expected[0]} and blueprints {expected[1]}"
+            )
+        self._network.restore(network_from_dict(saved["network"]))
+        for group, settings in zip(self.optimizer.param_groups, saved["settings"], strict=True):
+            group.update(settings)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        self._best = None if saved["best"] is None else Best.from_dict(saved["best"])
+        self._evidence = Evidence.from_dict(saved["evidence"])
+        self.step, self.optimizer_steps, self.is_closed = saved["counts"]
+        self._train_losses, self._gradient_norms = saved["train_losses"], saved["gradient_norms"]
+        self._books.ledger = Ledger.from_json(saved["ledger"])
+        self._books.seed_ids = saved["seed_ids"]
+        if isinstance(self.controller, Remembers):
+            self.controller.recall(saved["memory"])
+        self._network.generator.set_state(saved["births"])
+        set_random_states(saved["random"])
 
     # ---- the parts of a decision
 

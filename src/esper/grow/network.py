@@ -143,7 +143,10 @@ class GrowingNetwork:
         for name, parameter in self.named_parameters().items():
             self.optimizer.state.pop(parameter, None)
             if name in state.moments:
-                self.optimizer.state[parameter] = copy.deepcopy(state.moments[name])
+                moments = copy.deepcopy(state.moments[name])
+                self.optimizer.state[parameter] = {
+                    key: _beside(parameter, value) for key, value in moments.items()
+                }
 
     def _plant(self, index: int, blueprint: int) -> None:
         slot = self.slots[index]
@@ -162,6 +165,13 @@ class GrowingNetwork:
         seed = self.slots[index].seed
         assert seed is not None, f"slot {index} is empty"
         return seed
+
+
+def _beside(parameter: nn.Parameter, value: Any) -> Any:
+    """Optimiser state on its weight's device; a count may stay on the CPU, where optimisers keep it."""
+    if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cuda):
+        return value.to(parameter.device)
+    return value
 
 
 @contextmanager

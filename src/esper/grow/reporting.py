@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ class Evidence:
         self.contribution, self.contribution_error, self.gradient_norm = zeros, zeros, zeros
         self.contribution_known, self.gradient_known = no, no
         self.contribution_age = torch.zeros(self.num_slots, dtype=torch.int64)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "metrics": list(self.metrics)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Evidence":
+        evidence = cls(data["num_slots"])
+        vars(evidence).update(data, metrics=deque(data["metrics"], maxlen=ACCURACY_HISTORY))
+        return evidence
 
     def take_in(self, contributions: dict[int, tuple[float, float]]) -> None:
         """Contributions and their standard errors, measured just now, by slot."""

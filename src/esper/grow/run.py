@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from esper.grow.budget import Budget
+from esper.grow.export import FORMATS, export
 from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
 from esper.grow.measuring import checked_scores, joined, paired_difference, resting
@@ -42,6 +43,10 @@ class GrowthResult:
     ledger: Ledger
     verdict: Verdict
     growth: Growth
+
+    def export(self, path: str | Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
+        """Writes the model as files that need no Esper, by format."""
+        return export(self.model, self.growth.example, path, formats)
 
 
 def grow(

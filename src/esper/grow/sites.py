@@ -174,7 +174,7 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
 
 def trace_sites(model: nn.Module, *examples: Any) -> SiteTrace:
     """Traces every example; a single one twice, to see whether shapes hold still."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    if type(model).__module__.startswith("torch._dynamo"):  # torch.compile made it
         raise ValueError(
             "the model is compiled: its modules are no longer called one by one, so that nothing "
             "can grow in between. Grow the model itself and compile the result"

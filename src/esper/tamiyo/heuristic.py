@@ -82,6 +82,13 @@ class HeuristicController:
         )
         return take_first(masks, wishes, seed_details(blueprint, config.ramp_steps))
 
+    def memory(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: which slots have been pruned before."""
+        return {} if self._was_pruned is None else {"was_pruned": self._was_pruned}
+
+    def recall(self, memory: dict[str, Tensor]) -> None:
+        self._was_pruned = memory.get("was_pruned")
+
 
 @dataclass(frozen=True)
 class SeedJudgement:

@@ -76,6 +76,13 @@ class LearnedController:
         self._state = decision.state
         return decision.actions.to(reports.device)
 
+    def memory(self) -> dict[str, Tensor]:
+        """What a checkpoint of a run keeps: the recurrent state of each env."""
+        return {} if self._state is None else dict(self._state._asdict())
+
+    def recall(self, memory: dict[str, Tensor]) -> None:
+        self._state = RecurrentState(**memory) if memory else None
+
     def save(self, path: str | Path) -> None:
         """The policy's sizes and weights, in one file that is replaced at once."""
         path = Path(path)
@@ -115,7 +122,6 @@ class LearnedController:
             self.policy = _policy(reports.num_slots, reports.num_blueprints, self.policy.config)
             self.policy.load_state_dict(weights)
             self.policy.to(device)
-            self._state = None
         return self.policy
 
 

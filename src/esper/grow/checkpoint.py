@@ -1,0 +1,80 @@
+"""One file from which growth goes on, bit for bit, even in the middle of a blend.
+
+It holds the topology (which seed is where), all weights, the optimiser's state and settings, the
+stages of the seeds, what was measured, the ledger, what the controller remembers, and the state
+of every random generator. Reading it runs no code from it.
+"""
+
+import os
+import random
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import optim
+
+from esper.grow.network import NetworkState
+from esper.kasmina.lifecycle import SlotStates
+
+FORMAT = "esper growth 1"
+
+
+def write(path: str | Path, contents: dict[str, Any]) -> None:
+    """The file, replaced at once: a crash leaves the old one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        torch.save({"format": FORMAT, **contents}, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    device = None if torch.cuda.is_available() else "cpu"  # None: where it was
+    contents = torch.load(path, map_location=device, weights_only=True)
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a checkpoint of growth that this version can read")
+    return contents
+
+
+def network_to_dict(state: NetworkState) -> dict[str, Any]:
+    slots = {entry.name: getattr(state.slots, entry.name) for entry in fields(SlotStates)}
+    return {
+        "weights": state.weights,
+        "seeds": state.seeds,
+        "moments": state.moments,
+        "slots": slots,
+    }
+
+
+def network_from_dict(data: dict[str, Any]) -> NetworkState:
+    return NetworkState(**{**data, "slots": SlotStates(**data["slots"])})
+
+
+def group_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rates and the like, without the weights."""
+    held = ("params", "param_names")
+    return [{k: v for k, v in group.items() if k not in held} for group in optimizer.param_groups]
+
+
+def random_states() -> dict[str, Any]:
+    """Of torch on every device, Python and numpy's own: what the user's code may draw from."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys)), *rest],
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    for device, state in enumerate(states["cuda"]):
+        torch.cuda.set_rng_state(state, device)
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))  # noqa: NPY002
