@@ -5,28 +5,36 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class ProgressSink:
     """A bar that moves with the steps, and the metrics named, as they stand."""
 
-    def __init__(self, total_steps: int, shown: Mapping[str, str], console: Console | None = None):
+    def __init__(
+        self,
+        total_steps: int,
+        shown: Mapping[str, str],
+        *,
+        unit: str = "steps",
+        done: int = 0,
+        console: Console | None = None,
+    ):
         """`shown` maps a metric's name to the label it gets."""
         self._shown = shown
         self._progress = Progress(
-            TextColumn("{task.completed:>9,.0f} / {task.total:,.0f} steps"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
+            TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}"),
+            BarColumn(bar_width=None),  # what room the others leave
+            TimeRemainingColumn(compact=True),
             TextColumn("{task.description}"),
             console=console,
+            expand=True,
         )
-        self._task = self._progress.add_task("", total=total_steps)
+        self._task = self._progress.add_task("", total=total_steps, completed=done)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         words = [
-            f"{label} {metrics[name]:,.4g}"
+            f"{label} {metrics[name]:,.3g}"
             for name, label in self._shown.items()
             if name in metrics
         ]

@@ -11,8 +11,9 @@ from torch.utils.tensorboard import SummaryWriter
 class TensorBoardSink:
     """Every metric becomes a curve of its own name over the steps."""
 
-    def __init__(self, folder: str | Path):
-        self._writer = SummaryWriter(str(folder))
+    def __init__(self, folder: str | Path, *, first_step: int | None = None):
+        """What an earlier run wrote for `first_step` and later is hidden: it is told again."""
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -20,6 +20,7 @@ from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.optimizers import AdamW, Optimizer
 from esper.tolaria.population import Population
+from esper.tolaria.steps import Kernels
 from esper.tolaria.tasks import Task, minibatch_indices
 
 
@@ -100,6 +101,12 @@ class PopulationGarden:
     def view_ids(self) -> Tensor:
         """The view of the data that each env learns from, `[N]`."""
         return torch.cat([plot.population.view_ids for plot in self._plots])
+
+    @property
+    def kernels(self) -> Kernels:
+        """The way in which the populations are run."""
+        (plot,) = self._plots_for(self.hosts[:1])
+        return plot.population.kernels
 
     def reset(self, generator: torch.Generator) -> GardenPlan:
         order = torch.randperm(len(self.hosts), generator=generator).tolist()

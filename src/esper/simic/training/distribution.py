@@ -6,8 +6,16 @@ from torch import Tensor
 from esper.kasmina.blueprints import blueprint_menu, menu_for
 from esper.kasmina.blueprints.registry import Blueprint
 from esper.kasmina.hosts import Host, build_host
+from esper.leyline.constants import (
+    ALPHA_SPEED_STEPS,
+    ALPHA_TARGETS,
+    TEMPO_STEPS,
+    AlphaCurve,
+    BlendStyle,
+)
+from esper.leyline.stages import LifecycleOp
 from esper.simic.training.config import TrainConfig, widths_name
-from esper.tolaria.environment import Garden
+from esper.tolaria.environment import Garden, GrowthEnvironment
 from esper.tolaria.garden import PopulationGarden
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.oracle import HOST_ACCURACY, KnownGains
@@ -84,6 +92,40 @@ def variant_names(config: TrainConfig, garden: Garden) -> list[str]:
     """The variant of the data in each env of this episode."""
     views = garden.view_ids if isinstance(garden, PopulationGarden) else _first_view(garden)
     return [config.variants[view] for view in views.tolist()]
+
+
+def choice_names(environment: GrowthEnvironment) -> dict[str, list[str]]:
+    """What the choices of each head are called."""
+    garden = environment.garden
+    if isinstance(garden, PopulationGarden):
+        blueprints = [blueprint.name for blueprint in garden.menu]
+    else:
+        blueprints = [f"seed {number}" for number in range(garden.num_blueprints)]
+    return {
+        "op": [op.name for op in LifecycleOp],
+        "slot": [f"slot {number}" for number in range(garden.num_slots)],
+        "blueprint": blueprints,
+        "style": [style.name for style in BlendStyle],
+        "tempo": [f"{steps} steps" for steps in TEMPO_STEPS],
+        "alpha_target": [str(target) for target in ALPHA_TARGETS],
+        "alpha_speed": [f"{steps} steps" for steps in ALPHA_SPEED_STEPS],
+        "alpha_curve": [curve.name for curve in AlphaCurve],
+    }
+
+
+def describe_garden(config: TrainConfig, garden: Garden) -> str:
+    """What is trained on, on what, and what is held out."""
+    if not isinstance(garden, PopulationGarden):
+        return f"{config.task}: no networks, what every seed gains is known"
+    names = ", ".join(blueprint.name for blueprint in garden.menu)
+    return (
+        f"{config.task} on {garden.task.device}, {garden.kernels} kernels; "
+        f"seeds: {names}\n"
+        f"trained on {len(config.training_widths)} {config.host} hosts with "
+        f"{config.num_layers} layers of {', '.join(map(str, config.widths))} and "
+        f"{', '.join(config.variants)}\n"
+        f"held out: {', '.join(config.held_out_widths)} and {', '.join(config.held_out_variants)}"
+    )
 
 
 def _first_view(garden: Garden) -> Tensor:

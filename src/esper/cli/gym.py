@@ -1,41 +1,23 @@
-"""The command line: `esper gym ENV_ID ...`.
+"""`esper gym ENV_ID`: PPO on a Gymnasium environment."""
 
-Flags are made from the fields of the configs, so that code and command line cannot disagree.
-"""
-
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import tyro
 
+from esper.cli.interruption import interruption
 from esper.leyline.protocols import EventSink
 from esper.nissa.console import ProgressSink
 from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.training.gymnasium import GymConfig, GymTraining, evaluate
 
-_GYM_DEFAULTS = GymConfig()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    try:
-        tyro.extras.subcommand_cli_from_dict(
-            {"gym": gym},
-            prog="esper",
-            description="Esper grows neural networks while they train.",
-            args=sys.argv[1:] if arguments is None else arguments,
-        )
-    except ValueError as error:  # a user's mistake: what came and what works, without a traceback
-        sys.exit(f"esper: {error}")
+_DEFAULTS = GymConfig()
 
 
 def gym(
     env_id: tyro.conf.Positional[str],
-    config: Annotated[GymConfig, tyro.conf.arg(name="")] = _GYM_DEFAULTS,
+    config: Annotated[GymConfig, tyro.conf.arg(name="")] = _DEFAULTS,
     total_steps: int = 100_000,
     num_envs: int = 8,
     episodes: int = 20,
@@ -97,7 +79,7 @@ def describe(training: GymTraining, out: Path) -> str:
 def _train(training: GymTraining, checkpoint: Path, out: Path, save_every: int) -> bool:
     """Whether training came to its end; if not, the checkpoint holds all of it."""
     shown = {"episode/return": "return", "time/steps_per_second": "steps/s"}
-    with ExitStack() as stack, _interruption() as interrupted:
+    with ExitStack() as stack, interruption() as interrupted:
         sinks: list[EventSink] = [
             stack.enter_context(ProgressSink(training.total_steps, shown)),
             stack.enter_context(TensorBoardSink(out)),
@@ -112,25 +94,3 @@ def _train(training: GymTraining, checkpoint: Path, out: Path, save_every: int) 
         training.run(on_round, should_stop=interrupted)
         training.save(checkpoint)
     return training.is_finished
-
-
-@contextmanager
-def _interruption() -> Iterator[Callable[[], bool]]:
-    """Asks whether Ctrl-C was pressed; a second one interrupts at once."""
-    pressed = False
-
-    def press(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,21 @@
+"""cli: commands -- `esper train`, `esper evaluate` and `esper gym`."""
+
+import sys
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Flags are made from the fields of the configs: code and command line cannot disagree."""
+    import tyro
+
+    from esper.cli import gym, train
+
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            {"train": train.command(arguments), "gym": gym.gym},
+            prog="esper",
+            description="Esper grows neural networks while they train.",
+            args=arguments,
+        )
+    except ValueError as error:  # a user's mistake: what came and what works, without a traceback
+        sys.exit(f"esper: {error}")

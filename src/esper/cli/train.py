@@ -1,0 +1,186 @@
+"""`esper train`: Tamiyo learns to grow networks, and is compared with what needs no learning."""
+
+import sqlite3
+from argparse import ArgumentParser
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+
+from esper.cli.interruption import interruption
+from esper.leyline.protocols import EventSink
+from esper.leyline.records import RoundRecord
+from esper.nissa.console import ProgressSink
+from esper.nissa.database import RunDatabase
+from esper.nissa.tensorboard import TensorBoardSink
+from esper.simic.agent.ppo import TrainingFailed
+from esper.simic.training.config import PRESETS, TrainConfig
+from esper.simic.training.distribution import choice_names, describe_garden
+from esper.simic.training.growth_training import GrowthTraining
+from esper.simic.training.run_folder import RunFiles, RunFolder
+from esper.tolaria.oracle import HOST_ACCURACY, KnownGains
+
+PresetName = Literal["quick", "full", "oracle"]
+SHOWN = {
+    "episode/score": "score",
+    "episode/accuracy": "accuracy",
+    "episode/added_params": "params +",
+    "time/hosts_per_second": "hosts/s",
+}
+
+
+def command(arguments: list[str]) -> Callable[..., None]:
+    """The command with the flags of a preset: which one, the command line itself says."""
+    chosen, defaults = preset_of(arguments)
+
+    def train(
+        config: Annotated[TrainConfig, tyro.conf.arg(name="")] = defaults,
+        preset: PresetName = chosen,
+        out: Path | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        """Teach Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.
+
+        Ctrl-C finishes the step, saves, and says how to go on.
+
+        Args:
+            preset: quick (two CPU cores), full (a GPU) or oracle (no networks); other flags change it
+            out: the run's folder; runs/PRESET-NUMBER if not given
+            resume: the folder of a run to go on with, exactly as it would have
+        """
+        if resume is None:
+            run_training(RunFolder.create(out or _free_folder(preset), config), preset)
+            return
+        if config != defaults or out is not None:
+            raise ValueError(
+                f"--resume {resume} goes on with the settings in {RunFiles(resume).config}; "
+                "leave other flags out"
+            )
+        run_training(RunFolder.reopen(resume), preset)
+
+    return train
+
+
+def preset_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
+    """The preset that a command line asks for, and what it sets."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", default="quick")
+    named = parser.parse_known_args(arguments)[0].preset
+    name: PresetName = named if named in PRESETS else "quick"  # a wrong one is refused later
+    return name, PRESETS[name]
+
+
+def run_training(folder: RunFolder, preset: str) -> None:
+    files = folder.files
+    with folder:
+        training = folder.resume()
+        print(describe(training, files))
+        try:
+            _train(training, folder)
+        except (OSError, sqlite3.Error, TrainingFailed, ValueError) as error:
+            raise ValueError(
+                f"{error}\nthe run stopped in round {training.rounds_done + 1}; what "
+                f"{files.checkpoint} holds is whole: go on with\n  esper train --resume {files.path}"
+            ) from error
+        if not training.is_finished:
+            print(
+                f"stopped after {training.rounds_done} of {training.config.rounds} rounds; go on "
+                f"with\n  esper train --resume {files.path}"
+            )
+            return
+    garden = training.environment.garden
+    if isinstance(garden, KnownGains):
+        share = share_of_best(training, garden)
+        print(f"frozen, the controller gains {share:.1%} of what the best plans gain")
+    else:
+        show_arms(files)
+    print(_written(files))
+
+
+def describe(training: GrowthTraining, files: RunFiles) -> str:
+    """What runs where: nothing is chosen in silence."""
+    config, policy = training.config, training.agent.policy
+    weights = sum(weight.numel() for weight in policy.parameters())
+    begins = f"from round {training.rounds_done + 1} " if training.rounds_done else ""
+    return (
+        f"{describe_garden(config, training.environment.garden)}\n"
+        f"controller: {weights:,} weights on {training.agent.device}, torch {torch.__version__}\n"
+        f"{config.rounds} rounds {begins}of {config.num_envs} hosts x {config.growth.num_steps} "
+        f"decisions x {config.garden.minibatches} minibatches; writing to {files.path}"
+    )
+
+
+def _train(training: GrowthTraining, folder: RunFolder) -> None:
+    """To the last round or to Ctrl-C; the folder then holds all of it."""
+    config, files = training.config, folder.files
+    environment = training.environment
+    with ExitStack() as stack, interruption() as interrupted:
+        database = stack.enter_context(
+            RunDatabase(
+                files.database,
+                environment.action_space,
+                choices=choice_names(environment),
+                details={"device": str(training.agent.device), "torch": torch.__version__},
+                rounds_done=training.rounds_done,
+            )
+        )
+        sinks: list[EventSink] = [
+            stack.enter_context(TensorBoardSink(files.path, first_step=training.rounds_done + 1)),
+            stack.enter_context(
+                ProgressSink(config.rounds, SHOWN, unit="rounds", done=training.rounds_done)
+            ),
+        ]
+
+        def save() -> None:
+            database.flush()  # what the checkpoint is to go on from
+            folder.save(training)
+
+        def on_round(record: RoundRecord) -> None:
+            database.add(record)
+            for sink in sinks:
+                sink.record(record.round, record.metrics)
+            if record.round % config.checkpoint_every == 0:
+                save()
+
+        training.run(on_round, should_stop=interrupted)
+        save()
+
+
+def show_arms(files: RunFiles) -> None:
+    """The table of arms in small, on hosts and data that the controller never saw."""
+    from esper.simic.evaluation.evaluate import evaluate_run
+
+    console = Console()
+    report = evaluate_run(files.path, "quick", say=console.print)
+    console.print(report.table())
+    report.save(files.path)
+
+
+def share_of_best(training: GrowthTraining, garden: KnownGains) -> float:
+    """What the frozen controller gains over all rents, as a share of what can be gained."""
+    episodes = training.trainer.collect(deterministic=True)
+    assert episodes is not None
+    gained = (episodes.scores - HOST_ACCURACY).sum()
+    possible = (garden.best_scores(episodes.rent) - HOST_ACCURACY).sum()
+    return float(gained / possible)
+
+
+def _written(files: RunFiles) -> str:
+    rows = (
+        (files.controller, "the controller, frozen"),
+        (files.checkpoint, "all of the run"),
+        (files.database, "rounds, episodes, decisions: docs/training.md has queries"),
+        (files.config, "its settings"),
+        (files.path, f"curves: tensorboard --logdir {files.path}"),
+    )
+    return "\n".join(f"  {path!s:44} {what}" for path, what in rows if path.exists())
+
+
+def _free_folder(preset: str) -> Path:
+    candidates = (Path("runs") / f"{preset}-{number}" for number in count(1))
+    return next(path for path in candidates if not path.exists())
