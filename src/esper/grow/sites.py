@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
@@ -90,8 +91,8 @@ def batch_size(inputs: Any) -> int:
 def count_macs(model: nn.Module, inputs: Any) -> int:
     """Multiply-adds per example, as torch counts them: matrix products and convolutions."""
     counter = FlopCounterMode(display=False)
-    # with gradients: without them torch may take fused paths that it does not count
-    with _at_rest(model), torch.enable_grad(), counter:
+    # with gradients and without fused attention: some fused paths torch does not count
+    with _at_rest(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         forward(model, inputs)
     return round(counter.get_total_flops() / 2 / batch_size(inputs))
 
@@ -127,21 +128,25 @@ class SiteTrace:
     refused: dict[str, str]  # the other modules, and why not
 
     def choose(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[ModelSite]:
-        """The sites with these names or under them; the ones offered, if none are named."""
+        """The sites offered; or those of them with these names or under them.
+
+        A name that has none of them under it may be any candidate.
+        """
         for name in (*(include or ()), *exclude):
             self._check_name(name)
         if include is None:
             chosen = list(self.sites)
         else:
-            chosen = [
-                site
-                for site in self.candidates.values()
-                if site.name in include or (site in self.sites and _is_under(site.name, include))
-            ]
+            chosen = [site for site in self.candidates.values() if self._is_named(site, include)]
         kept = [s for s in chosen if s.name not in exclude and not _is_under(s.name, exclude)]
         if not kept:
             raise ValueError(self._nothing_found(include, exclude))
         return kept
+
+    def _is_named(self, site: ModelSite, names: Sequence[str]) -> bool:
+        if site in self.sites:
+            return site.name in names or _is_under(site.name, names)
+        return site.name in names and not any(_is_under(s.name, [site.name]) for s in self.sites)
 
     def _check_name(self, name: str) -> None:
         if name in self.candidates or any(_is_under(site.name, [name]) for site in self.sites):
@@ -368,7 +373,12 @@ def _offered(run: _Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ..
 
     A model that has none (skip connections from end to end) offers all its layers.
     """
-    places = _places(run, candidates)
+    last = run.num_weight_calls
+    places = [
+        names
+        for names in _places(run, candidates)
+        if run.calls[names[0]][0].num_weight_calls < last
+    ]
     cuts = [names for names in places if _is_cut(run.calls[names[0]][0].node, run)]
     stages: list[list[str]] = []
     for names in cuts or places:
@@ -378,9 +388,7 @@ def _offered(run: _Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ..
             stages.append(names)
         elif call.output == before.output:  # the norm or the activation after a layer
             stages[-1] = names
-    last = run.num_weight_calls
-    named = [(_best_name(names, run), run.calls[names[0]][0]) for names in stages]
-    return tuple(candidates[name] for name, call in named if call.num_weight_calls < last)
+    return tuple(candidates[_best_name(names, run)] for names in stages)
 
 
 def _places(run: _Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
