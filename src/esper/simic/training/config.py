@@ -147,8 +147,25 @@ def check_variant(name: str) -> None:
 
 
 PRESETS: dict[str, TrainConfig] = {
-    # two CPU cores, a few minutes: learns when growing pays, not yet what suits which host best
-    "quick": TrainConfig(),
+    # two CPU cores, three minutes: small hosts, half the menu, short episodes
+    "quick": TrainConfig(
+        variants=("plain", "permuted:1", "rows:600", "noise:0.3"),
+        widths=(4, 6, 8),
+        held_out_widths=("8-8-8", "4-8-6", "6-4-8", "8-6-4"),
+        menu=("depthwise7", "separable", "conv_bottleneck", "conv_conv"),
+        host_learning_rate=2e-2,
+        growth=GrowthConfig(num_steps=16),
+        garden=GardenConfig(
+            num_types=8,
+            envs_per_type=6,
+            minibatches=20,
+            batch_size=64,
+            validation_rows=300,
+            episode_steps=16,
+        ),
+        rounds=120,
+        checkpoint_every=10,
+    ),
     # one H200
     "full": TrainConfig(
         garden=GardenConfig(num_types=16, envs_per_type=32),

@@ -74,6 +74,8 @@ class RunFolder:
         self.files = RunFiles(Path(path))
         _check_writable(self.files.path)
         self._lock = _locked(self.files.path)
+        for unfinished in self.files.path.glob(".*.partial"):  # of a run that was killed
+            unfinished.unlink()
 
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig) -> Self:

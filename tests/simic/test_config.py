@@ -1,0 +1,116 @@
+"""A run's config: what it refuses, how it is kept, and what it draws hosts and data from."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from simic.small_runs import NETWORKS, ORACLE
+
+from esper.simic.training.config import PRESETS, TrainConfig
+from esper.simic.training.distribution import (
+    host_names,
+    load_hosts,
+    load_task,
+    training_garden,
+    variant_names,
+)
+from esper.simic.training.gymnasium import GymConfig
+from esper.simic.training.plain_config import from_plain, to_plain
+from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
+from esper.tolaria.tasks import mnist1d
+
+
+@pytest.mark.parametrize("config", [*PRESETS.values(), NETWORKS, ORACLE])
+def test_a_config_survives_being_written_as_json(config):
+    text = json.dumps(to_plain(config), allow_nan=False)
+    assert from_plain(TrainConfig, json.loads(text)) == config
+
+
+def test_numbers_without_a_word_in_json_survive_too():
+    config = replace(ORACLE, growth=GrowthConfig(num_steps=12, params_budget=0.5))
+    again = from_plain(TrainConfig, json.loads(json.dumps(to_plain(config))))
+    assert again.growth.params_budget == 0.5
+    assert again.growth.macs_budget == math.inf
+
+
+def test_other_configs_are_kept_the_same_way():
+    config = GymConfig(horizon=7, ppo=replace(GymConfig().ppo, head_entropy_weights={"op": 0.5}))
+    assert from_plain(GymConfig, json.loads(json.dumps(to_plain(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"roundz": 3}, "no setting 'roundz'; did you mean 'rounds'"),
+        ({"ppo": {"learning_rat": 1.0}}, "'ppo.learning_rat'; did you mean 'learning_rate'"),
+        ({"growth": {"xyzzy": 1}}, r"'growth.xyzzy'; there are \['num_steps'"),
+        ({"rounds": "many"}, "rounds='many'; expected int"),
+        ({"rounds": True}, "rounds=True; expected int"),
+        ({"ppo": 3}, "ppo is 3, expected a PPOConfig"),
+        ({"variants": "plain"}, "variants='plain'; expected"),
+        ({"task": "mnist2d"}, "task='mnist2d'; expected"),
+    ],
+)
+def test_what_a_config_does_not_know_is_refused_by_name(plain, message):
+    with pytest.raises(ValueError, match=message):
+        from_plain(TrainConfig, plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rounds": 0}, "rounds=0; use 1 or more"),
+        ({"observed_share": 1.5}, "observed_share=1.5; use a number from 0 to 1"),
+        ({"growth": GrowthConfig(num_steps=9)}, "an episode has one length"),
+        ({"variants": ("plain", "rows")}, "no variant 'rows'; use plain"),
+        ({"variants": ("rows:1.5",)}, "no variant 'rows:1.5'"),
+        ({"variants": ()}, "variants is empty"),
+        ({"held_out_variants": ("plain",)}, r"\['plain'\] are trained on and held out"),
+        ({"held_out_widths": ("4-4",)}, r"\['4-4'\] are never drawn"),
+        ({"widths": (4,), "held_out_widths": ()}, "1 hosts to draw from, but garden.num_types=3"),
+        ({"ppo": replace(NETWORKS.ppo, num_minibatches=5)}, "12 hosts do not split"),
+        ({"host_learning_rate": 0.0}, "host_learning_rate=0.0"),
+        ({"ppo": replace(NETWORKS.ppo, normalize_features=True)}, "scaled already"),
+    ],
+)
+def test_mistakes_are_found_at_construction(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(NETWORKS, **changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        replace(NETWORKS, device="cuda").resolved_device()
+
+
+def test_held_out_hosts_are_never_drawn_and_all_others_are():
+    config = NETWORKS
+    environment = GrowthEnvironment(training_garden(config), config.growth, rng_seed=0)
+    seen: set[tuple[str, str]] = set()
+    for _ in range(20):
+        environment.reset()
+        garden = environment.garden
+        seen |= set(zip(host_names(garden), variant_names(config, garden), strict=True))
+    every = {"-".join(map(str, widths)) for widths in product((2, 4), repeat=3)}
+    assert {host for host, _ in seen} == every - {"4-2-4"}
+    assert {variant for _, variant in seen} == {"plain", "rows:50"}
+
+
+def test_a_host_is_named_by_its_widths():
+    hosts = load_hosts(NETWORKS, mnist1d(), ((2, 4, 2),))
+    assert [site.width for site in hosts[0].sites] == [2, 4, 2]
+
+
+def test_variants_are_what_their_names_say():
+    base = mnist1d()
+    task = load_task(NETWORKS, ("plain", "permuted:4", "rows:50", "noise:0.5"))
+    assert torch.equal(task.train_x[0], base.train_x[0])
+    assert task.num_rows.tolist() == [3200, 3200, 50, 3200]
+    assert not torch.equal(task.train_x[1], base.train_x[0])
+    assert torch.equal(task.train_x[1].sort(dim=-1).values, base.train_x[0].sort(dim=-1).values)
+    noise = task.train_x[3] - base.train_x[0]
+    assert noise.std().item() == pytest.approx(0.5, rel=0.02)

@@ -1,0 +1,149 @@
+"""A growth run: exact resumption, rounds that are all or nothing, and what is kept of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from simic.small_runs import NETWORKS, ORACLE
+
+from esper.leyline.stages import LifecycleOp
+from esper.simic.agent.ppo import TrainingFailed
+from esper.simic.rewards import growth_score
+from esper.simic.training.checkpoint import CheckpointMismatch, write_checkpoint
+from esper.simic.training.growth_training import GrowthTraining
+from esper.tamiyo.learned import LearnedController
+from esper.tolaria.oracle import BLUEPRINT_PARAMS, HOST_ACCURACY, HOST_PARAMS
+
+PHASES = {"observe", "features", "masks", "act", "hosts", "buffer", "update", "telemetry"}
+
+
+def run(training, until=None):
+    """The records of a run to its end, or to the end of a round."""
+    records = []
+    training.run(records.append, should_stop=lambda: training.rounds_done == until)
+    return records
+
+
+def measured(record):
+    """What does not depend on the clock."""
+    kept = {name: v for name, v in record.metrics.items() if not name.startswith("time")}
+    return {name: v for name, v in kept.items() if v == v}  # nothing is equal to NaN
+
+
+def assert_same(records, others):
+    assert [r.round for r in records] == [r.round for r in others]
+    for record, other in zip(records, others, strict=True):
+        assert measured(record) == measured(other)
+        for name in ("scores", "rent", "actions", "legal", "rewards", "accuracy", "observations"):
+            assert torch.equal(getattr(record, name), getattr(other, name)), name
+        assert record.hosts == other.hosts
+        assert record.variants == other.variants
+
+
+@pytest.mark.parametrize("config", [ORACLE, NETWORKS], ids=["oracle", "networks"])
+def test_a_resumed_run_ends_with_the_numbers_of_one_that_never_stopped(config, tmp_path):
+    whole = GrowthTraining(config)
+    expected = run(whole)
+    first = GrowthTraining(config)
+    begun = run(first, until=2)
+    first.save(tmp_path / "checkpoint.pt")
+    second = GrowthTraining.resume(tmp_path / "checkpoint.pt")
+    assert_same([*begun, *run(second)], expected)
+    for name, weight in whole.agent.policy.state_dict().items():
+        assert torch.equal(weight, second.agent.policy.state_dict()[name]), name
+    assert whole.is_finished
+    assert second.is_finished
+
+
+def test_a_run_saved_in_the_middle_of_a_round_begins_that_round_again(tmp_path):
+    expected = run(GrowthTraining(ORACLE))
+    training, records, steps = GrowthTraining(ORACLE), [], iter(range(10_000))
+    training.run(records.append, should_stop=lambda: next(steps) == 12 * 2 + 5)
+    assert training.rounds_done == 2
+    training.save(tmp_path / "checkpoint.pt")
+    resumed = GrowthTraining.resume(tmp_path / "checkpoint.pt")
+    assert_same([*records, *run(resumed)], expected)
+
+
+def test_another_rng_seed_is_another_run():
+    one, other = (run(GrowthTraining(replace(ORACLE, rng_seed=s, rounds=1)))[0] for s in (0, 1))
+    assert not torch.equal(one.rent, other.rent)
+    assert not torch.equal(one.actions, other.actions)
+
+
+def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
+    training = GrowthTraining(ORACLE)
+    contents = {
+        "config": {"task": "known_gains", "ppo": {"normalize_features": False}},
+        "rounds_done": 0,
+        "agent": training.agent.state_dict(),
+        "rng_states": {},
+    }
+    write_checkpoint(tmp_path / "other.pt", "growth run", contents)
+    with pytest.raises(CheckpointMismatch, match="policy.*expected float32"):
+        GrowthTraining.resume(tmp_path / "other.pt")
+
+
+def test_a_controller_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path):
+    training, path = GrowthTraining(ORACLE), tmp_path / "checkpoint.pt"
+    run(training, until=1)
+    training.save(path)
+    good = path.read_bytes()
+    with torch.no_grad():
+        training.agent.policy.readout.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="env 0"):
+        training.run()
+    with pytest.raises(TrainingFailed, match="readout.weight is not finite"):
+        training.save(path)
+    assert path.read_bytes() == good
+    assert GrowthTraining.resume(path).rounds_done == 1
+
+
+def test_time_has_names_and_shares_that_add_up():
+    metrics = run(GrowthTraining(ORACLE))[-1].metrics
+    assert {name for name in metrics if name.startswith("time_share/")} == {
+        f"time_share/{phase}" for phase in PHASES
+    }
+    assert sum(metrics[f"time_share/{phase}"] for phase in PHASES) == pytest.approx(1)
+    seconds = sum(metrics[f"time/{phase}"] for phase in PHASES)
+    assert metrics["time/hosts_per_second"] == pytest.approx(8 / seconds)
+
+
+def test_a_record_tells_what_was_decided_what_it_cost_and_what_came_of_it():
+    record = run(GrowthTraining(ORACLE))[-1]
+    space = GrowthTraining(ORACLE).environment.action_space
+    assert record.step_counts.tolist() == [12] * 8
+    for env in range(8):
+        for step in range(12):
+            action, legal = record.actions[env, step], space.split(record.legal[env, step])
+            for head, choice in zip(space.names, action.tolist(), strict=True):
+                assert legal[head][choice] or not legal[head].any()
+            is_birth = action[0] == LifecycleOp.GERMINATE
+            cost = BLUEPRINT_PARAMS[action[2]] if is_birth else 0.0
+            assert record.cost_params[env, step] == cost
+            if is_birth and step < 11:  # nothing is committed in the last step
+                assert record.added_params[env, step] >= cost
+    last = growth_score(
+        record.accuracy[:, -1], record.added_params[:, -1], torch.tensor(HOST_PARAMS), record.rent
+    )
+    torch.testing.assert_close(record.scores, last)
+    torch.testing.assert_close(record.rewards.sum(dim=1), last - HOST_ACCURACY)
+    assert (record.actions[..., 0] == LifecycleOp.GERMINATE).any()
+
+
+def test_records_are_of_their_round_and_observed_envs_take_turns():
+    records = run(GrowthTraining(ORACLE))
+    assert not torch.equal(records[0].actions, records[1].actions)  # no views of one buffer
+    assert [record.observed_envs.tolist() for record in records] == [
+        [3, 4, 5], [6, 7, 0], [1, 2, 3], [4, 5, 6],
+    ]  # fmt: skip
+    assert records[0].observations.shape[:2] == (3, 12)
+
+
+def test_the_controller_of_a_run_decides_as_its_policy_does(tmp_path):
+    training = GrowthTraining(ORACLE)
+    run(training, until=2)
+    training.controller().save(tmp_path / "controller.pt")
+    loaded = LearnedController.load(tmp_path / "controller.pt")
+    for name, weight in training.agent.policy.state_dict().items():
+        assert torch.equal(weight, loaded.policy.state_dict()[name])
