@@ -128,5 +128,8 @@ class LearnedController:
 def _policy(
     num_slots: int, num_blueprints: int, config: PolicyConfig
 ) -> FactoredRecurrentActorCritic:
+    """A policy whose weights are about to be loaded: drawing them disturbs no one's randomness."""
     space = tamiyo_action_space(num_slots, num_blueprints)
-    return FactoredRecurrentActorCritic(space, FeatureLayout(num_slots, num_blueprints), config)
+    layout = FeatureLayout(num_slots, num_blueprints)
+    with torch.random.fork_rng(devices=[]):
+        return FactoredRecurrentActorCritic(space, layout, config)

@@ -1,0 +1,159 @@
+"""A run that goes on from a file is the run that was never interrupted."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from grow.small_models import Script, blobs, build, germinate
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
+
+from esper import Growth
+from esper.grow.checkpoint import random_states, set_random_states
+from esper.leyline.stages import SeedStage
+from esper.tamiyo.learned import LearnedController, _policy
+from esper.tamiyo.policy.network import PolicyConfig
+
+X, Y = blobs()
+SCHEDULERS = {
+    "cosine": lambda o: CosineAnnealingLR(o, 40),
+    "one cycle": lambda o: OneCycleLR(o, 0.05, total_steps=60),
+    "lambda": lambda o: LambdaLR(o, lambda step: 0.98**step),
+    "milestones": lambda o: MultiStepLR(o, [5, 11, 20]),
+}
+
+
+def new_growth(scheduler="cosine", controller="heuristic", rng_seed=0, **options):
+    model, example = build("mlp", rng_seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = SCHEDULERS[scheduler](optimizer)
+    return Growth(
+        model,
+        optimizer,
+        example=example,
+        controller=controller,
+        scheduler=schedule,
+        decisions=12,
+        val_loader=[(X, Y)],
+        score=lambda batch: (model(batch[0]).argmax(1) == batch[1]).float(),
+        **options,
+    )
+
+
+def train(growth: Growth, steps: int) -> None:
+    """Rows and dropout come from the global generator: a resumed run must draw the same."""
+    for _ in range(steps):
+        rows = torch.randint(0, len(X), (16,))
+        growth.optimizer.zero_grad()
+        loss = F.cross_entropy(growth.model(X[rows]), Y[rows])
+        loss.backward()
+        growth.optimizer.step()
+        growth.scheduler.step()
+        growth.after_step(loss)
+
+
+def finish(growth: Growth) -> None:
+    while not growth.is_closed:
+        train(growth, 3)
+        growth.decide()
+
+
+def assert_same(one: Growth, other: Growth) -> None:
+    assert one.ledger.to_json() == other.ledger.to_json()
+    assert one.seeds == other.seeds
+    first, second = one._network.named_parameters(), other._network.named_parameters()
+    assert first.keys() == second.keys()
+    for name, parameter in first.items():
+        assert torch.equal(parameter, second[name]), name
+        ours, theirs = one.optimizer.state[parameter], other.optimizer.state[second[name]]
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            assert torch.equal(value, theirs[key]), (name, key)
+    rates = [[group["lr"] for group in g.optimizer.param_groups] for g in (one, other)]
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("scheduler", list(SCHEDULERS))
+def test_in_the_middle_of_a_blend(scheduler, tmp_path):
+    growth = new_growth(scheduler)
+    growth.decide()
+    train(growth, 2)
+    assert SeedStage.BLENDING in growth._network.states.stage
+    growth.save(tmp_path / "run.pt")
+    finish(growth)
+
+    resumed = new_growth(scheduler, rng_seed=7)  # another model, other randomness
+    torch.manual_seed(123)
+    resumed.load(tmp_path / "run.pt")
+    finish(resumed)
+    assert_same(growth, resumed)
+
+
+def test_at_every_decision(tmp_path):
+    growth = new_growth()
+    for step in range(11):
+        growth.decide()
+        train(growth, 1)
+        growth.save(tmp_path / f"{step}.pt")
+    growth.decide()
+    for step in range(0, 11, 3):
+        resumed = new_growth(rng_seed=3)
+        resumed.load(tmp_path / f"{step}.pt")
+        for _ in range(step + 1, 11):
+            resumed.decide()
+            train(resumed, 1)
+        resumed.decide()
+        assert_same(growth, resumed)
+
+
+def test_a_learned_controller_goes_on_with_what_it_remembers(tmp_path):
+    torch.manual_seed(0)
+    policy = _policy(1, 1, PolicyConfig(lstm_hidden_dim=16))
+    path = tmp_path / "controller.pt"
+    LearnedController(policy).save(path)
+    growth = new_growth(controller=path)
+    for _ in range(4):
+        growth.decide()
+        train(growth, 1)
+    growth.save(tmp_path / "run.pt")
+    finish(growth)
+    resumed = new_growth(controller=path, rng_seed=3)
+    resumed.load(tmp_path / "run.pt")
+    assert resumed.controller.memory()["h"].abs().sum() > 0
+    finish(resumed)
+    assert_same(growth, resumed)
+
+
+def test_every_source_of_randomness_goes_on(tmp_path):
+    states = random_states()
+    draws = [torch.rand(3).tolist(), random.random(), np.random.rand()]  # noqa: NPY002
+    set_random_states(states)
+    assert [torch.rand(3).tolist(), random.random(), np.random.rand()] == draws  # noqa: NPY002
+
+
+def test_a_file_of_another_run_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    new_growth().save(path)
+    with pytest.raises(ValueError, match=r"sites \['1', '5'\].*this one has sites \['1'\]"):
+        new_growth(exclude=["5"]).load(path)
+    torch.save({"weights": 1}, path)
+    with pytest.raises(ValueError, match="not a checkpoint of growth"):
+        new_growth().load(path)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    growth = new_growth(controller=Script(germinate(0)))
+    growth.save(path)
+    before = path.read_bytes()
+
+    def fail(contents, file):
+        file.write_bytes(b"half a file")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        growth.save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]

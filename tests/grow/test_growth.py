@@ -1,0 +1,438 @@
+"""Growth in a user's own loop: it keeps its promises whatever the controller does."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from grow.small_models import WAIT, Script, act, blobs, build, germinate, mlp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from esper import Budget, Growth
+from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage
+from esper.tamiyo.scripted import RandomController
+
+X, Y = blobs()
+
+
+def new_growth(controller=None, name="mlp", decisions=8, **options):
+    model, example = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    controller = controller or Script()
+    return Growth(
+        model, optimizer, example=example, controller=controller, decisions=decisions, **options
+    )
+
+
+def train(growth: Growth, steps: int = 3) -> None:
+    for step in range(steps):
+        rows = slice(16 * step % 96, 16 * step % 96 + 16)
+        growth.optimizer.zero_grad()
+        loss = F.cross_entropy(growth.model(X[rows]), Y[rows])
+        loss.backward()
+        growth.optimizer.step()
+        growth.after_step(loss)
+
+
+def stages(growth: Growth) -> list[SeedStage]:
+    return [SeedStage(int(stage)) for stage in growth._network.states.stage[0]]
+
+
+def frozen_state(growth: Growth) -> list[torch.Tensor]:
+    """The model's weights and their optimiser state, copied."""
+    tensors = [*growth.model.state_dict().values()]
+    for parameter in growth.model.parameters():
+        tensors += [v for v in growth.optimizer.state[parameter].values() if torch.is_tensor(v)]
+    return [tensor.clone() for tensor in tensors]
+
+
+def test_a_seeds_whole_life_leaves_the_old_weights_and_their_optimiser_alone():
+    """Germination, blending, retargeting, fossilising, pruning: only training moves old weights."""
+    controller = Script(
+        germinate(0, blueprint=3, tempo=0),
+        germinate(1, blueprint=0, tempo=0),
+        WAIT,
+        act(LifecycleOp.FOSSILIZE, 0),
+        act(LifecycleOp.PRUNE, 1, alpha_speed=0),
+    )
+    growth = new_growth(controller)
+    seen = []
+    for _ in range(6):
+        train(growth)
+        before = frozen_state(growth)
+        growth.decide(0.5)
+        assert all(torch.equal(a, b) for a, b in zip(before, frozen_state(growth), strict=True))
+        seen.append(stages(growth)[:2])
+    dormant, blending, holding = SeedStage.DORMANT, SeedStage.BLENDING, SeedStage.HOLDING
+    assert seen == [
+        [blending, dormant],
+        [blending, blending],
+        [holding, blending],
+        [SeedStage.FOSSILIZED, holding],
+        [SeedStage.FOSSILIZED, SeedStage.EMBARGOED],
+        [SeedStage.FOSSILIZED, SeedStage.EMBARGOED],
+    ]
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "encoder", "series"])
+def test_a_germination_and_a_prune_change_no_bit_of_the_output(name):
+    growth = new_growth(Script(germinate(0), act(LifecycleOp.PRUNE, 0)), name=name)
+    growth.model.eval()
+    before = growth.model(growth.example)
+    growth.decide(0.5)
+    assert growth.seeds
+    assert torch.equal(growth.model(growth.example), before)
+    growth.decide(0.5)
+    assert not growth.seeds
+    assert torch.equal(growth.model(growth.example), before)
+
+
+def test_alpha_moves_by_the_ramp_and_is_what_the_model_feels():
+    growth = new_growth(Script(germinate(0, blueprint=1, tempo=1)))
+    alphas = []
+    for _ in range(7):
+        growth.decide(0.5)
+        alphas.append(growth._network.slots[0].alpha)
+    assert alphas == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
+
+
+def test_new_weights_learn_and_the_others_keep_their_state():
+    growth = new_growth(Script(germinate(0, blueprint=1)))
+    train(growth)
+    growth.decide(0.5)
+    seed = growth._network.slots[0].seed
+    train(growth)
+    assert all((parameter != 0).any() for parameter in seed.parameters())
+    assert growth.optimizer.state[seed.layers[0].weight]["step"] == 3
+    assert growth.optimizer.state[growth.model[0].weight]["step"] == 6
+
+
+@settings(max_examples=25)
+@given(
+    rng_seed=st.integers(0, 10_000),
+    params=st.integers(0, 200),
+    macs=st.integers(0, 200),
+    behind_host=st.booleans(),
+)
+def test_budgets_are_never_exceeded(rng_seed, params, macs, behind_host):
+    model, example = build("mlp", rng_seed)
+    own_params = sum(p.numel() for p in model.parameters())
+    own_macs = 5 * 6 + 6 * 6 + 6 * 3
+    budget = Budget(params=own_params + params, macs=own_macs + macs)
+    growth = Growth(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        example=example,
+        controller=RandomController(torch.Generator().manual_seed(rng_seed)),
+        decisions=15,
+        budget=budget,
+        behind_host=behind_host,
+    )
+    while not growth.is_closed:
+        growth.decide(0.5)
+        held = sum(p.numel() for p in growth.parameters())
+        assert growth.params == held <= budget.params
+        assert growth.macs <= budget.macs
+    assert sum(p.numel() for p in growth.plain_model().parameters()) == growth.params
+
+
+def test_budgets_stand_where_floats_are_coarse():
+    """Beyond 2^24 a float32 skips whole numbers: rounding may only ever be to the safe side."""
+    growth = new_growth(Script(germinate(0, blueprint=1)))
+    reporter = growth._reporter
+    reporter.model_params = 2**26 + 1
+    reporter._budget = Budget(params=2**27 + 3)
+    report = reporter.observe(0, 5, growth._evidence)
+    assert 0 <= 2**27 + 3 - (2**26 + 1) - int(report.params_left) <= 8
+    reporter.cost_params = torch.full_like(reporter.cost_params, 2**25 + 1)
+    assert (reporter.observe(0, 5, growth._evidence).cost_params >= 2**25 + 1).all()
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch():
+    results = []
+    for parts in (1, 2):
+        growth = new_growth(Script(germinate(0, blueprint=1)))
+        growth.model.eval()  # no dropout: the two ways draw differently
+        growth.decide(0.5)
+        growth.optimizer.zero_grad()
+        for rows in torch.arange(32).chunk(parts):
+            (F.cross_entropy(growth.model(X[rows]), Y[rows]) / parts).backward()
+        results.append([p.grad.clone() for p in growth.parameters() if p.grad is not None])
+    assert len(results[0]) == len(results[1]) > 8
+    for whole, accumulated in zip(*results, strict=True):
+        torch.testing.assert_close(whole, accumulated)
+
+
+def test_seeds_run_in_the_precision_of_their_site():
+    growth = new_growth(Script(germinate(0, blueprint=3), germinate(1, blueprint=0)))
+    for _ in range(4):
+        growth.decide(0.5)
+        growth.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = growth.model(X)
+            assert output.dtype == torch.bfloat16
+            loss = F.cross_entropy(output.float(), Y)
+        loss.backward()
+        growth.optimizer.step()
+        growth.after_step()
+    assert all(torch.isfinite(p).all() for p in growth.parameters())
+    seeds = [slot.seed for slot in growth._network.slots]
+    assert all(seed.layers[-1].weight.dtype == torch.float32 for seed in seeds)
+    assert all((seed.layers[-1].weight != 0).any() for seed in seeds)
+
+
+class Shadowed(nn.Module):
+    """Has running statistics and dropout: what a second pass could disturb."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU())
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.drop(self.body(x)))
+
+
+def shadow_growth():
+    torch.manual_seed(0)
+    model = Shadowed()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    script = Script(germinate(0, blueprint=1))
+    return Growth(model, optimizer, example=X, controller=script, decisions=9, behind_host=True)
+
+
+def test_behind_the_host_nothing_of_the_host_changes():
+    growth = shadow_growth()
+    growth.decide(0.5)
+    assert stages(growth) == [SeedStage.TRAINING]
+    assert not growth._network.felt
+    loss = F.cross_entropy(growth.model(X), Y)
+    loss.backward()
+    gradients = [p.grad.clone() for p in growth.model.parameters()]
+    buffers = [b.clone() for b in growth.model.buffers()]
+    randomness = torch.get_rng_state()
+    growth.shadow_loss(lambda: F.cross_entropy(growth.model(X), Y))
+    assert torch.equal(torch.get_rng_state(), randomness)
+    for parameter, gradient in zip(growth.model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    for buffer, before in zip(growth.model.buffers(), buffers, strict=True):
+        assert torch.equal(buffer, before)
+    seed = growth._network.slots[0].seed
+    assert all(parameter.grad is not None for parameter in seed.parameters())
+
+
+def test_the_shadow_gradient_is_that_of_the_seed_at_its_target():
+    growth = shadow_growth()
+    growth.decide(0.5)
+    growth.model.eval()
+    growth.shadow_loss(lambda: F.cross_entropy(growth.model(X), Y))
+    layer = growth._network.slots[0].seed.layers[0]
+    weight, bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
+    y = growth.model.body(X)
+    logits = growth.model.head(y + 1.0 * F.linear(y, weight, bias))
+    expected = torch.autograd.grad(F.cross_entropy(logits, Y), (weight, bias))
+    torch.testing.assert_close(layer.weight.grad, expected[0])
+    torch.testing.assert_close(layer.bias.grad, expected[1])
+
+
+def test_without_a_seed_behind_the_host_the_shadow_costs_nothing():
+    growth = shadow_growth()
+    growth.shadow_loss(lambda: pytest.fail("a pass that no one needs"))
+
+
+def test_a_broken_network_goes_back_to_the_best_committed_one():
+    growth = new_growth(Script(WAIT, germinate(0, blueprint=1)), decisions=9)
+    train(growth)
+    growth.decide(0.8)  # the best committed network: no seeds
+    best = frozen_state(growth)
+    train(growth)
+    growth.decide(0.7)  # a seed germinates
+    train(growth)
+    with torch.no_grad():
+        growth.model[0].weight[0, 0] = math.nan
+    growth.decide(0.75)
+    assert all(torch.equal(a, b) for a, b in zip(best, frozen_state(growth), strict=True))
+    assert growth.seeds == {}
+    assert stages(growth)[0] == SeedStage.EMBARGOED
+    assert growth.ledger.rollbacks[0].reason == "weights are not finite"
+    assert growth.ledger.fate_of("s1").fate == "rolled_back"
+
+
+@pytest.mark.parametrize(("metric", "reason"), [(0.3, "fell from 0.8"), (math.nan, "not a number")])
+def test_a_collapse_or_a_lost_metric_is_a_rollback(metric, reason):
+    growth = new_growth()
+    growth.decide(0.8)
+    train(growth)
+    growth.decide(metric)
+    assert reason in growth.ledger.rollbacks[0].reason
+
+
+def test_a_seed_committed_after_the_best_network_goes_with_a_rollback():
+    script = Script(germinate(0, blueprint=1, tempo=0), WAIT, act(LifecycleOp.FOSSILIZE, 0))
+    growth = new_growth(script, decisions=9)
+    for metric in (0.8, 0.7, 0.7, 0.6):
+        growth.decide(metric)
+        train(growth)
+    assert stages(growth)[0] == SeedStage.FOSSILIZED
+    growth.decide(0.1)
+    assert growth.seeds == {}
+    assert stages(growth)[0] == SeedStage.EMBARGOED
+
+
+def test_the_run_ends_with_the_best_committed_network():
+    script = Script(germinate(0, blueprint=1, tempo=0), WAIT, act(LifecycleOp.FOSSILIZE, 0))
+    growth = new_growth(script, decisions=6)
+    metrics = [0.5, 0.6, 0.7, 0.75, 0.9, 0.6]
+    outputs = {}
+    for metric in metrics:
+        train(growth)
+        growth.model.eval()
+        outputs[metric] = growth.model(X).detach()
+        growth.model.train()
+        growth.decide(metric)
+    assert growth.is_closed
+    assert growth.best_metric == 0.9
+    growth.model.eval()
+    assert torch.equal(growth.model(X), outputs[0.9])
+    assert torch.equal(growth.plain_model()(X), outputs[0.9])
+    assert growth.ledger.fate_of("s1").fate == "kept"
+    assert growth.ledger.after.params == growth.params > growth.ledger.before.params
+
+
+def test_seeds_that_were_not_committed_are_not_in_the_result():
+    growth = new_growth(Script(germinate(0, blueprint=1)), decisions=4)
+    before = growth.params
+    for metric in (0.5, 0.9, 0.9):
+        growth.decide(metric)
+        train(growth)
+    growth.close(0.9)
+    assert growth.params == before
+    assert growth.ledger.fate_of("s1").fate == "uncommitted"
+    with pytest.raises(ValueError, match="closed after 3 decisions"):
+        growth.decide(0.5)
+
+
+def test_what_a_controller_sees():
+    script = Script(germinate(0, blueprint=2), WAIT, WAIT)
+    growth = new_growth(script, decisions=6, budget=Budget(params=400), rent=0.07)
+    for metric in (0.4, 0.5, 0.6):
+        train(growth)
+        growth.decide(metric, val_loss=1.5)
+    first, _, third = script.reports
+    assert (int(first.step), int(first.steps_left)) == (0, 5)
+    assert (int(third.step), int(third.steps_left)) == (2, 3)
+    assert third.accuracy_history[0, :3].tolist() == pytest.approx([0.6, 0.5, 0.4])
+    assert third.accuracy_history_known.tolist() == [[True, True, True, False, False]]
+    own = sum(p.numel() for p in growth.model.parameters())
+    seed = growth.params - own
+    assert int(first.params_left) == 400 - own
+    assert int(third.params_left) == 400 - own - seed
+    assert float(third.seed_params[0, 0]) == seed
+    assert float(third.rent) == pytest.approx(0.07)
+    assert float(third.validation_loss) == 1.5
+    assert third.gradient_known[0].tolist() == [True, False]
+    assert not third.contribution_known.any()
+    assert int(third.last_action[0, 0]) == LifecycleOp.WAIT
+    assert third.total_age[0].tolist() == [2, 0]
+
+
+def test_gradient_norms_are_root_mean_squares():
+    script = Script(germinate(0, blueprint=1), WAIT)
+    growth = new_growth(script)
+    growth.decide(0.5)
+    growth.optimizer.zero_grad()
+    F.cross_entropy(growth.model(X), Y).backward()
+    gradients = [p.grad.flatten() for p in growth._network.slots[0].seed.parameters()]
+    expected = torch.cat(gradients).square().mean().sqrt()
+    growth.after_step()
+    growth.decide(0.5)
+    torch.testing.assert_close(script.reports[1].gradient_norm[0, 0], expected)
+
+
+def test_seed_gradients_do_not_pile_up_without_the_optimisers_zero_grad():
+    growth = new_growth(Script(germinate(0, blueprint=1)))
+    growth.decide(0.5)
+    for _ in range(2):
+        growth.model.zero_grad()
+        F.cross_entropy(growth.model(X), Y).backward()
+        growth.optimizer.step()
+        growth.after_step()
+    seed = growth._network.slots[0].seed
+    assert all(parameter.grad is None for parameter in seed.parameters())
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (math.nan, "the validation metric is nan"),
+        (87.5, "a share, not per cent"),
+        (-0.1, "0 to 1, higher is better"),
+        (None, "needs the validation metric"),
+    ],
+)
+def test_a_metric_that_cannot_be_one_is_refused(metric, message):
+    with pytest.raises(ValueError, match=message):
+        new_growth().decide(metric)
+
+
+def refused(message, *, model=None, optimizer=None, **options):
+    model = model or mlp()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=message):
+        Growth(model, optimizer, **{"example": X, **options})
+
+
+def test_mistakes_are_told_at_once():
+    own = sum(p.numel() for p in mlp().parameters())
+    refused(rf"Budget\(params=10\) is below the model's own {own}", budget=Budget(params=10))
+    refused(r"Budget\(macs=10\) is below the model's own 84", budget=Budget(macs=10))
+    refused("did you mean '1'", sites=["11"])
+    refused("trains none of the model's", optimizer=torch.optim.SGD(mlp().parameters(), 0.1))
+    refused("decisions=1; use 2 or more", decisions=1)
+    refused("go together", val_loader=[(X, Y)])
+    refused("neither 'heuristic' nor a file", controller="heuristics")
+    refused(r"none of the blueprints \['conv'\] fits", blueprints=["conv"])
+    refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
+
+
+def test_a_controller_that_breaks_the_masks_is_stopped():
+    growth = new_growth(Script(act(LifecycleOp.FOSSILIZE, 0)))
+    with pytest.raises(LifecycleError, match="chose 4 for 'op'; legal now: \\[0, 1\\]"):
+        growth.decide(0.5)
+    own = growth.params
+    growth = new_growth(Script(germinate(0, blueprint=3)), budget=Budget(params=own + 1))
+    with pytest.raises(LifecycleError, match="legal now: \\[0\\]"):
+        growth.decide(0.5)
+    assert growth.params == own
+
+
+def test_a_seed_that_the_model_does_not_call_is_noticed():
+    growth = new_growth(Script(germinate(0, blueprint=1)))
+    growth.decide(0.5)
+    loss = growth.model[6](growth.model[3](X @ growth.model[0].weight.T)).sum()  # around the site
+    loss.backward()
+    growth.optimizer.step()
+    with pytest.raises(ValueError, match="did not call its site '1'"):
+        growth.after_step()
+
+
+def test_before_the_run_sites_and_budget_are_shown():
+    growth = new_growth(budget=Budget(params=500))
+    text = growth.describe()
+    assert "at most 500 grown" in text
+    assert [site.name for site in growth.sites] == ["1", "5"]
+    assert "no limit" in text
+
+
+def test_the_ledger_tells_what_was_decided():
+    growth = new_growth(Script(germinate(0, blueprint=1), WAIT))
+    growth.decide(0.5)
+    growth.decide(0.6)
+    ledger = growth.ledger
+    assert [decision.op for decision in ledger.decisions] == ["GERMINATE", "WAIT"]
+    assert ledger.decisions[0].params == growth.params - ledger.before.params
+    assert ledger.decisions[0].details["blueprint"] == "dense"
+    assert ledger.decisions[0].legal == {"WAIT": (), "GERMINATE": ("1", "5")}
+    assert ledger.steps[1].seeds[0].stage == "BLENDING"

@@ -1,0 +1,125 @@
+"""What seeds are worth, measured by switching them off."""
+
+import pytest
+import torch
+from grow.small_models import WAIT, Script, act, blobs, build, germinate
+from torch.utils.data import DataLoader, TensorDataset
+
+from esper import Growth
+from esper.grow.measuring import measure, paired_difference
+from esper.leyline.stages import LifecycleOp
+
+X, Y = blobs(60)
+
+
+def grown(val_loader, score=None):
+    """A growth with a committed seed in slot 0 and a live one in slot 1, both awake."""
+    model, _ = build("mlp")
+    script = Script(
+        germinate(0, blueprint=3, tempo=0),
+        germinate(1, blueprint=3, tempo=0),
+        WAIT,
+        act(LifecycleOp.FOSSILIZE, 0),
+    )
+    growth = Growth(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        example=X,
+        controller=script,
+        val_loader=val_loader,
+        score=score or (lambda batch: (model(batch[0]).argmax(1) == batch[1]).float()),
+    )
+    for _ in range(4):
+        growth.decide()
+    torch.manual_seed(5)
+    for slot in growth._network.slots:
+        torch.nn.init.normal_(slot.seed.layers[-1].weight, std=2.0)
+    return growth, script
+
+
+def correct(growth: Growth) -> torch.Tensor:
+    growth.model.eval()
+    with torch.no_grad():
+        return (growth.model(X).argmax(1) == Y).double()
+
+
+def test_contributions_are_differences_on_the_same_examples():
+    """The loader shuffles: pairing by batch, not by position, is what makes the error small."""
+    loader = DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True)
+    growth, _ = grown(loader)
+    measured = measure(growth._network, loader, growth._score)
+    whole = correct(growth)
+    slots = growth._network.slots
+    for index, slot in enumerate(slots):
+        with slot.at(0.0):
+            difference = whole - correct(growth)
+        mean, error = measured.contributions[index]
+        assert mean == pytest.approx(float(difference.mean()))
+        assert error == pytest.approx(float(difference.std()) / 60**0.5)
+    assert measured.metric == pytest.approx(float(whole.mean()))
+    with slots[1].at(0.0):
+        assert measured.committed_metric == pytest.approx(float(correct(growth).mean()))
+
+
+def test_controllers_see_contributions_and_their_age():
+    growth, script = grown([(X, Y)])
+    growth.decide()
+    report = script.reports[-1]
+    assert report.contribution_known[0].tolist() == [True, True]
+    assert report.contribution_age[0].tolist() == [0, 0]
+    assert (report.contribution_error[0] >= 0).all()
+    assert growth.ledger.steps[-1].seeds[0].contribution is not None
+
+
+def test_the_loss_comes_with_the_scores_where_it_is_known():
+    growth, _ = grown([(X, Y)])
+    half = X[:20], Y[:20]
+
+    def score(batch):
+        rows = len(batch[0])
+        return torch.full((rows,), 0.5), torch.tensor(float(rows))
+
+    measured = measure(growth._network, [(X, Y), half], score)
+    assert measured.loss == pytest.approx((60 * 60 + 20 * 20) / 80)
+    assert measured.metric == 0.5
+
+
+def test_modes_and_gradients_are_as_before():
+    growth, _ = grown([(X, Y)])
+    growth.model.train()
+    growth.model[2].eval()
+    growth.decide()
+    assert growth.model.training
+    assert not growth.model[2].training
+    assert torch.is_grad_enabled()
+
+
+def test_a_loader_that_yields_nothing_is_an_error():
+    model, example = build("mlp")
+    growth = Growth(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        example=example,
+        val_loader=[],
+        score=lambda batch: batch,
+    )
+    with pytest.raises(ValueError, match="validation loader yields nothing"):
+        growth.decide()
+
+
+def test_scores_are_one_per_example():
+    with pytest.raises(ValueError, match=r"a score of shape \(\); give one number per example"):
+        grown([(X, Y)], score=lambda batch: torch.tensor(0.5))
+
+
+def test_a_metric_beside_a_score_is_refused():
+    growth, _ = grown([(X, Y)])
+    with pytest.raises(ValueError, match="leave it out"):
+        growth.decide(0.5)
+
+
+def test_paired_differences_by_hand():
+    a, b = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 0.0, 1.0, 0.0])
+    mean, error = paired_difference(a.double(), b.double())
+    assert mean == 0.5
+    assert error == pytest.approx((4 * 0.25 / 3) ** 0.5 / 2)
