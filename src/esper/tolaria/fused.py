@@ -6,7 +6,6 @@ hundreds of small launches. Here a launch is a whole call, each block walks its 
 """
 
 import ctypes
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched import TrainingSetup
 from esper.tolaria.compiled import optimizer_numbers
-from esper.tolaria.kernels.fused_build import NUM_PARTS, THREADS, Library, library
+from esper.tolaria.kernels.fused_build import NUM_PARTS, THREADS, library, shared_bytes
 from esper.tolaria.kernels.fused_plan import Plan, plan
 
 MOST_EXAMPLES = 128  # worked on at a time
@@ -24,7 +23,8 @@ MAX_WORKSPACE_BYTES = 8 * 2**30
 
 # fmt: off
 _POINTERS = (
-    "programs", "lengths", "host_starts", "seed_programs", "seed_sizes", "part_starts", "slot_rows",
+    "programs", "lengths", "host_starts", "seed_programs", "seed_sizes", "part_starts", "homes",
+    "home_starts", "slot_rows",
     "params", "grads", "moments", "steps", "rates", "alpha", "alpha_behind", "style", "blueprint",
     "behind", "inputs", "labels", "first_row", "batch_rows", "losses", "ablated", "logits",
     "workspace",
@@ -32,8 +32,8 @@ _POINTERS = (
 _DOUBLES = ("beta_mean", "beta_square", "epsilon", "weight_decay")
 _INTS = (
     "is_adamw", "longest", "num_hosts", "num_slots", "num_blueprints", "columns", "features",
-    "classes", "minibatches", "batch", "rows", "num_ablated", "n", "room", "grad_rows", "grad_size",
-    "score_rows", "scratch_at", "transposed_at", "parts_at",
+    "classes", "host_size", "minibatches", "batch", "rows", "num_ablated", "n", "room", "grad_rows", "grad_size",
+    "score_rows", "transposed_at", "parts_at", "parts_in_shared", "transposed_size",
 )
 # fmt: on
 
@@ -55,7 +55,6 @@ class FusedSteps:
         self._setup = setup
         arena, host = setup.arena, setup.host
         self._device = arena.params.device
-        self._library: Library = library(self._device, arena.params.dtype)
         self._plan = plan(setup)
         self._tables = {
             name: torch.from_numpy(table).to(self._device)
@@ -107,13 +106,20 @@ class FusedSteps:
         n = -(-examples // (4 * chunks)) * 4
         blocks = max(self._setup.arena.num_hosts, tasks_per_chunk * chunks)
         blocks = min(blocks, max_blocks(self._device))
-        room = _Memory(self._plan, self._setup, n, self._library.shared_bytes)
-        workspace = self._setup.arena.params.new_empty(blocks * room.workspace)
+        memory, params = _Memory(self._plan, self._setup, n), self._setup.arena.params
+        workspace = params.new_empty(blocks * memory.workspace)
         filled = Arguments(
-            **self._fixed, **room.places, n=n, room=room.workspace,
-            workspace=workspace.data_ptr(), **arguments,
-        )  # fmt: skip
-        self._library.launch(kernel, filled, blocks, room.shared_bytes)
+            **self._fixed,
+            workspace=workspace.data_ptr(),
+            n=n,
+            room=memory.workspace,
+            transposed_at=memory.weights_at,
+            parts_at=memory.parts_at,
+            parts_in_shared=memory.parts_in_shared,
+            **arguments,
+        )
+        kernels = library(self._device, params.dtype, memory.weights_in_shared)
+        kernels.launch(kernel, filled, blocks, memory.shared_bytes)
 
     def _places(self) -> dict[str, int]:
         """Where tensors are that stay in their place."""
@@ -156,6 +162,8 @@ class FusedSteps:
             "columns": arena.layout.num_columns,
             "features": self._setup.feed.inputs[0].numel(),
             "classes": host.num_classes,
+            "host_size": arena.layout.host_size,
+            "transposed_size": plan.transposed_size,
             "grad_rows": plan.grad_rows,
             "grad_size": plan.grad_size,
             "score_rows": plan.score_rows,
@@ -172,23 +180,20 @@ def max_blocks(device: torch.device) -> int:
 class _Memory:
     """What lies in a block's shared memory, most wanted first, and what in its workspace."""
 
-    def __init__(self, plan: Plan, setup: TrainingSetup, n: int, most_shared_bytes: int):
+    def __init__(self, plan: Plan, setup: TrainingSetup, n: int):
         itemsize = setup.arena.params.element_size()
-        self.workspace = plan.num_rows * n
-        self.places: dict[str, int] = {}
-        shared = 0
-        for name, size in self._wanted(plan, setup, n):
-            rounded = -(-size // 4) * 4
-            if (shared + rounded) * itemsize <= most_shared_bytes:
-                self.places[name] = shared
-                shared += rounded
-            else:
-                self.places[name] = -1 - self.workspace
-                self.workspace += rounded
-        self.shared_bytes = shared * itemsize
+        most = shared_bytes(setup.arena.params.device) // itemsize
+        self._shared, self.workspace = 8 * max(THREADS, n) + n, plan.num_rows * n
+        self.weights_at, self.weights_in_shared = self._place(plan.transposed_size, most)
+        num_columns = setup.arena.layout.num_columns
+        self.parts_at, self.parts_in_shared = self._place(NUM_PARTS * num_columns, most)
+        self.shared_bytes = self._shared * itemsize
 
-    @staticmethod
-    def _wanted(plan: Plan, setup: TrainingSetup, n: int) -> Iterator[tuple[str, int]]:
-        yield "scratch_at", 8 * max(THREADS, n) + n
-        yield "transposed_at", plan.transposed_size
-        yield "parts_at", NUM_PARTS * setup.arena.layout.num_columns
+    def _place(self, size: int, most_shared: int) -> tuple[int, bool]:
+        """Where it begins, and whether that is in shared memory."""
+        size = -(-size // 4) * 4
+        if self._shared + size <= most_shared:
+            self._shared += size
+            return self._shared - size, True
+        self.workspace += size
+        return self.workspace - size, False

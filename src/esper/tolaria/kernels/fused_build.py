@@ -20,14 +20,13 @@ from esper.leyline.constants import BlendStyle
 from esper.tolaria.kernels.fused_plan import Kind
 
 THREADS = 512  # of a block
-NUM_PARTS = 4  # sums of a gradient that warps make side by side
+NUM_PARTS = 2  # sums of a gradient that warps make side by side
+_CPU_SHARED_BYTES = 2**22
 _REALS = {torch.float32: "float", torch.float64: "double"}
 
 
 class Library(Protocol):
     """The kernels for one device and floating-point type."""
-
-    shared_bytes: int  # that a block can have
 
     def launch(
         self, kernel: str, arguments: ctypes.Structure, blocks: int, shared_bytes: int
@@ -37,11 +36,18 @@ class Library(Protocol):
 
 
 @cache
-def library(device: torch.device, dtype: torch.dtype) -> Library:
-    """Compiled on first use in a process."""
+def library(device: torch.device, dtype: torch.dtype, weights_in_shared: bool) -> Library:
+    """Compiled on first use in a process; shared memory is fastest, if the weights fit into it."""
+    definitions = _definitions(dtype, weights_in_shared)
+    return _CudaLibrary(device, definitions) if device.type == "cuda" else _CpuLibrary(definitions)
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block can have."""
     if device.type == "cuda":
-        return _CudaLibrary(device, dtype)
-    return _CpuLibrary(dtype)
+        return _device_attribute(device, _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    return _CPU_SHARED_BYTES
 
 
 def _source() -> str:
@@ -49,10 +55,12 @@ def _source() -> str:
     return "".join((folder / name).read_text() for name in ("fused_layers.cu", "fused_hosts.cu"))
 
 
-def _definitions(dtype: torch.dtype) -> list[str]:
+def _definitions(dtype: torch.dtype, weights_in_shared: bool) -> list[str]:
     """What the source leaves open, as compiler options."""
     numbers = {
         "REAL": _REALS[dtype],
+        "WEIGHTS_IN_SHARED": int(weights_in_shared),
+        "SHARED_BYTES": _CPU_SHARED_BYTES,
         "THREADS": THREADS,
         "NUM_PARTS": NUM_PARTS,
         "NORM_EPSILON": NORM_EPSILON,
@@ -65,16 +73,14 @@ def _definitions(dtype: torch.dtype) -> list[str]:
 class _CpuLibrary:
     """All tasks by one thread."""
 
-    shared_bytes = 0
-
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, definitions: list[str]):
         compiler = shutil.which("c++")
         if compiler is None:
             raise ValueError("kernels='fused' on a CPU needs a C++ compiler: no 'c++' was found")
         with tempfile.TemporaryDirectory() as folder:
             source, built = Path(folder, "fused.cpp"), Path(folder, "fused.so")
             source.write_text(_source())
-            options = ["-std=c++17", "-O1", "-shared", "-fPIC", *_definitions(dtype)]
+            options = ["-std=c++17", "-O1", "-shared", "-fPIC", *definitions]
             subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)
             self._kernels = ctypes.CDLL(str(built))
 
@@ -91,17 +97,15 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # a CUfunction_attribute
 class _CudaLibrary:
     """A module of machine code for the device it was made on."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype):
+    def __init__(self, device: torch.device, definitions: list[str]):
         properties = torch.cuda.get_device_properties(device)
         self._device = device
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self.shared_bytes = self._attribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         architecture = f"--gpu-architecture=sm_{properties.major}{properties.minor}"
-        binary = _nvrtc_binary(_source(), [architecture, "--std=c++17", *_definitions(dtype)])
+        binary = _nvrtc_binary(_source(), [architecture, "--std=c++17", *definitions])
         self._module = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # the device's context is there, and current
-            self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), binary))
+            _check(_driver().cuModuleLoadData(ctypes.byref(self._module), binary))
         self._kernels = {name: self._kernel(name) for name in ("train", "logits")}
 
     def launch(
@@ -110,8 +114,8 @@ class _CudaLibrary:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         with torch.cuda.device(self._device):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            self._check(
-                self._driver.cuLaunchKernel(
+            _check(
+                _driver().cuLaunchKernel(
                     self._kernels[kernel],
                     *(blocks, 1, 1),
                     *(THREADS, 1, 1),
@@ -122,25 +126,30 @@ class _CudaLibrary:
                 )
             )
 
-    def _attribute(self, number: int) -> int:
-        value = ctypes.c_int()
-        get = self._driver.cuDeviceGetAttribute
-        self._check(get(ctypes.byref(value), number, self._device.index or 0))
-        return value.value
-
     def _kernel(self, name: str) -> ctypes.c_void_p:
-        kernel = ctypes.c_void_p()
-        get = self._driver.cuModuleGetFunction
-        self._check(get(ctypes.byref(kernel), self._module, name.encode()))
-        allow = self._driver.cuFuncSetAttribute
-        self._check(allow(kernel, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes))
+        kernel, most = ctypes.c_void_p(), shared_bytes(self._device)
+        _check(_driver().cuModuleGetFunction(ctypes.byref(kernel), self._module, name.encode()))
+        _check(_driver().cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most))
         return kernel
 
-    def _check(self, result: int) -> None:
-        if result:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(result, ctypes.byref(text))
-            raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()}")
+
+def _device_attribute(device: torch.device, number: int) -> int:
+    value = ctypes.c_int()
+    torch.cuda.synchronize(device)  # the driver is up
+    _check(_driver().cuDeviceGetAttribute(ctypes.byref(value), number, device.index or 0))
+    return value.value
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()}")
 
 
 def _nvrtc_binary(source: str, options: list[str]) -> bytes:

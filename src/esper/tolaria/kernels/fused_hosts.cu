@@ -13,6 +13,8 @@ struct Args {
   const int* seed_programs;  // [S, B]
   const int* seed_sizes;     // [S, B]
   const int* part_starts;    // [S + 2]: columns where host, seeds and the row itself begin and end
+  const int* homes;          // where a part's parameters lie in the transposed weights, or -1
+  const int* home_starts;    // [S, B]: where those of a seed begin; the host's are first
   const int* slot_rows;      // [S, 2]: what the blend keeps, and the blended rows
   // hosts
   real* params;  // [P + 1, D]
@@ -38,15 +40,17 @@ struct Args {
   double beta_mean, beta_square, epsilon, weight_decay;
   int is_adamw;
   // sizes
-  int longest, num_hosts, num_slots, num_blueprints, columns, features, classes;
+  int longest, num_hosts, num_slots, num_blueprints, columns, features, classes, host_size;
   int minibatches, batch, rows, num_ablated;
   int n;          // examples worked on at a time, a multiple of 4
   int room;       // reals of a block's workspace
   int grad_rows;  // where the first of three tensors of gradients begins
   int grad_size;  // rows of each
   int score_rows;
-  // reals into shared memory, or -1 - reals into the workspace
-  int scratch_at, transposed_at, parts_at;
+  int transposed_at;  // reals into shared memory or the workspace, and so is the next
+  int parts_at;
+  int parts_in_shared;
+  int transposed_size;
 };
 
 // What a block works with.
@@ -58,16 +62,16 @@ struct Work {
 };
 
 const int NO_SLOT = -1;
+const int NOWHERE = -1, NOT_WANTED = -2;  // instead of rows that a gradient is added to
 const int LOSSES_AT = 8 * THREADS;  // in the scratch room, behind what norms use
 
-DEVICE real* placed(int at, real* shared, real* ws) { return at >= 0 ? shared + at : ws - 1 - at; }
-
-DEVICE Work work_of(const Args& a, real* shared) {
+DEVICE Work work_of(const Args& a) {
+  real* const shared = reinterpret_cast<real*>(shared_memory);
   Work k;
   k.ws = a.workspace + (long long)BLOCK * a.room;
-  k.scratch = placed(a.scratch_at, shared, k.ws);
-  k.wt = placed(a.transposed_at, shared, k.ws);
-  k.parts = placed(a.parts_at, shared, k.ws);
+  k.scratch = shared;
+  k.wt = WEIGHTS_IN_SHARED ? shared + a.transposed_at : k.ws + a.transposed_at;
+  k.parts = a.parts_in_shared ? shared + a.parts_at : k.ws + a.parts_at;
   return k;
 }
 
@@ -82,7 +86,7 @@ DEVICE const Row& last_row(const Args& a, int program) {
 }
 
 // The output's first row of a program with parameters at `w`, on the rows that begin at `x`.
-ROUTINE int run_forward(const Args& a, const Work& k, int program, const real* w, int x) {
+DEVICE int run_forward(const Args& a, const Work& k, int program, const real* w, int x) {
   const int n = a.n;
   for (int number = 0; number < a.lengths[program]; ++number) {
     const Row r = a.programs[program * a.longest + number];
@@ -90,7 +94,7 @@ ROUTINE int run_forward(const Args& a, const Work& k, int program, const real* w
     real *out = k.ws + r.out * n, *saved = k.ws + r.saved * n;
     switch (r.kind) {
       case CONV:
-        if (channel_block(r.out_channels) == 8)
+        if (takes_eight(r.out_channels, r.out_height * r.out_width, n))
           conv_forward<8>(r, weights, k.wt + r.transposed, in, out, n);
         else
           conv_forward<4>(r, weights, k.wt + r.transposed, in, out, n);
@@ -107,30 +111,42 @@ ROUTINE int run_forward(const Args& a, const Work& k, int program, const real* w
   return x;
 }
 
+DEVICE void conv_backward(const Row& r, const Work& k, const real* x, const real* gy, real* parts,
+                          int columns, int n) {
+  if (r.channels == 1)
+    conv_weight_grad<1>(r, x, gy, parts, columns, n);
+  else if (channel_block(r.channels) == 4)
+    conv_weight_grad<4>(r, x, gy, parts, columns, n);
+  else
+    conv_weight_grad<8>(r, x, gy, parts, columns, n);
+  conv_bias_grad(r, gy, parts, n);
+}
+
 // Adds the gradients of a program's parameters to `parts`. Of the two tensors of gradients,
-// `grad` holds that of the output; the one that is returned holds that of the input.
-ROUTINE int run_backward(const Args& a, const Work& k, int program, int start, int x, int grad,
-                         int other, bool needs_input_grad) {
+// `grad` holds that of the output; the one that is returned holds that of the input. Where the
+// input is a rectifier's output, it is the gradient of what went into that. If `onto` is not
+// NOWHERE, the input's gradient is added to what is there.
+DEVICE int run_backward(const Args& a, const Work& k, int program, int start, int x, int grad,
+                         int other, int onto, bool rectified) {
   const int n = a.n;
   for (int number = a.lengths[program] - 1; number >= 0; --number) {
     const Row* row = a.programs + program * a.longest + number;
     const Row r = *row;
     const real* in = k.ws + (number > 0 ? row[-1].out : x) * n;
     const real *weights = k.w + start + r.params, *saved = k.ws + r.saved * n;
+    const real* mask = (number > 0 ? row[-1].rectifies : rectified) ? in : nullptr;
+    const bool ends_here = number == 0 && onto != NOWHERE && r.kind == CONV;
+    if (ends_here) other = onto;
     real *parts = k.parts + start + r.params, *gy = k.ws + grad * n, *gx = k.ws + other * n;
     const bool moves = r.kind == CONV || r.kind == DEPTHWISE || r.kind == ATTEND;
     switch (r.kind) {
       case CONV:
-        if (channel_block(r.channels) == 8)
-          conv_weight_grad<8>(r, in, gy, parts, a.columns, n);
+        conv_backward(r, k, in, gy, parts, a.columns, n);
+        if (number == 0 && onto == NOT_WANTED) break;
+        if (takes_eight(r.channels, r.height * r.width, n))
+          conv_input_grad<8>(r, k.wt + r.transposed, gy, gx, ends_here, mask, n);
         else
-          conv_weight_grad<4>(r, in, gy, parts, a.columns, n);
-        conv_bias_grad(r, gy, parts, n);
-        if (number == 0 && !needs_input_grad) break;
-        if (channel_block(r.channels) == 8)
-          conv_input_grad<8>(r, k.wt + r.transposed, gy, gx, n);
-        else
-          conv_input_grad<4>(r, k.wt + r.transposed, gy, gx, n);
+          conv_input_grad<4>(r, k.wt + r.transposed, gy, gx, ends_here, mask, n);
         break;
       case DEPTHWISE: depthwise_backward(r, weights, parts, in, gy, gx, n); break;
       case NORM: norm_backward(r, weights, parts, saved, gy, k.scratch, n); break;
@@ -139,63 +155,98 @@ ROUTINE int run_backward(const Args& a, const Work& k, int program, int start, i
       case ATTEND: attend_backward(r, in, saved, gy, gx, k.ws + a.score_rows * n, n); break;
     }
     SYNC;
+    if (ends_here) return onto;
     if (moves) {
       const int taken = grad;
       grad = other;
       other = taken;
     }
+    if (number == 0 && onto >= 0) {
+      add_rows(k.ws + onto * n, k.ws + grad * n, mask, num_inputs(r) * n);
+      SYNC;
+      return onto;
+    }
+    if (mask && r.kind != CONV) {
+      relu_backward(mask, k.ws + grad * n, num_inputs(r) * n);
+      SYNC;
+    }
   }
   return grad;
+}
+
+// A host is run in stages: its segments, each with the seed in the slot behind it, and its head.
+struct Stage {
+  int slot;  // for the head, the number of slots
+  bool is_seed;
+  int program;  // -1: no seed takes part
+  int start;    // of its parameters
+  real alpha;
+  int style;
+};
+
+DEVICE Stage stage_of(const Args& a, const Work& k, int number) {
+  Stage stage;
+  stage.slot = number / 2;
+  stage.is_seed = number % 2;
+  stage.program = stage.slot;
+  stage.start = a.host_starts[stage.slot];
+  if (stage.is_seed) {
+    const int at = k.p * a.num_slots + stage.slot, blueprint = active_blueprint(a, k, stage.slot);
+    stage.program = blueprint < 0 ? -1 : a.seed_programs[stage.slot * a.num_blueprints + blueprint];
+    stage.start = a.part_starts[1 + stage.slot];
+    stage.alpha = (k.shadow ? a.alpha_behind : a.alpha)[at];
+    stage.style = int(a.style[at]);
+  }
+  return stage;
 }
 
 // The first row of the logits of a host from slot `first` on, the seed in slot `off` switched
 // off. Where that is `first` itself, its segment has run already.
 DEVICE int forward(const Args& a, const Work& k, int first, int off) {
+  const int n = a.n;
   int x = 0;
-  for (int s = first; s < a.num_slots; ++s) {
-    x = s == off ? last_row(a, s).out : run_forward(a, k, s, k.w + a.host_starts[s], x);
-    const int blueprint = active_blueprint(a, k, s), at = k.p * a.num_slots + s;
-    if (blueprint < 0 || s == off) continue;
-    const int program = a.seed_programs[s * a.num_blueprints + blueprint];
-    const int seed = run_forward(a, k, program, k.w + a.part_starts[1 + s], x);
-    const int size = num_outputs(last_row(a, s)) * a.n, y = a.slot_rows[2 * s + 1];
-    blend_forward(k.ws + x * a.n, k.ws + seed * a.n, k.ws + y * a.n,
-                  k.ws + a.slot_rows[2 * s] * a.n, size,
-                  (k.shadow ? a.alpha_behind : a.alpha)[at], int(a.style[at]));
-    SYNC;
-    x = y;
+  for (int number = 2 * first + (first == off); number <= 2 * a.num_slots; ++number) {
+    const Stage stage = stage_of(a, k, number);
+    if (stage.is_seed) x = last_row(a, stage.slot).out;
+    if (stage.is_seed && (stage.program < 0 || stage.slot == off)) continue;
+    const int y = run_forward(a, k, stage.program, k.w + stage.start, x);
+    if (stage.is_seed) {
+      const int kept = a.slot_rows[2 * stage.slot], blended = a.slot_rows[2 * stage.slot + 1];
+      blend_forward(k.ws + x * n, k.ws + y * n, k.ws + blended * n, k.ws + kept * n,
+                    num_outputs(last_row(a, stage.slot)) * n, stage.alpha, stage.style);
+      SYNC;
+      x = blended;
+    } else {
+      x = y;
+    }
   }
-  return run_forward(a, k, a.num_slots, k.w + a.host_starts[a.num_slots], x);
-}
-
-// The rows that a slot hands on.
-DEVICE int rows_after(const Args& a, const Work& k, int slot) {
-  return active_blueprint(a, k, slot) >= 0 ? a.slot_rows[2 * slot + 1] : last_row(a, slot).out;
+  return x;
 }
 
 // From the gradient of the logits, in the first of the three tensors of gradients.
 DEVICE void backward(const Args& a, const Work& k) {
-  const int n = a.n, last = a.num_slots;
-  int grad = a.grad_rows, other = grad + a.grad_size, third = other + a.grad_size;
-  int through = run_backward(a, k, last, a.host_starts[last], rows_after(a, k, last - 1), grad,
-                             other, true);
-  other = through == grad ? other : grad;
-  grad = through;
-  for (int s = last - 1; s >= 0; --s) {
-    const int blueprint = active_blueprint(a, k, s), at = k.p * a.num_slots + s;
-    if (blueprint >= 0) {
-      const int x = last_row(a, s).out, size = num_outputs(last_row(a, s)) * n;
-      const int program = a.seed_programs[s * a.num_blueprints + blueprint];
-      blend_backward(k.ws + x * n, k.ws + last_row(a, program).out * n,
-                     k.ws + a.slot_rows[2 * s] * n, k.ws + grad * n, k.ws + other * n, size,
-                     (k.shadow ? a.alpha_behind : a.alpha)[at], int(a.style[at]));
+  const int n = a.n;
+  int grad = a.grad_rows, other = grad + a.grad_size;
+  const int third = other + a.grad_size;
+  for (int number = 2 * a.num_slots; number >= 0; --number) {
+    const Stage stage = stage_of(a, k, number);
+    if (stage.program < 0) continue;
+    int x = 0, from = grad, free = other, onto = number > 0 ? NOWHERE : NOT_WANTED;
+    bool rectified = false;
+    if (stage.is_seed) {
+      const Row& last = last_row(a, stage.slot);
+      x = last.out, rectified = last.rectifies, from = other, free = third, onto = grad;
+      blend_backward(k.ws + x * n, k.ws + last_row(a, stage.program).out * n,
+                     k.ws + a.slot_rows[2 * stage.slot] * n, k.ws + grad * n, k.ws + from * n,
+                     num_outputs(last) * n, stage.alpha, stage.style);
       SYNC;
-      through = run_backward(a, k, program, a.part_starts[1 + s], x, other, third, true);
-      add_rows(k.ws + grad * n, k.ws + through * n, size);
-      SYNC;
+    } else if (stage.slot > 0) {
+      const bool after_blend = active_blueprint(a, k, stage.slot - 1) >= 0;
+      const Row& last = last_row(a, stage.slot - 1);
+      x = after_blend ? a.slot_rows[2 * stage.slot - 1] : last.out;
+      rectified = !after_blend && last.rectifies;
     }
-    through = run_backward(a, k, s, a.host_starts[s], s > 0 ? rows_after(a, k, s - 1) : 0, grad,
-                           other, s > 0);
+    const int through = run_backward(a, k, stage.program, stage.start, x, from, free, onto, rectified);
     other = through == grad ? other : grad;
     grad = through;
   }
@@ -249,11 +300,18 @@ DEVICE void gradients(const Args& a, const Work& k, const long long* rows, real*
   }
 }
 
-// All columns of a part of the host: itself, or the seed in slot `part - 1`, if there is one.
+// How many columns are used of a part of the host: itself, or the seed in slot `part - 1`, if there is one.
 DEVICE int part_size(const Args& a, const Work& k, int part) {
-  if (part == 0) return a.part_starts[1];
+  if (part == 0) return a.host_size;
   const int blueprint = a.blueprint[k.p * a.num_slots + part - 1];
   return blueprint < 0 ? 0 : a.seed_sizes[(part - 1) * a.num_blueprints + blueprint];
+}
+
+// Where the homes of a part's parameters begin.
+DEVICE int home_start(const Args& a, const Work& k, int part) {
+  if (part == 0) return 0;
+  const int blueprint = a.blueprint[k.p * a.num_slots + part - 1];
+  return blueprint < 0 ? 0 : a.home_starts[(part - 1) * a.num_blueprints + blueprint];
 }
 
 // Of the shadow pass's gradients, only those of the seeds behind the host remain.
@@ -269,77 +327,76 @@ DEVICE void keep_behind(const Args& a, const Work& k) {
 // The host and each of its seeds take a step; `parts` is left at zero.
 DEVICE void update(const Args& a, const Work& k, bool keeps_grads) {
   const long long at = (long long)k.p * a.columns, table = (long long)(a.num_hosts + 1) * a.columns;
-  const real rate = a.rates[k.p];
+  const real rate = a.rates[k.p], decay = real(a.weight_decay), epsilon = real(a.epsilon);
+  const real beta = real(a.beta_mean), keep = real(a.beta_square);
+  const real fresh = real(1 - a.beta_mean), fresh_square = real(1 - a.beta_square);
+  FOR_ALL(part, a.num_slots + 1) {
+    real* steps = a.steps + k.p * (a.num_slots + 1) + part;
+    if (part_size(a, k, part)) *steps += 1;
+    k.scratch[2 * part] = real(rate / (1 - pow(a.beta_mean, double(*steps))));
+    k.scratch[2 * part + 1] = real(1 / sqrt(1 - pow(a.beta_square, double(*steps))));
+  }
+  SYNC;
   for (int part = 0; part <= a.num_slots; ++part) {
     const int start = a.part_starts[part], size = part_size(a, k, part);
-    if (size == 0) continue;
-    const double step = a.steps[k.p * (a.num_slots + 1) + part] + 1;
-    const real scale = real(rate / (1 - pow(a.beta_mean, step)));
-    const real inverse = real(1 / sqrt(1 - pow(a.beta_square, step)));
-    const real decay = real(a.weight_decay), beta = real(a.beta_mean), keep = real(a.beta_square);
-    const real fresh = real(1 - a.beta_mean), fresh_square = real(1 - a.beta_square);
+    const int* homes = a.homes + home_start(a, k, part);
+    const real scale = k.scratch[2 * part], inverse = k.scratch[2 * part + 1];
     FOR_ALL(i, size) {
       real g = 0;
+#pragma unroll
       for (int split = 0; split < NUM_PARTS; ++split) {
         g += k.parts[split * a.columns + start + i];
         k.parts[split * a.columns + start + i] = 0;
       }
-      real *w = a.params + at + start + i, *mean = a.moments + at + start + i;
+      real *params = a.params + at + start + i, *moment = a.moments + at + start + i;
+      real w = *params, mean = *moment;
       if (keeps_grads) a.grads[at + start + i] = g;
       if (a.is_adamw) {
-        real* square = mean + table;
-        *mean += fresh * (g - *mean);
-        *square = keep * *square + fresh_square * g * g;
-        *w = (1 - rate * decay) * *w - scale * *mean / (sqrt(*square) * inverse + real(a.epsilon));
+        mean += fresh * (g - mean);
+        const real square = keep * moment[table] + fresh_square * g * g;
+        moment[table] = square;
+        w = (1 - rate * decay) * w - scale * mean / (sqrt(square) * inverse + epsilon);
       } else {
-        *mean = beta * *mean + g + decay * *w;
-        *w -= rate * *mean;
+        mean = beta * mean + g + decay * w;
+        w -= rate * mean;
       }
+      *moment = mean;
+      *params = w;
+      if (homes[i] >= 0) k.wt[homes[i]] = w;
     }
   }
-  SYNC;
-  FOR_ALL(part, a.num_slots + 1)
-    if (part_size(a, k, part)) a.steps[k.p * (a.num_slots + 1) + part] += 1;
 }
 
-// The transposed weights of a host and all its seeds.
-DEVICE void transpose_all(const Args& a, const Work& k) {
-  for (int number = 0; number <= 2 * a.num_slots; ++number) {
-    int program = number, start;
-    if (number <= a.num_slots) {
-      start = a.host_starts[number];
-    } else {
-      const int slot = number - a.num_slots - 1, blueprint = a.blueprint[k.p * a.num_slots + slot];
-      if (blueprint < 0) continue;
-      program = a.seed_programs[slot * a.num_blueprints + blueprint];
-      start = a.part_starts[1 + slot];
-    }
-    for (int layer = 0; layer < a.lengths[program]; ++layer) {
-      const Row r = a.programs[program * a.longest + layer];
-      if (r.kind == CONV) transpose(r, k.w + start + r.params, k.wt + r.transposed);
-    }
+// The weights of convolutions with output channels last, padded with zeros.
+DEVICE void transpose(const Args& a, const Work& k) {
+  FOR_ALL(i, a.transposed_size) k.wt[i] = 0;
+  SYNC;
+  for (int part = 0; part <= a.num_slots; ++part) {
+    const int* homes = a.homes + home_start(a, k, part);
+    FOR_ALL(i, part_size(a, k, part))
+      if (homes[i] >= 0) k.wt[homes[i]] = k.w[a.part_starts[part] + i];
   }
 }
 
 KERNEL train(CONSTANT Args a) {
-  SHARED;
-  Work k = work_of(a, reinterpret_cast<real*>(shared_memory));
+  Work k = work_of(a);
   for (k.p = BLOCK; k.p < a.num_hosts; k.p += NUM_BLOCKS) {
     k.w = a.params + (long long)k.p * a.columns;
     bool any_behind = false;
     for (int s = 0; s < a.num_slots; ++s) any_behind |= a.behind[k.p * a.num_slots + s] != 0;
     FOR_ALL(i, NUM_PARTS * a.columns) k.parts[i] = 0;
+    transpose(a, k);
+    SYNC;
     for (int step = 0; step < a.minibatches; ++step) {
       const long long at = (long long)step * a.num_hosts + k.p;
-      transpose_all(a, k);
-      if (any_behind) {
-        k.shadow = true;
-        gradients(a, k, a.batch_rows + at * a.batch, nullptr);
-        keep_behind(a, k);
-        SYNC;
+      for (int pass = any_behind ? 0 : 1; pass < 2; ++pass) {
+        k.shadow = pass == 0;
+        gradients(a, k, a.batch_rows + at * a.batch, k.shadow ? nullptr : a.losses + at);
+        if (k.shadow) {
+          keep_behind(a, k);
+          SYNC;
+        }
       }
-      k.shadow = false;
-      gradients(a, k, a.batch_rows + at * a.batch, a.losses + at);
       update(a, k, step == a.minibatches - 1);
       SYNC;
     }
@@ -359,28 +416,28 @@ DEVICE void copy_logits(const Args& a, const Work& k, int logits, int copy, int 
 
 // Copy 0 has all seeds on; copy 1 + k has those in slot `ablated[k]` off.
 KERNEL logits(CONSTANT Args a) {
-  SHARED;
-  Work k = work_of(a, reinterpret_cast<real*>(shared_memory));
+  Work k = work_of(a);
   k.shadow = false;
   const int chunks = ceil_div(a.rows, a.n);
   for (int task = BLOCK; task < a.num_hosts * chunks; task += NUM_BLOCKS) {
     k.p = task / chunks;
     k.w = a.params + (long long)k.p * a.columns;
     const int first = task % chunks * a.n, count = least(a.n, a.rows - first);
-    transpose_all(a, k);
+    transpose(a, k);
     FOR_ALL(i, a.features * a.n) {
       const int f = i / a.n, b = i % a.n;
       const long long at = ((long long)k.p * a.features + f) * a.rows + first + b;
       k.ws[i] = b < count ? a.inputs[at] : real(0);
     }
     SYNC;
-    copy_logits(a, k, forward(a, k, 0, NO_SLOT), 0, first, count);
-    SYNC;
-    // from the last slot on: a pass overwrites what comes after its slot, not before
-    for (int number = a.num_ablated - 1; number >= 0; --number) {
-      const int slot = a.ablated[number];
-      const bool felt = active_blueprint(a, k, slot) >= 0;
-      copy_logits(a, k, felt ? forward(a, k, slot, slot) : -1, 1 + number, first, count);
+    // all seeds on, then the last slot's off, and so on: a pass overwrites what comes after its
+    // slot, not before
+    for (int copy = a.num_ablated + 1; copy > 0; --copy) {
+      const bool whole = copy > a.num_ablated;
+      const int slot = whole ? NO_SLOT : a.ablated[copy - 1];
+      int found = NOWHERE;
+      if (whole || active_blueprint(a, k, slot) >= 0) found = forward(a, k, most(slot, 0), slot);
+      copy_logits(a, k, found, whole ? 0 : copy, first, count);
       SYNC;
     }
   }

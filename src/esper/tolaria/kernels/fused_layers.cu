@@ -2,7 +2,8 @@
 //
 // All activations of a block lie in one workspace as rows of n examples, n a multiple of 4; a
 // tensor is where its first row begins. Work is cut into tasks of a few rows by four examples,
-// which threads take in turn. A layer ends with all its results written but not yet seen: SYNC
+// which threads take in turn; channels beyond the last are read, and what comes of them is not
+// written: there is room for that everywhere. A layer ends with all its results written but not yet seen: SYNC
 // stands between layers. Sums that many threads share are made by warps in a fixed order, so
 // that runs are the same to the bit.
 //
@@ -10,17 +11,20 @@
 
 #ifdef __CUDACC__
 #define DEVICE static __device__ __forceinline__
-#define ROUTINE static __device__ __noinline__
+#define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #define CONSTANT const __grid_constant__
 #define FOR_ALL(i, count) for (int i = threadIdx.x; i < (count); i += blockDim.x)
 #define FOR_WARPS(i, count) for (int i = threadIdx.x / 32; i < (count); i += blockDim.x / 32)
+// tasks by four examples: a thread keeps its four examples, and teams of threads take tasks
+#define FOR_QUADS(task, b, count, n)                                            \
+  for (int b = quad(n) * 4, task = team(n); task < (count); task += num_teams(n))
 #define LANE int(threadIdx.x % 32)
 #define LANES 32
 #define SYNC __syncthreads()
 #define BLOCK int(blockIdx.x)
 #define NUM_BLOCKS int(gridDim.x)
-#define SHARED extern __shared__ __align__(16) unsigned char shared_memory[]
+extern __shared__ __align__(16) unsigned char shared_memory[];
 #else
 #include <cmath>
 using std::exp;
@@ -29,17 +33,20 @@ using std::pow;
 using std::sqrt;
 using std::tanh;
 #define DEVICE static inline
-#define ROUTINE static
+#define DEVICE_MEMBER inline
 #define KERNEL extern "C" void
 #define CONSTANT const
 #define FOR_ALL(i, count) for (int i = 0; i < (count); ++i)
 #define FOR_WARPS(i, count) for (int i = 0; i < (count); ++i)
+#define FOR_QUADS(task, b, count, n) \
+  for (int task = 0; task < (count); ++task) \
+    for (int b = 0; b < (n); b += 4)
 #define LANE 0
 #define LANES 1
 #define SYNC
 #define BLOCK 0
 #define NUM_BLOCKS 1
-#define SHARED unsigned char* const shared_memory = nullptr
+alignas(16) static unsigned char shared_memory[SHARED_BYTES];
 #endif
 
 typedef REAL real;
@@ -50,13 +57,26 @@ struct alignas(16) Four {
   real v[4];
 };
 
-// One layer as the table has it; see `fused_plan.Column`.
+// One layer as the table has it; see `fused_plan.Row`.
 struct Row {
   int kind, channels, height, width, out_channels, out_height, out_width;
   int kernel_height, kernel_width, stride, pad_height, pad_width;
   int channel_step, out_channel_step, position_step;
   int params, transposed, out, saved;
+  int rectifies;  // a ReLU follows
 };
+
+DEVICE int num_teams(int n) { return THREADS / (n / 4); }
+
+#ifdef __CUDACC__
+DEVICE int quad(int n) { return threadIdx.x % (n / 4); }
+
+// Threads that are left over when the teams are made have no team.
+DEVICE int team(int n) {
+  const int number = threadIdx.x / (n / 4);
+  return number < num_teams(n) ? number : 1 << 30;
+}
+#endif
 
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 DEVICE int least(int a, int b) { return a < b ? a : b; }
@@ -87,6 +107,45 @@ DEVICE real lane_sum(real x) {
   return x;
 }
 
+#ifdef __CUDACC__
+// Halves of the lanes exchange halves of their sums, until a lane holds at most one.
+template <int HELD, int STEP>
+DEVICE void exchange(real* sums) {
+  const bool upper = LANE & STEP;
+#pragma unroll
+  for (int i = 0; i < HELD / 2; ++i) {
+    const real given = upper ? sums[i] : sums[i + HELD / 2];
+    sums[i] = (upper ? sums[i + HELD / 2] : sums[i]) + __shfl_xor_sync(0xffffffffu, given, STEP);
+  }
+  if (HELD == 1) sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], STEP);
+  if constexpr (STEP > 1) exchange<(HELD > 1 ? HELD / 2 : 1), STEP / 2>(sums);
+}
+#endif
+
+// Hands each of N sums over a warp's lanes, N a power of two up to 32, to one of the lanes.
+template <int N, class Take>
+DEVICE void lane_sums(real (&sums)[N], Take take) {
+#ifdef __CUDACC__
+  exchange<N, LANES / 2>(sums);
+  if (LANE % (LANES / N) == 0) take(LANE / (LANES / N), sums[0]);
+#else
+  for (int i = 0; i < N; ++i) take(i, sums[i]);
+#endif
+}
+
+DEVICE Four rectified(Four x) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) x.v[e] = x.v[e] <= 0 ? 0 : x.v[e];  // a nan stays
+  return x;
+}
+
+// The gradient of a rectifier's input, from that of its output.
+DEVICE Four passed(Four grad, const Four& out) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) grad.v[e] = out.v[e] <= 0 ? 0 : grad.v[e];
+  return grad;
+}
+
 DEVICE int num_taps(const Row& r) { return r.kernel_height * r.kernel_width; }
 
 DEVICE int num_inputs(const Row& r) { return r.channels * r.height * r.width; }
@@ -112,198 +171,221 @@ DEVICE int out_row(const Row& r, int o, int i, int j) {
   return o * r.out_channel_step + (i * r.out_width + j) * r.position_step;
 }
 
-// A convolution's weights with output channels last, padded with zeros to whole blocks.
-DEVICE void transpose(const Row& r, const real* w, real* wt) {
-  const int across = padded_channels(r.out_channels), taps = r.channels * num_taps(r);
-  FOR_ALL(i, taps * across) {
-    const int k = i / across, o = i % across;
-    wt[i] = o < r.out_channels ? w[o * taps + k] : real(0);
-  }
+// Whether tasks of eight channels are enough to keep all threads busy.
+DEVICE bool takes_eight(int channels, int area, int n) {
+  return channel_block(channels) == 8 && ceil_div(channels, 8) * area >= num_teams(n);
+}
+
+// Adds B output channels' shares of U input channels, whose values are loaded side by side.
+template <int B, int U>
+DEVICE void add_channels(Four (&sum)[B], const real* x, int x_step, const real* wt, int wt_step) {
+  Four value[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) value[u] = load(x + u * x_step);
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+#pragma unroll
+    for (int q = 0; q < B; q += 4) {
+      const Four weights = load(wt + u * wt_step + q);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) add_scaled(sum[q + e], weights.v[e], value[u]);
+    }
 }
 
 template <int B>
 DEVICE void conv_forward(const Row& r, const real* w, const real* wt, const real* x, real* y, int n) {
-  const int quads = n / 4, across = padded_channels(r.out_channels);
-  const real* bias = w + r.out_channels * r.channels * num_taps(r);
-  FOR_ALL(task, across / B * r.out_height * r.out_width * quads) {
-    int rest = task;
-    const int b = rest % quads * 4;
-    rest /= quads;
-    const int j = rest % r.out_width;
-    rest /= r.out_width;
-    const int i = rest % r.out_height, o = rest / r.out_height * B;
+  const int across = padded_channels(r.out_channels), taps = num_taps(r);
+  const int x_step = r.channel_step * n, wt_step = taps * across;
+  const real* bias = w + r.out_channels * r.channels * taps;
+  FOR_QUADS(task, b, across / B * r.out_height * r.out_width, n) {
+    const int j = task % r.out_width, i = task / r.out_width % r.out_height;
+    const int o = task / r.out_width / r.out_height * B;
     const int top = i * r.stride - r.pad_height, left = j * r.stride - r.pad_width;
-    const int first_i = most(0, -top), last_i = least(r.kernel_height, r.height - top);
-    const int first_j = most(0, -left), last_j = least(r.kernel_width, r.width - left);
     Four sum[B];
 #pragma unroll
     for (int q = 0; q < B; ++q) sum[q] = all_four(o + q < r.out_channels ? bias[o + q] : real(0));
-    for (int c = 0; c < r.channels; ++c)
-      for (int ti = first_i; ti < last_i; ++ti)
-        for (int tj = first_j; tj < last_j; ++tj) {
-          const Four seen = load(x + in_row(r, c, top + ti, left + tj) * n + b);
-          const real* taps = wt + ((c * r.kernel_height + ti) * r.kernel_width + tj) * across + o;
-#pragma unroll
-          for (int q = 0; q < B; q += 4) {
-            const Four weights = load(taps + q);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) add_scaled(sum[q + e], weights.v[e], seen);
-          }
-        }
+    for (int ti = most(0, -top); ti < least(r.kernel_height, r.height - top); ++ti)
+      for (int tj = most(0, -left); tj < least(r.kernel_width, r.width - left); ++tj) {
+        const real* seen = x + in_row(r, 0, top + ti, left + tj) * n + b;
+        const real* weights = wt + (ti * r.kernel_width + tj) * across + o;
+        int c = 0;
+        for (; c + 4 <= r.channels; c += 4, seen += 4 * x_step, weights += 4 * wt_step)
+          add_channels<B, 4>(sum, seen, x_step, weights, wt_step);
+        for (; c < r.channels; ++c, seen += x_step, weights += wt_step)
+          add_channels<B, 1>(sum, seen, x_step, weights, wt_step);
+      }
+    real* out = y + out_row(r, o, i, j) * n + b;
 #pragma unroll
     for (int q = 0; q < B; ++q)
-      if (o + q < r.out_channels) store(y + out_row(r, o + q, i, j) * n + b, sum[q]);
+      if (o + q < r.out_channels)
+        store(out + q * r.out_channel_step * n, r.rectifies ? rectified(sum[q]) : sum[q]);
   }
 }
 
-// Every input collects from the windows it was seen in.
+// Every input collects from the windows it was seen in. If `adds`, the result is added to what is
+// there. If the inputs come from a rectifier, `mask` are those inputs, and the gradient is that of
+// what went into it.
 template <int B>
-DEVICE void conv_input_grad(const Row& r, const real* wt, const real* gy, real* gx, int n) {
-  const int quads = n / 4, across = padded_channels(r.out_channels);
-  FOR_ALL(task, ceil_div(r.channels, B) * r.height * r.width * quads) {
-    int rest = task;
-    const int b = rest % quads * 4;
-    rest /= quads;
-    const int j = rest % r.width;
-    rest /= r.width;
-    const int i = rest % r.height, c = rest / r.height * B;
+DEVICE void conv_input_grad(const Row& r, const real* wt, const real* gy, real* gx, bool adds,
+                            const real* mask, int n) {
+  const int across = padded_channels(r.out_channels), taps = num_taps(r);
+  const int out_step = r.out_channel_step * n;
+  FOR_QUADS(task, b, ceil_div(r.channels, B) * r.height * r.width, n) {
+    const int j = task % r.width, i = task / r.width % r.height;
+    const int c = task / r.width / r.height * B;
+    const int at = in_row(r, c, i, j) * n + b, channel_step = r.channel_step * n;
     Four sum[B];
 #pragma unroll
-    for (int q = 0; q < B; ++q) sum[q] = all_four(0);
-    for (int tap = 0; tap < num_taps(r); ++tap) {
-      const int top = i + r.pad_height - tap / r.kernel_width;
-      const int left = j + r.pad_width - tap % r.kernel_width;
-      if (top < 0 || left < 0 || top % r.stride || left % r.stride) continue;
-      const int out_i = top / r.stride, out_j = left / r.stride;
-      if (out_i >= r.out_height || out_j >= r.out_width) continue;
-      for (int o = 0; o < r.out_channels; o += 4) {
-        Four grad[4];
+    for (int q = 0; q < B; ++q)
+      sum[q] = adds && c + q < r.channels ? load(gx + at + q * channel_step) : all_four(0);
+    for (int ti = (i + r.pad_height) % r.stride; ti < r.kernel_height; ti += r.stride) {
+      const int out_i = (i + r.pad_height - ti) / r.stride;
+      if (i + r.pad_height < ti || out_i >= r.out_height) continue;
+      for (int tj = (j + r.pad_width) % r.stride; tj < r.kernel_width; tj += r.stride) {
+        const int out_j = (j + r.pad_width - tj) / r.stride;
+        if (j + r.pad_width < tj || out_j >= r.out_width) continue;
+        const real* from = gy + out_row(r, 0, out_i, out_j) * n + b;
+        const real* to = wt + (c * taps + ti * r.kernel_width + tj) * across;
+        for (int o = 0; o < r.out_channels; o += 4, from += 4 * out_step) {
+          Four grad[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e)  // beyond the last channel weights are 0
-          grad[e] = load(gy + out_row(r, least(o + e, r.out_channels - 1), out_i, out_j) * n + b);
+          for (int e = 0; e < 4; ++e)  // beyond the last channel weights are 0
+            grad[e] = load(from + least(e, r.out_channels - 1 - o) * out_step);
 #pragma unroll
-        for (int q = 0; q < B; ++q) {
-          const int k = least(c + q, r.channels - 1) * num_taps(r) + tap;
-          const Four weights = load(wt + k * across + o);
+          for (int q = 0; q < B; ++q) {
+            const Four weights = load(to + q * taps * across + o);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) add_scaled(sum[q], weights.v[e], grad[e]);
+            for (int e = 0; e < 4; ++e) add_scaled(sum[q], weights.v[e], grad[e]);
+          }
         }
       }
     }
 #pragma unroll
     for (int q = 0; q < B; ++q)
-      if (c + q < r.channels) store(gx + in_row(r, c + q, i, j) * n + b, sum[q]);
+      if (c + q < r.channels) {
+        if (mask) sum[q] = passed(sum[q], load(mask + at + q * channel_step));
+        store(gx + at + q * channel_step, sum[q]);
+      }
   }
 }
+
+// A walk of a warp's lanes over the examples, four at a time, of every output position; `split`
+// of `splits` warps take turns.
+struct Walk {
+  int b, i, j;
+
+  DEVICE_MEMBER Walk(const Row& r, int split, int n) {
+    const int quads = n / 4, first = split * LANES + LANE;
+    b = first % quads * 4;
+    i = first / quads / r.out_width;
+    j = first / quads % r.out_width;
+  }
+
+  DEVICE_MEMBER void advance(const Row& r, int skipped, int positions, int n) {
+    b += skipped;
+    j += positions;
+    if (b >= n) {
+      b -= n;
+      ++j;
+    }
+    while (j >= r.out_width) {
+      j -= r.out_width;
+      ++i;
+    }
+  }
+};
 
 // Adds to `parts`: NUM_PARTS rows of gradients, `columns` apart, whose sum counts. A warp makes
 // four output by B input channels at one tap, from its share of the positions and examples.
 template <int B>
 DEVICE void conv_weight_grad(const Row& r, const real* x, const real* gy, real* parts, int columns,
                              int n) {
-  const int quads = n / 4, taps = num_taps(r), area = r.out_height * r.out_width;
-  const int blocks_in = ceil_div(r.channels, B), tiles = ceil_div(r.out_channels, 4) * blocks_in * taps;
-  const int splits = most(1, least(NUM_PARTS, 2 * WARPS / tiles));
+  const int taps = num_taps(r), blocks_in = ceil_div(r.channels, B);
+  const int tiles = ceil_div(r.out_channels, 4) * blocks_in * taps;
+  const int splits = most(1, least(NUM_PARTS, 3 * WARPS / tiles));
+  const int skipped = splits * LANES % (n / 4) * 4, positions = splits * LANES / (n / 4);
   FOR_WARPS(task, tiles * splits) {
-    int rest = task;
-    const int split = rest % splits;
-    rest /= splits;
-    const int tap = rest % taps;
-    rest /= taps;
-    const int c = rest % blocks_in * B, o = rest / blocks_in * 4;
-    real sum[4][B];
+    const int split = task % splits, tap = task / splits % taps;
+    const int c = task / splits / taps % blocks_in * B, o = task / splits / taps / blocks_in * 4;
+    const int down = tap / r.kernel_width - r.pad_height, right = tap % r.kernel_width - r.pad_width;
+    real sum[4 * B];
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-#pragma unroll
-      for (int q = 0; q < B; ++q) sum[e][q] = 0;
-    for (int k = split * LANES + LANE; k < area * quads; k += splits * LANES) {
-      const int b = k % quads * 4, at = k / quads, i = at / r.out_width, j = at % r.out_width;
-      const int seen_i = i * r.stride - r.pad_height + tap / r.kernel_width;
-      const int seen_j = j * r.stride - r.pad_width + tap % r.kernel_width;
-      if (seen_i < 0 || seen_j < 0 || seen_i >= r.height || seen_j >= r.width) continue;
+    for (int q = 0; q < 4 * B; ++q) sum[q] = 0;
+    for (Walk at(r, split, n); at.i < r.out_height; at.advance(r, skipped, positions, n)) {
+      const int i = at.i * r.stride + down, j = at.j * r.stride + right;
+      if (i < 0 || j < 0 || i >= r.height || j >= r.width) continue;
+      const real* from = gy + out_row(r, o, at.i, at.j) * n + at.b;
+      const real* seen = x + in_row(r, c, i, j) * n + at.b;
       Four grad[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        grad[e] = load(gy + out_row(r, least(o + e, r.out_channels - 1), i, j) * n + b);
+        grad[e] = load(from + e * r.out_channel_step * n);
 #pragma unroll
       for (int q = 0; q < B; ++q) {
-        const Four seen = load(x + in_row(r, least(c + q, r.channels - 1), seen_i, seen_j) * n + b);
+        const Four value = load(seen + q * r.channel_step * n);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[e][q] = dot(grad[e], seen, sum[e][q]);
+        for (int e = 0; e < 4; ++e) sum[e * B + q] = dot(grad[e], value, sum[e * B + q]);
       }
     }
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-#pragma unroll
-      for (int q = 0; q < B; ++q) {
-        const real total = lane_sum(sum[e][q]);
-        if (LANE == 0 && o + e < r.out_channels && c + q < r.channels)
-          parts[split * columns + ((o + e) * r.channels + c + q) * taps + tap] += total;
-      }
+    lane_sums(sum, [&](int which, real total) {
+      const int e = which / B, q = which % B;
+      if (o + e < r.out_channels && c + q < r.channels)
+        parts[split * columns + ((o + e) * r.channels + c + q) * taps + tap] += total;
+    });
   }
 }
 
-// The sum of four examples at a time over `count` reals, in every lane.
-DEVICE real warp_total(const real* x, int count) {
-  real sum = 0;
-  for (int k = LANE * 4; k < count; k += LANES * 4) sum = dot(load(x + k), all_four(1), sum);
-  return lane_sum(sum);
-}
-
 DEVICE void conv_bias_grad(const Row& r, const real* gy, real* part, int n) {
-  const int area = r.out_height * r.out_width;
   real* bias = part + r.out_channels * r.channels * num_taps(r);
   FOR_WARPS(o, r.out_channels) {
     real sum = 0;
-    for (int k = LANE; k < area * n; k += LANES)
-      sum += gy[(o * r.out_channel_step + k / n * r.position_step) * n + k % n];
+    for (int at = 0; at < r.out_height * r.out_width; ++at)
+      for (int b = LANE * 4; b < n; b += LANES * 4)
+        sum = dot(load(gy + out_row(r, o, 0, at) * n + b), all_four(1), sum);
     sum = lane_sum(sum);
     if (LANE == 0) bias[o] += sum;
   }
 }
 
 DEVICE void depthwise_forward(const Row& r, const real* w, const real* x, real* y, int n) {
-  const int quads = n / 4, taps = num_taps(r), area = r.height * r.width;
-  FOR_ALL(task, r.channels * area * quads) {
-    const int b = task % quads * 4, row = task / quads;
+  const int taps = num_taps(r), area = r.height * r.width;
+  FOR_QUADS(row, b, r.channels * area, n) {
     const int c = row / area, i = row % area / r.width, j = row % r.width;
+    const int top = i - r.pad_height, left = j - r.pad_width;
     Four sum = all_four(w[r.channels * taps + c]);
-    for (int tap = 0; tap < taps; ++tap) {
-      const int seen_i = i - r.pad_height + tap / r.kernel_width;
-      const int seen_j = j - r.pad_width + tap % r.kernel_width;
-      if (seen_i < 0 || seen_j < 0 || seen_i >= r.height || seen_j >= r.width) continue;
-      add_scaled(sum, w[c * taps + tap], load(x + (c * area + seen_i * r.width + seen_j) * n + b));
-    }
-    store(y + row * n + b, sum);
+    for (int ti = most(0, -top); ti < least(r.kernel_height, r.height - top); ++ti)
+      for (int tj = most(0, -left); tj < least(r.kernel_width, r.width - left); ++tj)
+        add_scaled(sum, w[c * taps + ti * r.kernel_width + tj],
+                   load(x + in_row(r, c, top + ti, left + tj) * n + b));
+    store(y + row * n + b, r.rectifies ? rectified(sum) : sum);
   }
 }
 
 DEVICE void depthwise_backward(const Row& r, const real* w, real* part, const real* x,
                                const real* gy, real* gx, int n) {
-  const int quads = n / 4, taps = num_taps(r), area = r.height * r.width;
-  FOR_ALL(task, r.channels * area * quads) {
-    const int b = task % quads * 4, row = task / quads;
+  const int taps = num_taps(r), area = r.height * r.width;
+  FOR_QUADS(row, b, r.channels * area, n) {
     const int c = row / area, i = row % area / r.width, j = row % r.width;
+    const int top = i + r.pad_height, left = j + r.pad_width;
     Four sum = all_four(0);
-    for (int tap = 0; tap < taps; ++tap) {
-      const int out_i = i + r.pad_height - tap / r.kernel_width;
-      const int out_j = j + r.pad_width - tap % r.kernel_width;
-      if (out_i < 0 || out_j < 0 || out_i >= r.height || out_j >= r.width) continue;
-      add_scaled(sum, w[c * taps + tap], load(gy + (c * area + out_i * r.width + out_j) * n + b));
-    }
+    for (int ti = most(0, top - r.height + 1); ti <= least(r.kernel_height - 1, top); ++ti)
+      for (int tj = most(0, left - r.width + 1); tj <= least(r.kernel_width - 1, left); ++tj)
+        add_scaled(sum, w[c * taps + ti * r.kernel_width + tj],
+                   load(gy + in_row(r, c, top - ti, left - tj) * n + b));
     store(gx + row * n + b, sum);
   }
+  const int skipped = LANES % (n / 4) * 4, positions = LANES / (n / 4);
   FOR_WARPS(task, r.channels * (taps + 1)) {
     const int c = task % r.channels, tap = task / r.channels;
     const bool is_bias = tap == taps;
     const int down = is_bias ? 0 : tap / r.kernel_width - r.pad_height;
     const int right = is_bias ? 0 : tap % r.kernel_width - r.pad_width;
     real sum = 0;
-    for (int k = LANE; k < area * quads; k += LANES) {
-      const int b = k % quads * 4, at = k / quads, i = at / r.width + down, j = at % r.width + right;
+    for (Walk at(r, 0, n); at.i < r.height; at.advance(r, skipped, positions, n)) {
+      const int i = at.i + down, j = at.j + right;
       if (i < 0 || j < 0 || i >= r.height || j >= r.width) continue;
-      const Four seen = is_bias ? all_four(1) : load(x + (c * area + i * r.width + j) * n + b);
-      sum = dot(load(gy + (c * area + at) * n + b), seen, sum);
+      const Four seen = is_bias ? all_four(1) : load(x + in_row(r, c, i, j) * n + at.b);
+      sum = dot(load(gy + in_row(r, c, at.i, at.j) * n + at.b), seen, sum);
     }
     sum = lane_sum(sum);
     if (LANE == 0) part[is_bias ? r.channels * taps + c : c * taps + tap] += sum;
@@ -311,29 +393,27 @@ DEVICE void depthwise_backward(const Row& r, const real* w, real* part, const re
 }
 
 // Slices of an example's values that are summed side by side.
-DEVICE int num_slices(int count, int n) { return most(1, least(count, THREADS / (n / 4))); }
+DEVICE int num_slices(int count, int n) { return least(count, num_teams(n)); }
 
 // `saved`: the normalised values, then a row with the inverse deviations.
 DEVICE void norm_forward(const Row& r, const real* w, const real* x, real* y, real* saved,
                          real* scratch, int n) {
-  const int quads = n / 4, area = r.height * r.width, count = r.channels * area;
-  const int slices = num_slices(count, n);
-  FOR_ALL(task, slices * quads) {
-    const int b = task % quads * 4, slice = task / quads;
+  const int area = r.height * r.width, count = r.channels * area, slices = num_slices(count, n);
+  FOR_QUADS(slice, b, slices, n) {
     Four mean = all_four(0), spread = all_four(0);
-    int seen = 0;
-    for (int row = slice; row < count; row += slices, ++seen) add_scaled(mean, 1, load(x + row * n + b));
-    for (int e = 0; e < 4; ++e) mean.v[e] /= seen;
+    for (int row = slice; row < count; row += slices) add_scaled(mean, 1, load(x + row * n + b));
+    const real share = real(1) / ((count - slice + slices - 1) / slices);
+    for (int e = 0; e < 4; ++e) mean.v[e] *= share;
     for (int row = slice; row < count; row += slices) {
-      Four off = load(x + row * n + b);
-      for (int e = 0; e < 4; ++e) spread.v[e] += (off.v[e] - mean.v[e]) * (off.v[e] - mean.v[e]);
+      const Four value = load(x + row * n + b);
+      for (int e = 0; e < 4; ++e)
+        spread.v[e] += (value.v[e] - mean.v[e]) * (value.v[e] - mean.v[e]);
     }
     store(scratch + 2 * slice * n + b, mean);
     store(scratch + (2 * slice + 1) * n + b, spread);
   }
   SYNC;
-  FOR_ALL(task, slices * quads) {
-    const int b = task % quads * 4, slice = task / quads;
+  FOR_QUADS(slice, b, slices, n) {
     Four mean = all_four(0), inverse = all_four(0);
     for (int s = 0; s < slices; ++s)
       add_scaled(mean, real((count - s + slices - 1) / slices) / count, load(scratch + 2 * s * n + b));
@@ -353,7 +433,7 @@ DEVICE void norm_forward(const Row& r, const real* w, const real* x, real* y, re
       for (int e = 0; e < 4; ++e) value.v[e] = (value.v[e] - mean.v[e]) * inverse.v[e];
       store(saved + row * n + b, value);
       for (int e = 0; e < 4; ++e) value.v[e] = value.v[e] * weight + bias;
-      store(y + row * n + b, value);
+      store(y + row * n + b, r.rectifies ? rectified(value) : value);
     }
   }
 }
@@ -361,10 +441,8 @@ DEVICE void norm_forward(const Row& r, const real* w, const real* x, real* y, re
 // In place: the gradient of the outputs becomes that of the inputs.
 DEVICE void norm_backward(const Row& r, const real* w, real* part, const real* saved, real* grad,
                           real* scratch, int n) {
-  const int quads = n / 4, area = r.height * r.width, count = r.channels * area;
-  const int slices = num_slices(count, n);
-  FOR_ALL(task, slices * quads) {
-    const int b = task % quads * 4, slice = task / quads;
+  const int area = r.height * r.width, count = r.channels * area, slices = num_slices(count, n);
+  FOR_QUADS(slice, b, slices, n) {
     Four mean = all_four(0), product = all_four(0);
     for (int row = slice; row < count; row += slices) {
       const Four g = load(grad + row * n + b), value = load(saved + row * n + b);
@@ -392,8 +470,7 @@ DEVICE void norm_backward(const Row& r, const real* w, real* part, const real* s
     }
   }
   SYNC;
-  FOR_ALL(task, slices * quads) {
-    const int b = task % quads * 4, slice = task / quads;
+  FOR_QUADS(slice, b, slices, n) {
     Four mean = all_four(0), product = all_four(0);
     for (int s = 0; s < slices; ++s) {
       add_scaled(mean, real(1) / count, load(scratch + 2 * s * n + b));
@@ -412,30 +489,27 @@ DEVICE void norm_backward(const Row& r, const real* w, real* part, const real* s
 }
 
 DEVICE void relu_forward(const real* x, real* y, int count) {
-  FOR_ALL(task, count / 4) {
-    Four value = load(x + task * 4);
-    for (int e = 0; e < 4; ++e) value.v[e] = value.v[e] <= 0 ? 0 : value.v[e];  // a nan stays
-    store(y + task * 4, value);
-  }
+  FOR_ALL(task, count / 4) store(y + task * 4, rectified(load(x + task * 4)));
 }
 
 DEVICE void relu_backward(const real* y, real* grad, int count) {
-  FOR_ALL(task, count / 4) {
-    const Four value = load(y + task * 4);
-    Four g = load(grad + task * 4);
-    for (int e = 0; e < 4; ++e) g.v[e] = value.v[e] <= 0 ? 0 : g.v[e];
-    store(grad + task * 4, g);
-  }
+  FOR_ALL(task, count / 4) store(grad + task * 4, passed(load(grad + task * 4), load(y + task * 4)));
 }
 
 // Every row of an example gets a number of its own.
 DEVICE void code_forward(const Row& r, const real* w, const real* x, real* y, int n) {
-  const int quads = n / 4;
-  FOR_ALL(task, num_inputs(r) * quads) {
-    Four value = load(x + task * 4);
-    add_scaled(value, w[task / quads], all_four(1));
-    store(y + task * 4, value);
+  FOR_QUADS(row, b, num_inputs(r), n) {
+    Four value = load(x + row * n + b);
+    add_scaled(value, w[row], all_four(1));
+    store(y + row * n + b, value);
   }
+}
+
+// The sum of `count` reals, in every lane.
+DEVICE real warp_total(const real* x, int count) {
+  real sum = 0;
+  for (int k = LANE * 4; k < count; k += LANES * 4) sum = dot(load(x + k), all_four(1), sum);
+  return lane_sum(sum);
 }
 
 DEVICE void code_backward(const Row& r, real* part, const real* gy, int n) {
@@ -445,95 +519,104 @@ DEVICE void code_backward(const Row& r, real* part, const real* gy, int n) {
   }
 }
 
+// A matrix of rows: where element (i, j) lies is `i * down + j * right` rows from `at`.
+template <class Real>
+struct Matrix {
+  Real* at;
+  int down, right;
+};
+
+// out = a b^T for matrices of rows, example by example: out[i, j] = sum over k of a[i, k] b[j, k].
+DEVICE void multiply(const Matrix<real>& out, const Matrix<const real>& a,
+                     const Matrix<const real>& b, int height, int width, int depth, int n) {
+  const int blocks = ceil_div(width, 4);
+  FOR_QUADS(task, at, ceil_div(height, 4) * blocks, n) {
+    const int i = task / blocks * 4, j = task % blocks * 4;
+    Four sum[4][4];
+#pragma unroll
+    for (int e = 0; e < 16; ++e) sum[e / 4][e % 4] = all_four(0);
+    for (int k = 0; k < depth; ++k) {
+      Four left[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        left[e] = load(a.at + (least(i + e, height - 1) * a.down + k * a.right) * n + at);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const Four right = load(b.at + (least(j + q, width - 1) * b.down + k * b.right) * n + at);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+#pragma unroll
+          for (int f = 0; f < 4; ++f) sum[e][q].v[f] += left[e].v[f] * right.v[f];
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        if (i + e < height && j + q < width)
+          store(out.at + ((i + e) * out.down + (j + q) * out.right) * n + at, sum[e][q]);
+  }
+}
+
 // Softmax over keys of scaled products of queries and keys, then the values so weighted. Input:
 // queries, keys and values `[3 * width, length]`; `saved`: the weights `[length, length]`.
 DEVICE void attend_forward(const Row& r, const real* x, real* y, real* saved, int n) {
-  const int quads = n / 4, width = r.out_channels, length = r.width;
+  const int width = r.out_channels, length = r.width, size = width * length * n;
   const real scale = 1 / sqrt(real(width));
-  FOR_ALL(task, length * quads) {
-    const int b = task % quads * 4, i = task / quads;
-    real* share = saved + i * length * n + b;
-    Four top = all_four(0), total = all_four(0);
-    for (int m = 0; m < length; ++m) {
-      Four score = all_four(0);
-      for (int c = 0; c < width; ++c) {
-        const Four query = load(x + (c * length + i) * n + b);
-        const Four key = load(x + ((width + c) * length + m) * n + b);
-        for (int e = 0; e < 4; ++e) score.v[e] += query.v[e] * key.v[e];
-      }
-      for (int e = 0; e < 4; ++e)
-        top.v[e] = m == 0 || score.v[e] > top.v[e] ? score.v[e] : top.v[e];
-      store(share + m * n, score);
+  multiply({saved, length, 1}, {x, 1, length}, {x + size, 1, length}, length, length, width, n);
+  SYNC;
+  FOR_QUADS(i, b, length, n) {
+    real* scores = saved + i * length * n + b;
+    Four top = load(scores), total = all_four(0);
+    for (int m = 1; m < length; ++m) {
+      const Four score = load(scores + m * n);
+      for (int e = 0; e < 4; ++e) top.v[e] = score.v[e] > top.v[e] ? score.v[e] : top.v[e];
     }
     for (int m = 0; m < length; ++m) {
-      Four score = load(share + m * n);
+      Four score = load(scores + m * n);
       for (int e = 0; e < 4; ++e) {
         score.v[e] = exp((score.v[e] - top.v[e]) * scale);
         total.v[e] += score.v[e];
       }
-      store(share + m * n, score);
+      store(scores + m * n, score);
     }
+    for (int e = 0; e < 4; ++e) total.v[e] = 1 / total.v[e];
     for (int m = 0; m < length; ++m) {
-      Four score = load(share + m * n);
-      for (int e = 0; e < 4; ++e) score.v[e] /= total.v[e];
-      store(share + m * n, score);
-    }
-    for (int c = 0; c < width; ++c) {
-      Four sum = all_four(0);
-      for (int m = 0; m < length; ++m) {
-        const Four weight = load(share + m * n);
-        const Four value = load(x + ((2 * width + c) * length + m) * n + b);
-        for (int e = 0; e < 4; ++e) sum.v[e] += weight.v[e] * value.v[e];
-      }
-      store(y + (c * length + i) * n + b, sum);
+      Four score = load(scores + m * n);
+      for (int e = 0; e < 4; ++e) score.v[e] *= total.v[e];
+      store(scores + m * n, score);
     }
   }
+  SYNC;
+  multiply({y, length, 1}, {x + 2 * size, length, 1}, {saved, length, 1}, width, length, length, n);
 }
 
 // `scores` is room for the gradients of the scores `[length, length]`.
 DEVICE void attend_backward(const Row& r, const real* x, const real* saved, const real* gy, real* gx,
                             real* scores, int n) {
-  const int quads = n / 4, width = r.out_channels, length = r.width;
+  const int width = r.out_channels, length = r.width, size = width * length * n;
   const real scale = 1 / sqrt(real(width));
-  FOR_ALL(task, length * quads) {
-    const int b = task % quads * 4, i = task / quads;
+  multiply({scores, length, 1}, {gy, 1, length}, {x + 2 * size, 1, length}, length, length, width, n);
+  SYNC;
+  FOR_QUADS(i, b, length, n) {
     const real* share = saved + i * length * n + b;
     real* grads = scores + i * length * n + b;
     Four inner = all_four(0);
     for (int m = 0; m < length; ++m) {
-      Four grad = all_four(0);
-      for (int c = 0; c < width; ++c) {
-        const Four out = load(gy + (c * length + i) * n + b);
-        const Four value = load(x + ((2 * width + c) * length + m) * n + b);
-        for (int e = 0; e < 4; ++e) grad.v[e] += out.v[e] * value.v[e];
-      }
-      const Four weight = load(share + m * n);
+      const Four weight = load(share + m * n), grad = load(grads + m * n);
       for (int e = 0; e < 4; ++e) inner.v[e] += weight.v[e] * grad.v[e];
-      store(grads + m * n, grad);
     }
     for (int m = 0; m < length; ++m) {
-      Four grad = load(grads + m * n);
       const Four weight = load(share + m * n);
+      Four grad = load(grads + m * n);
       for (int e = 0; e < 4; ++e) grad.v[e] = weight.v[e] * (grad.v[e] - inner.v[e]) * scale;
       store(grads + m * n, grad);
     }
   }
   SYNC;
-  // queries follow keys along a row of scores, keys follow queries and values outputs down a column
-  FOR_ALL(task, 3 * width * length * quads) {
-    const int b = task % quads * 4, row = task / quads;
-    const int third = row / (width * length), c = row / length % width, at = row % length;
-    const real* against = third == 2 ? gy : third == 1 ? x : x + width * length * n;
-    const real* weights = third == 2 ? saved : scores;
-    const int first = third == 0 ? at * length : at, step = third == 0 ? 1 : length;
-    Four sum = all_four(0);
-    for (int m = 0; m < length; ++m) {
-      const Four weight = load(weights + (first + m * step) * n + b);
-      const Four other = load(against + (c * length + m) * n + b);
-      for (int e = 0; e < 4; ++e) sum.v[e] += weight.v[e] * other.v[e];
-    }
-    store(gx + row * n + b, sum);
-  }
+  multiply({gx, length, 1}, {x + size, length, 1}, {scores, length, 1}, width, length, length, n);
+  multiply({gx + size, length, 1}, {x, length, 1}, {scores, 1, length}, width, length, length, n);
+  multiply({gx + 2 * size, length, 1}, {gy, length, 1}, {saved, 1, length}, width, length, length, n);
 }
 
 // x + alpha * change; `aux` keeps tanh(seed) or the gate for the way back.
@@ -583,10 +666,11 @@ DEVICE void blend_backward(const real* x, const real* seed, const real* aux, rea
   }
 }
 
-DEVICE void add_rows(real* y, const real* x, int count) {
+// `mask` as in `conv_input_grad`.
+DEVICE void add_rows(real* y, const real* x, const real* mask, int count) {
   FOR_ALL(task, count / 4) {
     Four sum = load(y + task * 4);
     add_scaled(sum, 1, load(x + task * 4));
-    store(y + task * 4, sum);
+    store(y + task * 4, mask ? passed(sum, load(mask + task * 4)) : sum);
   }
 }

@@ -28,7 +28,8 @@ class Kind(IntEnum):
     ATTEND = 5
 
 
-_KEEP_NOTHING = (Kind.CONV, Kind.DEPTHWISE)  # the way back does not need what they put out
+MOST_CHANNELS = 8  # that a task takes
+_CAN_RECTIFY = (Kind.CONV, Kind.DEPTHWISE, Kind.NORM)
 
 
 @dataclass(kw_only=True)
@@ -54,6 +55,7 @@ class Row:
     transposed: int = 0  # where its transposed weights begin
     out: int = 0
     saved: int = 0  # what the way back needs besides input and output
+    rectifies: bool = False  # a ReLU follows, and is part of the layer
 
     @property
     def num_inputs(self) -> int:
@@ -64,13 +66,26 @@ class Row:
         return self.out_channels * self.out_height * self.out_width
 
     @property
-    def transposed_size(self) -> int:
+    def is_needed_by_none(self) -> bool:
+        """Whether the way back can do without the layer's output."""
+        return self.kind in (Kind.CONV, Kind.DEPTHWISE) and not self.rectifies
+
+    @property
+    def num_taps(self) -> int:
+        """Weights per output channel of a convolution."""
+        return self.channels * self.kernel_height * self.kernel_width
+
+    @property
+    def padded_channels(self) -> int:
         """Output channels come in blocks of eight, or four where that wastes less."""
+        block = 8 if self.out_channels % 8 in (0, 5, 6, 7) else 4
+        return -(-self.out_channels // block) * block
+
+    @property
+    def transposed_size(self) -> int:
         if self.kind != Kind.CONV:
             return 0
-        block = 8 if self.out_channels % 8 in (0, 5, 6, 7) else 4
-        across = -(-self.out_channels // block) * block
-        return self.channels * self.kernel_height * self.kernel_width * across
+        return self.num_taps * self.padded_channels
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +98,8 @@ class Plan:
     seed_programs: np.ndarray  # [S, B]: -1 where a blueprint does not fit
     seed_sizes: np.ndarray  # [S, B]
     part_starts: np.ndarray  # [S + 2]
+    homes: np.ndarray  # where a part's parameters lie in the transposed weights, or -1
+    home_starts: np.ndarray  # [S, B]: where those of a seed begin; the host's are first
     slot_rows: np.ndarray  # [S, 2]: what the blend keeps, and its output
     grad_rows: int  # where the first of three tensors of gradients begins
     grad_size: int
@@ -114,11 +131,14 @@ def plan(setup: TrainingSetup) -> Plan:
         room.rows += 2 * size
     programs.append(room.place(kernel_rows(host.head)))
     shape = (host.num_slots, len(setup.menu))
-    seed_programs, seed_sizes = np.full(shape, -1), np.zeros(shape)
+    seed_programs, seed_sizes, home_starts = np.full(shape, -1), np.zeros(shape), np.zeros(shape)
+    sizes = [program.num_params for program in host.programs]
     for slot, seeds in enumerate(seeds_of_slots):
         for number, (program, rows) in seeds.items():
             seed_programs[slot, number] = len(programs)
             seed_sizes[slot, number] = program.num_params
+            home_starts[slot, number] = sum(sizes)
+            sizes.append(program.num_params)
             programs.append(rows)
     everything = [row for rows in programs for row in rows]
     grad_size = max(max(row.num_inputs, row.num_outputs) for row in everything)
@@ -130,22 +150,32 @@ def plan(setup: TrainingSetup) -> Plan:
         seed_programs=_int32(seed_programs),
         seed_sizes=_int32(seed_sizes),
         part_starts=_int32([*layout.starts, layout.num_columns]),
+        homes=_int32(np.concatenate(list(map(_homes, programs, sizes)))),
+        home_starts=_int32(home_starts),
         slot_rows=_int32(slot_rows),
         grad_rows=room.rows,
         grad_size=grad_size,
         score_rows=room.rows + 3 * grad_size,
-        num_rows=room.rows + 3 * grad_size + scores,
-        transposed_size=room.transposed,
+        # a task may read the channels beyond a tensor's last one
+        num_rows=room.rows + 4 * grad_size + scores,
+        transposed_size=room.transposed
+        + MOST_CHANNELS
+        * max(
+            r.num_taps * r.padded_channels // r.channels for r in everything if r.kind == Kind.CONV
+        ),
     )
 
 
 def kernel_rows(program: Program) -> list[Row]:
     """A program's layers in the kernel's kinds, not yet placed."""
-    return [
-        row
-        for numbers in program_rows(program).tolist()
-        for row in _rows_of_layer(dict(zip(Column, numbers, strict=True)))
-    ]
+    rows: list[Row] = []
+    for numbers in program_rows(program).tolist():
+        layer = dict(zip(Column, numbers, strict=True))
+        if layer[Column.KIND] == layer_table.RELU and rows and rows[-1].kind in _CAN_RECTIFY:
+            rows[-1].rectifies = True
+        else:
+            rows += _rows_of_layer(layer)
+    return rows
 
 
 def _rows_of_layer(layer: dict[Column, int]) -> list[Row]:
@@ -208,13 +238,10 @@ class _Room:
         for row in rows:
             row.transposed = self.transposed
             self.transposed += row.transposed_size
-            if row.kind == Kind.RELU and before is not None:
-                row.out = before.out  # in place: no layer needs its output as it was before
-            else:
-                # a row more: a norm that follows keeps its deviations there
-                row.out = self._take(row.num_outputs + 1)
-            if row.kind == Kind.NORM and before is not None and before.kind in _KEEP_NOTHING:
-                row.saved = before.out  # in place, too
+            # a row more: a norm that follows keeps its deviations there
+            row.out = self._take(row.num_outputs + 1)
+            if row.kind == Kind.NORM and before is not None and before.is_needed_by_none:
+                row.saved = before.out  # in place
             elif row.kind == Kind.NORM:
                 row.saved = self._take(row.num_inputs + 1)
             elif row.kind == Kind.ATTEND:
@@ -239,6 +266,17 @@ class _Room:
     def _take(self, rows: int) -> int:
         self.rows += rows
         return self.rows - rows
+
+
+def _homes(rows: Sequence[Row], num_params: int) -> np.ndarray:
+    """Where each parameter of a placed program lies in the transposed weights; -1: nowhere."""
+    homes = np.full(num_params, -1)
+    for row in rows:
+        if row.kind == Kind.CONV:
+            channels, taps = np.arange(row.out_channels)[:, None], np.arange(row.num_taps)
+            places = row.transposed + taps * row.padded_channels + channels
+            homes[row.params : row.params + places.size] = places.ravel()
+    return homes
 
 
 def _table(programs: Sequence[Sequence[Row]]) -> np.ndarray:
