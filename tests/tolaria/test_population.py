@@ -65,13 +65,15 @@ def test_a_pruned_seed_leaves_the_host_as_if_it_were_switched_off():
         take_step(population, step)
     before = storage(population)
     x = population.task.train_x[population.view_ids].movedim(1, -1)
-    with_all, without = population.ablated_logits(x)
-    assert not torch.equal(with_all[1], without[1][1])
+    copies, slots = population.ablated_logits(x)
+    assert list(slots) == [0, 1, 2]
+    with_all, without_slot_1 = copies[:, :, 0], copies[:, :, 2]
+    assert not torch.equal(with_all[1], without_slot_1[1])
     population.adopt(
         lifecycle.prune(population.states, torch.tensor([1]), torch.tensor([1]), ramp_steps=0)
     )
     after = storage(population)
-    assert torch.equal(logits(population)[1], without[1][1])
+    assert torch.equal(logits(population)[1], without_slot_1[1])
     assert torch.equal(logits(population)[[0, 2, 3]], with_all[[0, 2, 3]])
     gone = torch.zeros_like(before[0], dtype=torch.bool)
     gone[1, columns(population, 1)] = True

@@ -7,6 +7,7 @@ switched off, so that a seed is judged on the very examples that it helped with 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,7 +26,7 @@ class Evaluation:
     accuracy: Tensor  # [P]
     contribution: Tensor  # [P, S]: accuracy lost when the slot's seed is switched off
     contribution_error: Tensor  # [P, S]: its standard error, examples paired
-    contribution_known: Tensor  # [P, S]: there is a seed, and the host feels it
+    contribution_known: Tensor  # [P, S], on the CPU: there is a seed, and the host feels it
 
 
 def evaluate(population: Population, num_rows: int | None = None) -> Evaluation:
@@ -68,30 +69,30 @@ class _Totals:
         self._population = population
         weights = population.arena.params
         per_host = weights.new_zeros(2, population.num_hosts)
-        per_slot = weights.new_zeros(2, population.num_hosts, population.num_slots)
         self._loss, self._correct = per_host.unbind()
-        self._gain, self._gain_squared = per_slot.unbind()
+        # of correct answers lost without a slot's seed, and of their squares
+        self._gains = weights.new_zeros(2, population.num_hosts, population.num_slots)
 
     def add(self, x: Tensor, labels: Tensor) -> None:
         """Examples `[P, *shape, batch]` with labels `[P, batch]`."""
-        with_all, without = self._population.ablated_logits(x)
-        self._loss += F.cross_entropy(with_all, labels, reduction="none").sum(1)
-        correct = _is_correct(with_all, labels)
-        self._correct += correct.sum(1)
-        for slot, ablated in without.items():
-            gain = correct - _is_correct(ablated, labels)
-            self._gain[:, slot] += gain.sum(1)
-            self._gain_squared[:, slot] += gain.square().sum(1)
+        logits, slots = self._population.ablated_logits(x)
+        self._loss += F.cross_entropy(logits[:, :, 0], labels, reduction="none").sum(1)
+        correct = _is_correct(logits, labels.unsqueeze(1))  # [P, 1 + K, batch]
+        self._correct += correct[:, 0].sum(1)
+        if slots:
+            gain = correct[:, :1] - correct[:, 1:]
+            sums = torch.stack((gain.sum(-1), gain.square().sum(-1)))
+            self._gains.index_add_(2, torch.tensor(slots, device=sums.device), sums)
 
     def evaluation(self, num_rows: int) -> Evaluation:
-        mean = self._gain / num_rows
-        variance = (self._gain_squared - num_rows * mean.square()) / max(1, num_rows - 1)
+        mean, mean_square = self._gains / num_rows
+        variance = (mean_square - mean.square()) * (num_rows / max(1, num_rows - 1))
         return Evaluation(
             loss=self._loss / num_rows,
             accuracy=self._correct / num_rows,
             contribution=mean,
             contribution_error=(variance.clamp(min=0) / num_rows).sqrt(),
-            contribution_known=self._population.is_felt.to(mean.device),
+            contribution_known=self._population.is_felt,
         )
 
 

@@ -295,13 +295,24 @@ def _evidence(
 ) -> Evidence:
     rolled_back = torch.zeros(population.num_hosts, dtype=torch.bool)
     rolled_back[[event.host for event in rollbacks]] = True
+    per_host = torch.stack((evaluation.loss, evaluation.accuracy), dim=-1)
+    measured = (
+        per_host,
+        evaluation.contribution,
+        evaluation.contribution_error,
+        population.gradient_norms(),
+    )
+    on_cpu = torch.cat(measured, dim=-1).float().cpu()  # one wait for the device
+    per_host, contribution, error, gradient_norm = torch.split(
+        on_cpu, [part.shape[-1] for part in measured], dim=-1
+    )
     return Evidence(
-        loss=evaluation.loss.float().cpu(),
-        accuracy=evaluation.accuracy.float().cpu(),
-        contribution=evaluation.contribution.float().cpu(),
-        contribution_error=evaluation.contribution_error.float().cpu(),
-        contribution_known=evaluation.contribution_known.cpu(),
-        gradient_norm=population.gradient_norms().float().cpu(),
+        loss=per_host[:, 0],
+        accuracy=per_host[:, 1],
+        contribution=contribution,
+        contribution_error=error,
+        contribution_known=evaluation.contribution_known,
+        gradient_norm=gradient_norm,
         gradient_known=population.states.has_seed,
         rolled_back=rolled_back,
     )

@@ -65,9 +65,10 @@ class Governor:
         if len(losses) == 0:
             raise ValueError("a step without a minibatch has nothing to watch")
         self._age += 1
-        loss = losses.mean(0).cpu()
+        weights_finite = self._population.arena.finite_rows()
+        loss, finite = torch.stack((losses.mean(0), weights_finite.to(losses))).cpu()
         usual = self._usual_loss(loss)
-        broken = self._find_broken(loss, usual)
+        broken = self._find_broken(loss, usual, finite.bool())
         events = tuple(
             Rollback(host, breakage, float(loss[host]), float(usual[host]), self._age)
             for host, breakage in broken.items()
@@ -80,8 +81,9 @@ class Governor:
             self._snapshot, self._age = self._population.save(), 0
         return events
 
-    def _find_broken(self, loss: Tensor, usual: Tensor) -> dict[int, Breakage]:
-        weights_finite = self._population.arena.finite_rows().cpu()
+    def _find_broken(
+        self, loss: Tensor, usual: Tensor, weights_finite: Tensor
+    ) -> dict[int, Breakage]:
         # from the mildest on: the last one written stands
         causes = (
             (Breakage.DIVERGED, self._has_diverged(loss, usual)),

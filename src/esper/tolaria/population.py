@@ -22,9 +22,10 @@ from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.stages import SeedStage
 from esper.tolaria.arena import Arena, ArenaLayout, ArenaSnapshot
 from esper.tolaria.batched import BlendInputs, TrainingSetup
+from esper.tolaria.births import Births
 from esper.tolaria.feed import CHUNK, Feed
 from esper.tolaria.optimizers import AdamW, Optimizer
-from esper.tolaria.randomness import fold, uniform
+from esper.tolaria.randomness import fold
 from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
 from esper.tolaria.tasks import Task
 
@@ -79,9 +80,9 @@ class Population:
         self.view_ids = self._checked_views(
             torch.zeros(num_hosts, dtype=torch.int64) if view_ids is None else view_ids
         )
-        self.arena = Arena(
-            ArenaLayout.of(host, menu), num_hosts, self.optimizer.num_moments, device, dtype
-        )
+        layout = ArenaLayout.of(host, menu)
+        self.arena = Arena(layout, num_hosts, self.optimizer.num_moments, device, dtype)
+        self._newborn = Births(host, menu, layout, device)
         self.learning_rates = torch.full(
             (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
         )
@@ -120,13 +121,13 @@ class Population:
             self._feed.show(self.view_ids)
         self.learning_rates.fill_(self.optimizer.learning_rate)
         self._rng_seed = rng_seed
-        self._births = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
+        self._num_births = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
         self.arena.clear(everyone, slice(None))
         self.arena.steps.zero_()
         keys = fold(rng_seed, self.host_ids)
-        rows = _draw(keys, *self.host.birth())
-        self.arena.place(everyone, self.arena.layout.host_columns(), rows)
+        columns = self.arena.layout.host_columns()
+        self.arena.place(everyone, columns, self._newborn.hosts(keys))
         self._regroup()
 
     def adopt(self, states: SlotStates) -> None:
@@ -134,15 +135,17 @@ class Population:
         before = self._states
         # a slot may have been emptied and sown again since the last call
         goes_on = (states.blueprint == before.blueprint) & (states.total_age >= before.total_age)
-        new = _by_kind(states, states.has_seed & ~(before.has_seed & goes_on))
-        gone = _by_kind(before, before.has_seed & ~(states.has_seed & goes_on))
-        self._check_births(states, new)
+        self._check_shape(states)
+        is_new = states.has_seed & ~(before.has_seed & goes_on)
+        is_gone = before.has_seed & ~(states.has_seed & goes_on)
+        self._check_births(states, is_new)
         self._states = states
-        for slot, _, hosts in gone:
+        for slot in is_gone.any(dim=0).nonzero().flatten().tolist():
+            hosts = is_gone[:, slot].nonzero().flatten()
             self.arena.clear(hosts, self.arena.layout.seed_columns(slot))
             self.arena.steps[hosts, 1 + slot] = 0
-        for slot, blueprint, hosts in new:
-            self._give_birth(slot, blueprint, hosts)
+        for slot in is_new.any(dim=0).nonzero().flatten().tolist():
+            self._give_birth(slot, is_new[:, slot].nonzero().flatten())
         self._regroup()
 
     def train(self, rows: Tensor) -> Tensor:
@@ -160,15 +163,14 @@ class Population:
         self._check_inputs(x)
         return self.steps.logits(x, ablate=False)[0]
 
-    def ablated_logits(self, x: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits with all seeds on, and by slot those with the slot's seeds switched off.
+    def ablated_logits(self, x: Tensor) -> tuple[Tensor, Sequence[int]]:
+        """Logits `[P, classes, 1 + K, batch]`: with all seeds on, then with each of K slots off.
 
-        A slot in which no host feels a seed is left out.
+        The K slots are named; one in which no host feels a seed is left out.
         """
         self._check_inputs(x)
         logits, slots = self.steps.logits(x, ablate=True)
-        with_all, *without = torch.split(logits, x.shape[-1], dim=-1)
-        return with_all, dict(zip(slots, without, strict=True))
+        return logits.view(*logits.shape[:2], 1 + len(slots), x.shape[-1]), slots
 
     @property
     def is_felt(self) -> Tensor:
@@ -196,11 +198,9 @@ class Population:
 
     def seed_params(self) -> Tensor:
         """Parameters of the seed in each slot `[P, S]`, 0 where there is none; on the CPU."""
-        counts = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
-        for slot, blueprint, hosts in _by_kind(self._states, self._states.has_seed):
-            site = self.host.sites[slot]
-            counts[hosts, slot] = self.menu[blueprint].program(site).num_params
-        return counts
+        states = self._states
+        slots = torch.arange(self.num_slots).expand_as(states.blueprint)
+        return self._newborn.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
 
     # Compiled code and captured graphs do not look where they read: it is looked at here.
 
@@ -242,44 +242,35 @@ class Population:
                 f"[hosts, *shape, batch] = {(*expected, 'batch')}"
             )
 
-    def _check_births(self, states: SlotStates, new: list[tuple[int, int, Tensor]]) -> None:
+    def _check_shape(self, states: SlotStates) -> None:
         if states.stage.shape != (self.num_hosts, self.num_slots):
             raise ValueError(
                 f"states of {tuple(states.stage.shape)} hosts and slots; "
                 f"expected {(self.num_hosts, self.num_slots)}"
             )
-        for slot, blueprint, hosts in new:
-            if blueprint >= len(self.menu):
-                raise ValueError(
-                    f"host {int(hosts[0])}, slot {slot}: blueprint {blueprint}; "
-                    f"the menu has {len(self.menu)}"
-                )
-            self.menu[blueprint].program(self.host.sites[slot])  # raises where it does not fit
 
-    def _give_birth(self, slot: int, blueprint: int, hosts: Tensor) -> None:
-        program = self.menu[blueprint].program(self.host.sites[slot])
-        self._births[hosts, slot] += 1
-        keys = fold(self._rng_seed, self.host_ids[hosts], 1 + slot, self._births[hosts, slot])
-        columns = self.arena.layout.seed_columns(slot, program.num_params)
-        self.arena.place(hosts, columns, _draw(keys, *program.birth()))
+    def _check_births(self, states: SlotStates, is_new: Tensor) -> None:
+        hosts, slots = is_new.nonzero(as_tuple=True)
+        blueprints = states.blueprint[hosts, slots]
+        past = blueprints >= len(self.menu)
+        if past.any():
+            host, slot, blueprint = (int(x[past][0]) for x in (hosts, slots, blueprints))
+            raise ValueError(
+                f"host {host}, slot {slot}: blueprint {blueprint}; the menu has {len(self.menu)}"
+            )
+        misfits = ~self._newborn.fits[slots, blueprints]
+        if misfits.any():
+            site = self.host.sites[int(slots[misfits][0])]
+            self.menu[int(blueprints[misfits][0])].program(site)  # says why it does not fit
+
+    def _give_birth(self, slot: int, hosts: Tensor) -> None:
+        self._num_births[hosts, slot] += 1
+        keys = fold(self._rng_seed, self.host_ids[hosts], 1 + slot, self._num_births[hosts, slot])
+        blueprints = self._states.blueprint[hosts, slot]
+        columns = self.arena.layout.seed_columns(slot)
+        self.arena.place(hosts, columns, self._newborn.seeds(slot, blueprints, keys))
 
     def _regroup(self) -> None:
         """Bring what the next minibatch reads up to date with the slots."""
         self._blend_inputs.fill(self._states)
         self.steps.prepare(self._states)
-
-
-def _draw(keys: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
-    """Parameters at birth `[K, D]`, uniform in centre +- spread."""
-    return centre + spread * (2 * uniform(keys, len(centre)) - 1)
-
-
-def _by_kind(states: SlotStates, chosen: Tensor) -> list[tuple[int, int, Tensor]]:
-    """The chosen `[P, S]` seeds as (slot, blueprint, hosts), one entry per slot and blueprint."""
-    hosts, slots = chosen.nonzero(as_tuple=True)
-    blueprints = states.blueprint[hosts, slots]
-    kinds, kind_of = torch.unique(torch.stack((slots, blueprints), 1), dim=0, return_inverse=True)
-    return [
-        (slot, blueprint, hosts[kind_of == kind])
-        for kind, (slot, blueprint) in enumerate(kinds.tolist())
-    ]
