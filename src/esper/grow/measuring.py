@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.grow.network import GrowingNetwork
+from esper.grow.randomness import untouched_randomness
 
 # a batch's score per example [n], 0 to 1, higher is better; with the batch's mean loss, if known
 Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]
@@ -53,15 +54,18 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
 
 @contextmanager
 def resting(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode and without gradients; afterwards each module as it was."""
+    """The model in eval mode and without gradients; afterwards each module as it was.
+
+    Nothing is drawn from the user's randomness: a loader draws a number every time it starts.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
+    with untouched_randomness(model), torch.no_grad():
+        try:
+            model.eval()
             yield
-    finally:
-        for module, training in modes:
-            module.training = training
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def checked_scores(values: Tensor) -> Tensor:

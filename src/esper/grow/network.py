@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from esper.grow.randomness import untouched_randomness
 from esper.grow.seed_groups import AnyScheduler, SeedGroups
 from esper.grow.sites import ModelSite
 from esper.grow.slots import Slot, new_seed
@@ -178,8 +179,7 @@ def _beside(parameter: nn.Parameter, value: Any) -> Any:
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Running statistics and randomness are afterwards as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
+    with untouched_randomness(model):
         try:
             yield
         finally:

@@ -25,6 +25,7 @@ from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
 from esper.grow.measuring import checked_scores, joined, paired_difference, resting
 from esper.grow.progress import progress_bar
+from esper.grow.randomness import untouched_randomness
 from esper.grow.sites import forward
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.protocols import Controller
@@ -85,8 +86,9 @@ def grow(
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError("ReduceLROnPlateau waits for a metric; use esper.Growth in your own loop")
     trainer = _Trainer(loss, metric or default_metric, _device_of(model))
-    example, _ = trainer.first_batch(train_loader, "training")
-    trainer.first_batch(val_loader, "validation")
+    with untouched_randomness(model):
+        example, _ = trainer.first_batch(train_loader, "training")
+        trainer.first_batch(val_loader, "validation")
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     growth = Growth(
         model,
@@ -176,8 +178,7 @@ class _Trainer:
 
     def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
         """One step of each on the same batch, with the same randomness."""
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with untouched_randomness(growth.model):
             loss = self._step(growth.model, growth.optimizer, batch, growth.shadow_loss)
         growth.after_step(loss)
         twin.follow(growth.optimizer)

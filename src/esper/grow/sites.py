@@ -20,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from esper.grow.randomness import untouched_randomness
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
@@ -305,8 +306,7 @@ def _at_rest(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, every weight in the graph; afterwards all is as it was."""
     modes = [(module, module.training) for module in model.modules()]
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
+    with untouched_randomness(model):
         try:
             model.eval()
             for parameter in frozen:

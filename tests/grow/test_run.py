@@ -1,0 +1,226 @@
+"""`esper.grow`: the one call, its twin and its verdict."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from grow.small_models import Script, TokenEncoder, blobs, build, loaders, mlp
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+
+import esper
+from esper import Budget
+from esper.grow import progress
+from esper.grow.run import default_metric
+from esper.tamiyo.scripted import FixedSchedule, RandomController
+
+STEPS, DECISIONS = 24, 6
+
+
+def run(controller="heuristic", rng_seed=0, model=None, **options):
+    torch.manual_seed(rng_seed)
+    model = model or mlp()
+    train, val = loaders()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    settings = dict(loss=F.cross_entropy, steps=STEPS, decisions=DECISIONS, progress=False)
+    return esper.grow(
+        model, train, val, optimizer=optimizer, controller=controller, **{**settings, **options}
+    )
+
+
+def accuracy(model: nn.Module) -> float:
+    x, y = blobs(64, rng_seed=1)
+    model.eval()
+    with torch.no_grad():
+        return float((model(x).argmax(1) == y).double().mean())
+
+
+def plain_training(rng_seed=0) -> list[float]:
+    """Validation accuracies of the loop that a user would write, before each decision and after."""
+    torch.manual_seed(rng_seed)
+    model = mlp()
+    train, _ = loaders()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    found, steps = [accuracy(model)], 0
+    model.train()
+    while steps < STEPS:
+        for x, y in train:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            steps += 1
+            if steps % (STEPS // DECISIONS) == 0:
+                found.append(accuracy(model))
+                model.train()
+    return found
+
+
+@pytest.mark.parametrize("controller", ["wait", "grow"])
+def test_the_twin_is_the_users_own_training(controller):
+    """To the bit, shuffling and dropout included, whatever grows beside it."""
+    controllers = {"wait": Script(), "grow": FixedSchedule(every=1)}
+    result = run(controllers[controller])
+    assert [twin.metric for twin in result.ledger.twin] == plain_training()
+    assert len(result.ledger.twin) == DECISIONS + 1
+
+
+def test_without_growth_both_networks_are_the_same():
+    result = run(Script())
+    assert [step.metric for step in result.ledger.steps] == plain_training()
+    assert result.verdict.grown == result.verdict.ungrown == max(plain_training())
+    assert result.verdict.returned == "grown"
+
+
+@pytest.mark.parametrize("rng_seed", range(6))
+def test_the_result_is_never_worse_than_what_was_seen_without_growth(rng_seed):
+    controller = RandomController(torch.Generator().manual_seed(rng_seed))
+    result = run(controller, rng_seed)
+    seen = [twin.metric for twin in result.ledger.twin]
+    seen += [step.metric for step in result.ledger.steps if not step.seeds]
+    assert accuracy(result.model) >= max(seen)
+    assert accuracy(result.model) == max(result.verdict.grown, result.verdict.ungrown)
+
+
+def test_a_grown_network_is_plain_and_within_budget():
+    own = sum(p.numel() for p in mlp().parameters())
+    result = run(FixedSchedule(every=1), budget=Budget(params=own + 60), steps=48)
+    grown = sum(p.numel() for p in result.growth.plain_model().parameters())
+    assert own < grown <= own + 60
+    assert not any(module._forward_hooks for module in result.model.modules())
+    assert result.ledger.verdict is result.verdict
+    assert result.ledger.summary()
+
+
+def test_schedulers_are_stepped_with_the_batches():
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = OneCycleLR(optimizer, 0.2, total_steps=STEPS + 1)
+    train, val = loaders()
+    esper.grow(
+        model,
+        train,
+        val,
+        loss=F.cross_entropy,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        steps=STEPS,
+        decisions=DECISIONS,
+        progress=False,
+    )
+    assert scheduler.last_epoch == STEPS
+    rates = {group["lr"] for group in optimizer.param_groups}
+    assert len(rates) == 1
+    assert rates.pop() < 0.01
+
+
+def test_behind_the_host():
+    result = run(FixedSchedule(every=2), behind_host=True, steps=60, decisions=12)
+    stages = {state.stage for step in result.ledger.steps for state in step.seeds}
+    assert "TRAINING" in stages
+    assert "FOSSILIZED" in stages
+
+
+@pytest.mark.parametrize("name", ["residual", "series"])
+def test_other_models_grow_too(name):
+    model, example = build(name)
+    targets = torch.randint(0, 3, (len(example),))
+    result = run_on(model, [(example, targets)] * 2, FixedSchedule(every=1, size=2.0))
+    assert result.growth.seeds
+
+
+def run_on(model, batches, controller, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = dict(loss=F.cross_entropy, steps=12, decisions=6, progress=False)
+    return esper.grow(
+        model,
+        batches,
+        batches,
+        optimizer=optimizer,
+        controller=controller,
+        **{**settings, **options},
+    )
+
+
+def test_tokens_with_a_dict_of_inputs_and_a_metric_of_ones_own():
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(0, 20, (8, 5)), torch.randint(0, 3, (8,))
+    result = run_on(
+        TokenEncoder(),
+        [({"tokens": tokens}, targets)],
+        FixedSchedule(every=1),
+        metric=lambda output, target: (output.argmax(1) == target).float(),
+    )
+    assert result.growth.seeds
+
+
+def test_numbers_as_targets():
+    torch.manual_seed(0)
+    x = torch.randn(32, 5)
+    result = run_on(mlp(classes=1), [(x, x[:, :1])], FixedSchedule(every=1), loss=F.mse_loss)
+    assert 0 < result.verdict.grown <= 1
+
+
+def test_the_default_metric_by_hand():
+    logits = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 0.0]])
+    assert default_metric(logits, torch.tensor([0, 0, 0])).tolist() == [1.0, 0.0, 1.0]
+    per_token = torch.zeros(1, 4, 3)
+    per_token[0, :, 1] = 1.0
+    target = torch.tensor([[1, 0, -100, 1]])
+    assert default_metric(per_token, target).tolist() == pytest.approx([2 / 3])
+    assert default_metric(per_token.movedim(-1, 1), target).tolist() == pytest.approx([2 / 3])
+    error = default_metric(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]]))
+    assert error.tolist() == pytest.approx([1 / 3])
+
+
+def refused(message, **options):
+    train, val = loaders()
+    model = options.pop("model", None) or mlp()
+    arguments = dict(
+        train_loader=train,
+        val_loader=val,
+        loss=F.cross_entropy,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        steps=20,
+        decisions=5,
+        progress=False,
+    )
+    with pytest.raises(ValueError, match=message):
+        esper.grow(model, **{**arguments, **options})
+
+
+def test_mistakes_are_told_before_any_training():
+    refused("the training loader yields nothing", train_loader=[])
+    refused("the validation loader yields nothing", val_loader=[])
+    refused(r"must yield pairs \(inputs, target\)", train_loader=[torch.randn(3, 5)])
+    refused("decisions=30 for steps=20", decisions=30)
+    refused("is below the model's own", budget=Budget(params=5))
+    refused("pass metric=", val_loader=[(torch.randn(4, 5), torch.randn(4, 2, 2))])
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    waits = ReduceLROnPlateau(optimizer)
+    refused("waits for a metric", model=model, optimizer=optimizer, scheduler=waits)
+    nan = lambda output, target: torch.full((len(target),), math.nan)  # noqa: E731
+    refused("the validation metric is nan", metric=nan)
+
+
+def test_progress_is_shown_with_the_budget(capsys):
+    run(Script(), progress=True, budget=Budget(params=4_000))
+    shown = capsys.readouterr().out
+    assert "at most 4,000 grown" in shown
+    assert "24 / 24 steps" in shown
+
+
+def test_progress_without_rich(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    run(Script(), progress=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "24 / 24 steps" in lines[-1]
+
+
+def test_the_name_is_the_function_and_the_package_can_still_be_imported():
+    from esper.grow.sites import find_sites
+
+    assert callable(esper.grow)
+    assert callable(find_sites)
