@@ -7,12 +7,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Flags are made from the fields of the configs: code and command line cannot disagree."""
     import tyro
 
-    from esper.cli import gym, train
+    from esper.cli import evaluate, gym, train
 
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"train": train.command(arguments), "gym": gym.gym},
+            {
+                "train": train.command(arguments),
+                "evaluate": evaluate.evaluate,
+                "gym": gym.gym,
+            },
             prog="esper",
             description="Esper grows neural networks while they train.",
             args=arguments,

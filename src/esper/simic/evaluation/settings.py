@@ -50,17 +50,18 @@ class EvaluationConfig:
 
 
 PRESETS: dict[str, EvaluationConfig] = {
-    # two CPU cores, a minute or two: enough to see large differences
+    # two CPU cores, a minute or two: large differences show, small ones do not
     "quick": EvaluationConfig(
-        num_widths=4,
-        repeats=3,
-        training_widths=3,
+        rents=(0.05, 0.15),
+        num_widths=3,
+        repeats=2,
+        training_widths=2,
         training_repeats=1,
         learning_rates=(1e-2, 2e-2),
-        heuristic_scales=(0.5, 1.0),
-        num_plans=8,
+        heuristic_scales=(1.0,),
+        num_plans=5,
         frontier_widths=(4, 6, 8, 12, 16),
-        random_widths=4,
+        random_widths=2,
         garden=GardenConfig(minibatches=20, validation_rows=400),
         max_envs=1024,
     ),

@@ -1,0 +1,247 @@
+"""`esper evaluate`: a run's controllers against every honest arm, on types they never saw.
+
+report = evaluate_run("runs/first", "quick")
+print(report.markdown())
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.blueprints.registry import Blueprint
+from esper.simic.evaluation.arms import (
+    HOST_ALONE,
+    LEARNED,
+    WIDTH_SEARCH,
+    ArmResult,
+    PlanSearch,
+    describe_choices,
+    random_search,
+    run_arms,
+    search_plans,
+)
+from esper.simic.evaluation.claims import (
+    FRONTIER_CLAIMS,
+    SEARCH_CLAIM,
+    Verdict,
+    judge_claims,
+    judge_frontier,
+    judge_search,
+)
+from esper.simic.evaluation.plans import candidate_plans
+from esper.simic.evaluation.report import EvaluationReport
+from esper.simic.evaluation.settings import EvaluationConfig, evaluation_preset
+from esper.simic.evaluation.statistics import runs_to_match
+from esper.simic.evaluation.trial import FLOPS_PER_MAC, Cost, Trial
+from esper.simic.evaluation.tuning import calibrate_heuristic, tune_learning_rate
+from esper.simic.evaluation.widened import (
+    StaticPool,
+    candidate_widths,
+    host_views,
+    train_static,
+    width_search,
+)
+from esper.simic.training.config import TaskName, TrainConfig
+from esper.simic.training.distribution import load_hosts, load_menu, load_task
+from esper.simic.training.run_folder import RunFiles
+from esper.tamiyo.learned import LearnedController
+from esper.tolaria.garden import PopulationGarden
+from esper.tolaria.optimizers import AdamW
+from esper.tolaria.tasks import HeldOut
+
+Say = Callable[[str], None]
+
+
+def evaluate_run(
+    runs: Path | str | Sequence[Path | str],
+    preset: str = "quick",
+    *,
+    task: TaskName | None = None,
+    settings: EvaluationConfig | None = None,
+    say: Say = lambda text: None,
+) -> EvaluationReport:
+    """The controller of a run, or those of several runs that differ in their rng seed alone.
+
+    `task` moves the frozen controllers to other data; `settings` replace the preset's.
+    """
+    paths = [runs] if isinstance(runs, Path | str) else runs
+    files = [RunFiles(Path(path)) for path in paths]
+    first, *others = configs = [entry.read_config() for entry in files]
+    if any(replace(config, rng_seed=first.rng_seed) != first for config in others):
+        raise ValueError(
+            f"the runs {[str(path) for path in paths]} differ in more than their rng_seed; "
+            "evaluate runs of one kind together"
+        )
+    config = first if task is None else on_task(first, task)
+    controllers = [
+        LearnedController.load(entry.controller, own.resolved_device())
+        for entry, own in zip(files, configs, strict=True)
+    ]
+    return evaluate_controllers(controllers, config, settings or evaluation_preset(preset), say=say)
+
+
+def evaluate_controllers(
+    controllers: Sequence[LearnedController],
+    config: TrainConfig,
+    settings: EvaluationConfig,
+    *,
+    say: Say = lambda text: None,
+) -> EvaluationReport:
+    """Controllers against every arm, on what `config` held out from their training."""
+    begun = time.perf_counter()
+    training, judged = _trials(config, settings)
+    say(f"tuning the hosts' learning rate on {training.num_hosts} hosts of types trained on")
+    rates = tune_learning_rate(training, settings.learning_rates, rng_seed=2)
+    optimizer = AdamW(learning_rate=rates.best["learning_rate"])
+    training, judged = (replace(trial, optimizer=optimizer) for trial in (training, judged))
+    say(f"learning rate {optimizer.learning_rate:g}; calibrating the heuristic")
+    heuristic = calibrate_heuristic(training, settings.heuristic_scales, settings.rents, rng_seed=3)
+    say(f"searching {settings.num_plans} constant plans")
+    search = _search(training, judged, settings)
+    say(f"growing {judged.num_hosts} hosts in every arm")
+    results = run_arms(
+        judged,
+        controllers,
+        search,
+        heuristic,
+        settings.rents,
+        reference_seed=_reference_seed(settings, judged.menu),
+        controller_cost=controller_cost(config, training),
+    )
+    statics = _statics(config, settings, judged, say)
+    arms = {result.name: result for result in results}
+    arms[WIDTH_SEARCH] = ArmResult(
+        WIDTH_SEARCH,
+        settings.rents,
+        (width_search(statics, arms[HOST_ALONE].harvests[0], settings.rents, judged),),
+        statics.cost,
+    )
+    return EvaluationReport(
+        config=config,
+        settings=settings,
+        num_controllers=len(controllers),
+        device=str(judged.task.device),
+        types=judged.type_names,
+        arms=arms,
+        learning_rates=rates,
+        heuristic=heuristic,
+        plans=describe_choices(search, judged.menu, judged.type_names),
+        statics=statics,
+        verdicts=_verdicts(arms, search, statics, judged, settings),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def on_task(config: TrainConfig, task: TaskName) -> TrainConfig:
+    """The same widths and variants with other data, which the controller never saw."""
+    return replace(config, task=task, host="conv2d", menu=())
+
+
+def controller_cost(config: TrainConfig, training: Trial) -> Cost:
+    """What training a controller took; what seeds added to their hosts is left out."""
+    networks = config.rounds * config.num_envs
+    garden, macs = config.garden, [host.macs for host in training.hosts]
+    rows = garden.minibatches * garden.batch_size * config.growth.num_steps
+    return Cost(networks, networks * rows * FLOPS_PER_MAC * sum(macs) / len(macs))
+
+
+class Examiner:
+    """The test rows of a task: the seal is broken once, every finished network is asked once."""
+
+    def __init__(self, held_out: HeldOut):
+        self._x, labels = held_out.open()
+        self._labels = labels.to(self._x.device)
+
+    def __call__(self, garden: PopulationGarden) -> Tensor:
+        return garden.accuracy_on(self._x, self._labels)
+
+
+def _trials(config: TrainConfig, settings: EvaluationConfig) -> tuple[Trial, Trial]:
+    """Types that were trained on, to search and tune on, and types held out, to judge on."""
+    if config.task == "known_gains":
+        raise ValueError("a run on known_gains has no networks to evaluate")
+    seen, unseen = config.variants, config.held_out_variants or config.variants
+    task = load_task(config, (*seen, *unseen))
+    held_out = [tuple(map(int, name.split("-"))) for name in config.held_out_widths]
+    spread = len(config.training_widths) / settings.training_widths
+    trained_on = [config.training_widths[int(i * spread)] for i in range(settings.training_widths)]
+    rows = min(settings.garden.validation_rows, task.validation_y.shape[1])
+    garden = replace(settings.garden, validation_rows=rows, episode_steps=config.growth.num_steps)
+    training = Trial(
+        hosts=load_hosts(config, task, tuple(trained_on)),
+        view_ids=tuple(range(len(seen))),
+        repeats=settings.training_repeats,
+        task=task,
+        menu=load_menu(config, task),
+        garden=garden,
+        growth=config.growth,
+        max_envs=settings.max_envs,
+    )
+    judged = replace(
+        training,
+        hosts=load_hosts(config, task, tuple((held_out or trained_on)[: settings.num_widths])),
+        view_ids=tuple(range(len(seen), len(seen) + len(unseen))),
+        repeats=settings.repeats,
+        examine=Examiner(task.held_out),
+    )
+    return training, judged
+
+
+def _search(training: Trial, judged: Trial, settings: EvaluationConfig) -> PlanSearch:
+    plans = candidate_plans(
+        settings.num_plans,
+        judged.hosts[0].num_slots,
+        len(judged.menu),
+        judged.growth.num_steps,
+        torch.Generator().manual_seed(settings.rng_seed),
+    )
+    return search_plans(training, judged, plans, settings.rents)
+
+
+def _reference_seed(settings: EvaluationConfig, menu: Sequence[Blueprint]) -> int:
+    names = [blueprint.name for blueprint in menu]
+    for name in settings.reference_seeds:
+        if name in names:
+            return names.index(name)
+    raise ValueError(f"none of reference_seeds={settings.reference_seeds} is in the menu {names}")
+
+
+def _statics(
+    config: TrainConfig, settings: EvaluationConfig, judged: Trial, say: Say
+) -> StaticPool:
+    widths = [tuple(site.width for site in host.sites) for host in judged.hosts]
+    rng = torch.Generator().manual_seed(settings.rng_seed)
+    hosts = candidate_widths(settings.frontier_widths, widths, settings.random_widths, rng)
+    say(f"training {len(hosts)} static hosts")
+    built = [
+        load_hosts(replace(config, norm=host.norm), judged.task, (host.widths,))[0]
+        for host in hosts
+    ]
+    return train_static(judged, hosts, built)
+
+
+def _verdicts(
+    arms: dict[str, ArmResult],
+    search: PlanSearch,
+    statics: StaticPool,
+    judged: Trial,
+    settings: EvaluationConfig,
+) -> list[Verdict]:
+    """Claims about arms, then about the search, then about the frontier."""
+    learned, view = arms[LEARNED], host_views(judged).numpy()
+    verdicts = judge_claims(arms, settings.rents)
+    choose_by, found = random_search(search, settings.rents)
+    for index, rent in enumerate(settings.rents):
+        runs = runs_to_match(choose_by[index], found[index], learned.scores[:, index])
+        verdicts.append(judge_search(SEARCH_CLAIM, rent, runs))
+    for claim in FRONTIER_CLAIMS:
+        frontier = statics.frontier(norm=claim.norm, by=claim.size)
+        for index, rent in enumerate(settings.rents):
+            accuracy, size = (learned.array(name)[:, index] for name in ("test", claim.size))
+            excess = frontier.excess(accuracy, size, view)
+            verdicts.append(judge_frontier(claim, rent, excess, frontier.covers(size)))
+    return verdicts

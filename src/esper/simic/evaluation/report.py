@@ -1,0 +1,228 @@
+"""What an evaluation found: every network's figures, the table, and a sentence for each claim."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from esper.simic.evaluation.arms import ArmResult
+from esper.simic.evaluation.claims import Verdict
+from esper.simic.evaluation.settings import EvaluationConfig
+from esper.simic.evaluation.statistics import Array, estimate
+from esper.simic.evaluation.tuning import Sweep
+from esper.simic.evaluation.widened import StaticPool
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.plain_config import to_plain
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_FIELDS = ("validation", "test", "added_params", "params", "macs", "training_flops", "rolled_back")
+FEW_HOSTS = 256  # below, differences of less than a point are not to be read
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationReport:
+    config: TrainConfig
+    settings: EvaluationConfig
+    num_controllers: int
+    device: str
+    types: tuple[str, ...]
+    arms: dict[str, ArmResult]
+    learning_rates: Sweep
+    heuristic: Sweep
+    plans: dict[str, list[str]]  # the best constant plans, one per rent
+    statics: StaticPool
+    verdicts: list[Verdict]
+    seconds: float
+
+    @property
+    def num_hosts(self) -> int:
+        return int(next(iter(self.arms.values())).scores.shape[-1])
+
+    def summary(self) -> str:
+        """How much was measured, and how far that goes."""
+        size = (
+            f"{self.num_hosts} hosts an arm of {len(self.types)} types held out from training, "
+            f"{self.num_controllers} controller(s), {self.seconds:.0f} s on {self.device}."
+        )
+        if self.num_hosts < FEW_HOSTS or self.num_controllers < 3:
+            size += (
+                " This is a small evaluation: read differences of several points, not of one, and "
+                f"use --preset full ({FEW_HOSTS} hosts, three controllers or more) for claims."
+            )
+        return size
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """The table of arms: its header, and a row for each, best at the middle rent first."""
+        header = ["arm", *(f"score, rent {rent:g}" for rent in self.settings.rents)]
+        header += ["test accuracy", "params", "multiply-adds", "training GFLOP", "spent before"]
+        ranked = sorted(self.arms.values(), key=lambda arm: -arm.scores[:, self._middle].mean())
+        return header, [self._row(arm) for arm in ranked]
+
+    def markdown(self) -> str:
+        header, rows = self.rows()
+        lines = ["# Evaluation", "", self.summary(), "", self._legend(), "", _markdown_row(header)]
+        lines += [_markdown_row(["---"] * len(header)), *map(_markdown_row, rows)]
+        lines += ["", "## Claims", ""]
+        lines += [f"- ({v.letter}) **{v.decision}**: {v.sentence}" for v in self.verdicts]
+        lines += ["", "## Settled before", "", f"Learning rate: {_sweep(self.learning_rates)}"]
+        lines += ["", f"Heuristic: {_sweep(self.heuristic)}", "", "## Best constant plans", ""]
+        rents = ", ".join(f"{rent:g}" for rent in self.settings.rents)
+        lines += [f"At the rents {rents}:", ""]
+        lines += [f"- {name}: {'; '.join(plans)}" for name, plans in self.plans.items()]
+        return "\n".join(lines) + "\n"
+
+    def table(self) -> "Table":
+        """The first columns of the table of arms, for a terminal."""
+        from rich.table import Table
+
+        header, rows = self.rows()
+        columns = len(self.settings.rents) + 3
+        table = Table(title="Arms on hosts and data held out from training")
+        for number, name in enumerate(header[:columns]):
+            table.add_column(name, justify="right" if number else "left", no_wrap=not number)
+        for row in rows:
+            table.add_row(*row[:columns])
+        return table
+
+    def plain(self) -> dict[str, Any]:
+        """Everything, every network's figures too, as JSON has it."""
+        return {
+            "config": to_plain(self.config),
+            "settings": to_plain(self.settings),
+            "device": self.device,
+            "seconds": self.seconds,
+            "types": list(self.types),
+            "learning_rates": asdict(self.learning_rates),
+            "heuristic": asdict(self.heuristic),
+            "plans": self.plans,
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+            "arms": {name: _plain_arm(arm) for name, arm in self.arms.items()},
+            "statics": {
+                "hosts": [asdict(host) for host in self.statics.hosts],
+                "params": self.statics.params.tolist(),
+                "macs": self.statics.macs.tolist(),
+                "validation": self.statics.validation.tolist(),
+                "test": self.statics.test.tolist(),
+            },
+            "plot": self.plot(),
+        }
+
+    def plot(self) -> dict[str, Any]:
+        """Frontier lines and arms as points: what `nissa.frontier_plot` draws."""
+        lines = [
+            {"label": f"static, {'with' if norm else 'without'} norm", **self._line(norm)}
+            for norm in (False, True)
+        ]
+        points = [
+            {"label": name, **_point(arm, index)}
+            for name, arm in self.arms.items()
+            for index in range(len(arm.rents))
+        ]
+        return {"lines": lines, "points": points}
+
+    @property
+    def file_name(self) -> str:
+        """What files about it are called: by the task where it is not the one trained on."""
+        return "evaluation" if self.config.task == "mnist1d" else f"evaluation_{self.config.task}"
+
+    def save(self, folder: Path | str) -> tuple[Path, Path]:
+        """Write it as JSON and as Markdown; the two paths."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = folder / f"{self.file_name}.json", folder / f"{self.file_name}.md"
+        for path, text in zip(paths, (json.dumps(self.plain()), self.markdown()), strict=True):
+            unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+            unfinished.write_text(text)
+            unfinished.replace(path)
+        return paths
+
+    @property
+    def _middle(self) -> int:
+        return len(self.settings.rents) // 2
+
+    def _legend(self) -> str:
+        return (
+            "Scores and accuracies are points on test rows with half their 95 % interval over "
+            "hosts; arms are paired, so the claims below tell them apart far better than these "
+            f"do. All but the scores are at rent {self.settings.rents[self._middle]:g}; sizes and "
+            "training are means over hosts. Spent before: networks that were trained to tune, "
+            "search or learn."
+        )
+
+    def _row(self, arm: ArmResult) -> list[str]:
+        middle = self._middle
+        scores = [_points(arm.scores[:, index]) for index in range(len(arm.rents))]
+        sizes = [arm.array(name)[:, middle].mean() for name in ("params", "macs")]
+        return [
+            arm.name,
+            *scores,
+            _points(arm.array("test")[:, middle]),
+            *(f"{size:,.0f}" for size in sizes),
+            f"{arm.array('training_flops')[:, middle].mean() / 1e9:,.2f}",
+            f"{arm.search.networks:,}",
+        ]
+
+    def _line(self, norm: bool) -> dict[str, list[float]]:
+        by_params, by_macs = (self.statics.frontier(norm=norm, by=by) for by in ("params", "macs"))
+        means = by_params.accuracies.mean(axis=1)  # over views: [sizes, repeats]
+        estimates = [estimate(row) for row in means]
+        return {
+            "params": by_params.sizes.tolist(),
+            "macs": by_macs.sizes.tolist(),
+            "accuracy": [e.mean for e in estimates],
+            "low": [e.low for e in estimates],
+            "high": [e.high for e in estimates],
+        }
+
+
+def _plain_arm(arm: ArmResult) -> dict[str, Any]:
+    arrays = {name: arm.array(name).tolist() for name in _FIELDS}
+    seeds = [h.seeds.blueprint.tolist() for h in arm.harvests]
+    return {
+        "rents": list(arm.rents),
+        "searched": asdict(arm.search),
+        "axes": ["controller", "rent", "host"],
+        "score": arm.scores.tolist(),
+        **arrays,
+        "seeds": seeds,
+    }
+
+
+def _point(arm: ArmResult, index: int) -> dict[str, float]:
+    """Where an arm lies at one rent; sizes are geometric means over the hosts."""
+    found = estimate(arm.array("test")[:, index])
+    params, macs = (
+        float(np.exp(np.log(arm.array(name)[:, index]).mean())) for name in ("params", "macs")
+    )
+    return {
+        "rent": arm.rents[index],
+        "params": params,
+        "macs": macs,
+        "accuracy": found.mean,
+        "low": found.low,
+        "high": found.high,
+    }
+
+
+def _points(values: Array) -> str:
+    """A mean and half its interval, in points."""
+    found = estimate(values)
+    return f"{100 * found.mean:.1f} ± {100 * (found.high - found.low) / 2:.1f}"
+
+
+def _sweep(sweep: Sweep) -> str:
+    tried = [
+        f"{', '.join(f'{name} {value:g}' for name, value in settings.items())}: {100 * worth:.1f}"
+        for settings, worth in zip(sweep.tried, sweep.worth, strict=True)
+    ]
+    return f"{'; '.join(tried)} ({sweep.cost.networks:,} networks)."
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

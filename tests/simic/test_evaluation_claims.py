@@ -1,0 +1,86 @@
+"""Verdicts follow the interval, and say in words what it shows."""
+
+import pytest
+
+from esper.simic.evaluation import arms, claims
+from esper.simic.evaluation.claims import (
+    CLAIMS,
+    FrontierClaim,
+    SearchClaim,
+    decide,
+    judge,
+    judge_frontier,
+    judge_search,
+)
+from esper.simic.evaluation.statistics import Estimate, RunsToMatch
+
+
+def lead(low, high):
+    return Estimate((low + high) / 2, low, high, low, high)
+
+
+def claim_about(rival):
+    return next(claim for claim in CLAIMS if claim.rival == rival)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "margin", "decision"),
+    [
+        (0.01, 0.02, 0.0, "holds"),
+        (-0.02, -0.01, 0.0, "fails"),
+        (-0.01, 0.01, 0.0, "undecided"),
+        (-0.004, 0.01, -0.005, "holds"),
+        (-0.02, -0.006, -0.005, "fails"),
+        (-0.006, 0.0, -0.005, "undecided"),
+        (0.01, 0.04, 0.03, "undecided"),
+        (0.0, 0.01, 0.0, "undecided"),  # an interval that touches the margin decides nothing
+    ],
+)
+def test_the_whole_interval_decides(low, high, margin, decision):
+    assert decide(lead(low, high), margin) == decision
+
+
+def test_growing_that_did_not_help_is_said_so():
+    claim = claim_about(arms.HOST_ALONE)
+    failed = judge(claim, 0.2, lead(-0.03, -0.01))
+    assert failed.decision == "fails"
+    assert failed.sentence == (
+        "At rent 0.2 growing did not help here: -2.0 points of score [-3.0, -1.0]."
+    )
+    assert judge(claim, 0.2, lead(0.01, 0.03)).sentence.startswith("At rent 0.2 growing helped:")
+    assert "it is undecided whether growing helped" in judge(claim, 0.2, lead(-1, 1)).sentence
+
+
+def test_claims_are_those_that_were_asked_for():
+    beaten = {arms.RANDOM, arms.SCHEDULE, arms.CONSTANT, arms.HEURISTIC}
+    assert {c.rival for c in CLAIMS if c.letter == "a"} == beaten
+    assert all(c.margin == 0 for c in CLAIMS if c.letter == "a")
+    assert claim_about(arms.CONSTANT_PER_TYPE).margin == -0.005
+    at_equal_params = [c for c in claims.FRONTIER_CLAIMS if c.size == "params"]
+    assert [c.margin for c in at_equal_params] == [0.03, 0.03]
+    assert {c.norm for c in at_equal_params} == {False, True}
+
+
+def test_the_frontier_speaks_of_its_margin_and_its_ends():
+    claim = FrontierClaim("d", norm=True, size="params", margin=0.03)
+    verdict = judge_frontier(claim, 0.1, lead(0.04, 0.06), covered=0.75)
+    assert verdict.decision == "holds"
+    assert verdict.sentence == (
+        "At rent 0.1 grown networks lie 3 points above static hosts with norm at equal parameters: "
+        "+5.0 points of accuracy [+4.0, +6.0]. 25% of the networks lie beyond the frontier's ends."
+    )
+
+
+@pytest.mark.parametrize(
+    ("needed", "decision", "words"),
+    [
+        (RunsToMatch(4, 2, 9, 64), "holds", "needs 4 full runs"),
+        (RunsToMatch(None, 60, None, 64), "holds", "needs more than 64 full runs"),
+        (RunsToMatch(1, 1, 1, 64), "fails", "needs 1 full runs"),
+        (RunsToMatch(2, 1, 3, 64), "undecided", "[1 to 3]"),
+    ],
+)
+def test_a_search_is_judged_by_the_runs_it_needs(needed, decision, words):
+    verdict = judge_search(SearchClaim("c", runs=1), 0.1, needed)
+    assert verdict.decision == decision
+    assert words in verdict.sentence

@@ -1,0 +1,209 @@
+"""A whole evaluation in the smallest size: every arm is there, paired, judged and written down."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline.factored_actions import tamiyo_action_space
+from esper.simic.evaluation import arms, claims
+from esper.simic.evaluation.evaluate import evaluate_controllers, evaluate_run
+from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.plain_config import to_plain
+from esper.tamiyo.learned import LearnedController
+from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tolaria.environment import GrowthConfig
+from esper.tolaria.garden import GardenConfig
+
+STEPS = 6
+MENU = ("conv", "conv_conv", "separable")
+TRAINED = TrainConfig(
+    variants=("plain",),
+    held_out_variants=("permuted:3", "rows:500"),
+    widths=(4, 8),
+    held_out_widths=("4-8-8", "8-4-4"),
+    menu=MENU,
+    growth=GrowthConfig(num_steps=STEPS),
+    garden=GardenConfig(num_types=2, envs_per_type=4, episode_steps=STEPS),
+    policy=PolicyConfig(lstm_hidden_dim=8),
+    device="cpu",
+)
+SMALL = EvaluationConfig(
+    rents=(0.05, 0.2),
+    num_widths=2,
+    repeats=2,
+    training_widths=2,
+    training_repeats=1,
+    learning_rates=(1e-5, 2e-2),
+    heuristic_scales=(1.0, 4.0),
+    num_plans=4,
+    frontier_widths=(4, 8),
+    random_widths=1,
+    garden=GardenConfig(minibatches=4, validation_rows=100),
+)
+
+
+class RestlessPolicy(FactoredRecurrentActorCritic):
+    """An untrained policy that always draws: its likeliest choice would be to wait for ever."""
+
+    rng = torch.Generator().manual_seed(0)
+
+    def act(self, *inputs, generator=None, deterministic=False):
+        return super().act(*inputs, generator=self.rng)
+
+
+def make_controller(rng_seed, kind=FactoredRecurrentActorCritic):
+    with torch.random.fork_rng():
+        torch.manual_seed(rng_seed)
+        config = PolicyConfig(lstm_hidden_dim=8)
+        return LearnedController(kind(tamiyo_action_space(3, 3), FeatureLayout(3, 3), config))
+
+
+@pytest.fixture(scope="module")
+def report():
+    controllers = [make_controller(0, RestlessPolicy), make_controller(1, RestlessPolicy)]
+    return evaluate_controllers(controllers, TRAINED, SMALL)
+
+
+def test_every_arm_has_figures_of_every_host(report):
+    assert set(report.arms) == {
+        arms.HOST_ALONE, arms.ALL_SEEDS, arms.FROM_SCRATCH, arms.RANDOM, arms.SCHEDULE,
+        arms.HEURISTIC, arms.CONSTANT, arms.CONSTANT_PER_TYPE, arms.WIDTH_SEARCH, arms.LEARNED,
+        arms.SAMPLED,
+    }  # fmt: skip
+    for name, arm in report.arms.items():
+        controllers = 2 if name in (arms.LEARNED, arms.SAMPLED, arms.FROM_SCRATCH) else 1
+        assert arm.scores.shape == (controllers, 2, 8), name
+        for field in ("validation", "test", "params", "macs", "training_flops"):
+            assert np.isfinite(arm.array(field)).all(), (name, field)
+        assert (arm.array("params") == arm.array("host_params") + arm.array("added_params")).all()
+
+
+def test_an_arm_that_grows_nothing_is_the_host_alone(report):
+    alone = report.arms[arms.HOST_ALONE]
+    assert (alone.scores[:, 0] == alone.scores[:, 1]).all()  # no rent on nothing
+    for name in (arms.LEARNED, arms.SAMPLED, arms.RANDOM, arms.CONSTANT_PER_TYPE):
+        arm = report.arms[name]
+        bare = (arm.array("added_params") == 0) & (
+            arm.array("training_flops") <= alone.array("training_flops")
+        )
+        same = np.broadcast_to(alone.array("test"), bare.shape)
+        assert (arm.array("test")[bare] == same[bare]).all(), name
+
+
+def test_scratch_networks_are_those_that_were_grown(report):
+    grown, scratch = report.arms[arms.LEARNED], report.arms[arms.FROM_SCRATCH]
+    assert (grown.array("params") == scratch.array("params")).all()
+    assert grown.array("added_params").max() > 0
+    assert (grown.array("test") != scratch.array("test")).any()
+
+
+def test_all_seeds_from_the_start_are_all_there(report):
+    born = report.arms[arms.ALL_SEEDS].harvests[0]
+    assert (born.seeds.blueprint == MENU.index("conv_conv")).all()
+
+
+def test_the_learning_rate_is_the_one_that_hosts_learn_best_with(report):
+    slow, fast = report.learning_rates.worth
+    assert fast > slow
+    assert report.learning_rates.best == {"learning_rate": 2e-2}
+    assert report.learning_rates.cost.networks == 2 * 2
+    assert len(report.heuristic.tried) == 4
+    assert report.arms[arms.HEURISTIC].search.networks == 4 * 2 * 2  # settings, rents, hosts
+
+
+def test_what_a_search_cost_is_kept_beside_the_arm(report):
+    assert report.arms[arms.CONSTANT].search.networks == 4 * 2
+    assert report.arms[arms.CONSTANT_PER_TYPE].search.networks == 4 * 8
+    assert report.arms[arms.LEARNED].search.networks == TRAINED.rounds * 8
+    assert report.arms[arms.WIDTH_SEARCH].search.networks == len(report.statics.hosts) * 2 * 2
+
+
+def test_the_width_search_takes_the_best_network_that_is_no_smaller(report):
+    found, pool = report.arms[arms.WIDTH_SEARCH], report.statics
+    params = pool.params.numpy()
+    for rent_index, rent in enumerate(SMALL.rents):
+        for host in range(8):
+            view, own = host // 2 % 2, found.array("host_params")[0, 0, host]
+            worth = [
+                pool.validation[i, view].mean().item() - rent * np.log(params[i] / own)
+                if params[i] >= own
+                else -np.inf
+                for i in range(len(params))
+            ]
+            best = int(np.argmax(worth))
+            assert found.array("params")[0, rent_index, host] == params[best]
+            assert found.array("test")[0, rent_index, host] == pool.test[best, view, host % 2]
+
+
+def test_every_claim_gets_a_verdict_at_every_rent(report):
+    num_claims = len(claims.CLAIMS) + 1 + len(claims.FRONTIER_CLAIMS)
+    assert len(report.verdicts) == num_claims * 2
+    assert {v.letter for v in report.verdicts} == set("abcde")
+    for verdict in report.verdicts:
+        assert f"At rent {verdict.rent:g}" in verdict.sentence
+    alone = next(v for v in report.verdicts if v.rival == arms.HOST_ALONE)
+    lead = report.arms[arms.LEARNED].scores[:, 0] - report.arms[arms.HOST_ALONE].scores[:, 0]
+    assert alone.difference.mean == pytest.approx(lead.mean())
+
+
+def test_files_hold_all_of_it(report, tmp_path):
+    as_json, as_markdown = report.save(tmp_path / "run")
+    plain = json.loads(as_json.read_text())
+    assert plain["arms"]["learned"]["axes"] == ["controller", "rent", "host"]
+    assert np.shape(plain["arms"]["learned"]["test"]) == (2, 2, 8)
+    assert plain["plot"]["lines"][0]["label"] == "static, without norm"
+    assert len(plain["plot"]["points"]) == 11 * 2
+    assert plain["learning_rates"]["cost"]["networks"] == 4
+    text = as_markdown.read_text()
+    assert all(f"| {name} |" in text for name in report.arms)
+    assert "This is a small evaluation" in text
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "evaluation.json", "evaluation.md",
+    ]  # fmt: skip
+
+
+def test_the_table_of_a_terminal_names_every_arm(report):
+    from rich.console import Console
+
+    shown = StringIO()
+    Console(width=100, file=shown).print(report.table())
+    assert all(name in shown.getvalue() for name in report.arms)
+
+
+def test_the_picture_is_drawn(report, tmp_path):
+    from esper.nissa.frontier_plot import draw_frontier
+
+    path = draw_frontier(report.plot(), tmp_path / "frontier.png")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_runs_of_different_kinds_are_not_one_arm(tmp_path):
+    for name, config in (("a", TRAINED), ("b", replace(TRAINED, rounds=3))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(to_plain(config)))
+        make_controller(0).save(tmp_path / name / "controller.pt")
+    with pytest.raises(ValueError, match="differ in more than their rng_seed"):
+        evaluate_run([tmp_path / "a", tmp_path / "b"], settings=SMALL)
+    with pytest.raises(ValueError, match="not the folder of a run"):
+        evaluate_run(tmp_path)
+    with pytest.raises(ValueError, match="no preset 'huge'"):
+        evaluate_run(tmp_path / "a", "huge")
+
+
+def test_a_run_without_networks_is_refused():
+    config = replace(TRAINED, task="known_gains", variants=("plain",))
+    with pytest.raises(ValueError, match="no networks to evaluate"):
+        evaluate_controllers([make_controller(0)], config, SMALL)
+
+
+def test_presets_can_be_told_apart():
+    assert PRESETS["full"].repeats * 8 * 3 >= 256
+    assert PRESETS["quick"].num_plans < PRESETS["full"].num_plans
+    with pytest.raises(ValueError, match="two repeats"):
+        replace(SMALL, repeats=1)
