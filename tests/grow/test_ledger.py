@@ -3,89 +3,17 @@
 import math
 
 import pytest
+from grow.small_ledgers import full_ledger, new_ledger, seed, state, step
 
 from esper.grow.ledger import (
-    BlockRecord,
-    BudgetRecord,
-    DecisionRecord,
     FateRecord,
     Ledger,
     NetworkRecord,
-    RollbackRecord,
-    SeedRecord,
     SeedState,
     StageSpan,
     StepRecord,
-    TwinRecord,
     Verdict,
 )
-
-NETWORK = NetworkRecord(
-    params=858,
-    macs=4000,
-    blocks=(
-        BlockRecord(name="stem", kind="Conv1d", shape=(8, 20), params=48, site_kind="SERIES"),
-        BlockRecord(name="head", kind="Linear", shape=(10,), params=810),
-    ),
-)
-
-
-def seed(name: str, born: int, site: str = "stem") -> SeedRecord:
-    return SeedRecord(
-        seed=name, site=site, blueprint="conv", style="ADD", params=200, macs=4000, born=born
-    )
-
-
-def step(number: int, *states: SeedState, metric: float = 0.5) -> StepRecord:
-    return StepRecord(step=number, metric=metric, params=858, macs=4000, seeds=states)
-
-
-def state(name: str, stage: str, alpha: float, contribution: float | None = None) -> SeedState:
-    return SeedState(seed=name, stage=stage, alpha=alpha, contribution=contribution)
-
-
-def new_ledger(**changes: object) -> Ledger:
-    return Ledger(
-        **{"model": "M", "metric": "accuracy", "controller": "c", "before": NETWORK} | changes
-    )
-
-
-def full_ledger() -> Ledger:
-    """Seed a is pruned, b takes its slot and is kept."""
-    ledger = new_ledger(budget=BudgetRecord(params=2000), facts={"device": "cpu"})
-    ledger.record_step(step(0))
-    ledger.record_decision(
-        DecisionRecord(
-            step=0,
-            op="GERMINATE",
-            site="stem",
-            seed="a",
-            details={"blueprint": "conv", "tempo": 2},
-            legal={"WAIT": (), "GERMINATE": ("stem",)},
-            reason="early slots pay most",
-            params=200,
-        )
-    )
-    ledger.record_seed(seed("a", born=0))
-    ledger.record_step(step(1, state("a", "BLENDING", 0.5)))
-    ledger.record_step(step(2, state("a", "HOLDING", 1.0, contribution=-0.01)))
-    ledger.record_fate(FateRecord(seed="a", step=2, fate="pruned", reason="does not pay"))
-    ledger.record_step(step(3))
-    ledger.record_rollback(RollbackRecord(step=3, to_step=0, reason="loss is not finite"))
-    ledger.record_seed(seed("b", born=4))
-    ledger.record_step(step(4))
-    ledger.record_step(step(5, state("b", "BLENDING", 0.5)))
-    ledger.record_step(step(6, state("b", "BLENDING", 1.0)))
-    ledger.record_step(step(7, state("b", "HOLDING", 1.0, contribution=0.03)))
-    ledger.record_fate(FateRecord(seed="b", step=7, fate="kept"))
-    ledger.record_step(step(8, state("b", "FOSSILIZED", 1.0)))
-    ledger.record_step(step(9, state("b", "FOSSILIZED", 1.0)))
-    ledger.record_twin(TwinRecord(step=9, metric=0.45))
-    ledger.conclude(
-        after=NetworkRecord(params=1058, macs=8000),
-        verdict=Verdict(grown=0.50, ungrown=0.45, returned="grown", difference_error=0.01),
-    )
-    return ledger
 
 
 def test_json_gives_the_same_ledger_back(tmp_path):
@@ -110,8 +38,8 @@ def test_a_life_is_the_stages_as_the_steps_show_them():
     assert ledger.life_of("a") == [StageSpan("BLENDING", 0, 2), StageSpan("HOLDING", 2, 2)]
     assert ledger.life_of("b") == [
         StageSpan("BLENDING", 4, 7),
-        StageSpan("HOLDING", 7, 8),
-        StageSpan("FOSSILIZED", 8, 9),
+        StageSpan("HOLDING", 7, 7),  # committed at step 7, shown at step 8
+        StageSpan("FOSSILIZED", 7, 9),
     ]
 
 
@@ -172,7 +100,14 @@ def test_the_summary_says_what_the_verdict_says(verdict, higher_is_better, openi
     ledger = new_ledger(higher_is_better=higher_is_better)
     ledger.conclude(after=NetworkRecord(params=1058, macs=8000), verdict=verdict)
     assert ledger.summary().startswith(opening)
-    assert f"{verdict.grown:.4g}" in ledger.summary()
+    assert f"{verdict.grown:.1%}" in ledger.summary()
+
+
+def test_a_metric_that_is_no_share_is_told_as_it_is():
+    ledger = new_ledger(metric="perplexity", higher_is_better=False)
+    verdict = Verdict(grown=12.25, ungrown=14.5, returned="grown", difference_error=0.5)
+    ledger.conclude(after=NetworkRecord(params=1058, macs=8000), verdict=verdict)
+    assert "perplexity 14.5 to 12.25 (-2.25 +- 0.5)" in ledger.summary()
 
 
 def test_a_summary_without_a_verdict_claims_nothing():

@@ -322,8 +322,12 @@ def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         raise SourceError(f"{target} has no source code; formats=('torch', 'onnx') may work")
     given = [_literal(arg, value) for arg in args]
-    named = [f"{key}={_literal(arg, value)}" for key, arg in node.kwargs.items()]
     name = target.overloadpacket.__name__
+    # a trace names the layout that every dense tensor has; Tensor.to does not take it
+    left_out = {"layout"} if name == "to" else set()
+    named = [
+        f"{key}={_literal(arg, value)}" for key, arg in node.kwargs.items() if key not in left_out
+    ]
     if name in _METHODS:
         return f"{given[0]}.{name}({', '.join([*given[1:], *named])})"
     module = "torch" if name in _TORCH else "F" if name in _FUNCTIONAL else ""

@@ -216,21 +216,34 @@ class Ledger:
         added = self.after.params - self.before.params
         cost = f"{added:+,} parameters ({added / max(1, self.before.params):+.0%})"
         if self.verdict is None:
-            return (
-                f"Grown by {cost}; no ungrown twin was trained, so whether it helped is not known."
-            )
-        verdict, metric = self.verdict, self.metric
-        gain = verdict.grown - verdict.ungrown
-        error = verdict.difference_error
-        margin = "" if error is None else f" ({gain:+.3g} +- {error:.2g})"
+            return f"Grown by {cost}. No ungrown twin was trained: whether it helped is not known."
+        verdict = self.verdict
+        gain, error = verdict.grown - verdict.ungrown, verdict.difference_error
+        grown, ungrown = (self.show(value) for value in (verdict.grown, verdict.ungrown))
+        margin = self.show_gain(gain, error)
         if verdict.returned == "ungrown":
-            told = f"{metric} {verdict.grown:.4g} grown, {verdict.ungrown:.4g} ungrown{margin}"
+            told = f"{self.metric} {grown} grown, {ungrown} ungrown ({margin})"
             return f"Growing did not help: {told}. The ungrown network was returned."
         is_better = (gain > 0) if self.higher_is_better else (gain < 0)
         is_clear = is_better and (error is None or abs(gain) > CLEAR_ERRORS * error)
         opening = "Growing helped" if is_clear else "No clear difference"
-        told = f"{metric} {verdict.ungrown:.4g} to {verdict.grown:.4g}{margin}"
-        return f"{opening}: {told} for {cost}."
+        return f"{opening}: {self.metric} {ungrown} to {grown} ({margin}) for {cost}."
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the metric is a share of 1, which reads best in percent."""
+        values = [record.metric for record in self.steps if record.metric is not None]
+        return "acc" in self.metric.lower() and all(0 <= value <= 1 for value in values)
+
+    def show(self, value: float) -> str:
+        """A value of the metric as text."""
+        return f"{value:.1%}" if self.is_share else f"{value:.4g}"
+
+    def show_gain(self, gain: float, error: float | None = None) -> str:
+        """A difference of two values as text, with its standard error if there is one."""
+        scale, digits, unit = (100, ".1f", " points") if self.is_share else (1, ".3g", "")
+        margin = "" if error is None else f" +- {error * scale:{digits}}"
+        return f"{gain * scale:+{digits}}{margin}{unit}"
 
     def fate_of(self, seed: str) -> FateRecord | None:
         """How a seed ended; None while it lives. The last word counts: a rollback revokes."""
@@ -249,8 +262,13 @@ class Ledger:
         born = next(record.born for record in self.seeds if record.seed == seed)
         starts = [born, *(step for step, _ in shown[1:])]
         fate = self.fate_of(seed)
-        end = self.steps[-1].step if fate is None or fate.fate == "kept" else fate.step
-        ends = [*starts[1:], max(end, states[-1][0])]
+        if fate is None or fate.fate == "kept":
+            end = self.steps[-1].step
+        else:
+            end = max(fate.step, states[-1][0])
+        if fate is not None and shown[-1][1].stage == "FOSSILIZED":
+            starts[-1] = min(fate.step, starts[-1])  # committed at once, shown a step later
+        ends = [*starts[1:], end]
         return [
             StageSpan(state.stage, start, end)
             for (_, state), start, end in zip(shown, starts, ends, strict=True)
