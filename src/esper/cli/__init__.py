@@ -1,4 +1,4 @@
-"""cli: commands -- `esper train`, `esper evaluate` and `esper gym`."""
+"""cli: commands -- `esper train`, `esper evaluate`, `esper sites` and `esper gym`."""
 
 import sys
 
@@ -7,7 +7,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Flags are made from the fields of the configs: code and command line cannot disagree."""
     import tyro
 
-    from esper.cli import evaluate, gym, train
+    from esper.cli import evaluate, gym, sites, train
 
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -15,6 +15,7 @@ def main(arguments: list[str] | None = None) -> None:
             {
                 "train": train.command(arguments),
                 "evaluate": evaluate.evaluate,
+                "sites": sites.sites,
                 "gym": gym.gym,
             },
             prog="esper",

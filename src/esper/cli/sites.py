@@ -1,0 +1,52 @@
+"""`esper sites module:factory`: where a model can grow."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import nn
+
+from esper.grow.sites import count_macs, count_params, site_table, trace_sites
+
+EXAMPLES = 2  # in a batch made up from --shape
+
+
+def sites(factory: tyro.conf.Positional[str], shape: tuple[int, ...] = ()) -> None:
+    """List where a model can grow, and what could grow there.
+
+    Args:
+        factory: "module:function"; called without arguments, it returns a model, or a model and
+            an example batch of its inputs. Modules of the working directory are found
+        shape: of one input example, where the function returns the model alone: --shape 3 32 32
+    """
+    model, example = load(factory, shape)
+    found = trace_sites(model, example).choose(None, ())
+    print(f"{count_params(model):,} parameters, {count_macs(model, example):,} multiply-adds")
+    print(site_table(found))
+
+
+def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
+    """The model that a factory makes, and an example of its inputs."""
+    module_name, _, function = factory.partition(":")
+    if not function:
+        raise ValueError(f"{factory!r} names no function; write module:function")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(importlib.import_module(module_name), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"{factory!r} cannot be found: {error}") from error
+    finally:
+        sys.path.pop(0)
+    made = make()
+    if isinstance(made, nn.Module):
+        if not shape:
+            raise ValueError(
+                f"{factory!r} returns a model alone; return (model, example), or give the shape of "
+                "an example: --shape 3 32 32"
+            )
+        return made, torch.randn(EXAMPLES, *shape)
+    model, example = made
+    return model, example
