@@ -6,6 +6,7 @@ from torch import nn
 
 from esper.leyline.sequences import SequenceLayout
 from esper.tamiyo.policy import packed_lstm as module
+from esper.tamiyo.policy.kernels import numba_lstm
 from esper.tamiyo.policy.network import full_precision
 from esper.tamiyo.policy.packed_lstm import packed_lstm
 
@@ -38,14 +39,10 @@ def single_outputs(lstm, sequences, h, c):
     )
 
 
-@pytest.mark.parametrize("limit", [0.0, 100.0], ids=["loop", "rectangle"])
 @pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [9, 5, 5, 2, 1, 1]])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("device", DEVICES)
-def test_outputs_and_gradients_equal_those_of_single_sequences(
-    monkeypatch, limit, lengths, layers, device
-):
-    monkeypatch.setattr(module, "_PADDING_LIMIT", limit)
+def test_outputs_and_gradients_equal_those_of_single_sequences(lengths, layers, device):
     torch.manual_seed(0)
     exact = {"dtype": torch.float64, "device": device, "requires_grad": True}
     lstm = nn.LSTM(3, 6, layers).to(device, torch.float64)
@@ -62,24 +59,25 @@ def test_outputs_and_gradients_equal_those_of_single_sequences(
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_a_ragged_batch_is_looped_over_and_a_dense_one_is_not(monkeypatch):
-    looped = []
-    original = module._PackedLayer.apply
-    monkeypatch.setattr(module._PackedLayer, "apply", lambda *a: looped.append(1) or original(*a))
+def test_a_ragged_batch_goes_to_the_kernel_and_a_rectangle_does_not(monkeypatch):
+    calls = []
+    original = numba_lstm.forward
+    monkeypatch.setattr(numba_lstm, "forward", lambda *a: calls.append(1) or original(*a))
     lstm = nn.LSTM(3, 6)
-    for lengths, loops in (([4, 4, 3], 0), ([20, 1, 1, 1, 1, 1], 1)):
+    for lengths, num_calls in (([4, 4, 3], 0), ([20, 1, 1, 1, 1, 1], 1)):
         rows = packed([torch.randn(n, 3) for n in lengths])
         state = torch.zeros(1, len(lengths), 6)
         packed_lstm(lstm, rows, layout_of(lengths), (state, state))
-        assert len(looped) == loops
+        assert len(calls) == num_calls
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[5], [70, 9, 5, 5, 2, 1, 1], [12] * 16 + [7] * 20 + [1]])
 @pytest.mark.parametrize("hidden", [6, 64, 100, 128])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_the_gpu_kernel_is_exact_to_float32(layers, hidden, lengths):
-    assert module._fits_kernel(torch.device("cuda"), torch.float32, hidden)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernels_are_exact_to_float32(monkeypatch, device, layers, hidden, lengths):
+    monkeypatch.setattr(module, "_PADDING_LIMIT", 0.0)  # no rectangle is good enough
+    assert device == "cpu" or module._fits_triton(torch.device(device), torch.float32, hidden)
     torch.manual_seed(0)
     exact = nn.LSTM(5, hidden, layers).double()
     for name, weights in exact.named_parameters():
@@ -94,11 +92,11 @@ def test_the_gpu_kernel_is_exact_to_float32(layers, hidden, lengths):
 
     lstm = nn.LSTM(5, hidden, layers)
     lstm.load_state_dict(exact.state_dict())
-    lstm = lstm.cuda()
-    *sequences, h, c = (i.detach().float().cuda().requires_grad_() for i in inputs)
-    with full_precision(torch.device("cuda")):
+    lstm = lstm.to(device)
+    *sequences, h, c = (i.detach().float().to(device).requires_grad_() for i in inputs)
+    with full_precision(torch.device(device)):
         outputs = packed_lstm(lstm, packed(sequences), layout_of(lengths), (h, c))
-        loss = (weights.float().cuda() * outputs).sum()
+        loss = (weights.float().to(device) * outputs).sum()
         got = torch.autograd.grad(loss, [*sequences, h, c, *lstm.parameters()])
     torch.testing.assert_close(outputs.cpu().double(), expected, rtol=0, atol=3e-6)
     for mine, theirs in zip(got, want, strict=True):
@@ -106,11 +104,11 @@ def test_the_gpu_kernel_is_exact_to_float32(layers, hidden, lengths):
         assert error < 3e-6
 
 
-@pytest.mark.gpu
-def test_a_sequence_with_nan_leaves_the_others_alone():
-    lengths, lstm = [9, 7, 7, 3], nn.LSTM(5, 128).cuda()
-    sequences = [torch.randn(n, 5, device="cuda") for n in lengths]
-    state = torch.zeros(1, len(lengths), 128, device="cuda")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sequence_with_nan_leaves_the_others_alone(device):
+    lengths, lstm = [9, 7, 7, 3], nn.LSTM(5, 128).to(device)
+    sequences = [torch.randn(n, 5, device=device) for n in lengths]
+    state = torch.zeros(1, len(lengths), 128, device=device)
     clean = packed_lstm(lstm, packed(sequences), layout_of(lengths), (state, state))
     sequences[1][:] = torch.nan
     spoilt = packed_lstm(lstm, packed(sequences), layout_of(lengths), (state, state))
@@ -125,4 +123,12 @@ def test_what_the_gpu_kernel_does_not_fit_is_left_to_cudnn():
         ("cuda", torch.float64, 128),
         ("cuda", torch.float32, 129),
     ):
-        assert not module._fits_kernel(torch.device(device), dtype, hidden)
+        assert not module._fits_triton(torch.device(device), dtype, hidden)
+
+
+def test_the_gates_take_any_input():
+    inputs = torch.tensor([0.0, 1e-7, 0.3, 5.0, 20.0, 90.0, 1e4, torch.inf, torch.nan])
+    inputs = torch.cat([inputs, -inputs])
+    for compiled, exact in ((numba_lstm._sigmoid, torch.sigmoid), (numba_lstm._tanh, torch.tanh)):
+        got = torch.tensor([compiled(x) for x in inputs.numpy()], dtype=torch.float64)
+        torch.testing.assert_close(got, exact(inputs.double()), rtol=0, atol=1.5e-7, equal_nan=True)

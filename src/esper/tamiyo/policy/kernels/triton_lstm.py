@@ -1,94 +1,70 @@
-"""An LSTM layer over sequences in packed order as two Triton kernels, forward and backward.
+"""The recurrence of an LSTM layer over sequences in packed order as two Triton kernels.
 
-A program takes 16 sequences through all their time steps. Products over the inputs need no
-recurrence and are one matrix product for all rows, before and after; a kernel does only what must
-go step by step: the state times the recurrent weights, and the gates. State and cell stay in
-registers; the recurrent weights are larger than a processor's own memory and stream through it
-from the cache at every step, a tile at a time.
+A program takes 16 sequences through all their time steps: the state times the recurrent weights,
+and the gates. State and cell stay in registers; the recurrent weights are larger than a
+processor's own memory and stream through it from the cache at every step, a tile at a time.
 
 Products run on tensor cores, each as three products of TF32 parts: the error is that of float32,
 not of TF32. A launch takes about as long as its longest sequence.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from esper.leyline.sequences import SequenceLayout
 
 _SEQUENCES = 16  # of a program: the least that tensor cores take
 
 
-class PackedLayer(torch.autograd.Function):
-    """One layer. Gates lie in torch's order: input, forget, cell, output."""
+def forward(
+    layout: SequenceLayout, gates: Tensor, h: Tensor, c: Tensor, weight: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Outputs, and what `backward` needs; `gates` become the gates' values."""
+    num_episodes, hidden = h.shape
+    outputs, hs, cs = (gates.new_empty(len(gates), hidden) for _ in range(3))
+    with torch.cuda.device(gates.device):
+        _forward[(triton.cdiv(num_episodes, _SEQUENCES),)](
+            *layout.steps_on(gates.device),
+            num_episodes,
+            h.contiguous(),
+            c.contiguous(),
+            weight.contiguous(),
+            gates,
+            hs,
+            cs,
+            outputs,
+            **_sizes(hidden),
+        )
+    return outputs, (hs, cs)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        h: Tensor,
-        c: Tensor,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias_ih: Tensor,
-        bias_hh: Tensor,
-        layout: SequenceLayout,
-    ) -> Tensor:
-        num_episodes, hidden = h.shape
-        gates = torch.addmm(bias_ih + bias_hh, rows, weight_ih.t())
-        outputs, hs, cs = (rows.new_empty(len(rows), hidden) for _ in range(3))
-        with torch.cuda.device(rows.device):
-            _forward[(triton.cdiv(num_episodes, _SEQUENCES),)](
-                *layout.steps_on(rows.device),
-                num_episodes,
-                h.contiguous(),
-                c.contiguous(),
-                weight_hh.contiguous(),
-                gates,
-                hs,
-                cs,
-                outputs,
-                **_sizes(hidden),
-            )
-        ctx.layout = layout
-        ctx.save_for_backward(rows, weight_ih, weight_hh, gates, hs, cs)
-        return outputs
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight_ih, weight_hh, gates, hs, cs = ctx.saved_tensors
-        layout, hidden = ctx.layout, hs.shape[1]
-        grad_gates = torch.empty_like(gates)
-        grad_h, grad_c = (hs.new_empty(layout.num_episodes, hidden) for _ in "hc")
-        with torch.cuda.device(rows.device):
-            _backward[(triton.cdiv(layout.num_episodes, _SEQUENCES),)](
-                *layout.steps_on(rows.device),
-                layout.num_episodes,
-                weight_hh.t().contiguous(),
-                gates,
-                cs,
-                grad_output.contiguous(),
-                grad_gates,
-                grad_h,
-                grad_c,
-                **_sizes(hidden),
-            )
-        grad_bias = grad_gates.sum(dim=0)
-        return (
-            grad_gates @ weight_ih,
+def backward(
+    layout: SequenceLayout,
+    gates: Tensor,
+    kept: tuple[Tensor, ...],
+    weight: Tensor,
+    grad_output: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the gates' inputs and of the initial states."""
+    _, cs = kept
+    grad_gates = torch.empty_like(gates)
+    grad_h, grad_c = (cs.new_empty(layout.num_episodes, cs.shape[1]) for _ in "hc")
+    with torch.cuda.device(gates.device):
+        _backward[(triton.cdiv(layout.num_episodes, _SEQUENCES),)](
+            *layout.steps_on(gates.device),
+            layout.num_episodes,
+            weight.t().contiguous(),
+            gates,
+            cs,
+            grad_output,
+            grad_gates,
             grad_h,
             grad_c,
-            grad_gates.t() @ rows,
-            grad_gates.t() @ hs,
-            grad_bias,
-            grad_bias,
-            None,
+            **_sizes(cs.shape[1]),
         )
+    return grad_gates, grad_h, grad_c
 
 
 def _sizes(hidden: int) -> dict[str, int]:

@@ -1,0 +1,202 @@
+"""The recurrence of an LSTM layer over sequences in packed order, compiled for one CPU thread.
+
+Small batches of long sequences spend their time between operations, not in them: here a call
+takes all sequences through all their steps. Float32 only; exp is written out, because a call for
+each element would not run in vectors.
+
+Sums may be taken in another order (`reassoc`), so that they run in vectors; infinities and nans
+keep their meaning.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from esper.leyline.sequences import SequenceLayout
+
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+_compiled = njit(fastmath=_FAST, error_model="numpy")
+_entry_point = njit(fastmath=_FAST, error_model="numpy", nogil=True, cache=True)
+
+_ONE, _HALF = np.float32(1), np.float32(0.5)
+
+
+def forward(
+    layout: SequenceLayout, gates: Tensor, h: Tensor, c: Tensor, weight: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Outputs, and what `backward` needs; `gates` become the gates' values."""
+    outputs, hs, cs, tanh_cs = (gates.new_empty(len(gates), h.shape[1]) for _ in range(4))
+    hs[: len(h)], cs[: len(c)] = h, c
+    _forward(
+        layout.batch_sizes.numpy(),
+        gates.numpy(),
+        hs.numpy(),
+        cs.numpy(),
+        tanh_cs.numpy(),
+        outputs.numpy(),
+        weight.t().contiguous().numpy(),
+    )
+    return outputs, (hs, cs, tanh_cs)
+
+
+def backward(
+    layout: SequenceLayout,
+    gates: Tensor,
+    kept: tuple[Tensor, ...],
+    weight: Tensor,
+    grad_output: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the gates' inputs and of the initial states."""
+    _, cs, tanh_cs = kept
+    grad_gates = torch.empty_like(gates)
+    grad_h, grad_c = (cs.new_zeros(layout.num_episodes, cs.shape[1]) for _ in "hc")
+    _backward(
+        layout.batch_sizes.numpy(),
+        gates.numpy(),
+        cs.numpy(),
+        tanh_cs.numpy(),
+        weight.numpy(),
+        grad_output.numpy(),
+        grad_gates.numpy(),
+        grad_h.numpy(),
+        grad_c.numpy(),
+    )
+    return grad_gates, grad_h, grad_c
+
+
+@_entry_point
+def _forward(
+    sizes,  # [steps]: how many sequences are still running
+    gates,  # [R, 4 * hidden]: what the inputs add to the gates; then the gates
+    hs,  # [R, hidden]: states before each row, those of the first step given
+    cs,
+    tanh_cs,  # [R, hidden]: of the cells after each row
+    outputs,
+    recurrent,  # [hidden, 4 * hidden]
+):
+    hidden, start = hs.shape[1], 0
+    for step in range(sizes.size):
+        end = start + sizes[step]
+        _add_product(gates[start:end], hs[start:end], recurrent)
+        num_going_on = sizes[step + 1] if step + 1 < sizes.size else 0
+        for row in range(start, end):
+            gate, c, tanh_c, output = gates[row], cs[row], tanh_cs[row], outputs[row]
+            i, f = gate[:hidden], gate[hidden : 2 * hidden]
+            z, o = gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
+            _squash(gate, hidden)
+            for n in range(hidden):
+                tanh_c[n] = f[n] * c[n] + i[n] * z[n]  # the cell itself, for now
+            if row - start < num_going_on:
+                cs[end + row - start, :] = tanh_c
+            for n in range(hidden):
+                tanh_c[n] = _tanh(tanh_c[n])
+                output[n] = o[n] * tanh_c[n]
+            if row - start < num_going_on:
+                hs[end + row - start, :] = output
+        start = end
+
+
+@_entry_point
+def _backward(
+    sizes,
+    gates,
+    cs,
+    tanh_cs,
+    weights,  # [4 * hidden, hidden]
+    grad_outputs,
+    grad_gates,
+    grad_h,  # [sequences, hidden]: zero, then of the state before each step, in the end the first
+    grad_c,
+):
+    hidden, end = cs.shape[1], gates.shape[0]
+    for step in range(sizes.size - 1, -1, -1):
+        start = end - sizes[step]
+        for row in range(start, end):
+            gate, grad_gate = gates[row], grad_gates[row]
+            i, f = gate[:hidden], gate[hidden : 2 * hidden]
+            z, o = gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
+            grad_i, grad_f = grad_gate[:hidden], grad_gate[hidden : 2 * hidden]
+            grad_z, grad_o = grad_gate[2 * hidden : 3 * hidden], grad_gate[3 * hidden :]
+            c, tanh_c, grad_output = cs[row], tanh_cs[row], grad_outputs[row]
+            later_h, later_c = grad_h[row - start], grad_c[row - start]
+            for n in range(hidden):
+                to_h = later_h[n] + grad_output[n]
+                to_c = later_c[n] + to_h * o[n] * (_ONE - tanh_c[n] * tanh_c[n])
+                grad_i[n] = to_c * z[n] * i[n] * (_ONE - i[n])
+                grad_f[n] = to_c * c[n] * f[n] * (_ONE - f[n])
+                grad_z[n] = to_c * i[n] * (_ONE - z[n] * z[n])
+                grad_o[n] = to_h * tanh_c[n] * o[n] * (_ONE - o[n])
+                later_c[n] = to_c * f[n]
+            later_h[:] = 0
+        _add_product(grad_h[: end - start], grad_gates[start:end], weights)
+        end = start
+
+
+@_compiled
+def _add_product(y, x, w):
+    """y `[rows, n]` += x `[rows, m]` @ w `[m, n]`; eight rows of w at a time stay in the cache."""
+    in_eights = w.shape[0] - w.shape[0] % 8
+    for k in range(0, in_eights, 8):
+        for row in range(y.shape[0]):
+            _add_eight(
+                y[row], x[row, k : k + 8],
+                w[k], w[k + 1], w[k + 2], w[k + 3], w[k + 4], w[k + 5], w[k + 6], w[k + 7],
+            )  # fmt: skip
+    for k in range(in_eights, w.shape[0]):
+        for row in range(y.shape[0]):
+            for n in range(y.shape[1]):
+                y[row, n] += x[row, k] * w[k, n]
+
+
+@_compiled
+def _add_eight(y, x, w0, w1, w2, w3, w4, w5, w6, w7):
+    x0, x1, x2, x3, x4, x5, x6, x7 = x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]
+    for n in range(y.size):
+        y[n] += (
+            x0 * w0[n] + x1 * w1[n] + x2 * w2[n] + x3 * w3[n]
+            + x4 * w4[n] + x5 * w5[n] + x6 * w6[n] + x7 * w7[n]
+        )  # fmt: skip
+
+
+@_compiled
+def _squash(gate, hidden):
+    """The four gates' values from their inputs; the third is the one with a sign."""
+    for n in range(2 * hidden):
+        gate[n] = _sigmoid(gate[n])
+    for n in range(2 * hidden, 3 * hidden):
+        gate[n] = _tanh(gate[n])
+    for n in range(3 * hidden, 4 * hidden):
+        gate[n] = _sigmoid(gate[n])
+
+
+@_compiled
+def _sigmoid(x):
+    return _ONE / (_ONE + _exp(-x))
+
+
+@_compiled
+def _tanh(x):
+    e = _exp(np.float32(-2) * abs(x))
+    y = (_ONE - e) / (_ONE + e)
+    return y if x >= 0 else -y
+
+
+@_compiled
+def _exp(x):
+    """e^x = 2^k e^r with |r| <= log(2) / 2, to 2e-7."""
+    x = min(max(x, np.float32(-87)), np.float32(87))  # x comes first: nan stays nan
+    k = np.floor(x * np.float32(1.44269504) + _HALF)
+    r = x - k * np.float32(0.693359375)
+    r = r + k * np.float32(2.12194440e-4)  # the rest of log(2)
+    p = np.float32(1 / 5040)
+    p = p * r + np.float32(1 / 720)
+    p = p * r + np.float32(1 / 120)
+    p = p * r + np.float32(1 / 24)
+    p = p * r + np.float32(1 / 6)
+    p = p * r + _HALF
+    p = p * r + _ONE
+    p = p * r + _ONE
+    return p * np.int32((np.int32(k) + np.int32(127)) << np.int32(23)).view(np.float32)
