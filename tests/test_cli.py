@@ -1,16 +1,28 @@
 """The command line, end to end."""
 
+import errno
+import os
+import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing, suppress
+from dataclasses import replace
 
 import gymnasium
 import pytest
+import torch
+from simic.small_runs import ORACLE, flags
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper.cli import main
+from esper.simic.training import run_folder
+from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.gymnasium import GymAgent, GymTraining
+from esper.simic.training.run_folder import RunFiles, RunFolder
+from esper.tamiyo.learned import LearnedController
 
 SMALL = ["--num-envs", "4", "--horizon", "16", "--policy.lstm-hidden-dim", "8"]
 
@@ -57,3 +69,167 @@ def test_a_mistake_is_one_line_and_not_a_traceback(env_id, message, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"esper: .*{message}"):
         main(["gym", env_id])
+
+
+# -- esper train ------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """In the processes that tests start, too."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def train_command(*arguments):
+    return [sys.executable, "-m", "esper.cli", "train", *arguments]
+
+
+def read_all(folder):
+    """Every file of a run, read as a user would; the scores of all episodes."""
+    files = RunFiles(folder)
+    files.read_config()
+    for checkpoint in (files.checkpoint, files.previous_checkpoint):
+        if checkpoint.exists():
+            GrowthTraining.resume(checkpoint)
+    if files.controller.exists():
+        LearnedController.load(files.controller)
+    EventAccumulator(str(folder)).Reload()
+    with closing(sqlite3.connect(files.database)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        return connection.execute("SELECT round, env, rent, score FROM episodes").fetchall()
+
+
+def wait_for_round(folder, number, run):
+    """Until the database has so many rounds, read while it is written."""
+    path = RunFiles(folder).database
+    for _ in range(3000):
+        assert run.poll() is None, "the run ended by itself"
+        if path.exists():
+            with closing(sqlite3.connect(path)) as connection, suppress(sqlite3.OperationalError):
+                if connection.execute("SELECT count(*) FROM rounds").fetchone()[0] >= number:
+                    return
+        time.sleep(0.02)
+    raise AssertionError(f"no round {number}")
+
+
+def test_train_leaves_a_folder_with_everything_in_it(tmp_path, capsys):
+    main(["train", *flags(ORACLE), "--out", str(tmp_path / "run")])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "known_gains: no networks" in printed
+    assert "4 rounds of 8 hosts x 12 decisions" in printed
+    assert "% of what the best plans gain" in printed
+    files = RunFiles(tmp_path / "run")
+    assert str(files.controller) in printed
+    assert files.read_config() == ORACLE
+    assert len(read_all(files.path)) == 4 * 8
+    assert GrowthTraining.resume(files.checkpoint).is_finished
+    assert GrowthTraining.resume(files.previous_checkpoint).rounds_done == 2
+    curves = EventAccumulator(str(files.path)).Reload()
+    assert {"episode/score", "ppo/kl", "time_share/hosts"} <= set(curves.Tags()["scalars"])
+    assert [event.step for event in curves.Scalars("episode/score")] == [1, 2, 3, 4]
+
+
+def test_training_without_names_takes_the_next_free_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one_round = flags(replace(ORACLE, rounds=1))
+    main(["train", *one_round])
+    main(["train", *one_round])
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["oracle-1", "oracle-2"]
+
+
+def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(tmp_path):
+    config = replace(ORACLE, rounds=16, checkpoint_every=1)
+    expected = []
+    training = GrowthTraining(config)
+    training.run(lambda record: expected.append(record.scores.tolist()))
+    folder, instants = tmp_path / "run", random.Random(0)
+    command = train_command(*flags(config), "--out", str(folder))
+    for kill_after in (2, 6):
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for_round(folder, kill_after, run)
+        time.sleep(0.3 * instants.random())
+        run.kill()
+        run.wait()
+        rows = read_all(folder)
+        told = max(number for number, *_ in rows)
+        saved = GrowthTraining.resume(RunFiles(folder).checkpoint).rounds_done
+        assert saved >= told - 1  # at most what came since the last checkpoint is lost
+        command = train_command("--resume", str(folder))
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    rows = read_all(folder)
+    assert len(rows) == 16 * 8
+    for number, env, _, score in rows:
+        assert score == expected[number - 1][env]
+    finished = LearnedController.load(RunFiles(folder).controller)
+    for name, weight in training.agent.policy.state_dict().items():
+        assert torch.equal(weight, finished.policy.state_dict()[name])
+    assert not list(folder.glob(".*.partial"))
+
+
+def test_ctrl_c_saves_a_growth_run_and_the_command_it_prints_goes_on(tmp_path, capsys):
+    folder, config = tmp_path / "run", replace(ORACLE, rounds=2000, checkpoint_every=1000)
+    command = train_command(*flags(config), "--out", str(folder))
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    wait_for_round(folder, 2, run)
+    run.send_signal(signal.SIGINT)
+    printed, _ = run.communicate(timeout=120)
+    assert run.returncode == 0
+    assert f"esper train --resume {folder}" in " ".join(printed.split())
+    training = GrowthTraining.resume(RunFiles(folder).checkpoint)
+    assert 2 <= training.rounds_done < 2000
+    assert len(read_all(folder)) == training.rounds_done * 8
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    with (
+        RunFolder.create(tmp_path / "run", ORACLE),
+        pytest.raises(SystemExit, match=rf"another run \(process {os.getpid()}\) is at work"),
+    ):
+        main(["train", "--resume", str(tmp_path / "run")])
+    with pytest.raises(SystemExit, match="holds a run already; go on with `esper train --resume"):
+        main(["train", *flags(ORACLE), "--out", str(tmp_path / "run")])
+
+
+def test_settings_of_a_resumed_run_cannot_be_changed(tmp_path):
+    RunFolder.create(tmp_path / "run", ORACLE).close()
+    with pytest.raises(SystemExit, match="leave other flags out"):
+        main(["train", "--resume", str(tmp_path / "run"), "--rounds", "9"])
+
+
+@pytest.mark.parametrize("arguments", [["--resume", "no-run"], ["--rounds", "0"]])
+def test_mistakes_in_training_are_one_line(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="esper: (no-run is not the folder of a run|rounds=0)"):
+        main(["train", *arguments])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SystemExit, match="file/run cannot be written: Not a directory"):
+        main(["train", *flags(ORACLE), "--out", str(tmp_path / "file" / "run")])
+
+
+def test_too_little_room_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LEAST_FREE_BYTES", 2**62)
+    with pytest.raises(SystemExit, match="MiB left; a run needs"):
+        main(["train", *flags(ORACLE), "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_disk_that_fills_up_stops_the_run_with_its_checkpoint_whole(tmp_path, monkeypatch):
+    save = GrowthTraining.save
+
+    def save_until_full(training, path):
+        if training.rounds_done == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        save(training, path)
+
+    monkeypatch.setattr(GrowthTraining, "save", save_until_full)
+    with pytest.raises(SystemExit, match=r"No space left on device(.|\n)*esper train --resume"):
+        main(["train", *flags(ORACLE), "--out", str(tmp_path / "run")])
+    monkeypatch.undo()
+    read_all(tmp_path / "run")
+    assert GrowthTraining.resume(tmp_path / "run" / "checkpoint.pt").rounds_done == 2
+    main(["train", "--resume", str(tmp_path / "run")])
+    assert GrowthTraining.resume(tmp_path / "run" / "checkpoint.pt").is_finished

@@ -74,6 +74,7 @@ class RunFolder:
         self.files = RunFiles(Path(path))
         _check_writable(self.files.path)
         self._lock = _locked(self.files.path)
+        self._saved_round: int | None = None  # by this process
         for unfinished in self.files.path.glob(".*.partial"):  # of a run that was killed
             unfinished.unlink()
 
@@ -104,13 +105,16 @@ class RunFolder:
         return GrowthTraining.resume(self.files.checkpoint)
 
     def save(self, training: GrowthTraining) -> None:
-        """Checkpoint and controller; the checkpoint of before is kept beside it."""
+        """Checkpoint and controller; the checkpoint of an earlier round is kept beside it."""
         files = self.files
+        if training.rounds_done == self._saved_round:
+            return
         if files.checkpoint.exists():
             before = files.checkpoint.read_bytes()
             replace_file(files.previous_checkpoint, lambda file: file.write(before))
         training.save(files.checkpoint)
         training.controller().save(files.controller)
+        self._saved_round = training.rounds_done
 
     def close(self) -> None:
         """Let others in."""
