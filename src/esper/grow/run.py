@@ -41,6 +41,7 @@ class GrowthResult:
     """What came of a run."""
 
     model: nn.Module  # ordinary modules, no slots: the grown network, or the ungrown if better
+    ungrown: nn.Module  # the twin at its best
     ledger: Ledger
     verdict: Verdict
     growth: Growth
@@ -249,7 +250,8 @@ def _conclude(
     )
     assert growth.ledger.after is not None
     growth.ledger.conclude(after=growth.ledger.after, verdict=verdict)
-    return GrowthResult(grown if keeps_growth else ungrown, growth.ledger, verdict, growth)
+    returned = grown if keeps_growth else ungrown
+    return GrowthResult(returned, ungrown, growth.ledger, verdict, growth)
 
 
 def _standing(growth: Growth) -> str:

@@ -1,0 +1,221 @@
+"""What growth costs while nothing grows, and what it brings to a user's own MNIST-1D model.
+
+    python benchmarks/grow.py [--quick] [--rng-seeds 5]
+
+1. The time of a training step with all slots dormant beside the same step without Esper: medians
+   of interleaved blocks in one process, for a small MLP (nothing hides an overhead) and a
+   residual CNN.
+2. A script as a stranger would write it: a small convolutional network, AdamW with a falling
+   learning rate, `esper.grow` with the heuristic controller and its defaults. Validation chooses
+   the network, test rows are read once at the end; beside the grown network stand its ungrown
+   twin (same steps, same batches, same randomness) and a wider network of at least as many
+   parameters, trained alike.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import esper
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "grow"))
+from small_models import ResidualCNN
+
+OVERHEAD_BAR = 0.03
+STEPS, BATCH = 1_000, 100
+LEARNING_RATE, WEIGHT_DECAY = 2e-2, 0.01
+
+
+def wide_mlp() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "MLP 64-128-128-10, batch 64": (wide_mlp, (64, 64)),
+    "residual CNN, 8 channels, 16 x 16, batch 32": (
+        lambda: ResidualCNN(8, classes=10),
+        (32, 1, 16, 16),
+    ),
+}
+
+
+def training_step(model: nn.Module, x: Tensor, y: Tensor, grows: bool) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    growth = esper.Growth(model, optimizer, example=x) if grows else None
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if growth is not None:
+            growth.after_step()
+
+    return step
+
+
+def overhead(case: str, blocks: int, calls: int) -> tuple[float, float]:
+    """Milliseconds of a plain step, and the share that dormant slots add to it."""
+    make, shape = CASES[case]
+    torch.manual_seed(0)
+    x, y = torch.randn(shape), torch.randint(0, 10, shape[:1])
+    rivals = {grows: training_step(make(), x, y, grows) for grows in (False, True)}
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for block in range(blocks + 2):
+        for grows in (False, True) if block % 2 else (True, False):
+            start = time.perf_counter()
+            for _ in range(calls):
+                rivals[grows]()
+            if block >= 2:
+                times[grows].append((time.perf_counter() - start) / calls)
+    # paired: a busy machine slows neighbouring blocks alike
+    ratios = [grown / plain for plain, grown in zip(times[False], times[True], strict=True)]
+    return 1e3 * statistics.median(times[False]), statistics.median(ratios) - 1
+
+
+def network(width: int) -> nn.Sequential:
+    """As published with MNIST-1D, narrower."""
+    return nn.Sequential(
+        nn.Conv1d(1, width, 5, 2, 1),
+        nn.ReLU(),
+        nn.Conv1d(width, width, 3, 2, 1),
+        nn.ReLU(),
+        nn.Conv1d(width, width, 3, 2, 1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(5 * width, 10),
+    )
+
+
+def mnist1d() -> tuple[TensorDataset, TensorDataset, tuple[Tensor, Tensor]]:
+    """3,200 rows to train on, 800 to validate, and the 1,000 test rows."""
+    from mnist1d.data import get_dataset_args, make_dataset
+
+    data = make_dataset(get_dataset_args())
+
+    def tensors(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+        return torch.tensor(x, dtype=torch.float32).unsqueeze(1), torch.tensor(y)
+
+    x, y = tensors(data["x"], data["y"])
+    test = tensors(data["x_test"], data["y_test"])
+    return TensorDataset(x[:3200], y[:3200]), TensorDataset(x[3200:], y[3200:]), test
+
+
+def falling(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Constant for 70 % of the steps, then a straight line down to 2 %."""
+    share = lambda step: 1 - 0.98 * max(0.0, step / steps - 0.7) / 0.3  # noqa: E731
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+
+
+def accuracy(model: nn.Module, rows: tuple[Tensor, Tensor]) -> float:
+    model.eval()
+    with torch.no_grad():
+        return float((model(rows[0]).argmax(1) == rows[1]).float().mean())
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def grow_one(width: int, rng_seed: int, steps: int) -> dict[str, float]:
+    """Test accuracies of the grown network, its twin and a wider static one."""
+    train_rows, val_rows, test = mnist1d()
+    train_loader = DataLoader(train_rows, batch_size=BATCH, shuffle=True)
+    val_loader = DataLoader(val_rows, batch_size=len(val_rows))
+    torch.manual_seed(rng_seed)
+    model = network(width)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    result = esper.grow(
+        model,
+        train_loader,
+        val_loader,
+        loss=F.cross_entropy,
+        optimizer=optimizer,
+        scheduler=falling(optimizer, steps),
+        budget=esper.Budget(params=3 * count(model)),
+        steps=steps,
+        progress=False,
+    )
+    grown = result.growth.plain_model()
+    wider = next(w for w in range(width, 99) if count(network(w)) >= count(grown))
+    static = train_alone(wider, rng_seed, steps, train_loader, val_rows.tensors)
+    return {
+        "ungrown": accuracy(result.ungrown, test),
+        "ungrown_params": count(result.ungrown),
+        "grown": accuracy(grown, test),
+        "grown_params": count(grown),
+        "wider": accuracy(static, test),
+        "wider_params": count(static),
+    }
+
+
+def train_alone(
+    width: int, rng_seed: int, steps: int, loader: DataLoader[Any], val_rows: tuple[Tensor, ...]
+) -> nn.Module:
+    """A static network, trained alike; the best of 25 looks at the validation rows."""
+    torch.manual_seed(rng_seed)
+    model = network(width)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    scheduler = falling(optimizer, steps)
+    best, weights, step = -1.0, {}, 0
+    while step < steps:
+        for x, y in loader:
+            model.train()
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            if step % max(1, steps // 25) == 0:
+                found = accuracy(model, (val_rows[0], val_rows[1]))
+                if found > best:
+                    best, weights = found, copy.deepcopy(model.state_dict())
+            if step == steps:
+                break
+    model.load_state_dict(weights)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer blocks, one short run")
+    parser.add_argument("--rng-seeds", type=int, default=5)
+    parser.add_argument("--width", type=int, default=8, help="channels of the user's network")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    bars: dict[str, dict[str, float | bool]] = {}
+
+    print(f"{'a training step':<46}{'plain':>10}{'dormant slots':>16}")
+    for case in CASES:
+        plain, share = overhead(case, blocks=11 if options.quick else 41, calls=20)
+        print(f"{case:<46}{plain:>8.2f}ms{share:>+15.1%}")
+        name = "overhead_" + case.split()[0].lower()
+        bars[name] = {"value": share, "bar": OVERHEAD_BAR, "met": share <= OVERHEAD_BAR}
+
+    seeds, steps = (1, 100) if options.quick else (options.rng_seeds, STEPS)
+    rows = [grow_one(options.width, rng_seed, steps) for rng_seed in range(seeds)]
+    print(f"\nMNIST-1D test accuracy after {steps} steps (parameters)")
+    print(f"{'rng seed':<10}{'ungrown':>16}{'grown':>18}{'wider, static':>18}")
+    for rng_seed, row in enumerate(rows):
+        cells = [f"{row[n]:.3f} ({row[f'{n}_params']:,.0f})" for n in ("ungrown", "grown", "wider")]
+        print(f"{rng_seed:<10}{cells[0]:>16}{cells[1]:>18}{cells[2]:>18}")
+    gains = [row["grown"] - row["ungrown"] for row in rows]
+    print(f"gain over the ungrown twin: {statistics.mean(gains):+.3f}, least {min(gains):+.3f}")
+    bars["least_gain_over_ungrown"] = {"value": min(gains), "bar": 0.0, "met": min(gains) > 0}
+    print(json.dumps({"benchmark": "grow", "device": "cpu", "bars": bars}))
+
+
+if __name__ == "__main__":
+    main()
