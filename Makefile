@@ -1,20 +1,28 @@
-# `make test` sets up a virtual environment from the pins and runs every check.
+# `make train` teaches a controller to grow networks; `make test` runs every check. Both first set
+# up what they need from the pins, in a virtual environment: `make clean` removes it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test setup check bench clean
+.PHONY: train test setup check bench clean
+
+train: $(VENV)/.train
+	$(BIN)/esper train $(FLAGS)
 
 test: setup check
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.dev
+
+# what `make train` needs is a part of what `make test` needs
+$(VENV)/.dev: EXTRAS = dev
+$(VENV)/.train: EXTRAS = train
 
 # pip reads the pins from constraints.txt; the stamp makes a second run start at once
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Esper needs Python 3.11 or newer; run make PYTHON=python3.11 test"'
+$(VENV)/.%: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Esper needs Python 3.11 or newer; run make PYTHON=python3.11"'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
 check: setup
