@@ -282,9 +282,9 @@ def test_a_residual_cnn_with_batch_norm(tmp_path):
     torch.manual_seed(0)
     model = ResidualNet()
     model(torch.randn(16, 3, 12, 12))  # running statistics that are not those of birth
-    model.eval()
     x = torch.randn(3, 3, 12, 12)
     files = export(model, torch.randn(1, 3, 12, 12), tmp_path)  # one row is no constant
+    model.eval()
     for name, (y,) in read_back(files, x).items():
         torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5, msg=name)
 
@@ -318,6 +318,48 @@ def test_a_seed_is_felt_without_gradients_too():
     with torch.no_grad():
         logits = model(tokens)["logits"]
     torch.testing.assert_close(logits, model(tokens)["logits"])
+
+
+class Rotary(nn.Module):
+    """What language models do: tables made on the fly, gradient and autocast off, slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("speeds", torch.rand(4), persistent=False)
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            angles = torch.arange(x.shape[1], device=x.device).float()[:, None] * self.speeds
+        x = self.mix(x) * torch.cat([angles.cos(), angles.sin()], dim=-1)
+        rows, length, width = x[:, 1:-1, ::2].shape
+        x = F.pad(x[:, 1:-1, ::2], (0, width)).view(rows, length, 2, width).transpose(1, 2)
+        future = torch.full((length, length), float("-inf")).triu(1)
+        return future.exp() @ x.reshape(rows, length, 2 * width), x.mean()
+
+
+def test_code_that_is_not_layers(tmp_path):
+    torch.manual_seed(0)
+    model, x = Rotary(), torch.randn(3, 6, 8)
+    files = export(model, torch.randn(5, 6, 8), tmp_path)
+    for name, outputs in read_back(files, x).items():
+        torch.testing.assert_close(outputs, list(model(x)), rtol=1e-5, atol=1e-5, msg=name)
+    text = files["source"].read_text()
+    assert "x = x[:, 1:-1]" in text
+    assert (
+        "torch.arange(6, device=device)" in text
+    )  # wherever the input lies, not where it was made
+    assert "torch.ops" not in text
+
+
+def test_code_under_autocast_has_no_source(tmp_path):
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return (x @ x.T).float()
+
+    with pytest.raises(ExportError, match=r"no source code; formats=\('torch', 'onnx'\) may work"):
+        export(Mixed(), torch.randn(3, 4), tmp_path, formats=("source",))
 
 
 def test_the_source_file_can_be_trained_on(tmp_path):

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils import _pytree as pytree
 
-from esper.grow.export_source import source_of
+from esper.grow.export_source import NO_END, ExportError, source_of
 from esper.grow.folding import folded
 from esper.grow.sites import batch_size, forward
 
@@ -36,10 +36,6 @@ aten = torch.ops.aten
 
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LARGEST_ONNX_FILE = 2**31 - 2**20  # a protobuf's limit; larger models keep their weights beside
-
-
-class ExportError(RuntimeError):
-    """A model that cannot be exported in a format; the message says why and what else works."""
 
 
 def export(
@@ -166,6 +162,7 @@ def _tidy(program: ExportedProgram) -> None:
     """The graph without checks and conversions that do nothing, and without traces of where it
     was made: paths of files, and classes that a reader of the file does not have.
     """
+    _inline_regions(program.graph_module)
     graph = program.graph
     for node in list(graph.nodes):
         for note in ("stack_trace", "torch_fn", "custom"):
@@ -176,12 +173,48 @@ def _tidy(program: ExportedProgram) -> None:
             }
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
-        elif node.target is aten.to.dtype and node.args[0].meta["val"].dtype == node.args[1]:
+        elif _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target is aten.scaled_dot_product_attention.default:
             _give_a_head(node)
     program.graph_module.recompile()
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Code under no_grad, or with autocast switched off, among the rest: it computes the same."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if not _is_plain_region(node):
+            continue
+        place = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node))
+        region = module.get_submodule(node.args[place].target)
+        assert isinstance(region, fx.GraphModule)
+        _inline_regions(region)
+        inputs = [entry for entry in region.graph.nodes if entry.op == "placeholder"]
+        with graph.inserting_before(node):
+            given = dict(zip(inputs, node.args[place + 1 :], strict=True))
+            outputs: Any = graph.graph_copy(region.graph, given)
+        for user in list(node.users):  # each takes one of the outputs
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
+
+
+def _is_plain_region(node: fx.Node) -> bool:
+    higher_order = torch.ops.higher_order
+    if node.target is higher_order.wrap_with_autocast:
+        return node.args[2] is False  # (device, dtype, enabled, ...)
+    return node.target is higher_order.wrap_with_set_grad_enabled
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    if node.target is aten.to.dtype:
+        return bool(node.args[0].meta["val"].dtype == node.args[1])  # type: ignore[union-attr]
+    is_whole = node.args[2:] in ((0, NO_END), (None, NO_END), ())
+    return node.target is aten.slice.Tensor and is_whole
 
 
 def _without_own_classes(kind: str) -> str:

@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
+NO_END = 2**63 - 1  # what the end of a slice without one is traced to
+
 _INFIX: dict[Any, str] = {
     aten.add.Tensor: "+",
     aten.sub.Tensor: "-",
@@ -37,12 +39,13 @@ _INFIX: dict[Any, str] = {
 # fmt: off
 # operators whose arguments are, in this order, those of the torch function of the same name
 _TORCH = {
-    "abs", "addcmul", "addmm", "amax", "amin", "avg_pool1d", "batch_norm", "bmm", "cat", "chunk",
-    "clamp", "conv1d", "conv2d", "conv3d", "cos", "cumsum", "embedding", "erf", "exp", "flatten",
-    "group_norm", "layer_norm", "log", "log_softmax", "max_pool1d", "max_pool2d", "mean", "mul",
-    "neg", "permute", "pow", "relu", "relu_", "reshape", "rsqrt", "select", "sigmoid", "sin",
-    "softmax", "sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "unflatten", "unsqueeze",
-    "where",
+    "abs", "addcmul", "addmm", "amax", "amin", "arange", "avg_pool1d", "batch_norm", "bmm", "cat",
+    "chunk", "clamp", "conv1d", "conv2d", "conv3d", "cos", "cumsum", "embedding", "erf", "exp",
+    "flatten", "full", "full_like", "group_norm", "layer_norm", "log", "log_softmax",
+    "max_pool1d", "max_pool2d", "mean", "mul", "neg", "ones", "ones_like", "permute", "pow",
+    "relu", "relu_", "reshape", "rsqrt", "select", "sigmoid", "sin", "softmax", "sqrt", "squeeze",
+    "stack", "sum", "tanh", "transpose", "tril", "triu", "unflatten", "unsqueeze", "where",
+    "zeros", "zeros_like",
 }
 _FUNCTIONAL = {
     "adaptive_avg_pool2d", "avg_pool2d", "dropout", "elu", "gelu", "hardswish", "leaky_relu",
@@ -52,8 +55,8 @@ _METHODS = {"contiguous", "expand", "expand_as", "masked_fill", "repeat", "to", 
 # fmt: on
 
 
-class SourceError(RuntimeError):
-    """A trace that cannot be written as source code."""
+class ExportError(RuntimeError):
+    """A model that cannot be exported in a format; the message says why and what else works."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +274,9 @@ def _forward_lines(
             lines.append(f"# {place}")
         section = place
         lines.append(f"{names.assign(number)} = {line}")
+    if any("device" in line for line in lines):
+        first = next(node for node in program.graph.nodes if _is_input(program, node))
+        lines.insert(0, f"device = {first.name}.device")
     output = next(node for node in program.graph.nodes if node.op == "output")
     flat = [value(leaf) if isinstance(leaf, fx.Node) else repr(leaf) for leaf in output.args[0]]
     return lines, _structure(pytree.tree_unflatten(flat, program.call_spec.out_spec))
@@ -320,13 +326,14 @@ def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
     if target is aten.slice.Tensor and len(args) > 1:
         return _slice(args, value)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        raise SourceError(f"{target} has no source code; formats=('torch', 'onnx') may work")
+        raise ExportError(f"{target} has no source code; formats=('torch', 'onnx') may work")
     given = [_literal(arg, value) for arg in args]
     name = target.overloadpacket.__name__
-    # a trace names the layout that every dense tensor has; Tensor.to does not take it
-    left_out = {"layout"} if name == "to" else set()
+    # a trace names what every tensor has: a dense layout, memory that is not pinned
     named = [
-        f"{key}={_literal(arg, value)}" for key, arg in node.kwargs.items() if key not in left_out
+        f"{key}={_literal(arg, value)}"
+        for key, arg in node.kwargs.items()
+        if (key, arg) not in (("layout", torch.strided), ("pin_memory", False))
     ]
     if name in _METHODS:
         return f"{given[0]}.{name}({', '.join([*given[1:], *named])})"
@@ -340,12 +347,9 @@ def _slice(args: Sequence[Any], value: Callable[[fx.Node], str]) -> str:
     start, stop, step = [*bounds, *[None] * 3][:3]
     parts = ["" if bound is None else _literal(bound, value) for bound in (start, stop)]
     parts[0] = "" if start == 0 else parts[0]
-    parts[1] = "" if stop == _NO_END else parts[1]
+    parts[1] = "" if stop == NO_END else parts[1]
     parts += [] if step in (None, 1) else [_literal(step, value)]
     return f"{_literal(x, value)}[{':, ' * axis if axis >= 0 else '..., '}{':'.join(parts)}]"
-
-
-_NO_END = 2**63 - 1  # what a slice without an end is traced to
 
 
 def _literal(argument: Any, value: Callable[[fx.Node], str]) -> str:
@@ -354,7 +358,7 @@ def _literal(argument: Any, value: Callable[[fx.Node], str]) -> str:
     if isinstance(argument, list | tuple):
         return f"[{', '.join(_literal(item, value) for item in argument)}]"
     if isinstance(argument, torch.device):
-        return f"torch.device({str(argument)!r})"
+        return "device"  # that of the input: the file runs wherever it is moved
     if isinstance(argument, float) and not math.isfinite(argument):
         return f'float("{argument}")'
     if isinstance(argument, torch.dtype | torch.memory_format | torch.layout):
