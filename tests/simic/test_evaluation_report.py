@@ -42,6 +42,7 @@ SMALL = EvaluationConfig(
     learning_rates=(1e-5, 2e-2),
     heuristic_scales=(1.0, 4.0),
     num_plans=4,
+    finalists=2,
     frontier_widths=(4, 8),
     random_widths=1,
     garden=GardenConfig(minibatches=4, validation_rows=100),
@@ -118,8 +119,8 @@ def test_the_learning_rate_is_the_one_that_hosts_learn_best_with(report):
 
 
 def test_what_a_search_cost_is_kept_beside_the_arm(report):
-    assert report.arms[arms.CONSTANT].search.networks == 4 * 2
-    assert report.arms[arms.CONSTANT_PER_TYPE].search.networks == 4 * 8
+    assert report.arms[arms.CONSTANT].search.networks == (4 + 2 * 2) * 2  # plans, finals x rents
+    assert report.arms[arms.CONSTANT_PER_TYPE].search.networks == (4 + 2 * 2) * 8
     assert report.arms[arms.LEARNED].search.networks == TRAINED.rounds * 8
     assert report.arms[arms.WIDTH_SEARCH].search.networks == len(report.statics.hosts) * 2 * 2
 

@@ -8,9 +8,8 @@ from scipy import stats
 
 from esper.simic.evaluation.statistics import (
     Frontier,
-    best_of,
+    RandomSearch,
     estimate,
-    runs_to_match,
     t_quantile,
 )
 
@@ -78,15 +77,21 @@ def test_the_best_of_k_is_the_mean_over_all_subsets(k):
             for chosen in combinations(range(5), k)
         ]
         expected[host] = np.mean(picks)
-    np.testing.assert_allclose(best_of(choose_by, read, k), expected)
+    np.testing.assert_allclose(RandomSearch(choose_by, read).best_of(k), expected)
 
 
 def test_a_search_matches_once_it_holds_a_run_as_good():
     scores = np.tile(np.arange(1.0, 5.0)[:, None], (1, 6))  # every host: runs worth 1, 2, 3, 4
     # the mean best of k of 1..4 is k * 5 / (k + 1): 2.5, 3.33, 3.75, 4
-    found = runs_to_match(scores, scores, np.full(6, 3.5))
+    search = RandomSearch(scores, scores)
+    found = search.runs_to_match(np.full(6, 3.5))
     assert (found.k, found.low, found.high, found.tried) == (3, 3, 3, 4)
-    assert runs_to_match(scores, scores, np.full(6, 4.5)).k is None
+    assert search.runs_to_match(np.full(6, 4.5)).k is None
+    assert {k: e.mean for k, e in search.curve().items()} == pytest.approx(
+        {1: 2.5, 2: 10 / 3, 4: 4}
+    )
+    with pytest.raises(ValueError, match="k=5 runs; there are 4"):
+        search.best_of(5)
 
 
 def test_the_frontier_is_straight_in_log_size_and_clamped():

@@ -14,11 +14,9 @@ from esper.simic.evaluation.plans import (
     NEVER,
     PlanPerEnv,
     Plans,
-    best_for_all,
-    best_per_type,
     candidate_plans,
-    plan_arm,
     run_plans,
+    search_plans,
 )
 from esper.simic.evaluation.trial import Arm, Cost, Lanes, Seeds, Trial, harvest, play
 from esper.tamiyo.scripted import ConstantPlan, RandomController
@@ -174,17 +172,37 @@ def grow_known(arms, num_hosts):
     return garden, [harvest(final, ids, rows=1) for ids in lanes.env_ids]
 
 
-def test_the_best_constant_plan_is_the_optimum_where_gains_are_known():
-    plans, rents = every_plan(), (0.02, 0.06, 0.12, 0.3)
-    choice = torch.arange(len(plans)).unsqueeze(1).expand(-1, 2)
-    garden, (pool,) = grow_known([plan_arm("all", plans, choice, [0.1] * len(plans))], 2)
-    best = best_for_all(pool, rents)
-    found = torch.stack(
-        [pool.validation_scores([r])[b, 0] for r, b in zip(rents, best, strict=True)]
-    )
-    torch.testing.assert_close(found.float(), garden.best_scores(torch.tensor(rents)))
-    assert len(set(best.tolist())) > 2  # rents want different plans
-    assert torch.equal(best_per_type(pool, rents, repeats=1), best.unsqueeze(1).expand(-1, 2))
+class KnownTrial:
+    """Trials whose networks gain what is known; another rng seed changes nothing."""
+
+    max_envs = 4096
+
+    def __init__(self, num_hosts):
+        self.num_hosts, self.seeds = num_hosts, []
+
+    def run(self, arms, *, rng_seed):
+        self.seeds.append(rng_seed)
+        return grow_known(arms, self.num_hosts)[1]
+
+
+@pytest.mark.parametrize("finalists", [1, 3])
+@pytest.mark.parametrize("num_types", [1, 2])
+def test_the_best_constant_plan_is_the_optimum_where_gains_are_known(num_types, finalists):
+    plans, rents, trial = every_plan(), (0.02, 0.06, 0.12, 0.3), KnownTrial(2)
+    found = search_plans(trial, plans, rents, num_types=num_types, finalists=finalists)
+    assert found.best.shape == (4, num_types)
+    garden = KnownGains(1)
+    for kind in range(num_types):
+        scores = [
+            found.pool.validation_scores([rent])[best, 0]
+            for rent, best in zip(rents, found.best[:, kind], strict=True)
+        ]
+        torch.testing.assert_close(
+            torch.stack(scores).float(), garden.best_scores(torch.tensor(rents))
+        )
+    assert len(set(found.best[:, 0].tolist())) > 2  # rents want different plans
+    assert len(set(trial.seeds)) == (1 if finalists == 1 else 2)
+    assert found.cost.networks == 2 * len(plans) + (8 * finalists if finalists > 1 else 0)
 
 
 def test_each_env_follows_the_plan_of_its_number():
@@ -201,15 +219,20 @@ def test_each_env_follows_the_plan_of_its_number():
         assert planned[0].validation[0, host] == alone.validation[0, 0]
 
 
-def test_each_type_gets_the_plan_that_is_best_for_it():
-    trial = make_trial()
+@pytest.mark.parametrize("finalists", [1, 2])
+def test_each_type_gets_the_plan_that_is_best_for_it(finalists):
+    trial, rent = make_trial(), 0.05
     plans = candidate_plans(5, 2, len(MENU), STEPS, torch.Generator().manual_seed(0))
-    pool = run_plans(trial, plans, rng_seed=1)
-    chosen = best_per_type(pool, (0.05,), trial.repeats)
-    scores = pool.validation_scores([0.05])
+    found = search_plans(trial, plans, (rent, 0.1), num_types=4, finalists=finalists)
+    first = run_plans(trial, plans, rng_seed=1).validation_scores([rent])
+    second = run_plans(trial, plans, rng_seed=4).validation_scores([rent])
     for number in range(4):
-        means = [float(scores[plan, 2 * number : 2 * number + 2].mean()) for plan in range(5)]
-        assert int(chosen[0, number]) == means.index(max(means))
+        hosts = slice(2 * number, 2 * number + 2)
+        worth = first[:, hosts].mean(dim=1)
+        finals = worth.argsort(descending=True)[:finalists].tolist()
+        if finalists > 1:
+            worth = worth + second[:, hosts].mean(dim=1)
+        assert int(found.best[0, number]) == max(finals, key=lambda plan: worth[plan])
 
 
 def test_a_pool_of_plans_is_the_same_in_one_wave_or_many():

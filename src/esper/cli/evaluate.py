@@ -25,6 +25,8 @@ def evaluate(
         task: other data than the runs were trained on
         out: where the report goes; the first run's folder if not given
     """
+    if not runs:
+        raise ValueError("name the folder of a run: esper evaluate runs/quick-1")
     console = Console()
     report = evaluate_run(runs, preset, task=task, say=lambda text: console.print(f"- {text}"))
     show(report, out or runs[0], console)

@@ -8,18 +8,11 @@ validation rows; its cost is kept beside the arm. Test rows are read once, when 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from esper.kasmina.blueprints.registry import Blueprint
-from esper.simic.evaluation.plans import (
-    Plans,
-    best_for_all,
-    best_per_type,
-    plan_arm,
-    run_plans,
-)
-from esper.simic.evaluation.statistics import Array
+from esper.simic.evaluation.plans import Plans, PlanSearch, plan_arm, search_plans
+from esper.simic.evaluation.statistics import Array, RandomSearch
 from esper.simic.evaluation.trial import Arm, Cost, Harvest, Seeds, Trial
 from esper.simic.evaluation.tuning import Sweep
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
@@ -37,8 +30,6 @@ CONSTANT_PER_TYPE = "best constant per type"
 WIDTH_SEARCH = "width search"
 LEARNED = "learned"
 SAMPLED = "learned, sampled"
-
-_PLAN_RNG_SEED = 1  # hosts that plans are chosen on are other hosts of the same types
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,35 +53,47 @@ class ArmResult:
 
 
 @dataclass(frozen=True, eq=False)
-class PlanSearch:
-    """What constant plans are worth: on types trained on, and on the types of the evaluation."""
+class ConstantPlans:
+    """The best constant plans: for all types, from those trained on, and for each type itself."""
 
     plans: Plans
-    on_training_types: Harvest  # a lane per plan, as the other
-    on_these_types: Harvest
-    for_all: torch.Tensor  # [R]
-    per_type: torch.Tensor  # [R, types]
+    for_all: PlanSearch
+    per_type: PlanSearch
 
+    @classmethod
+    def search(
+        cls, training: Trial, judged: Trial, plans: Plans, rents: Sequence[float], finalists: int
+    ) -> "ConstantPlans":
+        num_types = len(judged.type_names)
+        return cls(
+            plans,
+            search_plans(training, plans, rents, num_types=1, finalists=finalists),
+            search_plans(judged, plans, rents, num_types=num_types, finalists=finalists),
+        )
 
-def search_plans(
-    training: Trial, judged: Trial, plans: Plans, rents: Sequence[float]
-) -> PlanSearch:
-    """Every plan, trained once on hosts of both kinds; `judged` types on hosts of their own."""
-    general = run_plans(training, plans, rng_seed=_PLAN_RNG_SEED)
-    special = run_plans(judged, plans, rng_seed=_PLAN_RNG_SEED)
-    return PlanSearch(
-        plans,
-        general,
-        special,
-        best_for_all(general, rents),
-        best_per_type(special, rents, judged.repeats),
-    )
+    def random_search(self, rents: Sequence[float]) -> list[RandomSearch]:
+        """What trying plans at random finds on hosts of the types judged on, at each rent."""
+        pool = self.per_type.pool
+        return [
+            RandomSearch(pool.validation_scores([rent]).numpy(), pool.scores([rent]).numpy())
+            for rent in rents
+        ]
+
+    def describe(self, menu: Sequence[Blueprint], types: Sequence[str]) -> dict[str, list[str]]:
+        """The plans in words, for each rent: for all types, and for each of them."""
+        names = [blueprint.name for blueprint in menu]
+        chosen = {"all types": self.for_all.best[:, 0].tolist()}
+        chosen |= {name: self.per_type.best[:, i].tolist() for i, name in enumerate(types)}
+        return {
+            name: [self.plans.describe(plan, names) for plan in plans]
+            for name, plans in chosen.items()
+        }
 
 
 def run_arms(
     trial: Trial,
     controllers: Sequence[LearnedController],
-    search: PlanSearch,
+    constants: ConstantPlans,
     heuristic: Sweep,
     rents: Sequence[float],
     *,
@@ -99,8 +102,9 @@ def run_arms(
 ) -> list[ArmResult]:
     """All arms that grow, and the host alone, on the hosts of the trial."""
     rents = tuple(rents)
-    chosen = search.for_all.unsqueeze(1).expand(-1, trial.num_hosts)
-    chosen_per_type = search.per_type[:, trial.type_of_host]
+    plans = constants.plans
+    for_all = constants.for_all.best.expand(-1, trial.num_hosts)
+    per_type = constants.per_type.best[:, trial.type_of_host]
     judged = replace(HeuristicConfig(), **heuristic.best)  # type: ignore[arg-type]
     wait = ConstantPlan(())
     scripted = [
@@ -109,11 +113,8 @@ def run_arms(
         (Arm(RANDOM, RandomController(torch.Generator().manual_seed(0))), Cost()),
         (Arm(SCHEDULE, FixedSchedule()), Cost()),
         (Arm(HEURISTIC, HeuristicController(judged), rents), heuristic.cost),
-        (plan_arm(CONSTANT, search.plans, chosen, rents), Cost.of([search.on_training_types])),
-        (
-            plan_arm(CONSTANT_PER_TYPE, search.plans, chosen_per_type, rents),
-            Cost.of([search.on_these_types]),
-        ),
+        (plan_arm(CONSTANT, plans, for_all, rents), constants.for_all.cost),
+        (plan_arm(CONSTANT_PER_TYPE, plans, per_type, rents), constants.per_type.cost),
     ]
     greedy = [Arm(LEARNED, _frozen(c), rents) for c in controllers]
     sampled = [Arm(SAMPLED, _frozen(c, rng_seed=i), rents) for i, c in enumerate(controllers)]
@@ -146,24 +147,3 @@ def _everywhere(trial: Trial, blueprint: int) -> Seeds:
     shape = (1, trial.num_hosts, trial.hosts[0].num_slots)
     seeds = torch.full(shape, blueprint)
     return Seeds(seeds, torch.zeros_like(seeds))
-
-
-def random_search(search: PlanSearch, rents: Sequence[float]) -> tuple[Array, Array]:
-    """What a search over plans chooses by and what it finds, each `[R, M, H]`."""
-    pool = search.on_these_types
-    choose_by = np.stack([pool.validation_scores([rent]).numpy() for rent in rents])
-    found = np.stack([pool.scores([rent]).numpy() for rent in rents])
-    return choose_by, found
-
-
-def describe_choices(
-    search: PlanSearch, menu: Sequence[Blueprint], types: Sequence[str]
-) -> dict[str, list[str]]:
-    """The plans that were found best, for each rent: over all types, and for each of them."""
-    names = [blueprint.name for blueprint in menu]
-    chosen = {"all types": search.for_all.tolist()}
-    chosen |= {name: search.per_type[:, i].tolist() for i, name in enumerate(types)}
-    return {
-        name: [search.plans.describe(plan, names) for plan in plans]
-        for name, plans in chosen.items()
-    }

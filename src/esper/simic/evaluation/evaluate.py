@@ -18,11 +18,8 @@ from esper.simic.evaluation.arms import (
     LEARNED,
     WIDTH_SEARCH,
     ArmResult,
-    PlanSearch,
-    describe_choices,
-    random_search,
+    ConstantPlans,
     run_arms,
-    search_plans,
 )
 from esper.simic.evaluation.claims import (
     FRONTIER_CLAIMS,
@@ -35,7 +32,7 @@ from esper.simic.evaluation.claims import (
 from esper.simic.evaluation.plans import candidate_plans
 from esper.simic.evaluation.report import EvaluationReport
 from esper.simic.evaluation.settings import EvaluationConfig, evaluation_preset
-from esper.simic.evaluation.statistics import runs_to_match
+from esper.simic.evaluation.statistics import RandomSearch
 from esper.simic.evaluation.trial import FLOPS_PER_MAC, Cost, Trial
 from esper.simic.evaluation.tuning import calibrate_heuristic, tune_learning_rate
 from esper.simic.evaluation.widened import (
@@ -101,17 +98,18 @@ def evaluate_controllers(
     say(f"learning rate {optimizer.learning_rate:g}; calibrating the heuristic")
     heuristic = calibrate_heuristic(training, settings.heuristic_scales, settings.rents, rng_seed=3)
     say(f"searching {settings.num_plans} constant plans")
-    search = _search(training, judged, settings)
+    constants = _search(training, judged, settings)
     say(f"growing {judged.num_hosts} hosts in every arm")
     results = run_arms(
         judged,
         controllers,
-        search,
+        constants,
         heuristic,
         settings.rents,
         reference_seed=_reference_seed(settings, judged.menu),
         controller_cost=controller_cost(config, training),
     )
+    searches = constants.random_search(settings.rents)
     statics = _statics(config, settings, judged, say)
     arms = {result.name: result for result in results}
     arms[WIDTH_SEARCH] = ArmResult(
@@ -129,9 +127,10 @@ def evaluate_controllers(
         arms=arms,
         learning_rates=rates,
         heuristic=heuristic,
-        plans=describe_choices(search, judged.menu, judged.type_names),
+        plans=constants.describe(judged.menu, judged.type_names),
         statics=statics,
-        verdicts=_verdicts(arms, search, statics, judged, settings),
+        searches=[found.curve() for found in searches],
+        verdicts=_verdicts(arms, searches, statics, judged, settings),
         seconds=time.perf_counter() - begun,
     )
 
@@ -191,7 +190,7 @@ def _trials(config: TrainConfig, settings: EvaluationConfig) -> tuple[Trial, Tri
     return training, judged
 
 
-def _search(training: Trial, judged: Trial, settings: EvaluationConfig) -> PlanSearch:
+def _search(training: Trial, judged: Trial, settings: EvaluationConfig) -> ConstantPlans:
     plans = candidate_plans(
         settings.num_plans,
         judged.hosts[0].num_slots,
@@ -199,7 +198,7 @@ def _search(training: Trial, judged: Trial, settings: EvaluationConfig) -> PlanS
         judged.growth.num_steps,
         torch.Generator().manual_seed(settings.rng_seed),
     )
-    return search_plans(training, judged, plans, settings.rents)
+    return ConstantPlans.search(training, judged, plans, settings.rents, settings.finalists)
 
 
 def _reference_seed(settings: EvaluationConfig, menu: Sequence[Blueprint]) -> int:
@@ -226,7 +225,7 @@ def _statics(
 
 def _verdicts(
     arms: dict[str, ArmResult],
-    search: PlanSearch,
+    searches: Sequence[RandomSearch],
     statics: StaticPool,
     judged: Trial,
     settings: EvaluationConfig,
@@ -234,10 +233,9 @@ def _verdicts(
     """Claims about arms, then about the search, then about the frontier."""
     learned, view = arms[LEARNED], host_views(judged).numpy()
     verdicts = judge_claims(arms, settings.rents)
-    choose_by, found = random_search(search, settings.rents)
     for index, rent in enumerate(settings.rents):
-        runs = runs_to_match(choose_by[index], found[index], learned.scores[:, index])
-        verdicts.append(judge_search(SEARCH_CLAIM, rent, runs))
+        needed = searches[index].runs_to_match(learned.scores[:, index])
+        verdicts.append(judge_search(SEARCH_CLAIM, rent, needed))
     for claim in FRONTIER_CLAIMS:
         frontier = statics.frontier(norm=claim.norm, by=claim.size)
         for index, rent in enumerate(settings.rents):

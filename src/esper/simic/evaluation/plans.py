@@ -12,12 +12,13 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
-from esper.simic.evaluation.trial import Arm, Harvest, Trial
+from esper.simic.evaluation.trial import Arm, Cost, Harvest, Trial
 from esper.tamiyo.scripted import follow_plan
 
 NEVER = 1 << 30
 LATEST_START = 3  # a plan starts within the first third of training
 RAMP_STEPS = 2
+FIRST_RNG_SEED, FINAL_RNG_SEED = 1, 4  # hosts to choose on are not those to judge on
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +87,38 @@ def run_plans(trial: Trial, plans: Plans, *, rng_seed: int) -> Harvest:
     return Harvest.cat(trial.run(arms, rng_seed=rng_seed))
 
 
-def best_for_all(pool: Harvest, rents: Sequence[float]) -> Tensor:
-    """The plan of the best mean validation score at each rent `[R]`."""
-    return torch.stack([pool.validation_scores([rent]).mean(dim=1).argmax() for rent in rents])
+@dataclass(frozen=True, eq=False)
+class PlanSearch:
+    """The plans found best on the hosts of a trial, and every network that was trained for it."""
+
+    best: Tensor  # [R, types]
+    pool: Harvest  # a lane per plan
+    finals: Harvest | None  # the best plans once more, on other hosts
+
+    @property
+    def cost(self) -> Cost:
+        return Cost.of([self.pool] if self.finals is None else [self.pool, self.finals])
 
 
-def best_per_type(pool: Harvest, rents: Sequence[float], repeats: int) -> Tensor:
-    """The same for each type of host, `[R, types]`; hosts of one type lie side by side."""
-    per_plan = (pool.validation.shape[0], -1, repeats)
-    scores = (pool.validation_scores([rent]).view(per_plan) for rent in rents)
-    return torch.stack([score.mean(dim=2).argmax(dim=0) for score in scores])
+def search_plans(
+    trial: Trial, plans: Plans, rents: Sequence[float], *, num_types: int, finalists: int
+) -> PlanSearch:
+    """The plan of the best mean validation score for each rent and type, after two rounds.
+
+    The hosts of a type lie side by side; one type is all of them together. In the second round
+    the best of each type meet other hosts: the first is no judge of those that it picked itself.
+    """
+    pool = run_plans(trial, plans, rng_seed=FIRST_RNG_SEED)
+    per_plan = (len(plans), num_types, -1)
+    scores = torch.stack(
+        [pool.validation_scores([rent]).view(per_plan).mean(dim=2) for rent in rents]
+    )  # [R, M, types]
+    if finalists == 1:
+        return PlanSearch(scores.argmax(dim=1), pool, None)
+    first, top = scores.topk(finalists, dim=1)
+    choice = top.repeat_interleave(trial.num_hosts // num_types, dim=2).flatten(0, 1)
+    of_lanes = [rent for rent in rents for _ in range(finalists)]
+    (finals,) = trial.run([plan_arm("finals", plans, choice, of_lanes)], rng_seed=FINAL_RNG_SEED)
+    again = finals.validation_scores(of_lanes).view(len(rents), finalists, num_types, -1)
+    winner = (first + again.mean(dim=3)).argmax(dim=1, keepdim=True)
+    return PlanSearch(top.gather(1, winner).squeeze(1), pool, finals)

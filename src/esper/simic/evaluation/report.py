@@ -12,7 +12,7 @@ import numpy as np
 from esper.simic.evaluation.arms import ArmResult
 from esper.simic.evaluation.claims import Verdict
 from esper.simic.evaluation.settings import EvaluationConfig
-from esper.simic.evaluation.statistics import Array, estimate
+from esper.simic.evaluation.statistics import Array, Estimate, estimate
 from esper.simic.evaluation.tuning import Sweep
 from esper.simic.evaluation.widened import StaticPool
 from esper.simic.training.config import TrainConfig
@@ -36,6 +36,7 @@ class EvaluationReport:
     learning_rates: Sweep
     heuristic: Sweep
     plans: dict[str, list[str]]  # the best constant plans, one per rent
+    searches: list[dict[int, Estimate]]  # for each rent, what the best of k random plans scores
     statics: StaticPool
     verdicts: list[Verdict]
     seconds: float
@@ -70,6 +71,13 @@ class EvaluationReport:
         lines += [_markdown_row(["---"] * len(header)), *map(_markdown_row, rows)]
         lines += ["", "## Claims", ""]
         lines += [f"- ({v.letter}) **{v.decision}**: {v.sentence}" for v in self.verdicts]
+        lines += ["", "## Random search over plans, best of k by validation", ""]
+        lines += [_markdown_row(["rent", *(f"k = {k}" for k in self.searches[0])])]
+        lines += [_markdown_row(["---"] * (1 + len(self.searches[0])))]
+        lines += [
+            _markdown_row([f"{rent:g}", *map(_with_interval, curve.values())])
+            for rent, curve in zip(self.settings.rents, self.searches, strict=True)
+        ]
         lines += ["", "## Settled before", "", f"Learning rate: {_sweep(self.learning_rates)}"]
         lines += ["", f"Heuristic: {_sweep(self.heuristic)}", "", "## Best constant plans", ""]
         rents = ", ".join(f"{rent:g}" for rent in self.settings.rents)
@@ -101,6 +109,9 @@ class EvaluationReport:
             "learning_rates": asdict(self.learning_rates),
             "heuristic": asdict(self.heuristic),
             "plans": self.plans,
+            "random_search": [
+                {k: asdict(found) for k, found in curve.items()} for curve in self.searches
+            ],
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
             "arms": {name: _plain_arm(arm) for name, arm in self.arms.items()},
             "statics": {
@@ -144,7 +155,7 @@ class EvaluationReport:
 
     @property
     def _middle(self) -> int:
-        return len(self.settings.rents) // 2
+        return (len(self.settings.rents) - 1) // 2
 
     def _legend(self) -> str:
         return (
@@ -211,8 +222,11 @@ def _point(arm: ArmResult, index: int) -> dict[str, float]:
 
 
 def _points(values: Array) -> str:
+    return _with_interval(estimate(values))
+
+
+def _with_interval(found: Estimate) -> str:
     """A mean and half its interval, in points."""
-    found = estimate(values)
     return f"{100 * found.mean:.1f} ± {100 * (found.high - found.low) / 2:.1f}"
 
 

@@ -25,6 +25,8 @@ class EvaluationConfig:
     """The heuristic's beliefs about gains and about crowding are tried at each of these times."""
     num_plans: int = 96
     """Constant plans searched, on types trained on and on the types judged on."""
+    finalists: int = 4
+    """Plans of each type and rent that are trained once more, on other hosts, before one is chosen."""
     frontier_widths: tuple[int, ...] = (4, 6, 8, 10, 12, 16, 20, 24)
     """Static hosts of one width, each with and without norm: the frontier."""
     random_widths: int = 128
@@ -42,6 +44,10 @@ class EvaluationConfig:
         for name in ("num_widths", "repeats", "training_widths", "training_repeats", "num_plans"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+        if not 1 <= self.finalists <= self.num_plans:
+            raise ValueError(
+                f"finalists={self.finalists} of num_plans={self.num_plans}; use 1 to num_plans"
+            )
         if len(self.frontier_widths) < 2 or self.repeats < 2:
             raise ValueError(
                 f"frontier_widths={self.frontier_widths}, repeats={self.repeats}; "
@@ -60,6 +66,7 @@ PRESETS: dict[str, EvaluationConfig] = {
         learning_rates=(1e-2, 2e-2),
         heuristic_scales=(1.0,),
         num_plans=5,
+        finalists=1,
         frontier_widths=(4, 6, 8, 12, 16),
         random_widths=2,
         garden=GardenConfig(minibatches=20, validation_rows=400),

@@ -6,6 +6,7 @@ Arrays are float64 numpy, `[H]` or `[K, H]`: K controllers that met the same H h
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,21 +39,6 @@ def estimate(values: Array) -> Estimate:
     return _interval(float(values.mean()), _spreads(values), _draw_means(values))
 
 
-def best_of(choose_by: Array, read: Array, k: int) -> Array:
-    """What `read` shows of the best of k runs, best by `choose_by`; exact mean `[H]` over subsets.
-
-    Both are `[M, H]`: M runs on each host. The run of rank i (from 0, the worst) is the best of k
-    in C(i, k - 1) of the C(M, k) subsets.
-    """
-    num_runs = len(choose_by)
-    if not 1 <= k <= num_runs:
-        raise ValueError(f"the best of k={k} runs; there are {num_runs}: use 1 to {num_runs}")
-    subsets = [math.comb(i, k - 1) / math.comb(num_runs, k) for i in range(num_runs)]
-    ranked = np.take_along_axis(read, np.argsort(choose_by, axis=0, kind="stable"), axis=0)
-    mean: Array = np.asarray(subsets) @ ranked
-    return mean
-
-
 @dataclass(frozen=True)
 class RunsToMatch:
     """Runs that a search needs to do as well as a rival; None: more than there were."""
@@ -63,19 +49,46 @@ class RunsToMatch:
     tried: int
 
 
-def runs_to_match(choose_by: Array, read: Array, rival: Array) -> RunsToMatch:
-    """How many runs the best of which is as good as `rival`, `[H]` or `[K, H]`."""
-    gaps = [estimate(best_of(choose_by, read, k) - rival) for k in range(1, len(read) + 1)]
+@dataclass(frozen=True, eq=False)
+class RandomSearch:
+    """M runs on each of H hosts: the score that runs are chosen by, and the one that counts."""
 
-    def first(values: Sequence[float]) -> int | None:
-        return next((k for k, value in enumerate(values, start=1) if value >= 0), None)
+    validation_scores: Array  # [M, H], as the other
+    test_scores: Array
 
-    return RunsToMatch(
-        first([gap.mean for gap in gaps]),
-        first([gap.high for gap in gaps]),
-        first([gap.low for gap in gaps]),
-        len(gaps),
-    )
+    def best_of(self, k: int) -> Array:
+        """The test score of the best of k runs by validation: its exact mean over all subsets.
+
+        The run of rank i (from 0, the worst) is the best of k in C(i, k - 1) of the C(M, k)
+        subsets of a host's M runs.
+        """
+        num_runs = len(self.test_scores)
+        if not 1 <= k <= num_runs:
+            raise ValueError(f"the best of k={k} runs; there are {num_runs}: use 1 to {num_runs}")
+        subsets = [math.comb(i, k - 1) / math.comb(num_runs, k) for i in range(num_runs)]
+        order = np.argsort(self.validation_scores, axis=0, kind="stable")
+        mean: Array = np.asarray(subsets) @ np.take_along_axis(self.test_scores, order, axis=0)
+        return mean
+
+    def curve(self) -> dict[int, Estimate]:
+        """The best of k = 1, 2, 4, ... runs."""
+        doublings = len(self.test_scores).bit_length()
+        return {2**power: estimate(self.best_of(2**power)) for power in range(doublings)}
+
+    def runs_to_match(self, rival: Array) -> RunsToMatch:
+        """How many runs the best of which is as good as a rival's scores, `[H]` or `[K, H]`."""
+        num_runs = len(self.test_scores)
+        gaps = [estimate(self.best_of(k) - rival) for k in range(1, num_runs + 1)]
+
+        def first(values: Sequence[float]) -> int | None:
+            return next((k for k, value in enumerate(values, start=1) if value >= 0), None)
+
+        return RunsToMatch(
+            first([gap.mean for gap in gaps]),
+            first([gap.high for gap in gaps]),
+            first([gap.low for gap in gaps]),
+            num_runs,
+        )
 
 
 class Frontier:
@@ -106,11 +119,10 @@ class Frontier:
             *_spreads(excess),
             *((float(row.var(ddof=1)) / repeats, repeats - 1.0) for row in own),
         ]
-        rng = np.random.default_rng(1)
-        counts = rng.multinomial(
-            repeats, np.full(repeats, 1 / repeats), (BOOTSTRAP_DRAWS, len(own))
+        shift = sum(
+            (_draw_shares(repeats, rng_seed) - 1 / repeats) @ row
+            for rng_seed, row in enumerate(own, start=2)
         )
-        shift = np.einsum("bvr,vr->b", counts / repeats - 1 / repeats, own)
         return _interval(float(excess.mean()), spreads, _draw_means(excess) - shift)
 
     def covers(self, size: Array) -> float:
@@ -162,13 +174,17 @@ def _spreads(values: Array) -> list[tuple[float, float]]:
 
 def _draw_means(values: Array) -> Array:
     """Bootstrap means of `[K, H]`, rows and columns drawn apart."""
-    rng = np.random.default_rng(0)
-    rows, columns = (
-        rng.multinomial(count, np.full(count, 1 / count), BOOTSTRAP_DRAWS) / count
-        for count in values.shape
-    )
+    rows, columns = (_draw_shares(count, rng_seed) for rng_seed, count in enumerate(values.shape))
     means: Array = np.einsum("bk,kh,bh->b", rows, values, columns, optimize=True)
     return means
+
+
+@cache
+def _draw_shares(count: int, rng_seed: int) -> Array:
+    """How much each of `count` things weighs in each bootstrap sample of them, `[draws, count]`."""
+    rng = np.random.default_rng((rng_seed, count))
+    drawn = rng.multinomial(count, np.full(count, 1 / count), BOOTSTRAP_DRAWS)
+    return drawn / count
 
 
 def _interval(mean: float, spreads: Sequence[tuple[float, float]], draws: Array) -> Estimate:
