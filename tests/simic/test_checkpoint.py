@@ -241,3 +241,13 @@ def test_the_config_travels_with_the_checkpoint(tmp_path):
     config = replace(CONFIG, rng_seed=5, ppo=replace(CONFIG.ppo, clip=0.1))
     start(config=config).save(tmp_path / "run.pt")
     assert GymTraining.resume(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS)).config == config
+
+
+def test_settings_that_this_version_does_not_have_are_refused_by_name(tmp_path):
+    path = tmp_path / "run.pt"
+    start().save(path)
+    contents = read_checkpoint(path, "gymnasium run")
+    contents["config"]["ppo"]["cilp"] = 0.1
+    write_checkpoint(path, "gymnasium run", contents)
+    with pytest.raises(ValueError, match="no setting 'ppo.cilp'; did you mean 'clip'"):
+        GymTraining.resume(path, vector(CueMemory, NUM_ENVS))

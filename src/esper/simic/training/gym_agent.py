@@ -1,6 +1,6 @@
 """A policy for a Gymnasium environment: predict, save, load."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from esper.leyline.factored_actions import ActionMasks
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.checkpoint import read_checkpoint, require_same_layout, write_checkpoint
 from esper.simic.training.gym_spaces import GymSpaces
+from esper.simic.training.plain_config import from_plain, to_plain
 from esper.tamiyo.policy.network import (
     FactoredRecurrentActorCritic,
     PolicyConfig,
@@ -39,12 +40,6 @@ class GymConfig:
             raise ValueError(f"horizon={self.horizon}; use 2 or more")
         if self.masks not in ("auto", "info", "method", "none"):
             raise ValueError(f"masks={self.masks!r}; use 'auto', 'info', 'method' or 'none'")
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> "GymConfig":
-        """The inverse of `dataclasses.asdict`."""
-        nested = {"policy": PolicyConfig(**plain["policy"]), "ppo": PPOConfig(**plain["ppo"])}
-        return cls(**plain | nested)
 
 
 class GymAgent:
@@ -99,7 +94,7 @@ class GymAgent:
 
     def save(self, path: str | Path) -> None:
         contents = {
-            "config": asdict(self.config),
+            "config": to_plain(self.config),
             "spaces": self.spaces.to_plain(),
             "weights": self._weights(),
         }
@@ -108,7 +103,7 @@ class GymAgent:
     @classmethod
     def load(cls, path: str | Path, device: str = "cpu") -> "GymAgent":
         contents = read_checkpoint(path, "gymnasium agent")
-        config = GymConfig.from_plain(contents["config"] | {"device": device})
+        config = from_plain(GymConfig, contents["config"] | {"device": device})
         agent = cls(GymSpaces.from_plain(contents["spaces"]), config)
         weights = contents["weights"]
         require_same_layout(weights, agent._weights(), path)

@@ -32,6 +32,7 @@ from esper.simic.training.gym_agent import GymAgent, GymConfig
 from esper.simic.training.gym_envs import Episode, EpisodeLog, GymEnvs, Outcome
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.phase_clock import PhaseClock
+from esper.simic.training.plain_config import from_plain, to_plain
 from esper.tamiyo.policy.network import Decision, RecurrentState
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ class GymTraining:
         in the resumed run, which then collects this round anew.
         """
         contents = {
-            "config": asdict(self.config),
+            "config": to_plain(self.config),
             "spaces": self.envs.spaces.to_plain(),
             "total_steps": self.total_steps,
             "agent": self.agent.ppo.state_dict(),
@@ -296,7 +297,7 @@ class GymTraining:
         training = cls(
             envs,
             saved["total_steps"],
-            GymConfig.from_plain(saved["config"]),
+            from_plain(GymConfig, saved["config"]),
             action_space=spaces.action_space,
         )
         spaces.require_same(training.envs.spaces)
