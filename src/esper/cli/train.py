@@ -12,6 +12,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from esper.cli.evaluate import show
 from esper.cli.interruption import interruption
 from esper.leyline.protocols import EventSink
 from esper.leyline.records import RoundRecord
@@ -19,6 +20,7 @@ from esper.nissa.console import ProgressSink
 from esper.nissa.database import RunDatabase
 from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
+from esper.simic.evaluation.evaluate import evaluate_run
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import choice_names, describe_garden
 from esper.simic.training.growth_training import GrowthTraining
@@ -54,14 +56,14 @@ def command(arguments: list[str]) -> Callable[..., None]:
             resume: the folder of a run to go on with, exactly as it would have
         """
         if resume is None:
-            run_training(RunFolder.create(out or _free_folder(preset), config), preset)
+            run_training(RunFolder.create(out or _free_folder(preset), config))
             return
         if config != defaults or out is not None:
             raise ValueError(
                 f"--resume {resume} goes on with the settings in {RunFiles(resume).config}; "
                 "leave other flags out"
             )
-        run_training(RunFolder.reopen(resume), preset)
+        run_training(RunFolder.reopen(resume))
 
     return train
 
@@ -75,7 +77,7 @@ def preset_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
     return name, PRESETS[name]
 
 
-def run_training(folder: RunFolder, preset: str) -> None:
+def run_training(folder: RunFolder) -> None:
     files = folder.files
     with folder:
         training = folder.resume()
@@ -153,12 +155,9 @@ def _train(training: GrowthTraining, folder: RunFolder) -> None:
 
 def show_arms(files: RunFiles) -> None:
     """The table of arms in small, on hosts and data that the controller never saw."""
-    from esper.simic.evaluation.evaluate import evaluate_run
-
     console = Console()
-    report = evaluate_run(files.path, "quick", say=console.print)
-    console.print(report.table())
-    report.save(files.path)
+    report = evaluate_run(files.path, "quick", say=lambda text: console.print(f"- {text}"))
+    show(report, files.path, console)
 
 
 def share_of_best(training: GrowthTraining, garden: KnownGains) -> float:

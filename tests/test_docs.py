@@ -1,0 +1,66 @@
+"""What the pages on training say can be done, can be done."""
+
+import re
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from simic.small_runs import ORACLE
+
+from esper.nissa.database import RunDatabase
+from esper.simic.training.distribution import choice_names
+from esper.simic.training.growth_training import GrowthTraining
+
+DOCS = Path(__file__).parents[1] / "docs"
+QUERIES = re.findall(r"```sql\n(.*?)```", (DOCS / "training.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """The records of a run, and the database that they are in."""
+    training, records = GrowthTraining(ORACLE), []
+    path = tmp_path_factory.mktemp("run") / "run.sqlite"
+    environment = training.environment
+    names = choice_names(environment)
+    with RunDatabase(path, environment.action_space, choices=names, details={}) as database:
+
+        def on_round(record):
+            records.append(record)
+            database.add(record)
+
+        training.run(on_round)
+    return records, path
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_the_queries_answer(query, finished_run):
+    with closing(sqlite3.connect(finished_run[1])) as connection:
+        rows = connection.execute(query).fetchall()
+    assert rows
+    assert any(value is not None for value in rows[0])
+
+
+def test_every_table_is_described(finished_run):
+    page = (DOCS / "training.md").read_text()
+    with closing(sqlite3.connect(finished_run[1])) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        for (table,) in tables.fetchall():
+            (row,) = re.findall(rf"^\| `{table}` \| (.*) \|$", page, flags=re.MULTILINE)
+            for _, column, *_ in connection.execute(f"PRAGMA table_info({table})"):
+                assert f"`{column}`" in row or column.startswith("legal_"), (table, column)
+
+
+def test_every_metric_of_a_growth_run_is_explained(finished_run):
+    page = (DOCS / "metrics.md").read_text()
+    for name in {name for record in finished_run[0] for name in record.metrics}:
+        explained = re.sub(r"entropy/\w+$", "entropy/HEAD", name)
+        assert f"`{explained}`" in page, name
+
+
+def test_the_code_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "training.md").read_text(), re.DOTALL)
+    assert compile(block, "docs/training.md", "exec")
+    for line in block.splitlines():
+        if line.startswith("from "):
+            exec(line, {})
