@@ -3,11 +3,13 @@
 import json
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from esper.cli import main
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.simic.evaluation import arms, claims
 from esper.simic.evaluation.evaluate import evaluate_controllers, evaluate_run
@@ -182,6 +184,30 @@ def test_the_picture_is_drawn(report, tmp_path):
 
     path = draw_frontier(report.plot(), tmp_path / "frontier.png")
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def evaluated(runs, preset, *, task, say):
+        asked.append((runs, preset, task))
+        say("growing")
+        return report
+
+    monkeypatch.setattr("esper.cli.evaluate.evaluate_run", evaluated)
+    runs = str(tmp_path / "a"), str(tmp_path / "b")
+    main(["evaluate", *runs, "--preset", "full", "--task", "digits", "--out", str(tmp_path)])
+    assert asked == [(tuple(map(Path, runs)), "full", "digits")]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "- growing" in shown
+    assert "This is a small evaluation" in shown
+    for verdict in report.verdicts:
+        assert f"({verdict.letter}) {verdict.decision}: {verdict.sentence}" in shown
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "evaluation.json", "evaluation.md", "evaluation.png",
+    }  # fmt: skip
+    with pytest.raises(SystemExit, match="name the folder of a run"):
+        main(["evaluate"])
 
 
 def test_runs_of_different_kinds_are_not_one_arm(tmp_path):
