@@ -137,6 +137,11 @@ def test_a_file_of_another_run_is_refused(tmp_path):
     new_growth().save(path)
     with pytest.raises(ValueError, match=r"sites \['1', '5'\].*this one has sites \['1'\]"):
         new_growth(exclude=["5"]).load(path)
+    model, example = build("mlp")
+    groups = [{"params": [p]} for p in model.parameters()]
+    other = Growth(model, torch.optim.AdamW(groups), example=example, decisions=12)
+    with pytest.raises(ValueError, match="has 2 parameter groups.*this optimizer 16"):
+        other.load(path)
     torch.save({"weights": 1}, path)
     with pytest.raises(ValueError, match="not a checkpoint of growth"):
         new_growth().load(path)

@@ -290,6 +290,11 @@ class Growth:
                 f"{path} is of a run with sites {saved['sites']} and blueprints {saved['menu']}; "
                 f"this one has sites {expected[0]} and blueprints {expected[1]}"
             )
+        if len(self.optimizer.param_groups) != len(saved["settings"]):
+            raise ValueError(
+                f"{path} has {len(saved['settings'])} parameter groups, new weights' included, and "
+                f"this optimizer {len(self.optimizer.param_groups)}; make it as it was made then"
+            )
         self._network.restore(network_from_dict(saved["network"]))
         for group, settings in zip(self.optimizer.param_groups, saved["settings"], strict=True):
             group.update(settings)
