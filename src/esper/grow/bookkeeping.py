@@ -86,9 +86,9 @@ class Bookkeeper:
         for index, seed in list(self.seed_ids.items()):
             slot = self._network.slots[index]
             if slot.seed is None:
-                self._end(index, step, "pruned", _worth(evidence, index))
+                self._end(index, step, "pruned", self._worth(evidence, index))
             elif slot.is_committed and self.ledger.fate_of(seed) is None:
-                worth = _worth(evidence, index)
+                worth = self._worth(evidence, index)
                 self.ledger.record_fate(FateRecord(seed=seed, step=step, fate="kept", reason=worth))
 
     def last_fates(self, step: int, best_step: int, evidence: Evidence) -> None:
@@ -96,7 +96,7 @@ class Bookkeeper:
         for index, seed in list(self.seed_ids.items()):
             if self._network.slots[index].seed is None:
                 if self.ledger.fate_of(seed) is None:
-                    self._end(index, step, "uncommitted", _worth(evidence, index))
+                    self._end(index, step, "uncommitted", self._worth(evidence, index))
                 else:
                     reason = f"the best network was the one at step {best_step}, without it"
                     self._end(index, step, "rolled_back", reason)
@@ -162,6 +162,51 @@ class Bookkeeper:
             return 0
         return int(costs[choices["slot"], choices["blueprint"]])
 
+    def _worth(self, evidence: Evidence, slot: int) -> str:
+        """What was last known of a seed, in words."""
+        if not bool(evidence.contribution_known[slot]):
+            return "never measured"
+        gain, error = float(evidence.contribution[slot]), float(evidence.contribution_error[slot])
+        age = int(evidence.contribution_age[slot])
+        when = "now" if age == 0 else f"{age} steps ago"
+        return f"worth {self.ledger.show_gain(gain, error)}, measured {when}"
+
+    def _site(self, slot: int) -> str:
+        return self._network.slots[slot].site.name
+
+
+def network_record(model: nn.Module, trace: SiteTrace, params: int, macs: int) -> NetworkRecord:
+    """The user's model as the ledger shows it: its sites, and the layers outside of them."""
+    offered = {site.name for site in trace.sites}
+    blocks = []
+    for name, place in trace.candidates.items():
+        module = model.get_submodule(name)
+        own = sum(parameter.numel() for parameter in module.parameters())
+        is_leaf = not any(True for _ in module.children())
+        is_inside = any(name.startswith(f"{site}.") for site in offered)
+        if name in offered or (is_leaf and own and not is_inside):
+            kind = place.kind.name if name in offered else None
+            blocks.append(
+                BlockRecord(
+                    name=name,
+                    kind=place.module_class,
+                    shape=place.shape,
+                    params=own,
+                    site_kind=kind,
+                )
+            )
+    return NetworkRecord(params=params, macs=macs, blocks=tuple(blocks))
+
+
+def _worth(self, evidence: Evidence, slot: int) -> str:
+        """What was last known of a seed, in words."""
+        if not bool(evidence.contribution_known[slot]):
+            return "never measured"
+        gain, error = float(evidence.contribution[slot]), float(evidence.contribution_error[slot])
+        age = int(evidence.contribution_age[slot])
+        when = "now" if age == 0 else f"{age} steps ago"
+        return f"worth {self.ledger.show_gain(gain, error)}, measured {when}"
+
     def _site(self, slot: int) -> str:
         return self._network.slots[slot].site.name
 
@@ -183,13 +228,3 @@ def network_record(model: nn.Module, trace: SiteTrace, params: int, macs: int) -
                 )
             )
     return NetworkRecord(params=params, macs=macs, blocks=tuple(blocks))
-
-
-def _worth(evidence: Evidence, slot: int) -> str:
-    """What was last known of a seed, in words."""
-    if not bool(evidence.contribution_known[slot]):
-        return "never measured"
-    mean, error = float(evidence.contribution[slot]), float(evidence.contribution_error[slot])
-    age = int(evidence.contribution_age[slot])
-    when = "now" if age == 0 else f"{age} steps ago"
-    return f"worth {mean:+.4f} +- {error:.4f} of the metric, measured {when}"

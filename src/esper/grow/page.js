@@ -148,7 +148,7 @@ function stepAxis(canvas, { x, left, right, first, last, narrow }, y) {
 function drawMetric(canvas, frame, top, height) {
   const { x, left, right, narrow } = frame;
   const grown = data.steps.map((s) => [s[0], s[1]]);
-  const settled = (points) => points.slice(points.length < 20 ? 0 : Math.floor(points.length / 12));  // the first steps would flatten the rest
+  const settled = (points) => points.slice(points.length < 60 ? 0 : Math.floor(points.length / 12));  // the first steps of a long run would flatten the rest
   const values = [...settled(grown), ...settled(data.twin)].map((p) => p[1]).filter((v) => v !== null);
   const low = values.length ? Math.min(...values) : 0, high = values.length ? Math.max(...values) : 1, pad = (high - low || 1) * 0.06;
   const scale = (v) => top + height - ((v - low + pad) / (high - low + 2 * pad)) * height;
@@ -159,7 +159,7 @@ function drawMetric(canvas, frame, top, height) {
       label(left - 8, y(v) + 4, isShare ? `${Math.round(100 * v)}%` : v, { "text-anchor": "end" }));
   }
   stepAxis(canvas, frame, top + height);
-  if (!narrow) canvas.append(label(right + 10, top + height + 17, "step"));
+  if (!narrow) canvas.append(label(right + 18, top + height + 17, "step"));
   for (const [step, to] of data.rollbacks) {
     canvas.append(svg("rect", { x: x(to), y: top, width: Math.max(1, x(step) - x(to)), height, fill: "var(--danger)", opacity: 0.09 }),
       line(x(step), top, x(step), top + height, { stroke: "var(--danger)", "stroke-dasharray": "3 3" }),
