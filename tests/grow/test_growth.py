@@ -397,6 +397,24 @@ def test_mistakes_are_told_at_once():
     refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
 
 
+def test_a_model_that_grows_already_is_refused():
+    growth = new_growth(Script(germinate(0, blueprint=1)))
+    growth.decide(0.5)
+    refused("seeds of another growth", model=growth.model)
+
+
+def test_a_site_must_keep_its_shape_in_every_example():
+    model, example = build("series")
+    model = nn.Sequential(*model[:5], nn.AdaptiveAvgPool1d(4), nn.Flatten(), nn.Linear(16, 3))
+    refused(
+        r"its output changes shape: \(4, 8\), then \(4, 12\)",
+        model=model,
+        example=example,
+        other_examples=[torch.randn(2, 1, 24)],
+        sites=["1"],
+    )
+
+
 def test_a_controller_that_breaks_the_masks_is_stopped():
     growth = new_growth(Script(act(LifecycleOp.FOSSILIZE, 0)))
     with pytest.raises(LifecycleError, match="chose 4 for 'op'; legal now: \\[0, 1\\]"):
@@ -436,3 +454,17 @@ def test_the_ledger_tells_what_was_decided():
     assert ledger.decisions[0].details["blueprint"] == "dense"
     assert ledger.decisions[0].legal == {"WAIT": (), "GERMINATE": ("1", "5")}
     assert ledger.steps[1].seeds[0].stage == "BLENDING"
+
+
+def test_the_ledger_shows_the_layers_and_where_they_can_grow():
+    blocks = new_growth(name="residual").ledger.before.blocks
+    assert [(block.name, block.site_kind) for block in blocks] == [
+        ("stem.0", None),
+        ("stem.1", None),
+        ("stem.2", "IMAGE"),
+        ("layer1.0", "IMAGE"),
+        ("layer1.1", "IMAGE"),
+        ("layer2.0", "IMAGE"),
+        ("fc", None),
+    ]
+    assert blocks[0].params == 1 * 4 * 9 + 4

@@ -47,6 +47,7 @@ def test_a_dormant_slot_leaves_no_hook():
     model, example, slot = slot_with_seed()
     hooks = lambda: sum(len(m._forward_hooks) for m in model.modules())  # noqa: E731
     before = model(example)
+    slot.alpha = 0.0
     assert hooks() == 0
     slot.alpha = 0.5
     assert hooks() == 1

@@ -196,35 +196,3 @@ def network_record(model: nn.Module, trace: SiteTrace, params: int, macs: int) -
                 )
             )
     return NetworkRecord(params=params, macs=macs, blocks=tuple(blocks))
-
-
-def _worth(self, evidence: Evidence, slot: int) -> str:
-        """What was last known of a seed, in words."""
-        if not bool(evidence.contribution_known[slot]):
-            return "never measured"
-        gain, error = float(evidence.contribution[slot]), float(evidence.contribution_error[slot])
-        age = int(evidence.contribution_age[slot])
-        when = "now" if age == 0 else f"{age} steps ago"
-        return f"worth {self.ledger.show_gain(gain, error)}, measured {when}"
-
-    def _site(self, slot: int) -> str:
-        return self._network.slots[slot].site.name
-
-
-def network_record(model: nn.Module, trace: SiteTrace, params: int, macs: int) -> NetworkRecord:
-    """The user's model as the ledger shows it: the sites it offers, and the rest of its layers."""
-    offered = {site.name: site for site in trace.sites}
-    blocks = []
-    for name, site in trace.candidates.items():
-        if name in offered:
-            own = sum(p.numel() for p in model.get_submodule(name).parameters())
-            blocks.append(
-                BlockRecord(
-                    name=name,
-                    kind=site.module_class,
-                    shape=site.shape,
-                    params=own,
-                    site_kind=site.kind.name,
-                )
-            )
-    return NetworkRecord(params=params, macs=macs, blocks=tuple(blocks))

@@ -40,6 +40,7 @@ from esper.grow.plain import plain_model
 from esper.grow.reporting import Evidence, Reporter
 from esper.grow.seed_groups import AnyScheduler
 from esper.grow.sites import ModelSite, count_macs, count_params, site_table, trace_sites
+from esper.grow.slots import Slot
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 from esper.kasmina.lifecycle import apply, begin_step, end_step, uproot
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
@@ -71,8 +72,8 @@ class Best:
 class Growth:
     """A model that grows while its owner trains it.
 
-    `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them.
-    `decisions` is how often `decide` will be called; the last call closes the run. With
+    `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them;
+    sites must keep their shape in `other_examples` too. `decisions` is how often `decide` will be called; the last call closes the run. With
     `val_loader` and `score` (a batch's scores, one per example, 0 to 1) growth measures itself
     what each seed is worth; without, `decide` needs the validation metric. `behind_host` trains
     new seeds by `shadow_loss` before the model feels them. `rent` is the metric that a seed has
@@ -85,6 +86,7 @@ class Growth:
         optimizer: optim.Optimizer,
         *,
         example: Any,
+        other_examples: Sequence[Any] = (),
         budget: Budget | None = None,
         controller: str | Path | Controller = "heuristic",
         decisions: int = DEFAULT_EPISODE_LENGTH,
@@ -108,7 +110,7 @@ class Growth:
         self.scheduler = scheduler
         self.behind_host = behind_host
         self._val_loader, self._score = val_loader, score
-        trace = trace_sites(model, example)
+        trace = trace_sites(model, example, *other_examples)
         chosen = trace.choose(sites, exclude)
         model_params, model_macs = count_params(model), count_macs(model, example)
         self.budget.check(model_params, model_macs)
@@ -445,6 +447,11 @@ def _check_arguments(
     if not any(id(parameter) in held for parameter in model.parameters()):
         raise ValueError(
             "the optimizer trains none of the model's weights; make it from model.parameters()"
+        )
+    if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
+        raise ValueError(
+            "seeds of another growth sit in this model; grow its plain_model() instead, with an "
+            "optimizer of its own"
         )
     if decisions < 2:
         raise ValueError(f"decisions={decisions}; use 2 or more: the last one only closes the run")

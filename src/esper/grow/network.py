@@ -101,9 +101,8 @@ class GrowingNetwork:
         return [index for index in self.felt if not self.slots[index].is_committed]
 
     def is_finite(self) -> bool:
-        return bool(
-            torch.stack([p.detach().isfinite().all().cpu() for p in self.parameters()]).all()
-        )
+        flags = [parameter.detach().isfinite().all() for parameter in self.parameters()]
+        return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
         """Gradients for the seeds behind the host, from a second pass that no one else notices."""

@@ -89,12 +89,13 @@ def grow(
     trainer = _Trainer(loss, metric or default_metric, _device_of(model))
     with untouched_randomness(model):
         example, _ = trainer.first_batch(train_loader, "training")
-        trainer.first_batch(val_loader, "validation")
+        val_example, _ = trainer.first_batch(val_loader, "validation")
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     growth = Growth(
         model,
         optimizer,
         example=example,
+        other_examples=(val_example,),
         budget=budget,
         controller=controller,
         decisions=decisions + 1,  # the last call closes the run

@@ -102,9 +102,9 @@ def count_params(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def find_sites(model: nn.Module, *examples: Any) -> tuple[ModelSite, ...]:
+def find_sites(model: nn.Module, example: Any, *others: Any) -> tuple[ModelSite, ...]:
     """The places where `model` can grow, in the order in which a forward pass reaches them."""
-    return trace_sites(model, *examples).sites
+    return trace_sites(model, example, *others).sites
 
 
 def site_table(sites: Sequence[ModelSite]) -> str:
@@ -125,7 +125,7 @@ class SiteTrace:
     """What a forward pass showed."""
 
     sites: tuple[ModelSite, ...]  # those offered
-    candidates: dict[str, ModelSite]  # those possible, by name
+    candidates: dict[str, ModelSite]  # those possible, by name, in the order of their calls
     refused: dict[str, str]  # the other modules, and why not
 
     def choose(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[ModelSite]:
@@ -178,17 +178,15 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
     return any(name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def trace_sites(model: nn.Module, *examples: Any) -> SiteTrace:
-    """Traces every example; a single one twice, to see whether shapes hold still."""
+def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
+    """Traces every example, the first one twice: do shapes hold still?"""
     if type(model).__module__.startswith("torch._dynamo"):  # torch.compile made it
         raise ValueError(
             "the model is compiled: its modules are no longer called one by one, so that nothing "
             "can grow in between. Grow the model itself and compile the result"
         )
-    runs = [
-        _trace(model, example) for example in (examples * 2 if len(examples) == 1 else examples)
-    ]
-    if len(examples) == 1 and runs[0].output_shapes != runs[1].output_shapes:
+    runs = [_trace(model, inputs) for inputs in (example, example, *others)]
+    if runs[0].output_shapes != runs[1].output_shapes:
         raise ValueError(
             f"the model's output changes shape on one and the same batch: "
             f"{runs[0].output_shapes}, then {runs[1].output_shapes}; growth needs a fixed one"
