@@ -59,19 +59,22 @@ def train(growth: Growth, x, y) -> None:
     growth.after_step()
 
 
+def finish(growth: Growth, x, y) -> None:
+    while not growth.is_closed:
+        growth.decide()
+        train(growth, x, y)
+
+
 def test_a_run_goes_on_bit_for_bit(tmp_path):
     growth, x, y = new_growth()
     growth.decide()
     train(growth, x, y)
     assert SeedStage.BLENDING in growth._network.states.stage
     growth.save(tmp_path / "run.pt")
+    finish(growth, x, y)
     resumed, _, _ = new_growth(rng_seed=5)
-    for run in (growth, resumed):
-        if run is resumed:
-            run.load(tmp_path / "run.pt")
-        while not run.is_closed:
-            run.decide()
-            train(run, x, y)
+    resumed.load(tmp_path / "run.pt")
+    finish(resumed, x, y)
     assert growth.ledger.to_json() == resumed.ledger.to_json()
     for one, other in zip(growth.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
