@@ -137,10 +137,7 @@ def test_another_environment_is_refused_with_what_differs(tmp_path):
     start().save(tmp_path / "run.pt")
     with pytest.raises(ValueError, match="heads of sizes .3,.*MultiDiscrete.*needs .3, 4, 2"):
         GymTraining.resume(tmp_path / "run.pt", vector(BestActions, NUM_ENVS))
-    with pytest.raises(
-        CheckpointMismatch,
-        match=r"fields.states: found float32 \[4, 20, 3\], expected float32 \[6, 20, 3\]",
-    ):
+    with pytest.raises(CheckpointMismatch, match="a run of 4 envs; 6 were given"):
         GymTraining.resume(tmp_path / "run.pt", vector(CueMemory, 6))
 
 

@@ -1,5 +1,7 @@
 """The loop over Gymnasium environments: what is stored, what is not, and what is refused."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gymnasium
@@ -75,6 +77,33 @@ def test_a_rollout_holds_exactly_the_steps_taken_in_every_autoreset_mode(mode):
         assert bool((hidden[begins] == 0).all())
         assert bool((hidden[~begins] != 0).any(dim=1).all())
     assert training.progress.steps == int(counts.sum())
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+@pytest.mark.parametrize("make", [CueMemory, RowThenColumn])
+def test_every_autoreset_mode_stores_the_same_rows_to_the_bit(make, mode):
+    def collected(mode):
+        heads = RowThenColumn.action_heads if make is RowThenColumn else None
+        training = GymTraining(vector(make, 3, mode), 1000, replace(CONFIG, horizon=40), action_space=heads)  # fmt: skip
+        training.agent.ppo.act = partial(training.agent.ppo.act, deterministic=True)
+        for _ in range(40):
+            training.step()
+        return training.buffer.state_dict()
+
+    rows, same_step = collected(mode), collected(AutoresetMode.SAME_STEP)
+    assert int(same_step["fields"]["truncated"].sum()) >= 9
+    for env, count in enumerate(rows["step_counts"].tolist()):
+        assert count == (40 if mode == AutoresetMode.DISABLED else 36)  # 4 of 40 are fillers
+        for name, field in rows["fields"].items():
+            expected = same_step["fields"][name][env, :count]
+            if name == "bootstrap_values":  # asked for where a row was cut
+                expected = torch.where(
+                    rows["fields"]["truncated"][env, :count], expected, torch.nan
+                )
+                field = torch.where(rows["fields"]["truncated"], field, torch.nan)
+            torch.testing.assert_close(
+                field[env, :count], expected, rtol=0, atol=0, equal_nan=True, msg=name
+            )
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))

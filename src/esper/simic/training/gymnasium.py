@@ -279,6 +279,7 @@ class GymTraining:
         contents = {
             "config": to_plain(self.config),
             "spaces": self.envs.spaces.to_plain(),
+            "num_envs": self.envs.num_envs,
             "total_steps": self.total_steps,
             "agent": self.agent.ppo.state_dict(),
             "action_rng": self.action_rng.get_state(),
@@ -301,6 +302,10 @@ class GymTraining:
             action_space=spaces.action_space,
         )
         spaces.require_same(training.envs.spaces)
+        if saved["num_envs"] != training.envs.num_envs:
+            raise CheckpointMismatch(
+                f"{path} holds a run of {saved['num_envs']} envs; {training.envs.num_envs} were given"
+            )
         training._load(saved, path)
         return training
 
