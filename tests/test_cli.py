@@ -160,6 +160,8 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
     assert len(rows) == 16 * 8
     for number, env, _, score in rows:
         assert score == expected[number - 1][env]
+    curve = EventAccumulator(str(folder)).Reload().Scalars("episode/score")
+    assert [event.step for event in curve] == list(range(1, 17))  # none is told twice
     finished = LearnedController.load(RunFiles(folder).controller)
     for name, weight in training.agent.policy.state_dict().items():
         assert torch.equal(weight, finished.policy.state_dict()[name])
