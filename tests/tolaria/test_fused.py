@@ -1,17 +1,188 @@
-"""The fused kernel trains as batched operations do; here by the C++ compiler, without a GPU."""
+"""The fused kernel trains as batched operations do: by the C++ compiler here, on CUDA where it is."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
+from tolaria.small_populations import BATCH, grow, random_task, rows_for
 from tolaria.test_steps import HOSTS, OPTIMIZERS, assert_agree, build
 
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+from esper.kasmina.blueprints import BLUEPRINTS, blueprint, blueprint_menu
+from esper.kasmina.hosts import build_host
+from esper.kasmina.layers import Conv, MixPositions, Norm, Relu
+from esper.leyline.constants import BlendStyle, SiteKind
+from esper.tolaria import fused, steps
+from esper.tolaria.evaluation import evaluate
+from esper.tolaria.kernels import fused_build
+from esper.tolaria.population import Population
+
+DEVICES = (
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+)
+on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-@needs_compiler
+def assert_one_step_agrees(first, second, rows):
+    """Losses, gradients, weights and evaluation after the same minibatches."""
+    close = {"rtol": 0, "atol": 1e-9}
+    losses = [population.train(rows.to(population.task.device)) for population in (first, second)]
+    torch.testing.assert_close(*losses, **close)
+    for table in ("grads", "params"):
+        tables = [getattr(population.arena, table)[:-1] for population in (first, second)]
+        torch.testing.assert_close(*tables, **close)
+    found = [evaluate(population) for population in (first, second)]
+    torch.testing.assert_close(found[0].loss, found[1].loss, **close)
+    torch.testing.assert_close(found[0].contribution, found[1].contribution, **close)
+
+
+@on_every_device
 @pytest.mark.parametrize("behind_host", [False, True], ids=["in host", "behind host"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", HOSTS)
-def test_the_fused_kernel_trains_as_batched_operations_do(kind, optimizer, behind_host):
-    fused, eager = build(kind, optimizer, "fused"), build(kind, optimizer, "eager")
-    assert_agree(fused, eager, num_steps=12, behind_host=behind_host)
+def test_it_trains_as_batched_operations_do(kind, behind_host, device):
+    pair = [build(kind, "adamw", kernels, device) for kernels in ("fused", "eager")]
+    assert_agree(*pair, num_steps=8, behind_host=behind_host)
+
+
+@on_every_device
+def test_it_knows_sgd(device):
+    pair = [build("conv1d", "sgd", kernels, device) for kernels in ("fused", "eager")]
+    assert_agree(*pair, num_steps=4, behind_host=True)
+
+
+@on_every_device
+@pytest.mark.parametrize("kind", HOSTS)
+def test_every_blueprint_is_blended_in_every_style(kind, device):
+    menu = len(build(kind, "adamw", "eager").menu)
+    hosts, slots = menu * len(BlendStyle), len(HOSTS[kind]["widths"])
+    pair = [build(kind, "adamw", kernels, device, hosts) for kernels in ("fused", "eager")]
+    where = torch.arange(hosts).repeat_interleave(slots), torch.arange(slots).repeat(hosts)
+    for population in pair:
+        grow(population, *where, (where[0] + where[1]) % menu, style=where[0] // menu)
+        for host, slot in zip(*(ids.tolist() for ids in where), strict=True):
+            # a last layer is zero at birth: give it something to say
+            size = int(population.seed_params()[host, slot])
+            columns = population.arena.layout.seed_columns(slot, size)
+            population.arena.params[host, columns] += 0.1 * torch.arange(size).sin().to(device)
+    assert_one_step_agrees(*pair, rows_for(pair[0], count=2))
+
+
+@on_every_device
+def test_layers_may_come_in_any_order(device):
+    @blueprint(SiteKind.SERIES)
+    def unusual(site):
+        separate = Conv(site.width, depthwise=True)
+        return (Relu(), Norm(), Relu(), separate, Relu(), separate, MixPositions(), Relu(), Norm(),
+                Conv(site.width + 3, kernel=1), Relu(), Relu(), Conv(site.width))  # fmt: skip
+
+    try:
+        host = build_host("conv1d", num_classes=5, **HOSTS["conv1d"])
+        task = random_task(host.input_shape).to(device, torch.float64)
+        pair = [
+            Population(
+                host,
+                blueprint_menu("unusual"),
+                task,
+                num_hosts=2,
+                batch_size=BATCH,
+                kernels=kernels,
+            )
+            for kernels in ("fused", "eager")
+        ]
+        for population in pair:
+            grow(population, [0, 0, 1], [0, 2, 1])
+        assert_one_step_agrees(*pair, rows_for(pair[0], count=4))
+    finally:
+        del BLUEPRINTS["unusual"]
+
+
+@on_every_device
+def test_a_minibatch_may_be_worked_on_in_pieces(monkeypatch, device):
+    monkeypatch.setattr(fused, "MOST_EXAMPLES", 5)  # 8 rows: 4 and 4; 60: many
+    pair = [build("conv1d", "adamw", kernels, device) for kernels in ("fused", "eager")]
+    assert_agree(*pair, num_steps=3, behind_host=True)
+
+
+@on_every_device
+@pytest.mark.parametrize("num_kilobytes", [64, 160], ids=["no weights", "no gradients"])
+def test_what_does_not_fit_into_shared_memory_lies_elsewhere(monkeypatch, num_kilobytes, device):
+    monkeypatch.setattr(fused, "shared_bytes", lambda device: num_kilobytes * 1024)
+    pair = []
+    for kernels in ("fused", "eager"):
+        host = build_host("mlp", input_shape=(12,), num_classes=5, widths=(48, 40))
+        task = random_task(host.input_shape).to(device, torch.float64)
+        menu = blueprint_menu("dense_dense")
+        pair.append(Population(host, menu, task, num_hosts=2, batch_size=BATCH, kernels=kernels))
+        grow(pair[-1], [0, 1, 1], [0, 0, 1])
+    assert_one_step_agrees(*pair, rows_for(pair[0], count=3))
+
+
+@on_every_device
+def test_a_broken_host_changes_no_other(device):
+    populations = [build("conv1d", "adamw", "fused", device) for _ in range(2)]
+    for population in populations:
+        grow(population, [0, 1, 2, 4], [0, 0, 0, 1], blueprint=torch.tensor([2, 2, 5, 5]))
+    populations[1].arena.params[0] = torch.nan
+    for population in populations:
+        population.train(rows_for(population, count=5).to(device))
+    sound, broken = (population.arena.params[1:-1] for population in populations)
+    assert torch.equal(sound, broken)
+    assert bool(populations[1].arena.params[0, :4].isnan().all())
+
+
+def test_it_is_chosen_on_cuda_where_it_has_room(monkeypatch):
+    population = build("conv1d", "adamw", "eager")
+    on_cuda = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 4)
+    setup = SimpleNamespace(
+        host=population.host,
+        menu=population.menu,
+        optimizer=population.optimizer,
+        arena=SimpleNamespace(params=on_cuda, layout=population.arena.layout),
+    )
+    monkeypatch.setattr(fused, "shared_bytes", lambda device: 2**17)
+    monkeypatch.setattr(fused, "max_blocks", lambda device: 100)
+    assert steps.fastest_kernels(setup) == "fused"
+    monkeypatch.setattr(fused, "MAX_WORKSPACE_BYTES", 10**6)
+    assert steps.fastest_kernels(setup) == "graphs"
+
+
+def test_a_cpu_needs_a_compiler(monkeypatch):
+    monkeypatch.setattr(fused_build.shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="needs a C\\+\\+ compiler"):
+        fused_build._CpuLibrary([])
+
+
+@pytest.mark.gpu
+def test_runs_are_the_same_to_the_bit_on_any_stream():
+    alone = [build("conv1d", name, "fused", "cuda", dtype=torch.float32) for name in OPTIMIZERS]
+    beside = [build("conv1d", name, "fused", "cuda", dtype=torch.float32) for name in OPTIMIZERS]
+    streams = [torch.cuda.Stream() for _ in beside]
+    for population in (*alone, *beside):
+        grow(population, [0, 1, 2, 4], [0, 0, 1, 2], blueprint=torch.tensor([8, 2, 5, 6]))
+    rows = rows_for(alone[0], count=20).cuda()
+    torch.cuda.synchronize()
+    for population in alone:
+        population.train(rows)
+    torch.cuda.synchronize()
+    for population, stream in zip(beside, streams, strict=True):
+        with torch.cuda.stream(stream):
+            population.train(rows)
+    torch.cuda.synchronize()
+    for one, other in zip(alone, beside, strict=True):
+        assert torch.equal(one.arena.params, other.arena.params)
+
+
+@pytest.mark.gpu
+def test_training_does_not_wait_for_the_device():
+    population = build("conv1d", "adamw", "fused", "cuda", dtype=torch.float32)
+    rows = rows_for(population, count=5).cuda()
+    population.train(rows)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        population.train(rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

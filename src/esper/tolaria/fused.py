@@ -170,6 +170,13 @@ class FusedSteps:
         }
 
 
+def has_room(setup: TrainingSetup) -> bool:
+    """Whether the workspaces of as many hosts as run at a time are of a bearable size."""
+    memory = _Memory(plan(setup), setup, MOST_EXAMPLES)
+    num_bytes = memory.workspace * setup.arena.params.element_size()
+    return num_bytes * max_blocks(setup.arena.params.device) <= MAX_WORKSPACE_BYTES
+
+
 def max_blocks(device: torch.device) -> int:
     """As many as run at a time: each has a workspace of its own."""
     if device.type == "cuda":

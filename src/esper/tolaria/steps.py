@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.kasmina.lifecycle import SlotStates
 from esper.tolaria.batched import Minibatch, TrainingSetup
 from esper.tolaria.compiled import CompiledSteps
-from esper.tolaria.fused import FusedSteps
+from esper.tolaria.fused import FusedSteps, has_room
 from esper.tolaria.graphs import GraphedSteps
 from esper.tolaria.groups import Grouping
 from esper.tolaria.kernels.layer_table import has_kernels
@@ -66,9 +66,10 @@ def fastest_kernels(setup: TrainingSetup) -> Kernels:
     seeds = (e.program(s) for e in setup.menu for s in setup.host.sites if e.fits(s))
     knows_layers = all(map(has_kernels, (*setup.host.programs, *seeds)))
     knows_optimizer = type(setup.optimizer) in (AdamW, SGD)
-    if knows_layers and knows_optimizer:
-        return "fused" if on_cuda else "compiled"
-    return "graphs" if on_cuda else "eager"
+    knows_all = knows_layers and knows_optimizer
+    if on_cuda:
+        return "fused" if knows_all and has_room(setup) else "graphs"
+    return "compiled" if knows_all else "eager"
 
 
 def build_steps(setup: TrainingSetup, kernels: Kernels) -> Steps:

@@ -4,7 +4,10 @@ NVRTC is a library that comes with torch's CUDA builds; no CUDA toolkit is neede
 version does the same work with one thread: it is there to be compared with, not to be fast.
 """
 
+import contextlib
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -17,11 +20,12 @@ import torch
 
 from esper.kasmina.layers import NORM_EPSILON
 from esper.leyline.constants import BlendStyle
-from esper.tolaria.kernels.fused_plan import Kind
+from esper.tolaria.kernels.fused_plan import MOST_CHANNELS, Kind
 
 THREADS = 512  # of a block
 NUM_PARTS = 2  # sums of a gradient that warps make side by side
 _CPU_SHARED_BYTES = 2**22
+_PARTS = ("threads", "conv", "layers", "hosts")  # of the source, in this order
 _REALS = {torch.float32: "float", torch.float64: "double"}
 
 
@@ -52,7 +56,7 @@ def shared_bytes(device: torch.device) -> int:
 
 def _source() -> str:
     folder = resources.files("esper.tolaria.kernels")
-    return "".join((folder / name).read_text() for name in ("fused_layers.cu", "fused_hosts.cu"))
+    return "".join((folder / f"fused_{part}.cu").read_text() for part in _PARTS)
 
 
 def _definitions(dtype: torch.dtype, weights_in_shared: bool) -> list[str]:
@@ -63,6 +67,7 @@ def _definitions(dtype: torch.dtype, weights_in_shared: bool) -> list[str]:
         "SHARED_BYTES": _CPU_SHARED_BYTES,
         "THREADS": THREADS,
         "NUM_PARTS": NUM_PARTS,
+        "MOST_CHANNELS": MOST_CHANNELS,
         "NORM_EPSILON": NORM_EPSILON,
         **{kind.name: kind.value for kind in Kind},
         **{style.name: style.value for style in BlendStyle},
@@ -101,7 +106,7 @@ class _CudaLibrary:
         properties = torch.cuda.get_device_properties(device)
         self._device = device
         architecture = f"--gpu-architecture=sm_{properties.major}{properties.minor}"
-        binary = _nvrtc_binary(_source(), [architecture, "--std=c++17", *definitions])
+        binary = _kept_binary(_source(), [architecture, "--std=c++17", *definitions])
         self._module = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # the device's context is there, and current
@@ -150,6 +155,21 @@ def _check(result: int) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(text))
         raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()}")
+
+
+def _kept_binary(source: str, options: list[str]) -> bytes:
+    """Machine code of a CUDA source, kept beside this file where that can be written."""
+    key = hashlib.sha256("\n".join((str(torch.version.cuda), *options, source)).encode())
+    kept = Path(__file__).parent / "__pycache__" / f"fused-{key.hexdigest()[:16]}.cubin"
+    if kept.exists():
+        return kept.read_bytes()
+    binary = _nvrtc_binary(source, options)
+    with contextlib.suppress(OSError):  # an installation that is not ours to write to
+        kept.parent.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
+            file.write(binary)
+        os.replace(file.name, kept)  # whole or not at all
+    return binary
 
 
 def _nvrtc_binary(source: str, options: list[str]) -> bytes:

@@ -89,17 +89,14 @@ DEVICE const Row& last_row(const Args& a, int program) {
 DEVICE int run_forward(const Args& a, const Work& k, int program, const real* w, int x) {
   const int n = a.n;
   for (int number = 0; number < a.lengths[program]; ++number) {
-    const Row r = a.programs[program * a.longest + number];
+    const Row& r = a.programs[program * a.longest + number];
     const real *in = k.ws + x * n, *weights = w + r.params;
     real *out = k.ws + r.out * n, *saved = k.ws + r.saved * n;
     switch (r.kind) {
-      case CONV:
-        if (takes_eight(r.out_channels, r.out_height * r.out_width, n))
-          conv_forward<8>(r, weights, k.wt + r.transposed, in, out, n);
-        else
-          conv_forward<4>(r, weights, k.wt + r.transposed, in, out, n);
+      case CONV: conv_forward(r, weights, k.wt + r.transposed, in, out, n); break;
+      case DEPTHWISE:
+        depthwise(r, weights, weights + r.channels * num_taps(r), in, out, 1, n);
         break;
-      case DEPTHWISE: depthwise_forward(r, weights, in, out, n); break;
       case NORM: norm_forward(r, weights, in, out, saved, k.scratch, n); break;
       case RELU: relu_forward(in, out, num_inputs(r) * n); break;
       case CODE: code_forward(r, weights, in, out, n); break;
@@ -111,17 +108,6 @@ DEVICE int run_forward(const Args& a, const Work& k, int program, const real* w,
   return x;
 }
 
-DEVICE void conv_backward(const Row& r, const Work& k, const real* x, const real* gy, real* parts,
-                          int columns, int n) {
-  if (r.channels == 1)
-    conv_weight_grad<1>(r, x, gy, parts, columns, n);
-  else if (channel_block(r.channels) == 4)
-    conv_weight_grad<4>(r, x, gy, parts, columns, n);
-  else
-    conv_weight_grad<8>(r, x, gy, parts, columns, n);
-  conv_bias_grad(r, gy, parts, n);
-}
-
 // Adds the gradients of a program's parameters to `parts`. Of the two tensors of gradients,
 // `grad` holds that of the output; the one that is returned holds that of the input. Where the
 // input is a rectifier's output, it is the gradient of what went into that. If `onto` is not
@@ -130,25 +116,26 @@ DEVICE int run_backward(const Args& a, const Work& k, int program, int start, in
                          int other, int onto, bool rectified) {
   const int n = a.n;
   for (int number = a.lengths[program] - 1; number >= 0; --number) {
-    const Row* row = a.programs + program * a.longest + number;
-    const Row r = *row;
-    const real* in = k.ws + (number > 0 ? row[-1].out : x) * n;
+    const Row& r = a.programs[program * a.longest + number];
+    const Row& before = number > 0 ? a.programs[program * a.longest + number - 1] : r;
+    const real* in = k.ws + (number > 0 ? before.out : x) * n;
     const real *weights = k.w + start + r.params, *saved = k.ws + r.saved * n;
-    const real* mask = (number > 0 ? row[-1].rectifies : rectified) ? in : nullptr;
+    const real* mask = (number > 0 ? before.rectifies : rectified) ? in : nullptr;
     const bool ends_here = number == 0 && onto != NOWHERE && r.kind == CONV;
     if (ends_here) other = onto;
     real *parts = k.parts + start + r.params, *gy = k.ws + grad * n, *gx = k.ws + other * n;
     const bool moves = r.kind == CONV || r.kind == DEPTHWISE || r.kind == ATTEND;
     switch (r.kind) {
       case CONV:
-        conv_backward(r, k, in, gy, parts, a.columns, n);
+        conv_weight_grad(r, in, gy, parts, a.columns, n);
+        conv_bias_grad(r, gy, parts, n);
         if (number == 0 && onto == NOT_WANTED) break;
-        if (takes_eight(r.channels, r.height * r.width, n))
-          conv_input_grad<8>(r, k.wt + r.transposed, gy, gx, ends_here, mask, n);
-        else
-          conv_input_grad<4>(r, k.wt + r.transposed, gy, gx, ends_here, mask, n);
+        conv_input_grad(r, k.wt + r.transposed, gy, gx, ends_here, mask, n);
         break;
-      case DEPTHWISE: depthwise_backward(r, weights, parts, in, gy, gx, n); break;
+      case DEPTHWISE:
+        depthwise(r, weights, nullptr, gy, gx, -1, n);
+        depthwise_weight_grad(r, parts, in, gy, n);
+        break;
       case NORM: norm_backward(r, weights, parts, saved, gy, k.scratch, n); break;
       case RELU: relu_backward(k.ws + r.out * n, gy, num_inputs(r) * n); break;
       case CODE: code_backward(r, parts, gy, n); break;
@@ -246,7 +233,8 @@ DEVICE void backward(const Args& a, const Work& k) {
       x = after_blend ? a.slot_rows[2 * stage.slot - 1] : last.out;
       rectified = !after_blend && last.rectifies;
     }
-    const int through = run_backward(a, k, stage.program, stage.start, x, from, free, onto, rectified);
+    const int through =
+        run_backward(a, k, stage.program, stage.start, x, from, free, onto, rectified);
     other = through == grad ? other : grad;
     grad = through;
   }
@@ -254,7 +242,8 @@ DEVICE void backward(const Args& a, const Work& k) {
 
 // The examples `first` to `first + count - 1` of a minibatch at the beginning of the workspace,
 // and zeros beyond.
-DEVICE void load_examples(const Args& a, const Work& k, const long long* rows, int first, int count) {
+DEVICE void load_examples(const Args& a, const Work& k, const long long* rows, int first,
+                          int count) {
   FOR_ALL(i, a.features * a.n) {
     const int f = i % a.features, b = i / a.features;
     real value = 0;
@@ -300,7 +289,7 @@ DEVICE void gradients(const Args& a, const Work& k, const long long* rows, real*
   }
 }
 
-// How many columns are used of a part of the host: itself, or the seed in slot `part - 1`, if there is one.
+// How many columns are used of a part of the host: itself, or the seed in slot `part - 1`.
 DEVICE int part_size(const Args& a, const Work& k, int part) {
   if (part == 0) return a.host_size;
   const int blueprint = a.blueprint[k.p * a.num_slots + part - 1];
@@ -341,28 +330,42 @@ DEVICE void update(const Args& a, const Work& k, bool keeps_grads) {
     const int start = a.part_starts[part], size = part_size(a, k, part);
     const int* homes = a.homes + home_start(a, k, part);
     const real scale = k.scratch[2 * part], inverse = k.scratch[2 * part + 1];
-    FOR_ALL(i, size) {
-      real g = 0;
+    for (int first = THREAD; first < size; first += 4 * STRIDE) {
+      real w[4], mean[4], square[4];
+      int home[4];
 #pragma unroll
-      for (int split = 0; split < NUM_PARTS; ++split) {
-        g += k.parts[split * a.columns + start + i];
-        k.parts[split * a.columns + start + i] = 0;
+      for (int u = 0; u < 4; ++u) {  // loads side by side
+        const int i = least(first + u * STRIDE, size - 1);
+        w[u] = a.params[at + start + i];
+        mean[u] = a.moments[at + start + i];
+        square[u] = a.is_adamw ? a.moments[table + at + start + i] : real(0);
+        home[u] = homes[i];
       }
-      real *params = a.params + at + start + i, *moment = a.moments + at + start + i;
-      real w = *params, mean = *moment;
-      if (keeps_grads) a.grads[at + start + i] = g;
-      if (a.is_adamw) {
-        mean += fresh * (g - mean);
-        const real square = keep * moment[table] + fresh_square * g * g;
-        moment[table] = square;
-        w = (1 - rate * decay) * w - scale * mean / (sqrt(square) * inverse + epsilon);
-      } else {
-        mean = beta * mean + g + decay * w;
-        w -= rate * mean;
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        const int i = first + u * STRIDE;
+        if (i >= size) continue;
+        real g = 0;
+#pragma unroll
+        for (int split = 0; split < NUM_PARTS; ++split) {
+          g += k.parts[split * a.columns + start + i];
+          k.parts[split * a.columns + start + i] = 0;
+        }
+        if (keeps_grads) a.grads[at + start + i] = g;
+        if (a.is_adamw) {
+          mean[u] += fresh * (g - mean[u]);
+          square[u] = keep * square[u] + fresh_square * g * g;
+          a.moments[table + at + start + i] = square[u];
+          w[u] *= 1 - rate * decay;
+          w[u] -= scale * mean[u] / (sqrt(square[u]) * inverse + epsilon);
+        } else {
+          mean[u] = beta * mean[u] + g + decay * w[u];
+          w[u] -= rate * mean[u];
+        }
+        a.moments[at + start + i] = mean[u];
+        a.params[at + start + i] = w[u];
+        if (home[u] >= 0) k.wt[home[u]] = w[u];
       }
-      *moment = mean;
-      *params = w;
-      if (homes[i] >= 0) k.wt[homes[i]] = w;
     }
   }
 }

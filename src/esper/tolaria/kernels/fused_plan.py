@@ -28,7 +28,7 @@ class Kind(IntEnum):
     ATTEND = 5
 
 
-MOST_CHANNELS = 8  # that a task takes
+MOST_CHANNELS = 16  # that a task takes
 _CAN_RECTIFY = (Kind.CONV, Kind.DEPTHWISE, Kind.NORM)
 
 
@@ -55,7 +55,7 @@ class Row:
     transposed: int = 0  # where its transposed weights begin
     out: int = 0
     saved: int = 0  # what the way back needs besides input and output
-    rectifies: bool = False  # a ReLU follows, and is part of the layer
+    rectifies: int = 0  # 1: a ReLU follows, and is part of the layer
 
     @property
     def num_inputs(self) -> int:
@@ -77,15 +77,12 @@ class Row:
 
     @property
     def padded_channels(self) -> int:
-        """Output channels come in blocks of eight, or four where that wastes less."""
-        block = 8 if self.out_channels % 8 in (0, 5, 6, 7) else 4
-        return -(-self.out_channels // block) * block
+        """Output channels come in blocks of four."""
+        return -(-self.out_channels // 4) * 4
 
     @property
     def transposed_size(self) -> int:
-        if self.kind != Kind.CONV:
-            return 0
-        return self.num_taps * self.padded_channels
+        return self.num_taps * self.padded_channels if self.kind == Kind.CONV else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +140,7 @@ def plan(setup: TrainingSetup) -> Plan:
     everything = [row for rows in programs for row in rows]
     grad_size = max(max(row.num_inputs, row.num_outputs) for row in everything)
     scores = max((row.width**2 for row in everything if row.kind == Kind.ATTEND), default=0)
+    beyond = grad_size  # a task may read channels beyond a tensor's last one, and of its weights
     return Plan(
         programs=_table(programs),
         lengths=_int32([len(rows) for rows in programs]),
@@ -156,13 +154,8 @@ def plan(setup: TrainingSetup) -> Plan:
         grad_rows=room.rows,
         grad_size=grad_size,
         score_rows=room.rows + 3 * grad_size,
-        # a task may read the channels beyond a tensor's last one
-        num_rows=room.rows + 4 * grad_size + scores,
-        transposed_size=room.transposed
-        + MOST_CHANNELS
-        * max(
-            r.num_taps * r.padded_channels // r.channels for r in everything if r.kind == Kind.CONV
-        ),
+        num_rows=room.rows + 3 * grad_size + scores + beyond,
+        transposed_size=room.transposed + MOST_CHANNELS * max(map(_reals_per_channel, everything)),
     )
 
 
@@ -172,7 +165,7 @@ def kernel_rows(program: Program) -> list[Row]:
     for numbers in program_rows(program).tolist():
         layer = dict(zip(Column, numbers, strict=True))
         if layer[Column.KIND] == layer_table.RELU and rows and rows[-1].kind in _CAN_RECTIFY:
-            rows[-1].rectifies = True
+            rows[-1].rectifies = 1
         else:
             rows += _rows_of_layer(layer)
     return rows
@@ -266,6 +259,11 @@ class _Room:
     def _take(self, rows: int) -> int:
         self.rows += rows
         return self.rows - rows
+
+
+def _reals_per_channel(row: Row) -> int:
+    """Transposed weights of an input channel."""
+    return row.transposed_size // row.channels
 
 
 def _homes(rows: Sequence[Row], num_params: int) -> np.ndarray:
