@@ -142,6 +142,10 @@ def test_a_file_of_another_run_is_refused(tmp_path):
     other = Growth(model, torch.optim.AdamW(groups), example=example, decisions=12)
     with pytest.raises(ValueError, match="has 2 parameter groups.*this optimizer 16"):
         other.load(path)
+    growth = new_growth()
+    growth.decide()
+    with pytest.raises(ValueError, match="load into a new one"):
+        growth.load(path)
     torch.save({"weights": 1}, path)
     with pytest.raises(ValueError, match="not a checkpoint of growth"):
         new_growth().load(path)

@@ -5,7 +5,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.protocols import Controller
+from esper.leyline.stages import LifecycleError
 from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
 
@@ -37,3 +39,20 @@ def controller_name(controller: str | Path | Controller) -> str:
     if isinstance(controller, str | Path):
         return str(controller)
     return type(controller).__name__
+
+
+def check_legal(actions: Tensor, masks: ActionMasks) -> None:
+    """Raise for a choice that the masks forbid: a controller of one's own may not know them."""
+    space = masks.action_space
+    if tuple(actions.shape) != (1, space.num_heads):
+        raise ValueError(
+            f"the controller gave actions of shape {tuple(actions.shape)}; "
+            f"expected (1, {space.num_heads})"
+        )
+    for index, head in enumerate(space):
+        row, choice = masks.row(index, actions)[0], int(actions[0, index])
+        if bool(row.any()) and not (0 <= choice < head.size and bool(row[choice])):
+            raise LifecycleError(
+                f"the controller chose {choice} for {head.name!r}; legal now: "
+                f"{row.nonzero().flatten().tolist()}"
+            )

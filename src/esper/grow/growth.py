@@ -31,7 +31,7 @@ from esper.grow.checkpoint import (
     set_random_states,
     write,
 )
-from esper.grow.controllers import Remembers, controller_name, make_controller
+from esper.grow.controllers import Remembers, check_legal, controller_name, make_controller
 from esper.grow.export import FORMATS, export
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
 from esper.grow.measuring import Measurement, Score, measure
@@ -44,9 +44,8 @@ from esper.grow.slots import Slot
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 from esper.kasmina.lifecycle import apply, begin_step, end_step, uproot
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
-from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.protocols import Controller
-from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage
+from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 
 COLLAPSE = 0.5  # share of the best committed metric below which a network counts as broken
@@ -285,6 +284,8 @@ class Growth:
 
         A scheduler that growth was not given is its owner's to save and load.
         """
+        if self.step or self.optimizer_steps:
+            raise ValueError("this growth is under way; load into a new one")
         saved = read(path)
         expected = [site.name for site in self.sites], [b.name for b in self._network.menu]
         if (saved["sites"], saved["menu"]) != expected:
@@ -316,11 +317,14 @@ class Growth:
     # ---- the parts of a decision
 
     def _take_stock(self, val_metric: float | None, val_loss: float | None) -> None:
-        """The end of the step that was trained: timed moves happen, then all is measured."""
+        """The end of the step that was trained: all is measured, and timed moves happen.
+
+        They change no output: a seed that goes now has alpha 0 already.
+        """
+        measured = self._measured(val_metric, val_loss)
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
             self._settle_fates()
-        measured = self._measured(val_metric, val_loss)
         self._evidence.note_gradients(self._gradient_norms)
         self._gradient_norms = {}
         self._evidence.take_in(measured.contributions)
@@ -344,7 +348,7 @@ class Growth:
         reports = self._reporter.observe(self.step, steps_left, self._evidence)
         masks = compute_batch_masks(reports, self._reporter.action_space)
         actions = self.controller.decide(reports, masks)
-        _check_legal(actions, masks)
+        check_legal(actions, masks)
         record = self._books.decision(self.step, actions[0], masks)
         states = apply(
             self._network.states,
@@ -467,23 +471,6 @@ def _menu(names: Sequence[str] | None, sites: Sequence[ModelSite]) -> tuple[Blue
         kinds = sorted({site.kind.name for site in sites})
         raise ValueError(f"none of the blueprints {names} fits a site; there are {kinds} sites")
     return fitting
-
-
-def _check_legal(actions: Tensor, masks: ActionMasks) -> None:
-    """A controller of the user's own may not know the masks."""
-    space = masks.action_space
-    if tuple(actions.shape) != (1, space.num_heads):
-        raise ValueError(
-            f"the controller gave actions of shape {tuple(actions.shape)}; "
-            f"expected (1, {space.num_heads})"
-        )
-    for index, head in enumerate(space):
-        row, choice = masks.row(index, actions)[0], int(actions[0, index])
-        if bool(row.any()) and not (0 <= choice < head.size and bool(row[choice])):
-            raise LifecycleError(
-                f"the controller chose {choice} for {head.name!r}; legal now: "
-                f"{row.nonzero().flatten().tolist()}"
-            )
 
 
 def _loss_or_guess(measured: Measurement) -> float:
