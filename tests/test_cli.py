@@ -198,6 +198,13 @@ def test_settings_of_a_resumed_run_cannot_be_changed(tmp_path):
         main(["train", "--resume", str(tmp_path / "run"), "--rounds", "9"])
 
 
+def test_a_damaged_checkpoint_names_the_one_before(tmp_path):
+    RunFolder.create(tmp_path / "run", ORACLE).close()
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(SystemExit, match="checkpoint.previous.pt is the checkpoint before it"):
+        main(["train", "--resume", str(tmp_path / "run")])
+
+
 @pytest.mark.parametrize("arguments", [["--resume", "no-run"], ["--rounds", "0"]])
 def test_mistakes_in_training_are_one_line(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

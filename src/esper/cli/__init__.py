@@ -24,3 +24,5 @@ def main(arguments: list[str] | None = None) -> None:
         )
     except ValueError as error:  # a user's mistake: what came and what works, without a traceback
         sys.exit(f"esper: {error}")
+    except KeyboardInterrupt:
+        sys.exit("esper: interrupted")

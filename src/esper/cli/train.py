@@ -86,8 +86,8 @@ def run_training(folder: RunFolder) -> None:
             _train(training, folder)
         except (OSError, sqlite3.Error, TrainingFailed, ValueError) as error:
             raise ValueError(
-                f"{error}\nthe run stopped in round {training.rounds_done + 1}; what "
-                f"{files.checkpoint} holds is whole: go on with\n  esper train --resume {files.path}"
+                f"{error}\nthe run stopped in round {training.rounds_done + 1}; go on from its "
+                f"last checkpoint with\n  esper train --resume {files.path}"
             ) from error
         if not training.is_finished:
             print(
@@ -102,6 +102,9 @@ def run_training(folder: RunFolder) -> None:
     else:
         show_arms(files)
     print(_written(files))
+    learned_from, full = _num_episodes(training.config), _num_episodes(PRESETS["full"])
+    if learned_from < full:
+        print(f"learned from {learned_from:,} episodes; --preset full learns from {full:,}")
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:
@@ -178,6 +181,10 @@ def _written(files: RunFiles) -> str:
         (files.path, f"curves: tensorboard --logdir {files.path}"),
     )
     return "\n".join(f"  {path!s:44} {what}" for path, what in rows if path.exists())
+
+
+def _num_episodes(config: TrainConfig) -> int:
+    return config.rounds * config.num_envs
 
 
 def _free_folder(preset: str) -> Path:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from esper.simic.training.checkpoint import replace_file
+from esper.simic.training.checkpoint import CheckpointMismatch, replace_file
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.plain_config import from_plain, to_plain
@@ -102,7 +102,13 @@ class RunFolder:
         """The run after its last checkpoint, or from the beginning if it never came to one."""
         if not self.files.checkpoint.exists():
             return GrowthTraining(self.files.read_config())
-        return GrowthTraining.resume(self.files.checkpoint)
+        try:
+            return GrowthTraining.resume(self.files.checkpoint)
+        except CheckpointMismatch as error:
+            raise ValueError(
+                f"{error}; {self.files.previous_checkpoint.name} is the checkpoint before it: copy "
+                f"it to {self.files.checkpoint} to go on from there"
+            ) from error
 
     def save(self, training: GrowthTraining) -> None:
         """Checkpoint and controller; the checkpoint of an earlier round is kept beside it."""
