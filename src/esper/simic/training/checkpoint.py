@@ -4,7 +4,8 @@
     contents = read_checkpoint(path, "gymnasium run")
 
 A file is written beside its destination and then renamed over it, so that a kill at any instant
-leaves either the old checkpoint or the new one. Contents are tensors and plain containers.
+leaves either the old checkpoint or the new one. Contents are tensors and plain containers; who
+changes what a kind of checkpoint holds raises its `version`.
 """
 
 import os
@@ -17,7 +18,6 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-FORMAT_VERSION = 1
 _MAGIC = "esper checkpoint"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _DIFFERENCES_SHOWN = 8
@@ -27,11 +27,13 @@ class CheckpointMismatch(ValueError):
     """A checkpoint that does not fit: another version, another kind or other shapes."""
 
 
-def write_checkpoint(path: str | Path, kind: str, contents: Mapping[str, Any]) -> None:
+def write_checkpoint(
+    path: str | Path, kind: str, contents: Mapping[str, Any], *, version: int = 1
+) -> None:
     """Replace `path` in one step, once the new contents are safely on the disk."""
     path = Path(path)
     _require_plain(contents, "contents")
-    header = {"format": _MAGIC, "version": FORMAT_VERSION, "kind": kind}
+    header = {"format": _MAGIC, "version": version, "kind": kind}
     replace_file(path, lambda file: torch.save(header | {"contents": dict(contents)}, file))
 
 
@@ -51,8 +53,8 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     _sync_folder(path.parent)
 
 
-def read_checkpoint(path: str | Path, kind: str) -> dict[str, Any]:
-    """The contents of a checkpoint of this kind, its tensors on the CPU."""
+def read_checkpoint(path: str | Path, kind: str, *, version: int = 1) -> dict[str, Any]:
+    """The contents of a checkpoint of this kind and version, its tensors on the CPU."""
     path = Path(path)
     if not is_zipfile(path):  # what torch writes is one; a part of it is none
         path.stat()  # missing is another matter
@@ -65,13 +67,13 @@ def read_checkpoint(path: str | Path, kind: str) -> dict[str, Any]:
         ) from error
     if not isinstance(loaded, dict) or loaded.get("format") != _MAGIC:
         raise CheckpointMismatch(f"{path} is not a checkpoint of this library")
-    if loaded["version"] != FORMAT_VERSION:
-        raise CheckpointMismatch(
-            f"{path} has checkpoint version {loaded['version']}; this library reads "
-            f"version {FORMAT_VERSION}"
-        )
     if loaded["kind"] != kind:
         raise CheckpointMismatch(f"{path} holds a {loaded['kind']}, expected a {kind}")
+    if loaded["version"] != version:
+        raise CheckpointMismatch(
+            f"{path} holds version {loaded['version']} of a {kind}; this library reads "
+            f"version {version}"
+        )
     contents: dict[str, Any] = loaded["contents"]
     return contents
 

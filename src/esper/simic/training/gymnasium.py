@@ -288,12 +288,12 @@ class GymTraining:
             "recent_episodes": [list(episode) for episode in self.recent],
             "collecting": self._collecting() if self.envs.can_save_state else None,
         }
-        write_checkpoint(path, _KIND, contents)
+        write_checkpoint(path, _KIND, contents, version=_VERSION)
 
     @classmethod
     def resume(cls, path: str | Path, envs: "VectorEnv[Any, Any, Any]") -> "GymTraining":
         """The run as it was saved, on environments made as they were then."""
-        saved = read_checkpoint(path, _KIND)
+        saved = read_checkpoint(path, _KIND, version=_VERSION)
         spaces = GymSpaces.from_plain(saved["spaces"])
         training = cls(
             envs,
@@ -355,7 +355,7 @@ class GymTraining:
         self.envs.load_state_dict(saved["envs"])
 
 
-_KIND = "gymnasium run"
+_KIND, _VERSION = "gymnasium run", 2
 
 
 def _open(
