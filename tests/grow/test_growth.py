@@ -267,6 +267,7 @@ def test_a_collapse_or_a_lost_metric_is_a_rollback(metric, reason):
     train(growth)
     growth.decide(metric)
     assert reason in growth.ledger.rollbacks[0].reason
+    assert not growth.optimizer.state  # as it was then: before the first step
 
 
 def test_a_seed_committed_after_the_best_network_goes_with_a_rollback():

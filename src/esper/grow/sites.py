@@ -8,19 +8,17 @@ layer itself is none: a seed after it could only relabel the answer.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.grow.randomness import untouched_randomness
+from esper.grow.tracing import Call, Run, at_rest, is_cut, trace, watched
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
@@ -93,7 +91,7 @@ def count_macs(model: nn.Module, inputs: Any) -> int:
     """Multiply-adds per example, as torch counts them: matrix products and convolutions."""
     counter = FlopCounterMode(display=False)
     # with gradients and without fused attention: some fused paths torch does not count
-    with _at_rest(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+    with at_rest(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         forward(model, inputs)
     return round(counter.get_total_flops() / 2 / batch_size(inputs))
 
@@ -185,7 +183,10 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
             "the model is compiled: its modules are no longer called one by one, so that nothing "
             "can grow in between. Grow the model itself and compile the result"
         )
-    runs = [_trace(model, inputs) for inputs in (example, example, *others)]
+    runs = [
+        trace(model, lambda inputs=inputs: forward(model, watched(inputs)))  # type: ignore[misc]
+        for inputs in (example, example, *others)
+    ]
     if runs[0].output_shapes != runs[1].output_shapes:
         raise ValueError(
             f"the model's output changes shape on one and the same batch: "
@@ -195,7 +196,7 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
     candidates: dict[str, ModelSite] = {}
     refused: dict[str, str] = {}
     for name, calls in first.calls.items():
-        site, why_not = _candidate(name, calls, first.batch)
+        site, why_not = _candidate(name, calls, batch_size(example))
         for other in runs[1:]:
             site, why_not = _if_stable(site, why_not, other.calls.get(name, []))
         if site is None:
@@ -208,116 +209,7 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
     return SiteTrace(_offered(first, candidates), candidates, refused)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One module was called once."""
-
-    order: int
-    module_class: str
-    output: Any  # its shape, or the type of what is not a tensor
-    dtype: torch.dtype
-    device: torch.device
-    node: Any  # of the autograd graph
-    channels_last: bool
-    weights: str
-    num_weight_calls: int  # layers with weights that have run so far
-    is_source: bool  # it looks its output up instead of computing it
-    is_block: bool  # one of a row of modules that are made of others
-
-
-@dataclass
-class _Run:
-    """One forward pass."""
-
-    batch: int
-    calls: dict[str, list[_Call]] = field(default_factory=dict)
-    output_nodes: list[Any] = field(default_factory=list)
-    output_shapes: list[tuple[int, ...]] = field(default_factory=list)
-    # of the layer with weights that ran last: its name, whether it puts channels last, its sizes
-    weights: str = ""
-    prefers_last: bool = True
-    sizes: frozenset[int] = frozenset()
-    num_weight_calls: int = 0
-
-    def record(self, name: str, module: nn.Module, output: Any) -> None:
-        own = [p for p in module.parameters(recurse=False) if sum(n > 1 for n in p.shape) > 1]
-        if own:
-            self.weights, self.prefers_last = name, not isinstance(module, _ConvNd)
-            self.sizes = frozenset(size for p in own for size in p.shape)
-            self.num_weight_calls += 1
-        tensor = output[0] if isinstance(output, tuple) and output else output
-        is_tensor = isinstance(tensor, Tensor) and tensor.is_floating_point()
-        self.calls.setdefault(name, []).append(
-            _Call(
-                order=sum(map(len, self.calls.values())),
-                module_class=type(module).__name__,
-                output=tuple(tensor.shape) if is_tensor else type(output).__name__,
-                dtype=tensor.dtype if is_tensor else torch.float32,
-                device=tensor.device if is_tensor else torch.device("cpu"),
-                node=tensor.grad_fn if is_tensor else None,
-                channels_last=is_tensor and self._puts_channels_last(tensor.shape),
-                weights=self.weights,
-                num_weight_calls=self.num_weight_calls,
-                is_source=isinstance(module, nn.Embedding | nn.EmbeddingBag),
-                is_block=_is_block(name, module),
-            )
-        )
-
-    def _puts_channels_last(self, shape: torch.Size) -> bool:
-        """By the layer that ran last, unless only the other axis has a size of its weights."""
-        if len(shape) < 3:
-            return False
-        first, last = shape[1] in self.sizes, shape[-1] in self.sizes
-        return last if first != last else self.prefers_last
-
-
-def _trace(model: nn.Module, example: Any) -> _Run:
-    run = _Run(batch_size(example))
-    handles = [
-        module.register_forward_hook(
-            lambda module, _args, output, name=name: run.record(name, module, output)
-        )
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        with _at_rest(model), torch.enable_grad():
-            output = forward(model, pytree.tree_map(_watched, example))
-    finally:
-        for handle in handles:
-            handle.remove()
-    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    run.output_nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    run.output_shapes = [tuple(t.shape) for t in tensors]
-    return run
-
-
-def _watched(leaf: Any) -> Any:
-    """An input that the autograd graph knows as a step of its own."""
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        return leaf.detach().requires_grad_().clone()
-    return leaf
-
-
-@contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, every weight in the graph; afterwards all is as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    with untouched_randomness(model):
-        try:
-            model.eval()
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-            yield
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-            for module, training in modes:
-                module.training = training
-
-
-def _candidate(name: str, calls: list[_Call], batch: int) -> tuple[ModelSite | None, str]:
+def _candidate(name: str, calls: list[Call], batch: int) -> tuple[ModelSite | None, str]:
     """The site after a module, or why there is none."""
     call = calls[0]
     if len(calls) > 1:
@@ -350,7 +242,7 @@ def _candidate(name: str, calls: list[_Call], batch: int) -> tuple[ModelSite | N
 
 
 def _if_stable(
-    site: ModelSite | None, why_not: str, calls: list[_Call]
+    site: ModelSite | None, why_not: str, calls: list[Call]
 ) -> tuple[ModelSite | None, str]:
     """The site, if another run shows the same one."""
     if site is None:
@@ -366,7 +258,7 @@ def _if_stable(
     return site, why_not
 
 
-def _offered(run: _Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...]:
+def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...]:
     """The candidates that everything flows through, one for each layer with weights.
 
     A model that has none (skip connections from end to end) offers all its layers.
@@ -377,7 +269,7 @@ def _offered(run: _Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ..
         for names in _places(run, candidates)
         if run.calls[names[0]][0].num_weight_calls < last
     ]
-    cuts = [names for names in places if _is_cut(run.calls[names[0]][0].node, run)]
+    cuts = [names for names in places if is_cut(run.calls[names[0]][0].node, run)]
     stages: list[list[str]] = []
     for names in cuts or places:
         call = run.calls[names[0]][0]
@@ -389,7 +281,7 @@ def _offered(run: _Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ..
     return tuple(candidates[_best_name(names, run)] for names in stages)
 
 
-def _places(run: _Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
+def _places(run: Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
     """The candidates in the order of their calls; modules that hand on one tensor are one place."""
     places: dict[Any, list[str]] = {}
     for name in sorted(candidates, key=lambda name: run.calls[name][0].order):
@@ -397,38 +289,7 @@ def _places(run: _Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
     return list(places.values())
 
 
-def _best_name(names: list[str], run: _Run) -> str:
+def _best_name(names: list[str], run: Run) -> str:
     """The block of a stack if there is one, else the innermost module."""
     blocks = [name for name in names if run.calls[name][0].is_block]
     return (blocks or names)[0]
-
-
-def _is_block(name: str, module: nn.Module) -> bool:
-    is_composed = not isinstance(module, nn.Sequential) and any(True for _ in module.children())
-    return is_composed and name.rpartition(".")[2].isdigit()
-
-
-def _is_cut(node: Any, run: _Run) -> bool:
-    """Whether every path from what `node` was made of to the outputs goes through it."""
-    if node is None:
-        return False
-    around = _reachable(run.output_nodes, avoiding=node)
-    before = _reachable([parent for parent, _ in node.next_functions if parent is not None])
-    sources = [c.node for calls in run.calls.values() for c in calls if c.is_source]
-    # weights may be used twice; what came of the inputs may not go around
-    computed = {n for n in before if n.name() != _LEAF}
-    return not any(n in around for n in (*computed, *sources))
-
-
-_LEAF = "torch::autograd::AccumulateGrad"
-
-
-def _reachable(roots: Sequence[Any], avoiding: Any = None) -> set[Any]:
-    seen = {root for root in roots if root is not avoiding}
-    stack = list(seen)
-    while stack:
-        for parent, _ in stack.pop().next_functions:
-            if parent is not None and parent is not avoiding and parent not in seen:
-                seen.add(parent)
-                stack.append(parent)
-    return seen
