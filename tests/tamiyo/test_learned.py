@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from random_reports import random_reports
+from tamiyo.random_reports import random_reports
 
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tamiyo.learned import LearnedController

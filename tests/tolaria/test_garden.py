@@ -9,7 +9,7 @@ from tolaria.small_populations import random_task
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
 from esper.leyline.constants import SiteKind
-from esper.leyline.stages import SeedStage
+from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
@@ -19,13 +19,13 @@ STEPS, EACH = 6, 3
 WIDTHS = ((4, 4), (8, 4), (4, 8))
 
 
-def make_environment(widths=WIDTHS, *, num_types=2, rng_seed=0):
+def make_environment(widths=WIDTHS, *, num_types=2, rng_seed=0, siblings=1):
     hosts = [build_host("conv1d", input_shape=(1, 20), num_classes=5, widths=w) for w in widths]
     garden = PopulationGarden(
         hosts,
         menu_for(SiteKind.SERIES)[:4],
         random_task(num_views=2, num_rows=120, dtype=torch.float32),
-        GardenConfig(num_types=num_types, envs_per_type=EACH, minibatches=3, batch_size=20,
+        GardenConfig(num_types=num_types, envs_per_type=EACH, siblings=siblings, minibatches=3, batch_size=20,
                      validation_rows=40, episode_steps=STEPS),
     )  # fmt: skip
     return GrowthEnvironment(garden, GrowthConfig(num_steps=STEPS), rng_seed=rng_seed)
@@ -154,3 +154,27 @@ def test_a_step_past_the_end_is_refused():
     run(environment, ConstantPlan([(0, 0, 1)]))
     with pytest.raises(ValueError, match=r"over after 6 steps; call reset\(\)"):
         environment.step(torch.zeros(2 * EACH, environment.action_space.num_heads).long())
+
+
+def test_siblings_differ_in_nothing_but_what_is_done_to_them():
+    environment = make_environment(siblings=EACH)
+    outcomes, reports = run(environment, ConstantPlan([]))
+    families = torch.stack([outcomes[-1].accuracy, reports.rent, reports.validation_loss]).view(
+        3, 2, EACH
+    )
+    assert torch.equal(families, families[..., :1].expand_as(families))
+    assert len(families[1, :, 0].unique()) == len(families[2, :, 0].unique()) == 2
+    environment.reset()
+    actions = torch.zeros(2 * EACH, environment.action_space.num_heads).long()
+    actions[0, 0] = LifecycleOp.GERMINATE
+    for _ in range(3):
+        environment.step(actions)
+        actions[:] = 0
+    losses = environment.observe().validation_loss
+    assert losses[0] != losses[1]
+    assert losses[1] == losses[2]
+
+
+def test_siblings_that_do_not_fit_are_an_error():
+    with pytest.raises(ValueError, match="envs_per_type=3 does not split into siblings=2"):
+        make_environment(siblings=2)

@@ -40,6 +40,7 @@ class Environment(Protocol):
     """N growing hosts that take one factored action each per step."""
 
     num_envs: int
+    siblings: int  # envs in a row that differ in nothing but what is done to them
     action_space: FactoredActionSpace
 
     def reset(self) -> None:

@@ -20,6 +20,19 @@ def growth_score(
     return accuracy - rent * torch.log1p(added_params / host_params) - compute_charge
 
 
+def against_siblings(rewards: Tensor, siblings: int) -> Tensor:
+    """Each env's reward `[N]` less the mean of its siblings', as it is where there are none.
+
+    What a host would have reached anyway, its data and its luck are the same for all siblings and
+    cancel; what an env is compared with does not depend on what it did.
+    """
+    if siblings == 1:
+        return rewards
+    families = rewards.view(-1, siblings)
+    others = (families.sum(dim=1, keepdim=True) - families) / (siblings - 1)
+    return (families - others).flatten()
+
+
 class GrowthReward:
     """The change of score in each step: rewards sum to an episode's last score less its start.
 

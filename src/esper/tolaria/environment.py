@@ -89,6 +89,7 @@ class Garden(Protocol):
     num_envs: int
     num_slots: int
     num_blueprints: int
+    siblings: int  # envs in a row whose hosts differ in nothing but what is done to them
 
     @property
     def states(self) -> SlotStates: ...
@@ -115,15 +116,16 @@ class GrowthEnvironment:
     def __init__(self, garden: Garden, config: GrowthConfig | None = None, *, rng_seed: int = 0):
         self.garden = garden
         self.config = config or GrowthConfig()
-        self.num_envs = garden.num_envs
+        self.num_envs, self.siblings = garden.num_envs, garden.siblings
         self.action_space = tamiyo_action_space(garden.num_slots, garden.num_blueprints)
         self.generator = torch.Generator().manual_seed(rng_seed)  # of all that episodes draw
 
     def reset(self) -> None:
         config = self.config
         plan = self.garden.reset(self.generator)
-        uniform = torch.rand(self.num_envs, generator=self.generator)
-        self.begin(plan, config.min_rent * (config.max_rent / config.min_rent) ** uniform)
+        uniform = torch.rand(self.num_envs // self.siblings, generator=self.generator)
+        rent = config.min_rent * (config.max_rent / config.min_rent) ** uniform
+        self.begin(plan, rent.repeat_interleave(self.siblings))
 
     def begin(self, plan: GardenPlan, rent: Tensor) -> None:
         """Start an episode with the hosts that the garden holds, at these rents `[N]`."""

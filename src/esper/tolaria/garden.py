@@ -32,6 +32,8 @@ class GardenConfig:
     """Architectures per episode; each gets the same number of envs."""
     envs_per_type: int = 8
     """Hosts of one architecture."""
+    siblings: int = 1
+    """Envs that share a start, a view, an order of the data and a rent: only actions differ."""
     minibatches: int = 20
     """Minibatches per step and host."""
     batch_size: int = 100
@@ -48,13 +50,18 @@ class GardenConfig:
                      "validation_rows"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+        if self.siblings < 1 or self.envs_per_type % self.siblings:
+            raise ValueError(
+                f"envs_per_type={self.envs_per_type} does not split into siblings={self.siblings}"
+            )
 
 
 class PopulationGarden:
     """`num_types` populations side by side; env n is host n % envs_per_type of type n // it.
 
-    Envs draw random numbers under the names `host_ids` `[N]`, their numbers if left out: hosts of
-    one architecture, view and name begin alike and read the same rows in the same order.
+    Envs draw random numbers under the names `host_ids` `[N]`, one for each group of siblings if
+    left out: hosts of one architecture, view and name begin alike and read the same rows in the
+    same order.
     """
 
     def __init__(
@@ -81,8 +88,9 @@ class PopulationGarden:
             raise ValueError("hosts of one garden have the same number of slots")
         self.hosts, self.menu, self.task = tuple(hosts), tuple(menu), task
         self.optimizer = optimizer or AdamW()
-        self.num_envs = config.num_types * config.envs_per_type
-        self.host_ids = torch.arange(self.num_envs) if host_ids is None else host_ids
+        self.num_envs, self.siblings = config.num_types * config.envs_per_type, config.siblings
+        families = torch.arange(self.num_envs) // config.siblings
+        self.host_ids = families if host_ids is None else host_ids
         self.num_slots, self.num_blueprints = hosts[0].num_slots, len(menu)
         self.events: tuple[Rollback, ...] = ()  # of the last step, hosts numbered as envs
         self._built: dict[Host, list[_Plot]] = {}
@@ -110,10 +118,11 @@ class PopulationGarden:
 
     def reset(self, generator: torch.Generator) -> GardenPlan:
         order = torch.randperm(len(self.hosts), generator=generator).tolist()
-        views = torch.randint(self.task.num_views, (self.num_envs,), generator=generator)
+        families = self.num_envs // self.siblings
+        views = torch.randint(self.task.num_views, (families,), generator=generator)
         rng_seed = int(torch.randint(2**31, (1,), generator=generator))
         chosen = [self.hosts[i] for i in order[: self.config.num_types]]
-        self.plant(chosen, views, rng_seed)
+        self.plant(chosen, views.repeat_interleave(self.siblings), rng_seed)
         return self.plan()
 
     def plant(self, hosts: Sequence[Host], view_ids: Tensor, rng_seed: int) -> None:

@@ -28,6 +28,7 @@ class KnownGains:
 
     num_slots = len(SITE_SHARES)
     num_blueprints = len(BLUEPRINT_GAINS)
+    siblings = 1
 
     def __init__(self, num_envs: int):
         self.num_envs = num_envs

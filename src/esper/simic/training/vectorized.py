@@ -17,7 +17,7 @@ from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
-from esper.simic.rewards import GrowthReward
+from esper.simic.rewards import GrowthReward, against_siblings
 from esper.simic.training.phase_clock import PhaseClock
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
@@ -98,7 +98,7 @@ class VectorizedTrainer:
                 log_probs=decision.log_probs,
                 masks=decision.masks,
                 value=decision.values,
-                reward=self.reward.of(reports, outcome),
+                reward=against_siblings(self.reward.of(reports, outcome), environment.siblings),
                 terminated=outcome.terminated,
                 truncated=outcome.truncated,
                 bootstrap_value=None,  # an episode is the task: it ends, it is never cut

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout
+from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, decide
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.input_checks import (
@@ -34,7 +35,7 @@ from esper.tamiyo.policy.input_checks import (
 )
 from esper.tamiyo.policy.packed_lstm import packed_lstm
 from esper.tamiyo.policy.plain_heads import POLICY_GAIN, PlainHeads, Scene, init_lstm, linear
-from esper.tamiyo.policy.slot_heads import SlotHeads
+from esper.tamiyo.policy.slot_heads import OP_PRIOR, SlotHeads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,8 @@ class FactoredRecurrentActorCritic(nn.Module):
         # one layer for the first run of heads, which is given nothing, and for the value
         self.readout = linear(width, action_space.run_spaces[0].num_choices + 1, gain=POLICY_GAIN)
         nn.init.orthogonal_(self.readout.weight.data[-1:])
+        if isinstance(features, FeatureLayout):
+            self.readout.bias.data[:-1] = torch.tensor([OP_PRIOR[op] for op in LifecycleOp])
 
     def raise_on_bad_values(self) -> None:
         """Raises what went wrong on the device since the last call; waits for it once."""

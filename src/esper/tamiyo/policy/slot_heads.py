@@ -13,8 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace, tamiyo_action_space
+from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.plain_heads import POLICY_GAIN, Scene, embedding, linear, mlp
+
+# Logits of the ops before anything is learned: seeds are grown, left to live and committed. Even
+# chances would prune or stop most seeds before they can show what they are worth.
+OP_PRIOR = {
+    LifecycleOp.WAIT: 0.0,
+    LifecycleOp.GERMINATE: -0.5,
+    LifecycleOp.SET_ALPHA_TARGET: -2.0,
+    LifecycleOp.PRUNE: -2.0,
+    LifecycleOp.FOSSILIZE: -0.5,
+    LifecycleOp.ADVANCE: -2.0,
+}
 
 _RELU_GAIN = math.sqrt(2)
 _OP, _SLOT = 0, 1  # columns of the actions
