@@ -2,7 +2,10 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 from grow.small_ledgers import NETWORK, full_ledger, new_ledger, seed, state, step
@@ -97,11 +100,32 @@ def test_the_page_fetches_nothing(ledger):
         assert call not in page
 
 
+def test_every_part_is_in_the_page():
+    page = page_html(full_ledger())
+    parts = resources.files("esper.grow").joinpath("page_parts").iterdir()
+    scripts = [part.read_text() for part in parts if part.name.endswith(".js")]
+    assert len(scripts) == 5
+    _, code = Reader(page).texts["script"]
+    assert all(script in code for script in scripts)
+    assert code.index("const data =") < code.index("function drawTime") < code.index("drawHead();")
+    ids = set(re.findall(r' id="(\w+)"', page))
+    assert set(re.findall(r'\$\("(\w+)"\)', code)) <= ids  # what the script looks for is there
+    assert "{{" not in re.sub(r"<script>.*</script>", "", page, flags=re.S)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_parses(tmp_path):
+    script = tmp_path / "page.js"
+    script.write_text(Reader(page_html(full_ledger())).texts["script"][1])
+    subprocess.run(["node", "--check", script], check=True)
+
+
 def test_the_json_beside_the_page_is_the_ledger(tmp_path):
     ledger = full_ledger()
-    page = write_page(ledger, tmp_path / "runs" / "first")
-    assert page == tmp_path / "runs" / "first.html"
-    assert Ledger.read(tmp_path / "runs" / "first.json") == ledger
+    for given in ("run.2.html", "run.2"):
+        page = write_page(ledger, tmp_path / given / given)
+        assert page == tmp_path / given / "run.2.html"
+        assert Ledger.read(tmp_path / given / "run.2.json") == ledger
 
 
 def test_odd_names_are_text_and_nothing_else():

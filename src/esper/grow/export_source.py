@@ -39,13 +39,13 @@ _INFIX: dict[Any, str] = {
 # fmt: off
 # operators whose arguments are, in this order, those of the torch function of the same name
 _TORCH = {
-    "abs", "addcmul", "addmm", "amax", "amin", "arange", "avg_pool1d", "batch_norm", "bmm", "cat",
-    "chunk", "clamp", "conv1d", "conv2d", "conv3d", "cos", "cumsum", "embedding", "erf", "exp",
-    "flatten", "full", "full_like", "group_norm", "layer_norm", "log", "log_softmax",
-    "max_pool1d", "max_pool2d", "mean", "mul", "neg", "ones", "ones_like", "permute", "pow",
-    "relu", "relu_", "reshape", "rsqrt", "select", "sigmoid", "sin", "softmax", "sqrt", "squeeze",
-    "stack", "sum", "tanh", "transpose", "tril", "triu", "unflatten", "unsqueeze", "where",
-    "zeros", "zeros_like",
+    "abs", "addcmul", "addmm", "amax", "amin", "arange", "argmax", "argmin", "avg_pool1d",
+    "batch_norm", "bmm", "cat", "chunk", "clamp", "conv1d", "conv2d", "conv3d", "cos", "cumsum",
+    "embedding", "erf", "exp", "flatten", "full", "full_like", "group_norm", "layer_norm", "log",
+    "log_softmax", "max_pool1d", "max_pool2d", "mean", "mul", "neg", "ones", "ones_like",
+    "permute", "pow", "relu", "relu_", "reshape", "rsqrt", "select", "sigmoid", "sin", "softmax",
+    "sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "tril", "triu", "unflatten",
+    "unsqueeze", "where", "zeros", "zeros_like",
 }
 _FUNCTIONAL = {
     "adaptive_avg_pool2d", "avg_pool2d", "dropout", "elu", "gelu", "hardswish", "leaky_relu",

@@ -2,8 +2,8 @@
 
     write_page(ledger, "run.html")  # and run.json, the ledger itself
 
-The page is page.html with page.css, page.js and the data put in; it fetches nothing. Everything
-shown comes from `page_data`; names reach the page as text, never as markup.
+The page is put together from `page_parts/` and fetches nothing. Everything it shows comes from
+`page_data`; names reach it as text, never as markup.
 """
 
 import html
@@ -15,10 +15,13 @@ from typing import Any
 
 from esper.grow.ledger import DecisionRecord, Ledger, SeedRecord
 
+_SCRIPTS = ("basics.js", "chart.js", "sections.js", "network.js", "start.js")  # in this order
+
 
 def write_page(ledger: Ledger, path: str | Path) -> Path:
     """Writes the page, and the ledger as JSON beside it under the same name."""
-    page = Path(path).with_suffix(".html")
+    page = Path(path)
+    page = page if page.suffix == ".html" else page.with_name(f"{page.name}.html")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(page_html(ledger), encoding="utf-8")
     ledger.write(page.with_suffix(".json"))
@@ -27,20 +30,19 @@ def write_page(ledger: Ledger, path: str | Path) -> Path:
 
 def page_html(ledger: Ledger) -> str:
     """The whole page."""
-    parts = {name: _resource(f"page.{name}") for name in ("css", "js")}
+    parts = {"css": _part("page.css"), "js": "\n".join(_part(name) for name in _SCRIPTS)}
     # "<" would let a name end the script that holds the data
     data = json.dumps(page_data(ledger), allow_nan=False, separators=(",", ":"))
     parts["data"] = data.replace("<", "\\u003c")
     parts["title"] = html.escape(f"{ledger.model}, grown")
     parts["summary"] = html.escape(ledger.summary())
-    page = _resource("page.html")
-    head, *tails = page.split("{{")
+    head, *tails = _part("page.html").split("{{")
     filled = (parts[key] + text for key, _, text in (tail.partition("}}") for tail in tails))
     return head + "".join(filled)
 
 
-def _resource(name: str) -> str:
-    return resources.files("esper.grow").joinpath(name).read_text(encoding="utf-8")
+def _part(name: str) -> str:
+    return resources.files("esper.grow").joinpath("page_parts", name).read_text(encoding="utf-8")
 
 
 def page_data(ledger: Ledger) -> dict[str, Any]:
