@@ -143,11 +143,12 @@ def test_budgets_stand_where_floats_are_coarse():
     growth = new_growth(Script(germinate(0, blueprint=1)))
     reporter = growth._reporter
     reporter.model_params = 2**26 + 1
-    reporter._budget = Budget(params=2**27 + 3)
-    report = reporter.observe(0, 5, growth._evidence)
-    assert 0 <= 2**27 + 3 - (2**26 + 1) - int(report.params_left) <= 8
+    reporter._budget = Budget(params=2**27 + 7)  # leaves 2**26 + 6; the nearest float is larger
+    left = int(reporter.observe(0, 5, growth._evidence).params_left)
+    assert 2**26 <= left <= 2**26 + 6
     reporter.cost_params = torch.full_like(reporter.cost_params, 2**25 + 1)
-    assert (reporter.observe(0, 5, growth._evidence).cost_params >= 2**25 + 1).all()
+    costs = reporter.observe(0, 5, growth._evidence).cost_params.double()
+    assert ((costs >= 2**25 + 1) & (costs <= 2**25 + 4)).all()
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():

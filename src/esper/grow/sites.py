@@ -183,6 +183,7 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
             "the model is compiled: its modules are no longer called one by one, so that nothing "
             "can grow in between. Grow the model itself and compile the result"
         )
+    batch = batch_size(example)
     runs = [
         trace(model, lambda inputs=inputs: forward(model, watched(inputs)))  # type: ignore[misc]
         for inputs in (example, example, *others)
@@ -196,7 +197,7 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
     candidates: dict[str, ModelSite] = {}
     refused: dict[str, str] = {}
     for name, calls in first.calls.items():
-        site, why_not = _candidate(name, calls, batch_size(example))
+        site, why_not = _candidate(name, calls, batch)
         for other in runs[1:]:
             site, why_not = _if_stable(site, why_not, other.calls.get(name, []))
         if site is None:
