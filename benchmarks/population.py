@@ -35,12 +35,18 @@ from esper.tolaria.evaluation import evaluate
 from esper.tolaria.governor import Governor
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
+from esper.tolaria.steps import Kernels
 from esper.tolaria.tasks import HeldOut, Task, minibatch_indices
 
 BATCH, NUM_ROWS, VALIDATION_ROWS = 100, 3200, 800
 STEP_MINIBATCHES = 32
 WIDTH = {"cpu": 8, "cuda": 16}
 OPTIMIZER = AdamW(learning_rate=1e-2)
+GARDEN_MINIBATCHES, GARDEN_ROWS = 20, 400  # of an RL step in `esper train`
+Widths = tuple[tuple[int, ...], ...]
+MIXED_WIDTHS: Widths = (
+    (16, 16, 16), (4, 8, 16), (16, 8, 4), (8, 8, 8), (12, 4, 12), (8, 16, 8), (4, 4, 4), (12, 12, 16),
+)  # fmt: skip
 CONV_CONV = 5  # its place in the menu for series
 
 
@@ -60,11 +66,25 @@ def random_task(device: str, dtype: torch.dtype = torch.float32) -> Task:
     ).to(device, dtype)
 
 
-def build(num_hosts: int, device: str, dtype: torch.dtype = torch.float32) -> Population:
-    host = build_host("conv1d", input_shape=(1, 40), num_classes=10, widths=(WIDTH[device],) * 3)
-    menu = menu_for(host.sites[0].kind)
-    task = random_task(device, dtype)
-    return Population(host, menu, task, num_hosts=num_hosts, batch_size=BATCH, optimizer=OPTIMIZER)
+def build(
+    num_hosts: int,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    widths: tuple[int, ...] | None = None,
+    kernels: Kernels | None = None,
+) -> Population:
+    """Hosts of the device's usual width, run the fastest way, if nothing else is said."""
+    widths = widths or (WIDTH[device],) * 3
+    host = build_host("conv1d", input_shape=(1, 40), num_classes=10, widths=widths)
+    return Population(
+        host,
+        menu_for(host.sites[0].kind),
+        random_task(device, dtype),
+        num_hosts=num_hosts,
+        batch_size=BATCH,
+        optimizer=OPTIMIZER,
+        kernels=kernels,
+    )
 
 
 def grow_everywhere(population: Population, blueprints: Tensor | int, style: Tensor | int) -> None:
@@ -267,6 +287,58 @@ def measure_step(num_hosts: int, device: str, repeats: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in phases.items()}
 
 
+def measure_garden(kernels: Kernels, num_hosts: int, widths: Widths, repeats: int) -> list[float]:
+    """Median milliseconds of an RL step's training and validation, on CUDA.
+
+    A population per entry of `widths`, mixed seeds in every slot, 20 minibatches, 400 validation
+    rows. Fused populations run on a stream each; captured graphs one after the other.
+    """
+    rng = torch.Generator().manual_seed(0)
+    populations = [build(num_hosts, "cuda", widths=shape, kernels=kernels) for shape in widths]
+    for population in populations:
+        count = (num_hosts * population.num_slots,)
+        blueprints = torch.randint(len(population.menu), count, generator=rng)
+        grow_everywhere(population, blueprints, torch.randint(3, count, generator=rng))
+    rows = [rows_for(population, 0, GARDEN_MINIBATCHES) for population in populations]
+    main = torch.cuda.current_stream()
+    streams = [torch.cuda.Stream() if kernels == "fused" else main for _ in populations]
+
+    def everywhere(work: Callable[[Population, Tensor], object]) -> None:
+        for population, taken, stream in zip(populations, rows, streams, strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                work(population, taken)
+        for stream in streams:
+            main.wait_stream(stream)
+
+    phases = (
+        partial(everywhere, lambda population, taken: population.train(taken)),
+        partial(everywhere, lambda population, _: evaluate(population, GARDEN_ROWS)),
+    )
+    times = [[seconds(phase, "cuda") for _ in range(repeats + 1)][1:] for phase in phases]
+    return [statistics.median(taken) * 1e3 for taken in times]
+
+
+def compare_gardens(repeats: int) -> dict[str, float]:
+    """How many times faster than captured graphs an RL step is, by population sizes."""
+    gardens: dict[str, tuple[int, Widths]] = {
+        "128 hosts": (128, ((16,) * 3,)),
+        "512 hosts": (512, ((16,) * 3,)),
+        "8 x 16 hosts": (16, MIXED_WIDTHS),
+        "8 x 64 hosts": (64, MIXED_WIDTHS),
+    }
+    ratios = {}
+    for name, (num_hosts, widths) in gardens.items():
+        fused = measure_garden("fused", num_hosts, widths, repeats)
+        graphs = measure_garden("graphs", num_hosts, widths, repeats)
+        ratios[name] = sum(graphs) / sum(fused)
+        print(
+            f"{name}, one RL step, ms to train and validate: fused {fused[0]:.2f} + {fused[1]:.2f}, "
+            f"graphs {graphs[0]:.2f} + {graphs[1]:.2f}, {ratios[name]:.1f}x"
+        )
+    return ratios
+
+
 def measure_memory(device: str) -> float:
     """Peak GiB of training and validating 1024 hosts with three seeds each."""
     gc.collect()
@@ -316,6 +388,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"kernels: {build(2, device).kernels}")
     print(f"parity in float64: largest difference {check_parity(device):.1e}")
+    time_training(build(2, device), repeats=1)  # compiles what float32 needs
     bars: dict[str, dict[str, float | bool]] = {}
 
     def bar(name: str, value: float, limit: float, at_most: bool = False) -> None:
@@ -334,6 +407,9 @@ def main() -> None:
     bar("different_to_alike_per_arithmetic", mix["ratio"], 2.0, at_most=True)
     phases = measure_step(num_hosts, device, repeats)
     show(f"P={num_hosts}, one RL step, ms", {**phases, "all": sum(phases.values())})
+    if device == "cuda":
+        ratios = compare_gardens(repeats)
+        bar("fused_vs_graphs_8x16", ratios["8 x 16 hosts"], 10.0)
     roofline = measure_roofline(num_hosts, device, repeats)
     show(f"P={num_hosts}, roofline", roofline)
     if not (quick and device == "cpu"):

@@ -1,5 +1,6 @@
 """The population against the oracle that trains one host at a time, side by side in float64."""
 
+import shutil
 from dataclasses import dataclass, field, fields
 
 import pytest
@@ -77,7 +78,7 @@ class Run:
             alone.end_step()
 
 
-def start(kind: str, optimizer: str) -> Run:
+def start(kind: str, optimizer: str, kernels: str | None = None) -> Run:
     host = build_host(kind, num_classes=5, norm=True, **HOSTS[kind])
     batched, stock = OPTIMIZERS[optimizer]
     population = Population(
@@ -88,6 +89,7 @@ def start(kind: str, optimizer: str) -> Run:
         batch_size=BATCH,
         optimizer=batched,
         view_ids=VIEWS,
+        kernels=kernels,
     )
     rows = population.arena.params[:, population.arena.layout.host_columns()]
     alone = [PerHost(host, population.menu, stock, rows[i].clone()) for i in range(NUM_HOSTS)]
@@ -136,7 +138,16 @@ def assert_same_life(states: SlotStates, host: int, slot: int, life) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", HOSTS)
 def test_a_population_trains_as_its_hosts_would_alone(kind, optimizer, behind_host):
-    run = start(kind, optimizer)
+    live_through_everything(start(kind, optimizer), behind_host)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_so_does_one_run_by_the_fused_kernel():
+    live_through_everything(start("conv1d", "adamw", "fused"), behind_host=True)
+
+
+def live_through_everything(run: Run, behind_host: bool) -> None:
+    """Random legal actions and a rollback, 25 steps long."""
     rng = torch.Generator().manual_seed(7)
     saved = None
     for step in range(25):

@@ -168,6 +168,7 @@ def _kept_binary(source: str, options: list[str]) -> bytes:
         kept.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
             file.write(binary)
+        os.chmod(file.name, 0o644)  # for whoever shares the installation
         os.replace(file.name, kept)  # whole or not at all
     return binary
 
