@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from esper.grow.ledger import (
@@ -196,3 +197,8 @@ def network_record(model: nn.Module, trace: SiteTrace, params: int, macs: int) -
                 )
             )
     return NetworkRecord(params=params, macs=macs, blocks=tuple(blocks))
+
+
+def facts(device: torch.device, rng_seed: int) -> dict[str, str]:
+    """What a reader of the ledger may want to know of the machine."""
+    return {"device": str(device), "torch": torch.__version__, "rng seed": str(rng_seed)}

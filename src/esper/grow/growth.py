@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from esper.grow.bookkeeping import Bookkeeper, network_record
+from esper.grow.bookkeeping import Bookkeeper, facts, network_record
 from esper.grow.budget import Budget
 from esper.grow.checkpoint import (
     group_settings,
@@ -132,12 +132,8 @@ class Growth:
             metric=metric,
             controller=controller_name(controller),
             before=network_record(model, trace, model_params, model_macs),
-            budget=BudgetRecord(params=self.budget.params, macs=self.budget.macs),
-            facts={
-                "device": str(chosen[0].device),
-                "torch": torch.__version__,
-                "rng seed": str(rng_seed),
-            },
+            budget=BudgetRecord(**vars(self.budget)),
+            facts=facts(chosen[0].device, rng_seed),
         )
         self._books = Bookkeeper(ledger, self._network, self._reporter)
         self._best: Best | None = None
