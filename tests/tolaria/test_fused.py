@@ -147,6 +147,8 @@ def test_it_is_chosen_on_cuda_where_it_has_room(monkeypatch):
     assert steps.fastest_kernels(setup) == "fused"
     monkeypatch.setattr(fused, "MAX_WORKSPACE_BYTES", 10**6)
     assert steps.fastest_kernels(setup) == "graphs"
+    with pytest.raises(ValueError, match="use kernels='graphs'"):
+        fused.FusedSteps(setup)
 
 
 def test_a_cpu_needs_a_compiler(monkeypatch):

@@ -52,8 +52,13 @@ class FusedSteps:
     """Hosts side by side, a block each; see `kernels/fused_hosts.cu`."""
 
     def __init__(self, setup: TrainingSetup):
-        self._setup = setup
         arena, host = setup.arena, setup.host
+        if not has_room(setup):
+            raise ValueError(
+                f"hosts of {host.num_params} parameters on inputs {host.input_shape} need more "
+                f"than {MAX_WORKSPACE_BYTES >> 30} GiB to work in; use kernels='graphs'"
+            )
+        self._setup = setup
         self._device = arena.params.device
         self._plan = plan(setup)
         self._tables = {
@@ -75,24 +80,21 @@ class FusedSteps:
 
     def run(self, count: int) -> None:
         feed = self._setup.feed
-        self._launch(
-            "train",
-            examples=feed.rows.shape[-1],
-            tasks_per_chunk=0,
-            inputs=feed.inputs.data_ptr(),
-            minibatches=count,
-            batch=feed.rows.shape[-1],
-        )
+        num_hosts, batch = feed.rows.shape[1:]
+        _, n = _pieces(batch)
+        inputs = feed.inputs.data_ptr()
+        self._launch("train", num_hosts, n, inputs=inputs, minibatches=count, batch=batch)
 
     def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
         felt = self._felt_slots if ablate else []
         num_hosts, rows = x.shape[0], x.shape[-1]
         logits = x.new_empty(num_hosts, self._setup.host.num_classes, (1 + len(felt)) * rows)
         x = x.contiguous()
+        num_pieces, n = _pieces(rows)
         self._launch(
             "logits",
-            examples=rows,
-            tasks_per_chunk=num_hosts,
+            num_hosts * num_pieces,
+            n,
             inputs=x.data_ptr(),
             logits=logits.data_ptr(),
             rows=rows,
@@ -100,12 +102,9 @@ class FusedSteps:
         )
         return logits, felt
 
-    def _launch(self, kernel: str, examples: int, tasks_per_chunk: int, **arguments: int) -> None:
+    def _launch(self, kernel: str, num_tasks: int, n: int, **arguments: int) -> None:
         """On the current stream; the workspace goes back to it and is used again."""
-        chunks = -(-examples // MOST_EXAMPLES)
-        n = -(-examples // (4 * chunks)) * 4
-        blocks = max(self._setup.arena.num_hosts, tasks_per_chunk * chunks)
-        blocks = min(blocks, max_blocks(self._device))
+        blocks = min(num_tasks, max_blocks(self._device))
         memory, params = _Memory(self._plan, self._setup, n), self._setup.arena.params
         workspace = params.new_empty(blocks * memory.workspace)
         filled = Arguments(
@@ -168,6 +167,12 @@ class FusedSteps:
             "grad_size": plan.grad_size,
             "score_rows": plan.score_rows,
         }
+
+
+def _pieces(examples: int) -> tuple[int, int]:
+    """How many pieces the examples are worked on in, and how many are in each: fours of them."""
+    count = -(-examples // MOST_EXAMPLES)
+    return count, -(-examples // (4 * count)) * 4
 
 
 def has_room(setup: TrainingSetup) -> bool:
