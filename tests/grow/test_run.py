@@ -82,7 +82,7 @@ def test_the_result_is_never_worse_than_what_was_seen_without_growth(rng_seed):
     assert accuracy(result.model) == max(result.verdict.grown, result.verdict.ungrown)
 
 
-def test_a_grown_network_is_plain_and_within_budget():
+def test_a_grown_network_is_plain_and_within_budget(tmp_path):
     own = sum(p.numel() for p in mlp().parameters())
     result = run(FixedSchedule(every=1), budget=Budget(params=own + 60), steps=48)
     grown = sum(p.numel() for p in result.growth.plain_model().parameters())
@@ -90,21 +90,24 @@ def test_a_grown_network_is_plain_and_within_budget():
     assert not any(module._forward_hooks for module in result.model.modules())
     assert result.ledger.verdict is result.verdict
     assert result.ledger.summary()
+    files = result.export(tmp_path, formats=("source",))
+    assert "esper" not in files["source"].read_text()
 
 
-def test_schedulers_are_stepped_with_the_batches():
+def test_one_schedule_drives_both_networks():
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = OneCycleLR(optimizer, 0.2, total_steps=STEPS + 1)
+    scheduler = OneCycleLR(optimizer, 0.5, total_steps=STEPS + 1)
     train, val = loaders()
-    esper.grow(
+    result = esper.grow(
         model,
         train,
         val,
         loss=F.cross_entropy,
         optimizer=optimizer,
         scheduler=scheduler,
+        controller=Script(),
         steps=STEPS,
         decisions=DECISIONS,
         progress=False,
@@ -113,6 +116,8 @@ def test_schedulers_are_stepped_with_the_batches():
     rates = {group["lr"] for group in optimizer.param_groups}
     assert len(rates) == 1
     assert rates.pop() < 0.01
+    grown = [step.metric for step in result.ledger.steps]
+    assert grown == [twin.metric for twin in result.ledger.twin]
 
 
 def test_behind_the_host():
