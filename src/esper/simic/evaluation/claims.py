@@ -109,6 +109,7 @@ class Verdict:
     letter: str
     rival: str
     rent: float
+    margin: float  # what the lead, or the number of runs, had to exceed
     decision: Decision
     sentence: str
     difference: Estimate | None = None
@@ -127,7 +128,7 @@ def judge_claims(results: Mapping[str, ArmResult], rents: Sequence[float]) -> li
 def judge(claim: Claim, rent: float, lead: Estimate) -> Verdict:
     decision = decide(lead, claim.margin)
     sentence = _sentence(rent, decision, claim.says, claim.denies, lead, claim.measure)
-    return Verdict(claim.letter, claim.rival, rent, decision, sentence, lead)
+    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, sentence, lead)
 
 
 def judge_frontier(claim: FrontierClaim, rent: float, excess: Estimate, covered: float) -> Verdict:
@@ -137,7 +138,7 @@ def judge_frontier(claim: FrontierClaim, rent: float, excess: Estimate, covered:
     sentence = _sentence(rent, decision, says, denies, excess, "accuracy")
     if covered < 1.0:
         sentence += f" {1 - covered:.0%} of the networks lie beyond the frontier's ends."
-    return Verdict(claim.letter, claim.rival, rent, decision, sentence, excess)
+    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, sentence, excess)
 
 
 def judge_search(claim: SearchClaim, rent: float, needed: RunsToMatch) -> Verdict:
@@ -154,7 +155,7 @@ def judge_search(claim: SearchClaim, rent: float, needed: RunsToMatch) -> Verdic
         f"At rent {rent:g} a random search over plans needs {k} full runs to match the learned "
         f"controller's one [{low} to {high}]."
     )
-    return Verdict(claim.letter, "random search", rent, decision, sentence, runs=needed)
+    return Verdict(claim.letter, "random search", rent, claim.runs, decision, sentence, runs=needed)
 
 
 def decide(lead: Estimate, margin: float) -> Decision:

@@ -168,8 +168,10 @@ def _trials(config: TrainConfig, settings: EvaluationConfig) -> tuple[Trial, Tri
     held_out = [tuple(map(int, name.split("-"))) for name in config.held_out_widths]
     spread = len(config.training_widths) / settings.training_widths
     trained_on = [config.training_widths[int(i * spread)] for i in range(settings.training_widths)]
-    rows = min(settings.garden.validation_rows, task.validation_y.shape[1])
-    garden = replace(settings.garden, validation_rows=rows, episode_steps=config.growth.num_steps)
+    garden = settings.garden or config.garden
+    rows = min(garden.validation_rows, task.validation_y.shape[1])
+    steps = config.growth.num_steps
+    garden = replace(garden, validation_rows=rows, episode_steps=steps, siblings=1)
     training = Trial(
         hosts=load_hosts(config, task, tuple(trained_on)),
         view_ids=tuple(range(len(seen))),

@@ -23,7 +23,7 @@ class EvaluationConfig:
     """Tried for hosts that nothing grows in; the best is used in every arm."""
     heuristic_scales: tuple[float, ...] = (0.5, 1.0, 2.0)
     """The heuristic's beliefs about gains and about crowding are tried at each of these times."""
-    num_plans: int = 96
+    num_plans: int = 64
     """Constant plans searched, on types trained on and on the types judged on."""
     finalists: int = 4
     """Plans of each type and rent that are trained once more, on other hosts, before one is chosen."""
@@ -33,8 +33,8 @@ class EvaluationConfig:
     """Static hosts of mixed widths that the width search tries besides."""
     reference_seeds: tuple[str, ...] = ("conv_conv", "dense_dense")
     """Grown in every slot from the start: the first of these that the menu has."""
-    garden: GardenConfig = GardenConfig(minibatches=40, validation_rows=800)
-    """How hosts train; numbers of types and envs follow from the counts above."""
+    garden: GardenConfig | None = GardenConfig(minibatches=40, validation_rows=800)
+    """How hosts train, but for their numbers; None: as in the controller's training."""
     max_envs: int = 8192
     """Networks that train side by side."""
     rng_seed: int = 0
@@ -69,7 +69,7 @@ PRESETS: dict[str, EvaluationConfig] = {
         finalists=1,
         frontier_widths=(4, 6, 8, 12, 16),
         random_widths=2,
-        garden=GardenConfig(minibatches=20, validation_rows=400),
+        garden=None,
         max_envs=1024,
     ),
     # one GPU, some minutes: 264 hosts an arm

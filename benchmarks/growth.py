@@ -1,0 +1,114 @@
+"""The main result: controllers are trained, frozen, and judged against every honest arm.
+
+    python benchmarks/growth.py --out runs/full                  # a GPU: three controllers, three tasks
+    python benchmarks/growth.py --runs runs/a runs/b             # controllers that are there already
+    python benchmarks/growth.py --quick                          # as small as it gets: it runs, no more
+
+Only torch and numpy are needed beside the data: MNIST-1D as data/mnist1d_5000_42.npz where its
+package is missing, Fashion-MNIST as four idx files. Reports go to OUT, one for each task; pictures
+are drawn from their JSON by `esper.nissa.frontier_plot.draw_frontier`.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from esper.simic.evaluation.evaluate import evaluate_controllers, on_task
+from esper.simic.evaluation.report import EvaluationReport
+from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
+from esper.simic.training.config import PRESETS, TaskName, TrainConfig
+from esper.simic.training.growth_training import GrowthTraining
+from esper.simic.training.run_folder import RunFiles
+from esper.tamiyo.learned import LearnedController
+
+TRAINED_ON = "mnist1d"
+MOST_SECONDS = 180.0  # to train one controller
+MOST_OVERHEAD = 0.15  # of that which is not host training
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", nargs="+", type=Path, help="runs to judge; none: train some")
+    parser.add_argument("--preset", choices=("quick", "full"), default="full")
+    parser.add_argument("--rng-seeds", type=int, default=3, help="controllers to train")
+    parser.add_argument("--tasks", nargs="+", default=["mnist1d", "digits", "fashion_mnist"])
+    parser.add_argument("--out", type=Path, default=Path("runs") / "growth")
+    parser.add_argument("--quick", action="store_true")
+    asked = parser.parse_args()
+    preset, tasks, rounds = asked.preset, asked.tasks, None
+    if asked.quick:
+        preset, tasks, rounds = "quick", [TRAINED_ON], 2
+    bars: dict[str, dict[str, object]] = {}
+    if asked.runs:
+        files = [RunFiles(path) for path in asked.runs]
+        config = files[0].read_config()
+        device = config.resolved_device()
+        controllers = [LearnedController.load(entry.controller, device) for entry in files]
+    else:
+        config = PRESETS[preset] if rounds is None else replace(PRESETS[preset], rounds=rounds)
+        num_controllers = 1 if asked.quick else asked.rng_seeds
+        controllers = [train(config, seed, asked.out, bars) for seed in range(num_controllers)]
+    for task in tasks:
+        report = judge(controllers, config, task, preset, asked.out)
+        bars |= bars_of(report, task)
+    device = str(config.resolved_device())
+    print(json.dumps({"benchmark": "growth", "device": device, "bars": bars}))
+
+
+def train(
+    config: TrainConfig, rng_seed: int, out: Path, bars: dict[str, dict[str, object]]
+) -> LearnedController:
+    """One controller, kept in OUT; its time against the bars."""
+    training = GrowthTraining(replace(config, rng_seed=rng_seed))
+    shares: list[float] = []
+    begun = time.perf_counter()
+    training.run(lambda record: shares.append(1 - record.metrics["time_share/hosts"]))
+    seconds = time.perf_counter() - begun
+    overhead = sum(shares) / len(shares)
+    print(f"controller {rng_seed}: {config.rounds} rounds in {seconds:.0f} s, {overhead:.1%} of it "
+          "not host training", flush=True)  # fmt: skip
+    bars[f"train_seconds_{rng_seed}"] = _bar(seconds, MOST_SECONDS, seconds <= MOST_SECONDS)
+    bars[f"overhead_{rng_seed}"] = _bar(overhead, MOST_OVERHEAD, overhead <= MOST_OVERHEAD)
+    out.mkdir(parents=True, exist_ok=True)
+    training.controller().save(out / f"controller_{rng_seed}.pt")
+    return training.controller()
+
+
+def judge(
+    controllers: list[LearnedController],
+    config: TrainConfig,
+    task: TaskName,
+    preset: str,
+    out: Path,
+) -> EvaluationReport:
+    if task != config.task:
+        config = on_task(config, task)
+    report = evaluate_controllers(
+        controllers, config, EVALUATIONS[preset], say=lambda text: print(f"- {text}", flush=True)
+    )
+    report.save(out)
+    print(report.markdown(), flush=True)
+    return report
+
+
+def bars_of(report: EvaluationReport, task: str) -> dict[str, dict[str, object]]:
+    """Every claim at every rent: what was found, what it takes, and whether it holds for sure."""
+    bars = {}
+    for verdict in report.verdicts:
+        name = f"{task}: ({verdict.letter}) {verdict.rival}, rent {verdict.rent:g}"
+        if verdict.difference is None:
+            found = verdict.runs.k if verdict.runs else None
+        else:
+            found = verdict.difference.mean
+        bars[name] = _bar(found, verdict.margin, verdict.decision == "holds")
+    return bars
+
+
+def _bar(value: object, bar: float, met: bool) -> dict[str, object]:
+    return {"value": value, "bar": bar, "met": met}
+
+
+if __name__ == "__main__":
+    main()
