@@ -1,6 +1,6 @@
 """What PPO learns on environments that others wrote, with one set of hyper-parameters.
 
-    python benchmarks/learning.py [--quick] [--only cartpole,taxi] [--rng-seeds 5]
+    python benchmarks/learning.py [--quick] [--only cartpole,taxi] [--rng-seeds 5] [--jobs 2]
 
 Everything runs with the defaults of PPOConfig, PolicyConfig and GymConfig, except what the table
 names under "settings". Scores are mean returns of the likeliest actions after the whole budget,
@@ -14,8 +14,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import gymnasium
@@ -69,10 +71,12 @@ class RivalRow(Row):
         from sb3_contrib import RecurrentPPO
         from stable_baselines3.common.env_util import make_vec_env
         from stable_baselines3.common.evaluation import evaluate_policy
+        from stable_baselines3.common.vec_env import VecNormalize
 
+        envs = VecNormalize(make_vec_env(self.make, n_envs=self.num_envs, seed=rng_seed))
         model = RecurrentPPO(
             "MlpLstmPolicy",
-            make_vec_env(self.make, n_envs=self.num_envs, seed=rng_seed),
+            envs,
             n_steps=128,
             batch_size=256,
             n_epochs=10,
@@ -88,8 +92,13 @@ class RivalRow(Row):
             device="cpu",
         )
         model.learn(self.total_steps)
-        envs = make_vec_env(self.make, n_envs=self.num_envs, seed=EVALUATION_SEED)
-        return float(evaluate_policy(model, envs, self.eval_episodes, warn=False)[0])
+        fresh = VecNormalize(
+            make_vec_env(self.make, n_envs=self.num_envs, seed=EVALUATION_SEED),
+            training=False,
+            norm_reward=False,
+        )
+        fresh.obs_rms = envs.obs_rms
+        return float(evaluate_policy(model, fresh, self.eval_episodes, warn=False)[0])
 
 
 def invalid_actions(dims: list[int], num_invalid: int) -> gymnasium.Env:
@@ -206,6 +215,9 @@ def main() -> None:
     parser.add_argument(
         "--rng-seeds", type=int, help="how many per row; as the row says if left out"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="rng seeds side by side, a process each"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -221,8 +233,8 @@ def main() -> None:
                 continue
             seeds = 1 if arguments.quick else arguments.rng_seeds or row.rng_seeds
             start = time.perf_counter()
-            scores = [row.score(FIRST_RNG_SEED + index) for index in range(seeds)]
-            seconds = (time.perf_counter() - start) / seeds
+            scores = score_all(row, range(FIRST_RNG_SEED, FIRST_RNG_SEED + seeds), arguments.jobs)
+            seconds = (time.perf_counter() - start) * min(arguments.jobs, seeds) / seeds
             mean, bar = float(np.mean(scores)), "" if row.bar is None else row.bar
             print(
                 f"{row.name:37} {row.total_steps:9,} {mean:8.2f} {np.std(scores):7.2f} {bar:>6} "
@@ -232,6 +244,13 @@ def main() -> None:
             if row.bar is not None:
                 bars[group] = {"value": round(mean, 3), "bar": row.bar, "met": mean >= row.bar}
     print(json.dumps({"benchmark": "learning", "device": "cpu", "bars": bars}))
+
+
+def score_all(row: Row, rng_seeds: range, jobs: int) -> list[float]:
+    if jobs == 1:
+        return [row.score(rng_seed) for rng_seed in rng_seeds]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+        return list(pool.map(row.score, rng_seeds))
 
 
 if __name__ == "__main__":
