@@ -26,7 +26,7 @@ NETWORKS = TrainConfig(
     held_out_widths=("4-2-4",),
     menu=("depthwise7", "conv"),
     garden=GardenConfig(
-        num_types=3, envs_per_type=4, minibatches=2, batch_size=10, validation_rows=30,
+        num_types=3, envs_per_type=4, siblings=2, minibatches=2, batch_size=10, validation_rows=30,
         episode_steps=6,
     ),
     growth=GrowthConfig(num_steps=6),

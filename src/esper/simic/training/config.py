@@ -156,8 +156,9 @@ PRESETS: dict[str, TrainConfig] = {
         host_learning_rate=2e-2,
         growth=GrowthConfig(num_steps=12),
         garden=GardenConfig(
-            num_types=8,
-            envs_per_type=6,
+            num_types=6,
+            envs_per_type=8,
+            siblings=4,
             minibatches=24,
             batch_size=64,
             validation_rows=300,
@@ -168,7 +169,7 @@ PRESETS: dict[str, TrainConfig] = {
     ),
     # one H200
     "full": TrainConfig(
-        garden=GardenConfig(num_types=16, envs_per_type=32),
+        garden=GardenConfig(num_types=16, envs_per_type=32, siblings=4),
         policy=PolicyConfig(lstm_hidden_dim=128),
         rounds=200,
         checkpoint_every=20,
