@@ -147,3 +147,16 @@ def test_the_controller_of_a_run_decides_as_its_policy_does(tmp_path):
     loaded = LearnedController.load(tmp_path / "controller.pt")
     for name, weight in training.agent.policy.state_dict().items():
         assert torch.equal(weight, loaded.policy.state_dict()[name])
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_is_saved_and_resumed(tmp_path):
+    training = GrowthTraining(replace(NETWORKS, device="cuda"))
+    run(training, until=1)
+    training.save(tmp_path / "checkpoint.pt")
+    resumed = GrowthTraining.resume(tmp_path / "checkpoint.pt")
+    assert resumed.agent.device.type == "cuda"
+    records = run(resumed)
+    assert [record.round for record in records] == [2, 3]
+    assert all(record.scores.isfinite().all() for record in records)
+    assert all(record.actions.device.type == "cpu" for record in records)
