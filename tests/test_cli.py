@@ -17,7 +17,7 @@ import torch
 from simic.small_runs import ORACLE, flags
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from esper.cli import main
+from esper.cli import main, train
 from esper.simic.training import run_folder
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.gymnasium import GymAgent, GymTraining
@@ -242,3 +242,21 @@ def test_a_disk_that_fills_up_stops_the_run_with_its_checkpoint_whole(tmp_path, 
     assert GrowthTraining.resume(tmp_path / "run" / "checkpoint.pt").rounds_done == 2
     main(["train", "--resume", str(tmp_path / "run")])
     assert GrowthTraining.resume(tmp_path / "run" / "checkpoint.pt").is_finished
+
+
+def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(train, "evaluate_run", lambda folder, preset, say: (folder, preset))
+    monkeypatch.setattr(train, "show", lambda report, folder, console: asked.append(report))
+    main(
+        ["train", "--rounds=1", "--widths", "2", "4", "--held-out-widths", "4-2-4",
+         "--garden.num-types=2", "--garden.minibatches=1", "--garden.batch-size=8",
+         "--garden.validation-rows=20", "--garden.episode-steps=3", "--growth.num-steps=3",
+         "--policy.lstm-hidden-dim=8", f"--out={tmp_path / 'run'}"]
+    )  # fmt: skip
+    assert asked == [(tmp_path / "run", "quick")]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "mnist1d on" in printed
+    assert "compiled kernels; seeds: depthwise7, separable" in printed
+    assert "held out: 4-2-4 and permuted:3" in printed
+    assert "learned from 16 episodes; --preset full learns from" in printed
