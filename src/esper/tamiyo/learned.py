@@ -66,7 +66,7 @@ class LearnedController:
             )
         layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
         decision = policy.act(
-            layout.features(reports).to(policy.device),
+            layout.features(reports.to(policy.device)),
             masks.to(policy.device),
             self._state,
             generator=self.generator,

@@ -167,12 +167,25 @@ PRESETS: dict[str, TrainConfig] = {
         rounds=70,
         checkpoint_every=10,
     ),
-    # one H200
+    # one H200, three minutes: hosts train as those that a controller is judged by
     "full": TrainConfig(
-        garden=GardenConfig(num_types=16, envs_per_type=32, siblings=4),
+        variants=(
+            "plain",
+            "permuted:1",
+            "permuted:2",
+            "rows:300",
+            "rows:600",
+            "noise:0.5",
+            "noise:1.0",
+        ),  # fmt: skip
+        held_out_variants=("permuted:3", "rows:450", "noise:0.7"),
+        host_learning_rate=2e-2,
+        garden=GardenConfig(
+            num_types=8, envs_per_type=64, siblings=8, minibatches=40, validation_rows=800
+        ),
         policy=PolicyConfig(lstm_hidden_dim=128),
-        rounds=200,
-        checkpoint_every=20,
+        rounds=70,
+        checkpoint_every=10,
         observed_share=0.01,
     ),
     # no networks: a minute on one core, and the best that can be reached is known

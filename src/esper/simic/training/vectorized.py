@@ -81,9 +81,10 @@ class VectorizedTrainer:
                 return None
             reports = environment.observe()
             lap("observe")
-            features = self.layout.features(reports).to(agent.device)
+            seen = reports.to(agent.device)
+            features = self.layout.features(seen)
             lap("features")
-            masks = compute_batch_masks(reports, environment.action_space).to(agent.device)
+            masks = compute_batch_masks(seen, environment.action_space)
             lap("masks")
             decision = agent.act(
                 features, masks, state, generator=self.rng, deterministic=deterministic
