@@ -177,7 +177,7 @@ PRESETS: dict[str, TrainConfig] = {
             "rows:600",
             "noise:0.5",
             "noise:1.0",
-        ),  # fmt: skip
+        ),
         held_out_variants=("permuted:3", "rows:450", "noise:0.7"),
         host_learning_rate=2e-2,
         garden=GardenConfig(
