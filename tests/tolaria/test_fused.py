@@ -8,6 +8,7 @@ import torch
 from tolaria.small_populations import BATCH, grow, random_task, rows_for
 from tolaria.test_steps import HOSTS, OPTIMIZERS, assert_agree, build
 
+from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, blueprint_menu
 from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv, MixPositions, Norm, Relu
@@ -24,6 +25,19 @@ DEVICES = (
     pytest.param("cuda", marks=pytest.mark.gpu),
 )
 on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def grow_at_once(population, hosts, slots, **choice):
+    """New seeds that the hosts feel fully, and that have something to say."""
+    grow(population, hosts, slots, **choice)
+    population.adopt(lifecycle.begin_step(population.states))
+    assert bool((population.states.alpha[hosts, slots] == 1).all())
+    sizes = population.seed_params()
+    for host, slot in zip(hosts, slots, strict=True):
+        size = int(sizes[host, slot])
+        columns = population.arena.layout.seed_columns(slot, size)
+        noise = 0.1 * torch.arange(size).sin()  # a last layer is zero at birth
+        population.arena.params[host, columns] += noise.to(population.arena.params)
 
 
 def assert_one_step_agrees(first, second, rows):
@@ -59,14 +73,14 @@ def test_every_blueprint_is_blended_in_every_style(kind, device):
     menu = len(build(kind, "adamw", "eager").menu)
     hosts, slots = menu * len(BlendStyle), len(HOSTS[kind]["widths"])
     pair = [build(kind, "adamw", kernels, device, hosts) for kernels in ("fused", "eager")]
-    where = torch.arange(hosts).repeat_interleave(slots), torch.arange(slots).repeat(hosts)
+    where = torch.cartesian_prod(torch.arange(hosts), torch.arange(slots))
     for population in pair:
-        grow(population, *where, (where[0] + where[1]) % menu, style=where[0] // menu)
-        for host, slot in zip(*(ids.tolist() for ids in where), strict=True):
-            # a last layer is zero at birth: give it something to say
-            size = int(population.seed_params()[host, slot])
-            columns = population.arena.layout.seed_columns(slot, size)
-            population.arena.params[host, columns] += 0.1 * torch.arange(size).sin().to(device)
+        grow_at_once(
+            population,
+            *where.T.tolist(),
+            blueprint=where.sum(1) % menu,
+            style=where[:, 0] // menu,
+        )
     assert_one_step_agrees(*pair, rows_for(pair[0], count=2))
 
 
@@ -93,7 +107,7 @@ def test_layers_may_come_in_any_order(device):
             for kernels in ("fused", "eager")
         ]
         for population in pair:
-            grow(population, [0, 0, 1], [0, 2, 1])
+            grow_at_once(population, [0, 0, 1], [0, 2, 1])
         assert_one_step_agrees(*pair, rows_for(pair[0], count=4))
     finally:
         del BLUEPRINTS["unusual"]
@@ -116,7 +130,7 @@ def test_what_does_not_fit_into_shared_memory_lies_elsewhere(monkeypatch, num_ki
         task = random_task(host.input_shape).to(device, torch.float64)
         menu = blueprint_menu("dense_dense")
         pair.append(Population(host, menu, task, num_hosts=2, batch_size=BATCH, kernels=kernels))
-        grow(pair[-1], [0, 1, 1], [0, 0, 1])
+        grow_at_once(pair[-1], [0, 1, 1], [0, 0, 1])
     assert_one_step_agrees(*pair, rows_for(pair[0], count=3))
 
 
@@ -124,7 +138,7 @@ def test_what_does_not_fit_into_shared_memory_lies_elsewhere(monkeypatch, num_ki
 def test_a_broken_host_changes_no_other(device):
     populations = [build("conv1d", "adamw", "fused", device) for _ in range(2)]
     for population in populations:
-        grow(population, [0, 1, 2, 4], [0, 0, 0, 1], blueprint=torch.tensor([2, 2, 5, 5]))
+        grow_at_once(population, [0, 1, 2, 4], [0, 0, 0, 1], blueprint=torch.tensor([2, 2, 5, 5]))
     populations[1].arena.params[0] = torch.nan
     for population in populations:
         population.train(rows_for(population, count=5).to(device))
@@ -163,7 +177,7 @@ def test_runs_are_the_same_to_the_bit_on_any_stream():
     beside = [build("conv1d", name, "fused", "cuda", dtype=torch.float32) for name in OPTIMIZERS]
     streams = [torch.cuda.Stream() for _ in beside]
     for population in (*alone, *beside):
-        grow(population, [0, 1, 2, 4], [0, 0, 1, 2], blueprint=torch.tensor([8, 2, 5, 6]))
+        grow_at_once(population, [0, 1, 2, 4], [0, 0, 1, 2], blueprint=torch.tensor([8, 2, 5, 6]))
     rows = rows_for(alone[0], count=20).cuda()
     torch.cuda.synchronize()
     for population in alone:

@@ -110,10 +110,10 @@ DEVICE int run_forward(const Args& a, const Work& k, int program, const real* w,
 
 // Adds the gradients of a program's parameters to `parts`. Of the two tensors of gradients,
 // `grad` holds that of the output; the one that is returned holds that of the input. Where the
-// input is a rectifier's output, it is the gradient of what went into that. If `onto` is not
-// NOWHERE, the input's gradient is added to what is there.
+// input is a rectifier's output, it is the gradient of what went into that. If `onto` are rows,
+// the input's gradient is added to what is there; NOT_WANTED: a convolution need not make it.
 DEVICE int run_backward(const Args& a, const Work& k, int program, int start, int x, int grad,
-                         int other, int onto, bool rectified) {
+                        int other, int onto, bool rectified) {
   const int n = a.n;
   for (int number = a.lengths[program] - 1; number >= 0; --number) {
     const Row& r = a.programs[program * a.longest + number];
@@ -121,7 +121,7 @@ DEVICE int run_backward(const Args& a, const Work& k, int program, int start, in
     const real* in = k.ws + (number > 0 ? before.out : x) * n;
     const real *weights = k.w + start + r.params, *saved = k.ws + r.saved * n;
     const real* mask = (number > 0 ? before.rectifies : rectified) ? in : nullptr;
-    const bool ends_here = number == 0 && onto != NOWHERE && r.kind == CONV;
+    const bool ends_here = number == 0 && onto >= 0 && r.kind == CONV;
     if (ends_here) other = onto;
     real *parts = k.parts + start + r.params, *gy = k.ws + grad * n, *gx = k.ws + other * n;
     const bool moves = r.kind == CONV || r.kind == DEPTHWISE || r.kind == ATTEND;
