@@ -191,3 +191,10 @@ def test_an_error_of_the_last_round_is_not_lost(path):
     database.add(make_record(1))
     with pytest.raises(sqlite3.IntegrityError):
         database.__exit__(None, None, None)
+
+
+def test_a_head_with_more_choices_than_bits_is_refused(path):
+    wide = FactoredActionSpace((Head("slot", 64),))
+    with pytest.raises(ValueError, match="'slot': 64.*63 bits"):
+        RunDatabase(path, wide, choices={}, details={})
+    assert not path.exists()

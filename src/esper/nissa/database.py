@@ -20,6 +20,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import repeat
 from pathlib import Path
@@ -33,6 +34,7 @@ from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.records import RoundRecord
 
 Rows = Iterator[tuple[Any, ...]]
+_MOST_BITS = 63  # of a SQLite integer without its sign
 _BUSY_TIMEOUT_S = 30.0  # a reader may hold a checkpoint of the log back, never a write
 
 _TABLES = """
@@ -74,6 +76,11 @@ class RunDatabase:
         rounds_done: int = 0,
     ):
         """`choices` names the choices of heads; rounds after `rounds_done` are forgotten."""
+        if max(action_space.sizes) > _MOST_BITS:
+            raise ValueError(
+                f"heads of {dict(zip(action_space.names, action_space.sizes, strict=True))} "
+                f"choices; what is legal is kept in {_MOST_BITS} bits"
+            )
         self._space = action_space
         self._connection = sqlite3.connect(
             path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -83,7 +90,7 @@ class RunDatabase:
         execute = self._connection.execute
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = FULL")  # a round that was told is never lost
-        with self._transaction():
+        with _transaction(self._connection):
             for statement in self._schema().split(";\n"):
                 execute(statement)
             for table in ("rounds", "episodes", "decisions", "observations"):
@@ -107,7 +114,7 @@ class RunDatabase:
 
     def _write(self, record: RoundRecord) -> None:
         """All of a round, or none of it."""
-        with self._transaction():
+        with _transaction(self._connection):
             self._insert("rounds", iter([_round_row(record)]))
             self._insert("episodes", _episode_rows(record))
             self._insert("decisions", self._decision_rows(record))
@@ -123,20 +130,20 @@ class RunDatabase:
     def _decision_rows(self, record: RoundRecord) -> Rows:
         envs, steps = _stored(record)
         actions, legal = record.actions[envs, steps], record.legal[envs, steps]
-        chosen, bits = [], []
+        choices, legal_bits = [], []
         for index, part in enumerate(self._space.split(legal).values()):
-            weights = 2 ** torch.arange(part.shape[-1])
-            bits.append((part * weights).sum(dim=-1).tolist())
-            had_choice = part.any(dim=-1).tolist()
-            values = actions[:, index].tolist()
-            chosen.append([v if had else None for v, had in zip(values, had_choice, strict=True)])
+            bits = (part * 2 ** torch.arange(part.shape[-1])).sum(dim=-1)
+            chosen = actions[:, index].numpy().astype(object)
+            chosen[bits.numpy() == 0] = None
+            choices.append(chosen.tolist())
+            legal_bits.append(bits.tolist())
         before = torch.cat((torch.full_like(record.accuracy[:, :1], torch.nan), record.accuracy), 1)
         return zip(
             repeat(record.round),
             envs.tolist(),
             steps.tolist(),
-            *chosen,
-            *bits,
+            *choices,
+            *legal_bits,
             record.cost_params[envs, steps].long().tolist(),
             before[envs, steps].tolist(),
             record.accuracy[envs, steps].tolist(),
@@ -150,9 +157,6 @@ class RunDatabase:
         columns = self._connection.execute(f"PRAGMA table_info({table})").fetchall()
         marks = ", ".join("?" * len(columns))
         self._connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
-
-    def _transaction(self) -> "_Transaction":
-        return _Transaction(self._connection)
 
     def __enter__(self) -> Self:
         return self
@@ -169,23 +173,16 @@ class RunDatabase:
             self.flush()
 
 
-class _Transaction:
-    def __init__(self, connection: sqlite3.Connection):
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self._connection.execute("COMMIT")
-        elif self._connection.in_transaction:  # SQLite ends it by itself where the disk is full
-            self._connection.execute("ROLLBACK")
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # SQLite ends it by itself where the disk is full
+            connection.execute("ROLLBACK")
+        raise
 
 
 def _round_row(record: RoundRecord) -> tuple[Any, ...]:
