@@ -328,13 +328,6 @@ def test_a_seed_is_felt_without_gradients_too():
     torch.testing.assert_close(logits, model(tokens)["logits"])
 
 
-def test_a_frozen_encoder_is_written_out_layer_by_layer(tmp_path):
-    """Without gradients torch would run it as one fused operator, which ONNX does not know."""
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).requires_grad_(False)
-    export(encoder, torch.randn(3, 5, 8), tmp_path, formats=("source",))
-    assert "self.linear1 = nn.Linear(" in (tmp_path / "model.py").read_text()
-
-
 class Rotary(nn.Module):
     """What language models do: tables made on the fly, gradient and autocast off, slices."""
 

@@ -108,7 +108,7 @@ def _traced(model: nn.Module, example: Any) -> ExportedProgram:
             shapes[leaf] = {0: Dim.DYNAMIC}
     free_batch = shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
     try:
-        with _tracing():
+        with _quiet():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=free_batch)
     except Exception as error:
         raise ExportError(
@@ -129,11 +129,10 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
-    """Layers written out instead of torch's fused encoder, and torch's notes to itself unread."""
-    fast, logger = torch.backends.mha.get_fastpath_enabled(), logging.getLogger("torch.onnx")
+def _quiet() -> Iterator[None]:
+    """Without torch's notes to itself."""
+    logger = logging.getLogger("torch.onnx")
     level = logger.level
-    torch.backends.mha.set_fastpath_enabled(False)
     logger.setLevel(logging.ERROR)  # which optional packages it does without
     try:
         with warnings.catch_warnings():
@@ -141,7 +140,6 @@ def _tracing() -> Iterator[None]:
             warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         logger.setLevel(level)
 
 
@@ -152,7 +150,7 @@ def _part_that_fails(model: nn.Module, example: Any) -> str:
         module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
         module.register_forward_hook(lambda *_: entered.pop() and None)
     args, kwargs = _arguments(example)
-    with contextlib.suppress(Exception), _tracing():
+    with contextlib.suppress(Exception), _quiet():
         torch.export.export(model, args, kwargs)
     kind = type(model.get_submodule(entered[-1])).__name__
     return f"{entered[-1]!r} ({kind})" if entered[-1] else f"the model ({kind})"
@@ -257,7 +255,7 @@ def _write_onnx(program: ExportedProgram, model: nn.Module, folder: Path) -> Pat
     size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
     file = folder / "model.onnx"
     try:
-        with _tracing():
+        with _quiet():
             torch.onnx.export(
                 program, f=file, verbose=False, external_data=size > _LARGEST_ONNX_FILE
             )
