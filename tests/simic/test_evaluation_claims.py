@@ -33,6 +33,8 @@ def claim_about(rival):
         (-0.02, -0.006, -0.005, "fails"),
         (-0.006, 0.0, -0.005, "undecided"),
         (0.01, 0.04, 0.03, "undecided"),
+        (0.0, 0.0, 0.0, "fails"),  # the same network every time: nothing was gained
+        (0.0, 0.0, -0.005, "holds"),
         (0.0, 0.01, 0.0, "undecided"),  # an interval that touches the margin decides nothing
     ],
 )

@@ -166,6 +166,8 @@ def test_files_hold_all_of_it(report, tmp_path):
     text = as_markdown.read_text()
     assert all(f"| {name} |" in text for name in report.arms)
     assert "This is a small evaluation" in text
+    spent = report.arms[arms.WIDTH_SEARCH].search.flops / report.arms[arms.LEARNED].search.flops
+    assert f"width search {spent:.1%}" in text
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
         "evaluation.json", "evaluation.md",
     ]  # fmt: skip

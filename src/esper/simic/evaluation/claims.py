@@ -161,7 +161,8 @@ def judge_search(claim: SearchClaim, rent: float, needed: RunsToMatch) -> Verdic
 def decide(lead: Estimate, margin: float) -> Decision:
     if lead.low > margin:
         return "holds"
-    return "fails" if lead.high < margin else "undecided"
+    is_certain = lead.low == lead.high  # such as a controller that never grew anything
+    return "fails" if lead.high < margin or is_certain else "undecided"
 
 
 def _lead(claim: Claim, results: Mapping[str, ArmResult], rent_index: int) -> Estimate:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from esper.simic.evaluation.arms import ArmResult
+from esper.simic.evaluation.arms import (
+    CONSTANT,
+    CONSTANT_PER_TYPE,
+    HEURISTIC,
+    LEARNED,
+    WIDTH_SEARCH,
+    ArmResult,
+)
 from esper.simic.evaluation.claims import Verdict
 from esper.simic.evaluation.settings import EvaluationConfig
 from esper.simic.evaluation.statistics import Array, Estimate, estimate
@@ -69,7 +76,7 @@ class EvaluationReport:
         header, rows = self.rows()
         lines = ["# Evaluation", "", self.summary(), "", self._legend(), "", _markdown_row(header)]
         lines += [_markdown_row(["---"] * len(header)), *map(_markdown_row, rows)]
-        lines += ["", "## Claims", ""]
+        lines += ["", self._costs(), "", "## Claims", ""]
         lines += [f"- ({v.letter}) **{v.decision}**: {v.sentence}" for v in self.verdicts]
         lines += ["", "## Random search over plans, best of k by validation", ""]
         lines += [_markdown_row(["rent", *(f"k = {k}" for k in self.searches[0])])]
@@ -164,6 +171,16 @@ class EvaluationReport:
             f"do. All but the scores are at rent {self.settings.rents[self._middle]:g}; sizes and "
             "training are means over hosts. Spent before: networks that were trained to tune, "
             "search or learn."
+        )
+
+    def _costs(self) -> str:
+        """What searches took beside what training a controller took, in arithmetic."""
+        controller = self.arms[LEARNED].search.flops
+        names = (WIDTH_SEARCH, CONSTANT, CONSTANT_PER_TYPE, HEURISTIC)
+        parts = [f"{name} {self.arms[name].search.flops / controller:.1%}" for name in names]
+        return (
+            f"Training a controller took {controller / 1e12:,.2f} TFLOP; of as much, the searches "
+            f"spent: {', '.join(parts)}."
         )
 
     def _row(self, arm: ArmResult) -> list[str]:

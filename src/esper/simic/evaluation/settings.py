@@ -56,11 +56,11 @@ class EvaluationConfig:
 
 
 PRESETS: dict[str, EvaluationConfig] = {
-    # two CPU cores, a minute or two: large differences show, small ones do not
+    # two CPU cores, about a minute: 36 hosts an arm; large differences show, small ones do not
     "quick": EvaluationConfig(
         rents=(0.05, 0.15),
-        num_widths=3,
-        repeats=2,
+        num_widths=4,
+        repeats=3,
         training_widths=2,
         training_repeats=1,
         learning_rates=(1e-2, 2e-2),
