@@ -64,6 +64,7 @@ def test_the_core_imports_only_torch_and_numpy(package):
     if not (SOURCE / package).exists():
         pytest.skip(f"no package {package} yet")
     optional = ["numba", "triton", "gymnasium", "tensorboard", "mnist1d", "sklearn", "tyro", "rich"]
+    optional += ["onnx", "onnxscript", "onnxruntime"]
     modules = [
         ".".join(("esper", *path.relative_to(SOURCE).with_suffix("").parts))
         for path in (SOURCE / package).rglob("*.py")
