@@ -10,6 +10,7 @@ from esper.simic.evaluation.statistics import (
     Frontier,
     RandomSearch,
     estimate,
+    estimate_over_views,
     t_quantile,
 )
 
@@ -54,6 +55,20 @@ def test_a_two_way_interval_holds_the_truth_as_often_as_it_says():
         found = estimate(values)
         hits += found.low <= 0 <= found.high
     assert 0.92 <= hits / trials <= 0.995
+
+
+def test_views_that_differ_do_not_widen_the_interval_of_their_mean():
+    rng = np.random.default_rng(3)
+    noise = rng.normal(0, 0.02, (3, 8))
+    values = noise + np.array([[0.2], [0.5], [0.9]])
+    found = estimate_over_views(values)
+    variances = values.var(axis=1, ddof=1) / 8 / 9
+    degrees = variances.sum() ** 2 / (variances**2 / 7).sum()
+    half = stats.t.ppf(0.975, degrees) * variances.sum() ** 0.5
+    assert found.mean == pytest.approx(values.mean())
+    assert found.high - found.mean == pytest.approx(half, rel=1e-4)
+    spread = found.bootstrap_high - found.bootstrap_low
+    assert spread == pytest.approx(2 * 1.96 * variances.sum() ** 0.5, rel=0.15)
 
 
 def test_equal_values_have_no_interval():

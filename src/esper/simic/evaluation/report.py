@@ -19,7 +19,7 @@ from esper.simic.evaluation.arms import (
 )
 from esper.simic.evaluation.claims import Verdict
 from esper.simic.evaluation.settings import EvaluationConfig
-from esper.simic.evaluation.statistics import Array, Estimate, estimate
+from esper.simic.evaluation.statistics import Array, Estimate, estimate, estimate_over_views
 from esper.simic.evaluation.tuning import Sweep
 from esper.simic.evaluation.widened import StaticPool
 from esper.simic.training.config import TrainConfig
@@ -198,8 +198,7 @@ class EvaluationReport:
 
     def _line(self, norm: bool) -> dict[str, list[float]]:
         by_params, by_macs = (self.statics.frontier(norm=norm, by=by) for by in ("params", "macs"))
-        means = by_params.accuracies.mean(axis=1)  # over views: [sizes, repeats]
-        estimates = [estimate(row) for row in means]
+        estimates = [estimate_over_views(of_size) for of_size in by_params.accuracies]
         return {
             "params": by_params.sizes.tolist(),
             "macs": by_macs.sizes.tolist(),

@@ -39,6 +39,15 @@ def estimate(values: Array) -> Estimate:
     return _interval(float(values.mean()), _spreads(values), _draw_means(values))
 
 
+def estimate_over_views(values: Array) -> Estimate:
+    """The mean of `[V, repeats]`, where the views are all there are and the repeats a sample."""
+    num_views, repeats = values.shape
+    parts = values / num_views
+    spreads = [(float(row.var(ddof=1)) / repeats, repeats - 1.0) for row in parts]
+    draws = [_draw_shares(repeats, rng_seed) @ row for rng_seed, row in enumerate(parts)]
+    return _interval(float(values.mean()), spreads, np.sum(draws, axis=0))
+
+
 @dataclass(frozen=True)
 class RunsToMatch:
     """Runs that a search needs to do as well as a rival; None: more than there were."""
