@@ -164,7 +164,7 @@ PRESETS: dict[str, TrainConfig] = {
             validation_rows=300,
             episode_steps=12,
         ),
-        rounds=70,
+        rounds=60,
         checkpoint_every=10,
     ),
     # one H200, three minutes: hosts train as those that a controller is judged by
