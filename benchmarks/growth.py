@@ -18,6 +18,7 @@ from pathlib import Path
 from esper.simic.evaluation.evaluate import evaluate_controllers, on_task
 from esper.simic.evaluation.report import EvaluationReport
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
+from esper.simic.evaluation.settings import EvaluationConfig
 from esper.simic.training.config import PRESETS, TaskName, TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles
@@ -37,9 +38,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs") / "growth")
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
-    preset, tasks, rounds = asked.preset, asked.tasks, None
+    tasks, settings = asked.tasks, EVALUATIONS[asked.preset]
+    config, num_controllers = PRESETS[asked.preset], asked.rng_seeds
     if asked.quick:
-        preset, tasks, rounds = "quick", [TRAINED_ON], 2
+        tasks, settings = [TRAINED_ON], replace(EVALUATIONS["quick"], num_widths=1, num_plans=2)
+        config, num_controllers = replace(PRESETS["quick"], rounds=1), 1
     bars: dict[str, dict[str, object]] = {}
     if asked.runs:
         files = [RunFiles(path) for path in asked.runs]
@@ -47,11 +50,9 @@ def main() -> None:
         device = config.resolved_device()
         controllers = [LearnedController.load(entry.controller, device) for entry in files]
     else:
-        config = PRESETS[preset] if rounds is None else replace(PRESETS[preset], rounds=rounds)
-        num_controllers = 1 if asked.quick else asked.rng_seeds
         controllers = [train(config, seed, asked.out, bars) for seed in range(num_controllers)]
     for task in tasks:
-        report = judge(controllers, config, task, preset, asked.out)
+        report = judge(controllers, config, task, settings, asked.out)
         bars |= bars_of(report, task)
     device = str(config.resolved_device())
     print(json.dumps({"benchmark": "growth", "device": device, "bars": bars}))
@@ -80,13 +81,13 @@ def judge(
     controllers: list[LearnedController],
     config: TrainConfig,
     task: TaskName,
-    preset: str,
+    settings: EvaluationConfig,
     out: Path,
 ) -> EvaluationReport:
     if task != config.task:
         config = on_task(config, task)
     report = evaluate_controllers(
-        controllers, config, EVALUATIONS[preset], say=lambda text: print(f"- {text}", flush=True)
+        controllers, config, settings, say=lambda text: print(f"- {text}", flush=True)
     )
     report.save(out)
     print(report.markdown(), flush=True)
