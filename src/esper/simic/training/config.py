@@ -7,7 +7,7 @@ Hosts and data are named as they are in the run's database: a host by its widths
 variant of the data by what was done to it, "rows:600".
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -20,6 +20,16 @@ from esper.tolaria.garden import GardenConfig
 
 TaskName = Literal["mnist1d", "digits", "fashion_mnist", "known_gains"]
 VARIANT_KINDS = ("permuted", "rows", "noise")
+
+
+_PPO = PPOConfig(
+    learning_rate=2e-3,
+    gamma=1.0,  # an episode is the task: what counts is its last score
+    gae_lambda=0.99,
+    ppo_epochs=4,
+    entropy_coefficient=0.005,
+    normalize_features=False,  # slots are scaled alike, by the layout
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +61,7 @@ class TrainConfig:
     growth: GrowthConfig = GrowthConfig()
     garden: GardenConfig = GardenConfig()
     policy: PolicyConfig = PolicyConfig(lstm_hidden_dim=64)
-    ppo: PPOConfig = field(
-        default_factory=lambda: PPOConfig(
-            learning_rate=2e-3,
-            gamma=1.0,  # an episode is the task: what counts is its last score
-            gae_lambda=0.99,
-            ppo_epochs=4,
-            entropy_coefficient=0.005,
-            normalize_features=False,  # slots are scaled alike, by the layout
-        )
-    )
+    ppo: PPOConfig = _PPO
     rounds: int = 60
     """Updates; in each, every env lives one episode."""
     rng_seed: int = 0
@@ -164,6 +165,7 @@ PRESETS: dict[str, TrainConfig] = {
             validation_rows=300,
             episode_steps=12,
         ),
+        ppo=replace(_PPO, learning_rate=5e-3, ppo_epochs=8),  # few rounds: each has to tell
         rounds=60,
         checkpoint_every=10,
     ),
