@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from grow.small_models import Script, blobs, build, germinate
+from grow.small_models import Script, act, blobs, build, germinate
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
 
 from esper import Growth
 from esper.grow.checkpoint import random_states, set_random_states
-from esper.leyline.stages import SeedStage
+from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.learned import LearnedController, _policy
 from esper.tamiyo.policy.network import PolicyConfig
 
@@ -122,6 +122,22 @@ def test_a_learned_controller_goes_on_with_what_it_remembers(tmp_path):
     resumed.load(tmp_path / "run.pt")
     assert resumed.controller.memory()["h"].abs().sum() > 0
     finish(resumed)
+    assert_same(growth, resumed)
+
+
+def test_births_go_on_where_they_were(tmp_path):
+    """A pruned seed has drawn its weights as well: the next one must not draw them again."""
+    later = germinate(1, blueprint=3)
+    growth = new_growth(controller=Script(germinate(0), act(LifecycleOp.PRUNE, 0), later))
+    growth.decide()
+    train(growth, 1)
+    growth.decide()
+    growth.save(tmp_path / "run.pt")
+    growth.decide()
+    resumed = new_growth(controller=Script(later))
+    resumed.load(tmp_path / "run.pt")
+    resumed.decide()
+    assert growth.seeds == resumed.seeds == {"5": "dense_dense"}
     assert_same(growth, resumed)
 
 
