@@ -1,1 +1,1 @@
-"""nissa: telemetry -- where events go (console, TensorBoard)."""
+"""nissa: telemetry -- where events go (console, TensorBoard, the run's database)."""
