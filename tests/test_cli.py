@@ -18,6 +18,7 @@ from simic.small_runs import ORACLE, flags
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper.cli import main, train
+from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.training import run_folder
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.gymnasium import GymAgent, GymTraining
@@ -69,6 +70,34 @@ def test_a_mistake_is_one_line_and_not_a_traceback(env_id, message, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"esper: .*{message}"):
         main(["gym", env_id])
+
+
+def test_gym_has_nothing_to_resume_without_a_checkpoint(tmp_path):
+    with pytest.raises(SystemExit, match=r"esper: no .*checkpoint.pt to go on from"):
+        main(["gym", "CartPole-v1", "--out", str(tmp_path), "--resume"])
+
+
+@pytest.mark.parametrize("save_every", [1, 50])
+def test_a_failed_gym_run_leaves_its_agent_and_names_the_last_checkpoint(
+    tmp_path, monkeypatch, save_every
+):
+    learn = GymTraining.learn
+
+    def fail_in_the_third_round(training):
+        if training.progress.rounds == 2:
+            raise TrainingFailed("not finite")
+        return learn(training)
+
+    monkeypatch.setattr(GymTraining, "learn", fail_in_the_third_round)
+    with pytest.raises(SystemExit, match="esper: not finite") as stop:
+        main(
+            ["gym", "CartPole-v1", *SMALL, "--total-steps", "192", "--out", str(tmp_path),
+             "--save-every", str(save_every)]
+        )  # fmt: skip
+    assert f"saved as {tmp_path / 'agent.pt'}" in str(stop.value)
+    GymAgent.load(tmp_path / "agent.pt")
+    is_saved = (tmp_path / "checkpoint.pt").exists()
+    assert is_saved == (save_every == 1) == ("--resume" in str(stop.value))
 
 
 # -- esper train ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from esper.cli.interruption import interruption
 from esper.leyline.protocols import EventSink
 from esper.nissa.console import ProgressSink
 from esper.nissa.tensorboard import TensorBoardSink
+from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.training.gymnasium import GymConfig, GymTraining, evaluate
 
 _DEFAULTS = GymConfig()
@@ -47,15 +48,23 @@ def gym(
     except gymnasium.error.UnregisteredEnv as error:
         raise ValueError(f"{error} `gymnasium.pprint_registry()` lists what there is") from error
     if resume:
+        if not checkpoint.exists():
+            raise ValueError(f"no {checkpoint} to go on from; leave --resume out to begin")
         training = GymTraining.resume(checkpoint, envs)
     else:
         training = GymTraining(envs, total_steps, config)
     print(describe(training, out))
-    if not _train(training, checkpoint, out, save_every):
-        print(
-            f"stopped after {training.progress.steps:,} steps; go on with\n"
-            f"  esper gym {env_id} --num-envs {num_envs} --out {out} --resume"
-        )
+    again = f"esper gym {env_id} --num-envs {num_envs} --out {out} --resume"
+    try:
+        is_finished = _train(training, checkpoint, out, save_every)
+    except TrainingFailed as error:
+        training.agent.save(out / "agent.pt")
+        last = f"; its last checkpoint goes on with\n  {again}" if checkpoint.exists() else ""
+        raise ValueError(
+            f"{error}\nthe agent before that is saved as {out / 'agent.pt'}{last}"
+        ) from error
+    if not is_finished:
+        print(f"stopped after {training.progress.steps:,} steps; go on with\n  {again}")
         return
     training.agent.save(out / "agent.pt")
     result = evaluate(training.agent, envs, episodes)
