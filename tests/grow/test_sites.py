@@ -211,6 +211,22 @@ def test_the_table_names_every_site_and_its_costs():
     assert "dense 42" in table[1]  # 6 * 6 + 6
 
 
+def test_a_layer_with_one_output_is_a_layer():
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1))
+    assert [site.name for site in find_sites(model, torch.randn(2, 5))] == ["1", "3"]
+    first = nn.Sequential(nn.Conv1d(1, 4, 1), nn.Conv1d(4, 4, 3), nn.Flatten(), nn.Linear(24, 3))
+    assert [site.name for site in find_sites(first, torch.randn(2, 1, 8))] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    "normed", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm]
+)
+def test_what_makes_weights_is_no_site(normed):
+    layers = [normed(nn.Conv1d(1, 4, 3, padding=1)), normed(nn.Conv1d(4, 4, 3, padding=1))]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 3))
+    assert [site.name for site in find_sites(model, torch.randn(4, 1, 8))] == ["0", "1"]
+
+
 def test_a_model_of_skip_connections_offers_its_layers():
     class Dense(nn.Module):
         def __init__(self):

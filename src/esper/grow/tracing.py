@@ -47,7 +47,7 @@ class Run:
     num_weight_calls: int = 0
 
     def record(self, name: str, module: nn.Module, output: Any) -> None:
-        own = [p for p in module.parameters(recurse=False) if sum(n > 1 for n in p.shape) > 1]
+        own = _weights(module)
         if own:
             self.weights, self.prefers_last = name, not isinstance(module, _ConvNd)
             self.sizes = frozenset(size for p in own for size in p.shape)
@@ -86,7 +86,7 @@ def trace(model: nn.Module, call: Callable[[], Any]) -> Run:
             lambda module, _args, output, name=name: run.record(name, module, output)
         )
         for name, module in model.named_modules()
-        if name
+        if name and not _makes_weights(name)
     ]
     try:
         with at_rest(model), torch.enable_grad():
@@ -137,6 +137,18 @@ def is_cut(node: Any, run: Run) -> bool:
     # weights may be used twice; what came of the inputs may not go around
     computed = {n for n in before if n.name() != _LEAF}
     return not any(n in around for n in (*computed, *sources))
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    """The matrices that a layer has of its own; vectors only scale or shift."""
+    if isinstance(module, nn.Linear | _ConvNd):
+        return [module.weight]  # a matrix even where it has one output
+    return [p for p in module.parameters(recurse=False) if sum(n > 1 for n in p.shape) > 1]
+
+
+def _makes_weights(name: str) -> bool:
+    """Whether a module computes a layer's weights (torch's parametrizations), not activations."""
+    return "parametrizations" in name.split(".")
 
 
 def _is_block(name: str, module: nn.Module) -> bool:
