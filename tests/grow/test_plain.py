@@ -1,9 +1,11 @@
 """The grown model as an ordinary one."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from grow.small_models import MODELS, build
-from torch import nn
+from torch import Tensor, nn
 
 from esper.grow.plain import Grown, plain_model
 from esper.grow.sites import find_sites
@@ -14,8 +16,11 @@ from esper.leyline.constants import BlendStyle
 def fully_grown(name: str, style: BlendStyle = BlendStyle.ADD):
     """A model with an awake, committed seed at each site."""
     model, example = build(name)
-    model.eval()
-    slots = []
+    return model.eval(), example, with_committed_seeds(model, example, style)
+
+
+def with_committed_seeds(model: nn.Module, example: Tensor, style: BlendStyle) -> list[Slot]:
+    slots: list[Slot] = []
     for place in find_sites(model, example):
         slot = Slot(place, model.get_submodule(place.name))
         program = place.blueprints()[-1].program(place.seed_site)
@@ -24,7 +29,7 @@ def fully_grown(name: str, style: BlendStyle = BlendStyle.ADD):
             nn.init.normal_(parameter, std=0.2)
         slot.alpha, slot.is_committed = 0.7, True
         slots.append(slot)
-    return model, example, slots
+    return slots
 
 
 @pytest.mark.parametrize("style", list(BlendStyle))
@@ -68,6 +73,31 @@ def test_it_shares_nothing_with_the_growing_model():
         for parameter in (*model.parameters(), *slots[0].seed.parameters()):
             parameter.zero_()
     assert torch.equal(plain(example), expected)
+
+
+def test_a_named_tuple_stays_one():
+    class Encoded(NamedTuple):
+        hidden: Tensor
+        size: int
+
+    class Encoder(nn.Linear):
+        def forward(self, x):
+            return Encoded(super().forward(x), len(x))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = Encoder(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            encoded = self.encoder(x)
+            return self.head(encoded.hidden) / encoded.size
+
+    model, example = Net(), torch.randn(3, 4)
+    without = model(example)
+    slots = with_committed_seeds(model, example, BlendStyle.ADD)
+    assert not torch.allclose(model(example), without)
+    assert torch.equal(plain_model(model, slots)(example), model(example))
 
 
 def test_a_site_that_two_parents_know_is_grown_for_both():

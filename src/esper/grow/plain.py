@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from esper.grow.slots import Seed, Slot, blend_one
+from esper.grow.slots import Seed, Slot, blend_one, with_first
 from esper.leyline.constants import BlendStyle
 
 
@@ -28,10 +28,7 @@ class Grown(nn.Module):
         self.register_forward_pre_hook(_be_called)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.site(*args, **kwargs)
-        if isinstance(output, tuple):
-            return (self._blended(output[0]), *output[1:])
-        return self._blended(output)
+        return with_first(self.site(*args, **kwargs), self._blended)
 
     def _blended(self, x: Tensor) -> Tensor:
         return blend_one(x, self.seed(x), self.alpha, self.style)

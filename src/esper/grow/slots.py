@@ -4,7 +4,7 @@ The model's classes, names and state_dict stay as they are. While a slot is empt
 alpha 0, there is no hook either: the model is the user's own and costs what it always did.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,14 @@ def blend_one(x: Tensor, seed: Tensor, alpha: float, style: BlendStyle) -> Tenso
     return torch.add(x, seed, alpha=alpha)
 
 
+def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A module's output with its tensor changed: the first one of a tuple, which stays its class."""
+    if not isinstance(output, tuple):
+        return change(output)
+    parts = (change(output[0]), *output[1:])
+    return parts if type(output) is tuple else type(output)._make(parts)  # type: ignore[attr-defined]
+
+
 class Slot:
     """A site of the user's model, empty or with a seed in it."""
 
@@ -112,9 +120,7 @@ class Slot:
         """The forward hook: the site's output with the seed blended in."""
         assert self.seed is not None
         self.calls += 1
-        if isinstance(output, tuple):
-            return (self._blended(output[0]), *output[1:])
-        return self._blended(output)
+        return with_first(output, self._blended)
 
     def _blended(self, x: Tensor) -> Tensor:
         self.site.check(x)
