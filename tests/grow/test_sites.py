@@ -227,6 +227,26 @@ def test_what_makes_weights_is_no_site(normed):
     assert [site.name for site in find_sites(model, torch.randn(4, 1, 8))] == ["0", "1"]
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize(
+    ("reads_last_state", "expected"), [(True, ["mix"]), (False, ["rnn", "mix"])]
+)
+def test_a_recurrent_layer_is_a_site_where_its_first_output_is_used(
+    layer, reads_last_state, expected
+):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.mix, self.head = layer(5, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            outputs, state = self.rnn(x.transpose(0, 1))
+            state = state[0] if isinstance(state, tuple) else state
+            return self.head(self.mix(state[-1] if reads_last_state else outputs[-1]))
+
+    assert [site.name for site in find_sites(Recurrent(), torch.randn(3, 7, 5))] == expected
+
+
 def test_a_model_of_skip_connections_offers_its_layers():
     class Dense(nn.Module):
         def __init__(self):

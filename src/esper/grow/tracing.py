@@ -3,7 +3,7 @@
 Hooks note every call; the autograd graph of the output says what each tensor was made of.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,9 @@ from torch.utils import _pytree as pytree
 
 from esper.grow.randomness import untouched_randomness
 
+# a step of the autograd graph, and which of its outputs: recurrent layers have several
+Edge = tuple[Any, int]
+
 
 @dataclass(frozen=True)
 class Call:
@@ -25,7 +28,7 @@ class Call:
     output: Any  # its shape, or the type of what is not a tensor
     dtype: torch.dtype
     device: torch.device
-    node: Any  # of the autograd graph
+    node: Edge | None  # in the autograd graph
     channels_last: bool
     weights: str
     num_weight_calls: int  # layers with weights that have run so far
@@ -38,7 +41,7 @@ class Run:
     """One forward pass."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
-    output_nodes: list[Any] = field(default_factory=list)
+    output_nodes: list[Edge] = field(default_factory=list)
     output_shapes: list[tuple[int, ...]] = field(default_factory=list)
     # of the layer with weights that ran last: its name, whether it puts channels last, its sizes
     weights: str = ""
@@ -61,7 +64,7 @@ class Run:
                 output=tuple(tensor.shape) if is_tensor else type(output).__name__,
                 dtype=tensor.dtype if is_tensor else torch.float32,
                 device=tensor.device if is_tensor else torch.device("cpu"),
-                node=tensor.grad_fn if is_tensor else None,
+                node=_edge(tensor) if is_tensor else None,
                 channels_last=is_tensor and self._puts_channels_last(tensor.shape),
                 weights=self.weights,
                 num_weight_calls=self.num_weight_calls,
@@ -95,7 +98,7 @@ def trace(model: nn.Module, call: Callable[[], Any]) -> Run:
         for handle in handles:
             handle.remove()
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    run.output_nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    run.output_nodes = [edge for edge in map(_edge, tensors) if edge is not None]
     run.output_shapes = [tuple(t.shape) for t in tensors]
     return run
 
@@ -127,13 +130,13 @@ def at_rest(model: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
-def is_cut(node: Any, run: Run) -> bool:
+def is_cut(node: Edge | None, run: Run) -> bool:
     """Whether every path from what `node` was made of to the outputs goes through it."""
     if node is None:
         return False
     around = _reachable(run.output_nodes, avoiding=node)
-    before = _reachable([parent for parent, _ in node.next_functions if parent is not None])
-    sources = [c.node for calls in run.calls.values() for c in calls if c.is_source]
+    before = _reachable(node[0].next_functions)
+    sources = [c.node[0] for calls in run.calls.values() for c in calls if c.is_source and c.node]
     # weights may be used twice; what came of the inputs may not go around
     computed = {n for n in before if n.name() != _LEAF}
     return not any(n in around for n in (*computed, *sources))
@@ -151,6 +154,10 @@ def _makes_weights(name: str) -> bool:
     return "parametrizations" in name.split(".")
 
 
+def _edge(tensor: Tensor) -> Edge | None:
+    return None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+
 def _is_block(name: str, module: nn.Module) -> bool:
     is_composed = not isinstance(module, nn.Sequential) and any(True for _ in module.children())
     return is_composed and name.rpartition(".")[2].isdigit()
@@ -159,12 +166,12 @@ def _is_block(name: str, module: nn.Module) -> bool:
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
-def _reachable(roots: Sequence[Any], avoiding: Any = None) -> set[Any]:
-    seen = {root for root in roots if root is not avoiding}
-    stack = list(seen)
+def _reachable(edges: Iterable[Edge], avoiding: Edge | None = None) -> set[Any]:
+    seen: set[Any] = set()
+    stack = list(edges)
     while stack:
-        for parent, _ in stack.pop().next_functions:
-            if parent is not None and parent is not avoiding and parent not in seen:
-                seen.add(parent)
-                stack.append(parent)
+        edge = stack.pop()
+        if edge[0] is not None and edge[0] not in seen and edge != avoiding:
+            seen.add(edge[0])
+            stack.extend(edge[0].next_functions)
     return seen
