@@ -80,13 +80,38 @@ class BreaksAtStep(KnownGains):
 
 def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
     trainer = make_trainer(4, BreaksAtStep(4))
-    trainer.collect()
+    scores = trainer.collect().scores
+    assert scores.isnan().tolist() == [False, True, False, False]
     assert trainer.buffer.step_counts.tolist() == [25, 3, 25, 25]
     torch.testing.assert_close(
         trainer.buffer._fields["rewards"][1, 2], torch.tensor(ROLLBACK_PENALTY)
     )
     assert trainer.buffer.episode_boundaries.tolist() == [[0, 0, 25], [1, 0, 3], [2, 0, 25], [3, 0, 25]]  # fmt: skip
     trainer.agent.update(trainer.buffer)
+
+
+class SiblingsOfWhichOneBreaks(BreaksAtStep):
+    """Envs 0 and 1 are siblings, as are 2 and 3."""
+
+    siblings = 2
+
+
+def test_an_env_is_compared_with_all_of_its_siblings_episode_even_if_its_own_ends_early():
+    trainer, own_rewards = make_trainer(4, SiblingsOfWhichOneBreaks(4)), []
+    of = trainer.reward.of
+
+    def remembered(*step):
+        own_rewards.append(of(*step))
+        return own_rewards[-1]
+
+    trainer.reward.of = remembered
+    trainer.collect()
+    own = torch.stack(own_rewards, 1)  # [N, T], on after the end of env 1
+    learned_from = trainer.buffer._fields["rewards"]
+    torch.testing.assert_close(learned_from[1, :3].sum(), own[1, :3].sum() - own[0].sum())
+    torch.testing.assert_close(learned_from[0], own[0] - own[1])
+    torch.testing.assert_close(learned_from[2], own[2] - own[3])
+    torch.testing.assert_close(learned_from[1, :2], own[1, :2] - own[0, :2])
 
 
 def test_slots_are_scaled_alike_or_refused():

@@ -20,7 +20,7 @@ class RoundRecord:
     variants: Sequence[str]  # of the data
     rent: Tensor  # [N], as are those below
     host_params: Tensor
-    scores: Tensor
+    scores: Tensor  # nan where the governor ended the episode
     rolled_back: Tensor
     step_counts: Tensor
     # per decision

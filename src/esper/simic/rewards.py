@@ -20,17 +20,18 @@ def growth_score(
     return accuracy - rent * torch.log1p(added_params / host_params) - compute_charge
 
 
-def against_siblings(rewards: Tensor, siblings: int) -> Tensor:
-    """Each env's reward `[N]` less the mean of its siblings', as it is where there are none.
+def siblings_mean(rewards: Tensor, siblings: int) -> Tensor:
+    """For each env the mean reward `[N]` of its siblings, 0 where there are none.
 
-    What a host would have reached anyway, its data and its luck are the same for all siblings and
-    cancel; what an env is compared with does not depend on what it did.
+    What a host would have reached anyway, its data and its luck are the same for all siblings: an
+    env is rewarded less this mean, and they cancel. What it is compared with does not depend on
+    what it did, as long as it is compared over the whole episode, however early its own ends.
     """
     if siblings == 1:
-        return rewards
+        return torch.zeros_like(rewards)
     families = rewards.view(-1, siblings)
     others = (families.sum(dim=1, keepdim=True) - families) / (siblings - 1)
-    return (families - others).flatten()
+    return others.flatten()
 
 
 class GrowthReward:

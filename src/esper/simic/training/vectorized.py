@@ -17,7 +17,7 @@ from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
-from esper.simic.rewards import GrowthReward, against_siblings
+from esper.simic.rewards import GrowthReward, siblings_mean
 from esper.simic.training.phase_clock import PhaseClock
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
@@ -26,7 +26,7 @@ from esper.tamiyo.policy.features import FeatureLayout
 class Episodes(NamedTuple):
     """What a round's episodes came to; the decisions themselves are in the buffer."""
 
-    scores: Tensor  # [N]: of the committed networks
+    scores: Tensor  # [N]: of the committed networks, nan where the governor ended the episode
     rent: Tensor  # [N]
     host_params: Tensor  # [N]
     rolled_back: Tensor  # [N]
@@ -75,6 +75,7 @@ class VectorizedTrainer:
         lap("hosts")
         state = agent.policy.initial_state(environment.num_envs)
         running = torch.ones(environment.num_envs, dtype=torch.bool)
+        owed = torch.zeros(environment.num_envs)  # to siblings, since the governor ended an episode
         trace: list[_TracedStep] = []
         while running.any():
             if should_stop():
@@ -93,13 +94,15 @@ class VectorizedTrainer:
             lap("act")
             outcome = environment.step(actions)
             lap("hosts")
+            rewards = self.reward.of(reports, outcome)
+            usual = siblings_mean(rewards, environment.siblings)
             step = TamiyoRolloutStep(
                 state=features,
                 actions=decision.actions,
                 log_probs=decision.log_probs,
                 masks=decision.masks,
                 value=decision.values,
-                reward=against_siblings(self.reward.of(reports, outcome), environment.siblings),
+                reward=rewards - usual,
                 terminated=outcome.terminated,
                 truncated=outcome.truncated,
                 bootstrap_value=None,  # an episode is the task: it ends, it is never cut
@@ -108,12 +111,13 @@ class VectorizedTrainer:
             )
             env_ids = running.nonzero().squeeze(1)  # envs that are over sit out
             buffer.add_batch(step.select(env_ids), env_ids)
+            owed += torch.where(running & ~outcome.rolled_back, 0.0, usual)
             running &= ~(outcome.terminated | outcome.truncated)
             state = decision.state
             lap("buffer")
             trace.append(_traced(reports, actions, outcome))
             lap("telemetry")
-        return self._episodes(reports, trace)
+        return self._episodes(reports, trace, owed)
 
     def learn(self, progress: float = 0.0) -> dict[str, float]:
         """One update from what was collected; its metrics."""
@@ -121,13 +125,16 @@ class VectorizedTrainer:
         self.clock.lap("update")
         return metrics
 
-    def _episodes(self, reports: Reports, trace: list["_TracedStep"]) -> Episodes:
-        rolled_back, *per_step = (torch.stack(field, 1) for field in zip(*trace, strict=True))
+    def _episodes(self, reports: Reports, trace: list["_TracedStep"], owed: Tensor) -> Episodes:
+        breakages, *per_step = (torch.stack(field, 1) for field in zip(*trace, strict=True))
+        rolled_back = breakages.any(dim=1)
+        for env in rolled_back.nonzero().flatten().tolist():
+            self.buffer.mark_terminal_with_penalty(env, self.reward.penalty - float(owed[env]))
         return Episodes(
-            self.reward.scores,
+            torch.where(rolled_back, torch.nan, self.reward.scores),
             reports.rent,
             reports.host_params,
-            rolled_back.any(dim=1),
+            rolled_back,
             *per_step,
         )
 
