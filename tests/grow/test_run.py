@@ -199,7 +199,12 @@ def test_mistakes_are_told_before_any_training():
     refused("the training loader yields nothing", train_loader=[])
     refused("the validation loader yields nothing", val_loader=[])
     refused(r"must yield pairs \(inputs, target\)", train_loader=[torch.randn(3, 5)])
+    refused(
+        "training loader is a list_iterator, which can be read only once", train_loader=iter([])
+    )
+    refused("validation loader is a generator", val_loader=(batch for batch in loaders()[1]))
     refused("decisions=30 for steps=20", decisions=30)
+    refused("steps=0; use 1 or more", steps=0)
     refused("is below the model's own", budget=Budget(params=5))
     refused("pass metric=", val_loader=[(torch.randn(4, 5), torch.randn(4, 2, 2))])
     model = mlp()
@@ -208,6 +213,19 @@ def test_mistakes_are_told_before_any_training():
     refused("waits for a metric", model=model, optimizer=optimizer, scheduler=waits)
     nan = lambda output, target: torch.full((len(target),), math.nan)  # noqa: E731
     refused("the validation metric is nan", metric=nan)
+    refused("a score of type float", metric=lambda output, target: 0.5)
+    refused("wrapped in DataParallel", model=nn.DataParallel(mlp()))
+
+
+def test_a_loader_that_dries_up_is_noticed():
+    class Stream:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(list(loaders()[0]) if self.passes < 3 else [])
+
+    refused("training loader yields nothing when it is read again", train_loader=Stream())
 
 
 def test_progress_is_shown_with_the_budget(capsys):

@@ -133,3 +133,8 @@ def test_named_parameters_stay_named():
 def test_optimizers_that_take_in_no_one_are_refused(kind):
     with pytest.raises(ValueError, match=f"{kind.__name__} takes in no new weights"):
         SeedGroups(kind(nn.Linear(2, 2).parameters()))
+
+
+def test_an_optimizer_of_matrices_alone_is_refused():
+    with pytest.raises(ValueError, match="Muon trains matrices only"):
+        SeedGroups(optim.Muon(nn.Linear(2, 2, bias=False).parameters()))

@@ -34,7 +34,7 @@ from esper.grow.checkpoint import (
 from esper.grow.controllers import Remembers, check_legal, controller_name, make_controller
 from esper.grow.export import FORMATS, export
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
-from esper.grow.measuring import Measurement, Score, measure
+from esper.grow.measuring import Measurement, Score, check_loader, measure
 from esper.grow.network import GrowingNetwork, NetworkState
 from esper.grow.plain import plain_model
 from esper.grow.reporting import Evidence, Reporter
@@ -72,11 +72,11 @@ class Growth:
     """A model that grows while its owner trains it.
 
     `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them;
-    sites must keep their shape in `other_examples` too. `decisions` is how often `decide` will be called; the last call closes the run. With
-    `val_loader` and `score` (a batch's scores, one per example, 0 to 1) growth measures itself
-    what each seed is worth; without, `decide` needs the validation metric. `behind_host` trains
-    new seeds by `shadow_loss` before the model feels them. `rent` is the metric that a seed has
-    to bring per unit of log(1 + its parameters / the model's).
+    sites must keep their shape in `other_examples` too. `decisions` is how often `decide` will be
+    called; the last call closes the run. With `val_loader` and `score` (a batch's scores, one per
+    example, 0 to 1) growth measures itself what each seed is worth; without, `decide` needs the
+    validation metric. `behind_host` trains new seeds by `shadow_loss` before the model feels them.
+    `rent` is the metric that a seed has to bring per unit of log(1 + its parameters / the model's).
     """
 
     def __init__(
@@ -443,6 +443,11 @@ def _check_arguments(
     val_loader: Iterable[Any] | None,
     score: Score | None,
 ) -> None:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}, which would not carry new weights to "
+            "its copies; grow the model inside (model.module) on one device"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(parameter) in held for parameter in model.parameters()):
         raise ValueError(
@@ -457,6 +462,8 @@ def _check_arguments(
         raise ValueError(f"decisions={decisions}; use 2 or more: the last one only closes the run")
     if (val_loader is None) != (score is None):
         raise ValueError("val_loader and score go together: give both or none")
+    if val_loader is not None:
+        check_loader(val_loader, "validation")
 
 
 def _menu(names: Sequence[str] | None, sites: Sequence[ModelSite]) -> tuple[Blueprint, ...]:

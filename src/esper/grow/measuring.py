@@ -68,7 +68,20 @@ def resting(model: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
+def check_loader(loader: Iterable[Any], name: str) -> None:
+    """Raise for a loader that can be read only once: growth goes through it many times."""
+    if isinstance(loader, Iterator):
+        raise ValueError(
+            f"the {name} loader is a {type(loader).__name__}, which can be read only once; give a "
+            "DataLoader or a list of batches"
+        )
+
+
 def checked_scores(values: Tensor) -> Tensor:
+    if not isinstance(values, Tensor):
+        raise ValueError(
+            f"a score of type {type(values).__name__}; give a tensor, one number per example"
+        )
     if values.dim() != 1:
         raise ValueError(
             f"a score of shape {tuple(values.shape)}; give one number per example, [batch]"

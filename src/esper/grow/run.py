@@ -23,7 +23,7 @@ from esper.grow.budget import Budget
 from esper.grow.export import FORMATS, export
 from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
-from esper.grow.measuring import checked_scores, joined, paired_difference, resting
+from esper.grow.measuring import check_loader, checked_scores, joined, paired_difference, resting
 from esper.grow.progress import progress_bar
 from esper.grow.randomness import untouched_randomness
 from esper.grow.sites import forward
@@ -76,12 +76,15 @@ def grow(
 
     Loaders yield `(inputs, target)`; inputs are a tensor, a tuple of the model's arguments or a
     dict of them. `metric` scores each example 0 to 1; without it accuracy is used for targets
-    that are classes, and 1 / (1 + loss) for others. A scheduler is stepped after every batch.
+    that are classes, and 1 / (1 + squared error) for numbers. A scheduler is stepped after every
+    batch.
 
     The result is the best committed network that the run saw, by validation metric; or the twin
     at its own best, where that is better or as good. So it is never worse on validation than the
     best that was seen without growth.
     """
+    if steps < 1:
+        raise ValueError(f"steps={steps}; use 1 or more: the number of batches to train on")
     if not 1 <= decisions <= steps:
         raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -154,6 +157,7 @@ class _Trainer:
 
     def first_batch(self, loader: Iterable[Any], name: str) -> Any:
         """The first batch's inputs and target, on the device."""
+        check_loader(loader, name)
         for batch in loader:
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise ValueError(
@@ -262,8 +266,14 @@ def _standing(growth: Growth) -> str:
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Its batches, over and over."""
     while True:
-        yield from loader
+        batches = 0
+        for batch in loader:
+            batches += 1
+            yield batch
+        if batches == 0:
+            raise ValueError("the training loader yields nothing when it is read again")
 
 
 def _device_of(model: nn.Module) -> torch.device:

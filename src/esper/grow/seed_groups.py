@@ -80,6 +80,11 @@ def _check_optimizer(optimizer: optim.Optimizer) -> None:
             f"{type(optimizer).__name__} takes in no new weights once it is made; use another "
             "optimizer, such as AdamW or SGD"
         )
+    if isinstance(optimizer, optim.Muon):
+        raise ValueError(
+            "Muon trains matrices only, and seeds have biases too; use another optimizer, such as "
+            "AdamW or SGD"
+        )
 
 
 def _teach(scheduler: Any, num_groups: int) -> None:
