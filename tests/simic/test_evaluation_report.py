@@ -12,9 +12,12 @@ import torch
 from esper.cli import main
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.simic.evaluation import arms, claims
-from esper.simic.evaluation.evaluate import evaluate_controllers, evaluate_run
+from esper.simic.evaluation.evaluate import evaluate_controllers, evaluate_run, on_task
 from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
+from esper.simic.evaluation.trial import Trial
+from esper.simic.evaluation.widened import width_search
 from esper.simic.training.config import TrainConfig
+from esper.simic.training.distribution import load_hosts, load_menu, load_task
 from esper.simic.training.plain_config import to_plain
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
@@ -223,6 +226,45 @@ def test_runs_of_different_kinds_are_not_one_arm(tmp_path):
         evaluate_run(tmp_path)
     with pytest.raises(ValueError, match="no preset 'huge'"):
         evaluate_run(tmp_path / "a", "huge")
+
+
+def test_a_run_that_has_no_controller_yet_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_plain(TRAINED)))
+    with pytest.raises(ValueError, match="has no controller yet"):
+        evaluate_run(tmp_path, settings=SMALL)
+
+
+@pytest.mark.parametrize(("trained", "task"), [("mnist1d", "digits"), ("digits", "mnist1d")])
+def test_other_data_gets_hosts_that_fit_it(trained, task):
+    there = on_task(replace(TRAINED, task=trained), task)
+    data = load_task(there, ("plain",))
+    assert load_hosts(there, data, ((4, 8, 8),))[0].num_slots == 3
+    assert len(load_menu(there, data)) > len(MENU)
+    assert on_task(TRAINED, "mnist1d") is TRAINED
+
+
+def test_a_run_that_held_nothing_out_is_refused():
+    config = replace(TRAINED, held_out_widths=(), held_out_variants=())
+    with pytest.raises(ValueError, match="nothing was held out"):
+        evaluate_controllers([make_controller(0)], config, SMALL)
+
+
+def test_the_width_search_is_charged_for_compute_like_grown_networks(report):
+    pool, alone = report.statics, report.arms[arms.HOST_ALONE].harvests[0]
+    trial = Trial(
+        hosts=(None,) * 2, view_ids=(1, 2), repeats=2, task=None, menu=(),
+        growth=GrowthConfig(compute_price=0.1),
+    )  # fmt: skip
+    params, macs, rent = pool.params.numpy(), pool.macs.numpy(), 0.05
+    found = width_search(pool, alone, (rent,), trial)
+    for host in range(8):
+        view, own = host // 2 % 2, float(alone.host_params[0, host])
+        added = macs / float(alone.macs[0, host]) - 1
+        worth = pool.validation[:, view].mean(1).numpy() - 0.1 * added
+        worth = np.where(params >= own, worth - rent * np.log(params / own), -np.inf)
+        best = int(np.argmax(worth))
+        assert found.macs[0, host] == macs[best]
+        assert found.compute_charge[0, host].item() == pytest.approx(0.1 * added[best])
 
 
 def test_a_run_without_networks_is_refused():

@@ -73,6 +73,9 @@ def evaluate_run(
             f"the runs {[str(path) for path in paths]} differ in more than their rng_seed; "
             "evaluate runs of one kind together"
         )
+    for entry in files:
+        if not entry.controller.exists():
+            raise ValueError(f"{entry.path} has no controller yet: its first checkpoint brings one")
     config = first if task is None else on_task(first, task)
     controllers = [
         LearnedController.load(entry.controller, own.resolved_device())
@@ -137,7 +140,9 @@ def evaluate_controllers(
 
 def on_task(config: TrainConfig, task: TaskName) -> TrainConfig:
     """The same widths and variants with other data, which the controller never saw."""
-    return replace(config, task=task, host="conv2d", menu=())
+    if task == config.task:
+        return config
+    return replace(config, task=task, host="conv1d" if task == "mnist1d" else "conv2d", menu=())
 
 
 def controller_cost(config: TrainConfig, training: Trial) -> Cost:
@@ -163,6 +168,11 @@ def _trials(config: TrainConfig, settings: EvaluationConfig) -> tuple[Trial, Tri
     """Types that were trained on, to search and tune on, and types held out, to judge on."""
     if config.task == "known_gains":
         raise ValueError("a run on known_gains has no networks to evaluate")
+    if not config.held_out_widths and not config.held_out_variants:
+        raise ValueError(
+            "nothing was held out from the controller's training to judge it on; train with "
+            "held_out_widths or held_out_variants"
+        )
     seen, unseen = config.variants, config.held_out_variants or config.variants
     task = load_task(config, (*seen, *unseen))
     held_out = [tuple(map(int, name.split("-"))) for name in config.held_out_widths]

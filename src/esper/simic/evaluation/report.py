@@ -146,7 +146,7 @@ class EvaluationReport:
 
     @property
     def file_name(self) -> str:
-        """What files about it are called: by the task where it is not the one trained on."""
+        """What files about it are called: by the task, where it is not MNIST-1D."""
         return "evaluation" if self.config.task == "mnist1d" else f"evaluation_{self.config.task}"
 
     def save(self, folder: Path | str) -> tuple[Path, Path]:

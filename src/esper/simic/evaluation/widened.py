@@ -87,11 +87,13 @@ def width_search(pool: StaticPool, alone: Harvest, rents: Sequence[float], trial
     host_params = alone.host_params[0]
     added = pool.params.double().unsqueeze(1) - host_params  # [A, H]
     accuracy = pool.validation.mean(dim=2)[:, view]
+    added_macs = pool.macs.double().unsqueeze(1) / alone.macs[0] - 1  # all episode long
+    charge = trial.growth.compute_price * added_macs
     chosen = torch.stack(
         [
             torch.where(
                 added >= 0,
-                growth_score(accuracy, added, host_params, torch.tensor(rent)),
+                growth_score(accuracy, added, host_params, torch.tensor(rent), charge),
                 -torch.inf,
             ).argmax(dim=0)
             for rent in rents
@@ -105,7 +107,7 @@ def width_search(pool: StaticPool, alone: Harvest, rents: Sequence[float], trial
         added_params=added.gather(0, chosen),
         params=pool.params[chosen].double(),
         macs=pool.macs[chosen].double(),
-        compute_charge=torch.zeros(chosen.shape, dtype=torch.float64),
+        compute_charge=charge.gather(0, chosen),
         training_flops=pool.training_flops[chosen, view, repeat],
         rolled_back=torch.zeros(chosen.shape, dtype=torch.bool),
         seeds=Seeds(none, torch.zeros_like(none)),
