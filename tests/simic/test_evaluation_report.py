@@ -278,3 +278,15 @@ def test_presets_can_be_told_apart():
     assert PRESETS["quick"].num_plans < PRESETS["full"].num_plans
     with pytest.raises(ValueError, match="two repeats"):
         replace(SMALL, repeats=1)
+    with pytest.raises(ValueError, match="use one or more of 0 or above"):
+        replace(SMALL, rents=())
+
+
+def test_a_menu_without_the_usual_seeds_is_judged_by_its_largest():
+    tiny = replace(
+        SMALL, rents=(0.1,), learning_rates=(1e-2,), heuristic_scales=(1.0,), finalists=1
+    )
+    menu = ("depthwise7", "conv_bottleneck", "separable")
+    report = evaluate_controllers([make_controller(0)], replace(TRAINED, menu=menu), tiny)
+    seeds = report.arms[arms.ALL_SEEDS].harvests[0].seeds.blueprint
+    assert (seeds == menu.index("conv_bottleneck")).all()

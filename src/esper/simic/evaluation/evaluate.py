@@ -102,14 +102,15 @@ def evaluate_controllers(
     heuristic = calibrate_heuristic(training, settings.heuristic_scales, settings.rents, rng_seed=3)
     say(f"searching {settings.num_plans} constant plans")
     constants = _search(training, judged, settings)
-    say(f"growing {judged.num_hosts} hosts in every arm")
+    reference_seed = _reference_seed(settings, judged)
+    say(f"growing {judged.num_hosts} hosts in every arm; from the start: {reference_seed.name}")
     results = run_arms(
         judged,
         controllers,
         constants,
         heuristic,
         settings.rents,
-        reference_seed=_reference_seed(settings, judged.menu),
+        reference_seed=judged.menu.index(reference_seed),
         controller_cost=controller_cost(config, training),
     )
     searches = constants.random_search(settings.rents)
@@ -213,12 +214,12 @@ def _search(training: Trial, judged: Trial, settings: EvaluationConfig) -> Const
     return ConstantPlans.search(training, judged, plans, settings.rents, settings.finalists)
 
 
-def _reference_seed(settings: EvaluationConfig, menu: Sequence[Blueprint]) -> int:
-    names = [blueprint.name for blueprint in menu]
-    for name in settings.reference_seeds:
-        if name in names:
-            return names.index(name)
-    raise ValueError(f"none of reference_seeds={settings.reference_seeds} is in the menu {names}")
+def _reference_seed(settings: EvaluationConfig, trial: Trial) -> Blueprint:
+    """What grows in every slot from the start: a seed of renown, or the menu's largest."""
+    by_name = {blueprint.name: blueprint for blueprint in trial.menu}
+    known = [by_name[name] for name in settings.reference_seeds if name in by_name]
+    site = trial.hosts[0].sites[0]
+    return known[0] if known else max(trial.menu, key=lambda b: b.program(site).num_params)
 
 
 def _statics(

@@ -32,7 +32,7 @@ class EvaluationConfig:
     random_widths: int = 128
     """Static hosts of mixed widths that the width search tries besides."""
     reference_seeds: tuple[str, ...] = ("conv_conv", "dense_dense")
-    """Grown in every slot from the start: the first of these that the menu has."""
+    """Grown in every slot from the start: the first of these that the menu has, or its largest."""
     garden: GardenConfig | None = GardenConfig(minibatches=40, validation_rows=800)
     """How hosts train, but for their numbers; None: as in the controller's training."""
     max_envs: int = 8192
@@ -44,6 +44,8 @@ class EvaluationConfig:
         for name in ("num_widths", "repeats", "training_widths", "training_repeats", "num_plans"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+        if not self.rents or min(self.rents) < 0:
+            raise ValueError(f"rents={self.rents}; use one or more of 0 or above")
         if not 1 <= self.finalists <= self.num_plans:
             raise ValueError(
                 f"finalists={self.finalists} of num_plans={self.num_plans}; use 1 to num_plans"
