@@ -81,6 +81,13 @@ def test_mistakes_are_found_at_construction(changes, message):
         replace(NETWORKS, **changes)
 
 
+@pytest.mark.parametrize("name", ["compute_price", "params_budget", "macs_budget"])
+@pytest.mark.parametrize("value", [-0.1, math.nan])
+def test_prices_and_budgets_are_not_negative(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}; use 0 or more"):
+        GrowthConfig(**{name: value})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="torch sees no GPU"):

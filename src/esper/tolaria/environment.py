@@ -52,6 +52,9 @@ class GrowthConfig:
             raise ValueError(
                 f"min_rent={self.min_rent}, max_rent={self.max_rent}; use 0 < min_rent <= max_rent"
             )
+        for name in ("compute_price", "params_budget", "macs_budget", "max_germinations"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
 
 
 class GardenPlan(NamedTuple):
