@@ -309,11 +309,30 @@ def test_seeds_that_were_not_committed_are_not_in_the_result():
     for metric in (0.5, 0.9, 0.9):
         growth.decide(metric)
         train(growth)
-    growth.close(0.9)
+    growth.close(0.5)
     assert growth.params == before
     assert growth.ledger.fate_of("s1").fate == "uncommitted"
     with pytest.raises(ValueError, match="closed after 3 decisions"):
         growth.decide(0.5)
+
+
+@pytest.mark.parametrize("ramp_is_over", [False, True])
+def test_the_last_network_stays_if_it_was_measured_to_be_the_best(ramp_is_over):
+    """Else a run whose seeds are felt to the end would go back to its first weights."""
+    growth = new_growth(Script(germinate(0, blueprint=1, tempo=0 if ramp_is_over else 2)))
+    for metric in (0.5, 0.6, 0.7, 0.8):
+        train(growth)
+        growth.decide(metric)
+    train(growth)
+    growth.model.eval()
+    last = growth.model(X)
+    growth.close(0.9)
+    assert torch.equal(growth.model(X), last)
+    assert torch.equal(growth.plain_model()(X), last)
+    assert growth.best_metric == 0.9
+    assert growth.params > growth.ledger.before.params
+    fate = growth.ledger.fate_of("s1")
+    assert (fate.fate, fate.reason) == ("kept", "the best metric was measured with it")
 
 
 def test_what_a_controller_sees():

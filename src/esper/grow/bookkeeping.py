@@ -92,6 +92,13 @@ class Bookkeeper:
                 worth = self._worth(evidence, index)
                 self.ledger.record_fate(FateRecord(seed=seed, step=step, fate="kept", reason=worth))
 
+    def kept(self, step: int, reason: str) -> None:
+        """Seeds that were committed at the end of the run."""
+        for index, seed in self.seed_ids.items():
+            if self._network.slots[index].is_committed and self.ledger.fate_of(seed) is None:
+                fate = FateRecord(seed=seed, step=step, fate="kept", reason=reason)
+                self.ledger.record_fate(fate)
+
     def last_fates(self, step: int, best_step: int, evidence: Evidence) -> None:
         """Seeds that are not in the network that the run ends with."""
         for index, seed in list(self.seed_ids.items()):

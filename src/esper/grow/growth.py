@@ -189,10 +189,13 @@ class Growth:
     def close(self, val_metric: float | None = None, val_loss: float | None = None) -> None:
         """The end of growth: the model becomes the best committed network that was seen.
 
-        Seeds that were never committed are taken out. Call it to stop early; `decide` does it on
-        its last call.
+        Seeds that were never committed are taken out; but where growth could not measure what the
+        network is without them, those of the last network stay if it is the best. Call it to stop
+        early; `decide` does it on its last call.
         """
         self._take_stock(val_metric, val_loss)
+        if self._score is None:
+            self._commit_if_best()
         assert self._best is not None
         self._go_back(self._best)
         self.is_closed = True
@@ -399,6 +402,18 @@ class Growth:
     def _remember_best(self, metric: float | None) -> None:
         if metric is not None and (self._best is None or metric >= self._best.metric):
             self._best = Best(self._network.capture(committed_only=True), metric, self.step)
+
+    def _commit_if_best(self) -> None:
+        """Commits the network as it is, if no committed one was measured to be as good."""
+        assert self._best is not None
+        felt, metric = self._network.uncommitted, self._evidence.metrics[0]
+        if not felt or metric <= self._best.metric:
+            return
+        stage = self._network.states.stage.clone()
+        stage[0, felt] = SeedStage.FOSSILIZED
+        self._network.adopt(replace(self._network.states, stage=stage))
+        self._books.kept(self.step, "the best metric was measured with it")
+        self._remember_best(metric)
 
     def _roll_back(self, reason: str) -> None:
         assert self._best is not None
