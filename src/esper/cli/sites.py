@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 
 from esper.grow.sites import count_macs, count_params, site_table, trace_sites
 
@@ -47,6 +47,19 @@ def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
                 f"{factory!r} returns a model alone; return (model, example), or give the shape of "
                 "an example: --shape 3 32 32"
             )
-        return made, torch.randn(EXAMPLES, *shape)
+        return made, _made_up(made, shape)
     model, example = made
     return model, example
+
+
+def _made_up(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """A batch of random numbers that the model has been seen to take."""
+    example = torch.randn(EXAMPLES, *shape)
+    try:
+        count_macs(model, example)
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"the model does not take numbers of --shape {shape}: {error}. For other inputs, such "
+            "as tokens, let the function return (model, example)"
+        ) from error
+    return example
