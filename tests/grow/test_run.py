@@ -165,6 +165,16 @@ def test_numbers_as_targets():
     x = torch.randn(32, 5)
     result = run_on(mlp(classes=1), [(x, x[:, :1])], FixedSchedule(every=1), loss=F.mse_loss)
     assert 0 < result.verdict.grown <= 1
+    assert "1 / (1 + squared error) 0." in result.ledger.summary()
+
+
+def test_the_ledger_has_the_metrics_own_name():
+    def top_two(output, target):
+        return (output.topk(2).indices == target.unsqueeze(1)).any(1).float()
+
+    assert run(Script()).ledger.metric == "accuracy"
+    assert run(Script(), metric=top_two).ledger.metric == "top_two"
+    assert run(Script(), metric=lambda *pair: top_two(*pair)).ledger.metric == "score"
 
 
 def test_the_default_metric_by_hand():
@@ -213,6 +223,8 @@ def test_mistakes_are_told_before_any_training():
     refused("waits for a metric", model=model, optimizer=optimizer, scheduler=waits)
     nan = lambda output, target: torch.full((len(target),), math.nan)  # noqa: E731
     refused("the validation metric is nan", metric=nan)
+    flags = [(torch.randn(4, 5), torch.tensor([[0.0], [1.0], [1.0], [0.0]]))]
+    refused("targets of 0.0 and 1.0 may be classes", val_loader=flags)
     refused("a score of type float", metric=lambda output, target: 0.5)
     refused("wrapped in DataParallel", model=nn.DataParallel(mlp()))
 

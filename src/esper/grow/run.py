@@ -92,7 +92,8 @@ def grow(
     trainer = _Trainer(loss, metric or default_metric, _device_of(model))
     with untouched_randomness(model):
         example, _ = trainer.first_batch(train_loader, "training")
-        val_example, _ = trainer.first_batch(val_loader, "validation")
+        val_example, val_target = trainer.first_batch(val_loader, "validation")
+    metric_name = _name_of(metric) if metric else _default_name(val_target)
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     growth = Growth(
         model,
@@ -111,6 +112,7 @@ def grow(
         rent=rent,
         behind_host=behind_host,
         rng_seed=rng_seed,
+        metric=metric_name,
     )
     ungrown = _Twin(twin, twin_optimizer, trainer)
     batches = _endless(train_loader)
@@ -147,6 +149,25 @@ def default_metric(output: Any, target: Any) -> Tensor:
         f"no metric is known for an output {told[0]} and a target {told[1]}; pass metric=..., "
         "a score per example from 0 to 1"
     )
+
+
+def _name_of(metric: Metric) -> str:
+    """What the ledger calls a metric of the user's."""
+    name = getattr(metric, "__name__", type(metric).__name__)
+    return "score" if name == "<lambda>" else name
+
+
+def _default_name(target: Any) -> str:
+    """What the ledger calls the default metric; raises where that would mislead."""
+    if not isinstance(target, Tensor) or not target.is_floating_point():
+        return "accuracy"
+    if bool(((target == 0) | (target == 1)).all()):
+        raise ValueError(
+            "targets of 0.0 and 1.0 may be classes, and their logits no near numbers; pass "
+            "metric=..., a score per example from 0 to 1. For logits: lambda output, target: "
+            "((output > 0) == (target > 0.5)).float().reshape(len(target), -1).mean(1)"
+        )
+    return "1 / (1 + squared error)"
 
 
 class _Trainer:
