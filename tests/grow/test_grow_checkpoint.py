@@ -162,9 +162,14 @@ def test_a_file_of_another_run_is_refused(tmp_path):
     growth.decide()
     with pytest.raises(ValueError, match="load into a new one"):
         growth.load(path)
+    saved = path.read_bytes()
     torch.save({"weights": 1}, path)
     with pytest.raises(ValueError, match="not a checkpoint of growth"):
         new_growth().load(path)
+    for damaged in (b"", b"hello", saved[: len(saved) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="not a checkpoint of growth"):
+            new_growth().load(path)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

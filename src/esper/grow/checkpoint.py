@@ -6,6 +6,7 @@ of every random generator. Reading it runs no code from it.
 """
 
 import os
+import pickle
 import random
 from dataclasses import fields
 from pathlib import Path
@@ -34,9 +35,13 @@ def write(path: str | Path, contents: dict[str, Any]) -> None:
 
 def read(path: str | Path) -> dict[str, Any]:
     device = None if torch.cuda.is_available() else "cpu"  # None: where it was
-    contents = torch.load(path, map_location=device, weights_only=True)
+    refusal = f"{path} is not a checkpoint of growth that this version can read"
+    try:
+        contents = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError) as error:  # damaged, or else
+        raise ValueError(refusal) from error
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a checkpoint of growth that this version can read")
+        raise ValueError(refusal)
     return contents
 
 
