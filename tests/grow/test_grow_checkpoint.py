@@ -170,6 +170,9 @@ def test_a_file_of_another_run_is_refused(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="not a checkpoint of growth"):
             new_growth().load(path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        new_growth().load(path)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

@@ -38,8 +38,10 @@ def read(path: str | Path) -> dict[str, Any]:
     refusal = f"{path} is not a checkpoint of growth that this version can read"
     try:
         contents = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError) as error:  # damaged, or else
-        raise ValueError(refusal) from error
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError) as error:
+        raise ValueError(refusal) from error  # damaged, or something else
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise ValueError(refusal)
     return contents
