@@ -53,6 +53,13 @@ def test_growing_that_did_not_help_is_said_so():
     assert "it is undecided whether growing helped" in judge(claim, 0.2, lead(-1, 1)).sentence
 
 
+@pytest.mark.parametrize("claim", [c for c in CLAIMS if c.margin == 0.0])
+def test_a_tie_is_not_called_a_defeat(claim):
+    verdict = judge(claim, 0.2, lead(0.0, 0.0))
+    assert verdict.decision == "fails"
+    assert " not " in verdict.sentence or " no better " in verdict.sentence
+
+
 def test_claims_are_those_that_were_asked_for():
     beaten = {arms.RANDOM, arms.SCHEDULE, arms.CONSTANT, arms.HEURISTIC}
     assert {c.rival for c in CLAIMS if c.letter == "a"} == beaten

@@ -81,7 +81,7 @@ CLAIMS: tuple[Claim, ...] = (
         "d",
         arms.FROM_SCRATCH,
         says="growing is better than training the grown graph from scratch",
-        denies="growing is worse than training the grown graph from scratch",
+        denies="growing is no better than training the grown graph from scratch",
         measure="accuracy",
     ),
     Claim("e", arms.HOST_ALONE, says="growing helped", denies="growing did not help here"),
