@@ -99,8 +99,11 @@ def test_the_export_runs_where_there_is_no_esper(result, tmp_path):
     sys.meta_path.insert(0, NoEsper())
     case = torch.load({str(tmp_path / "case.pt")!r})
     model = torch.export.load({str(files["torch"])!r}).module()
-    logits = model(**case["inputs"])["logits"]
-    torch.testing.assert_close(logits, case["expected"], rtol=1e-5, atol=1e-5)
+    sys.path.insert(0, {str(files["source"].parent)!r})
+    from model import load
+    for exported in (model, load()):
+        logits = exported(**case["inputs"])["logits"]
+        torch.testing.assert_close(logits, case["expected"], rtol=1e-5, atol=1e-5)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
