@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from esper.simic.evaluation.evaluate import evaluate_controllers, on_task
+from esper.simic.evaluation.evaluate import evaluate_controllers
 from esper.simic.evaluation.report import EvaluationReport
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.evaluation.settings import EvaluationConfig
@@ -84,10 +84,8 @@ def judge(
     settings: EvaluationConfig,
     out: Path,
 ) -> EvaluationReport:
-    if task != config.task:
-        config = on_task(config, task)
     report = evaluate_controllers(
-        controllers, config, settings, say=lambda text: print(f"- {text}", flush=True)
+        controllers, config, settings, task=task, say=lambda text: print(f"- {text}", flush=True)
     )
     report.save(out)
     print(report.markdown(), flush=True)

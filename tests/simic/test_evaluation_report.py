@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from io import StringIO
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,12 @@ import torch
 from esper.cli import main
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.simic.evaluation import arms, claims
-from esper.simic.evaluation.evaluate import evaluate_controllers, evaluate_run, on_task
+from esper.simic.evaluation.evaluate import (
+    controller_cost,
+    evaluate_controllers,
+    evaluate_run,
+    on_task,
+)
 from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
 from esper.simic.evaluation.trial import Trial
 from esper.simic.evaluation.widened import width_search
@@ -241,6 +247,20 @@ def test_other_data_gets_hosts_that_fit_it(trained, task):
     assert load_hosts(there, data, ((4, 8, 8),))[0].num_slots == 3
     assert len(load_menu(there, data)) > len(MENU)
     assert on_task(TRAINED, "mnist1d") is TRAINED
+
+
+def test_a_controller_cost_what_its_own_training_took():
+    """By hand: six architectures of MNIST-1D, every host of every round, without seeds."""
+
+    def macs(a, b, c):  # outputs x weights of each: 19, 10 and 5 positions, then ten classes
+        return 19 * a * 5 + 10 * b * a * 3 + 5 * c * b * 3 + 10 * 5 * c
+
+    trained = [w for w in product((4, 8), repeat=3) if w not in ((4, 8, 8), (8, 4, 4))]
+    mean = sum(macs(*widths) for widths in trained) / 6
+    rows = STEPS * TRAINED.garden.minibatches * TRAINED.garden.batch_size
+    cost = controller_cost(TRAINED)
+    assert cost.networks == TRAINED.rounds * 8
+    assert cost.flops == pytest.approx(6 * mean * rows * cost.networks)
 
 
 def test_a_run_that_held_nothing_out_is_refused():

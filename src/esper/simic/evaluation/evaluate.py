@@ -76,12 +76,12 @@ def evaluate_run(
     for entry in files:
         if not entry.controller.exists():
             raise ValueError(f"{entry.path} has no controller yet: its first checkpoint brings one")
-    config = first if task is None else on_task(first, task)
     controllers = [
         LearnedController.load(entry.controller, own.resolved_device())
         for entry, own in zip(files, configs, strict=True)
     ]
-    return evaluate_controllers(controllers, config, settings or evaluation_preset(preset), say=say)
+    settings = settings or evaluation_preset(preset)
+    return evaluate_controllers(controllers, first, settings, task=task, say=say)
 
 
 def evaluate_controllers(
@@ -89,10 +89,16 @@ def evaluate_controllers(
     config: TrainConfig,
     settings: EvaluationConfig,
     *,
+    task: TaskName | None = None,
     say: Say = lambda text: None,
 ) -> EvaluationReport:
-    """Controllers against every arm, on what `config` held out from their training."""
+    """Controllers against every arm, on what `config` held out from their training.
+
+    `task` is other data than that of their training.
+    """
     begun = time.perf_counter()
+    spent = controller_cost(config)
+    config = config if task is None else on_task(config, task)
     training, judged = _trials(config, settings)
     say(f"tuning the hosts' learning rate on {training.num_hosts} hosts of types trained on")
     rates = tune_learning_rate(training, settings.learning_rates, rng_seed=2)
@@ -111,7 +117,7 @@ def evaluate_controllers(
         heuristic,
         settings.rents,
         reference_seed=judged.menu.index(reference_seed),
-        controller_cost=controller_cost(config, training),
+        controller_cost=spent,
     )
     searches = constants.random_search(settings.rents)
     statics = _statics(config, settings, judged, say)
@@ -146,12 +152,15 @@ def on_task(config: TrainConfig, task: TaskName) -> TrainConfig:
     return replace(config, task=task, host="conv1d" if task == "mnist1d" else "conv2d", menu=())
 
 
-def controller_cost(config: TrainConfig, training: Trial) -> Cost:
+def controller_cost(config: TrainConfig) -> Cost:
     """What training a controller took; what seeds added to their hosts is left out."""
-    networks = config.rounds * config.num_envs
-    garden, macs = config.garden, [host.macs for host in training.hosts]
+    if config.task == "known_gains":
+        raise ValueError("a run on known_gains has no networks to evaluate")
+    hosts = load_hosts(config, load_task(config, config.variants[:1]), config.training_widths)
+    networks, garden = config.rounds * config.num_envs, config.garden
     rows = garden.minibatches * garden.batch_size * config.growth.num_steps
-    return Cost(networks, networks * rows * FLOPS_PER_MAC * sum(macs) / len(macs))
+    macs = sum(host.macs for host in hosts) / len(hosts)
+    return Cost(networks, networks * rows * FLOPS_PER_MAC * macs)
 
 
 class Examiner:
@@ -167,8 +176,6 @@ class Examiner:
 
 def _trials(config: TrainConfig, settings: EvaluationConfig) -> tuple[Trial, Trial]:
     """Types that were trained on, to search and tune on, and types held out, to judge on."""
-    if config.task == "known_gains":
-        raise ValueError("a run on known_gains has no networks to evaluate")
     if not config.held_out_widths and not config.held_out_variants:
         raise ValueError(
             "nothing was held out from the controller's training to judge it on; train with "
