@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from grow.small_models import WAIT, Script, act, blobs, build, germinate, mlp
+from grow.small_models import WAIT, Script, act, build, germinate, mlp
+from grow.small_runs import X, Y, frozen_state, new_growth, stages, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -13,39 +14,6 @@ from torch import nn
 from esper import Budget, Growth
 from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage
 from esper.tamiyo.scripted import RandomController
-
-X, Y = blobs()
-
-
-def new_growth(controller=None, name="mlp", decisions=8, **options):
-    model, example = build(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    controller = controller or Script()
-    return Growth(
-        model, optimizer, example=example, controller=controller, decisions=decisions, **options
-    )
-
-
-def train(growth: Growth, steps: int = 3) -> None:
-    for step in range(steps):
-        rows = slice(16 * step % 96, 16 * step % 96 + 16)
-        growth.optimizer.zero_grad()
-        loss = F.cross_entropy(growth.model(X[rows]), Y[rows])
-        loss.backward()
-        growth.optimizer.step()
-        growth.after_step(loss)
-
-
-def stages(growth: Growth) -> list[SeedStage]:
-    return [SeedStage(int(stage)) for stage in growth._network.states.stage[0]]
-
-
-def frozen_state(growth: Growth) -> list[torch.Tensor]:
-    """The model's weights and their optimiser state, copied."""
-    tensors = [*growth.model.state_dict().values()]
-    for parameter in growth.model.parameters():
-        tensors += [v for v in growth.optimizer.state[parameter].values() if torch.is_tensor(v)]
-    return [tensor.clone() for tensor in tensors]
 
 
 def test_a_seeds_whole_life_leaves_the_old_weights_and_their_optimiser_alone():
@@ -241,46 +209,6 @@ def test_the_shadow_gradient_is_that_of_the_seed_at_its_target():
 def test_without_a_seed_behind_the_host_the_shadow_costs_nothing():
     growth = shadow_growth()
     growth.shadow_loss(lambda: pytest.fail("a pass that no one needs"))
-
-
-def test_a_broken_network_goes_back_to_the_best_committed_one():
-    growth = new_growth(Script(WAIT, germinate(0, blueprint=1)), decisions=9)
-    train(growth)
-    growth.decide(0.8)  # the best committed network: no seeds
-    best = frozen_state(growth)
-    train(growth)
-    growth.decide(0.7)  # a seed germinates
-    train(growth)
-    with torch.no_grad():
-        growth.model[0].weight[0, 0] = math.nan
-    growth.decide(0.75)
-    assert all(torch.equal(a, b) for a, b in zip(best, frozen_state(growth), strict=True))
-    assert growth.seeds == {}
-    assert stages(growth)[0] == SeedStage.EMBARGOED
-    assert growth.ledger.rollbacks[0].reason == "weights are not finite"
-    assert growth.ledger.fate_of("s1").fate == "rolled_back"
-
-
-@pytest.mark.parametrize(("metric", "reason"), [(0.3, "fell from 0.8"), (math.nan, "not a number")])
-def test_a_collapse_or_a_lost_metric_is_a_rollback(metric, reason):
-    growth = new_growth()
-    growth.decide(0.8)
-    train(growth)
-    growth.decide(metric)
-    assert reason in growth.ledger.rollbacks[0].reason
-    assert not growth.optimizer.state  # as it was then: before the first step
-
-
-def test_a_seed_committed_after_the_best_network_goes_with_a_rollback():
-    script = Script(germinate(0, blueprint=1, tempo=0), WAIT, act(LifecycleOp.FOSSILIZE, 0))
-    growth = new_growth(script, decisions=9)
-    for metric in (0.8, 0.7, 0.7, 0.6):
-        growth.decide(metric)
-        train(growth)
-    assert stages(growth)[0] == SeedStage.FOSSILIZED
-    growth.decide(0.1)
-    assert growth.seeds == {}
-    assert stages(growth)[0] == SeedStage.EMBARGOED
 
 
 def test_the_run_ends_with_the_best_committed_network():

@@ -13,7 +13,7 @@ After the last of its decisions the model is the best committed network that was
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,37 +35,21 @@ from esper.grow.controllers import Remembers, check_legal, controller_name, make
 from esper.grow.export import FORMATS, export
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
 from esper.grow.measuring import Measurement, Score, check_loader, measure
-from esper.grow.network import GrowingNetwork, NetworkState
+from esper.grow.network import GrowingNetwork
 from esper.grow.plain import plain_model
 from esper.grow.reporting import Evidence, Reporter
+from esper.grow.safe_points import SafePoints
 from esper.grow.seed_groups import AnyScheduler
 from esper.grow.sites import ModelSite, count_macs, count_params, site_table, trace_sites
 from esper.grow.slots import Slot
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
-from esper.kasmina.lifecycle import apply, begin_step, end_step, uproot
+from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.protocols import Controller
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 
-COLLAPSE = 0.5  # share of the best committed metric below which a network counts as broken
 DEFAULT_RENT = 0.05
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best committed network so far."""
-
-    state: NetworkState
-    metric: float
-    step: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "state": network_to_dict(self.state)}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Best":
-        return cls(**{**data, "state": network_from_dict(data["state"])})
 
 
 class Growth:
@@ -136,7 +120,7 @@ class Growth:
             facts=facts(chosen[0].device, rng_seed),
         )
         self._books = Bookkeeper(ledger, self._network, self._reporter)
-        self._best: Best | None = None
+        self._safe = SafePoints(self._network)
         self.step = 0  # decisions made
         self.optimizer_steps = 0
         self._train_losses: list[Tensor] = []
@@ -193,13 +177,14 @@ class Growth:
         network is without them, those of the last network stay if it is the best. Call it to stop
         early; `decide` does it on its last call.
         """
-        self._take_stock(val_metric, val_loss)
-        if self._score is None:
-            self._commit_if_best()
-        assert self._best is not None
-        self._go_back(self._best)
+        metric = self._take_stock(val_metric, val_loss)
+        if self._score is None and metric is not None:
+            self._commit_if_best(metric)
+        best = self._safe.best
+        assert best is not None
+        self._safe.go_back(best)
         self.is_closed = True
-        self._books.last_fates(self.step, self._best.step, self._evidence)
+        self._books.last_fates(self.step, best.step, self._evidence)
         self.ledger.conclude(after=replace(self.ledger.before, params=self.params, macs=self.macs))
 
     # ---- what there is
@@ -236,7 +221,7 @@ class Growth:
     @property
     def best_metric(self) -> float | None:
         """Of the best committed network so far."""
-        return None if self._best is None else self._best.metric
+        return None if self._safe.best is None else self._safe.best.metric
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The model's weights and its seeds': what to clip the gradients of."""
@@ -265,7 +250,7 @@ class Growth:
             "network": network_to_dict(self._network.capture()),
             "settings": group_settings(self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "best": None if self._best is None else self._best.to_dict(),
+            "safe_points": self._safe.to_dict(),
             "evidence": self._evidence.to_dict(),
             "counts": (self.step, self.optimizer_steps, self.is_closed),
             "train_losses": self._train_losses,
@@ -302,7 +287,7 @@ class Growth:
             group.update(settings)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
-        self._best = None if saved["best"] is None else Best.from_dict(saved["best"])
+        self._safe.load(saved["safe_points"])
         self._evidence = Evidence.from_dict(saved["evidence"])
         self.step, self.optimizer_steps, self.is_closed = saved["counts"]
         self._train_losses, self._gradient_norms = saved["train_losses"], saved["gradient_norms"]
@@ -315,18 +300,21 @@ class Growth:
 
     # ---- the parts of a decision
 
-    def _take_stock(self, val_metric: float | None, val_loss: float | None) -> None:
+    def _take_stock(self, val_metric: float | None, val_loss: float | None) -> float | None:
         """The end of the step that was trained: all is measured, and timed moves happen.
 
-        They change no output: a seed that goes now has alpha 0 already.
+        They change no output: a seed that goes now has alpha 0 already. Gives the metric of the
+        network as it is then; None if it was taken back to one that was not measured as it is.
         """
         measured = self._measured(val_metric, val_loss)
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
             self._settle_fates()
-        self._evidence.note_gradients(self._gradient_norms)
+        broken = self._safe.why_broken(measured)
+        # what a broken network shows of its seeds is no evidence
+        self._evidence.note_gradients({} if broken else self._gradient_norms)
+        self._evidence.take_in({} if broken else measured.contributions)
         self._gradient_norms = {}
-        self._evidence.take_in(measured.contributions)
         self._books.step(
             self.step,
             measured.metric,
@@ -335,12 +323,12 @@ class Growth:
             train_loss=self._mean_train_loss(),
             optimizer_steps=self.optimizer_steps,
         )
-        if broken := self._why_broken(measured):
-            self._roll_back(broken)
-        else:
-            self._evidence.metrics.appendleft(measured.metric)
-            self._evidence.loss = _loss_or_guess(measured)
-            self._remember_best(measured.committed_metric)
+        if broken:
+            return self._roll_back(broken)
+        self._evidence.metrics.appendleft(measured.metric)
+        self._evidence.loss = _loss_or_guess(measured)
+        self._safe.keep(self.step, measured.metric, measured.committed_metric)
+        return measured.metric
 
     def _act(self) -> DecisionRecord:
         steps_left = self.decisions - 1 - self.step
@@ -381,57 +369,38 @@ class Growth:
         else:
             committed = None if self._network.uncommitted else float(val_metric)
             measured = Measurement(float(val_metric), val_loss, {}, committed)
-        if not 0.0 <= measured.metric <= 1.0 and not (math.isnan(measured.metric) and self._best):
+        if not 0.0 <= measured.metric <= 1.0 and not (
+            math.isnan(measured.metric) and self._safe.best
+        ):
             raise ValueError(
                 f"the validation metric is {measured.metric}; it must be 0 to 1, higher is better: "
                 "a share, not per cent, and for a loss something like 1 / (1 + loss)"
             )
         return measured
 
-    def _why_broken(self, measured: Measurement) -> str:
-        if math.isnan(measured.metric):
-            return "the validation metric is not a number"
-        if not self._network.is_finite():
-            if self._best is None:
-                raise ValueError("the model's weights are not finite before anything has grown")
-            return "weights are not finite"
-        if self._best is not None and measured.metric < COLLAPSE * self._best.metric:
-            return f"the metric fell from {self._best.metric:.4g} to {measured.metric:.4g}"
-        return ""
-
-    def _remember_best(self, metric: float | None) -> None:
-        if metric is not None and (self._best is None or metric >= self._best.metric):
-            self._best = Best(self._network.capture(committed_only=True), metric, self.step)
-
-    def _commit_if_best(self) -> None:
+    def _commit_if_best(self, metric: float) -> None:
         """Commits the network as it is, if no committed one was measured to be as good."""
-        assert self._best is not None
-        felt, metric = self._network.uncommitted, self._evidence.metrics[0]
-        if not felt or metric <= self._best.metric:
+        assert self._safe.best is not None
+        felt = self._network.uncommitted
+        if not felt or metric <= self._safe.best.metric:
             return
         stage = self._network.states.stage.clone()
         stage[0, felt] = SeedStage.FOSSILIZED
         self._network.adopt(replace(self._network.states, stage=stage))
         self._books.kept(self.step, "the best metric was measured with it")
-        self._remember_best(metric)
+        self._safe.keep_if_best(self.step, metric)
 
-    def _roll_back(self, reason: str) -> None:
-        assert self._best is not None
-        self._go_back(self._best)
+    def _roll_back(self, reason: str) -> float | None:
+        """Goes back to a safe point; its metric, if no seed of it was pruned since."""
+        point = self._safe.recover()
         self._books.rolled_back(self.step, reason)
         self.ledger.record_rollback(
-            RollbackRecord(step=self.step, to_step=self._best.step, reason=reason)
+            RollbackRecord(step=self.step, to_step=point.step, reason=reason)
         )
-        self._evidence.metrics.appendleft(self._best.metric)
-        self._evidence.forget(~self._network.states.has_seed[0])
-
-    def _go_back(self, best: Best) -> None:
-        """To the best committed network; seeds that it does not have leave slots at rest."""
-        states = self._network.states
-        was_committed = best.state.slots.stage == SeedStage.FOSSILIZED
-        revoked = (states.stage == SeedStage.FOSSILIZED) & ~was_committed
-        states = replace(states, stage=torch.where(revoked, SeedStage.HOLDING, states.stage))
-        self._network.restore(replace(best.state, slots=uproot(states, _HOST)))
+        self._evidence.metrics.appendleft(point.metric)
+        has_seed = self._network.states.has_seed[0]
+        self._evidence.forget(~has_seed)
+        return point.metric if bool(has_seed[list(point.state.seeds)].all()) else None
 
     def _note_gradients(self, index: int, seed: nn.Module) -> None:
         gradients = [p.grad for p in seed.parameters() if p.grad is not None]
@@ -446,9 +415,6 @@ class Growth:
     def _mean_train_loss(self) -> float | None:
         losses, self._train_losses = self._train_losses, []
         return float(torch.stack(losses).mean()) if losses else None
-
-
-_HOST = torch.zeros(1, dtype=torch.int64)
 
 
 def _check_arguments(

@@ -127,7 +127,7 @@ class FateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackRecord:
-    """The network was taken back to an earlier, committed state."""
+    """The network was taken back to an earlier, healthy state."""
 
     step: int
     to_step: int

@@ -1,0 +1,104 @@
+"""When a network counts as broken, and the networks that a run can go back to.
+
+There are two: the *last* healthy one, whole, and the *best* committed one. A broken network goes
+back to the last; if that breaks again before it was healthy once, to the best.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from esper.grow.checkpoint import network_from_dict, network_to_dict
+from esper.grow.measuring import Measurement
+from esper.grow.network import GrowingNetwork, NetworkState
+from esper.kasmina.lifecycle import SlotStates, uproot
+from esper.leyline.stages import SeedStage
+
+COLLAPSE = 0.5  # share of the metric of a safe point below which a network counts as broken
+
+
+@dataclass(frozen=True)
+class SafePoint:
+    """A network that was measured and found healthy."""
+
+    state: NetworkState
+    metric: float
+    step: int
+
+
+class SafePoints:
+    """The last healthy network with all its seeds, and the best with its committed ones."""
+
+    def __init__(self, network: GrowingNetwork):
+        self._network = network
+        self.last: SafePoint | None = None
+        self.best: SafePoint | None = None
+
+    def why_broken(self, measured: Measurement) -> str:
+        """What is wrong with the network, in words; empty for a healthy one."""
+        if math.isnan(measured.metric):
+            return "the validation metric is not a number"
+        if not self._network.is_finite():
+            if self.best is None:
+                raise ValueError("the model's weights are not finite before anything has grown")
+            return "weights are not finite"
+        highest = max((p.metric for p in (self.last, self.best) if p is not None), default=0.0)
+        if measured.metric < COLLAPSE * highest:
+            return f"the metric fell from {highest:.4g} to {measured.metric:.4g}"
+        return ""
+
+    def keep(self, step: int, metric: float, committed_metric: float | None) -> None:
+        """The network is healthy; its metric without uncommitted seeds is None if not known."""
+        self.last = SafePoint(self._network.capture(), metric, step)
+        if committed_metric is not None:
+            self.keep_if_best(step, committed_metric)
+
+    def keep_if_best(self, step: int, committed_metric: float) -> None:
+        if self.best is None or committed_metric >= self.best.metric:
+            state = self._network.capture(committed_only=True)
+            self.best = SafePoint(state, committed_metric, step)
+
+    def recover(self) -> SafePoint:
+        """Back to the last healthy network; or to the best, if that one broke again at once."""
+        point = self.last or self.best
+        assert point is not None, "nothing to go back to"
+        self.last = None
+        self.go_back(point)
+        return point
+
+    def go_back(self, point: SafePoint) -> None:
+        """To a safe point. Seeds that were pruned since stay pruned; slots of new ones rest."""
+        present = self._network.states.has_seed[0]
+        seeds = {slot: seed for slot, seed in point.state.seeds.items() if bool(present[slot])}
+        slots = _slots_of(list(seeds), then=point.state.slots, now=self._network.states)
+        self._network.restore(replace(point.state, seeds=seeds, slots=slots))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            name: point and {**vars(point), "state": network_to_dict(point.state)}
+            for name, point in (("last", self.last), ("best", self.best))
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.last, self.best = (
+            data and SafePoint(**{**data, "state": network_from_dict(data["state"])})
+            for data in (saved["last"], saved["best"])
+        )
+
+
+def _slots_of(seeds: list[int], *, then: SlotStates, now: SlotStates) -> SlotStates:
+    """These slots as they were then, but commitments stand; every other seed is uprooted."""
+    stays = torch.zeros_like(now.has_seed)
+    stays[0, seeds] = True
+    is_committed = now.stage == SeedStage.FOSSILIZED
+    revoked = torch.where(is_committed & ~stays, SeedStage.HOLDING, now.stage)
+    uprooted = uproot(replace(now, stage=revoked), torch.zeros(1, dtype=torch.int64))
+    then = replace(then, stage=torch.where(is_committed, SeedStage.FOSSILIZED, then.stage))
+    return SlotStates(
+        **{
+            field.name: torch.where(stays, getattr(then, field.name), getattr(uprooted, field.name))
+            for field in fields(SlotStates)
+        }
+    )

@@ -1,0 +1,165 @@
+"""A broken network goes back: to the last healthy one, then to the best committed one."""
+
+import math
+
+import pytest
+import torch
+from grow.small_models import WAIT, Script, act, germinate
+from grow.small_runs import X, Y, frozen_state, new_growth, stages, train
+
+from esper.leyline.stages import LifecycleOp, SeedStage
+
+GROWN = germinate(0, blueprint=1, tempo=0)
+
+
+def seed_weights(growth):
+    return [p.detach().clone() for p in growth._network.slots[0].seed.parameters()]
+
+
+def same(before, after):
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def grown_run(*metrics, script=(GROWN,), **options):
+    """A run after as many decisions as metrics, trained after each."""
+    growth = new_growth(Script(*script), decisions=12, **options)
+    for metric in metrics:
+        train(growth)
+        growth.decide(metric)
+    return growth
+
+
+def test_a_lost_metric_costs_one_step_of_training_and_no_seed():
+    """The seed is never committed, so the only committed network is that of the first step."""
+    growth = grown_run(0.3, 0.5, 0.7, 0.8)
+    train(growth)
+    growth.decide(0.85)
+    healthy, seed = frozen_state(growth), seed_weights(growth)
+    train(growth)
+    growth.decide(math.nan)
+    assert same(healthy, frozen_state(growth))
+    assert same(seed, seed_weights(growth))
+    assert [(r.step, r.to_step) for r in growth.ledger.rollbacks] == [(5, 4)]
+    assert stages(growth)[0] == SeedStage.HOLDING
+    assert growth.ledger.fate_of("s1") is None
+    assert len(growth.optimizer.param_groups) == 2
+
+
+def test_what_breaks_again_at_once_goes_back_to_the_best_committed_network():
+    growth = new_growth(Script(WAIT, GROWN), decisions=9)
+    train(growth)
+    growth.decide(0.8)  # the best committed network: no seeds
+    best = frozen_state(growth)
+    for metric in (0.7, 0.7):  # a seed germinates and is felt
+        train(growth)
+        growth.decide(metric)
+    for _ in range(2):
+        train(growth)
+        with torch.no_grad():
+            growth.model[0].weight[0, 0] = math.nan
+        growth.decide(0.75)
+    assert same(best, frozen_state(growth))
+    assert growth.seeds == {}
+    assert stages(growth)[0] == SeedStage.EMBARGOED
+    assert [r.to_step for r in growth.ledger.rollbacks] == [2, 0]
+    assert growth.ledger.rollbacks[0].reason == "weights are not finite"
+    assert growth.ledger.fate_of("s1").fate == "rolled_back"
+
+
+def test_a_healthy_step_between_two_breaks_is_the_one_to_go_back_to():
+    growth = grown_run(0.5, 0.6, math.nan, 0.6, math.nan)
+    assert [(r.step, r.to_step) for r in growth.ledger.rollbacks] == [(2, 1), (4, 3)]
+    assert growth.seeds
+
+
+def test_a_seed_that_was_born_since_goes_and_its_slot_rests():
+    growth = grown_run(0.5, math.nan)
+    assert growth.seeds == {}
+    assert stages(growth)[0] == SeedStage.EMBARGOED
+    assert growth.ledger.fate_of("s1").fate == "rolled_back"
+
+
+def test_a_seed_that_was_pruned_since_stays_pruned():
+    script = (GROWN, WAIT, WAIT, act(LifecycleOp.PRUNE, 0))
+    growth = grown_run(0.5, 0.6, 0.6, 0.6, math.nan, script=script)
+    assert growth.seeds == {}
+    assert growth.ledger.fate_of("s1").fate == "pruned"
+    growth.close(math.nan)  # no network with that seed is left to keep
+    assert growth.params == growth.ledger.before.params
+    assert growth.best_metric == 0.5
+
+
+@pytest.mark.parametrize(("metric", "reason"), [(0.3, "fell from 0.8"), (math.nan, "not a number")])
+def test_a_collapse_or_a_lost_metric_is_a_rollback(metric, reason):
+    growth = new_growth()
+    growth.decide(0.8)
+    train(growth)
+    growth.decide(metric)
+    assert reason in growth.ledger.rollbacks[0].reason
+    assert not growth.optimizer.state  # as it was then: before the first step
+
+
+def test_a_collapse_is_one_from_the_last_step_too():
+    """0.4 is no collapse beside the best committed network, but beside the one just measured."""
+    growth = grown_run(0.3, 0.6, 0.9, 0.4)
+    assert growth.ledger.rollbacks[0].reason == "the metric fell from 0.9 to 0.4"
+
+
+@pytest.mark.parametrize(("breaks", "stage"), [(1, "FOSSILIZED"), (2, "EMBARGOED")])
+def test_a_commitment_stands_until_the_best_network_has_none(breaks, stage):
+    script = (GROWN, WAIT, act(LifecycleOp.FOSSILIZE, 0))
+    growth = grown_run(0.8, 0.7, 0.7, *[0.1] * breaks, script=script)
+    assert stages(growth)[0] == SeedStage[stage]
+    assert growth.ledger.fate_of("s1").fate == ("kept" if breaks == 1 else "rolled_back")
+
+
+def test_a_run_that_ends_broken_keeps_its_last_healthy_network_if_it_is_the_best():
+    growth = grown_run(0.3, 0.6, 0.7)
+    train(growth)
+    growth.model.eval()
+    last = growth.model(X)
+    growth.model.train()
+    growth.decide(0.9)
+    train(growth)
+    growth.close(math.nan)
+    growth.model.eval()
+    assert torch.equal(growth.plain_model()(X), last)
+    assert growth.best_metric == 0.9
+
+
+def test_what_a_broken_network_shows_is_no_evidence():
+    healthy, scores = True, []
+
+    def score(batch):
+        correct = (growth.model(batch[0]).argmax(1) == batch[1]).float()
+        scores.append(correct.mean())
+        return correct if healthy else correct * math.nan
+
+    script = Script(GROWN)
+    growth = new_growth(script, decisions=9, val_loader=[(X, Y)], score=score)
+    for _ in range(3):
+        train(growth)
+        growth.decide()
+    known = growth._evidence.contribution[0].clone()
+    train(growth)
+    healthy = False
+    growth.decide()
+    report = script.reports[-1]
+    assert growth.seeds
+    assert bool(report.contribution_known[0, 0])
+    assert torch.equal(report.contribution[0, 0], known)
+    assert int(report.contribution_age[0, 0]) == 1
+
+
+def test_a_resumed_run_goes_back_as_the_first_would(tmp_path):
+    growth = grown_run(0.3, 0.6, 0.7)
+    growth.save(tmp_path / "growth.pt")
+    other = new_growth(Script(), decisions=12)
+    other.load(tmp_path / "growth.pt")
+    for run in (growth, other):
+        torch.manual_seed(0)
+        train(run)
+        run.decide(math.nan)
+    assert same(frozen_state(growth), frozen_state(other))
+    assert same(seed_weights(growth), seed_weights(other))
+    assert other.ledger.rollbacks[0].to_step == 2
