@@ -89,6 +89,14 @@ def test_a_seed_that_was_pruned_since_stays_pruned():
     assert growth.best_metric == 0.5
 
 
+def test_a_network_that_lost_a_seed_since_it_was_measured_is_not_kept_for_its_metric():
+    script = (GROWN, germinate(1, blueprint=1, tempo=0), WAIT, act(LifecycleOp.PRUNE, 0))
+    growth = grown_run(0.3, 0.5, 0.6, 0.9, script=script)
+    growth.close(math.nan)
+    assert growth.best_metric == 0.3
+    assert growth.params == growth.ledger.before.params
+
+
 @pytest.mark.parametrize(("metric", "reason"), [(0.3, "fell from 0.8"), (math.nan, "not a number")])
 def test_a_collapse_or_a_lost_metric_is_a_rollback(metric, reason):
     growth = new_growth()
