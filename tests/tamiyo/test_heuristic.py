@@ -1,5 +1,6 @@
 """The heuristic's judgement, one case at a time, and its score on hosts with known gains."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -198,3 +199,63 @@ def test_evidence_is_worth_something_to_it() -> None:
 
     deaf = HeuristicConfig(evidence_weight=0.0, optimism=100.0)
     assert final_score(HeuristicConfig()) > final_score(deaf) + 0.01
+
+
+def reason(reports: Reports) -> str:
+    controller, masks = HeuristicController(), masks_of(reports)
+    (text,) = controller.reasons(reports, masks, controller.decide(reports, masks))
+    return text
+
+
+RENT = 100 * 0.1 * math.log(1 + 416 / HOST_PARAMS)  # of the seed of `one_held_seed`, in points
+
+
+def test_it_says_why_it_prunes_a_seed_that_brings_too_little() -> None:
+    reports = one_held_seed(contribution=0.01, rent=0.1)
+    reports.contribution_error.fill_(0.004)
+    assert reason(reports) == (
+        f"worth +1.00 +- 0.40 points: 1.40 at best, below its rent of {RENT:.2f}; 15 steps left"
+    )
+
+
+def test_it_says_why_it_prunes_a_seed_that_the_host_only_leans_on() -> None:
+    """Worth more than its rent now, but not to a host that trained without it."""
+    reports = one_held_seed(contribution=0.2, rent=0.3)
+    reports.contribution_error.fill_(0.01)
+    # alone, so the prior says it all: headroom * scale * u^0.7 * bonuses * lateness
+    bonuses = 1 + 0.1 + 0.1 * float(reports.reach[0, 0, CONV_CONV])
+    lateness = 1 - 0.8 * (10 - 8) / 25
+    expected = 23 * 0.65 * math.log(1 + 416 / HOST_PARAMS) ** 0.7 * bonuses * lateness
+    assert reason(reports) == (
+        "worth +20.00 +- 1.00 points to a model used to it; one trained without it is expected to "
+        f"lack only {expected:.2f} beside the other seeds, below its rent of {3 * RENT:.2f}; "
+        "15 steps left to catch up"
+    )
+
+
+def test_it_says_why_it_commits() -> None:
+    reports = one_held_seed(contribution=0.1, rent=0.1, step=24)
+    reports.contribution_error.fill_(0.02)
+    text = f"worth +10.00 +- 2.00 points, above its rent of {RENT:.2f}; 1 step left, time to commit"
+    assert reason(reports) == text
+    reports.contribution_known.fill_(False)
+    assert reason(reports).startswith("expected to gain")
+
+
+def test_it_says_why_it_advances_and_grows() -> None:
+    hurried = one_held_seed(contribution=0.1, rent=0.1, step=23, stage=SeedStage.BLENDING)
+    assert reason(hurried).startswith("2 steps left: brought to full weight")
+    behind = one_held_seed(contribution=0.1, rent=0.1, stage=SeedStage.TRAINING)
+    assert reason(behind).startswith("trained behind the model for 6 steps")
+    assert reason(GrowthSimulator(1, rent=0.1).observe()).endswith("it costs; 25 steps left")
+
+
+@given(reports=report_batches())
+def test_every_env_gets_a_reason_of_its_own(reports: Reports) -> None:
+    controller, masks = HeuristicController(), masks_of(reports)
+    actions = controller.decide(reports, masks)
+    texts = controller.reasons(reports, masks, actions)
+    waits = actions[:, 0] == LifecycleOp.WAIT
+    assert [text == "" for text in texts] == waits.tolist()
+    for env, text in enumerate(texts):
+        assert not text or "left" not in text or f"{int(reports.steps_left[env])} step" in text

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.grow.ledger import (
+    NO_REASON,
     BlockRecord,
     DecisionRecord,
     Fate,
@@ -62,7 +63,9 @@ class Bookkeeper:
             )
         )
 
-    def decision(self, step: int, action: Tensor, masks: ActionMasks) -> DecisionRecord:
+    def decision(
+        self, step: int, action: Tensor, masks: ActionMasks, reason: str
+    ) -> DecisionRecord:
         """A decision that is about to be carried out; a birth is written down with it."""
         choices = dict(zip(masks.action_space.names, action.tolist(), strict=True))
         op, slot = LifecycleOp(choices["op"]), choices["slot"]
@@ -76,6 +79,7 @@ class Bookkeeper:
             seed=self.seed_ids.get(slot) if uses_slot else None,
             details=self._details(op, choices),
             legal=self._legal(masks),
+            reason=reason,
             params=self._cost(self._reporter.cost_params, op, choices),
             macs=self._cost(self._reporter.cost_macs, op, choices),
         )
@@ -87,10 +91,10 @@ class Bookkeeper:
         for index, seed in list(self.seed_ids.items()):
             slot = self._network.slots[index]
             if slot.seed is None:
-                self._end(index, step, "pruned", self._worth(evidence, index))
+                self._end(index, step, "pruned", self._why(LifecycleOp.PRUNE, evidence, index))
             elif slot.is_committed and self.ledger.fate_of(seed) is None:
-                worth = self._worth(evidence, index)
-                self.ledger.record_fate(FateRecord(seed=seed, step=step, fate="kept", reason=worth))
+                why = self._why(LifecycleOp.FOSSILIZE, evidence, index)
+                self.ledger.record_fate(FateRecord(seed=seed, step=step, fate="kept", reason=why))
 
     def kept(self, step: int, reason: str) -> None:
         """Seeds that were committed at the end of the run."""
@@ -104,7 +108,8 @@ class Bookkeeper:
         for index, seed in list(self.seed_ids.items()):
             if self._network.slots[index].seed is None:
                 if self.ledger.fate_of(seed) is None:
-                    self._end(index, step, "uncommitted", self._worth(evidence, index))
+                    reason = f"the controller did not commit it; {self._worth(evidence, index)}"
+                    self._end(index, step, "uncommitted", reason)
                 else:
                     reason = f"the best network was the one at step {best_step}, without it"
                     self._end(index, step, "rolled_back", reason)
@@ -169,6 +174,17 @@ class Bookkeeper:
         if op != LifecycleOp.GERMINATE:
             return 0
         return int(costs[choices["slot"], choices["blueprint"]])
+
+    def _why(self, op: LifecycleOp, evidence: Evidence, slot: int) -> str:
+        """The controller's reason when it last did `op` to a seed; if it gave none, its worth."""
+        about = [
+            decision.reason
+            for decision in self.ledger.decisions
+            if decision.seed == self.seed_ids[slot] and decision.op == op.name
+        ]
+        if about and about[-1]:
+            return about[-1]
+        return f"{NO_REASON}; {self._worth(evidence, slot)}"
 
     def _worth(self, evidence: Evidence, slot: int) -> str:
         """What was last known of a seed, in words."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.protocols import Controller
+from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleError
 from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
@@ -19,6 +20,15 @@ class Remembers(Protocol):
     def memory(self) -> dict[str, Tensor]: ...
 
     def recall(self, memory: dict[str, Tensor]) -> None: ...
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A controller that can say why it decided as it did."""
+
+    def reasons(self, reports: Reports, masks: ActionMasks, actions: Tensor) -> list[str]:
+        """A text for each env; empty where there is nothing to say."""
+        ...
 
 
 def make_controller(controller: str | Path | Controller) -> Controller:
@@ -39,6 +49,13 @@ def controller_name(controller: str | Path | Controller) -> str:
     if isinstance(controller, str | Path):
         return str(controller)
     return type(controller).__name__
+
+
+def reason_of(controller: Controller, reports: Reports, masks: ActionMasks, actions: Tensor) -> str:
+    """The controller's own reason for its decision; empty if it gives none."""
+    return (
+        controller.reasons(reports, masks, actions)[0] if isinstance(controller, Explains) else ""
+    )
 
 
 def check_legal(actions: Tensor, masks: ActionMasks) -> None:

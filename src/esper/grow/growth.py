@@ -31,7 +31,13 @@ from esper.grow.checkpoint import (
     set_random_states,
     write,
 )
-from esper.grow.controllers import Remembers, check_legal, controller_name, make_controller
+from esper.grow.controllers import (
+    Remembers,
+    check_legal,
+    controller_name,
+    make_controller,
+    reason_of,
+)
 from esper.grow.export import FORMATS, export
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
 from esper.grow.measuring import Measurement, Score, check_loader, measure
@@ -336,7 +342,8 @@ class Growth:
         masks = compute_batch_masks(reports, self._reporter.action_space)
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
-        record = self._books.decision(self.step, actions[0], masks)
+        reason = reason_of(self.controller, reports, masks, actions)
+        record = self._books.decision(self.step, actions[0], masks, reason)
         states = apply(
             self._network.states,
             actions,

@@ -25,6 +25,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 SCHEMA_VERSION = 1
 CLEAR_ERRORS = 2.0  # standard errors from which a difference is called one
 
+NO_REASON = "the controller gave no reason"
+
 Fate = Literal["kept", "pruned", "uncommitted", "rolled_back"]
 
 

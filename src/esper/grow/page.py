@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from esper.grow.ledger import DecisionRecord, Ledger, SeedRecord
+from esper.grow.ledger import NO_REASON, DecisionRecord, Ledger, SeedRecord
 
 _SCRIPTS = ("basics.js", "chart.js", "sections.js", "network.js", "start.js")  # in this order
 
@@ -91,12 +91,23 @@ def _event(ledger: Ledger, decision: DecisionRecord) -> dict[str, Any]:
         "seed": decision.seed,
         "details": decision.details,
         "legal": {op: len(sites) for op, sites in decision.legal.items()},
-        "reason": decision.reason,
+        "reason": decision.reason or _no_reason(ledger, decision),
         "params": decision.params,
         "macs": decision.macs,
         "before": next((m for step, m in reversed(metrics) if step <= decision.step), None),
         "next": next((m for step, m in metrics if step > decision.step), None),
     }
+
+
+def _no_reason(ledger: Ledger, decision: DecisionRecord) -> str:
+    """What was known of the seed when it was decided on."""
+    states = ledger.states_of(decision.seed) if decision.seed else []
+    gains = [
+        ledger.show_gain(state.contribution, state.contribution_error)
+        for step, state in states
+        if step <= decision.step and state.contribution is not None
+    ]
+    return NO_REASON + (f"; the seed's gain was {gains[-1]}" if gains else "")
 
 
 def _seed(ledger: Ledger, record: SeedRecord) -> dict[str, Any]:

@@ -82,6 +82,20 @@ class HeuristicController:
         )
         return take_first(masks, wishes, seed_details(blueprint, config.ramp_steps))
 
+    def reasons(self, reports: Reports, masks: ActionMasks, actions: Tensor) -> list[str]:
+        """Why it decided on `actions`, a text per env, empty where it waits.
+
+        Gains and rent are in points, hundredths of the accuracy.
+        """
+        seeds = judge_seeds(reports, self.config)
+        growth, _ = value_of_growing(reports, masks, seeds, self.config)
+        names = masks.action_space.names
+        ops, slots = (actions[:, names.index(head)].tolist() for head in ("op", "slot"))
+        return [
+            _reason(LifecycleOp(op), (env, slot), reports, seeds, growth, self.config)
+            for env, (op, slot) in enumerate(zip(ops, slots, strict=True))
+        ]
+
     def memory(self) -> dict[str, Tensor]:
         """What a checkpoint keeps: which slots have been pruned before."""
         return {} if self._was_pruned is None else {"was_pruned": self._was_pruned}
@@ -96,8 +110,13 @@ class SeedJudgement:
 
     is_live: Tensor  # takes part, can still be pruned, and is not being pruned already
     is_judged: Tensor  # live, and measured well enough to decide on
+    is_fresh: Tensor  # its contribution is known and not too old to judge by
     gain: Tensor  # accuracy it would gain as the host's only seed
-    net: Tensor  # what it adds beside the other seeds, less its rent and the compute it will use
+    marginal: Tensor  # what it adds beside the other seeds
+    upper: Tensor  # its contribution with the benefit of the doubt
+    rent: Tensor
+    is_useless: Tensor  # does not bring its rent even so
+    net: Tensor  # what keeping it is worth, less its rent and the compute it will use
     commit_net: Tensor  # what committing it now is worth, less its rent
 
 
@@ -122,7 +141,18 @@ def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
     is_useless = is_fresh & (upper < rent)
     net = torch.where(is_useless, upper, marginal) - rent - compute
     commit_gain = torch.where(is_fresh, reports.contribution, marginal)
-    return SeedJudgement(is_live, is_live & is_fresh & has_held, gain, net, commit_gain - rent)
+    return SeedJudgement(
+        is_live=is_live,
+        is_judged=is_live & is_fresh & has_held,
+        is_fresh=is_fresh,
+        gain=gain,
+        marginal=marginal,
+        upper=upper,
+        rent=rent,
+        is_useless=is_useless,
+        net=net,
+        commit_net=commit_gain - rent,
+    )
 
 
 def value_of_growing(
@@ -156,6 +186,43 @@ def _commit(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> 
         Wish(LifecycleOp.FOSSILIZE, pays & is_due & is_held, seeds.commit_net),
         Wish(LifecycleOp.ADVANCE, pays & is_due & ~is_held & has_time, seeds.commit_net),
     )
+
+
+def _reason(
+    op: LifecycleOp,
+    at: tuple[int, int],
+    reports: Reports,
+    seeds: SeedJudgement,
+    growth: Tensor,
+    config: HeuristicConfig,
+) -> str:
+    """The rule that led to an op at an env and slot, with its numbers."""
+    steps = int(reports.steps_left[at[0]])
+    left = f"{steps} step{'' if steps == 1 else 's'} left"
+    rent, marginal = _points(seeds.rent[at]), _points(seeds.marginal[at])
+    error = _points(reports.contribution_error[at])
+    worth = f"worth {_points(reports.contribution[at], sign='+')} +- {error} points"
+    if op == LifecycleOp.GERMINATE:
+        return f"expected to bring {_points(growth[at])} points more than it costs; {left}"
+    if op == LifecycleOp.PRUNE and bool(seeds.is_useless[at]):
+        return f"{worth}: {_points(seeds.upper[at])} at best, below its rent of {rent}; {left}"
+    if op == LifecycleOp.PRUNE:
+        return (
+            f"{worth} to a model used to it; one trained without it is expected to lack only "
+            f"{marginal} beside the other seeds, below its rent of {rent}; {left} to catch up"
+        )
+    if op == LifecycleOp.FOSSILIZE:
+        known = worth if bool(seeds.is_fresh[at]) else f"expected to gain {marginal} points"
+        return f"{known}, above its rent of {rent}; {left}, time to commit"
+    if op == LifecycleOp.ADVANCE:
+        if bool(_commit(reports, seeds, config)[1].wanted[at]):
+            return f"{left}: brought to full weight at once, to be committed in time"
+        return f"trained behind the model for {int(reports.stage_age[at])} steps, time to blend in"
+    return ""
+
+
+def _points(share: Tensor, sign: str = "") -> str:
+    return f"{100 * float(share):{sign}.2f}"
 
 
 def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> Tensor:

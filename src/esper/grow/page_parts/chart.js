@@ -326,7 +326,7 @@ function readStep(index) {
         {},
         el("strong", {}, OPS[e.op] ?? e.op),
         e.site ? ` ${eventSeed(e)} at ${e.site}` : "",
-        e.reason ? `: ${told(e.reason)}` : "",
+        `: ${told(e.reason)}`,
       ),
     );
   const undone = data.rollbacks

@@ -207,7 +207,7 @@ function drawDecisions() {
       ),
       cell(2, event.site === null ? "" : el("code", {}, event.site)),
       cell(3, event.params ? `+${count(event.params)}` : ""),
-      cell(4, el("span", {}, told(event.reason) || evidence(event), el("small", {}, alternatives(event)))),
+      cell(4, el("span", {}, told(event.reason), el("small", {}, alternatives(event)))),
       cell(5, outcome(event)),
     ),
   );
@@ -232,11 +232,6 @@ const alternatives = (event) => {
   );
   return words.length ? `legal: ${words.join(", ")}` : "";
 };
-/** What was known of a seed when it was decided on, for a controller that gives no reason. */
-function evidence(event) {
-  const gains = data.seeds.find((s) => s.id === event.seed)?.gains.filter((g) => g[0] <= event.step) ?? [];
-  return gains.length ? `its gain was ${gain(...gains[gains.length - 1].slice(1))}` : "";
-}
 function outcome(event) {
   if (event.before === null || event.next === null) return "";
   const seed = data.seeds.find((s) => s.id === event.seed);
