@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper import Budget, Growth
+from esper.grow.budget import SeedCost
 from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage
 from esper.tamiyo.scripted import RandomController
 
@@ -80,8 +81,8 @@ def test_new_weights_learn_and_the_others_keep_their_state():
 @settings(max_examples=25)
 @given(
     rng_seed=st.integers(0, 10_000),
-    params=st.integers(0, 200),
-    macs=st.integers(0, 200),
+    params=st.integers(42, 200),  # room for the smallest seed
+    macs=st.integers(36, 200),
     behind_host=st.booleans(),
 )
 def test_budgets_are_never_exceeded(rng_seed, params, macs, behind_host):
@@ -356,6 +357,28 @@ def test_mistakes_are_told_at_once():
     refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
 
 
+@pytest.mark.parametrize(
+    "limits", [dict(params=111), dict(params=152), dict(macs=84 + 35), dict(params=153, macs=119)]
+)
+def test_a_budget_without_room_for_the_smallest_seed_is_refused(limits):
+    """The model has 111 parameters and 84 multiply-adds; a dense seed adds 42 and 36."""
+    refused(r"no room .* 111 .* 84 .* \(dense at '1'\) adds 42 and 36", budget=Budget(**limits))
+
+
+def test_a_budget_with_room_for_the_smallest_seed_is_not_refused():
+    growth = new_growth(Script(germinate(0, blueprint=1)), budget=Budget(params=153, macs=120))
+    growth.decide(0.5)
+    assert (growth.params, growth.macs) == (153, 120)
+
+
+def test_a_budget_that_no_one_seed_keeps_is_refused():
+    """Each limit has room for some seed, but no seed keeps both."""
+    seeds = [SeedCost("wide", 10, 50), SeedCost("long", 50, 10)]
+    Budget(params=120, macs=150).check_room(110, 100, seeds)
+    with pytest.raises(ValueError, match=r"smallest seed \(long\) adds 50 and 10"):
+        Budget(params=120, macs=110).check_room(110, 100, seeds)
+
+
 def test_a_model_that_grows_already_is_refused():
     growth = new_growth(Script(germinate(0, blueprint=1)))
     growth.decide(0.5)
@@ -379,8 +402,8 @@ def test_a_controller_that_breaks_the_masks_is_stopped():
     with pytest.raises(LifecycleError, match="chose 4 for 'op'; legal now: \\[0, 1\\]"):
         growth.decide(0.5)
     own = growth.params
-    growth = new_growth(Script(germinate(0, blueprint=3)), budget=Budget(params=own + 1))
-    with pytest.raises(LifecycleError, match="legal now: \\[0\\]"):
+    growth = new_growth(Script(germinate(0, blueprint=3)), budget=Budget(params=own + 42))
+    with pytest.raises(LifecycleError, match="chose 3 for 'blueprint'; legal now: \\[1\\]"):
         growth.decide(0.5)
     assert growth.params == own
 

@@ -1,6 +1,17 @@
 """How large the grown model may become."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class SeedCost(NamedTuple):
+    """What a seed would add to a model."""
+
+    name: str  # what, and where
+    params: int
+    macs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +34,21 @@ class Budget:
                     f"Budget({name}={limit:,}) is below the model's own {own:,}; the budget is for "
                     f"the whole grown model: use more than {own:,}"
                 )
+
+    def check_room(self, model_params: int, model_macs: int, seeds: Sequence[SeedCost]) -> None:
+        """Raise if the model leaves no room for any of the seeds that it could grow."""
+        params_left = math.inf if self.params is None else self.params - model_params
+        macs_left = math.inf if self.macs is None else self.macs - model_macs
+        if any(seed.params <= params_left and seed.macs <= macs_left for seed in seeds):
+            return
+        by_params = min(seeds, key=lambda seed: (seed.params, seed.macs))
+        by_macs = min(seeds, key=lambda seed: (seed.macs, seed.params))
+        smallest = by_params if by_params.params > params_left else by_macs
+        raise ValueError(
+            f"{self} leaves no room to grow: the model itself has {model_params:,} parameters and "
+            f"{model_macs:,} multiply-adds, and its smallest seed ({smallest.name}) adds "
+            f"{smallest.params:,} and {smallest.macs:,}; the budget is for the whole grown model"
+        )
 
     def describe(self, model_params: int, model_macs: int) -> str:
         """What the model has and what it may have, in a line."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from esper.grow.bookkeeping import Bookkeeper, facts, network_record
-from esper.grow.budget import Budget
+from esper.grow.budget import Budget, SeedCost
 from esper.grow.checkpoint import (
     group_settings,
     network_from_dict,
@@ -104,6 +104,7 @@ class Growth:
         model_params, model_macs = count_params(model), count_macs(model, example)
         self.budget.check(model_params, model_macs)
         menu = _menu(blueprints, chosen)
+        self.budget.check_room(model_params, model_macs, _costs(chosen, menu))
         generator = torch.Generator().manual_seed(rng_seed)
         self._network = GrowingNetwork(
             model, optimizer, chosen, menu, scheduler=scheduler, generator=generator
@@ -462,6 +463,16 @@ def _menu(names: Sequence[str] | None, sites: Sequence[ModelSite]) -> tuple[Blue
         kinds = sorted({site.kind.name for site in sites})
         raise ValueError(f"none of the blueprints {names} fits a site; there are {kinds} sites")
     return fitting
+
+
+def _costs(sites: Sequence[ModelSite], menu: Sequence[Blueprint]) -> list[SeedCost]:
+    """Of every seed that could grow."""
+    return [
+        SeedCost(f"{b.name} at {site.name!r}", site.params_of(b), site.macs_of(b))
+        for site in sites
+        for b in menu
+        if b.fits(site.seed_site)
+    ]
 
 
 def _loss_or_guess(measured: Measurement) -> float:
