@@ -11,11 +11,13 @@ from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv
 from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import tamiyo_action_space
+from esper.tolaria import compiled
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.graphs import choose_signature
 from esper.tolaria.groups import Grouping, GroupKey, Signature
 from esper.tolaria.optimizers import SGD, AdamW
 from esper.tolaria.population import Population
+from esper.tolaria.tasks import minibatch_indices
 
 HOSTS = {
     "conv1d": dict(input_shape=(1, 20), widths=(4, 6, 9), norm=False),
@@ -73,8 +75,8 @@ def assert_agree(first, second, num_steps, behind_host=False, atol=1e-9):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", HOSTS)
 def test_compiled_code_trains_as_batched_operations_do(kind, optimizer, behind_host):
-    compiled, eager = build(kind, optimizer, "compiled"), build(kind, optimizer, "eager")
-    assert_agree(compiled, eager, num_steps=12, behind_host=behind_host)
+    fast, eager = build(kind, optimizer, "compiled"), build(kind, optimizer, "eager")
+    assert_agree(fast, eager, num_steps=12, behind_host=behind_host)
 
 
 def test_threads_change_nothing():
@@ -89,6 +91,29 @@ def test_threads_change_nothing():
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(one.arena.params, three.arena.params)
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_what_was_in_the_memory_before_changes_nothing(kind):
+    """Every blueprint in every slot, on minibatches that the kernels have to round up."""
+    host = build_host(kind, num_classes=5, **HOSTS[kind])
+    menu, task, batch = menu_for(host.sites[0].kind), random_task(host.input_shape), 13
+    populations = []
+    for remains in (0x00, 0xFF):  # zeros, and what reads as nan
+        population = Population(
+            host, menu, task, num_hosts=len(menu), batch_size=batch, kernels="compiled"
+        )
+        for slot in range(host.num_slots):
+            hosts = torch.arange(len(menu))
+            grow(population, hosts, torch.full_like(hosts, slot), blueprint=hosts)
+        population.train(minibatch_indices(0, population.host_ids, range(1), batch, 60))
+        compiled._threads.memory.fill(remains)
+        population.train(minibatch_indices(0, population.host_ids, range(1, 3), batch, 60))
+        compiled._threads.memory.fill(remains)
+        loss = evaluate(population, num_rows=11).loss
+        populations.append((population.arena.params, loss))
+    assert torch.equal(*(params for params, _ in populations))
+    assert torch.equal(*(loss for _, loss in populations))
 
 
 @pytest.mark.gpu

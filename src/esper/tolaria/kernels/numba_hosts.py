@@ -103,7 +103,7 @@ class OptimizerNumbers(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    ws: np.ndarray  # all activations and their gradients
+    ws: np.ndarray  # all activations and their gradients; whatever was in it before
     tape: np.ndarray  # [layers run, 3]: where input, output and what was saved lie
     frame: np.ndarray  # [S, 5]: the same for each slot
     xs: np.ndarray
@@ -115,11 +115,11 @@ X, SEED, AUX, SEGMENT_END, SEED_END = range(5)
 
 
 @inlined
-def _train_hosts(first, last, tables, weights, slots, data, rows, losses, optimizer):
+def _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer):
     """Train hosts `first` to `last - 1` on minibatch rows `[M, P, batch]`; losses `[M, P]`."""
     batch = rows.shape[2]
     n = (batch + 7) // 8 * 8
-    work = _workspace(tables, n, weights.params)
+    work = _workspace(tables, memory)
     shadow = np.zeros_like(weights.params[0])
     ids = np.zeros(batch, dtype=np.int64)
     in_host = np.zeros(len(tables.seed_programs), dtype=np.int64)
@@ -143,14 +143,14 @@ def _train_hosts(first, last, tables, weights, slots, data, rows, losses, optimi
 
 
 @inlined
-def _logits_of_hosts(first, last, tables, params, slots, inputs, ablated, out):
+def _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out):
     """Logits `[P, classes, copies, batch]` on inputs `[P, features, batch]`.
 
     Copy 0 has all seeds on; copy 1 + k has those in slot `ablated[k]` off.
     """
     classes, n = out.shape[1], out.shape[3]
     features = inputs.shape[1]
-    work = _workspace(tables, n, params)
+    work = _workspace(tables, memory)
     in_host, before = np.zeros((2, len(tables.seed_programs)), dtype=np.int64)
     for p in range(first, last):
         w, alpha, style = params[p], slots.alpha[p], slots.style[p]
@@ -190,10 +190,10 @@ def _felt(slots, p, in_host):
 
 
 @inlined
-def _workspace(tables, n, like):
+def _workspace(tables, memory):
     num_programs, longest, _ = tables.programs.shape
     return Workspace(
-        np.zeros(tables.room * n, dtype=like.dtype),
+        memory,
         np.zeros((num_programs * longest, 3), dtype=np.int64),
         np.zeros((len(tables.seed_programs), 5), dtype=np.int64),
         np.zeros(tables.widest, dtype=np.int64),
@@ -539,14 +539,14 @@ def _entry_points(source_of_layers: str) -> tuple[Callable[..., None], Callable[
     """
 
     @njit(nogil=True, cache=True)
-    def train_hosts(first, last, tables, weights, slots, data, rows, losses, optimizer):
+    def train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer):
         source_of_layers  # noqa: B018
-        _train_hosts(first, last, tables, weights, slots, data, rows, losses, optimizer)
+        _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer)
 
     @njit(nogil=True, cache=True)
-    def logits_of_hosts(first, last, tables, params, slots, inputs, ablated, out):
+    def logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out):
         source_of_layers  # noqa: B018
-        _logits_of_hosts(first, last, tables, params, slots, inputs, ablated, out)
+        _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out)
 
     return train_hosts, logits_of_hosts
 
