@@ -1,6 +1,7 @@
 """Growth in a user's own loop: it keeps its promises whatever the controller does."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -241,8 +242,32 @@ def test_seeds_that_were_not_committed_are_not_in_the_result():
     growth.close(0.5)
     assert growth.params == before
     assert growth.ledger.fate_of("s1").fate == "uncommitted"
-    with pytest.raises(ValueError, match="closed after 3 decisions"):
+
+
+def test_a_call_after_the_last_does_nothing_but_warn_once():
+    growth = new_growth(Script(germinate(0, blueprint=1)), decisions=3)
+    for _ in range(3):
+        train(growth)
         growth.decide(0.5)
+    train(growth)  # its owner trains on
+    before, story = frozen_state(growth), growth.ledger.to_json()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            assert growth.decide(0.9) is None
+    (warning,) = caught
+    assert "decisions=3 is closed" in str(warning.message)
+    assert warning.filename == __file__  # the owner's line, not one of ours
+    with pytest.warns(UserWarning, match="does nothing"):
+        growth.close(0.9)
+    assert all(torch.equal(a, b) for a, b in zip(before, frozen_state(growth), strict=True))
+    assert growth.ledger.to_json() == story
+
+
+def test_how_many_decisions_there_will_be_has_no_default():
+    model = mlp()
+    with pytest.raises(TypeError, match="decisions"):
+        Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=X)
 
 
 @pytest.mark.parametrize("ramp_is_over", [False, True])
@@ -341,7 +366,7 @@ def refused(message, *, model=None, optimizer=None, **options):
     model = model or mlp()
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match=message):
-        Growth(model, optimizer, **{"example": X, **options})
+        Growth(model, optimizer, **{"example": X, "decisions": 8, **options})
 
 
 def test_mistakes_are_told_at_once():

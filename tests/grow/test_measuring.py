@@ -26,6 +26,7 @@ def grown(val_loader, score=None):
         torch.optim.SGD(model.parameters(), 0.1),
         example=X,
         controller=script,
+        decisions=25,
         val_loader=val_loader,
         score=score or (lambda batch: (model(batch[0]).argmax(1) == batch[1]).float()),
     )
@@ -100,6 +101,7 @@ def test_a_loader_that_yields_nothing_is_an_error():
         model,
         torch.optim.SGD(model.parameters(), 0.1),
         example=example,
+        decisions=25,
         val_loader=[],
         score=lambda batch: batch,
     )

@@ -12,6 +12,7 @@ After the last of its decisions the model is the best committed network that was
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,6 @@ from esper.grow.sites import ModelSite, count_macs, count_params, site_table, tr
 from esper.grow.slots import Slot
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 from esper.kasmina.lifecycle import apply, begin_step, end_step
-from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.protocols import Controller
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_batch_masks
@@ -63,7 +63,7 @@ class Growth:
 
     `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them;
     sites must keep their shape in `other_examples` too. `decisions` is how often `decide` will be
-    called; the last call closes the run. With `val_loader` and `score` (a batch's scores, one per
+    called, which a controller plans by; the last call closes the run. With `val_loader` and `score` (a batch's scores, one per
     example, 0 to 1) growth measures itself what each seed is worth; without, `decide` needs the
     validation metric. `behind_host` trains new seeds by `shadow_loss` before the model feels them.
     `rent` is the metric that a seed has to bring per unit of log(1 + its parameters / the model's).
@@ -75,10 +75,10 @@ class Growth:
         optimizer: optim.Optimizer,
         *,
         example: Any,
+        decisions: int,
         other_examples: Sequence[Any] = (),
         budget: Budget | None = None,
         controller: str | Path | Controller = "heuristic",
-        decisions: int = DEFAULT_EPISODE_LENGTH,
         val_loader: Iterable[Any] | None = None,
         score: Score | None = None,
         scheduler: AnyScheduler | None = None,
@@ -167,10 +167,12 @@ class Growth:
     ) -> DecisionRecord | None:
         """One decision of the controller, carried out; None when the last call closed the run.
 
+        Later calls do nothing but warn: training that is spent is not lost to a count.
+
         `val_metric` is the network's as it is now, 0 to 1, higher is better.
         """
-        if self.is_closed:
-            raise ValueError(f"growth was closed after {self.step} decisions")
+        if self._is_over():
+            return None
         if self.step == self.decisions - 1:
             self.close(val_metric, val_loss)
             return None
@@ -184,6 +186,8 @@ class Growth:
         network is without them, those of the last network stay if it is the best. Call it to stop
         early; `decide` does it on its last call.
         """
+        if self._is_over():
+            return
         metric = self._take_stock(val_metric, val_loss)
         if self._score is None and metric is not None:
             self._commit_if_best(metric)
@@ -306,6 +310,15 @@ class Growth:
         set_random_states(saved["random"])
 
     # ---- the parts of a decision
+
+    def _is_over(self) -> bool:
+        if self.is_closed:
+            warnings.warn(
+                f"growth with decisions={self.decisions} is closed: the model trains on as it is, "
+                "and this call does nothing",
+                stacklevel=3,
+            )
+        return self.is_closed
 
     def _take_stock(self, val_metric: float | None, val_loss: float | None) -> float | None:
         """The end of the step that was trained: all is measured, and timed moves happen.
