@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from esper.grow.bookkeeping import Bookkeeper, facts, network_record
-from esper.grow.budget import Budget, SeedCost
+from esper.grow.budget import Budget
 from esper.grow.checkpoint import (
     group_settings,
     network_from_dict,
@@ -41,15 +41,14 @@ from esper.grow.controllers import (
 )
 from esper.grow.export import FORMATS, export
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
-from esper.grow.measuring import Measurement, Score, check_loader, measure
+from esper.grow.measuring import Measurement, Score, measure
 from esper.grow.network import GrowingNetwork
 from esper.grow.plain import plain_model
 from esper.grow.reporting import Evidence, Reporter
 from esper.grow.safe_points import SafePoints
 from esper.grow.seed_groups import AnyScheduler
 from esper.grow.sites import ModelSite, count_macs, count_params, site_table, trace_sites
-from esper.grow.slots import Slot
-from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
+from esper.grow.starting import check_arguments, menu_for, seed_costs
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
 from esper.leyline.stages import LifecycleOp, SeedStage
@@ -91,7 +90,7 @@ class Growth:
         rng_seed: int = 0,
         metric: str = "accuracy",
     ):
-        _check_arguments(model, optimizer, decisions, val_loader, score)
+        check_arguments(model, optimizer, decisions, val_loader, score)
         self.model, self.optimizer, self.example = model, optimizer, example
         self.budget = budget or Budget()
         self.controller = make_controller(controller)
@@ -103,8 +102,8 @@ class Growth:
         chosen = trace.choose(sites, exclude)
         model_params, model_macs = count_params(model), count_macs(model, example)
         self.budget.check(model_params, model_macs)
-        menu = _menu(blueprints, chosen)
-        self.budget.check_room(model_params, model_macs, _costs(chosen, menu))
+        menu = menu_for(chosen, blueprints)
+        self.budget.check_room(model_params, model_macs, seed_costs(chosen, menu))
         generator = torch.Generator().manual_seed(rng_seed)
         self._network = GrowingNetwork(
             model, optimizer, chosen, menu, scheduler=scheduler, generator=generator
@@ -436,56 +435,6 @@ class Growth:
     def _mean_train_loss(self) -> float | None:
         losses, self._train_losses = self._train_losses, []
         return float(torch.stack(losses).mean()) if losses else None
-
-
-def _check_arguments(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    decisions: int,
-    val_loader: Iterable[Any] | None,
-    score: Score | None,
-) -> None:
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            f"the model is wrapped in {type(model).__name__}, which would not carry new weights to "
-            "its copies; grow the model inside (model.module) on one device"
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(parameter) in held for parameter in model.parameters()):
-        raise ValueError(
-            "the optimizer trains none of the model's weights; make it from model.parameters()"
-        )
-    if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
-        raise ValueError(
-            "seeds of another growth sit in this model; grow its plain_model() instead, with an "
-            "optimizer of its own"
-        )
-    if decisions < 2:
-        raise ValueError(f"decisions={decisions}; use 2 or more: the last one only closes the run")
-    if (val_loader is None) != (score is None):
-        raise ValueError("val_loader and score go together: give both or none")
-    if val_loader is not None:
-        check_loader(val_loader, "validation")
-
-
-def _menu(names: Sequence[str] | None, sites: Sequence[ModelSite]) -> tuple[Blueprint, ...]:
-    """The blueprints by name, or all that fit somewhere."""
-    menu = tuple(BLUEPRINTS.values()) if names is None else blueprint_menu(*names)
-    fitting = tuple(b for b in menu if any(b.fits(site.seed_site) for site in sites))
-    if not fitting:
-        kinds = sorted({site.kind.name for site in sites})
-        raise ValueError(f"none of the blueprints {names} fits a site; there are {kinds} sites")
-    return fitting
-
-
-def _costs(sites: Sequence[ModelSite], menu: Sequence[Blueprint]) -> list[SeedCost]:
-    """Of every seed that could grow."""
-    return [
-        SeedCost(f"{b.name} at {site.name!r}", site.params_of(b), site.macs_of(b))
-        for site in sites
-        for b in menu
-        if b.fits(site.seed_site)
-    ]
 
 
 def _loss_or_guess(measured: Measurement) -> float:
