@@ -214,7 +214,7 @@ def test_it_says_why_it_prunes_a_seed_that_brings_too_little() -> None:
     reports = one_held_seed(contribution=0.01, rent=0.1)
     reports.contribution_error.fill_(0.004)
     assert reason(reports) == (
-        f"worth +1.00 +- 0.40 points: 1.40 at best, below its rent of {RENT:.2f}; 15 steps left"
+        f"worth +1.0 +- 0.4 points: 1.40 at best, below its rent of {RENT:.2f}; 15 steps left"
     )
 
 
@@ -227,7 +227,7 @@ def test_it_says_why_it_prunes_a_seed_that_the_host_only_leans_on() -> None:
     lateness = 1 - 0.8 * (10 - 8) / 25
     expected = 23 * 0.65 * math.log(1 + 416 / HOST_PARAMS) ** 0.7 * bonuses * lateness
     assert reason(reports) == (
-        "worth +20.00 +- 1.00 points to a model used to it; one trained without it is expected to "
+        "worth +20.0 +- 1.0 points to a model used to it; one trained without it is expected to "
         f"lack only {expected:.2f} beside the other seeds, below its rent of {3 * RENT:.2f}; "
         "15 steps left to catch up"
     )
@@ -236,7 +236,7 @@ def test_it_says_why_it_prunes_a_seed_that_the_host_only_leans_on() -> None:
 def test_it_says_why_it_commits() -> None:
     reports = one_held_seed(contribution=0.1, rent=0.1, step=24)
     reports.contribution_error.fill_(0.02)
-    text = f"worth +10.00 +- 2.00 points, above its rent of {RENT:.2f}; 1 step left, time to commit"
+    text = f"worth +10.0 +- 2.0 points, above its rent of {RENT:.2f}; 1 step left, time to commit"
     assert reason(reports) == text
     reports.contribution_known.fill_(False)
     assert reason(reports).startswith("expected to gain")

@@ -200,8 +200,8 @@ def _reason(
     steps = int(reports.steps_left[at[0]])
     left = f"{steps} step{'' if steps == 1 else 's'} left"
     rent, marginal = _points(seeds.rent[at]), _points(seeds.marginal[at])
-    error = _points(reports.contribution_error[at])
-    worth = f"worth {_points(reports.contribution[at], sign='+')} +- {error} points"
+    error = _points(reports.contribution_error[at], ".1f")
+    worth = f"worth {_points(reports.contribution[at], '+.1f')} +- {error} points"
     if op == LifecycleOp.GERMINATE:
         return f"expected to bring {_points(growth[at])} points more than it costs; {left}"
     if op == LifecycleOp.PRUNE and bool(seeds.is_useless[at]):
@@ -221,8 +221,8 @@ def _reason(
     return ""
 
 
-def _points(share: Tensor, sign: str = "") -> str:
-    return f"{100 * float(share):{sign}.2f}"
+def _points(share: Tensor, digits: str = ".2f") -> str:
+    return f"{100 * float(share):{digits}}"
 
 
 def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> Tensor:
