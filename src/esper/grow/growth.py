@@ -48,7 +48,7 @@ from esper.grow.reporting import Evidence, Reporter
 from esper.grow.safe_points import SafePoints
 from esper.grow.seed_groups import AnyScheduler
 from esper.grow.sites import ModelSite, count_macs, count_params, site_table, trace_sites
-from esper.grow.starting import check_arguments, menu_for, seed_costs
+from esper.grow.starting import check_arguments, fitting_menu, seed_costs
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
 from esper.leyline.stages import LifecycleOp, SeedStage
@@ -102,7 +102,7 @@ class Growth:
         chosen = trace.choose(sites, exclude)
         model_params, model_macs = count_params(model), count_macs(model, example)
         self.budget.check(model_params, model_macs)
-        menu = menu_for(chosen, blueprints)
+        menu = fitting_menu(chosen, blueprints)
         self.budget.check_room(model_params, model_macs, seed_costs(chosen, menu))
         generator = torch.Generator().manual_seed(rng_seed)
         self._network = GrowingNetwork(

@@ -43,7 +43,7 @@ def check_arguments(
         check_loader(val_loader, "validation")
 
 
-def menu_for(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tuple[Blueprint, ...]:
+def fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tuple[Blueprint, ...]:
     """The blueprints by name, or all that fit somewhere."""
     menu = tuple(BLUEPRINTS.values()) if names is None else blueprint_menu(*names)
     fitting = tuple(b for b in menu if any(b.fits(site.seed_site) for site in sites))
