@@ -182,7 +182,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     before = path.read_bytes()
 
     def fail(contents, file):
-        file.write_bytes(b"half a file")
+        file.write(b"half a file")
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", fail)

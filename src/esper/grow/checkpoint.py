@@ -5,7 +5,6 @@ stages of the seeds, what was measured, the ledger, what the controller remember
 of every random generator. Reading it runs no code from it.
 """
 
-import os
 import pickle
 import random
 from dataclasses import fields
@@ -18,19 +17,14 @@ from torch import optim
 
 from esper.grow.network import NetworkState
 from esper.kasmina.lifecycle import SlotStates
+from esper.leyline.whole_files import replace_file
 
-FORMAT = "esper growth 1"
+FORMAT = "esper growth 2"
 
 
 def write(path: str | Path, contents: dict[str, Any]) -> None:
     """The file, replaced at once: a crash leaves the old one."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        torch.save({"format": FORMAT, **contents}, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(Path(path), lambda file: torch.save({"format": FORMAT, **contents}, file))
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ controller.begin(torch.arange(num_envs))
 actions = controller.decide(reports, masks)
 """
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Self
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.reports import Reports
+from esper.leyline.whole_files import replace_file
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import (
     FactoredRecurrentActorCritic,
@@ -85,18 +85,12 @@ class LearnedController:
 
     def save(self, path: str | Path) -> None:
         """The policy's sizes and weights, in one file that is replaced at once."""
-        path = Path(path)
         contents = {
             "format": _FORMAT,
             "policy": asdict(self.policy.config),
             "weights": {name: weight.cpu() for name, weight in self.policy.state_dict().items()},
         }
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            torch.save(contents, temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(Path(path), lambda file: torch.save(contents, file))
 
     @classmethod
     def load(

@@ -9,7 +9,6 @@ Controllers and rewards see the training and validation rows. The test rows are 
 """
 
 import gzip
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.constants import SiteKind
+from esper.leyline.whole_files import replace_file
 from esper.tolaria.randomness import fold
 
 _PURPOSE = -1  # what a key of the rows' order begins with, where others have a host's id
@@ -308,14 +308,9 @@ def _generate_mnist1d(path: Path, num_rows: int, rng_seed: int) -> None:
     made = make_dataset(settings)  # seeds both generators
     random.setstate(python_state)
     np.random.set_state(numpy_state)  # noqa: NPY002
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.npz")  # another process may be at it too
-    np.savez(
-        unfinished,
-        x=np.concatenate([made["x"], made["x_test"]]).astype(np.float32),
-        y=np.concatenate([made["y"], made["y_test"]]).astype(np.int64),
-    )
-    unfinished.replace(path)
+    x = np.concatenate([made["x"], made["x_test"]]).astype(np.float32)
+    y = np.concatenate([made["y"], made["y_test"]]).astype(np.int64)
+    replace_file(path, lambda file: np.savez(file, x=x, y=y))
 
 
 def _idx_rows(folder: Path, split: str) -> tuple[Tensor, Tensor]:

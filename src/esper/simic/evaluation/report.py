@@ -1,14 +1,15 @@
 """What an evaluation found: every network's figures, the table, and a sentence for each claim."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from esper.leyline.whole_files import replace_file
 from esper.simic.evaluation.arms import (
     CONSTANT,
     CONSTANT_PER_TYPE,
@@ -152,12 +153,9 @@ class EvaluationReport:
     def save(self, folder: Path | str) -> tuple[Path, Path]:
         """Write it as JSON and as Markdown; the two paths."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         paths = folder / f"{self.file_name}.json", folder / f"{self.file_name}.md"
         for path, text in zip(paths, (json.dumps(self.plain()), self.markdown()), strict=True):
-            unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-            unfinished.write_text(text)
-            unfinished.replace(path)
+            replace_file(path, methodcaller("write", text.encode()))
         return paths
 
     @property

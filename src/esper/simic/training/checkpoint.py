@@ -8,15 +8,16 @@ leaves either the old checkpoint or the new one. Contents are tensors and plain 
 changes what a kind of checkpoint holds raises its `version`.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, BinaryIO
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
+
+from esper.leyline.whole_files import replace_file
 
 _MAGIC = "esper checkpoint"
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -35,22 +36,6 @@ def write_checkpoint(
     _require_plain(contents, "contents")
     header = {"format": _MAGIC, "version": version, "kind": kind}
     replace_file(path, lambda file: torch.save(header | {"contents": dict(contents)}, file))
-
-
-def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """A file with new contents that were safely on the disk before they took its place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # one name per process: two of them may write at the same time
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
 
 
 def read_checkpoint(path: str | Path, kind: str, *, version: int = 1) -> dict[str, Any]:
@@ -120,12 +105,3 @@ def _require_plain(value: Any, where: str) -> None:
             f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings "
             "and plain containers of them"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """The rename itself reaches the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,10 +20,10 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from esper.simic.training.checkpoint import CheckpointMismatch, replace_file
+from esper.leyline.whole_files import replace_file
+from esper.simic.training.checkpoint import CheckpointMismatch
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.plain_config import from_plain, to_plain
@@ -129,12 +129,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -7,7 +7,6 @@ version does the same work with one thread: it is there to be compared with, not
 import contextlib
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +19,7 @@ import torch
 
 from esper.kasmina.layers import NORM_EPSILON
 from esper.leyline.constants import BlendStyle
+from esper.leyline.whole_files import replace_file
 from esper.tolaria.kernels.fused_plan import MOST_CHANNELS, Kind
 
 THREADS = 512  # of a block
@@ -165,11 +165,7 @@ def _kept_binary(source: str, options: list[str]) -> bytes:
         return kept.read_bytes()
     binary = _nvrtc_binary(source, options)
     with contextlib.suppress(OSError):  # an installation that is not ours to write to
-        kept.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(binary)
-        os.chmod(file.name, 0o644)  # for whoever shares the installation
-        os.replace(file.name, kept)  # whole or not at all
+        replace_file(kept, lambda file: file.write(binary))
     return binary
 
 
