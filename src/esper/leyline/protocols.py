@@ -68,4 +68,5 @@ class EventSink(Protocol):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
+        /,
     ) -> None: ...

@@ -1,7 +1,6 @@
 """A run's progress in the terminal."""
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -44,10 +43,5 @@ class ProgressSink:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import repeat
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -161,12 +160,7 @@ class RunDatabase:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._writer.shutdown()
         self._connection.close()
         if kind is None:
