@@ -1,8 +1,13 @@
 """The main result: controllers are trained, frozen, and judged against every honest arm.
 
     python benchmarks/growth.py --out runs/full                  # a GPU: three controllers, three tasks
-    python benchmarks/growth.py --runs runs/a runs/b             # controllers that are there already
+    python benchmarks/growth.py --out runs/full --tasks          # train them, judge nothing
+    python benchmarks/growth.py --controllers runs/full/*.pt     # judge those that are there already
+    python benchmarks/growth.py --runs runs/a runs/b             # the same, from folders of runs
     python benchmarks/growth.py --quick                          # as small as it gets: it runs, no more
+
+Controllers in files were trained as `--preset` says. On the task that they were trained on, the
+evaluation is the preset's; on others it is `transfer`, which is smaller.
 
 Only torch and numpy are needed beside the data: MNIST-1D as data/mnist1d_5000_42.npz where its
 package is missing, Fashion-MNIST as four idx files. Reports go to OUT, one for each task; pictures
@@ -31,10 +36,12 @@ MOST_OVERHEAD = 0.15  # of that which is not host training
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", nargs="+", type=Path, help="runs to judge; none: train some")
+    judged = parser.add_mutually_exclusive_group()
+    judged.add_argument("--runs", nargs="+", type=Path, help="runs to judge; none: train some")
+    judged.add_argument("--controllers", nargs="+", type=Path, help="files to judge, likewise")
     parser.add_argument("--preset", choices=("quick", "full"), default="full")
     parser.add_argument("--rng-seeds", type=int, default=3, help="controllers to train")
-    parser.add_argument("--tasks", nargs="+", default=["mnist1d", "digits", "fashion_mnist"])
+    parser.add_argument("--tasks", nargs="*", default=["mnist1d", "digits", "fashion_mnist"])
     parser.add_argument("--out", type=Path, default=Path("runs") / "growth")
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
@@ -44,18 +51,20 @@ def main() -> None:
         tasks, settings = [TRAINED_ON], replace(EVALUATIONS["quick"], num_widths=1, num_plans=2)
         config, num_controllers = replace(PRESETS["quick"], rounds=1), 1
     bars: dict[str, dict[str, object]] = {}
+    files = asked.controllers or []
     if asked.runs:
-        files = [RunFiles(path) for path in asked.runs]
-        config = files[0].read_config()
-        device = config.resolved_device()
-        controllers = [LearnedController.load(entry.controller, device) for entry in files]
+        runs = [RunFiles(path) for path in asked.runs]
+        config, files = runs[0].read_config(), [run.controller for run in runs]
+    device = config.resolved_device()
+    if files:
+        controllers = [LearnedController.load(path, device) for path in files]
     else:
         controllers = [train(config, seed, asked.out, bars) for seed in range(num_controllers)]
     for task in tasks:
-        report = judge(controllers, config, task, settings, asked.out)
+        size = settings if task == config.task else EVALUATIONS["transfer"]
+        report = judge(controllers, config, task, size, asked.out)
         bars |= bars_of(report, task)
-    device = str(config.resolved_device())
-    print(json.dumps({"benchmark": "growth", "device": device, "bars": bars}))
+    print(json.dumps({"benchmark": "growth", "device": str(device), "bars": bars}))
 
 
 def train(
@@ -84,9 +93,13 @@ def judge(
     settings: EvaluationConfig,
     out: Path,
 ) -> EvaluationReport:
-    report = evaluate_controllers(
-        controllers, config, settings, task=task, say=lambda text: print(f"- {text}", flush=True)
-    )
+    """The report on a task, kept in OUT as soon as it is there."""
+    begun = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"- {task}, {time.perf_counter() - begun:6.1f} s: {text}", flush=True)
+
+    report = evaluate_controllers(controllers, config, settings, task=task, say=say)
     report.save(out)
     print(report.markdown(), flush=True)
     return report
@@ -97,10 +110,7 @@ def bars_of(report: EvaluationReport, task: str) -> dict[str, dict[str, object]]
     bars = {}
     for verdict in report.verdicts:
         name = f"{task}: ({verdict.letter}) {verdict.rival}, rent {verdict.rent:g}"
-        if verdict.difference is None:
-            found = verdict.runs.k if verdict.runs else None
-        else:
-            found = verdict.difference.mean
+        found = verdict.runs.k if verdict.runs else verdict.lead.mean
         bars[name] = _bar(found, verdict.margin, verdict.decision == "holds")
     return bars
 

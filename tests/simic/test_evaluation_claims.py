@@ -1,5 +1,7 @@
 """Verdicts follow the interval, and say in words what it shows."""
 
+from dataclasses import replace
+
 import pytest
 
 from esper.simic.evaluation import arms, claims
@@ -7,6 +9,7 @@ from esper.simic.evaluation.claims import (
     CLAIMS,
     FrontierClaim,
     SearchClaim,
+    correct_for_number,
     decide,
     judge,
     judge_frontier,
@@ -16,7 +19,8 @@ from esper.simic.evaluation.statistics import Estimate, RunsToMatch
 
 
 def lead(low, high):
-    return Estimate((low + high) / 2, low, high, low, high)
+    """With 1e4 degrees of freedom half an interval is 1.96 standard errors."""
+    return Estimate((low + high) / 2, low, high, low, high, (high - low) / 3.92, 1e4)
 
 
 def claim_about(rival):
@@ -90,6 +94,37 @@ def test_the_frontier_speaks_of_its_margin_and_its_ends():
     ],
 )
 def test_a_search_is_judged_by_the_runs_it_needs(needed, decision, words):
-    verdict = judge_search(SearchClaim("c", runs=1), 0.1, needed)
+    verdict = judge_search(SearchClaim("c", runs=1), 0.1, needed, lead(0.01, 0.03))
     assert verdict.decision == decision
     assert words in verdict.sentence
+    assert verdict.p_value == lead(0.01, 0.03).p_value(0.0)
+
+
+def test_a_verdict_stands_if_it_would_with_all_of_them_counted():
+    """Leads of 5, 2.2 and 0.5 standard errors: p = 5.8e-7, 0.028 and 0.62; Holm makes the second
+    0.056, twice what it was."""
+    claim = claim_about(arms.HOST_ALONE)
+    leads = [lead(z - 1.96, z + 1.96) for z in (2.2, 5.0, 0.5)]
+    found = correct_for_number([judge(claim, 0.2, each) for each in leads])
+    assert [v.decision for v in found] == ["holds", "holds", "undecided"]
+    assert [v.corrected_p for v in found] == pytest.approx([0.0556, 1.75e-6, 0.617], rel=0.01)
+    assert [v.stands for v in found] == [False, True, False]
+    assert found[0].sentence.endswith(" With all 3 verdicts counted it is undecided.")
+    assert found[1].sentence.endswith(" It stands with all 3 verdicts counted.")
+    assert "counted" not in found[2].sentence
+
+
+def test_the_margin_is_what_a_lead_is_tested_against():
+    claim = claim_about(arms.CONSTANT_PER_TYPE)
+    verdict = judge(claim, 0.2, lead(-0.004, 0.008))  # 7 points of 1000 above it, 2.29 errors
+    assert verdict.p_value == pytest.approx(0.0222, rel=0.02)
+
+
+def test_several_controllers_are_named_one_by_one():
+    crossed = replace(
+        lead(0.01, 0.03), per_controller=(0.018, 0.022), same_controllers=(0.015, 0.025)
+    )
+    assert judge(claim_about(arms.HOST_ALONE), 0.2, crossed).sentence == (
+        "At rent 0.2 growing helped: +2.0 points of score [+1.0, +3.0]; of these controllers "
+        "[+1.5, +2.5], each +1.8, +2.2."
+    )

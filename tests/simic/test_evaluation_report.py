@@ -14,14 +14,19 @@ from esper.cli import main
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.simic.evaluation import arms, claims
 from esper.simic.evaluation.evaluate import (
-    controller_cost,
     evaluate_controllers,
     evaluate_run,
+    host_training,
     on_task,
 )
 from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
 from esper.simic.evaluation.trial import Trial
-from esper.simic.evaluation.widened import width_search
+from esper.simic.evaluation.widened import (
+    WidenedHost,
+    candidate_widths,
+    train_static,
+    width_search,
+)
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task
 from esper.simic.training.plain_config import to_plain
@@ -55,7 +60,7 @@ SMALL = EvaluationConfig(
     num_plans=4,
     finalists=2,
     frontier_widths=(4, 8),
-    random_widths=1,
+    width_search_share=0.008,
     garden=GardenConfig(minibatches=4, validation_rows=100),
 )
 
@@ -136,6 +141,102 @@ def test_what_a_search_cost_is_kept_beside_the_arm(report):
     assert report.arms[arms.WIDTH_SEARCH].search.networks == len(report.statics.hosts) * 2 * 2
 
 
+def test_a_controllers_cost_counts_seeds_and_looks_as_its_sampled_networks_have_them(report):
+    """Per network, over training its host alone: the mean over the sampled arm's."""
+    alone, sampled = report.arms[arms.HOST_ALONE], report.arms[arms.SAMPLED]
+    rows = STEPS * SMALL.garden.minibatches * SMALL.garden.batch_size
+    factor = (sampled.array("training_flops") / (6 * rows * alone.array("macs"))).mean()
+    assert factor > 1.1
+    expected = factor * host_training(TRAINED).flops
+    for name in (arms.LEARNED, arms.SAMPLED):
+        assert report.arms[name].search.flops == pytest.approx(expected)
+
+
+def test_the_width_search_spends_the_share_of_a_controllers_training_that_it_may(report):
+    may = SMALL.width_search_share * report.arms[arms.LEARNED].search.flops
+    spent = report.arms[arms.WIDTH_SEARCH].search.flops
+    assert 6 < len(report.statics.hosts) < 16  # more than the frontier, not all
+    assert may - 3 * spent / len(report.statics.hosts) < spent <= may
+
+
+def by_widths(host):
+    return float(sum(host.widths)) + host.norm
+
+
+def candidates(budget, rng_seed=0):
+    rng = torch.Generator().manual_seed(rng_seed)
+    return candidate_widths((1, 2), [(1, 2)], by_widths, budget, rng)
+
+
+def test_a_budget_buys_distinct_hosts_beside_the_frontier():
+    """By hand: 1-1 and 2-2 with and without norm cost 2, 3, 4, 5, and 1-2 costs 3: 17. There are
+    1-2 with norm, which costs 4, and 2-1, which costs 3 or 4 with norm: 11."""
+    first = {((1, 1), False), ((1, 1), True), ((2, 2), False), ((2, 2), True), ((1, 2), False)}
+    assert {(h.widths, h.norm) for h in candidates(0.0)} == first
+    assert len(candidates(17 + 2.9)) == 5
+    assert len(candidates(17 + 11)) == len(candidates(1e9)) == 8
+    for rng_seed in range(5):
+        hosts = candidates(17 + 7.5, rng_seed)
+        assert len(hosts) == len(set(hosts)) == 7 - (sum(map(by_widths, hosts)) < 24)
+    assert len({candidates(17 + 4.5, rng_seed) for rng_seed in range(9)}) > 1
+
+
+def test_static_hosts_are_the_same_whatever_trains_beside_them(report):
+    """One at a time, and as many as there is room for."""
+    task = load_task(TRAINED, ("plain", "rows:500"))
+    hosts = [WidenedHost(widths, norm=False) for widths in ((4, 4, 4), (8, 4, 4), (4, 8, 8))]
+    built = load_hosts(TRAINED, task, tuple(host.widths for host in hosts))
+    trial = Trial(
+        hosts=built[:1], view_ids=(1, 0), repeats=2, task=task, menu=load_menu(TRAINED, task),
+        garden=replace(SMALL.garden, episode_steps=STEPS), growth=GrowthConfig(num_steps=STEPS),
+    )  # fmt: skip
+    together, apart = (
+        train_static(replace(trial, max_macs=macs), hosts, built) for macs in (1e9, 1.0)
+    )
+    assert together.validation.shape == (3, 2, 2)
+    # hosts are numbered by their place: the first of each part is number 0
+    assert torch.equal(together.validation[0], apart.validation[0])
+    assert torch.equal(together.training_flops, apart.training_flops)
+    expected = torch.tensor([trial.flops_of(host) for host in built], dtype=torch.float64)
+    torch.testing.assert_close(together.training_flops.sum((1, 2)), expected)
+
+
+def test_every_variant_is_looked_at_by_itself(report):
+    assert [(v.variant, v.rent) for v in report.variants] == [
+        ("mnist1d, permuted 3", 0.05), ("mnist1d, permuted 3", 0.2), ("mnist1d, 500 rows", 0.05),
+        ("mnist1d, 500 rows", 0.2),
+    ]  # fmt: skip
+    learned, alone = report.arms[arms.LEARNED], report.arms[arms.HOST_ALONE]
+    few_rows = [2, 3, 6, 7]  # of the hosts: two of each variant, then the next widths
+    lead = (learned.scores[:, 1] - alone.scores[:, 1])[:, few_rows]
+    assert report.variants[3].leads[arms.HOST_ALONE].mean == pytest.approx(lead.mean())
+    for claim in claims.FRONTIER_CLAIMS:
+        (overall,) = (v for v in report.verdicts if (v.rival, v.rent) == (claim.rival, 0.2))
+        parts = [v.excesses[claim.rival].mean for v in report.variants if v.rent == 0.2]
+        assert np.mean(parts) == pytest.approx(overall.lead.mean)  # as many hosts on each
+    text = report.markdown()
+    assert "| mnist1d, 500 rows | 0.2 | " in text
+    assert "accuracy over static hosts with norm at equal multiply-adds" in text
+
+
+def test_sizes_have_intervals_and_stages_their_seconds(report):
+    from scipy import stats
+
+    text = report.markdown()
+    macs = report.arms[arms.HOST_ALONE].array("macs")[0, 0]
+    low, high = stats.ttest_1samp(macs, 0).confidence_interval(0.95)
+    assert f" {macs.mean():,.0f} ± {(high - low) / 2:,.0f} " in text
+    assert "averaged over the 2 controllers" in text
+    assert set(report.stages) == {
+        "loading data", "learning rate", "heuristic", "constant plans", "arms", "static hosts",
+        "statistics",
+    }  # fmt: skip
+    assert all(f"{stage} {seconds:.1f}" in text for stage, seconds in report.stages.items())
+    watching = report.arms[arms.LEARNED].array("watching_flops").sum()
+    share = watching / report.arms[arms.LEARNED].array("training_flops").sum()
+    assert f"is {share:.1%} of the training of the learned arm's networks" in text
+
+
 def test_the_width_search_takes_the_best_network_that_is_no_smaller(report):
     found, pool = report.arms[arms.WIDTH_SEARCH], report.statics
     params = pool.params.numpy()
@@ -161,7 +262,11 @@ def test_every_claim_gets_a_verdict_at_every_rent(report):
         assert f"At rent {verdict.rent:g}" in verdict.sentence
     alone = next(v for v in report.verdicts if v.rival == arms.HOST_ALONE)
     lead = report.arms[arms.LEARNED].scores[:, 0] - report.arms[arms.HOST_ALONE].scores[:, 0]
-    assert alone.difference.mean == pytest.approx(lead.mean())
+    assert alone.lead.mean == pytest.approx(lead.mean())
+    assert all(v.corrected_p >= v.p_value for v in report.verdicts)
+    assert min(v.corrected_p for v in report.verdicts) == pytest.approx(
+        min(1.0, len(report.verdicts) * min(v.p_value for v in report.verdicts))
+    )
 
 
 def test_files_hold_all_of_it(report, tmp_path):
@@ -258,7 +363,7 @@ def test_a_controller_cost_what_its_own_training_took():
     trained = [w for w in product((4, 8), repeat=3) if w not in ((4, 8, 8), (8, 4, 4))]
     mean = sum(macs(*widths) for widths in trained) / 6
     rows = STEPS * TRAINED.garden.minibatches * TRAINED.garden.batch_size
-    cost = controller_cost(TRAINED)
+    cost = host_training(TRAINED)
     assert cost.networks == TRAINED.rounds * 8
     assert cost.flops == pytest.approx(6 * mean * rows * cost.networks)
 

@@ -11,13 +11,48 @@ from esper.simic.evaluation.statistics import (
     RandomSearch,
     estimate,
     estimate_over_views,
+    holm,
     t_quantile,
+    t_tail,
 )
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 2.7, 9, 31, 255, 5000])
 def test_quantiles_are_students(degrees):
     assert t_quantile(0.975, degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-5)
+
+
+@pytest.mark.parametrize("degrees", [1, 2.7, 31, 255])
+@pytest.mark.parametrize("t", [0.0, 0.5, 1.96, 4.0, 7.0])
+def test_tails_are_students(t, degrees):
+    assert t_tail(t, degrees) == pytest.approx(stats.t.sf(t, degrees), rel=1e-2)
+
+
+def test_a_p_value_is_that_of_the_paired_test():
+    values = np.random.default_rng(0).normal(0.02, 0.03, 40)
+    for margin in (0.0, 0.01, 0.03):
+        expected = stats.ttest_1samp(values, margin).pvalue
+        assert estimate(values).p_value(margin) == pytest.approx(expected, rel=1e-3)
+    assert estimate(np.full(8, 0.5)).p_value(0.4) == 0.0
+
+
+def test_holms_correction_by_hand():
+    """Sorted 0.005, 0.01, 0.03, 0.04: times 4, 3, 2, 1 gives 0.02, 0.03, 0.06, 0.04; the last is
+    raised to the 0.06 before it."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+
+
+def test_several_controllers_are_paired_host_by_host():
+    """For these very controllers: the t interval of the means over them, host by host."""
+    rng = np.random.default_rng(4)
+    values = rng.normal(0, 0.02, (1, 30)) + rng.normal(0, 0.01, (3, 30)) + [[0.0], [0.03], [0.06]]
+    found = estimate(values)
+    low, high = stats.ttest_1samp(values.mean(0), 0).confidence_interval(0.95)
+    assert found.same_controllers == pytest.approx((low, high), rel=1e-4)
+    assert found.per_controller == pytest.approx(values.mean(1))
+    assert found.low < low  # other controllers differ, too
+    assert estimate(values[0]).same_controllers is None
 
 
 def test_one_controllers_interval_is_the_paired_t_interval():

@@ -9,7 +9,10 @@ from tolaria.small_populations import random_task
 
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
-from esper.leyline.constants import SiteKind
+from esper.kasmina.lifecycle import SlotStates
+from esper.leyline.constants import ALPHA_TARGETS, SiteKind
+from esper.leyline.factored_actions import tamiyo_action_space
+from esper.leyline.stages import LifecycleOp
 from esper.simic.evaluation.plans import (
     NEVER,
     PlanPerEnv,
@@ -63,7 +66,7 @@ def test_a_host_is_the_same_in_every_arm_whatever_grows_beside_it():
 def test_waves_change_nothing():
     arms = [random_arm(), Arm("alone", WAIT), Arm("plan", ConstantPlan([(0, 0, 1)]))]
     together = make_trial().run(arms)
-    apart = make_trial(max_envs=1).run([random_arm(), *arms[1:]])
+    apart = make_trial(max_macs=1).run([random_arm(), *arms[1:]])
     for one, other in zip(together, apart, strict=True):
         assert torch.equal(one.validation, other.validation)
         assert torch.equal(one.params, other.params)
@@ -103,7 +106,7 @@ def test_every_finished_network_is_examined_once_on_its_own_view():
     assert unread.test.isnan().all()
 
 
-def test_training_flops_count_a_seed_while_it_lives():
+def test_training_flops_count_a_seed_while_it_lives_and_every_look():
     trial = make_trial()
     late = ConstantPlan([(2, 0, 1)])
     alone, grown = trial.run([Arm("alone", WAIT), Arm("late", late)])
@@ -111,9 +114,14 @@ def test_training_flops_count_a_seed_while_it_lives():
     for number, host in enumerate(trial.hosts):
         seed = MENU[1].program(host.sites[0])
         hosts = slice(4 * number, 4 * number + 4)
-        assert (alone.training_flops[0, hosts] == 6 * rows * host.macs).all()
-        lived = (STEPS - 2) / STEPS
-        expected = 6 * rows * (host.macs + lived * seed.macs)
+        looks = (STEPS + 1) * 40 * 2 * host.macs  # after every step, and at the end
+        assert (alone.watching_flops[0, hosts] == looks).all()
+        assert (alone.training_flops[0, hosts] == 6 * rows * host.macs + looks).all()
+        lived, both = (STEPS - 2) / STEPS, host.macs + seed.macs
+        # two steps without the seed, then with it and once more without; at the end only with it
+        looks = (2 * host.macs + (STEPS - 2) * 2 * both + both) * 40 * 2
+        assert (grown.watching_flops[0, hosts] == looks).all()
+        expected = 6 * rows * (host.macs + lived * seed.macs) + looks
         torch.testing.assert_close(
             grown.training_flops[0, hosts], torch.full((4,), expected, dtype=torch.float64),
             rtol=1e-6, atol=0.0,
@@ -137,7 +145,7 @@ def test_networks_born_grown_keep_their_seeds_and_train_them():
     trial = make_trial()
     blueprint = torch.full((1, 8, 2), -1)
     blueprint[0, ::2, 1] = 2
-    seeds = Seeds(blueprint, torch.zeros_like(blueprint))
+    seeds = Seeds(blueprint, torch.zeros_like(blueprint), torch.ones(blueprint.shape))
     alone, born = trial.run([Arm("alone", WAIT), Arm("born", WAIT, born=seeds)])
     assert torch.equal(born.seeds.blueprint, blueprint)
     assert torch.equal(born.validation[0, 1::2], alone.validation[0, 1::2])
@@ -155,6 +163,45 @@ def test_what_was_grown_can_be_born_again():
     assert (again.training_flops >= grown.training_flops).all()
 
 
+@pytest.mark.parametrize("target", [0.5, 1.0])
+def test_what_is_born_again_has_the_weight_it_was_committed_with(target):
+    trial = make_trial()
+    (grown,) = trial.run([Arm("plan", _Halfway(target), (0.1,))])
+    assert (grown.seeds.alpha[..., 0] == target).all()
+    assert (grown.seeds.alpha[..., 1] == 0).all()
+    lanes = Lanes([Arm("again", WAIT, born=grown.seeds)], trial.num_hosts)
+    states = lanes.born(SlotStates.dormant(trial.num_hosts, 2))
+    assert (states.alpha[:, 0] == target).all()
+    assert (states.alpha_target[:, 0] == target).all()
+    assert (states.alpha[:, 1] == 0).all()
+
+
+class _Halfway(ConstantPlan):
+    """A seed in the first slot whose weight ends at `target`."""
+
+    def __init__(self, target):
+        super().__init__([(0, 0, 1)])
+        self._choice = ALPHA_TARGETS.index(target)
+
+    def decide(self, reports, masks):
+        actions = super().decide(reports, masks)
+        germinates = actions[:, 0] == LifecycleOp.GERMINATE
+        head = tamiyo_action_space(2, len(MENU)).names.index("alpha_target")
+        actions[germinates, head] = self._choice
+        return actions
+
+
+def test_larger_hosts_train_in_smaller_companies():
+    trial = make_trial()
+    few = sum(host.macs for host in trial.hosts) * 4  # hosts of each
+    assert [replace(trial, max_macs=few * x).max_lanes for x in (0.5, 1.0, 2.9, 3.0)] == [
+        1,
+        1,
+        2,
+        3,
+    ]
+
+
 # Plans
 
 
@@ -169,13 +216,13 @@ def grow_known(arms, num_hosts):
     environment = GrowthEnvironment(garden)
     environment.begin(garden.reset(torch.Generator()), lanes.rent)
     final = play(environment, lanes)
-    return garden, [harvest(final, ids, rows=1) for ids in lanes.env_ids]
+    return garden, [harvest(final, ids, 1, 1) for ids in lanes.env_ids]
 
 
 class KnownTrial:
     """Trials whose networks gain what is known; another rng seed changes nothing."""
 
-    max_envs = 4096
+    max_lanes = 400
 
     def __init__(self, num_hosts):
         self.num_hosts, self.seeds = num_hosts, []
@@ -238,7 +285,10 @@ def test_each_type_gets_the_plan_that_is_best_for_it(finalists):
 def test_a_pool_of_plans_is_the_same_in_one_wave_or_many():
     plans = candidate_plans(5, 2, len(MENU), STEPS, torch.Generator().manual_seed(0))
     one = run_plans(make_trial(), plans, rng_seed=1)
-    many = run_plans(make_trial(max_envs=16), plans, rng_seed=1)
+    trial = make_trial()
+    hosts = sum(host.macs for host in trial.hosts) * 4
+    assert replace(trial, max_macs=2.5 * hosts).max_lanes == 2
+    many = run_plans(replace(trial, max_macs=2.5 * hosts), plans, rng_seed=1)
     assert torch.equal(one.validation, many.validation)
     assert one.validation.shape == (5, 8)
 
@@ -279,7 +329,7 @@ def test_an_optimizer_can_be_exchanged():
 
 
 def test_more_lanes_than_fit_are_still_run():
-    trial = make_trial(max_envs=1)
+    trial = make_trial(max_macs=1)
     (grown,) = trial.run([random_arm()])
     assert grown.validation.shape == (2, 8)
     assert pytest.approx(float(grown.host_params[0, 0])) == trial.hosts[0].num_params

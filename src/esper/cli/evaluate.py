@@ -13,7 +13,7 @@ from esper.simic.evaluation.report import EvaluationReport
 
 def evaluate(
     runs: tyro.conf.Positional[tuple[Path, ...]],
-    preset: Literal["quick", "full"] = "quick",
+    preset: Literal["quick", "full", "transfer"] = "quick",
     task: Literal["mnist1d", "digits", "fashion_mnist"] | None = None,
     out: Path | None = None,
 ) -> None:
@@ -21,7 +21,7 @@ def evaluate(
 
     Args:
         runs: folders of runs that differ in their rng_seed alone; their controllers count as one arm
-        preset: quick (two CPU cores, a minute or two) or full (a GPU)
+        preset: quick (two CPU cores, a minute or two), full (a GPU) or transfer (a GPU, for --task)
         task: other data than the runs were trained on
         out: where the report goes; the first run's folder if not given
     """

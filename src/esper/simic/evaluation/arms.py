@@ -13,7 +13,7 @@ import torch
 from esper.kasmina.blueprints.registry import Blueprint
 from esper.simic.evaluation.plans import Plans, PlanSearch, plan_arm, search_plans
 from esper.simic.evaluation.statistics import Array, RandomSearch
-from esper.simic.evaluation.trial import Arm, Cost, Harvest, Seeds, Trial
+from esper.simic.evaluation.trial import TRAINING_FLOPS, Arm, Cost, Harvest, Seeds, Trial
 from esper.simic.evaluation.tuning import Sweep
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
 from esper.tamiyo.learned import LearnedController
@@ -98,9 +98,12 @@ def run_arms(
     rents: Sequence[float],
     *,
     reference_seed: int,
-    controller_cost: Cost,
+    host_training: Cost,
 ) -> list[ArmResult]:
-    """All arms that grow, and the host alone, on the hosts of the trial."""
+    """All arms that grow, and the host alone, on the hosts of the trial.
+
+    `host_training` is what a controller's training took without seeds and without looking.
+    """
     rents = tuple(rents)
     plans = constants.plans
     for_all = constants.for_all.best.expand(-1, trial.num_hosts)
@@ -126,12 +129,22 @@ def run_arms(
     grown = tuple(harvests[len(scripted) :][: len(greedy)])
     drawn = tuple(harvests[len(scripted) + len(greedy) :])
     again = trial.run([Arm(FROM_SCRATCH, wait, rents, born=h.seeds) for h in grown])
+    spent = host_training.times(_times_bare(drawn, trial))
     return [
         *results,
-        ArmResult(LEARNED, rents, grown, controller_cost),
-        ArmResult(SAMPLED, rents, drawn, controller_cost),
-        ArmResult(FROM_SCRATCH, rents, tuple(again), controller_cost + Cost.of(grown)),
+        ArmResult(LEARNED, rents, grown, spent),
+        ArmResult(SAMPLED, rents, drawn, spent),
+        ArmResult(FROM_SCRATCH, rents, tuple(again), spent + Cost.of(grown)),
     ]
+
+
+def _times_bare(harvests: Sequence[Harvest], trial: Trial) -> float:
+    """What networks took as a multiple of training their hosts: for seeds, and for watching."""
+    macs = torch.tensor([float(host.macs) for host in trial.hosts]).repeat_interleave(
+        trial.num_hosts // len(trial.hosts)
+    )
+    bare = macs * trial.rows_read * TRAINING_FLOPS
+    return float(torch.cat([harvest.training_flops / bare for harvest in harvests]).mean())
 
 
 def _frozen(controller: LearnedController, rng_seed: int | None = None) -> LearnedController:
@@ -146,4 +159,4 @@ def _everywhere(trial: Trial, blueprint: int) -> Seeds:
     """One blueprint in every slot of every host."""
     shape = (1, trial.num_hosts, trial.hosts[0].num_slots)
     seeds = torch.full(shape, blueprint)
-    return Seeds(seeds, torch.zeros_like(seeds))
+    return Seeds(seeds, torch.zeros_like(seeds), torch.ones(shape))

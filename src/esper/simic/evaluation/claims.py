@@ -2,16 +2,17 @@
 
 A claim names a rival, a measure and the margin that the learned controller's lead over it must
 exceed. It holds where the whole 95 % interval lies above the margin, fails where it lies below,
-and is undecided otherwise.
+and is undecided otherwise. Many claims are judged at once: each verdict says whether it stands
+when all of them are counted.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from esper.simic.evaluation import arms
 from esper.simic.evaluation.arms import ArmResult
-from esper.simic.evaluation.statistics import Estimate, RunsToMatch, estimate
+from esper.simic.evaluation.statistics import LEVEL, Estimate, RunsToMatch, estimate, holm
 
 Decision = Literal["holds", "fails", "undecided"]
 
@@ -112,8 +113,16 @@ class Verdict:
     margin: float  # what the lead, or the number of runs, had to exceed
     decision: Decision
     sentence: str
-    difference: Estimate | None = None
+    lead: Estimate
+    p_value: float  # of the lead, two-sided, against what it had to exceed
+    corrected_p: float | None = None  # by Holm, for all verdicts of an evaluation
     runs: RunsToMatch | None = None
+
+    @property
+    def stands(self) -> bool:
+        """It is decided, and would be with all verdicts of the evaluation counted."""
+        is_sure = self.corrected_p is not None and self.corrected_p < 1 - LEVEL
+        return self.decision != "undecided" and is_sure
 
 
 def judge_claims(results: Mapping[str, ArmResult], rents: Sequence[float]) -> list[Verdict]:
@@ -128,7 +137,8 @@ def judge_claims(results: Mapping[str, ArmResult], rents: Sequence[float]) -> li
 def judge(claim: Claim, rent: float, lead: Estimate) -> Verdict:
     decision = decide(lead, claim.margin)
     sentence = _sentence(rent, decision, claim.says, claim.denies, lead, claim.measure)
-    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, sentence, lead)
+    p = lead.p_value(claim.margin)
+    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, sentence, lead, p)
 
 
 def judge_frontier(claim: FrontierClaim, rent: float, excess: Estimate, covered: float) -> Verdict:
@@ -138,10 +148,12 @@ def judge_frontier(claim: FrontierClaim, rent: float, excess: Estimate, covered:
     sentence = _sentence(rent, decision, says, denies, excess, "accuracy")
     if covered < 1.0:
         sentence += f" {1 - covered:.0%} of the networks lie beyond the frontier's ends."
-    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, sentence, excess)
+    p = excess.p_value(claim.margin)
+    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, sentence, excess, p)
 
 
-def judge_search(claim: SearchClaim, rent: float, needed: RunsToMatch) -> Verdict:
+def judge_search(claim: SearchClaim, rent: float, needed: RunsToMatch, lead: Estimate) -> Verdict:
+    """`lead`: over the best of the claim's number of runs."""
     decision: Decision = "undecided"
     if needed.low is None or needed.low > claim.runs:
         decision = "holds"
@@ -155,7 +167,28 @@ def judge_search(claim: SearchClaim, rent: float, needed: RunsToMatch) -> Verdic
         f"At rent {rent:g} a random search over plans needs {k} full runs to match the learned "
         f"controller's one [{low} to {high}]."
     )
-    return Verdict(claim.letter, "random search", rent, claim.runs, decision, sentence, runs=needed)
+    p = lead.p_value(0.0)
+    return Verdict(
+        claim.letter, "random search", rent, claim.runs, decision, sentence, lead, p, runs=needed
+    )
+
+
+def correct_for_number(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of one evaluation, each told whether it stands with all of them counted."""
+    corrected = holm([verdict.p_value for verdict in verdicts])
+    return [
+        _with_note(replace(verdict, corrected_p=p), len(verdicts))
+        for verdict, p in zip(verdicts, corrected, strict=True)
+    ]
+
+
+def _with_note(verdict: Verdict, count: int) -> Verdict:
+    if verdict.decision == "undecided":
+        return verdict
+    note = f"It stands with all {count} verdicts counted."
+    if not verdict.stands:
+        note = f"With all {count} verdicts counted it is undecided."
+    return replace(verdict, sentence=f"{verdict.sentence} {note}")
 
 
 def decide(lead: Estimate, margin: float) -> Decision:
@@ -178,7 +211,17 @@ def _sentence(
     rent: float, decision: Decision, says: str, denies: str, lead: Estimate, measure: str
 ) -> str:
     words = {"holds": says, "fails": denies, "undecided": f"it is undecided whether {says}"}
-    return (
+    sentence = (
         f"At rent {rent:g} {words[decision]}: {100 * lead.mean:+.1f} points of {measure} "
-        f"[{100 * lead.low:+.1f}, {100 * lead.high:+.1f}]."
+        f"[{100 * lead.low:+.1f}, {100 * lead.high:+.1f}]"
     )
+    return f"{sentence}{_controllers(lead)}."
+
+
+def _controllers(lead: Estimate) -> str:
+    """What each of several controllers leads by, and how sure that is of these very ones."""
+    if lead.same_controllers is None:
+        return ""
+    low, high = lead.same_controllers
+    each = ", ".join(f"{100 * mean:+.1f}" for mean in lead.per_controller)
+    return f"; of these controllers [{100 * low:+.1f}, {100 * high:+.1f}], each {each}"

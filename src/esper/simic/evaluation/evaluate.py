@@ -4,7 +4,6 @@ report = evaluate_run("runs/first", "quick")
 print(report.markdown())
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.hosts import Host
 from esper.simic.evaluation.arms import (
     HOST_ALONE,
     LEARNED,
@@ -25,6 +25,7 @@ from esper.simic.evaluation.claims import (
     FRONTIER_CLAIMS,
     SEARCH_CLAIM,
     Verdict,
+    correct_for_number,
     judge_claims,
     judge_frontier,
     judge_search,
@@ -32,11 +33,13 @@ from esper.simic.evaluation.claims import (
 from esper.simic.evaluation.plans import candidate_plans
 from esper.simic.evaluation.report import EvaluationReport
 from esper.simic.evaluation.settings import EvaluationConfig, evaluation_preset
-from esper.simic.evaluation.statistics import RandomSearch
-from esper.simic.evaluation.trial import FLOPS_PER_MAC, Cost, Trial
+from esper.simic.evaluation.statistics import RandomSearch, estimate
+from esper.simic.evaluation.trial import TRAINING_FLOPS, Cost, Trial
 from esper.simic.evaluation.tuning import calibrate_heuristic, tune_learning_rate
+from esper.simic.evaluation.variants import by_variant
 from esper.simic.evaluation.widened import (
     StaticPool,
+    WidenedHost,
     candidate_widths,
     host_views,
     train_static,
@@ -44,6 +47,7 @@ from esper.simic.evaluation.widened import (
 )
 from esper.simic.training.config import TaskName, TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task
+from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.run_folder import RunFiles
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.garden import PopulationGarden
@@ -96,18 +100,22 @@ def evaluate_controllers(
 
     `task` is other data than that of their training.
     """
-    begun = time.perf_counter()
-    spent = controller_cost(config)
+    clock = PhaseClock()
+    bare_cost = host_training(config)
     config = config if task is None else on_task(config, task)
     training, judged = _trials(config, settings)
+    clock.lap("loading data")
     say(f"tuning the hosts' learning rate on {training.num_hosts} hosts of types trained on")
     rates = tune_learning_rate(training, settings.learning_rates, rng_seed=2)
+    clock.lap("learning rate")
     optimizer = AdamW(learning_rate=rates.best["learning_rate"])
     training, judged = (replace(trial, optimizer=optimizer) for trial in (training, judged))
     say(f"learning rate {optimizer.learning_rate:g}; calibrating the heuristic")
     heuristic = calibrate_heuristic(training, settings.heuristic_scales, settings.rents, rng_seed=3)
+    clock.lap("heuristic")
     say(f"searching {settings.num_plans} constant plans")
     constants = _search(training, judged, settings)
+    clock.lap("constant plans")
     reference_seed = _reference_seed(settings, judged)
     say(f"growing {judged.num_hosts} hosts in every arm; from the start: {reference_seed.name}")
     results = run_arms(
@@ -117,17 +125,22 @@ def evaluate_controllers(
         heuristic,
         settings.rents,
         reference_seed=judged.menu.index(reference_seed),
-        controller_cost=spent,
+        host_training=bare_cost,
     )
-    searches = constants.random_search(settings.rents)
-    statics = _statics(config, settings, judged, say)
+    clock.lap("arms")
     arms = {result.name: result for result in results}
+    statics = _statics(config, settings, judged, arms[LEARNED].search.flops, say)
+    clock.lap("static hosts")
+    searches = constants.random_search(settings.rents)
     arms[WIDTH_SEARCH] = ArmResult(
         WIDTH_SEARCH,
         settings.rents,
         (width_search(statics, arms[HOST_ALONE].harvests[0], settings.rents, judged),),
         statics.cost,
     )
+    variants = by_variant(arms, statics, judged)
+    verdicts = _verdicts(arms, searches, statics, judged, settings)
+    clock.lap("statistics")
     return EvaluationReport(
         config=config,
         settings=settings,
@@ -140,8 +153,9 @@ def evaluate_controllers(
         plans=constants.describe(judged.menu, judged.type_names),
         statics=statics,
         searches=[found.curve() for found in searches],
-        verdicts=_verdicts(arms, searches, statics, judged, settings),
-        seconds=time.perf_counter() - begun,
+        verdicts=verdicts,
+        variants=variants,
+        stages=clock.take(),
     )
 
 
@@ -152,15 +166,15 @@ def on_task(config: TrainConfig, task: TaskName) -> TrainConfig:
     return replace(config, task=task, host="conv1d" if task == "mnist1d" else "conv2d", menu=())
 
 
-def controller_cost(config: TrainConfig) -> Cost:
-    """What training a controller took; what seeds added to their hosts is left out."""
+def host_training(config: TrainConfig) -> Cost:
+    """What training a controller took: its hosts alone, without seeds and without validation."""
     if config.task == "known_gains":
         raise ValueError("a run on known_gains has no networks to evaluate")
     hosts = load_hosts(config, load_task(config, config.variants[:1]), config.training_widths)
     networks, garden = config.rounds * config.num_envs, config.garden
     rows = garden.minibatches * garden.batch_size * config.growth.num_steps
     macs = sum(host.macs for host in hosts) / len(hosts)
-    return Cost(networks, networks * rows * FLOPS_PER_MAC * macs)
+    return Cost(networks, networks * rows * TRAINING_FLOPS * macs)
 
 
 class Examiner:
@@ -198,7 +212,7 @@ def _trials(config: TrainConfig, settings: EvaluationConfig) -> tuple[Trial, Tri
         menu=load_menu(config, task),
         garden=garden,
         growth=config.growth,
-        max_envs=settings.max_envs,
+        max_macs=settings.max_macs,
     )
     judged = replace(
         training,
@@ -230,17 +244,24 @@ def _reference_seed(settings: EvaluationConfig, trial: Trial) -> Blueprint:
 
 
 def _statics(
-    config: TrainConfig, settings: EvaluationConfig, judged: Trial, say: Say
+    config: TrainConfig,
+    settings: EvaluationConfig,
+    judged: Trial,
+    controller_flops: float,
+    say: Say,
 ) -> StaticPool:
-    widths = [tuple(site.width for site in host.sites) for host in judged.hosts]
-    rng = torch.Generator().manual_seed(settings.rng_seed)
-    hosts = candidate_widths(settings.frontier_widths, widths, settings.random_widths, rng)
-    say(f"training {len(hosts)} static hosts")
-    built = [
-        load_hosts(replace(config, norm=host.norm), judged.task, (host.widths,))[0]
-        for host in hosts
-    ]
-    return train_static(judged, hosts, built)
+    def build(host: WidenedHost) -> Host:
+        return load_hosts(replace(config, norm=host.norm), judged.task, (host.widths,))[0]
+
+    hosts = candidate_widths(
+        settings.frontier_widths,
+        [tuple(site.width for site in host.sites) for host in judged.hosts],
+        lambda host: judged.flops_of(build(host)),
+        settings.width_search_share * controller_flops,
+        torch.Generator().manual_seed(settings.rng_seed),
+    )
+    say(f"training {len(hosts)} static hosts, {len(judged.view_ids) * judged.repeats} times each")
+    return train_static(judged, hosts, [build(host) for host in hosts])
 
 
 def _verdicts(
@@ -254,12 +275,13 @@ def _verdicts(
     learned, view = arms[LEARNED], host_views(judged).numpy()
     verdicts = judge_claims(arms, settings.rents)
     for index, rent in enumerate(settings.rents):
-        needed = searches[index].runs_to_match(learned.scores[:, index])
-        verdicts.append(judge_search(SEARCH_CLAIM, rent, needed))
+        search, scores = searches[index], learned.scores[:, index]
+        lead = estimate(scores - search.best_of(SEARCH_CLAIM.runs))
+        verdicts.append(judge_search(SEARCH_CLAIM, rent, search.runs_to_match(scores), lead))
     for claim in FRONTIER_CLAIMS:
         frontier = statics.frontier(norm=claim.norm, by=claim.size)
         for index, rent in enumerate(settings.rents):
             accuracy, size = (learned.array(name)[:, index] for name in ("test", claim.size))
             excess = frontier.excess(accuracy, size, view)
             verdicts.append(judge_frontier(claim, rent, excess, frontier.covers(size)))
-    return verdicts
+    return correct_for_number(verdicts)

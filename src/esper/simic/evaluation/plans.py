@@ -79,10 +79,9 @@ def plan_arm(name: str, plans: Plans, choice: Tensor, rents: Sequence[float]) ->
 
 def run_plans(trial: Trial, plans: Plans, *, rng_seed: int) -> Harvest:
     """Every plan on every host, a lane for each plan."""
-    lanes = max(1, trial.max_envs // trial.num_hosts)
     arms = [
         plan_arm("plans", plans, part.unsqueeze(1).expand(-1, trial.num_hosts), [0.1] * len(part))
-        for part in torch.split(torch.arange(len(plans)), lanes)
+        for part in torch.split(torch.arange(len(plans)), trial.max_lanes)
     ]
     return Harvest.cat(trial.run(arms, rng_seed=rng_seed))
 

@@ -14,6 +14,7 @@ from esper.simic.evaluation.arms import (
     CONSTANT,
     CONSTANT_PER_TYPE,
     HEURISTIC,
+    HOST_ALONE,
     LEARNED,
     WIDTH_SEARCH,
     ArmResult,
@@ -22,6 +23,7 @@ from esper.simic.evaluation.claims import Verdict
 from esper.simic.evaluation.settings import EvaluationConfig
 from esper.simic.evaluation.statistics import Array, Estimate, estimate, estimate_over_views
 from esper.simic.evaluation.tuning import Sweep
+from esper.simic.evaluation.variants import OnVariant
 from esper.simic.evaluation.widened import StaticPool
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.plain_config import to_plain
@@ -29,7 +31,16 @@ from esper.simic.training.plain_config import to_plain
 if TYPE_CHECKING:
     from rich.table import Table
 
-_FIELDS = ("validation", "test", "added_params", "params", "macs", "training_flops", "rolled_back")
+_FIELDS = (
+    "validation",
+    "test",
+    "added_params",
+    "params",
+    "macs",
+    "training_flops",
+    "watching_flops",
+    "rolled_back",
+)
 FEW_HOSTS = 256  # below, differences of less than a point are not to be read
 
 
@@ -47,11 +58,16 @@ class EvaluationReport:
     searches: list[dict[int, Estimate]]  # for each rent, what the best of k random plans scores
     statics: StaticPool
     verdicts: list[Verdict]
-    seconds: float
+    variants: list[OnVariant]
+    stages: dict[str, float]  # seconds
 
     @property
     def num_hosts(self) -> int:
         return int(next(iter(self.arms.values())).scores.shape[-1])
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.stages.values())
 
     def summary(self) -> str:
         """How much was measured, and how far that goes."""
@@ -75,17 +91,19 @@ class EvaluationReport:
 
     def markdown(self) -> str:
         header, rows = self.rows()
-        lines = ["# Evaluation", "", self.summary(), "", self._legend(), "", _markdown_row(header)]
-        lines += [_markdown_row(["---"] * len(header)), *map(_markdown_row, rows)]
-        lines += ["", self._costs(), "", "## Claims", ""]
+        lines = ["# Evaluation", "", self.summary(), "", self._legend(), ""]
+        lines += _markdown_table(header, rows)
+        lines += ["", self._costs(), "", self._seconds(), "", "## Claims", "", self._coverage(), ""]
         lines += [f"- ({v.letter}) **{v.decision}**: {v.sentence}" for v in self.verdicts]
+        lines += ["", "## Where growing helps", "", *self._variant_lines()]
         lines += ["", "## Random search over plans, best of k by validation", ""]
-        lines += [_markdown_row(["rent", *(f"k = {k}" for k in self.searches[0])])]
-        lines += [_markdown_row(["---"] * (1 + len(self.searches[0])))]
-        lines += [
-            _markdown_row([f"{rent:g}", *map(_with_interval, curve.values())])
-            for rent, curve in zip(self.settings.rents, self.searches, strict=True)
-        ]
+        lines += _markdown_table(
+            ["rent", *(f"k = {k}" for k in self.searches[0])],
+            [
+                [f"{rent:g}", *map(_with_interval, curve.values())]
+                for rent, curve in zip(self.settings.rents, self.searches, strict=True)
+            ],
+        )
         lines += ["", "## Settled before", "", f"Learning rate: {_sweep(self.learning_rates)}"]
         lines += ["", f"Heuristic: {_sweep(self.heuristic)}", "", "## Best constant plans", ""]
         rents = ", ".join(f"{rent:g}" for rent in self.settings.rents)
@@ -112,7 +130,7 @@ class EvaluationReport:
             "config": to_plain(self.config),
             "settings": to_plain(self.settings),
             "device": self.device,
-            "seconds": self.seconds,
+            "seconds": self.stages,
             "types": list(self.types),
             "learning_rates": asdict(self.learning_rates),
             "heuristic": asdict(self.heuristic),
@@ -121,6 +139,7 @@ class EvaluationReport:
                 {k: asdict(found) for k, found in curve.items()} for curve in self.searches
             ],
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
+            "variants": [asdict(found) for found in self.variants],
             "arms": {name: _plain_arm(arm) for name, arm in self.arms.items()},
             "statics": {
                 "hosts": [asdict(host) for host in self.statics.hosts],
@@ -166,9 +185,9 @@ class EvaluationReport:
         return (
             "Scores and accuracies are points on test rows with half their 95 % interval over "
             "hosts; arms are paired, so the claims below tell them apart far better than these "
-            f"do. All but the scores are at rent {self.settings.rents[self._middle]:g}; sizes and "
-            "training are means over hosts. Spent before: networks that were trained to tune, "
-            "search or learn."
+            f"do. All but the scores are at rent {self.settings.rents[self._middle]:g}. Training counts "
+            "seeds as long as they live, and validation. Spent before: networks that were trained "
+            "to tune, search or learn."
         )
 
     def _costs(self) -> str:
@@ -178,19 +197,60 @@ class EvaluationReport:
         parts = [f"{name} {self.arms[name].search.flops / controller:.1%}" for name in names]
         return (
             f"Training a controller took {controller / 1e12:,.2f} TFLOP; of as much, the searches "
-            f"spent: {', '.join(parts)}."
+            f"spent: {', '.join(parts)}. Validation, with all seeds and without each in turn, is "
+            f"{self._watching(LEARNED):.1%} of the training of the learned arm's networks and "
+            f"{self._watching(HOST_ALONE):.1%} of that of hosts alone."
+        )
+
+    def _watching(self, name: str) -> float:
+        arm = self.arms[name]
+        return float(arm.array("watching_flops").sum() / arm.array("training_flops").sum())
+
+    def _seconds(self) -> str:
+        return f"Seconds: {', '.join(f'{stage} {s:.1f}' for stage, s in self.stages.items())}."
+
+    def _coverage(self) -> str:
+        """What the intervals of the claims cover."""
+        if self.num_controllers == 1:
+            return (
+                "Differences are paired by host. Intervals cover which hosts were drawn, of these "
+                "types; they say nothing about other controllers trained in the same way."
+            )
+        return (
+            f"Differences are paired by host and averaged over the {self.num_controllers} "
+            "controllers. The first interval, which decides, covers which hosts were drawn, of "
+            "these types, and which controllers were trained; the second covers hosts alone. After "
+            "it comes each controller's own mean."
+        )
+
+    def _variant_lines(self) -> list[str]:
+        """The leads and excesses on each variant, in points."""
+        first = self.variants[0]
+        header = ["variant", "rent", *(f"score over {rival}" for rival in first.leads)]
+        header += [f"accuracy over {rival}" for rival in first.excesses]
+        return _markdown_table(
+            header,
+            [
+                [found.variant, f"{found.rent:g}"]
+                + [
+                    _with_interval(lead, sign="+")
+                    for lead in (*found.leads.values(), *found.excesses.values())
+                ]
+                for found in self.variants
+            ],
         )
 
     def _row(self, arm: ArmResult) -> list[str]:
         middle = self._middle
         scores = [_points(arm.scores[:, index]) for index in range(len(arm.rents))]
-        sizes = [arm.array(name)[:, middle].mean() for name in ("params", "macs")]
+        sizes = [estimate(arm.array(name)[:, middle]) for name in ("params", "macs")]
+        gflops = estimate(arm.array("training_flops")[:, middle] / 1e9)
         return [
             arm.name,
             *scores,
             _points(arm.array("test")[:, middle]),
-            *(f"{size:,.0f}" for size in sizes),
-            f"{arm.array('training_flops')[:, middle].mean() / 1e9:,.2f}",
+            *(f"{size.mean:,.0f} ± {_half(size):,.0f}" for size in sizes),
+            f"{gflops.mean:,.2f} ± {_half(gflops):,.2f}",
             f"{arm.search.networks:,}",
         ]
 
@@ -239,9 +299,13 @@ def _points(values: Array) -> str:
     return _with_interval(estimate(values))
 
 
-def _with_interval(found: Estimate) -> str:
+def _with_interval(found: Estimate, sign: str = "") -> str:
     """A mean and half its interval, in points."""
-    return f"{100 * found.mean:.1f} ± {100 * (found.high - found.low) / 2:.1f}"
+    return f"{100 * found.mean:{sign}.1f} ± {100 * _half(found):.1f}"
+
+
+def _half(found: Estimate) -> float:
+    return (found.high - found.low) / 2
 
 
 def _sweep(sweep: Sweep) -> str:
@@ -250,6 +314,10 @@ def _sweep(sweep: Sweep) -> str:
         for settings, worth in zip(sweep.tried, sweep.worth, strict=True)
     ]
     return f"{'; '.join(tried)} ({sweep.cost.networks:,} networks)."
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_markdown_row(header), _markdown_row(["---"] * len(header)), *map(_markdown_row, rows)]
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -1,4 +1,5 @@
-"""How large an evaluation is: a small one for two CPU cores, the whole one for a GPU."""
+"""How large an evaluation is: a small one for two CPU cores, the whole one for a GPU, and one for
+data that a controller was not trained on."""
 
 from dataclasses import dataclass
 
@@ -29,14 +30,15 @@ class EvaluationConfig:
     """Plans of each type and rent that are trained once more, on other hosts, before one is chosen."""
     frontier_widths: tuple[int, ...] = (4, 6, 8, 10, 12, 16, 20, 24)
     """Static hosts of one width, each with and without norm: the frontier."""
-    random_widths: int = 128
-    """Static hosts of mixed widths that the width search tries besides."""
+    width_search_share: float = 1.0
+    """Of the arithmetic of a controller's training: what a search over static hosts of mixed widths
+    may spend, the frontier included. There may be fewer such hosts than that would pay for."""
     reference_seeds: tuple[str, ...] = ("conv_conv", "dense_dense")
     """Grown in every slot from the start: the first of these that the menu has, or its largest."""
     garden: GardenConfig | None = GardenConfig(minibatches=40, validation_rows=800)
     """How hosts train, but for their numbers; None: as in the controller's training."""
-    max_envs: int = 8192
-    """Networks that train side by side."""
+    max_macs: float = 5e7
+    """Multiply-adds of one row through all hosts that train side by side; 8,000 of MNIST-1D's."""
     rng_seed: int = 0
     """Of the plans and widths that are tried."""
 
@@ -44,6 +46,10 @@ class EvaluationConfig:
         for name in ("num_widths", "repeats", "training_widths", "training_repeats", "num_plans"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
+        if self.width_search_share < 0:
+            raise ValueError(f"width_search_share={self.width_search_share}; use 0 or more")
+        if not self.max_macs > 0:
+            raise ValueError(f"max_macs={self.max_macs}; use a number above 0")
         if not self.rents or min(self.rents) < 0:
             raise ValueError(f"rents={self.rents}; use one or more of 0 or above")
         if not 1 <= self.finalists <= self.num_plans:
@@ -70,12 +76,20 @@ PRESETS: dict[str, EvaluationConfig] = {
         num_plans=5,
         finalists=1,
         frontier_widths=(4, 6, 8, 12, 16),
-        random_widths=2,
+        width_search_share=0.06,
         garden=None,
-        max_envs=1024,
     ),
     # one GPU, some minutes: 264 hosts an arm
     "full": EvaluationConfig(),
+    # the same GPU, data that the controller was not trained on: 72 hosts an arm
+    "transfer": EvaluationConfig(
+        repeats=3,
+        training_repeats=1,
+        heuristic_scales=(1.0,),
+        num_plans=16,
+        finalists=2,
+        width_search_share=0.05,
+    ),
 }
 
 

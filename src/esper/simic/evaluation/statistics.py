@@ -5,7 +5,7 @@ Arrays are float64 numpy, `[H]` or `[K, H]`: K controllers that met the same H h
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -15,6 +15,7 @@ Array = NDArray[np.float64]
 
 LEVEL = 0.95
 BOOTSTRAP_DRAWS = 4000
+MOST_DEGREES = 1e4  # of freedom: beyond, Student's t is as good as normal
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,17 @@ class Estimate:
     high: float
     bootstrap_low: float
     bootstrap_high: float
+    standard_error: float
+    degrees: float  # of freedom
+    per_controller: tuple[float, ...] = ()  # the mean of each, where there are several
+    same_controllers: tuple[float, float] | None = None
+    """The interval for these very controllers on other hosts; the others cover controllers too."""
+
+    def p_value(self, margin: float) -> float:
+        """How probable a mean this far from `margin`, on either side, is where it is the truth."""
+        if self.standard_error == 0:
+            return 0.0  # nothing varies: it is certain
+        return 2 * t_tail(abs(self.mean - margin) / self.standard_error, self.degrees)
 
 
 def estimate(values: Array) -> Estimate:
@@ -36,7 +48,21 @@ def estimate(values: Array) -> Estimate:
     Miller 2011). The bootstrap draws rows and columns apart (Owen 2007).
     """
     values = np.atleast_2d(values)
-    return _interval(float(values.mean()), _spreads(values), _draw_means(values))
+    found = _interval(float(values.mean()), _spreads(values), _draw_means(values))
+    return _with_controllers(found, values, ())
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected for being many: with those below 0.05 all true, one is wrong in 20 sets.
+
+    The smallest of m is multiplied by m, the next by m - 1, and so on; none falls below one that
+    was smaller (Holm 1979).
+    """
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
 
 
 def estimate_over_views(values: Array) -> Estimate:
@@ -124,15 +150,14 @@ class Frontier:
         excess = accuracy - np.stack([self.at(row, view)[0] for row in size])
         own = self._mean_on_frontier(self._weights(size), view)  # [V, repeats]
         repeats = own.shape[1]
-        spreads = [
-            *_spreads(excess),
-            *((float(row.var(ddof=1)) / repeats, repeats - 1.0) for row in own),
-        ]
+        of_frontier = [(float(row.var(ddof=1)) / repeats, repeats - 1.0) for row in own]
         shift = sum(
             (_draw_shares(repeats, rng_seed) - 1 / repeats) @ row
             for rng_seed, row in enumerate(own, start=2)
         )
-        return _interval(float(excess.mean()), spreads, _draw_means(excess) - shift)
+        spreads = [*_spreads(excess), *of_frontier]
+        found = _interval(float(excess.mean()), spreads, _draw_means(excess) - shift)
+        return _with_controllers(found, excess, of_frontier)
 
     def covers(self, size: Array) -> float:
         """Share of the sizes that lie between its ends."""
@@ -154,13 +179,42 @@ class Frontier:
 
 
 def t_quantile(probability: float, degrees: float) -> float:
-    """Of Student's t: with t = sqrt(degrees) tan(angle), the angle's density is cos^(degrees-1)."""
-    degrees = min(degrees, 1e4)  # beyond, as good as normal
+    """Of Student's t."""
+    degrees = min(degrees, MOST_DEGREES)
+    angles, below = _angles(degrees)
+    return math.sqrt(degrees) * math.tan(float(np.interp(probability, below, angles)))
+
+
+def t_tail(t: float, degrees: float) -> float:
+    """The probability that Student's t lies above `t`, which is 0 or more."""
+    degrees = min(degrees, MOST_DEGREES)
+    angles, below = _angles(degrees)
+    return float(np.interp(-math.atan(t / math.sqrt(degrees)), angles, below))
+
+
+def _angles(degrees: float) -> tuple[Array, Array]:
+    """With t = sqrt(degrees) tan(angle): angles, and the probability of a smaller one.
+
+    The angle's density is cos^(degrees - 1).
+    """
     angles = np.linspace(-np.pi / 2, np.pi / 2, 40_001)
     density = np.cos(angles) ** (degrees - 1)
     below = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
-    angle = float(np.interp(probability * below[-1], below, angles))
-    return math.sqrt(degrees) * math.tan(angle)
+    return angles, below / below[-1]
+
+
+def _with_controllers(
+    found: Estimate, values: Array, of_others: Sequence[tuple[float, float]]
+) -> Estimate:
+    """With each controller's mean of `[K, H]`, and the interval where only hosts are a sample."""
+    if len(values) == 1:
+        return found
+    half, *_ = _half_interval([*_spreads(values.mean(0, keepdims=True)), *of_others])
+    return replace(
+        found,
+        per_controller=tuple(values.mean(1).tolist()),
+        same_controllers=(found.mean - half, found.mean + half),
+    )
 
 
 def _spreads(values: Array) -> list[tuple[float, float]]:
@@ -197,12 +251,17 @@ def _draw_shares(count: int, rng_seed: int) -> Array:
 
 
 def _interval(mean: float, spreads: Sequence[tuple[float, float]], draws: Array) -> Estimate:
-    """Degrees of freedom of a sum of variances by Satterthwaite's rule."""
-    variance = sum(part for part, _ in spreads)
+    half, error, degrees = _half_interval(spreads)
     tail = (1 - LEVEL) / 2
-    half = 0.0
-    if variance > 0:
-        degrees = variance**2 / sum(part**2 / df for part, df in spreads)
-        half = t_quantile(1 - tail, degrees) * math.sqrt(variance)
     low, high = np.quantile(draws, [tail, 1 - tail])
-    return Estimate(mean, mean - half, mean + half, float(low), float(high))
+    return Estimate(mean, mean - half, mean + half, float(low), float(high), error, degrees)
+
+
+def _half_interval(spreads: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Half an interval, the standard error and its degrees of freedom, by Satterthwaite's rule."""
+    variance = sum(part for part, _ in spreads)
+    if variance == 0:
+        return 0.0, 0.0, MOST_DEGREES
+    degrees = variance**2 / sum(part**2 / df for part, df in spreads)
+    error = math.sqrt(variance)
+    return t_quantile((1 + LEVEL) / 2, degrees) * error, error, degrees

@@ -29,7 +29,8 @@ from esper.tolaria.garden import GardenConfig, PopulationGarden
 from esper.tolaria.optimizers import AdamW, Optimizer
 from esper.tolaria.tasks import Task
 
-FLOPS_PER_MAC = 6  # a multiply and an add, forward and twice that much backward
+FORWARD_FLOPS = 2  # of a multiply-add: a multiply and an add
+TRAINING_FLOPS = 3 * FORWARD_FLOPS  # twice as much backward
 
 Examine = Callable[[PopulationGarden], Tensor]
 
@@ -40,6 +41,7 @@ class Seeds:
 
     blueprint: Tensor  # -1: none
     style: Tensor  # BlendStyle
+    alpha: Tensor  # weight in the blend
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +65,8 @@ class Harvest:
     params: Tensor
     macs: Tensor  # multiply-adds of one prediction
     compute_charge: Tensor
-    training_flops: Tensor  # seeds count as long as they live
+    training_flops: Tensor  # seeds count as long as they live, and so does all watching
+    watching_flops: Tensor  # the part of it in validation, with all seeds and without each
     rolled_back: Tensor
     seeds: Seeds  # that were committed
 
@@ -87,9 +90,10 @@ class Harvest:
             for e in fields(cls)
             if e.name != "seeds"
         }
-        blueprint = torch.cat([h.seeds.blueprint for h in harvests])
-        style = torch.cat([h.seeds.style for h in harvests])
-        return cls(**arrays, seeds=Seeds(blueprint, style))
+        seeds = {
+            e.name: torch.cat([getattr(h.seeds, e.name) for h in harvests]) for e in fields(Seeds)
+        }
+        return cls(**arrays, seeds=Seeds(**seeds))
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,10 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.networks + other.networks, self.flops + other.flops)
+
+    def times(self, factor: float) -> "Cost":
+        """As many networks, each of which took `factor` as much."""
+        return Cost(self.networks, factor * self.flops)
 
     @classmethod
     def of(cls, harvests: Sequence[Harvest]) -> "Cost":
@@ -123,13 +131,20 @@ class Trial:
     growth: GrowthConfig = GrowthConfig()
     optimizer: Optimizer = AdamW()
     examine: Examine | None = None  # reads the test rows; left out where something is chosen
-    max_envs: int = 4096
-    """Networks that train side by side; more are trained one batch of arms after the other."""
+    max_macs: float = 5e7
+    """Multiply-adds of one row through all hosts that train side by side: the larger they are, the
+    fewer at a time. Further arms wait for their turn."""
 
     @property
     def num_hosts(self) -> int:
         """H."""
         return len(self.hosts) * len(self.view_ids) * self.repeats
+
+    @property
+    def max_lanes(self) -> int:
+        """Lanes that train side by side."""
+        each = self.num_hosts // len(self.hosts)
+        return max(1, int(self.max_macs // (each * sum(host.macs for host in self.hosts))))
 
     @property
     def type_of_host(self) -> Tensor:
@@ -144,10 +159,9 @@ class Trial:
 
     def run(self, arms: Sequence[Arm], *, rng_seed: int = 0) -> list[Harvest]:
         """The harvest of every arm; hosts of another `rng_seed` are others of the same types."""
-        most_lanes = max(1, self.max_envs // self.num_hosts)
         harvests, wave = [], list[Arm]()
         for arm in arms:
-            if wave and sum(len(a.rents) for a in (*wave, arm)) > most_lanes:
+            if wave and sum(len(a.rents) for a in (*wave, arm)) > self.max_lanes:
                 harvests += self._run_wave(wave, rng_seed)
                 wave = []
             wave.append(arm)
@@ -175,8 +189,20 @@ class Trial:
         final = play(environment, lanes)
         if self.examine:
             final = final._replace(test=self.examine(garden))
-        rows = config.minibatches * config.batch_size * self.growth.num_steps
-        return [harvest(final, ids, rows) for ids in lanes.env_ids]
+        return [
+            harvest(final, ids, self.rows_read, config.validation_rows) for ids in lanes.env_ids
+        ]
+
+    @property
+    def rows_read(self) -> int:
+        """Examples that a network trains on."""
+        return self.garden.minibatches * self.garden.batch_size * self.growth.num_steps
+
+    def flops_of(self, host: Host) -> float:
+        """What it takes to train a host that nothing grows in, on every view and repeat."""
+        looks = (1 + self.growth.num_steps) * self.garden.validation_rows
+        each = self.rows_read * TRAINING_FLOPS + looks * FORWARD_FLOPS
+        return float(len(self.view_ids) * self.repeats * each * host.macs)
 
 
 class Lanes:
@@ -193,12 +219,12 @@ class Lanes:
         self.rent[ids] = rents.unsqueeze(1).expand_as(ids)
 
     def born(self, states: SlotStates) -> SlotStates:
-        """Dormant states with the seeds that arms begin with: committed, at full weight."""
+        """Dormant states with the seeds that arms begin with: committed, at their weights."""
         for arm, ids in zip(self.arms, self.env_ids, strict=True):
             if arm.born is not None:
                 blueprint = arm.born.blueprint.flatten(0, 1)
                 is_there = blueprint >= 0
-                weight = is_there.to(states.alpha.dtype)
+                weight = (arm.born.alpha.flatten(0, 1) * is_there).to(states.alpha.dtype)
                 seeds = replace(
                     states.at(ids.flatten()),
                     blueprint=blueprint,
@@ -218,6 +244,7 @@ class Final(NamedTuple):
     outcome: StepOutcome
     rolled_back: Tensor
     style: Tensor  # [N, S], of the seeds
+    watched_macs: Tensor  # of one row through all passes that only look
     test: Tensor
 
 
@@ -228,21 +255,28 @@ def play(environment: GrowthEnvironment, lanes: Lanes) -> Final:
     space, num_envs = environment.action_space, environment.num_envs
     actions = torch.zeros(num_envs, space.num_heads, dtype=torch.int64)
     rolled_back = torch.zeros(num_envs, dtype=torch.bool)
+    watched_macs, reports = torch.zeros(num_envs), environment.observe()
     for _ in range(environment.config.num_steps):
-        reports = environment.observe()
         for arm, ids in zip(lanes.arms, lanes.env_ids, strict=True):
             part = reports.select(ids.flatten())
             masks = compute_batch_masks(part, space)
             actions[ids.flatten()] = arm.controller.decide(part, masks).cpu()
         outcome = environment.step(actions)
         rolled_back |= outcome.rolled_back
+        reports = environment.observe()
+        counterfactuals = (reports.contribution_known & (reports.contribution_age == 0)).sum(dim=-1)
+        watched_macs += reports.macs * (1 + counterfactuals)
+    watched_macs += reports.macs  # once more, with what is committed
     unread = torch.full((num_envs,), torch.nan)
     style = environment.garden.states.style
-    return Final(environment.observe(), outcome, rolled_back, style, unread)
+    return Final(reports, outcome, rolled_back, style, watched_macs, unread)
 
 
-def harvest(final: Final, env_ids: Tensor, rows: int) -> Harvest:
-    """An arm's part of an episode in which every network read `rows` examples."""
+def harvest(final: Final, env_ids: Tensor, rows: int, validation_rows: int) -> Harvest:
+    """An arm's part of an episode in which every network read `rows` examples.
+
+    `validation_rows` were looked at in every pass that only looks.
+    """
     reports, outcome = final.reports, final.outcome
     is_committed = reports.stage == SeedStage.FOSSILIZED
     macs = reports.host_macs + (reports.seed_macs * is_committed).sum(dim=-1)
@@ -251,6 +285,7 @@ def harvest(final: Final, env_ids: Tensor, rows: int) -> Harvest:
     def pick(per_env: Tensor) -> Tensor:
         return per_env[env_ids].double()
 
+    watching_flops = pick(final.watched_macs) * validation_rows * FORWARD_FLOPS
     return Harvest(
         validation=pick(outcome.accuracy),
         test=pick(final.test),
@@ -259,10 +294,12 @@ def harvest(final: Final, env_ids: Tensor, rows: int) -> Harvest:
         params=pick(reports.host_params + outcome.added_params),
         macs=pick(macs),
         compute_charge=pick(reports.compute_price * outcome.added_compute),
-        training_flops=pick(trained_macs) * rows * FLOPS_PER_MAC,
+        training_flops=pick(trained_macs) * rows * TRAINING_FLOPS + watching_flops,
+        watching_flops=watching_flops,
         rolled_back=final.rolled_back[env_ids],
         seeds=Seeds(
             torch.where(is_committed, reports.blueprint, -1)[env_ids],
             torch.where(is_committed, final.style, 0)[env_ids],
+            torch.where(is_committed, reports.alpha, 0.0)[env_ids],
         ),
     )

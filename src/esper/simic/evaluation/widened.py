@@ -5,8 +5,9 @@ of them together are a search over widths: what the arithmetic that a controller
 buys somebody who tries sizes instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class StaticPool:
     validation: Tensor  # [A, V, repeats], as those below
     test: Tensor
     training_flops: Tensor
+    watching_flops: Tensor
 
     @property
     def cost(self) -> Cost:
@@ -56,12 +58,12 @@ class StaticPool:
 def train_static(trial: Trial, hosts: Sequence[WidenedHost], built: Sequence[Host]) -> StaticPool:
     """Every host on the trial's views, as often as its repeats say."""
     repeats, views = trial.repeats, len(trial.view_ids)
-    at_once = max(1, trial.max_envs // (repeats * views))
+    site = trial.hosts[0].sites[0]
+    smallest = min(trial.menu, key=lambda blueprint: blueprint.program(site).num_params)
+    growing_nothing = replace(trial, menu=(smallest,))  # no room is kept for other seeds
     harvests = [
-        replace(trial, hosts=tuple(built[first : first + at_once])).run(
-            [Arm("static", ConstantPlan(()))]
-        )[0]
-        for first in range(0, len(built), at_once)
+        replace(growing_nothing, hosts=part).run([Arm("static", ConstantPlan(()))])[0]
+        for part in _side_by_side(built, trial.max_macs / (repeats * views))
     ]
 
     def gather(field: str) -> Tensor:
@@ -74,7 +76,20 @@ def train_static(trial: Trial, hosts: Sequence[WidenedHost], built: Sequence[Hos
         gather("validation"),
         gather("test"),
         gather("training_flops"),
+        gather("watching_flops"),
     )
+
+
+def _side_by_side(hosts: Sequence[Host], max_macs: float) -> list[tuple[Host, ...]]:
+    """The hosts in order, cut into parts of no more multiply-adds than given, or single ones."""
+    parts, total = [list[Host]()], 0.0
+    for host in hosts:
+        if parts[-1] and total + host.macs > max_macs:
+            parts.append([])
+            total = 0.0
+        parts[-1].append(host)
+        total += host.macs
+    return [tuple(part) for part in parts]
 
 
 def width_search(pool: StaticPool, alone: Harvest, rents: Sequence[float], trial: Trial) -> Harvest:
@@ -109,8 +124,9 @@ def width_search(pool: StaticPool, alone: Harvest, rents: Sequence[float], trial
         macs=pool.macs[chosen].double(),
         compute_charge=charge.gather(0, chosen),
         training_flops=pool.training_flops[chosen, view, repeat],
+        watching_flops=pool.watching_flops[chosen, view, repeat],
         rolled_back=torch.zeros(chosen.shape, dtype=torch.bool),
-        seeds=Seeds(none, torch.zeros_like(none)),
+        seeds=Seeds(none, torch.zeros_like(none), torch.zeros(none.shape)),
     )
 
 
@@ -122,17 +138,23 @@ def host_views(trial: Trial) -> Tensor:
 def candidate_widths(
     uniform: Sequence[int],
     also: Sequence[tuple[int, ...]],
-    num_random: int,
+    cost: Callable[[WidenedHost], float],
+    budget: float,
     generator: torch.Generator,
 ) -> tuple[WidenedHost, ...]:
-    """The frontier, some hosts as they are, and random widths between the frontier's ends."""
-    num_layers = len(also[0])
-    hosts = [
-        WidenedHost((width,) * num_layers, norm) for width in uniform for norm in (False, True)
-    ]
-    hosts += [WidenedHost(widths, False) for widths in also]
-    choices = torch.tensor(uniform)
-    for number in range(num_random):
-        drawn = torch.randint(len(uniform), (num_layers,), generator=generator)
-        hosts.append(WidenedHost(tuple(choices[drawn].tolist()), number % 2 == 1))
-    return tuple(dict.fromkeys(hosts))
+    """The frontier and some hosts as they are; then others of the frontier's widths, in random
+    order, as many as a budget pays for beside those."""
+    norms = (False, True)
+    every = [WidenedHost(w, norm) for w in product(uniform, repeat=len(also[0])) for norm in norms]
+    first = [host for host in every if host.is_uniform]
+    first += [WidenedHost(widths, False) for widths in also]
+    hosts = dict.fromkeys(first)
+    left = budget - sum(map(cost, hosts))
+    for number in torch.randperm(len(every), generator=generator).tolist():
+        host = every[number]
+        if host not in hosts:
+            left -= cost(host)
+            if left < 0:
+                break
+            hosts[host] = None
+    return tuple(hosts)
