@@ -97,6 +97,49 @@ def test_a_network_that_lost_a_seed_since_it_was_measured_is_not_kept_for_its_me
     assert growth.params == growth.ledger.before.params
 
 
+COMMIT = act(LifecycleOp.FOSSILIZE, 0)
+
+
+def test_a_network_counts_as_committed_once_its_seeds_are():
+    """The best was measured at step 3, before the commitment at step 5."""
+    growth = new_growth(Script(GROWN, WAIT, WAIT, WAIT, WAIT, COMMIT), decisions=12)
+    for metric in (0.3, 0.5, 0.6, 0.9, 0.7):
+        train(growth)
+        growth.decide(metric)
+        if metric == 0.9:
+            best, seed = frozen_state(growth), seed_weights(growth)
+    assert growth.best_metric == 0.3
+    growth.decide(0.7)
+    growth.close(0.8)
+    assert growth.best_metric == 0.9
+    assert same(best, frozen_state(growth))
+    assert same(seed, seed_weights(growth))
+    assert growth.ledger.fate_of("s1").fate == "kept"
+
+
+def test_a_network_with_a_seed_that_was_never_committed_does_not_count():
+    script = (GROWN, germinate(1, blueprint=1, tempo=0), WAIT, WAIT, COMMIT)
+    growth = grown_run(0.5, 0.6, 0.6, 0.9, 0.7, 0.7, script=script)
+    growth.close(0.5)
+    assert growth.best_metric == 0.5
+
+
+def test_a_network_on_a_ramp_does_not_count():
+    """Of 0.9 the seed had half its weight."""
+    growth = grown_run(
+        0.3, 0.9, 0.7, 0.6, 0.6, script=(germinate(0, blueprint=1), WAIT, WAIT, WAIT, COMMIT)
+    )
+    growth.close(0.6)
+    assert growth.best_metric == 0.7
+
+
+def test_a_network_with_an_earlier_seed_of_the_slot_does_not_count():
+    again = (GROWN, WAIT, act(LifecycleOp.PRUNE, 0), WAIT, WAIT, GROWN, WAIT, COMMIT)
+    growth = grown_run(0.3, 0.5, 0.9, 0.5, 0.5, 0.5, 0.6, 0.7, script=again)
+    growth.close(0.65)
+    assert growth.best_metric == 0.7
+
+
 @pytest.mark.parametrize(("metric", "reason"), [(0.3, "fell from 0.8"), (math.nan, "not a number")])
 def test_a_collapse_or_a_lost_metric_is_a_rollback(metric, reason):
     growth = new_growth()

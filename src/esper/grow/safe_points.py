@@ -1,7 +1,9 @@
 """When a network counts as broken, and the networks that a run can go back to.
 
-There are two: the *last* healthy one, whole, and the *best* committed one. A broken network goes
-back to the last; if that breaks again before it was healthy once, to the best.
+There are three: the *last* healthy one, whole; the best *settled* one, with the seeds of today and
+none of them on its way; and the *best* committed one. A broken network goes back to the last; if
+that breaks again before it was healthy once, to the best. A settled network is a committed one as
+soon as its seeds are: who commits late has as many networks to choose from as who commits early.
 """
 
 import math
@@ -9,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from esper.grow.checkpoint import network_from_dict, network_to_dict
 from esper.grow.measuring import Measurement
@@ -27,13 +30,20 @@ class SafePoint:
     metric: float
     step: int
 
+    @property
+    def births(self) -> Tensor:
+        """When each slot's seed was born `[S]`, -1 without one: no two seeds of a slot agree."""
+        slots = self.state.slots
+        return torch.where(slots.has_seed, self.step - slots.total_age, -1)[0]
+
 
 class SafePoints:
-    """The last healthy network with all its seeds, and the best with its committed ones."""
+    """The last healthy network, the best of those with its seeds, and the best committed one."""
 
     def __init__(self, network: GrowingNetwork):
         self._network = network
         self.last: SafePoint | None = None
+        self.settled: SafePoint | None = None
         self.best: SafePoint | None = None
 
     def why_broken(self, measured: Measurement) -> str:
@@ -54,11 +64,25 @@ class SafePoints:
         self.last = SafePoint(self._network.capture(), metric, step)
         if committed_metric is not None:
             self.keep_if_best(step, committed_metric)
+        self._keep_if_settled(self.last)
 
     def keep_if_best(self, step: int, committed_metric: float) -> None:
         if self.best is None or committed_metric >= self.best.metric:
             state = self._network.capture(committed_only=True)
             self.best = SafePoint(state, committed_metric, step)
+
+    def _keep_if_settled(self, point: SafePoint) -> None:
+        """Keeps a settled network if none with its seeds was better; they may be committed by now."""
+        slots, known = point.state.slots, self.settled
+        is_committed = slots.stage == SeedStage.FOSSILIZED
+        if bool((slots.has_seed & ~is_committed & (slots.stage != SeedStage.HOLDING)).any()):
+            return
+        has_rival = known is not None and torch.equal(known.births, point.births)
+        if known is None or not has_rival or point.metric >= known.metric:
+            self.settled = known = point
+        has_best = self.best is not None and self.best.metric >= known.metric
+        if not has_best and torch.equal(slots.has_seed, is_committed):
+            self.best = known
 
     def recover(self) -> SafePoint:
         """Back to the last healthy network; or to the best, if that one broke again at once."""
@@ -78,13 +102,17 @@ class SafePoints:
     def to_dict(self) -> dict[str, Any]:
         return {
             name: point and {**vars(point), "state": network_to_dict(point.state)}
-            for name, point in (("last", self.last), ("best", self.best))
+            for name, point in (
+                ("last", self.last),
+                ("settled", self.settled),
+                ("best", self.best),
+            )
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        self.last, self.best = (
+        self.last, self.settled, self.best = (
             data and SafePoint(**{**data, "state": network_from_dict(data["state"])})
-            for data in (saved["last"], saved["best"])
+            for data in (saved["last"], saved["settled"], saved["best"])
         )
 
 
