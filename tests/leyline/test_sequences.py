@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper.leyline.sequences import SequenceLayout
+from esper.leyline.sequences import SequenceLayout, SequenceParts
 
 
 @st.composite
@@ -89,3 +90,43 @@ def test_selecting_envs_keeps_their_rows_and_no_others(rollout, data):
     expected = {e * layout.max_steps + t for e in chosen for t in range(int(counts[e]))}
     assert set(layout.rows.tolist()) == expected
     assert len(layout.rows) == len(expected)
+
+
+@given(rollouts(), st.integers(1, 3))
+def test_parts_gathered_together_are_those_gathered_one_by_one(rollout, num_parts):
+    ended, counts = rollout
+    layout = SequenceLayout.from_flags(ended, counts)
+    pieces = [layout.select(ids) for ids in torch.randperm(len(counts)).chunk(num_parts)]
+    parts = SequenceParts(tuple(pieces))
+    field = torch.arange(ended.numel()).view(ended.shape)
+    states = 1.0 + torch.arange(2 * len(counts)).view(-1, 2)
+    together = parts.split_rows(parts.take(field)), parts.split_episodes(parts.initial(states))
+    for piece, rows, initial in zip(pieces, *together, strict=True):
+        alone = layout.select(piece.env_ids)
+        assert torch.equal(rows, field.flatten()[alone.rows])
+        begins = rows[: alone.num_episodes]
+        expected = torch.where((begins % layout.max_steps == 0)[:, None], states[begins // layout.max_steps], 0.0)  # fmt: skip
+        assert torch.equal(initial, expected)
+
+
+def test_tables_go_to_a_device_in_one_copy_and_begin_where_kernels_expect_them():
+    layout = SequenceLayout.from_flags(torch.zeros(6, 5, dtype=torch.bool), torch.arange(6))
+    parts = SequenceParts(tuple(layout.select(torch.tensor(ids)) for ids in ([1, 2, 3], [4, 5])))
+    device = torch.device("meta")  # stands for a GPU: same path, no data
+    with CountOps() as ops:
+        parts.take(torch.empty(6, 5, device=device))
+        steps = [piece.steps_on(device) for piece in parts.layouts]
+    assert ops.copies == 1
+    for piece, (starts, lengths) in zip(parts.layouts, steps, strict=True):
+        assert starts.shape == piece.step_starts.shape
+        assert lengths.shape == piece.lengths.shape
+        assert starts.storage_offset() * starts.itemsize % 16 == 0
+        assert lengths.storage_offset() * lengths.itemsize % 16 == 0
+
+
+class CountOps(TorchDispatchMode):
+    copies = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.copies += func.overloadpacket == torch.ops.aten._to_copy and "device" in kwargs
+        return func(*args, **(kwargs or {}))

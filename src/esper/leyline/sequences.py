@@ -109,45 +109,85 @@ class SequenceLayout:
 
     def take(self, field: Tensor) -> Tensor:
         """A stored field `[N, T, ...]` as `[R, ...]`, the stored steps in packed order."""
-        return field.flatten(0, 1).index_select(0, self.rows_on(field.device))
-
-    def rows_on(self, device: torch.device) -> Tensor:
-        """`rows` on a device."""
-        return self._on(device).rows
-
-    def places_on(self, device: torch.device) -> Tensor:
-        """`places` on a device."""
-        return self._on(device).places
-
-    def steps_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`step_starts` and the lengths of the packed episodes, on a device."""
-        tables = self._on(device)
-        return tables.step_starts, tables.lengths
+        return self._alone.take(field)
 
     def initial(self, stored: Tensor) -> Tensor:
         """What each packed episode starts from, `[episodes, ...]`: its env's state or zeros.
 
         `stored` `[N, ...]` are the states before the envs' first stored steps.
         """
-        tables = self._on(stored.device)
+        return self._alone.initial(stored)
+
+    def rows_on(self, device: torch.device) -> Tensor:
+        """`rows` on a device."""
+        return self._alone.on(device).rows
+
+    def places_on(self, device: torch.device) -> Tensor:
+        """`places` on a device."""
+        return self.places.to(device)
+
+    def steps_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`step_starts` and the lengths of the packed episodes, on a device."""
+        if device not in self._steps:
+            self._alone.on(device)
+        return self._steps[device]
+
+    @cached_property
+    def _alone(self) -> "SequenceParts":
+        return SequenceParts((self,))
+
+    @cached_property
+    def _steps(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceParts:
+    """Parts of one rollout, gathered together: one operation a field, then views.
+
+    What is gathered lies part after part, each in its packed order.
+    """
+
+    layouts: tuple[SequenceLayout, ...]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """`SequenceLayout.rows` of all parts, `[R]`."""
+        return torch.cat([layout.rows for layout in self.layouts])
+
+    def take(self, field: Tensor) -> Tensor:
+        """A stored field `[N, T, ...]` as `[R, ...]`."""
+        return field.flatten(0, 1).index_select(0, self.on(field.device).rows)
+
+    def initial(self, stored: Tensor) -> Tensor:
+        """What each episode starts from, `[episodes, ...]`, as `SequenceLayout.initial` has it."""
+        tables = self.on(stored.device)
         states = stored.index_select(0, tables.env_ids)
         continues = tables.continues.view(-1, *[1] * (stored.dim() - 1))
-        return torch.where(continues, states, 0.0)
+        return torch.where(continues.bool(), states, 0.0)
 
-    def _on(self, device: torch.device) -> "_Tables":
-        """The index tensors on a device, copied once, without making the host wait."""
+    def split_rows(self, gathered: Tensor) -> tuple[Tensor, ...]:
+        """What was taken, part by part."""
+        return torch.split(gathered, [layout.num_rows for layout in self.layouts])
+
+    def split_episodes(self, gathered: Tensor) -> tuple[Tensor, ...]:
+        """What episodes start from, part by part."""
+        return torch.split(gathered, [layout.num_episodes for layout in self.layouts])
+
+    def on(self, device: torch.device) -> "_Tables":
+        """The index tensors on a device; time steps of each part are left with its layout."""
         if device not in self._tables:
-            tables = _Tables(
-                self.rows,
-                self.places,
-                self.env_ids[self.order],
-                self.continues,
-                self.lengths[self.order],
-                self.step_starts,
-            )
-            if device.type == "cuda":
-                tables = _Tables(*(t.pin_memory().to(device, non_blocking=True) for t in tables))
-            self._tables[device] = tables
+            layouts = self.layouts
+            env_ids = torch.cat([layout.env_ids[layout.order] for layout in layouts])
+            continues = torch.cat([layout.continues for layout in layouts])
+            starts = [layout.step_starts for layout in layouts]
+            lengths = [layout.lengths[layout.order] for layout in layouts]
+            tensors = [self.rows, env_ids, continues.long(), *starts, *lengths]
+            rows, env_ids, continues, *steps = _copies(tensors, device)
+            self._tables[device] = _Tables(rows, env_ids, continues)
+            pairs = zip(steps[: len(layouts)], steps[len(layouts) :], strict=True)
+            for layout, pair in zip(layouts, pairs, strict=True):
+                layout._steps[device] = pair
         return self._tables[device]
 
     @cached_property
@@ -156,11 +196,24 @@ class SequenceLayout:
 
 
 class _Tables(NamedTuple):
-    """What gathering needs, on a device, in packed order."""
+    """What gathering needs, int64 on a device."""
 
     rows: Tensor  # [R]
-    places: Tensor  # [R]
     env_ids: Tensor  # [episodes]
-    continues: Tensor  # [episodes]
-    lengths: Tensor  # [episodes]
-    step_starts: Tensor  # [steps]
+    continues: Tensor  # [episodes]: 1 or 0
+
+
+def _copies(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Int64 tensors on a device, in one copy that the host does not wait for.
+
+    Each begins at a multiple of 16 bytes: for other pointers kernels are compiled once more.
+    """
+    if device.type == "cpu":
+        return tensors
+    padded = [torch.nn.functional.pad(tensor, (0, len(tensor) % 2)) for tensor in tensors]
+    packed = torch.cat(padded)
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    packed = packed.to(device, non_blocking=True)
+    copies = torch.split(packed, [len(tensor) for tensor in padded])
+    return [copy[: len(tensor)] for copy, tensor in zip(copies, tensors, strict=True)]

@@ -16,10 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
-from esper.leyline.sequences import SequenceLayout
+from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.simic.agent.normalize import RunningNormalizer
 from esper.simic.agent.rollout_buffer import RolloutBatch, TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import (
@@ -27,6 +28,7 @@ from esper.tamiyo.policy.network import (
     Evaluation,
     FactoredRecurrentActorCritic,
     RecurrentState,
+    StoredSteps,
     full_precision,
 )
 
@@ -108,9 +110,10 @@ class PPOAgent:
                 "features of a FeatureLayout are scaled by their layout, alike for every slot; "
                 "use PPOConfig(normalize_features=False)"
             )
-        self.device = next(policy.parameters()).device
+        self._parameters = list(policy.parameters())
+        self.device = policy.device
         self.optimizer = torch.optim.Adam(
-            policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True
+            self._parameters, lr=self.config.learning_rate, eps=1e-5, fused=True
         )
         self.feature_normalizer = RunningNormalizer(policy.feature_size).to(self.device)
         self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
@@ -209,20 +212,16 @@ class PPOAgent:
         generator: torch.Generator | None,
     ) -> tuple[int, bool]:
         """Passes over the rollout: how many were made, and whether all was finite."""
-        initial = RecurrentState(rollout.initial_hidden_h, rollout.initial_hidden_c)
         for ppo_epoch in range(self.config.ppo_epochs):
-            for piece in self._minibatches(layout, generator):
-                evaluation = self.policy.evaluate(
-                    rollout.states, rollout.actions, rollout.masks, piece, initial
-                )
-                rows = rollout_rows(rollout, piece)
+            for piece, steps, rows in self._minibatches(rollout, layout, generator):
+                evaluation = self.policy.score(steps, piece)
                 loss, measured = ppo_loss(
                     evaluation, rows, self.policy.action_space, self._entropy_weights, self.config
                 )
                 self.optimizer.zero_grad(set_to_none=True)
                 with full_precision(self.device):
                     loss.backward()  # type: ignore[no-untyped-call]
-                norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+                norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
                 measured["gradient_norm"] = norm
                 # the fused step leaves weights alone where this is 1, without a wait: they stay
                 # finite, so that the next minibatch can be scored, until the update is undone
@@ -237,14 +236,16 @@ class PPOAgent:
         return self.config.ppo_epochs, True
 
     def _minibatches(
-        self, layout: SequenceLayout, generator: torch.Generator | None
-    ) -> Iterator[SequenceLayout]:
-        """The rollout in random order, whole rows at a time."""
+        self, rollout: RolloutBatch, layout: SequenceLayout, generator: torch.Generator | None
+    ) -> Iterator[tuple[SequenceLayout, StoredSteps, "RolloutRows"]]:
+        """The rollout in random order, whole rows at a time, gathered once for the whole pass."""
         order = torch.randperm(layout.num_envs, generator=generator)
-        for env_ids in order.chunk(self.config.num_minibatches):
-            piece = layout.select(env_ids)
-            if piece.num_rows:
-                yield piece
+        pieces = (layout.select(ids) for ids in order.chunk(self.config.num_minibatches))
+        parts = SequenceParts(tuple(piece for piece in pieces if piece.num_rows))
+        initial = RecurrentState(rollout.initial_hidden_h, rollout.initial_hidden_c)
+        steps = self.policy.gather(rollout.states, rollout.actions, rollout.masks, parts, initial)
+        rows = zip(*map(parts.split_rows, rollout_rows(rollout, parts)), strict=True)
+        return zip(parts.layouts, steps, map(RolloutRows._make, rows), strict=True)
 
     def check_split(self, num_envs: int) -> None:
         """Refuse a number of envs that minibatches of whole rows do not divide."""
@@ -314,10 +315,8 @@ class RolloutRows(NamedTuple):
     returns: Tensor  # [R]
 
 
-def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout) -> RolloutRows:
-    rows = layout.rows_on(rollout.returns.device)
-    fields = (getattr(rollout, name) for name in RolloutRows._fields)
-    return RolloutRows(*(f.flatten(0, 1)[rows] for f in fields))
+def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
+    return RolloutRows._make(layout.take(getattr(rollout, name)) for name in RolloutRows._fields)
 
 
 def ppo_loss(
@@ -328,56 +327,58 @@ def ppo_loss(
     config: PPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a minibatch, and what there is to say about it."""
+    num_legal = evaluation.distribution.num_legal
     # steps with a single legal action had nothing to decide: they teach the critic only
-    decided = (evaluation.distribution.num_legal > 1).any(dim=-1).float()
-    num_decided = decided.sum().clamp_min(1.0)
+    decided = (num_legal > 1).any(dim=-1).float()
+    share = decided / decided.sum().clamp_min(1.0)  # of a row in the mean over those that decided
 
     log_ratios = evaluation.log_probs - rows.log_probs  # 0 for heads that did not matter
+    joint = log_ratios.sum(dim=-1)
     gain = rows.advantages.unsqueeze(-1)
     if config.clip_per_head:
-        gain = gain * (evaluation.distribution.num_legal > 0)
+        gain = gain * (num_legal > 0)
     else:
-        log_ratios = log_ratios.sum(dim=-1, keepdim=True)
+        log_ratios = joint.unsqueeze(-1)
     ratios = log_ratios.exp()
-    clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
-    surrogate = torch.minimum(ratios * gain, clipped * gain).sum(dim=-1)
-    policy_loss = -(decided * surrogate).sum() / num_decided
+    with torch.no_grad():  # a ratio that has moved far enough for its gain pays no more
+        limits = ratios.clamp(1 - config.clip, 1 + config.clip)
+        pays = (ratios - limits) * gain <= 0
+    surrogate = (torch.where(pays, ratios, limits) * gain).sum(dim=-1)
 
-    entropy = (evaluation.normalized_entropies * entropy_weights).sum(dim=-1)
-    entropy_bonus = (decided * entropy).sum() / num_decided
+    policy_loss = -(share @ surrogate)
+    entropy_bonus = share @ (evaluation.normalized_entropies @ entropy_weights)
     value_loss = _value_loss(evaluation.values, rows, config.value_clip)
-    loss = (
-        policy_loss
-        + config.value_coefficient * value_loss
-        - config.entropy_coefficient * entropy_bonus
-    )
+    loss = torch.add(policy_loss, value_loss, alpha=config.value_coefficient)
+    loss = torch.sub(loss, entropy_bonus, alpha=config.entropy_coefficient)
     with torch.no_grad():
-        joint = (evaluation.log_probs - rows.log_probs).sum(dim=-1)
-        kl = (decided * (joint.exp() - 1 - joint)).sum() / num_decided  # Schulman's k3 estimate
-        outside = ((ratios - 1).abs() > config.clip).any(dim=-1).float()
+        change = joint.expm1()
+        is_outside = (ratios != limits).any(dim=-1)
+        # Schulman's k3 estimate of the KL
+        kl, clip_fraction = torch.stack([change - joint, is_outside.float()]) @ share
         measured = {
             "loss": loss.detach(),
             "policy_loss": policy_loss.detach(),
             "value_loss": value_loss.detach(),
             "kl": kl,
-            "clip_fraction": (decided * outside).sum() / num_decided,
+            "clip_fraction": clip_fraction,
             "decided_fraction": decided.mean(),
-            "ratio_error": joint.exp().sub(1).abs().max(),
+            "ratio_error": change.abs().max(),
         }
-        for index, name in enumerate(action_space.names):
-            measured[f"entropy/{name}"] = evaluation.entropies[:, index].mean()
-            measured[f"normalized_entropy/{name}"] = evaluation.normalized_entropies[
-                :, index
-            ].mean()
+        for kind, values in (
+            ("entropy", evaluation.entropies),
+            ("normalized_entropy", evaluation.normalized_entropies),
+        ):
+            names = (f"{kind}/{name}" for name in action_space.names)
+            measured |= zip(names, values.mean(dim=0).unbind(), strict=True)
     return loss, measured
 
 
 def _value_loss(values: Tensor, rows: RolloutRows, clip: float | None) -> Tensor:
-    error = (values - rows.returns).square()
-    if clip is not None:
-        near = rows.values + (values - rows.values).clamp(-clip, clip)
-        error = torch.maximum(error, (near - rows.returns).square())
-    return 0.5 * error.mean()
+    if clip is None:
+        return 0.5 * mse_loss(values, rows.returns)
+    near = rows.values + (values - rows.values).clamp(-clip, clip)
+    errors = torch.maximum((values - rows.returns).square(), (near - rows.returns).square())
+    return 0.5 * errors.mean()
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> Tensor:

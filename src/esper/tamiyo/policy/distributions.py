@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardtanh, pad
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 
@@ -30,7 +31,8 @@ class MaskedFactoredCategorical:
 
     `logits` and `masks` are `[..., C]`. With `floor`, each head is mixed with the uniform
     distribution over its legal choices: p' = (1 - floor) p + floor / k. Sampling and scoring see
-    the same p'. Values are not checked here (they may lie on a device): a NaN logit gives NaN.
+    the same p'. `num_legal` is what the function of that name makes of the masks, for a caller who
+    has it already. Values are not checked here (they may lie on a device): a NaN logit gives NaN.
     """
 
     def __init__(
@@ -39,13 +41,16 @@ class MaskedFactoredCategorical:
         logits: Tensor,
         masks: Tensor,
         *,
+        num_legal: Tensor | None = None,
         floor: float = 0.0,
     ):
         _check_packed(action_space, logits, masks, floor)
         self.action_space = action_space
         self.masks = masks
+        self._num_legal = num_legal
         tables = _tables(action_space, logits.device)
-        bounded = logits.float().clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+        # a clamp whose gradient is one operation
+        bounded = hardtanh(logits.float(), -LARGEST_LOGIT, LARGEST_LOGIT)
         filled = tables.to_grid(torch.where(masks, bounded, tables.fill))
         self._log_probs = filled.log_softmax(dim=-1)  # [..., H, M]
         if floor > 0.0:
@@ -76,8 +81,9 @@ class MaskedFactoredCategorical:
     @property
     def num_legal(self) -> Tensor:
         """How many choices each head has, float `[..., H]`."""
-        members = _tables(self.action_space, self.masks.device).members
-        return self.masks.to(members.dtype) @ members
+        if self._num_legal is None:
+            self._num_legal = num_legal(self.action_space, self.masks)
+        return self._num_legal
 
     def kl(self, other: "MaskedFactoredCategorical") -> Tensor:
         """KL(self || other) `[..., H]`, for distributions under the same masks."""
@@ -94,6 +100,12 @@ class MaskedFactoredCategorical:
     def mode(self) -> Tensor:
         """The likeliest choice of every head, `[..., H]`."""
         return self._log_probs.argmax(dim=-1)
+
+
+def num_legal(action_space: FactoredActionSpace, masks: Tensor) -> Tensor:
+    """How many choices each head has, float `[..., H]`, under masks `[..., C]`."""
+    members = _tables(action_space, masks.device).members
+    return masks.to(members.dtype) @ members
 
 
 def decide(
@@ -150,7 +162,7 @@ class _Tables(NamedTuple):
 
     def to_grid(self, filled: Tensor) -> Tensor:
         if self.columns is not None:
-            padded = torch.nn.functional.pad(filled, (0, 1), value=MASKED)
+            padded = pad(filled, (0, 1), value=MASKED)
             filled = padded.index_select(-1, self.columns)
         size = filled.shape[-1] // self.num_heads  # said, so that a batch may be empty
         return filled.view(*filled.shape[:-1], self.num_heads, size)

@@ -42,32 +42,44 @@ class ChoiceChecks(nn.Module):
 
         self.deferred.require(ok, describe)
 
-    def in_range(self, actions: Tensor) -> Tensor:
-        """Stored choices `[R, H]` made safe to look up; `check_stored` reports the others."""
-        return torch.minimum(actions.clamp(min=0), self.last_choices)
+    def in_range(self, actions: Tensor, masks: Tensor, rows: Tensor, max_steps: int) -> Tensor:
+        """Choices read from a rollout `[R, H]`, safe to look up: those out of range are reported.
 
-    def check_stored(
-        self,
-        actions: Tensor,
-        in_range: Tensor,
-        log_probs: Tensor,
-        masks: Tensor,
-        layout: SequenceLayout,
-    ) -> None:
-        """Choices read from a rollout: in range, legal (0 where nothing is), and scored."""
-        log_probs = log_probs.detach()
-        ok = (log_probs > _IMPOSSIBLE) & (in_range == actions)
+        `rows` are their flat positions in it, on the host.
+        """
+        safe = torch.minimum(actions.clamp(min=0), self.last_choices)
 
         def describe(row: int, head: int) -> str:
-            env, step = divmod(int(layout.rows[row]), layout.max_steps)
-            name, action = self.action_space.names[head], int(actions[row, head])
-            where = f"row {row} (env {env}, step {step}), head {name!r}"
-            if log_probs[row, head].isnan():
-                return f"{where}: not finite logits, log-prob {log_probs[row, head]}"
-            legal = masks[row, self.action_space.slices[head]].nonzero()[:, 0].tolist()
-            return f"{where}: action {action} is not legal; legal here: {legal or 'only 0'}"
+            return self._illegal(row, head, actions, masks, rows, max_steps)
 
-        self.deferred.require(ok, describe)
+        self.deferred.require(safe == actions, describe)
+        return safe
+
+    def check_stored(
+        self, actions: Tensor, log_probs: Tensor, masks: Tensor, layout: SequenceLayout
+    ) -> None:
+        """Choices read from a rollout: legal (0 where nothing is), and scored."""
+        log_probs = log_probs.detach()
+
+        def describe(row: int, head: int) -> str:
+            if log_probs[row, head].isnan():
+                where = self._place(row, head, layout.rows, layout.max_steps)
+                return f"{where}: not finite logits, log-prob {log_probs[row, head]}"
+            return self._illegal(row, head, actions, masks, layout.rows, layout.max_steps)
+
+        self.deferred.require(log_probs > _IMPOSSIBLE, describe)
+
+    def _illegal(
+        self, row: int, head: int, actions: Tensor, masks: Tensor, rows: Tensor, max_steps: int
+    ) -> str:
+        legal = masks[row, self.action_space.slices[head]].nonzero()[:, 0].tolist()
+        where = self._place(row, head, rows, max_steps)
+        action = int(actions[row, head])
+        return f"{where}: action {action} is not legal; legal here: {legal or 'only 0'}"
+
+    def _place(self, row: int, head: int, rows: Tensor, max_steps: int) -> str:
+        env, step = divmod(int(rows[row]), max_steps)
+        return f"row {row} (env {env}, step {step}), head {self.action_space.names[head]!r}"
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:

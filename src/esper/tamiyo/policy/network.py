@@ -4,6 +4,9 @@
     decision = policy.act(features, masks, state)                          # one step of N envs
     scores = policy.evaluate(features, actions, masks, layout, initial)    # stored rollouts
 
+A learner that scores parts of a rollout again and again calls `gather` once for all of them and
+`score` for each: what does not depend on weights is then done once.
+
 Features pass an encoder, then the core (an LSTM); heads and value read the core state, which is
 the LSTM's output plus its input: what the present observation says reaches them from the first
 update on, and the LSTM only has to learn what the past adds.
@@ -23,9 +26,9 @@ from torch import Tensor, nn
 
 from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
-from esper.leyline.sequences import SequenceLayout
+from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.leyline.stages import LifecycleOp
-from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, decide
+from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, decide, num_legal
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.input_checks import (
     ChoiceChecks,
@@ -72,6 +75,16 @@ class Decision(NamedTuple):
     masks: Tensor  # [N, C]: the rows that applied
     values: Tensor  # [N]
     state: RecurrentState  # after the step
+
+
+class StoredSteps(NamedTuple):
+    """Steps of a rollout as `score` reads them, in the order of `SequenceLayout.rows`."""
+
+    features: Tensor  # [R, F]
+    actions: Tensor  # [R, H], all in range
+    masks: Tensor  # [R, C]
+    num_legal: Tensor  # [R, H]
+    initial: RecurrentState  # of the packed episodes, [episodes, L, hidden]
 
 
 class Evaluation(NamedTuple):
@@ -197,25 +210,46 @@ class FactoredRecurrentActorCritic(nn.Module):
         `[N, L, hidden]`, every other one from zeros. `masks` `[N, T, C]` are the rows that
         applied; the stored choices are what later heads are given.
         """
-        self._check_rollout(features, actions, masks, layout, initial)
-        stored, masks = layout.take(actions), layout.take(masks)
-        actions = self.choice_checks.in_range(stored)
+        parts = SequenceParts((layout,))
+        (steps,) = self.gather(features, actions, masks, parts, initial)
+        return self.score(steps, layout)
+
+    def gather(
+        self,
+        features: Tensor,
+        actions: Tensor,
+        masks: Tensor,
+        parts: SequenceParts,
+        initial: RecurrentState,
+    ) -> tuple[StoredSteps, ...]:
+        """The steps of each part of a rollout, to be scored; arguments as those of `evaluate`."""
+        self._check_rollout(features, actions, masks, parts, initial)
+        taken, masks = parts.take(actions), parts.take(masks)
+        actions = self.choice_checks.in_range(taken, masks, parts.rows, parts.layouts[0].max_steps)
+        per_step = (parts.take(features), actions, masks, num_legal(self.action_space, masks))
+        states = (parts.split_episodes(parts.initial(state)) for state in initial)
+        fields = (*map(parts.split_rows, per_step), map(RecurrentState, *states))
+        return tuple(map(StoredSteps, *fields))
+
+    def score(self, steps: StoredSteps, layout: SequenceLayout) -> Evaluation:
+        """Scores what `gather` gave for a layout."""
         with full_precision(self.device):
-            encoded, scene = self.heads.encode(layout.take(features))
-            core = encoded + self._unroll(encoded, layout, initial)
+            encoded, scene = self.heads.encode(steps.features)
+            core = encoded + self._unroll(encoded, layout, steps.initial)
             first_logits, values = self._read(core)
             later_logits = [
-                self.heads.logits(run, core, scene, actions)
+                self.heads.logits(run, core, scene, steps.actions)
                 for run in range(1, len(self.action_space.runs))
             ]
         distribution = MaskedFactoredCategorical(
             self.action_space,
             torch.cat([first_logits, *later_logits], dim=-1) if later_logits else first_logits,
-            masks,
+            steps.masks,
+            num_legal=steps.num_legal,
             floor=self.config.floor,
         )
-        log_probs = distribution.log_prob(actions)
-        self.choice_checks.check_stored(stored, actions, log_probs, masks, layout)
+        log_probs = distribution.log_prob(steps.actions)
+        self.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
         entropies = distribution.entropy()
         return Evaluation(
             log_probs,
@@ -239,13 +273,13 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def _unroll(self, encoded: Tensor, layout: SequenceLayout, initial: RecurrentState) -> Tensor:
         """The LSTM's output `[R, hidden]` for rows `[R, hidden]` in packed order."""
-        h, c = (layout.initial(stored).transpose(0, 1).contiguous() for stored in initial)
+        h, c = (state.transpose(0, 1).contiguous() for state in initial)
         return packed_lstm(self.core, encoded, layout, (h, c))
 
     def _read(self, core: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the first run of heads `[B, choices]` and values `[B]`."""
-        both = self.readout(core)
-        return both[:, :-1], both[:, -1]
+        logits, values = self.readout(core).split([self.readout.out_features - 1, 1], dim=-1)
+        return logits, values.squeeze(-1)
 
     def _check_step(self, features: Tensor, state: RecurrentState) -> None:
         num_envs = len(features)
@@ -262,16 +296,17 @@ class FactoredRecurrentActorCritic(nn.Module):
         features: Tensor,
         actions: Tensor,
         masks: Tensor,
-        layout: SequenceLayout,
+        parts: SequenceParts,
         initial: RecurrentState,
     ) -> None:
+        layout = parts.layouts[0]
         space, rollout = self.action_space, (layout.num_envs, layout.max_steps)
         heads = f"N, T, {sizes_by_name(space)}"
         check_shape("features", features, (*rollout, self.feature_size), "N, T, F")
         check_shape("actions", actions, (*rollout, space.num_heads), heads)
         check_shape("masks", masks, (*rollout, space.num_choices), heads)
         self._check_state(initial, layout.num_envs)
-        if layout.num_episodes == 0:
+        if any(layout.num_episodes == 0 for layout in parts.layouts):
             raise ValueError("the layout holds no episode; there is nothing to score")
 
 
