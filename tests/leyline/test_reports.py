@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from tamiyo.random_reports import random_reports
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.reports import Reports
 
@@ -28,14 +29,36 @@ def test_selected_reports_are_those_of_the_envs_in_their_order() -> None:
         assert torch.equal(selected.nan_to_num(), whole[[3, 0]].nan_to_num()), entry.name
 
 
-def test_a_move_keeps_every_value() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_move_keeps_every_value(device: str) -> None:
     reports = random_reports(3)
-    moved = reports.to("cpu")
+    there = reports.to(device)
+    assert there.device.type == device
+    moved = there.to("cpu")
     assert moved.device == torch.device("cpu")
     assert all(
         torch.equal(getattr(moved, e.name).nan_to_num(), getattr(reports, e.name).nan_to_num())
         for e in fields(Reports)
     )
+
+
+def test_a_move_to_another_device_is_one_copy() -> None:
+    reports = random_reports(3)
+    with CountCopies() as ops:  # the meta device stands for a GPU: same path, no data
+        moved = reports.to("meta")
+    assert ops.count == 1
+    for entry in fields(Reports):
+        here, there = getattr(reports, entry.name), getattr(moved, entry.name)
+        assert there.device.type == "meta", entry.name
+        assert (there.shape, there.dtype) == (here.shape, here.dtype), entry.name
+
+
+class CountCopies(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func.overloadpacket == torch.ops.aten._to_copy
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 25, 1000])

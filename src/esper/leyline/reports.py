@@ -116,7 +116,21 @@ class Reports:
         return self.step / (self.step + self.steps_left).clamp(min=1)
 
     def to(self, device: torch.device | str) -> "Reports":
-        return Reports(**{e.name: getattr(self, e.name).to(device) for e in fields(self)})
+        """The reports on a device: one copy for all fields, and no wait for a GPU to take it."""
+        device = torch.device(device)
+        if device.type == self.device.type and device.index in (None, self.device.index):
+            return self
+        values = {entry.name: getattr(self, entry.name).contiguous() for entry in fields(self)}
+        names = sorted(values, key=lambda name: -values[name].itemsize)  # keeps all aligned
+        parts = [values[name].flatten().view(torch.uint8) for name in names]
+        sizes = [len(part) for part in parts]
+        to_gpu = device.type == "cuda" and self.device.type == "cpu"
+        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device, pin_memory=to_gpu)
+        torch.cat(parts, out=packed)
+        moved = torch.split(packed.to(device, non_blocking=to_gpu), sizes)
+        for name, part in zip(names, moved, strict=True):
+            values[name] = part.view(values[name].dtype).view(values[name].shape)
+        return Reports(**values)
 
     def select(self, env_ids: Tensor) -> "Reports":
         """The reports of some envs, in the order of `env_ids`."""
