@@ -28,6 +28,7 @@ from esper.leyline.constants import (
 )
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout
+from esper.simic.agent.field_arena import FieldArena
 from esper.simic.agent.gae import compute_gae
 
 ADVANTAGE_STD_FLOOR = 1e-8
@@ -54,7 +55,9 @@ class TamiyoRolloutStep(NamedTuple):
 
     def select(self, envs: Tensor) -> "TamiyoRolloutStep":
         """The step of some envs of a batch, by their places in it."""
-        parts = (None if part is None else part[envs.to(part.device)] for part in self)
+        devices = {part.device for part in self if part is not None}
+        places = {device: envs.to(device, non_blocking=True) for device in devices}
+        parts = (None if part is None else part[places[part.device]] for part in self)
         return TamiyoRolloutStep(*parts)  # type: ignore[arg-type]
 
 
@@ -128,8 +131,8 @@ class TamiyoRolloutBuffer:
             "initial_hidden_h": (torch.float32, (num_envs, *hidden)),
             "initial_hidden_c": (torch.float32, (num_envs, *hidden)),
         }
-        self._arena = _Arena(stored, self.device)
-        self._hidden_arena = _Arena(hidden_fields, self.device)
+        self._arena = FieldArena(stored, self.device)
+        self._hidden_arena = FieldArena(hidden_fields, self.device)
         fields = self._arena.views | self._hidden_arena.views
         self._rows = {s.name: fields[s.name].flatten(0, 1) for s in self._step_specs}
         self._fields = fields
@@ -322,7 +325,8 @@ class TamiyoRolloutBuffer:
         values, num_rows = {}, len(envs)
         for spec, value in zip(self._step_specs, step, strict=True):
             if value is None and spec.name == "bootstrap_values":
-                value = torch.full((num_rows,), torch.nan)  # found later where it is needed
+                # found later where it is needed
+                value = torch.full((num_rows,), torch.nan, device=self.device)
             values[spec.name] = self._checked_value(spec, torch.as_tensor(value), num_rows)
         if self.device.type == "cpu":
             self._refuse_empty_masks(values["masks"], envs)
@@ -460,43 +464,3 @@ def _step_specs(
         _StepSpec("hidden_h", "hidden_h", number, hidden, "Lh", ", L layers, h hidden units"),
         _StepSpec("hidden_c", "hidden_c", number, hidden, "Lh", ", L layers, h hidden units"),
     )
-
-
-class _Arena:
-    """One allocation that holds several tensors, each contiguous."""
-
-    ALIGNMENT = 64  # bytes: a cache line, and more than any dtype or vector load asks for
-
-    def __init__(
-        self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
-    ):
-        self._fields = fields
-        self._offsets: list[int] = []
-        size = 0
-        for dtype, shape in fields.values():
-            self._offsets.append(size)
-            num_bytes = math.prod(shape) * dtype.itemsize
-            size += -(-num_bytes // self.ALIGNMENT) * self.ALIGNMENT
-        # pinned memory is copied to a GPU at full speed
-        pinned = device.type == "cpu" and torch.cuda.is_available()
-        self._storage = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
-        self.views = self._views_of(self._storage)
-
-    def views_on(self, device: torch.device) -> dict[str, Any]:
-        """The fields on `device`, after at most one copy."""
-        if _same_device(device, self._storage.device):
-            return self.views
-        # the host waits: this storage is about to be read, or written again
-        return self._views_of(self._storage.to(device))
-
-    def _views_of(self, storage: Tensor) -> dict[str, Any]:
-        views = {}
-        for (name, (dtype, shape)), offset in zip(self._fields.items(), self._offsets, strict=True):
-            num_bytes = math.prod(shape) * dtype.itemsize
-            views[name] = storage[offset : offset + num_bytes].view(dtype).view(shape)
-        return views
-
-
-def _same_device(asked: torch.device, have: torch.device) -> bool:
-    """Whether "cuda" asks for the "cuda:0" we have."""
-    return asked.type == have.type and asked.index in (None, have.index)
