@@ -85,7 +85,7 @@ class GrowthTraining:
     # -- telemetry ----------------------------------------------------------------------------
 
     def _record(self, episodes: Episodes, learned: dict[str, float]) -> RoundRecord:
-        rollout = self.trainer.buffer.get_batched_sequences("cpu")
+        rollout = self.trainer.buffer.get_batched_sequences()
         garden, observed = self.environment.garden, self._observed_envs()
         return RoundRecord(
             round=self.rounds_done,
@@ -97,15 +97,15 @@ class GrowthTraining:
             scores=episodes.scores,
             rolled_back=episodes.rolled_back,
             step_counts=self.trainer.buffer.step_counts.clone(),
-            actions=rollout.actions.clone(),
-            legal=rollout.masks.clone(),
+            actions=rollout.actions.to("cpu", copy=True),
+            legal=rollout.masks.to("cpu", copy=True),
             cost_params=episodes.cost_params,
             accuracy=episodes.accuracy,
             added_params=episodes.added_params,
-            rewards=rollout.rewards.clone(),
-            values=rollout.values.clone(),
+            rewards=rollout.rewards.to("cpu", copy=True),
+            values=rollout.values.to("cpu", copy=True),
             observed_envs=observed,
-            observations=rollout.states[observed],
+            observations=rollout.states[observed.to(rollout.states.device)].cpu(),
         )
 
     def _metrics(self, episodes: Episodes, learned: dict[str, float]) -> dict[str, float]:

@@ -109,8 +109,11 @@ class VectorizedTrainer:
                 hidden_h=state.h,
                 hidden_c=state.c,
             )
-            env_ids = running.nonzero().squeeze(1)  # envs that are over sit out
-            buffer.add_batch(step.select(env_ids), env_ids)
+            if running.all():
+                buffer.add_batch(step)
+            else:  # envs that are over sit out
+                env_ids = running.nonzero().squeeze(1)
+                buffer.add_batch(step.select(env_ids), env_ids)
             owed += torch.where(running & ~outcome.rolled_back, 0.0, usual)
             running &= ~(outcome.terminated | outcome.truncated)
             state = decision.state
