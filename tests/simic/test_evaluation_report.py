@@ -169,16 +169,17 @@ def candidates(budget, rng_seed=0):
 
 
 def test_a_budget_buys_distinct_hosts_beside_the_frontier():
-    """By hand: 1-1 and 2-2 with and without norm cost 2, 3, 4, 5, and 1-2 costs 3: 17. There are
-    1-2 with norm, which costs 4, and 2-1, which costs 3 or 4 with norm: 11."""
-    first = {((1, 1), False), ((1, 1), True), ((2, 2), False), ((2, 2), True), ((1, 2), False)}
+    """By hand: 1-1, 2-2 and 1-2 cost 2, 4 and 3, with norm one more: 21. That leaves 2-1, which
+    costs 3 and 4."""
+    first = set(product([(1, 1), (2, 2), (1, 2)], [False, True]))
     assert {(h.widths, h.norm) for h in candidates(0.0)} == first
-    assert len(candidates(17 + 2.9)) == 5
-    assert len(candidates(17 + 11)) == len(candidates(1e9)) == 8
+    assert len(candidates(21 + 2.9)) == 6
+    assert len(candidates(21 + 7)) == len(candidates(1e9)) == 8
     for rng_seed in range(5):
-        hosts = candidates(17 + 7.5, rng_seed)
-        assert len(hosts) == len(set(hosts)) == 7 - (sum(map(by_widths, hosts)) < 24)
-    assert len({candidates(17 + 4.5, rng_seed) for rng_seed in range(9)}) > 1
+        *others, last = candidates(21 + 4.5, rng_seed)
+        assert len(others) == 6
+        assert last.widths == (2, 1)
+    assert len({candidates(21 + 4.5, rng_seed) for rng_seed in range(9)}) == 2
 
 
 def test_static_hosts_are_the_same_whatever_trains_beside_them(report):

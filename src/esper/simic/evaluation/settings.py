@@ -28,7 +28,7 @@ class EvaluationConfig:
     """Constant plans searched, on types trained on and on the types judged on."""
     finalists: int = 4
     """Plans of each type and rent that are trained once more, on other hosts, before one is chosen."""
-    frontier_widths: tuple[int, ...] = (4, 6, 8, 10, 12, 16, 20, 24)
+    frontier_widths: tuple[int, ...] = (4, 6, 8, 10, 12, 16, 20, 24, 32)
     """Static hosts of one width, each with and without norm: the frontier."""
     width_search_share: float = 1.0
     """Of the arithmetic of a controller's training: what a search over static hosts of mixed widths
@@ -76,7 +76,7 @@ PRESETS: dict[str, EvaluationConfig] = {
         num_plans=5,
         finalists=1,
         frontier_widths=(4, 6, 8, 12, 16),
-        width_search_share=0.06,
+        width_search_share=0.05,
         garden=None,
     ),
     # one GPU, some minutes: 264 hosts an arm
@@ -88,7 +88,7 @@ PRESETS: dict[str, EvaluationConfig] = {
         heuristic_scales=(1.0,),
         num_plans=16,
         finalists=2,
-        width_search_share=0.05,
+        width_search_share=0.02,  # what the controller's training took was paid elsewhere
     ),
 }
 

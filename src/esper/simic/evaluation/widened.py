@@ -5,7 +5,7 @@ of them together are a search over widths: what the arithmetic that a controller
 buys somebody who tries sizes instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -142,13 +142,15 @@ def candidate_widths(
     budget: float,
     generator: torch.Generator,
 ) -> tuple[WidenedHost, ...]:
-    """The frontier and some hosts as they are; then others of the frontier's widths, in random
-    order, as many as a budget pays for beside those."""
-    norms = (False, True)
-    every = [WidenedHost(w, norm) for w in product(uniform, repeat=len(also[0])) for norm in norms]
-    first = [host for host in every if host.is_uniform]
-    first += [WidenedHost(widths, False) for widths in also]
-    hosts = dict.fromkeys(first)
+    """The frontier and some others' widths; then more of the frontier's widths, mixed, in random
+    order, as many as a budget pays for beside those. All are there with and without norm."""
+
+    def both(widths: Iterable[tuple[int, ...]]) -> list[WidenedHost]:
+        return [WidenedHost(w, norm) for w in widths for norm in (False, True)]
+
+    num_layers = len(also[0])
+    every = both(product(uniform, repeat=num_layers))
+    hosts = dict.fromkeys([*both((width,) * num_layers for width in uniform), *both(also)])
     left = budget - sum(map(cost, hosts))
     for number in torch.randperm(len(every), generator=generator).tolist():
         host = every[number]
