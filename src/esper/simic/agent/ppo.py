@@ -225,7 +225,7 @@ class PPOAgent:
                 measured["gradient_norm"] = norm
                 # the fused step leaves weights alone where this is 1, without a wait: they stay
                 # finite, so that the next minibatch can be scored, until the update is undone
-                self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+                self.optimizer.found_inf = (~(norm < torch.inf)).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
                 meter.add(measured)
             kl, is_finite = meter.close_epoch()  # the one wait for the device in a pass
@@ -327,16 +327,16 @@ def ppo_loss(
     config: PPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a minibatch, and what there is to say about it."""
-    num_legal = evaluation.distribution.num_legal
+    legal = evaluation.distribution.legal
     # steps with a single legal action had nothing to decide: they teach the critic only
-    decided = (num_legal > 1).any(dim=-1).float()
+    decided = legal.decides
     share = decided / decided.sum().clamp_min(1.0)  # of a row in the mean over those that decided
 
     log_ratios = evaluation.log_probs - rows.log_probs  # 0 for heads that did not matter
     joint = log_ratios.sum(dim=-1)
     gain = rows.advantages.unsqueeze(-1)
     if config.clip_per_head:
-        gain = gain * (num_legal > 0)
+        gain = gain * (legal.counts > 0)
     else:
         log_ratios = joint.unsqueeze(-1)
     ratios = log_ratios.exp()

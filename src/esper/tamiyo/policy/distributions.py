@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardtanh, pad
+from torch.nn.functional import hardtanh
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 
@@ -31,8 +31,8 @@ class MaskedFactoredCategorical:
 
     `logits` and `masks` are `[..., C]`. With `floor`, each head is mixed with the uniform
     distribution over its legal choices: p' = (1 - floor) p + floor / k. Sampling and scoring see
-    the same p'. `num_legal` is what the function of that name makes of the masks, for a caller who
-    has it already. Values are not checked here (they may lie on a device): a NaN logit gives NaN.
+    the same p'. A caller who scores under the same masks again and again makes `legal` of them
+    once and passes it along. Values are not checked here (they may lie on a device): a NaN logit gives NaN.
     """
 
     def __init__(
@@ -41,17 +41,18 @@ class MaskedFactoredCategorical:
         logits: Tensor,
         masks: Tensor,
         *,
-        num_legal: Tensor | None = None,
+        legal: "LegalChoices | None" = None,
         floor: float = 0.0,
     ):
         _check_packed(action_space, logits, masks, floor)
         self.action_space = action_space
         self.masks = masks
-        self._num_legal = num_legal
+        self._legal = legal
         tables = _tables(action_space, logits.device)
         # a clamp whose gradient is one operation
         bounded = hardtanh(logits.float(), -LARGEST_LOGIT, LARGEST_LOGIT)
-        filled = tables.to_grid(torch.where(masks, bounded, tables.fill))
+        is_legal = tables.mask_grid(masks) if legal is None else legal.grid
+        filled = torch.where(is_legal, tables.to_grid(bounded), tables.fill)
         self._log_probs = filled.log_softmax(dim=-1)  # [..., H, M]
         if floor > 0.0:
             self._log_probs = _mix_with_uniform(filled, self._log_probs, floor)
@@ -76,14 +77,14 @@ class MaskedFactoredCategorical:
     def normalize(self, entropies: Tensor) -> Tensor:
         """What `entropy` returned as `normalized_entropy` returns it."""
         # with one legal choice the entropy is exactly 0, whatever it is divided by
-        return entropies / self.num_legal.clamp(min=2.0).log()
+        return entropies / self.legal.log_counts
 
     @property
-    def num_legal(self) -> Tensor:
-        """How many choices each head has, float `[..., H]`."""
-        if self._num_legal is None:
-            self._num_legal = num_legal(self.action_space, self.masks)
-        return self._num_legal
+    def legal(self) -> "LegalChoices":
+        """What there is to choose from."""
+        if self._legal is None:
+            self._legal = LegalChoices.under(self.masks, self.action_space)
+        return self._legal
 
     def kl(self, other: "MaskedFactoredCategorical") -> Tensor:
         """KL(self || other) `[..., H]`, for distributions under the same masks."""
@@ -102,10 +103,20 @@ class MaskedFactoredCategorical:
         return self._log_probs.argmax(dim=-1)
 
 
-def num_legal(action_space: FactoredActionSpace, masks: Tensor) -> Tensor:
-    """How many choices each head has, float `[..., H]`, under masks `[..., C]`."""
-    members = _tables(action_space, masks.device).members
-    return masks.to(members.dtype) @ members
+class LegalChoices(NamedTuple):
+    """What masks `[..., C]` say whatever the logits are."""
+
+    grid: Tensor  # bool [..., H, M]: the masks, with a row for each head
+    counts: Tensor  # float [..., H]: how many choices each head has
+    log_counts: Tensor  # [..., H]: the entropy of an even choice; log 2 where there is no choice
+    decides: Tensor  # float [...]: 1 where some head has more than one choice, 0 elsewhere
+
+    @classmethod
+    def under(cls, masks: Tensor, action_space: FactoredActionSpace) -> "LegalChoices":
+        grid = _tables(action_space, masks.device).mask_grid(masks)
+        counts = grid.sum(dim=-1, dtype=torch.float32)
+        log_counts = counts.clamp(min=2.0).log()
+        return cls(grid, counts, log_counts, (counts > 1).any(dim=-1).float())
 
 
 def decide(
@@ -156,16 +167,20 @@ class _Tables(NamedTuple):
     """Constants of an action space on a device."""
 
     num_heads: int
-    columns: Tensor | None  # [H * M]: where the grid's entries lie among [..., C + 1]; None: as is
-    fill: Tensor  # [C]: what a masked choice's logit is replaced by
-    members: Tensor  # [C, H]: 1 where a choice belongs to a head
+    columns: Tensor | None  # [H * M]: where the grid's entries lie in [..., C]; None: as they are
+    is_choice: Tensor  # [H, M]: False behind a head's last choice, where a column is any one
+    fill: Tensor  # [H, M]: what a masked choice's logit is replaced by
 
-    def to_grid(self, filled: Tensor) -> Tensor:
+    def to_grid(self, packed: Tensor) -> Tensor:
+        """`[..., C]` as `[..., H, M]`; what lies behind a head's last choice means nothing."""
         if self.columns is not None:
-            padded = pad(filled, (0, 1), value=MASKED)
-            filled = padded.index_select(-1, self.columns)
-        size = filled.shape[-1] // self.num_heads  # said, so that a batch may be empty
-        return filled.view(*filled.shape[:-1], self.num_heads, size)
+            packed = packed.index_select(-1, self.columns)
+        size = packed.shape[-1] // self.num_heads  # said, so that a batch may be empty
+        return packed.view(*packed.shape[:-1], self.num_heads, size)
+
+    def mask_grid(self, masks: Tensor) -> Tensor:
+        grid = self.to_grid(masks)
+        return grid if self.columns is None else grid & self.is_choice
 
 
 _TABLES: dict[tuple[tuple[int, ...], torch.device], _Tables] = {}
@@ -181,20 +196,19 @@ def _tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
 
 
 def _build_tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
-    sizes, num_choices = action_space.sizes, action_space.num_choices
-    columns = torch.full((len(sizes), max(sizes)), num_choices)
-    fill = torch.full((num_choices,), MASKED, dtype=torch.float32)
-    members = torch.zeros(num_choices, len(sizes), dtype=torch.float32)
-    for head, part in enumerate(action_space.slices):
-        columns[head, : sizes[head]] = torch.arange(part.start, part.stop)
-        fill[part.start] = MASKED / 2
-        members[part, head] = 1.0
+    sizes = action_space.sizes
+    numbers = torch.arange(max(sizes))
+    is_choice = numbers < torch.tensor(sizes).unsqueeze(-1)
+    starts = torch.tensor([part.start for part in action_space.slices])
+    columns = torch.where(is_choice, starts.unsqueeze(-1) + numbers, 0)
+    fill = torch.full(is_choice.shape, MASKED, dtype=torch.float32)
+    fill[:, 0] = MASKED / 2
     is_rectangle = min(sizes) == max(sizes)
     return _Tables(
         len(sizes),
         None if is_rectangle else columns.flatten().to(device),
+        is_choice.to(device),
         fill.to(device),
-        members.to(device),
     )
 
 

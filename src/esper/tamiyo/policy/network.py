@@ -28,7 +28,7 @@ from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.leyline.stages import LifecycleOp
-from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, decide, num_legal
+from esper.tamiyo.policy.distributions import LegalChoices, MaskedFactoredCategorical, decide
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.input_checks import (
     ChoiceChecks,
@@ -83,7 +83,7 @@ class StoredSteps(NamedTuple):
     features: Tensor  # [R, F]
     actions: Tensor  # [R, H], all in range
     masks: Tensor  # [R, C]
-    num_legal: Tensor  # [R, H]
+    legal: LegalChoices
     initial: RecurrentState  # of the packed episodes, [episodes, L, hidden]
 
 
@@ -226,10 +226,16 @@ class FactoredRecurrentActorCritic(nn.Module):
         self._check_rollout(features, actions, masks, parts, initial)
         taken, masks = parts.take(actions), parts.take(masks)
         actions = self.choice_checks.in_range(taken, masks, parts.rows, parts.layouts[0].max_steps)
-        per_step = (parts.take(features), actions, masks, num_legal(self.action_space, masks))
-        states = (parts.split_episodes(parts.initial(state)) for state in initial)
-        fields = (*map(parts.split_rows, per_step), map(RecurrentState, *states))
-        return tuple(map(StoredSteps, *fields))
+        legal = LegalChoices.under(masks, self.action_space)
+        states = (parts.initial(state) for state in initial)
+        return tuple(
+            map(
+                StoredSteps,
+                *map(parts.split_rows, (parts.take(features), actions, masks)),
+                map(LegalChoices, *map(parts.split_rows, legal)),
+                map(RecurrentState, *map(parts.split_episodes, states)),
+            )
+        )
 
     def score(self, steps: StoredSteps, layout: SequenceLayout) -> Evaluation:
         """Scores what `gather` gave for a layout."""
@@ -245,7 +251,7 @@ class FactoredRecurrentActorCritic(nn.Module):
             self.action_space,
             torch.cat([first_logits, *later_logits], dim=-1) if later_logits else first_logits,
             steps.masks,
-            num_legal=steps.num_legal,
+            legal=steps.legal,
             floor=self.config.floor,
         )
         log_probs = distribution.log_prob(steps.actions)
