@@ -182,8 +182,7 @@ def test_a_budget_buys_distinct_hosts_beside_the_frontier():
     assert len({candidates(21 + 4.5, rng_seed) for rng_seed in range(9)}) == 2
 
 
-def test_static_hosts_are_the_same_whatever_trains_beside_them(report):
-    """One at a time, and as many as there is room for."""
+def test_static_hosts_cost_what_was_reckoned_one_by_one_or_side_by_side():
     task = load_task(TRAINED, ("plain", "rows:500"))
     hosts = [WidenedHost(widths, norm=False) for widths in ((4, 4, 4), (8, 4, 4), (4, 8, 8))]
     built = load_hosts(TRAINED, task, tuple(host.widths for host in hosts))
@@ -236,6 +235,9 @@ def test_sizes_have_intervals_and_stages_their_seconds(report):
     watching = report.arms[arms.LEARNED].array("watching_flops").sum()
     share = watching / report.arms[arms.LEARNED].array("training_flops").sum()
     assert f"is {share:.1%} of the training of the learned arm's networks" in text
+    learned = report.arms[arms.LEARNED]
+    networks = learned.search.flops / learned.array("training_flops").mean()
+    assert f"as much as growing {networks:,.0f} networks with it" in text
 
 
 def test_the_width_search_takes_the_best_network_that_is_no_smaller(report):

@@ -91,7 +91,7 @@ class EvaluationReport:
 
     def markdown(self) -> str:
         header, rows = self.rows()
-        lines = ["# Evaluation", "", self.summary(), "", self._legend(), ""]
+        lines = [f"# Evaluation on {self.config.task}", "", self.summary(), "", self._legend(), ""]
         lines += _markdown_table(header, rows)
         lines += ["", self._costs(), "", self._seconds(), "", "## Claims", "", self._coverage(), ""]
         lines += [f"- ({v.letter}) **{v.decision}**: {v.sentence}" for v in self.verdicts]
@@ -192,12 +192,15 @@ class EvaluationReport:
 
     def _costs(self) -> str:
         """What searches took beside what training a controller took, in arithmetic."""
-        controller = self.arms[LEARNED].search.flops
+        learned = self.arms[LEARNED]
+        controller, grown = learned.search.flops, learned.array("training_flops").mean()
         names = (WIDTH_SEARCH, CONSTANT, CONSTANT_PER_TYPE, HEURISTIC)
         parts = [f"{name} {self.arms[name].search.flops / controller:.1%}" for name in names]
         return (
-            f"Training a controller took {controller / 1e12:,.2f} TFLOP; of as much, the searches "
-            f"spent: {', '.join(parts)}. Validation, with all seeds and without each in turn, is "
+            f"Training a controller took {controller / 1e12:,.2f} TFLOP, as much as growing "
+            f"{controller / grown:,.0f} networks with it: grown once, a network costs that and its "
+            "own training; grown more often, its share. Of as much, the searches spent: "
+            f"{', '.join(parts)}. Validation, with all seeds and without each in turn, is "
             f"{self._watching(LEARNED):.1%} of the training of the learned arm's networks and "
             f"{self._watching(HOST_ALONE):.1%} of that of hosts alone."
         )

@@ -88,6 +88,7 @@ PRESETS: dict[str, EvaluationConfig] = {
         heuristic_scales=(1.0,),
         num_plans=16,
         finalists=2,
+        frontier_widths=(4, 8, 12, 16, 24, 32, 40),  # seeds of images are large
         width_search_share=0.02,  # what the controller's training took was paid elsewhere
     ),
 }
