@@ -393,6 +393,18 @@ def test_gradients_are_clipped_to_their_norm():
     torch.testing.assert_close(norm, torch.tensor(1e-3), rtol=1e-3, atol=0)
 
 
+def test_statistics_that_are_loaded_are_those_that_scale():
+    normalizer, other = RunningNormalizer(1), RunningNormalizer(1)
+    other.update(torch.tensor([[1.0], [5.0]]))
+    values = torch.tensor([[4.0]])
+    assert normalizer.normalize(values) == 4.0
+    normalizer.load_state_dict(other.state_dict())
+    torch.testing.assert_close(normalizer.normalize(values), torch.tensor([[0.5]]))
+    torch.testing.assert_close(normalizer.denormalize(values), torch.tensor([[11.0]]))
+    normalizer.update(torch.tensor([[3.0], [3.0]]))
+    torch.testing.assert_close(normalizer.denormalize(values), torch.tensor([[3 + 4 * 2**0.5]]))
+
+
 def test_far_outliers_are_clipped_once_there_are_statistics():
     normalizer = RunningNormalizer(1, limit=10.0)
     assert normalizer.normalize(torch.tensor([[50.0]])) == 50.0

@@ -1,5 +1,7 @@
 """Running mean and variance of a stream of rows, kept on the device of the stream."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,7 @@ class RunningNormalizer(nn.Module):
         self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self._scales: dict[tuple[torch.device, torch.dtype], _Scale] = {}
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
@@ -42,14 +45,30 @@ class RunningNormalizer(nn.Module):
         self.mean.add_(share * delta)
         self.count.copy_(total)
         self.bound.fill_(self.limit)
+        self._scales.clear()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._scales.clear()
+        return super().load_state_dict(*args, **kwargs)
 
     def normalize(self, values: Tensor) -> Tensor:
-        scaled = (values - self.mean.to(values.dtype)) / self._std().to(values.dtype)
-        bound = self.bound.to(values.dtype)
-        return scaled.clamp(-bound, bound)
+        scale = self._scale(values.dtype)
+        return ((values - scale.mean) / scale.std).clamp(-scale.bound, scale.bound)
 
     def denormalize(self, values: Tensor) -> Tensor:
-        return values * self._std().to(values.dtype) + self.mean.to(values.dtype)
+        scale = self._scale(values.dtype)
+        return torch.addcmul(scale.mean, values, scale.std)
 
-    def _std(self) -> Tensor:
-        return (self.variance + self.epsilon).sqrt()
+    def _scale(self, dtype: torch.dtype) -> "_Scale":
+        """The statistics as they are used; kept until they change."""
+        key = (self.mean.device, dtype)
+        if key not in self._scales:
+            std = (self.variance + self.epsilon).sqrt()
+            self._scales[key] = _Scale(*(t.to(dtype) for t in (self.mean, std, self.bound)))
+        return self._scales[key]
+
+
+class _Scale(NamedTuple):
+    mean: Tensor
+    std: Tensor
+    bound: Tensor

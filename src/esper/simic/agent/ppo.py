@@ -169,7 +169,7 @@ class PPOAgent:
         if layout.num_rows == 0:
             raise ValueError("the rollout holds no steps to learn from")
 
-        before = copy.deepcopy(self.state_dict())
+        before = self._snapshot()
         self._set_learning_rate(progress)
         returns = layout.take(batch.returns)
         if config.normalize_values:
@@ -227,7 +227,7 @@ class PPOAgent:
                 # finite, so that the next minibatch can be scored, until the update is undone
                 self.optimizer.found_inf = (~(norm < torch.inf)).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
-                meter.add(measured)
+                meter.add(measured, evaluation, rows)
             kl, is_finite = meter.close_epoch()  # the one wait for the device in a pass
             if not is_finite:
                 return ppo_epoch + 1, False
@@ -282,6 +282,15 @@ class PPOAgent:
             "value_normalizer": self.value_normalizer.state_dict(),
             "failed_updates": self.failed_updates,
         }
+
+    def _snapshot(self) -> dict[str, Any]:
+        """A copy of `state_dict`; weights and their moments are copied together."""
+        state = self.state_dict()
+        moments = state["optimizer"]["state"].values()
+        many = [*state["policy"].values(), *(m for each in moments for m in each.values())]
+        copies = [torch.empty_like(tensor) for tensor in many]
+        torch._foreach_copy_(copies, many)
+        return copy.deepcopy(state, {id(t): c for t, c in zip(many, copies, strict=True)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.policy.load_state_dict(state["policy"])
@@ -351,10 +360,9 @@ def ppo_loss(
     loss = torch.add(policy_loss, value_loss, alpha=config.value_coefficient)
     loss = torch.sub(loss, entropy_bonus, alpha=config.entropy_coefficient)
     with torch.no_grad():
-        change = joint.expm1()
         is_outside = (ratios != limits).any(dim=-1)
         # Schulman's k3 estimate of the KL
-        kl, clip_fraction = torch.stack([change - joint, is_outside.float()]) @ share
+        kl, clip_fraction = torch.stack([joint.expm1() - joint, is_outside.float()]) @ share
         measured = {
             "loss": loss.detach(),
             "policy_loss": policy_loss.detach(),
@@ -362,7 +370,6 @@ def ppo_loss(
             "kl": kl,
             "clip_fraction": clip_fraction,
             "decided_fraction": decided.mean(),
-            "ratio_error": change.abs().max(),
         }
         for kind, values in (
             ("entropy", evaluation.entropies),
@@ -402,16 +409,22 @@ class _Meter:
         self._open: list[Tensor] = []  # this pass over the rollout, one [metrics] row a minibatch
         self._closed: list[Tensor] = []
 
-    def add(self, measured: dict[str, Tensor]) -> None:
-        self._names = list(measured)
+    def add(self, measured: dict[str, Tensor], evaluation: Evaluation, rows: RolloutRows) -> None:
+        if not self._names:
+            # before the first optimiser step every ratio is 1, or acting and scoring differ
+            log_ratios = (evaluation.log_probs.detach() - rows.log_probs).sum(dim=-1)
+            self._first_ratio_error = log_ratios.expm1().abs().max()
+            self._names = list(measured)
         self._open.append(torch.stack(list(measured.values())))
 
     def close_epoch(self) -> tuple[float, bool]:
         """Mean KL of the pass, and whether all its losses and gradients were finite."""
         rows = torch.stack(self._open)
-        losses = rows[:, [self._names.index(n) for n in ("loss", "gradient_norm")]]
-        kl = rows[:, self._names.index("kl")].mean()
-        mean_kl, is_finite = torch.stack([kl, losses.isfinite().all()]).tolist()
+        loss, norm, kl = (
+            rows[:, self._names.index(name)] for name in ("loss", "gradient_norm", "kl")
+        )
+        is_finite = torch.stack([loss, norm]).isfinite().all()
+        mean_kl, is_finite = torch.stack([kl.mean(), is_finite]).tolist()
         self._closed.append(rows)
         self._open = []
         return mean_kl, bool(is_finite)
@@ -419,7 +432,5 @@ class _Meter:
     def means(self) -> dict[str, float]:
         rows = torch.cat(self._closed)
         means = dict(zip(self._names, rows.mean(dim=0).tolist(), strict=True))
-        # before the first optimiser step every ratio is 1, or acting and scoring differ
-        means["first_ratio_error"] = float(rows[0, self._names.index("ratio_error")])
-        del means["ratio_error"]
+        means["first_ratio_error"] = float(self._first_ratio_error)
         return means
