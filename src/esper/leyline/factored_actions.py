@@ -27,6 +27,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
+from esper.leyline.device_constant import multiples
 from esper.leyline.stages import LifecycleOp
 
 
@@ -238,10 +239,9 @@ class ActionMasks:
         sizes = [self.action_space.sizes[g] for g in given]
         combination = chosen[0].long()
         for size, choice in zip(sizes[1:], chosen[1:], strict=True):
-            combination = combination * size + choice
+            combination = torch.add(choice, combination, alpha=size)
         # the rows of env n begin at n * (number of combinations)
-        each = math.prod(sizes)
-        first = torch.arange(0, self.num_envs * each, each, device=self.device)
+        first = multiples(math.prod(sizes), self.num_envs, self.device)
         return mask.reshape(-1, mask.shape[-1]).index_select(0, first + combination)
 
     def applied(self, actions: Tensor) -> Tensor:

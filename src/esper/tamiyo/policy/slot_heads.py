@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from esper.leyline.device_constant import multiples
 from esper.leyline.factored_actions import FactoredActionSpace, tamiyo_action_space
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.features import FeatureLayout
@@ -89,8 +90,7 @@ class SlotHeads(nn.Module):
             logits: Tensor = self.slot_pointer(core + self.slot_op(op), slots)
             return logits
         num_rows, num_slots = slots.shape[:2]
-        first = torch.arange(0, num_rows * num_slots, num_slots, device=slots.device)
-        chosen = first + actions[:, _SLOT]
+        chosen = multiples(num_slots, num_rows, slots.device) + actions[:, _SLOT]
         slot = slots.flatten(0, 1).index_select(0, chosen)
         menu = blueprints.flatten(0, 1).index_select(0, chosen)
         where = (self.where_core(core) + self.where_op(op) + self.where_slot(slot)).tanh()
