@@ -48,7 +48,8 @@ def main() -> None:
     tasks, settings = asked.tasks, EVALUATIONS[asked.preset]
     config, num_controllers = PRESETS[asked.preset], asked.rng_seeds
     if asked.quick:
-        tasks, settings = [TRAINED_ON], replace(EVALUATIONS["quick"], num_widths=1, num_plans=2)
+        fewest = {"num_widths": 1, "repeats": 2, "num_plans": 2, "learning_rates": (2e-2,)}
+        tasks, settings = [TRAINED_ON], replace(EVALUATIONS["quick"], **fewest)
         config, num_controllers = replace(PRESETS["quick"], rounds=1), 1
     bars: dict[str, dict[str, object]] = {}
     files = asked.controllers or []
