@@ -302,6 +302,13 @@ def test_candidates_begin_with_no_seeds_and_differ():
     assert grown.max() == 3
     assert plans.blueprint.max() == 8
     assert len({plans.describe(i, names) for i in range(60)}) > 50
+    everywhere = {plans.describe(i, names) for i in range(1, 10)}
+    expected = {
+        ", ".join(f"{name} in slot {slot} at step 0" for slot in range(3)) for name in names
+    }
+    assert everywhere == expected
+    few = candidate_plans(5, 3, 9, 25, torch.Generator().manual_seed(0))
+    assert [few.describe(i, names) in expected for i in range(5)] == [0, 1, 0, 0, 0]
     one = Plans(torch.tensor([[NEVER, 2]]), torch.tensor([[0, 1]]))
     assert one.describe(0, names) == "b1 in slot 1 at step 2"
 

@@ -17,6 +17,7 @@ from esper.tamiyo.scripted import follow_plan
 
 NEVER = 1 << 30
 LATEST_START = 3  # a plan starts within the first third of training
+UNIFORM_SHARE = 0.25  # at most, of the plans: one blueprint in every slot
 RAMP_STEPS = 2
 FIRST_RNG_SEED, FINAL_RNG_SEED = 1, 4  # hosts to choose on are not those to judge on
 
@@ -45,7 +46,10 @@ class Plans:
 def candidate_plans(
     count: int, num_slots: int, num_blueprints: int, num_steps: int, generator: torch.Generator
 ) -> Plans:
-    """The plan without seeds, and random ones: one or more seeds, most of them from the start."""
+    """The plan without seeds, some with a blueprint in every slot from the start, and random ones.
+
+    Random plans have one or more seeds, three in four of them from the start.
+    """
     shape = (count, num_slots)
 
     def draw(below: int, *size: int) -> Tensor:
@@ -56,7 +60,12 @@ def candidate_plans(
     is_grown[0] = False
     is_late = torch.rand(count, 1, generator=generator) < 0.25
     start = torch.where(is_late, draw(max(1, num_steps // LATEST_START), count, 1), 0)
-    return Plans(torch.where(is_grown, start.expand(shape), NEVER), draw(num_blueprints, *shape))
+    step = torch.where(is_grown, start.expand(shape), NEVER)
+    blueprint = draw(num_blueprints, *shape)
+    num_uniform = min(num_blueprints, int(UNIFORM_SHARE * count))
+    uniform = slice(1, 1 + num_uniform)
+    step[uniform], blueprint[uniform] = 0, torch.arange(num_uniform).unsqueeze(1)
+    return Plans(step, blueprint)
 
 
 class PlanPerEnv:
