@@ -108,6 +108,8 @@ class GrowthSimulator:
         per_choice = (num_envs, num_slots, self.num_blueprints)
         seed_params = self.seed_params()
         added = seed_params.sum(dim=-1)
+        positions = torch.linspace(18, 5, num_slots)  # that a convolution runs over: fewer later on
+        seed_macs = positions * seed_params
         is_measured = states.has_seed & (states.total_age > 0)
         history = torch.zeros(num_envs, ACCURACY_HISTORY)
         for k, accuracy in enumerate(self.accuracies[:ACCURACY_HISTORY]):
@@ -125,7 +127,7 @@ class GrowthSimulator:
             host_params=torch.full(per_env, HOST_PARAMS),
             host_macs=torch.full(per_env, HOST_MACS),
             params=HOST_PARAMS + added,
-            macs=HOST_MACS + 10 * added,
+            macs=HOST_MACS + seed_macs.sum(dim=-1),
             params_left=self.params_budget - added,
             macs_left=torch.full(per_env, torch.inf),
             seeds_left=torch.full(per_env, 100),
@@ -142,7 +144,7 @@ class GrowthSimulator:
             alpha_target=states.alpha_target.float(),
             blueprint=states.blueprint,
             seed_params=seed_params,
-            seed_macs=10 * seed_params,
+            seed_macs=seed_macs,
             site_kind=torch.full(per_slot, int(SiteKind.SERIES)),
             site_width=torch.full(per_slot, 8.0),
             site_depth=torch.linspace(0, 1, num_slots).expand(per_slot),
@@ -154,7 +156,7 @@ class GrowthSimulator:
             contribution_age=torch.zeros(per_slot, dtype=torch.int64),
             fits=torch.ones(per_choice, dtype=torch.bool),
             cost_params=SEED_PARAMS.expand(per_choice),
-            cost_macs=(10 * SEED_PARAMS).expand(per_choice),
+            cost_macs=(positions.unsqueeze(-1) * SEED_PARAMS).expand(per_choice),
             reach=SEED_REACH.expand(per_choice),
             depth=SEED_DEPTH.expand(per_choice),
         )

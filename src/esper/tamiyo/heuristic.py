@@ -1,14 +1,17 @@
 """A strong scripted controller: priors to grow on, evidence to prune on, and an eye on the clock.
 
 1. *Grow* early, in every slot where a seed is likely to pay, the likeliest first. How much a seed
-   should gain is a prior, fitted to measured growth: it rises with the seed's size in the unit of
-   rent, u = log(1 + seed / host), as u^0.7; early slots pay more than late ones, early seeds more
-   than late ones; and a second seed finds part of the first one's gain already taken.
+   should gain is a prior, fitted to measured growth: it rises with the arithmetic that the seed
+   adds, m = log(1 + seed / host) in multiply-adds, as m^0.8; one layer gains less than several,
+   far sight less than near, a late seed less than an early one; and a second seed finds part of
+   the first one's gain already taken. (Once m is known, parameters and the depth of the site tell
+   no more of the gain; parameters are what the rent is for.)
 2. *Prune* what does not pay its rent, once it has been measured at full weight. A counterfactual
    contribution says what a host that has grown used to its seed loses without it, which is more
    than the host would lack had it trained without: contributions therefore say how the gain is
    shared out among the seeds, and the prior says how large it is. A seed whose contribution
-   itself is below its rent is pruned whatever the prior says.
+   itself is below its rent is pruned whatever the prior says. The slot may try again, with
+   another blueprint: where one failed, less than half of their gain is expected of the others.
 3. *Commit* before the end: only committed seeds count. There is no time left to train without a
    seed, so now the contribution is the whole truth, and what does not pay is left uncommitted.
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
@@ -29,13 +33,13 @@ class HeuristicConfig:
     """What the heuristic believes and how it acts. Gains are fractions of accuracy."""
 
     headroom: float = 0.23  # accuracy a host lacks at the end of training, if it does not yet show
-    gain_scale: float = 0.65  # share of the headroom that a seed of u = 1 in the first slot gains
-    gain_exponent: float = 0.7  # how gain rises with u
-    depth_bonus: float = 0.1  # extra share for a seed of more than one layer
-    reach_bonus: float = 0.1  # extra share for a seed that sees every position
-    late_site_loss: float = 0.7  # share of the gain that is lost at the host's last slot
+    gain_scale: float = 0.35  # share of the headroom that a seed of several layers gains at m = 1
+    gain_exponent: float = 0.8  # how gain rises with m
+    single_layer: float = 0.4  # what a seed of one layer gains, as a share of that
+    reach_loss: float = 0.5  # share lost by a seed that sees every position of a series or an image
     late_start_loss: float = 0.8  # share lost by a seed that grows at the very end
-    crowding: float = 8.8  # a gain shrinks to 1 / (1 + crowding * share that other seeds gain)
+    after_failure: float = 0.4  # share still expected in a slot, for each seed that failed there
+    crowding: float = 5.2  # a gain shrinks to 1 / (1 + crowding * share that other seeds gain)
     probe_crowding: float = 0.25  # part of the crowding that counts before seeds are measured
     evidence_weight: float = 0.7  # how far contributions decide who gains what
     optimism: float = 1.0  # standard errors that a contribution gets as the benefit of the doubt
@@ -51,29 +55,23 @@ class HeuristicConfig:
 
 
 class HeuristicController:
-    """Decides for a whole batch; remembers per env which slots have been pruned before."""
+    """Decides for a whole batch; remembers per env which blueprints have failed in which slot."""
 
     def __init__(self, config: HeuristicConfig | None = None):
         self.config = config or HeuristicConfig()
-        self._was_pruned: Tensor | None = None
+        self._failed: Tensor | None = None  # [N, S, B]
+        self._seen: Tensor | None = None  # the blueprint last seen in each slot [N, S], or -1
 
     def begin(self, env_ids: Tensor) -> None:
-        if self._was_pruned is not None:
-            self._was_pruned[env_ids] = False
+        if self._failed is not None and self._seen is not None:
+            self._failed[env_ids] = False
+            self._seen[env_ids] = -1
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
-        if self._was_pruned is None:
-            self._was_pruned = torch.zeros_like(reports.slot_exists)
-        if self._was_pruned.shape != reports.stage.shape:
-            raise ValueError(
-                f"reports of {tuple(reports.stage.shape)} envs and slots, but this controller "
-                f"remembers {tuple(self._was_pruned.shape)}; use one controller per environment"
-            )
-        self._was_pruned |= _is(reports.stage, SeedStage.EMBARGOED)
-        config = self.config
+        config, failed = self.config, self._take_in(reports)
         seeds = judge_seeds(reports, config)
-        growth, blueprint = value_of_growing(reports, masks, seeds, config)
-        worth_growing = (growth > 0) & ~self._was_pruned & _in_time(reports, seeds, config)
+        growth, blueprint = value_of_growing(reports, masks, seeds, failed, config)
+        worth_growing = (growth > 0) & _in_time(reports, seeds, config)
         wishes = (
             *_commit(reports, seeds, config),
             Wish(LifecycleOp.PRUNE, seeds.is_judged & (seeds.net < 0), -seeds.net),
@@ -87,21 +85,42 @@ class HeuristicController:
 
         Gains and rent are in points, hundredths of the accuracy.
         """
+        failed = self._take_in(reports)
         seeds = judge_seeds(reports, self.config)
-        growth, _ = value_of_growing(reports, masks, seeds, self.config)
+        growth, _ = value_of_growing(reports, masks, seeds, failed, self.config)
+        failures = failed.sum(dim=-1)
         names = masks.action_space.names
         ops, slots = (actions[:, names.index(head)].tolist() for head in ("op", "slot"))
         return [
-            _reason(LifecycleOp(op), (env, slot), reports, seeds, growth, self.config)
+            _reason(LifecycleOp(op), (env, slot), reports, seeds, growth, failures, self.config)
             for env, (op, slot) in enumerate(zip(ops, slots, strict=True))
         ]
 
     def memory(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: which slots have been pruned before."""
-        return {} if self._was_pruned is None else {"was_pruned": self._was_pruned}
+        """What a checkpoint keeps: what failed where, and what was seen last."""
+        if self._failed is None or self._seen is None:
+            return {}
+        return {"failed": self._failed, "seen": self._seen}
 
     def recall(self, memory: dict[str, Tensor]) -> None:
-        self._was_pruned = memory.get("was_pruned")
+        self._failed, self._seen = memory.get("failed"), memory.get("seen")
+
+    def _take_in(self, reports: Reports) -> Tensor:
+        """Which blueprints have failed in which slot by now, `[N, S, B]`."""
+        if self._failed is None or self._seen is None:
+            self._failed = torch.zeros_like(reports.fits)
+            self._seen = torch.full_like(reports.blueprint, -1)
+        if self._failed.shape != reports.fits.shape:
+            raise ValueError(
+                f"reports of {tuple(reports.fits.shape)} envs, slots and blueprints, but this "
+                f"controller remembers {tuple(self._failed.shape)}; use one per environment"
+            )
+        rests = _is(reports.stage, SeedStage.EMBARGOED)
+        every = torch.arange(reports.num_blueprints, device=reports.device)
+        self._failed |= rests.unsqueeze(-1) & (self._seen.unsqueeze(-1) == every)
+        has_seed = reports.blueprint >= 0
+        self._seen = torch.where(has_seed, reports.blueprint, self._seen.masked_fill(rests, -1))
+        return self._failed
 
 
 @dataclass(frozen=True)
@@ -156,22 +175,29 @@ def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
 
 
 def value_of_growing(
-    reports: Reports, masks: ActionMasks, seeds: SeedJudgement, config: HeuristicConfig
+    reports: Reports,
+    masks: ActionMasks,
+    seeds: SeedJudgement,
+    failed: Tensor,
+    config: HeuristicConfig,
 ) -> tuple[Tensor, Tensor]:
-    """The best blueprint of each slot by the prior, and what it should be worth; both `[N, S]`."""
-    host = reports.host_params.clamp(min=1).view(-1, 1, 1)
-    size = torch.log1p(reports.cost_params / host)
+    """The best blueprint of each slot by the prior, and what it should be worth; both `[N, S]`.
+
+    A blueprint that has failed in a slot is not tried there again.
+    """
     born = reports.progress.view(-1, 1, 1)
-    site_depth = reports.site_depth.unsqueeze(-1)
-    gain = _prior_gain(reports, size, reports.reach, reports.depth, site_depth, born, config)
+    quality = _quality(reports, config)
+    gain = _prior_gain(reports, reports.cost_macs, quality, born, config)
+    gain = gain * config.after_failure ** failed.sum(dim=-1, keepdim=True)
     taken = seeds.gain.sum(dim=-1).view(-1, 1, 1) / config.headroom
     gain = gain / (1 + config.probe_crowding * config.crowding * taken)
+    host = reports.host_params.clamp(min=1).view(-1, 1, 1)
     added = (reports.params - reports.host_params).view(-1, 1, 1)
     extra = torch.log1p((added + reports.cost_params) / host) - torch.log1p(added / host)
     macs = reports.cost_macs / reports.host_macs.clamp(min=1).view(-1, 1, 1)
     charge = reports.rent.view(-1, 1, 1) * extra
     charge = charge + reports.compute_price.view(-1, 1, 1) * macs * (1 - born)
-    legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
+    legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)] & ~failed
     value, blueprint = torch.where(legal, gain - charge, -torch.inf).max(dim=-1)
     return value, blueprint
 
@@ -194,6 +220,7 @@ def _reason(
     reports: Reports,
     seeds: SeedJudgement,
     growth: Tensor,
+    failures: Tensor,
     config: HeuristicConfig,
 ) -> str:
     """The rule that led to an op at an env and slot, with its numbers."""
@@ -203,7 +230,9 @@ def _reason(
     error = _points(reports.contribution_error[at], ".1f")
     worth = f"worth {_points(reports.contribution[at], '+.1f')} +- {error} points"
     if op == LifecycleOp.GERMINATE:
-        return f"expected to bring {_points(growth[at])} points more than it costs; {left}"
+        tries = int(failures[at])
+        though = f", though {tries} other{'' if tries == 1 else 's'} failed here" if tries else ""
+        return f"expected to bring {_points(growth[at])} points more than it costs{though}; {left}"
     if op == LifecycleOp.PRUNE and bool(seeds.is_useless[at]):
         return f"{worth}: {_points(seeds.upper[at])} at best, below its rent of {rent}; {left}"
     if op == LifecycleOp.PRUNE:
@@ -240,31 +269,29 @@ def _is_ready_to_blend(reports: Reports, config: HeuristicConfig) -> Tensor:
 def _prior_of_seeds(reports: Reports, config: HeuristicConfig) -> Tensor:
     """The prior gain of the seed in each slot, `[N, S]`; meaningless where there is none."""
     chosen = reports.blueprint.clamp(min=0).unsqueeze(-1)
-    reach, depth = (x.gather(-1, chosen).squeeze(-1) for x in (reports.reach, reports.depth))
-    host = reports.host_params.clamp(min=1).unsqueeze(-1)
-    size = torch.log1p(reports.seed_params / host)
+    quality = _quality(reports, config).gather(-1, chosen).squeeze(-1)
     episode_steps = reports.step + reports.steps_left
     age = reports.total_age / episode_steps.clamp(min=1).unsqueeze(-1)
     born = (reports.progress.unsqueeze(-1) - age).clamp(min=0)
-    return _prior_gain(reports, size, reach, depth, reports.site_depth, born, config)
+    return _prior_gain(reports, reports.seed_macs, quality, born, config)
 
 
 def _prior_gain(
-    reports: Reports,
-    size: Tensor,
-    reach: Tensor,
-    depth: Tensor,
-    site_depth: Tensor,
-    born: Tensor,
-    config: HeuristicConfig,
+    reports: Reports, macs: Tensor, quality: Tensor, born: Tensor, config: HeuristicConfig
 ) -> Tensor:
-    """Accuracy that a seed of `size` (in u) gains alone, from its descriptors and its site."""
-    headroom = _headroom(reports, config).view(-1, *([1] * (size.dim() - 1)))
-    quality = 1 + config.depth_bonus * (depth > 1) + config.reach_bonus * reach
-    place = 1 - config.late_site_loss * site_depth
-    time = 1 - config.late_start_loss * born
+    """Accuracy that a seed gains alone, by its arithmetic, its build and the time it came."""
+    per_env = (-1, *([1] * (macs.dim() - 1)))
+    size = torch.log1p(macs / reports.host_macs.clamp(min=1).view(per_env))
     share = config.gain_scale * size.pow(config.gain_exponent) * quality
-    return headroom * share.clamp(max=1) * place * time
+    headroom = _headroom(reports, config).view(per_env)
+    return headroom * share.clamp(max=1) * (1 - config.late_start_loss * born)
+
+
+def _quality(reports: Reports, config: HeuristicConfig) -> Tensor:
+    """What a blueprint makes of its arithmetic, `[N, S, B]`: 1 for several layers that look near."""
+    has_positions = (reports.site_kind != int(SiteKind.VECTOR)).unsqueeze(-1)
+    layers = torch.where(reports.depth > 1, 1.0, config.single_layer)
+    return layers * (1 - config.reach_loss * reports.reach * has_positions)
 
 
 def _headroom(reports: Reports, config: HeuristicConfig) -> Tensor:
