@@ -154,11 +154,12 @@ class GrowthEnvironment:
         evidence = self.garden.grow(states)
         self._remember(actions, evidence)
         self._step += 1
-        self._compute += self._seed_macs().sum(dim=-1) / self._plan.host_macs
         is_last = self._step == self.config.num_steps
+        seed_params, seed_macs = self._sizes_of_seeds(self.garden.states)
+        self._compute += seed_macs.sum(dim=-1) / self._plan.host_macs
         outcome = StepOutcome(
             accuracy=self.garden.committed_accuracy() if is_last else evidence.accuracy,
-            added_params=self._committed_params() if is_last else self._added_params(),
+            added_params=self._committed_params() if is_last else seed_params.sum(dim=-1),
             added_compute=self._compute / self.config.num_steps,
             terminated=torch.full_like(self._is_over, is_last) | evidence.rolled_back,
             truncated=torch.zeros_like(self._is_over),
@@ -170,7 +171,8 @@ class GrowthEnvironment:
     def observe(self) -> Reports:
         plan, states, config = self._plan, self.garden.states, self.config
         per_env = (self.num_envs,)
-        added, added_macs = self._added_params(), self._seed_macs().sum(dim=-1)
+        seed_params, seed_macs = self._sizes_of_seeds(states)
+        added, added_macs = seed_params.sum(dim=-1), seed_macs.sum(dim=-1)
         is_known = torch.full(per_env, self._evidence is not None)
         evidence = self._evidence or _no_evidence(plan)
         return Reports(
@@ -202,8 +204,8 @@ class GrowthEnvironment:
             alpha=states.alpha.float(),
             alpha_target=states.alpha_target.float(),
             blueprint=states.blueprint,
-            seed_params=self._seed_params(),
-            seed_macs=self._seed_macs(),
+            seed_params=seed_params,
+            seed_macs=seed_macs,
             site_kind=plan.site_kind,
             site_width=plan.site_width,
             site_depth=plan.site_depth,
@@ -227,18 +229,15 @@ class GrowthEnvironment:
         older = self._contribution_age + 1
         self._contribution_age = torch.where(evidence.contribution_known, 0, older)
 
-    def _seed_params(self) -> Tensor:
-        return _of_seeds(self._plan.cost_params, self.garden.states)
-
-    def _seed_macs(self) -> Tensor:
-        return _of_seeds(self._plan.cost_macs, self.garden.states)
-
-    def _added_params(self) -> Tensor:
-        return self._seed_params().sum(dim=-1)
+    def _sizes_of_seeds(self, states: SlotStates) -> tuple[Tensor, Tensor]:
+        """Parameters and multiply-adds `[N, S]` of the seeds that are there."""
+        plan = self._plan
+        return _of_seeds(plan.cost_params, states), _of_seeds(plan.cost_macs, states)
 
     def _committed_params(self) -> Tensor:
-        is_committed = self.garden.states.stage == SeedStage.FOSSILIZED
-        return (self._seed_params() * is_committed).sum(dim=-1)
+        states = self.garden.states
+        is_committed = states.stage == SeedStage.FOSSILIZED
+        return (_of_seeds(self._plan.cost_params, states) * is_committed).sum(dim=-1)
 
 
 def _of_seeds(per_blueprint: Tensor, states: SlotStates) -> Tensor:
