@@ -218,7 +218,8 @@ class PPOAgent:
                 loss, measured = ppo_loss(
                     evaluation, rows, self.policy.action_space, self._entropy_weights, self.config
                 )
-                self.optimizer.zero_grad(set_to_none=True)
+                for parameter in self._parameters:
+                    parameter.grad = None
                 with full_precision(self.device):
                     loss.backward()  # type: ignore[no-untyped-call]
                 norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
