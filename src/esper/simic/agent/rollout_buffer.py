@@ -172,9 +172,13 @@ class TamiyoRolloutBuffer:
             )
         values = self._checked_values(step, envs)
 
-        rows = (envs * self.max_steps_per_env + steps).to(self.device, non_blocking=True)
-        for name, value in values.items():
-            self._rows[name].index_put_((rows,), value)
+        if envs is self._all_envs and bool((steps == steps[0]).all()):
+            column = [self._fields[name][:, int(steps[0])] for name in values]
+            torch._foreach_copy_(column, list(values.values()))
+        else:
+            rows = (envs * self.max_steps_per_env + steps).to(self.device, non_blocking=True)
+            for name, value in values.items():
+                self._rows[name].index_put_((rows,), value)
         self.step_counts[envs] = steps + 1
         self._forget_derived()
 
