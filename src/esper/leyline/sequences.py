@@ -78,7 +78,10 @@ class SequenceLayout:
             return torch.zeros(0, dtype=torch.int64)
         first = (self.env_ids * self.max_steps + self.starts)[self.order]
         steps = torch.arange(len(self.batch_sizes))[:, None]
-        return (first + steps)[steps < self.lengths[self.order]]
+        places = first + steps
+        if places.numel() == self.num_rows:  # all of one length
+            return places.flatten()
+        return places[steps < self.lengths[self.order]]
 
     @cached_property
     def places(self) -> Tensor:
