@@ -437,6 +437,7 @@ def test_what_onnx_does_not_know_is_said(tmp_path):
 
     with pytest.raises(ExportError, match=r"(?s)bessel_j0.*formats=\('torch', 'source'\)"):
         export(Bessel(), torch.randn(2, 3), tmp_path)
+    assert list(tmp_path.iterdir()) == []  # not the torch file either, which was written first
     export(Bessel(), torch.randn(2, 3), tmp_path, formats=("torch", "source"))
 
 
@@ -445,3 +446,17 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[export.__module__], "source_of", lambda *_: wrong)
     with pytest.raises(ExportError, match="source file is off by 0.1"):
         export(nn.Identity(), torch.zeros(2, 3), tmp_path, formats=("source",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_fails_leaves_the_last_one_as_it_was(tmp_path, monkeypatch):
+    example = torch.zeros(2, 3)
+    files = export(nn.Linear(3, 3), example, tmp_path, formats=("torch", "source"))
+    assert {file.parent for file in files.values()} == {tmp_path}
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert sorted(before) == ["model.pt", "model.pt2", "model.py"]
+    wrong = Source("def load():\n    return lambda x: x + 0.1\n", {})
+    monkeypatch.setattr(sys.modules[export.__module__], "source_of", lambda *_: wrong)
+    with pytest.raises(ExportError, match="off by"):
+        export(nn.Linear(3, 3), example, tmp_path, formats=("torch", "source"))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -7,7 +7,8 @@
     model.py      a readable nn.Module; from model import load; load() reads model.pt beside it
 
 The model is traced once, in evaluation mode, with a free batch size; every format is made from
-that trace, read back, and compared with the model at two batch sizes before `export` returns.
+that trace, read back, and compared with the model at two batch sizes. Files that do not pass are
+not left behind: of an export that fails there is none, and an earlier one stays as it was.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import copy
 import importlib.util
 import logging
 import runpy
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,10 +55,13 @@ def export(
     program = _traced(plain, example)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    files = {name: _WRITERS[name](program, plain, folder) for name in formats}
-    for name, file in files.items():
-        _check_equal(name, _READERS[name](file), plain, example)
-    return files
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".unchecked-") as unchecked:
+        files = {name: _WRITERS[name](program, plain, Path(unchecked)) for name in formats}
+        for name, file in files.items():
+            _check_equal(name, _READERS[name](file), plain, example)
+        for file in Path(unchecked).iterdir():
+            file.replace(folder / file.name)
+    return {name: folder / file.name for name, file in files.items()}
 
 
 def _check_formats(formats: Sequence[str]) -> None:
