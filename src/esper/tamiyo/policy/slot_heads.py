@@ -76,10 +76,9 @@ class SlotHeads(nn.Module):
         exists = self.layout.slot_exists(slots).unsqueeze(-1)
         # no bias: what does not fit is all 0 in the features, stays 0, and is never the largest
         blueprints = self.blueprint_encoder(blueprints).relu()
-        best = blueprints.max(dim=-2).values  # the gradient of amax takes twice the operations
-        slots = self.slot_encoder(torch.cat((slots, best), dim=-1)).relu() * exists
+        slots = self.slot_encoder(torch.cat((slots, _largest(blueprints)), dim=-1)).relu() * exists
         mean = slots.sum(dim=-2) / exists.sum(dim=-2).clamp(min=1)
-        encoded: Tensor = self.encoder(torch.cat((env, mean, slots.max(dim=-2).values), dim=-1))
+        encoded: Tensor = self.encoder(torch.cat((env, mean, _largest(slots)), dim=-1))
         return encoded, (slots, blueprints)
 
     def logits(self, run: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
@@ -95,6 +94,13 @@ class SlotHeads(nn.Module):
         menu = blueprints.flatten(0, 1).index_select(0, chosen)
         where = (self.where_core(core) + self.where_op(op) + self.where_slot(slot)).tanh()
         return torch.cat((self.blueprint_pointer(where, menu), self.readout(where)), dim=-1)
+
+
+def _largest(candidates: Tensor) -> Tensor:
+    """The largest among candidates `[..., K, width]`, unit by unit."""
+    if torch.is_grad_enabled():  # the gradient of amax takes twice the time
+        return candidates.max(dim=-2).values
+    return candidates.amax(dim=-2)  # and max takes fifteen times that of amax
 
 
 class _Pointer(nn.Module):
