@@ -172,8 +172,9 @@ class TamiyoRolloutBuffer:
             )
         values = self._checked_values(step, envs)
 
-        if envs is self._all_envs and bool((steps == steps[0]).all()):
-            column = [self._fields[name][:, int(steps[0])] for name in values]
+        first = int(steps[0]) if len(steps) else 0
+        if envs is self._all_envs and bool((steps == first).all()):  # all are at one step
+            column = [self._fields[name][:, first] for name in values]
             torch._foreach_copy_(column, list(values.values()))
         else:
             rows = (envs * self.max_steps_per_env + steps).to(self.device, non_blocking=True)
