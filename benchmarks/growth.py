@@ -73,13 +73,19 @@ def train(
 ) -> LearnedController:
     """One controller, kept in OUT; its time against the bars."""
     training = GrowthTraining(replace(config, rng_seed=rng_seed))
-    shares: list[float] = []
+    rounds: list[dict[str, float]] = []
     begun = time.perf_counter()
-    training.run(lambda record: shares.append(1 - record.metrics["time_share/hosts"]))
+    training.run(lambda record: rounds.append(record.metrics))
     seconds = time.perf_counter() - begun
-    overhead = sum(shares) / len(shares)
+    shares = {
+        name.removeprefix("time_share/"): sum(metrics[name] for metrics in rounds) / len(rounds)
+        for name in rounds[0]
+        if name.startswith("time_share/")
+    }
+    overhead = 1 - shares.pop("hosts")
+    phases = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
     print(f"controller {rng_seed}: {config.rounds} rounds in {seconds:.0f} s, {overhead:.1%} of it "
-          "not host training", flush=True)  # fmt: skip
+          f"not host training: {phases}", flush=True)  # fmt: skip
     bars[f"train_seconds_{rng_seed}"] = _bar(seconds, MOST_SECONDS, seconds <= MOST_SECONDS)
     bars[f"overhead_{rng_seed}"] = _bar(overhead, MOST_OVERHEAD, overhead <= MOST_OVERHEAD)
     out.mkdir(parents=True, exist_ok=True)
