@@ -9,7 +9,8 @@
 2. *Prune* what does not pay its rent, once it has been measured at full weight. A counterfactual
    contribution says what a host that has grown used to its seed loses without it, which is more
    than the host would lack had it trained without: contributions therefore say how the gain is
-   shared out among the seeds, and the prior says how large it is. A seed whose contribution
+   shared out among the seeds, and the prior says how large it is. The less time is left to train
+   without a seed, the more its contribution is what would be lacking. A seed whose contribution
    itself is below its rent is pruned whatever the prior says. The slot may try again, with
    another blueprint: where one failed, less than half of their gain is expected of the others.
 3. *Commit* before the end: only committed seeds count. There is no time left to train without a
@@ -132,6 +133,7 @@ class SeedJudgement:
     is_fresh: Tensor  # its contribution is known and not too old to judge by
     gain: Tensor  # accuracy it would gain as the host's only seed
     marginal: Tensor  # what it adds beside the other seeds
+    lacking: Tensor  # what the network would lack at the end, if it went now
     upper: Tensor  # its contribution with the benefit of the doubt
     rent: Tensor
     is_useless: Tensor  # does not bring its rent even so
@@ -158,7 +160,9 @@ def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
     marginal = gain / (1 + config.crowding * others / config.headroom)
     upper = reports.contribution + config.optimism * reports.contribution_error
     is_useless = is_fresh & (upper < rent)
-    net = torch.where(is_useless, upper, marginal) - rent - compute
+    felt = torch.where(is_fresh, torch.maximum(reports.contribution, marginal), marginal)
+    lacking = marginal.lerp(felt, reports.progress.unsqueeze(-1))
+    net = torch.where(is_useless, upper, lacking) - rent - compute
     commit_gain = torch.where(is_fresh, reports.contribution, marginal)
     return SeedJudgement(
         is_live=is_live,
@@ -166,6 +170,7 @@ def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
         is_fresh=is_fresh,
         gain=gain,
         marginal=marginal,
+        lacking=lacking,
         upper=upper,
         rent=rent,
         is_useless=is_useless,
@@ -237,8 +242,8 @@ def _reason(
         return f"{worth}: {_points(seeds.upper[at])} at best, below its rent of {rent}; {left}"
     if op == LifecycleOp.PRUNE:
         return (
-            f"{worth} to a model used to it; one trained without it is expected to lack only "
-            f"{marginal} beside the other seeds, below its rent of {rent}; {left} to catch up"
+            f"{worth} to a model used to it; without it, and with {left} to catch up, it is "
+            f"expected to lack only {_points(seeds.lacking[at])}, below its rent of {rent}"
         )
     if op == LifecycleOp.FOSSILIZE:
         known = worth if bool(seeds.is_fresh[at]) else f"expected to gain {marginal} points"
