@@ -54,7 +54,7 @@ from esper.leyline.protocols import Controller
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 
-DEFAULT_RENT = 0.05
+DEFAULT_RENT = 0.02  # little: the budget is the limit, rent keeps out what brings nothing
 
 
 class Growth:
