@@ -207,7 +207,7 @@ def test_what_failed_is_the_seed_that_was_there_last_checkpoint_or_not() -> None
     [
         (4000.0, 2.0, 0.0, SiteKind.SERIES, 0.23 * 0.35 * math.log(2) ** 0.8),
         (1000.0, 3.0, 0.0, SiteKind.IMAGE, 0.23 * 0.35 * math.log(1.25) ** 0.8),
-        (4000.0, 1.0, 0.0, SiteKind.SERIES, 0.23 * 0.35 * math.log(2) ** 0.8 * 0.4),
+        (4000.0, 1.0, 0.0, SiteKind.SERIES, 0.23 * 0.35 * math.log(2) ** 0.8 * 0.8),
         (4000.0, 2.0, 0.6, SiteKind.SERIES, 0.23 * 0.35 * math.log(2) ** 0.8 * 0.7),
         (4000.0, 2.0, 1.0, SiteKind.VECTOR, 0.23 * 0.35 * math.log(2) ** 0.8),  # no positions
     ],

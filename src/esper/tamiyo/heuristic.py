@@ -36,7 +36,7 @@ class HeuristicConfig:
     headroom: float = 0.23  # accuracy a host lacks at the end of training, if it does not yet show
     gain_scale: float = 0.35  # share of the headroom that a seed of several layers gains at m = 1
     gain_exponent: float = 0.8  # how gain rises with m
-    single_layer: float = 0.4  # what a seed of one layer gains, as a share of that
+    single_layer: float = 0.8  # what a seed of one layer gains, as a share of that
     reach_loss: float = 0.5  # share lost by a seed that sees every position of a series or an image
     late_start_loss: float = 0.8  # share lost by a seed that grows at the very end
     after_failure: float = 0.4  # share still expected in a slot, for each seed that failed there
