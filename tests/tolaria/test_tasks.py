@@ -4,6 +4,7 @@ import gzip
 import random
 import struct
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -121,6 +122,32 @@ def test_variants_stack_as_views_of_one_task(mnist1d):
         stack([mnist1d(), tasks.digits()])
     with pytest.raises(ValueError, match="num_rows=4000"):
         few_rows(mnist1d(), 4000)
+
+
+def test_each_view_has_the_locality_of_its_own_training_rows(mnist1d):
+    base = mnist1d()
+    variants = [base, permuted(base, 1), few_rows(base, 600), noisy(base, 1.0, 2)]
+    found = stack(variants).locality
+    assert found.tolist() == [variant.locality.item() for variant in variants]
+    plain, shuffled, few, noise = found.tolist()
+    assert plain > 0.8
+    assert abs(few - plain) < 0.01  # padding is no row
+    assert abs(shuffled) < 0.2
+    assert 0.3 < noise < 0.6
+    assert tasks.digits().locality.item() > 0.3
+
+
+def test_locality_knows_nothing_of_rows_that_are_not_trained_on(mnist1d):
+    base = few_rows(mnist1d(), 600)
+    other = replace(
+        base,
+        train_x=torch.cat([base.train_x, torch.randn(1, 300, 1, 40)], dim=1),  # past num_rows
+        validation_x=torch.randn_like(base.validation_x),
+        held_out=base.held_out.map(torch.randn_like),
+    )
+    assert torch.equal(other.locality, base.locality)
+    changed = replace(base, train_x=torch.randn_like(base.train_x))
+    assert not torch.equal(changed.locality, base.locality)
 
 
 def test_a_task_moves_with_its_sealed_rows(mnist1d):

@@ -12,6 +12,7 @@ import gzip
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from esper.leyline.constants import SiteKind
 from esper.leyline.whole_files import replace_file
+from esper.tolaria.locality import locality
 from esper.tolaria.randomness import fold
 
 _PURPOSE = -1  # what a key of the rows' order begins with, where others have a host's id
@@ -88,6 +90,12 @@ class Task:
     @property
     def device(self) -> torch.device:
         return self.train_x.device
+
+    @cached_property
+    def locality(self) -> Tensor:
+        """How alike neighbouring positions are in each view's training rows, `[V]` on the CPU."""
+        views = zip(self.train_x, self.num_rows.tolist(), strict=True)
+        return torch.tensor([locality(rows[:count]) for rows, count in views])
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Task":
         """The task on a device, its inputs in a floating-point type."""
