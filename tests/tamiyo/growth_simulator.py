@@ -131,6 +131,8 @@ class GrowthSimulator:
             params_left=self.params_budget - added,
             macs_left=torch.full(per_env, torch.inf),
             seeds_left=torch.full(per_env, 100),
+            train_rows=torch.full(per_env, 3200),
+            locality=torch.full(per_env, 0.5),
             rent=torch.full(per_env, self.rent),
             compute_price=torch.zeros(per_env),
             last_action=self.last_action,

@@ -134,8 +134,10 @@ def env_features(r: EnvReport) -> list[float]:
     last_op = r["last_action"][0] if r["last_action_known"] else None
     return [
         r["step"] / (r["step"] + r["steps_left"]),
+        r["locality"],
         log_steps(r["steps_left"]),
         math.log1p(min(r["validation_loss"], 1e9)) if known else 0.0,
+        math.log1p(r["train_rows"] / 100) / 4,
         math.log1p(r["host_params"]) / 10,
         math.log1p(r["host_macs"]) / 10,
         math.log1p(added / host),

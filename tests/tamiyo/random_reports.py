@@ -77,6 +77,8 @@ def random_reports(
         params_left=limit(host_params),
         macs_left=limit(host_macs),
         seeds_left=draw.integer(per_env, 0, 4),
+        train_rows=draw.log_uniform(per_env, 1, 1e7).long(),
+        locality=draw.uniform(per_env, -1, 1),
         rent=draw.log_uniform(per_env, 0.02, 0.30) * draw.flag(per_env, 0.9),
         compute_price=draw.uniform(per_env, 0, 0.1) * draw.flag(per_env, 0.5),
         last_action=_random_actions(draw, num_envs, num_slots, num_blueprints),

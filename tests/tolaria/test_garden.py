@@ -1,5 +1,6 @@
 """The garden: populations of several architectures behave as one set of envs."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,20 +12,22 @@ from esper.kasmina.hosts import build_host
 from esper.leyline.constants import SiteKind
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_batch_masks
+from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.garden import GardenConfig, PopulationGarden
+from esper.tolaria.tasks import few_rows, stack
 
 STEPS, EACH = 6, 3
 WIDTHS = ((4, 4), (8, 4), (4, 8))
 
 
-def make_environment(widths=WIDTHS, *, num_types=2, rng_seed=0, siblings=1):
+def make_environment(widths=WIDTHS, *, num_types=2, rng_seed=0, siblings=1, task=None):
     hosts = [build_host("conv1d", input_shape=(1, 20), num_classes=5, widths=w) for w in widths]
     garden = PopulationGarden(
         hosts,
         menu_for(SiteKind.SERIES)[:4],
-        random_task(num_views=2, num_rows=120, dtype=torch.float32),
+        task or random_task(num_views=2, num_rows=120, dtype=torch.float32),
         GardenConfig(num_types=num_types, envs_per_type=EACH, siblings=siblings, minibatches=3, batch_size=20,
                      validation_rows=40, episode_steps=STEPS),
     )  # fmt: skip
@@ -53,6 +56,27 @@ def test_costs_in_the_reports_are_those_of_the_networks():
         assert (reports.params[envs] == host.num_params + sum(params)).all()
         assert (reports.cost_params[envs, 0, 1] == params[0]).all()
     assert (reports.contribution_known == (reports.blueprint >= 0)).all()
+
+
+def test_the_policy_is_shown_the_data_that_each_env_learns_from():
+    base = random_task(num_rows=120, dtype=torch.float32)
+    smooth = few_rows(base.map(lambda x: x.cumsum(-1)), 50)
+    environment = make_environment(task=stack([base, smooth]))
+    environment.reset()
+    garden = environment.garden
+    garden.plant(garden.hosts[:2], torch.tensor([0, 1, 1, 0, 0, 1]), rng_seed=3)
+    environment.begin(garden.plan(), torch.full((2 * EACH,), 0.1))
+    rough_locality, smooth_locality = base.locality.item(), smooth.locality.item()
+    assert smooth_locality - rough_locality > 0.7
+    reports = environment.observe()
+    assert reports.train_rows.tolist() == [120, 50, 50, 120, 120, 50]
+    layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
+    features, places = layout.features(reports), layout.positions("env")
+    rows, found = (features[:, places[name][0]].tolist() for name in ("train_rows", "locality"))
+    few, many = math.log(1.5) / 4, math.log(2.2) / 4
+    assert rows == pytest.approx([many, few, few, many, many, few])
+    expected = [smooth_locality if view else rough_locality for view in garden.view_ids.tolist()]
+    assert found == pytest.approx(expected)
 
 
 def test_the_last_score_is_that_of_committed_seeds_only():

@@ -39,6 +39,7 @@ from esper.grow.controllers import (
     make_controller,
     reason_of,
 )
+from esper.grow.data import DataFacts
 from esper.grow.export import FORMATS, export
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
 from esper.grow.measuring import Measurement, Score, measure
@@ -66,6 +67,8 @@ class Growth:
     example, 0 to 1) growth measures itself what each seed is worth; without, `decide` needs the
     validation metric. `behind_host` trains new seeds by `shadow_loss` before the model feels them.
     `rent` is the metric that a seed has to bring per unit of log(1 + its parameters / the model's).
+    `train_rows`, the number of training rows, is shown to the controller with what `example` says
+    of the data.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Growth:
         example: Any,
         decisions: int,
         other_examples: Sequence[Any] = (),
+        train_rows: int | None = None,
         budget: Budget | None = None,
         controller: str | Path | Controller = "heuristic",
         val_loader: Iterable[Any] | None = None,
@@ -91,6 +95,7 @@ class Growth:
         metric: str = "accuracy",
     ):
         check_arguments(model, optimizer, decisions, val_loader, score)
+        data = DataFacts.of(example, train_rows)
         self.model, self.optimizer, self.example = model, optimizer, example
         self.budget = budget or Budget()
         self.controller = make_controller(controller)
@@ -113,6 +118,7 @@ class Growth:
             self.budget,
             model_params=model_params,
             model_macs=model_macs,
+            data=data,
             rent=rent,
             max_germinations=max_germinations,
         )
@@ -257,6 +263,7 @@ class Growth:
         contents = {
             "sites": [site.name for site in self.sites],
             "menu": [blueprint.name for blueprint in self._network.menu],
+            "data": tuple(self._reporter.data),
             "network": network_to_dict(self._network.capture()),
             "settings": group_settings(self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -292,6 +299,7 @@ class Growth:
                 f"{path} has {len(saved['settings'])} parameter groups, new weights' included, and "
                 f"this optimizer {len(self.optimizer.param_groups)}; make it as it was made then"
             )
+        self._reporter.data = DataFacts(*saved["data"])  # another example may look different
         self._network.restore(network_from_dict(saved["network"]))
         for group, settings in zip(self.optimizer.param_groups, saved["settings"], strict=True):
             group.update(settings)

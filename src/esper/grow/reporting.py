@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from esper.grow.budget import Budget
+from esper.grow.data import DataFacts
 from esper.grow.network import GrowingNetwork
 from esper.grow.sites import ModelSite
 from esper.kasmina.blueprints import Blueprint
@@ -83,11 +84,13 @@ class Reporter:
         *,
         model_params: int,
         model_macs: int,
+        data: DataFacts,
         rent: float,
         max_germinations: int,
     ):
         self._network, self._budget = network, budget
         self.model_params, self.model_macs = model_params, model_macs
+        self.data = data
         self._rent, self._max_germinations = rent, max_germinations
         self.action_space = tamiyo_action_space(len(network.slots), len(network.menu))
         sites, menu = [slot.site for slot in network.slots], network.menu
@@ -124,6 +127,7 @@ class Reporter:
             "step": step,
             "steps_left": steps_left,
             "validation_known": known > 0,
+            "train_rows": self.data.train_rows,
             "seeds_left": self._max_germinations - evidence.germinations,
             "last_action_known": acted,
             "last_action_succeeded": acted,
@@ -137,6 +141,7 @@ class Reporter:
             "macs": self.macs,
             "params_left": _rounded_down(self._budget.params, self.params),
             "macs_left": _rounded_down(self._budget.macs, self.macs),
+            "locality": self.data.locality,
             "rent": self._rent,
             "compute_price": 0.0,
         }

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from esper.grow.budget import Budget
+from esper.grow.data import count_rows
 from esper.grow.export import FORMATS, export
 from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
@@ -100,6 +101,7 @@ def grow(
         optimizer,
         example=example,
         other_examples=(val_example,),
+        train_rows=count_rows(train_loader, example),
         budget=budget,
         controller=controller,
         decisions=decisions + 1,  # the last call closes the run

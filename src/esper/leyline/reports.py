@@ -39,6 +39,10 @@ class Reports:
     params_left: Tensor = _array("N")  # what the budget still allows; inf: no limit
     macs_left: Tensor = _array("N")
     seeds_left: Tensor = _array("N", "int")  # germinations that the seed limit still allows
+    train_rows: Tensor = _array("N", "int")  # that there are to train on
+    locality: Tensor = _array(
+        "N"
+    )  # mean correlation of neighbouring input positions; 0 without any
     rent: Tensor = _array("N")  # score charged per unit of log(1 + added params / host params)
     compute_price: Tensor = _array("N")  # score charged for multiply-adds x time
     last_action: Tensor = _array("NH", "int")

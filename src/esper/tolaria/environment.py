@@ -58,10 +58,12 @@ class GrowthConfig:
 
 
 class GardenPlan(NamedTuple):
-    """What is known of the hosts before they train; S slots, B blueprints."""
+    """What is known of the hosts and their data before they train; S slots, B blueprints."""
 
     host_params: Tensor  # [N], as are the multiply-adds
     host_macs: Tensor
+    train_rows: Tensor  # [N], of the data that the host learns from, as is their locality
+    locality: Tensor
     slot_exists: Tensor  # [N, S], as are the sites'
     site_kind: Tensor
     site_width: Tensor
@@ -192,6 +194,8 @@ class GrowthEnvironment:
             params_left=config.params_budget * plan.host_params - added,
             macs_left=config.macs_budget * plan.host_macs - added_macs,
             seeds_left=config.max_germinations - self._germinations,
+            train_rows=plan.train_rows,
+            locality=plan.locality,
             rent=self._rent,
             compute_price=torch.full(per_env, config.compute_price),
             last_action=self._last_action,

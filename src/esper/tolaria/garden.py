@@ -150,14 +150,14 @@ class PopulationGarden:
                 plot.population.adopt(states.at(plot.env_ids))
 
     def plan(self) -> GardenPlan:
-        """What is known of this episode's hosts before they train."""
-        plans = [_plan_of(host, self.menu) for host in self.types]
-        each = self.config.envs_per_type
+        """What is known of this episode's hosts and their data before they train."""
+        types = [_known_of(host, self.menu) for host in self.types]
+        of_types = {name: torch.stack([known[name] for known in types]) for name in types[0]}
+        each, views = self.config.envs_per_type, self.view_ids
         return GardenPlan(
-            *(
-                torch.stack(field).repeat_interleave(each, dim=0)
-                for field in zip(*plans, strict=True)
-            )
+            **{name: value.repeat_interleave(each, dim=0) for name, value in of_types.items()},
+            train_rows=self.task.num_rows[views],
+            locality=self.task.locality[views],
         )
 
     def grow(self, states: SlotStates) -> Evidence:
@@ -274,8 +274,8 @@ class _Plot:
             yield
 
 
-def _plan_of(host: Host, menu: Sequence[Blueprint]) -> GardenPlan:
-    """What is known of one host, without the axis of envs."""
+def _known_of(host: Host, menu: Sequence[Blueprint]) -> dict[str, Tensor]:
+    """What is known of one host, by the names of a plan, without the axis of envs."""
     sites = host.sites
     programs = [[b.program(site) if b.fits(site) else None for b in menu] for site in sites]
 
@@ -284,19 +284,19 @@ def _plan_of(host: Host, menu: Sequence[Blueprint]) -> GardenPlan:
             [[float(getattr(p, attribute)) if p else 0.0 for p in row] for row in programs]
         )
 
-    return GardenPlan(
-        host_params=torch.tensor(float(host.num_params)),
-        host_macs=torch.tensor(float(host.macs)),
-        slot_exists=torch.ones(len(sites), dtype=torch.bool),
-        site_kind=torch.tensor([int(site.kind) for site in sites]),
-        site_width=torch.tensor([float(site.width) for site in sites]),
-        site_depth=torch.linspace(0, 1, len(sites)),
-        fits=torch.tensor([[p is not None for p in row] for row in programs]),
-        cost_params=per_choice("num_params"),
-        cost_macs=per_choice("macs"),
-        reach=per_choice("reach"),
-        depth=per_choice("depth"),
-    )
+    return {
+        "host_params": torch.tensor(float(host.num_params)),
+        "host_macs": torch.tensor(float(host.macs)),
+        "slot_exists": torch.ones(len(sites), dtype=torch.bool),
+        "site_kind": torch.tensor([int(site.kind) for site in sites]),
+        "site_width": torch.tensor([float(site.width) for site in sites]),
+        "site_depth": torch.linspace(0, 1, len(sites)),
+        "fits": torch.tensor([[p is not None for p in row] for row in programs]),
+        "cost_params": per_choice("num_params"),
+        "cost_macs": per_choice("macs"),
+        "reach": per_choice("reach"),
+        "depth": per_choice("depth"),
+    }
 
 
 def _evidence(

@@ -18,6 +18,7 @@ from esper.tolaria.environment import Evidence, GardenPlan
 
 HOST_PARAMS, HOST_MACS = 858.0, 4000.0
 HOST_ACCURACY = 0.77
+TRAIN_ROWS, LOCALITY = 3200, 0.5  # of data that nobody looks at
 SITE_SHARES = (1.0, 0.6, 0.3)  # a seed gains most early in the host
 BLUEPRINT_GAINS = (0.020, 0.035, 0.050, 0.075, 0.090, 0.005)  # in the first slot
 BLUEPRINT_PARAMS = (64.0, 120.0, 200.0, 416.0, 672.0, 300.0)  # the last one is a dud
@@ -47,6 +48,8 @@ class KnownGains:
         return GardenPlan(
             host_params=torch.full(per_env, HOST_PARAMS),
             host_macs=torch.full(per_env, HOST_MACS),
+            train_rows=torch.full(per_env, TRAIN_ROWS),
+            locality=torch.full(per_env, LOCALITY),
             slot_exists=torch.ones(per_slot, dtype=torch.bool),
             site_kind=torch.full(per_slot, int(SiteKind.SERIES)),
             site_width=torch.full(per_slot, 8.0),

@@ -183,6 +183,15 @@ class FeatureLayout:
         return "\n".join(lines)
 
 
+def feature_list() -> list[str]:
+    """All features with their scales, in the order in which they lie: what a policy is trained on."""
+    return [
+        f"{table.block} {row.name} [{row.width}]: {row.note or row.scale}"
+        for table in _TABLES
+        for row in table.rows
+    ]
+
+
 # sources that are more than a field
 
 
@@ -227,10 +236,12 @@ _STEPS = Log(factor=1 / math.log1p(DEFAULT_EPISODE_LENGTH))
 
 FEATURES: tuple[Feature, ...] = (
     Feature("progress", "env", "progress"),
+    Feature("locality", "env", "locality"),
     Feature("validation_known", "env", "validation_known", Flag()),
     Feature("last_action_succeeded", "env", lambda r: r.last_action_succeeded & r.last_action_known, Flag()),
     Feature("steps_left", "env", "steps_left", _STEPS),
     Feature("validation_loss", "env", "validation_loss", Log(), known="validation_known"),
+    Feature("train_rows", "env", "train_rows", Log("100", 0.25)),
     Feature("host_params", "env", "host_params", Log(factor=0.1)),
     Feature("host_macs", "env", "host_macs", Log(factor=0.1)),
     Feature("added_params", "env", lambda r: r.params - r.host_params, Log("host_params")),

@@ -1,0 +1,48 @@
+"""What is known of a user's data before training: how many rows there are, and how local."""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from esper.tolaria.locality import locality
+
+USUAL_TRAIN_ROWS = 3200  # where nobody can tell: those of the data that controllers learn on
+
+
+class DataFacts(NamedTuple):
+    """What a controller is shown of the data."""
+
+    train_rows: int
+    locality: float
+
+    @classmethod
+    def of(cls, example: Any, train_rows: int | None) -> "DataFacts":
+        """Of a batch of inputs, channels first, and the number of training rows, if known.
+
+        Locality is that of the first input of floating-point numbers with positions.
+        """
+        if train_rows is not None and train_rows < 1:
+            raise ValueError(f"train_rows={train_rows}; use 1 or more, or leave it out")
+        with_positions = (x for x in _tensors(example) if x.is_floating_point() and x.dim() >= 3)
+        inputs = next(with_positions, None)
+        return cls(
+            train_rows=USUAL_TRAIN_ROWS if train_rows is None else train_rows,
+            locality=0.0 if inputs is None else locality(inputs.detach()),
+        )
+
+
+def count_rows(loader: Iterable[Any], inputs: Any) -> int | None:
+    """The rows of a training loader whose first batch has these inputs; None if it cannot tell."""
+    if isinstance(loader, DataLoader):
+        return len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+    batch = next(_tensors(inputs), None)
+    if not isinstance(loader, Sized) or batch is None or batch.dim() == 0:
+        return None
+    return len(loader) * len(batch)
+
+
+def _tensors(inputs: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
