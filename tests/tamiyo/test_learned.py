@@ -7,7 +7,7 @@ from tamiyo.random_reports import random_reports
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
-from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.features import FEATURES, FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
 
 
@@ -72,6 +72,30 @@ def test_a_saved_controller_loads_and_acts_alike_on_other_slots_and_menus(tmp_pa
     assert torch.equal(actions, controller.decide(reports, masks_of(reports)))
     assert masks_of(reports)["op"].gather(1, actions[:, :1]).all()
     assert len(actions[:, 0].unique()) > 1
+
+
+def test_a_controller_that_was_trained_on_other_features_is_refused_by_their_names(tmp_path):
+    path = tmp_path / "controller.pt"
+    LearnedController(make_policy()).save(path)
+    saved = torch.load(path)
+    here = saved["features"]
+    assert len(here) == len(FEATURES)
+
+    def trained_on(features):
+        torch.save({**saved, "features": features}, path)
+        with pytest.raises(ValueError, match="was trained on other features") as refusal:
+            LearnedController.load(path)
+        return str(refusal.value)
+
+    without = trained_on([feature for feature in here if "locality" not in feature])
+    assert "it never saw env locality [1]: x; train one anew" in without
+    rescaled = trained_on([feature.replace("log(1 + x / 100)", "log(1 + x)") for feature in here])
+    assert "it never saw env train_rows [1]: 0.25 log(1 + x / 100), " in rescaled
+    assert "and there is no more env train_rows [1]: 0.25 log(1 + x); train" in rescaled
+    assert "their order was another" in trained_on(here[::-1])
+    torch.save({**saved, "format": "esper controller 1"}, path)
+    with pytest.raises(ValueError, match="its format is 'esper controller 1', not"):
+        LearnedController.load(path)
 
 
 def test_what_is_not_a_controller_is_refused(tmp_path):

@@ -15,14 +15,14 @@ from torch import Tensor
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.reports import Reports
 from esper.leyline.whole_files import replace_file
-from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.features import FeatureLayout, feature_list
 from esper.tamiyo.policy.network import (
     FactoredRecurrentActorCritic,
     PolicyConfig,
     RecurrentState,
 )
 
-_FORMAT = "esper controller 1"
+_FORMAT = "esper controller 2"
 
 
 class LearnedController:
@@ -84,9 +84,10 @@ class LearnedController:
         self._state = RecurrentState(**memory) if memory else None
 
     def save(self, path: str | Path) -> None:
-        """The policy's sizes and weights, in one file that is replaced at once."""
+        """What the policy sees, its sizes and weights, in one file that is replaced at once."""
         contents = {
             "format": _FORMAT,
+            "features": feature_list(),
             "policy": asdict(self.policy.config),
             "weights": {name: weight.cpu() for name, weight in self.policy.state_dict().items()},
         }
@@ -102,8 +103,13 @@ class LearnedController:
         generator: torch.Generator | None = None,
     ) -> Self:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
-            raise ValueError(f"{path} is not a controller that this version can read")
+        found = contents.get("format") if isinstance(contents, dict) else None
+        if found != _FORMAT:
+            raise ValueError(
+                f"{path} is not a controller that this version can read: its format is {found!r}, "
+                f"not {_FORMAT!r}, which says what features it was trained on; train one anew"
+            )
+        _require_same_features(contents["features"], path)
         policy = _policy(1, 1, PolicyConfig(**contents["policy"]))
         policy.load_state_dict(contents["weights"])
         return cls(policy.to(device), deterministic=deterministic, generator=generator)
@@ -117,6 +123,22 @@ class LearnedController:
             self.policy.load_state_dict(weights)
             self.policy.to(device)
         return self.policy
+
+
+def _require_same_features(trained_on: list[str], path: str | Path) -> None:
+    """Weights mean nothing to other features, or to the same in another order."""
+    present = feature_list()
+    if trained_on == present:
+        return
+    differences = {
+        "it never saw": [feature for feature in present if feature not in trained_on],
+        "there is no more": [feature for feature in trained_on if feature not in present],
+    }
+    told = [f"{what} {'; '.join(which)}" for what, which in differences.items() if which]
+    raise ValueError(
+        f"{path} was trained on other features than this version shows: "
+        f"{', and '.join(told) or 'their order was another'}; train one anew"
+    )
 
 
 def _policy(
