@@ -334,6 +334,20 @@ def test_values_are_handed_out_in_units_of_the_reward():
     torch.testing.assert_close(agent.act(features, masks, state).values, expected)
 
 
+def test_a_new_scale_of_values_leaves_what_is_predicted():
+    agent = make_agent(SPACES["one head"])
+    features, state = torch.randn(NUM_ENVS, FEATURES), agent.policy.initial_state(NUM_ENVS)
+    masks = ActionMasks.all_legal(SPACES["one head"], NUM_ENVS)
+    before = agent.value(features, state)
+    likely = agent.act(features, masks, state, deterministic=True)
+    for returns in (torch.tensor([100.0, 300.0, 320.0]), torch.tensor([-5.0, 900.0])):
+        agent._rescale_values(returns)
+        torch.testing.assert_close(agent.value(features, state), before, rtol=1e-4, atol=1e-3)
+    assert agent.value_normalizer.count == 5
+    after = agent.act(features, masks, state, deterministic=True)
+    assert torch.equal(after.log_probs, likely.log_probs)
+
+
 def test_running_statistics_do_not_depend_on_how_rows_arrive():
     rows = torch.randn(100, 3, dtype=torch.float64) * 5 + 7
     pieces = RunningNormalizer(3)

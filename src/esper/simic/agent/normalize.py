@@ -51,6 +51,11 @@ class RunningNormalizer(nn.Module):
         self._scales.clear()
         return super().load_state_dict(*args, **kwargs)
 
+    @property
+    def std(self) -> Tensor:
+        """What rows are divided by, `[width]`."""
+        return (self.variance + self.epsilon).sqrt()
+
     def normalize(self, values: Tensor) -> Tensor:
         scale = self._scale(values.dtype)
         return ((values - scale.mean) / scale.std).clamp(-scale.bound, scale.bound)
@@ -63,8 +68,7 @@ class RunningNormalizer(nn.Module):
         """The statistics as they are used; kept until they change."""
         key = (self.mean.device, dtype)
         if key not in self._scales:
-            std = (self.variance + self.epsilon).sqrt()
-            self._scales[key] = _Scale(*(t.to(dtype) for t in (self.mean, std, self.bound)))
+            self._scales[key] = _Scale(*(t.to(dtype) for t in (self.mean, self.std, self.bound)))
         return self._scales[key]
 
 

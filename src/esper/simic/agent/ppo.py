@@ -58,7 +58,8 @@ class PPOConfig:
     value_clip: float | None = None
     """How far a value may move from the stored one, in normalised units; None: as far as it likes."""
     normalize_values: bool = True
-    """Let the critic predict returns scaled to mean 0 and variance 1."""
+    """Let the critic predict returns scaled to mean 0 and variance 1; what it predicts in units of
+    the reward does not change with the scale."""
     normalize_features: bool = True
     """Scale features to mean 0 and variance 1."""
     entropy_coefficient: float = 0.0
@@ -173,7 +174,7 @@ class PPOAgent:
         self._set_learning_rate(progress)
         returns = layout.take(batch.returns)
         if config.normalize_values:
-            self.value_normalizer.update(returns.unsqueeze(1))
+            self._rescale_values(returns)
         rollout = replace(
             batch,
             states=self._scaled_features(batch.states),
@@ -255,6 +256,17 @@ class PPOAgent:
                 f"num_envs={num_envs} does not split into num_minibatches="
                 f"{self.config.num_minibatches} of whole rows; use a divisor of num_envs"
             )
+
+    @torch.no_grad()
+    def _rescale_values(self, returns: Tensor) -> None:
+        """Take returns into the scale of values; what is predicted in units of the reward stays.
+
+        Otherwise every change of the scale would spoil the critic (van Hasselt et al. 2016).
+        """
+        old_mean, old_std = self.value_normalizer.mean.clone(), self.value_normalizer.std
+        self.value_normalizer.update(returns.unsqueeze(1))
+        mean, std = self.value_normalizer.mean, self.value_normalizer.std
+        self.policy.rescale_value(old_std / std, (old_mean - mean) / std)
 
     def _set_learning_rate(self, progress: float) -> None:
         if not 0.0 <= progress <= 1.0:

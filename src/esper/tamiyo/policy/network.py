@@ -196,6 +196,13 @@ class FactoredRecurrentActorCritic(nn.Module):
             core, _, _ = self._step(features, state)
             return self._read(core)[1]
 
+    @torch.no_grad()
+    def rescale_value(self, factor: Tensor, shift: Tensor) -> None:
+        """Let every V(s) be `factor * V(s) + shift` from now on."""
+        weight, bias = self.readout.weight[-1], self.readout.bias[-1:]
+        weight.mul_(factor)
+        bias.mul_(factor).add_(shift)
+
     def evaluate(
         self,
         features: Tensor,
