@@ -247,6 +247,27 @@ def test_progress_is_shown_with_the_budget(capsys):
     assert "24 / 24 steps" in shown
 
 
+def test_a_metric_that_is_no_number_for_a_while_is_gone_back_from(capsys, monkeypatch):
+    """As when training overflows: growth and its twin go on, and the run ends with a verdict."""
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    calls = 0
+
+    def overflows(output, target):
+        nonlocal calls
+        calls += output.requires_grad  # two networks a step
+        return F.mse_loss(output, target) * (math.inf if calls in (5, 6) else 1.0)
+
+    x = torch.randn(32, 5)
+    result = run_on(
+        mlp(classes=1), [(x, x[:, :1])], FixedSchedule(every=1), loss=overflows, progress=True
+    )
+    assert "1 / (1 + squared error) is not a number" in capsys.readouterr().out
+    assert len(result.ledger.rollbacks) == 1
+    assert [twin.metric is None for twin in result.ledger.twin] == [False] * 2 + [True] * 5
+    assert 0 < result.verdict.grown <= 1
+    result.ledger.to_json()
+
+
 def test_progress_without_rich(capsys, monkeypatch):
     monkeypatch.setattr(progress, "find_spec", lambda name: None)
     run(Script(), progress=True)

@@ -138,10 +138,13 @@ class RollbackRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TwinRecord:
-    """The same model, trained alike without growth, at one step."""
+    """The same model, trained alike without growth, at one step. A number not finite is None."""
 
     step: int
-    metric: float
+    metric: float | None
+
+    def __post_init__(self) -> None:
+        _drop_not_finite(self, "metric")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +299,7 @@ class Ledger:
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-def _drop_not_finite(record: SeedState | StepRecord, *names: str) -> None:
+def _drop_not_finite(record: SeedState | StepRecord | TwinRecord, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         if value is not None and not math.isfinite(value):

@@ -284,8 +284,9 @@ def _conclude(
 
 def _standing(growth: Growth) -> str:
     last = growth.ledger.steps[-1].metric
+    shown = "is not a number" if last is None else f"{last:.4f}"
     seeds = len(growth.seeds)
-    return f"{growth.ledger.metric} {last:.4f}  {seeds} seeds  {growth.params:,} parameters"
+    return f"{growth.ledger.metric} {shown}  {seeds} seeds  {growth.params:,} parameters"
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
