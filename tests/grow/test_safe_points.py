@@ -140,6 +140,15 @@ def test_a_network_with_an_earlier_seed_of_the_slot_does_not_count():
     assert growth.best_metric == 0.7
 
 
+def test_a_rollback_does_not_forget_the_best_network_with_the_seeds_of_today():
+    """The seed is younger than its steps once a step was taken back, and still the same."""
+    script = (GROWN, *[WAIT] * 7, COMMIT)
+    growth = grown_run(0.3, 0.5, 0.6, 0.9, 0.7, math.nan, 0.7, 0.7, 0.7, script=script)
+    growth.close(0.7)
+    assert growth.best_metric == 0.9
+    assert growth.seeds
+
+
 @pytest.mark.parametrize(("metric", "reason"), [(0.3, "fell from 0.8"), (math.nan, "not a number")])
 def test_a_collapse_or_a_lost_metric_is_a_rollback(metric, reason):
     growth = new_growth()

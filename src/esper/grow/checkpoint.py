@@ -19,7 +19,7 @@ from esper.grow.network import NetworkState
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.whole_files import replace_file
 
-FORMAT = "esper growth 3"
+FORMAT = "esper growth 4"
 
 
 def write(path: str | Path, contents: dict[str, Any]) -> None:

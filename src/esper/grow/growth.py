@@ -63,9 +63,10 @@ class Growth:
 
     `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them;
     sites must keep their shape in `other_examples` too. `decisions` is how often `decide` will be
-    called, which a controller plans by; the last call closes the run. With `val_loader` and `score` (a batch's scores, one per
-    example, 0 to 1) growth measures itself what each seed is worth; without, `decide` needs the
-    validation metric. `behind_host` trains new seeds by `shadow_loss` before the model feels them.
+    called, which a controller plans by; the last call closes the run. With `val_loader` and
+    `score` (a batch's scores, one per example, 0 to 1) growth measures itself what each seed is
+    worth; without, `decide` needs the validation metric. `behind_host` trains new seeds by
+    `shadow_loss` before the model feels them.
     `rent` is the metric that a seed has to bring per unit of log(1 + its parameters / the model's).
     `train_rows`, the number of training rows, is shown to the controller with what `example` says
     of the data.
@@ -132,7 +133,7 @@ class Growth:
             facts=facts(chosen[0].device, rng_seed),
         )
         self._books = Bookkeeper(ledger, self._network, self._reporter)
-        self._safe = SafePoints(self._network)
+        self._safe = SafePoints(self._network, self._books)
         self.step = 0  # decisions made
         self.optimizer_steps = 0
         self._train_losses: list[Tensor] = []
@@ -426,9 +427,8 @@ class Growth:
             RollbackRecord(step=self.step, to_step=point.step, reason=reason)
         )
         self._evidence.metrics.appendleft(point.metric)
-        has_seed = self._network.states.has_seed[0]
-        self._evidence.forget(~has_seed)
-        return point.metric if bool(has_seed[list(point.state.seeds)].all()) else None
+        self._evidence.forget(~self._network.states.has_seed[0])
+        return point.metric if self._safe.is_whole(point) else None
 
     def _note_gradients(self, index: int, seed: nn.Module) -> None:
         gradients = [p.grad for p in seed.parameters() if p.grad is not None]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from esper.grow.bookkeeping import Bookkeeper
 from esper.grow.checkpoint import network_from_dict, network_to_dict
 from esper.grow.measuring import Measurement
 from esper.grow.network import GrowingNetwork, NetworkState
@@ -29,19 +29,14 @@ class SafePoint:
     state: NetworkState
     metric: float
     step: int
-
-    @property
-    def births(self) -> Tensor:
-        """When each slot's seed was born `[S]`, -1 without one: no two seeds of a slot agree."""
-        slots = self.state.slots
-        return torch.where(slots.has_seed, self.step - slots.total_age, -1)[0]
+    seed_ids: dict[int, str]  # by slot; no two seeds of a run have the same
 
 
 class SafePoints:
     """The last healthy network, the best of those with its seeds, and the best committed one."""
 
-    def __init__(self, network: GrowingNetwork):
-        self._network = network
+    def __init__(self, network: GrowingNetwork, books: Bookkeeper):
+        self._network, self._books = network, books
         self.last: SafePoint | None = None
         self.settled: SafePoint | None = None
         self.best: SafePoint | None = None
@@ -61,15 +56,19 @@ class SafePoints:
 
     def keep(self, step: int, metric: float, committed_metric: float | None) -> None:
         """The network is healthy; its metric without uncommitted seeds is None if not known."""
-        self.last = SafePoint(self._network.capture(), metric, step)
+        self.last = self._point(step, metric)
         if committed_metric is not None:
             self.keep_if_best(step, committed_metric)
         self._keep_if_settled(self.last)
 
     def keep_if_best(self, step: int, committed_metric: float) -> None:
         if self.best is None or committed_metric >= self.best.metric:
-            state = self._network.capture(committed_only=True)
-            self.best = SafePoint(state, committed_metric, step)
+            self.best = self._point(step, committed_metric, committed_only=True)
+
+    def _point(self, step: int, metric: float, *, committed_only: bool = False) -> SafePoint:
+        state = self._network.capture(committed_only=committed_only)
+        seed_ids = {slot: self._books.seed_ids[slot] for slot in state.seeds}
+        return SafePoint(state, metric, step, seed_ids)
 
     def _keep_if_settled(self, point: SafePoint) -> None:
         """Keeps a settled network if none with its seeds was better; they may be committed by now."""
@@ -77,7 +76,7 @@ class SafePoints:
         is_committed = slots.stage == SeedStage.FOSSILIZED
         if bool((slots.has_seed & ~is_committed & (slots.stage != SeedStage.HOLDING)).any()):
             return
-        has_rival = known is not None and torch.equal(known.births, point.births)
+        has_rival = known is not None and known.seed_ids == point.seed_ids
         if known is None or not has_rival or point.metric >= known.metric:
             self.settled = known = point
         has_best = self.best is not None and self.best.metric >= known.metric
@@ -94,10 +93,16 @@ class SafePoints:
 
     def go_back(self, point: SafePoint) -> None:
         """To a safe point. Seeds that were pruned since stay pruned; slots of new ones rest."""
-        present = self._network.states.has_seed[0]
-        seeds = {slot: seed for slot, seed in point.state.seeds.items() if bool(present[slot])}
+        seeds = {s: seed for s, seed in point.state.seeds.items() if self._is_there(point, s)}
         slots = _slots_of(list(seeds), then=point.state.slots, now=self._network.states)
         self._network.restore(replace(point.state, seeds=seeds, slots=slots))
+
+    def is_whole(self, point: SafePoint) -> bool:
+        """Whether all seeds of a safe point are still in the network."""
+        return all(self._is_there(point, slot) for slot in point.seed_ids)
+
+    def _is_there(self, point: SafePoint, slot: int) -> bool:
+        return self._books.seed_ids.get(slot) == point.seed_ids[slot]
 
     def to_dict(self) -> dict[str, Any]:
         return {
