@@ -198,6 +198,7 @@ def test_what_cannot_merge_stays_two_layers():
     hooked.register_forward_hook(lambda *_: None)
     sites = {"subclass": Twice(6, 6), "hooked": hooked, "tied": tied, "block": nn.Sequential(tied)}
     sites["not linear"] = nn.ReLU()
+    sites["made anew"] = nn.utils.spectral_norm(nn.Linear(6, 6)).eval()
     x = torch.randn(4, 6)
     for name, site in sites.items():
         model = nn.Sequential(grown(site, "dense", (6,), BlendStyle.ADD))

@@ -45,8 +45,10 @@ def _without_alpha(grown: Grown) -> Grown:
 def _merged(grown: Grown) -> nn.Module | None:
     """Site and seed as one layer of the site's own kind; None where it takes two."""
     site, layers = grown.site, grown.seed.layers
-    # a subclass of a layer may compute something else; a hook may look at what lies in between
-    if type(site) not in _LINEAR_LAYERS or site._forward_hooks or grown.style != BlendStyle.ADD:
+    # a subclass of a layer may compute something else; a hook may look at what lies in between,
+    # or make the weight anew before every call, as spectral norm does
+    has_hooks = site._forward_hooks or site._forward_pre_hooks
+    if type(site) not in _LINEAR_LAYERS or has_hooks or grown.style != BlendStyle.ADD:
         return None
     if len(layers) > 1 or not _is_pointwise(layers[0]) or getattr(site, "groups", 1) > 1:
         return None
