@@ -395,6 +395,23 @@ def test_the_source_shows_layers_and_sections(tmp_path):
     assert "torch.ops" not in text
 
 
+def test_settings_that_a_layer_does_not_show_are_in_the_source(tmp_path):
+    torch.manual_seed(0)
+    layers = [
+        nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+        nn.AvgPool2d(2, divisor_override=3),
+        nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+        nn.ConvTranspose2d(3, 3, 3, 2, 1, 1),
+        nn.InstanceNorm2d(3, affine=True),
+    ]
+    model, x = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), *layers), torch.randn(4, 3, 8, 8)
+    file = export(model, x, tmp_path, formats=("source",))["source"]
+    assert "count_include_pad=False)" in file.read_text()
+    source = runpy.run_path(str(file))["load"]()
+    assert [type(layer) for layer in source.children()] == [type(layer) for layer in model]
+    torch.testing.assert_close(source(x), model.eval()(x), rtol=1e-5, atol=1e-5)
+
+
 # ---- errors
 
 
@@ -445,7 +462,7 @@ def test_what_onnx_does_not_know_is_said(tmp_path):
 def test_a_file_that_computes_something_else_is_refused(tmp_path, monkeypatch):
     wrong = Source("def load():\n    return lambda x: x + 0.1\n", {})
     monkeypatch.setattr(sys.modules[export.__module__], "source_of", lambda *_: wrong)
-    with pytest.raises(ExportError, match="source file is off by 0.1"):
+    with pytest.raises(ExportError, match=r"off by 0.1 at 2 rows; formats=\('torch', 'onnx'\)"):
         export(nn.Identity(), torch.zeros(2, 3), tmp_path, formats=("source",))
     assert list(tmp_path.iterdir()) == []
 

@@ -322,6 +322,8 @@ def _check_equal(name: str, exported: Callable[[Any], Any], model: nn.Module, ex
             want, have = want.double(), have.double()
             if not torch.allclose(have, want, tolerance, tolerance, equal_nan=True):
                 off = (have - want).abs().max().item()
+                others = tuple(other for other in FORMATS if other != name)
                 raise ExportError(
-                    f"the {name} file is off by {off:.2g} at {batch_size(batch)} rows"
+                    f"the {name} file is off by {off:.2g} at {batch_size(batch)} rows; "
+                    f"formats={others} do without it"
                 )

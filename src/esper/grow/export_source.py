@@ -10,7 +10,7 @@ import inspect
 import keyword
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any
@@ -182,12 +182,27 @@ def _constructor(layer: nn.Module) -> str | None:
             for entry in call.keywords
             if ast.literal_eval(entry.value) != usual[str(entry.arg)].default
         ]
-        expression = ast.unparse(call)
-        twin = eval(expression, {"nn": nn})
+        described = _settings(_built(call), usual)
+        # some descriptions leave settings out
+        for name, value in _settings(layer, usual).items():
+            if value != described[name]:
+                call.keywords.append(ast.keyword(name, ast.parse(repr(value), mode="eval").body))
+        twin = _built(call)
     except (AttributeError, KeyError, NameError, SyntaxError, TypeError, ValueError):
         return None
+    is_same = _settings(twin, usual) == _settings(layer, usual) and repr(twin) == repr(layer)
     shapes = [{key: t.shape for key, t in x.state_dict().items()} for x in (layer, twin)]
-    return expression if repr(twin) == repr(layer) and shapes[0] == shapes[1] else None
+    return ast.unparse(call) if is_same and shapes[0] == shapes[1] else None
+
+
+def _built(call: ast.Call) -> nn.Module:
+    layer: nn.Module = eval(ast.unparse(call), {"nn": nn})
+    return layer
+
+
+def _settings(layer: nn.Module, arguments: Iterable[str]) -> dict[str, Any]:
+    """Those of its constructor's arguments that a layer keeps."""
+    return {name: vars(layer)[name] for name in arguments if name in vars(layer)}
 
 
 def _weights(program: ExportedProgram) -> dict[str, str]:
