@@ -448,6 +448,17 @@ def test_missing_packages_and_unknown_formats_are_said_before_any_work(tmp_path,
         export(nn.Linear(3, 3), torch.randn(2, 3), tmp_path, formats=("tflite",))
 
 
+def test_one_format_may_be_given_by_its_name(tmp_path):
+    assert list(export(nn.Linear(3, 3), torch.randn(2, 3), tmp_path, formats="torch")) == ["torch"]
+    with pytest.raises(ValueError, match=r"no formats \['tflite'\]; there are"):
+        export(nn.Linear(3, 3), torch.randn(2, 3), tmp_path, formats="tflite")
+
+
+def test_an_example_without_rows_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="without an example in it"):
+        export(nn.Linear(3, 3), torch.randn(0, 3), tmp_path)
+
+
 def test_what_onnx_does_not_know_is_said(tmp_path):
     class Bessel(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

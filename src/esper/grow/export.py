@@ -43,11 +43,12 @@ _LARGEST_ONNX_FILE = 2**31 - 2**20  # a protobuf's limit; larger models keep the
 def export(
     model: nn.Module, example: Any, path: str | Path, formats: Sequence[str] = FORMATS
 ) -> dict[str, Path]:
-    """Writes `model` to the folder `path`; the file of each format.
+    """Writes `model` to the folder `path`; the file of each format (or of the one named).
 
     `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them.
     The batch size is free in all formats, every other axis is that of the example.
     """
+    formats = (formats,) if isinstance(formats, str) else formats
     _check_formats(formats)
     plain = folded(model).cpu().eval()
     plain.register_forward_hook(_plain_output)
