@@ -213,6 +213,9 @@ def test_mistakes_are_told_before_any_training():
         "training loader is a list_iterator, which can be read only once", train_loader=iter([])
     )
     refused("validation loader is a generator", val_loader=(batch for batch in loaders()[1]))
+    empty = [(torch.randn(0, 5), torch.zeros(0, dtype=torch.int64))]
+    refused("a batch of inputs without an example in it", train_loader=empty)
+    refused("a batch of inputs without an example in it", val_loader=empty)
     refused("decisions=30 for steps=20", decisions=30)
     refused("steps=0; use 1 or more", steps=0)
     refused("is below the model's own", budget=Budget(params=5))

@@ -84,6 +84,8 @@ def batch_size(inputs: Any) -> int:
             f"inputs of type {type(inputs).__name__} hold no tensor with a batch axis; give a "
             "tensor, a tuple of the model's arguments or a dict of them"
         )
+    if len(tensors[0]) == 0:
+        raise ValueError("a batch of inputs without an example in it; give one or more")
     return len(tensors[0])
 
 
