@@ -29,6 +29,31 @@ def grown_run(*metrics, script=(GROWN,), **options):
     return growth
 
 
+def scored_run(*metrics, script, without, decisions=12):
+    """A run that measures itself and is closed at the last of the metrics.
+
+    Each is that of the whole network; without its uncommitted seeds it is `without`.
+    """
+    runs = []
+
+    def score(batch):
+        value = metrics[runs[0].step] if runs else metrics[0]
+        if runs:
+            states, network = runs[0]._network.states, runs[0]._network
+            is_open = bool((states.has_seed & (states.stage != SeedStage.FOSSILIZED)).any())
+            value = without if is_open and not network.uncommitted else value
+        return torch.full((8,), value, dtype=torch.float64)
+
+    growth = new_growth(Script(*script), decisions=decisions, val_loader=[0], score=score)
+    runs.append(growth)
+    for _ in metrics[:-1]:
+        train(growth)
+        growth.decide()
+    train(growth)
+    growth.close()
+    return growth
+
+
 def test_a_lost_metric_costs_one_step_of_training_and_no_seed():
     """The seed is never committed, so the only committed network is that of the first step."""
     growth = grown_run(0.3, 0.5, 0.7, 0.8)
@@ -117,11 +142,55 @@ def test_a_network_counts_as_committed_once_its_seeds_are():
     assert growth.ledger.fate_of("s1").fate == "kept"
 
 
+TWO = (GROWN, germinate(1, blueprint=1, tempo=0), WAIT, WAIT, COMMIT)
+
+
 def test_a_network_with_a_seed_that_was_never_committed_does_not_count():
-    script = (GROWN, germinate(1, blueprint=1, tempo=0), WAIT, WAIT, COMMIT)
-    growth = grown_run(0.5, 0.6, 0.6, 0.9, 0.7, 0.7, script=script)
-    growth.close(0.5)
+    growth = scored_run(0.5, 0.6, 0.6, 0.9, 0.7, 0.7, 0.7, script=TWO, without=0.4, decisions=7)
+    assert growth.is_closed
     assert growth.best_metric == 0.5
+    assert growth.seeds == {}
+
+
+def test_who_stops_early_keeps_the_best_network_whoever_measured_it():
+    """The controller had not come to commit the second seed: that says nothing against it."""
+    told = grown_run(0.5, 0.6, 0.6, 0.9, 0.7, 0.7, script=TWO)
+    told.close(0.7)
+    measured = scored_run(0.5, 0.6, 0.6, 0.9, 0.7, 0.7, 0.7, script=TWO, without=0.4)
+    for growth in (told, measured):
+        assert growth.is_closed
+        assert growth.best_metric == 0.9
+        assert list(growth.seeds) == ["1", "5"]
+        assert growth.plain_model()
+        assert {growth.ledger.fate_of(seed).fate for seed in ("s1", "s2")} == {"kept"}
+    assert measured.ledger.fate_of("s2").reason == "the best metric was measured with it"
+
+
+def test_at_the_end_the_peak_with_all_its_seeds_counts_if_no_one_could_commit_them():
+    growth = grown_run(0.5, 0.6, 0.6, 0.95, 0.6)
+    growth.decisions = 6
+    growth.decide(0.7)
+    assert growth.best_metric == 0.95
+    assert growth.seeds
+
+
+def test_who_stops_early_is_not_left_with_less_than_the_best_committed_network():
+    growth = scored_run(0.8, 0.6, 0.7, 0.7, script=(GROWN,), without=0.5)
+    assert growth.best_metric == 0.8
+    assert growth.seeds == {}
+
+
+def test_what_breaks_twice_goes_back_to_the_best_with_its_seeds_before_the_best_committed():
+    """The seed is at full weight from step 2 on; nothing is committed after step 0."""
+    growth = grown_run(0.3, 0.5, 0.6, 0.9, 0.7, *[math.nan] * 3)
+    assert [r.to_step for r in growth.ledger.rollbacks] == [4, 3, 0]
+    assert growth.seeds == {}
+
+
+def test_a_network_is_not_gone_back_to_twice():
+    """The best with its seeds is the last: once it has broken again it is no way out."""
+    growth = grown_run(0.3, 0.5, 0.6, 0.9, *[math.nan] * 2)
+    assert [r.to_step for r in growth.ledger.rollbacks] == [3, 0]
 
 
 def test_a_network_on_a_ramp_does_not_count():

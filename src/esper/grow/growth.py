@@ -46,13 +46,13 @@ from esper.grow.measuring import Measurement, Score, measure
 from esper.grow.network import GrowingNetwork
 from esper.grow.plain import plain_model
 from esper.grow.reporting import Evidence, Reporter
-from esper.grow.safe_points import SafePoints
+from esper.grow.safe_points import SafePoint, SafePoints
 from esper.grow.seed_groups import AnyScheduler
 from esper.grow.sites import ModelSite, count_macs, count_params, site_table, trace_sites
 from esper.grow.starting import check_arguments, fitting_menu, seed_costs
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
-from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 
 DEFAULT_RENT = 0.02  # little: the budget is the limit, rent keeps out what brings nothing
@@ -188,15 +188,17 @@ class Growth:
     def close(self, val_metric: float | None = None, val_loss: float | None = None) -> None:
         """The end of growth: the model becomes the best committed network that was seen.
 
-        Seeds that were never committed are taken out; but where growth could not measure what the
-        network is without them, those of the last network stay if it is the best. Call it to stop
+        Seeds that the controller has not committed are taken out. But before the last of the
+        decisions it had not yet come to that, and without `score` nobody measured the network
+        without them: then the seeds of the best network that was measured stay. Call it to stop
         early; `decide` does it on its last call.
         """
         if self._is_over():
             return
-        metric = self._take_stock(val_metric, val_loss)
-        if self._score is None and metric is not None:
-            self._commit_if_best(metric)
+        now = self._take_stock(val_metric, val_loss)
+        is_early = self.step < self.decisions - 1
+        if (is_early or self._score is None) and self._safe.commit_best_seen(now):
+            self._books.kept(self.step, "the best metric was measured with it")
         best = self._safe.best
         assert best is not None
         self._safe.go_back(best)
@@ -328,11 +330,11 @@ class Growth:
             )
         return self.is_closed
 
-    def _take_stock(self, val_metric: float | None, val_loss: float | None) -> float | None:
+    def _take_stock(self, val_metric: float | None, val_loss: float | None) -> SafePoint | None:
         """The end of the step that was trained: all is measured, and timed moves happen.
 
-        They change no output: a seed that goes now has alpha 0 already. Gives the metric of the
-        network as it is then; None if it was taken back to one that was not measured as it is.
+        They change no output: a seed that goes now has alpha 0 already. Gives the network as it is
+        then; None if it was taken back to one that was not measured as it is.
         """
         measured = self._measured(val_metric, val_loss)
         if self.step > 0:
@@ -356,7 +358,7 @@ class Growth:
         self._evidence.metrics.appendleft(measured.metric)
         self._evidence.loss = _loss_or_guess(measured)
         self._safe.keep(self.step, measured.metric, measured.committed_metric)
-        return measured.metric
+        return self._safe.last
 
     def _act(self) -> DecisionRecord:
         steps_left = self.decisions - 1 - self.step
@@ -407,20 +409,8 @@ class Growth:
             )
         return measured
 
-    def _commit_if_best(self, metric: float) -> None:
-        """Commits the network as it is, if no committed one was measured to be as good."""
-        assert self._safe.best is not None
-        felt = self._network.uncommitted
-        if not felt or metric <= self._safe.best.metric:
-            return
-        stage = self._network.states.stage.clone()
-        stage[0, felt] = SeedStage.FOSSILIZED
-        self._network.adopt(replace(self._network.states, stage=stage))
-        self._books.kept(self.step, "the best metric was measured with it")
-        self._safe.keep_if_best(self.step, metric)
-
-    def _roll_back(self, reason: str) -> float | None:
-        """Goes back to a safe point; its metric, if no seed of it was pruned since."""
+    def _roll_back(self, reason: str) -> SafePoint | None:
+        """Goes back to a safe point; None if a seed of it was pruned since."""
         point = self._safe.recover()
         self._books.rolled_back(self.step, reason)
         self.ledger.record_rollback(
@@ -428,7 +418,7 @@ class Growth:
         )
         self._evidence.metrics.appendleft(point.metric)
         self._evidence.forget(~self._network.states.has_seed[0])
-        return point.metric if self._safe.is_whole(point) else None
+        return point if self._safe.is_whole(point) else None
 
     def _note_gradients(self, index: int, seed: nn.Module) -> None:
         gradients = [p.grad for p in seed.parameters() if p.grad is not None]

@@ -2,8 +2,9 @@
 
 There are three: the *last* healthy one, whole; the best *settled* one, with the seeds of today and
 none of them on its way; and the *best* committed one. A broken network goes back to the last; if
-that breaks again before it was healthy once, to the best. A settled network is a committed one as
-soon as its seeds are: who commits late has as many networks to choose from as who commits early.
+that breaks again before it was healthy once, to the settled one, and then to the best. A settled
+network is a committed one as soon as its seeds are: who commits late has as many networks to
+choose from as who commits early.
 """
 
 import math
@@ -31,6 +32,11 @@ class SafePoint:
     step: int
     seed_ids: dict[int, str]  # by slot; no two seeds of a run have the same
 
+    @property
+    def name(self) -> tuple[int, tuple[str, ...]]:
+        """No two networks of a run have the same."""
+        return self.step, tuple(self.seed_ids.values())
+
 
 class SafePoints:
     """The last healthy network, the best of those with its seeds, and the best committed one."""
@@ -40,6 +46,7 @@ class SafePoints:
         self.last: SafePoint | None = None
         self.settled: SafePoint | None = None
         self.best: SafePoint | None = None
+        self._tried: list[tuple[int, tuple[str, ...]]] = []  # gone back to since one was healthy
 
     def why_broken(self, measured: Measurement) -> str:
         """What is wrong with the network, in words; empty for a healthy one."""
@@ -56,7 +63,7 @@ class SafePoints:
 
     def keep(self, step: int, metric: float, committed_metric: float | None) -> None:
         """The network is healthy; its metric without uncommitted seeds is None if not known."""
-        self.last = self._point(step, metric)
+        self.last, self._tried = self._point(step, metric), []
         if committed_metric is not None:
             self.keep_if_best(step, committed_metric)
         self._keep_if_settled(self.last)
@@ -84,12 +91,32 @@ class SafePoints:
             self.best = known
 
     def recover(self) -> SafePoint:
-        """Back to the last healthy network; or to the best, if that one broke again at once."""
-        point = self.last or self.best
-        assert point is not None, "nothing to go back to"
+        """Back to the last healthy network; if that one broke again at once, to an earlier one."""
+        assert self.best is not None, "nothing to go back to"
+        settled = self.settled if self.settled and self.is_whole(self.settled) else None
+        points = [p for p in (self.last, settled) if p is not None and p.name not in self._tried]
+        point = next(iter(points), self.best)
         self.last = None
+        self._tried.append(point.name)
         self.go_back(point)
         return point
+
+    def commit_best_seen(self, now: SafePoint | None) -> bool:
+        """Commits the seeds of the best network measured, if no committed one is as good.
+
+        `now` is the network as it stands, if it was measured so.
+        """
+        assert self.best is not None
+        whole = [p for p in (self.settled, now) if p is not None and self.is_whole(p)]
+        point = max((self.best, *whole), key=lambda p: p.metric)  # of equals the first
+        if point is self.best:
+            return False
+        self.go_back(point)
+        stage = self._network.states.stage.clone()
+        stage[0, self._network.uncommitted] = SeedStage.FOSSILIZED
+        self._network.adopt(replace(self._network.states, stage=stage))
+        self.best = self._point(point.step, point.metric, committed_only=True)
+        return True
 
     def go_back(self, point: SafePoint) -> None:
         """To a safe point. Seeds that were pruned since stay pruned; slots of new ones rest."""
@@ -105,7 +132,7 @@ class SafePoints:
         return self._books.seed_ids.get(slot) == point.seed_ids[slot]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        points = {
             name: point and {**vars(point), "state": network_to_dict(point.state)}
             for name, point in (
                 ("last", self.last),
@@ -113,12 +140,14 @@ class SafePoints:
                 ("best", self.best),
             )
         }
+        return {**points, "tried": list(self._tried)}
 
     def load(self, saved: dict[str, Any]) -> None:
         self.last, self.settled, self.best = (
             data and SafePoint(**{**data, "state": network_from_dict(data["state"])})
             for data in (saved["last"], saved["settled"], saved["best"])
         )
+        self._tried = list(saved["tried"])
 
 
 def _slots_of(seeds: list[int], *, then: SlotStates, now: SlotStates) -> SlotStates:
