@@ -27,7 +27,7 @@ from esper.grow.ledger import Ledger, TwinRecord, Verdict
 from esper.grow.measuring import check_loader, checked_scores, joined, paired_difference, resting
 from esper.grow.progress import progress_bar
 from esper.grow.randomness import untouched_randomness
-from esper.grow.sites import forward
+from esper.grow.sites import batch_size, forward
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.protocols import Controller
 
@@ -187,6 +187,7 @@ class _Trainer:
                     f"the {name} loader yields a {type(batch).__name__}; it must yield pairs "
                     "(inputs, target). For other batches use esper.Growth in your own loop"
                 )
+            batch_size(batch[0])  # raises if it has none
             return self.moved(batch)
         raise ValueError(f"the {name} loader yields nothing")
 
