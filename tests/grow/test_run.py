@@ -189,6 +189,17 @@ def test_the_default_metric_by_hand():
     assert error.tolist() == pytest.approx([1 / 3])
 
 
+def test_the_metric_that_is_advised_for_one_logit_works():
+    target = torch.tensor([0, 1, 1, 0])
+    with pytest.raises(ValueError, match="For one logit") as told:
+        default_metric(torch.zeros(4, 1), target)
+    advised = eval(str(told.value).partition("For one logit: ")[2])
+    logits = torch.tensor([-1.0, -2.0, 3.0, 4.0])
+    for shown in (logits, logits[:, None]):
+        assert advised(shown, target).tolist() == [1.0, 0.0, 1.0, 0.0]
+        assert advised(shown, target[:, None].float()).tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
 def refused(message, **options):
     train, val = loaders()
     model = options.pop("model", None) or mlp()
@@ -228,6 +239,11 @@ def test_mistakes_are_told_before_any_training():
     refused("the validation metric is nan", metric=nan)
     flags = [(torch.randn(4, 5), torch.tensor([[0.0], [1.0], [1.0], [0.0]]))]
     refused("targets of 0.0 and 1.0 may be classes", val_loader=flags)
+    flags = [(torch.randn(4, 5), torch.tensor([0, 1, 1, 0]))]
+    one_logit = r"no metric is known for an output \(4, 1\) and a target \(4,\).*For one logit"
+    refused(one_logit, model=mlp(classes=1), val_loader=flags)
+    flat = nn.Sequential(mlp(classes=1), nn.Flatten(0))
+    refused(r"for an output \(4,\) and a target \(4,\)", model=flat, val_loader=flags)
     refused("a score of type float", metric=lambda output, target: 0.5)
     refused("wrapped in DataParallel", model=nn.DataParallel(mlp()))
 

@@ -36,6 +36,11 @@ Metric = Callable[[Any, Any], Tensor]  # a score per example [batch], 0 to 1
 
 IGNORED = -100  # a target that counts for nothing, as in torch's cross_entropy
 
+_FOR_ONE_LOGIT = (
+    "For one logit: lambda output, target: ((output > 0).reshape(len(target), -1) == "
+    "(target > 0.5).reshape(len(target), -1)).float().mean(1)"
+)
+
 
 @dataclass(frozen=True)
 class GrowthResult:
@@ -139,8 +144,8 @@ def default_metric(output: Any, target: Any) -> Tensor:
     if isinstance(output, Tensor) and isinstance(target, Tensor):
         if target.is_floating_point() and output.shape == target.shape:
             return 1 / (1 + (output - target).square().reshape(len(target), -1).mean(1))
-        for axis in (-1, 1):  # classes come last, or second as in torch's own losses
-            if not target.is_floating_point() and output.argmax(axis).shape == target.shape:
+        for axis in _class_axes(output, target):
+            if output.argmax(axis).shape == target.shape:
                 counts = (target != IGNORED).reshape(len(target), -1)
                 correct = (output.argmax(axis) == target).reshape(len(target), -1)
                 return (correct & counts).sum(1) / counts.sum(1).clamp(min=1)
@@ -149,8 +154,18 @@ def default_metric(output: Any, target: Any) -> Tensor:
     ]
     raise ValueError(
         f"no metric is known for an output {told[0]} and a target {told[1]}; pass metric=..., "
-        "a score per example from 0 to 1"
+        f"a score per example from 0 to 1. {_FOR_ONE_LOGIT}"
     )
+
+
+def _class_axes(output: Tensor, target: Tensor) -> list[int]:
+    """Where an output may have its classes: last, or second as in torch's own losses.
+
+    One class is none: a single logit would always be the largest.
+    """
+    if target.is_floating_point() or output.dim() < 2:
+        return []
+    return [axis for axis in (-1, 1) if output.shape[axis] > 1]
 
 
 def _name_of(metric: Metric) -> str:
@@ -166,8 +181,7 @@ def _default_name(target: Any) -> str:
     if bool(((target == 0) | (target == 1)).all()):
         raise ValueError(
             "targets of 0.0 and 1.0 may be classes, and their logits no near numbers; pass "
-            "metric=..., a score per example from 0 to 1. For logits: lambda output, target: "
-            "((output > 0) == (target > 0.5)).float().reshape(len(target), -1).mean(1)"
+            f"metric=..., a score per example from 0 to 1. {_FOR_ONE_LOGIT}"
         )
     return "1 / (1 + squared error)"
 
