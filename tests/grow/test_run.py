@@ -244,6 +244,8 @@ def test_mistakes_are_told_before_any_training():
     refused(one_logit, model=mlp(classes=1), val_loader=flags)
     flat = nn.Sequential(mlp(classes=1), nn.Flatten(0))
     refused(r"for an output \(4,\) and a target \(4,\)", model=flat, val_loader=flags)
+    per_example = lambda *pair: F.cross_entropy(*pair, reduction="none")  # noqa: E731
+    refused(r"a loss of shape \(32,\); give the batch's mean", loss=per_example)
     refused("a score of type float", metric=lambda output, target: 0.5)
     refused("wrapped in DataParallel", model=nn.DataParallel(mlp()))
 

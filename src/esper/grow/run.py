@@ -212,13 +212,14 @@ class _Trainer:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, target = batch
-        return self._loss(forward(model, inputs), target)
+        return _checked_loss(self._loss(forward(model, inputs), target))
 
     def score(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Each example's score, and the mean loss."""
         inputs, target = self.moved(batch)
         output = forward(model, inputs)
-        return checked_scores(self._metric(output, target)), self._loss(output, target)
+        loss = _checked_loss(self._loss(output, target))
+        return checked_scores(self._metric(output, target)), loss
 
     def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
         """One step of each on the same batch, with the same randomness."""
@@ -295,6 +296,15 @@ def _conclude(
     growth.ledger.conclude(after=growth.ledger.after, verdict=verdict)
     returned = grown if keeps_growth else ungrown
     return GrowthResult(returned, ungrown, growth.ledger, verdict, growth)
+
+
+def _checked_loss(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"a loss of shape {tuple(loss.shape)}; give the batch's mean, one number, such as "
+            "reduction='mean' makes it"
+        )
+    return loss
 
 
 def _standing(growth: Growth) -> str:
