@@ -37,7 +37,7 @@ from esper.tamiyo.policy.network import (
 class PPOConfig:
     """Every hyper-parameter of the update, with the defaults that all published results use."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """Adam's step size at the start."""
     learning_rate_schedule: Literal["constant", "linear"] = "linear"
     """"linear" falls to 0 at the end of training."""
