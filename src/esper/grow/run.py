@@ -218,8 +218,8 @@ class _Trainer:
         """Each example's score, and the mean loss."""
         inputs, target = self.moved(batch)
         output = forward(model, inputs)
-        loss = _checked_loss(self._loss(output, target))
-        return checked_scores(self._metric(output, target)), loss
+        scores = checked_scores(self._metric(output, target))
+        return scores, _checked_loss(self._loss(output, target))
 
     def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
         """One step of each on the same batch, with the same randomness."""
