@@ -10,10 +10,15 @@ from esper.leyline.stages import SeedStage
 X, Y = blobs()
 
 
-def new_growth(controller=None, name="mlp", decisions=8, **options):
+def new_growth(controller=None, name="mlp", decisions=8, measures_itself=False, **options):
     model, example = build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     controller = controller or Script()
+    if measures_itself:
+        options |= dict(
+            val_loader=[(X, Y)],
+            score=lambda batch: (model(batch[0]).argmax(1) == batch[1]).float(),
+        )
     return Growth(
         model, optimizer, example=example, controller=controller, decisions=decisions, **options
     )

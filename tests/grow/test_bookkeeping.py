@@ -3,7 +3,7 @@
 import pytest
 import torch
 from grow.small_models import WAIT, Script, act, germinate
-from grow.small_runs import X, Y, new_growth, train
+from grow.small_runs import new_growth, train
 
 from esper.grow.page import page_data
 from esper.leyline.stages import LifecycleOp
@@ -50,10 +50,7 @@ def test_without_one_ledger_and_page_say_so_and_what_was_known(fate):
 
 
 def test_what_was_known_is_what_was_measured_until_then():
-    def score(batch):
-        return (growth.model(batch[0]).argmax(1) == batch[1]).float()
-
-    growth = new_growth(Script(*LIFE, ENDS["kept"]), val_loader=[(X, Y)], score=score)
+    growth = new_growth(Script(*LIFE, ENDS["kept"]), measures_itself=True)
     for _ in range(6):
         train(growth)
         growth.decide()

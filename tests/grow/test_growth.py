@@ -380,6 +380,33 @@ def test_mistakes_are_told_at_once():
     refused("neither 'heuristic' nor a file", controller="heuristics")
     refused(r"none of the blueprints \['conv'\] fits", blueprints=["conv"])
     refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
+    refused("the optimizer is SGD; give one that is made", optimizer=torch.optim.SGD)
+    refused(r"budget=1000; give a Budget", budget=1000)
+    for rent in (math.nan, -0.1, math.inf, "a"):
+        refused(f"rent={rent!r}; use 0 or more", rent=rent)
+    refused("that the optimizer holds are frozen", model=mlp().requires_grad_(False))
+
+
+def test_a_model_with_some_frozen_weights_can_grow():
+    model = mlp()
+    model[0].requires_grad_(False)
+    Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=X, decisions=8)
+
+
+def test_a_controller_that_is_none_is_refused_and_leaves_nothing_behind():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    refused("is no object with begin and decide", model=model, optimizer=optimizer, controller=None)
+    refused(
+        "is no object with begin and decide", model=model, optimizer=optimizer, controller=Script
+    )
+
+    class Fails(Script):
+        def begin(self, env_ids):
+            raise ValueError("not today")
+
+    refused("not today", model=model, optimizer=optimizer, controller=Fails())
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What seeds are worth, measured by switching them off."""
 
+import math
+
 import pytest
 import torch
 from grow.small_models import WAIT, Script, act, blobs, build, germinate
@@ -95,18 +97,48 @@ def test_modes_and_gradients_are_as_before():
     assert torch.is_grad_enabled()
 
 
-def test_a_loader_that_yields_nothing_is_an_error():
+@pytest.mark.parametrize(
+    ("loader", "value", "message"),
+    [
+        ([], 0.5, "validation loader yields nothing"),
+        ([(X, Y)], math.nan, "the validation metric is nan"),
+        ([(X, Y)], 50.0, "a share, not per cent"),
+    ],
+)
+def test_data_and_scores_that_cannot_judge_are_told_before_anything_is_touched(
+    loader, value, message
+):
     model, example = build("mlp")
-    growth = Growth(
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=message):
+        Growth(
+            model,
+            optimizer,
+            example=example,
+            decisions=25,
+            val_loader=loader,
+            score=lambda batch: torch.full((len(batch[0]),), value),
+        )
+    assert len(optimizer.param_groups) == 1
+
+
+def test_the_measurement_before_the_run_leaves_no_trace():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model, _ = build("mlp")
+    model.train()
+    torch.set_rng_state(before)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True)
+    Growth(
         model,
         torch.optim.SGD(model.parameters(), 0.1),
-        example=example,
+        example=X,
         decisions=25,
-        val_loader=[],
-        score=lambda batch: batch,
+        val_loader=loader,
+        score=lambda batch: (model(batch[0]).argmax(1) == batch[1]).float(),
     )
-    with pytest.raises(ValueError, match="validation loader yields nothing"):
-        growth.decide()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
 
 
 def test_scores_are_one_per_example():

@@ -35,8 +35,13 @@ def make_controller(controller: str | Path | Controller) -> Controller:
     """The heuristic by its name, a learned policy by its file, or the controller itself."""
     if controller == "heuristic":
         return HeuristicController()
-    if not isinstance(controller, str | Path):
+    if isinstance(controller, Controller) and not isinstance(controller, type):
         return controller
+    if not isinstance(controller, str | Path):
+        raise ValueError(
+            f"controller={controller!r} is no object with begin and decide; give 'heuristic', the path of a "
+            "saved policy, or a controller"
+        )
     if not Path(controller).is_file():
         raise ValueError(
             f"controller={str(controller)!r} is neither 'heuristic' nor a file; give the path of a "

@@ -42,7 +42,7 @@ from esper.grow.controllers import (
 from esper.grow.data import DataFacts
 from esper.grow.export import FORMATS, export
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
-from esper.grow.measuring import Measurement, Score, measure
+from esper.grow.measuring import Measurement, Score, check_metric, check_score, measure
 from esper.grow.network import GrowingNetwork
 from esper.grow.plain import plain_model
 from esper.grow.reporting import Evidence, Reporter
@@ -95,7 +95,15 @@ class Growth:
         rng_seed: int = 0,
         metric: str = "accuracy",
     ):
-        check_arguments(model, optimizer, decisions, val_loader, score)
+        check_arguments(
+            model,
+            optimizer,
+            decisions=decisions,
+            budget=budget,
+            rent=rent,
+            val_loader=val_loader,
+            score=score,
+        )
         data = DataFacts.of(example, train_rows)
         self.model, self.optimizer, self.example = model, optimizer, example
         self.budget = budget or Budget()
@@ -110,6 +118,9 @@ class Growth:
         self.budget.check(model_params, model_macs)
         menu = fitting_menu(chosen, blueprints)
         self.budget.check_room(model_params, model_macs, seed_costs(chosen, menu))
+        if val_loader is not None and score is not None:
+            check_score(model, val_loader, score)
+        self.controller.begin(torch.zeros(1, dtype=torch.int64))
         generator = torch.Generator().manual_seed(rng_seed)
         self._network = GrowingNetwork(
             model, optimizer, chosen, menu, scheduler=scheduler, generator=generator
@@ -139,7 +150,6 @@ class Growth:
         self._train_losses: list[Tensor] = []
         self._gradient_norms: dict[int, Tensor] = {}  # by slot, of the last step
         self.is_closed = False
-        self.controller.begin(torch.zeros(1, dtype=torch.int64))
 
     # ---- in the training loop
 
@@ -400,13 +410,8 @@ class Growth:
         else:
             committed = None if self._network.uncommitted else float(val_metric)
             measured = Measurement(float(val_metric), val_loss, {}, committed)
-        if not 0.0 <= measured.metric <= 1.0 and not (
-            math.isnan(measured.metric) and self._safe.best
-        ):
-            raise ValueError(
-                f"the validation metric is {measured.metric}; it must be 0 to 1, higher is better: "
-                "a share, not per cent, and for a loss something like 1 / (1 + loss)"
-            )
+        if not (math.isnan(measured.metric) and self._safe.best):
+            check_metric(measured.metric)
         return measured
 
     def _roll_back(self, reason: str) -> SafePoint | None:

@@ -37,9 +37,8 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
         for batch in batches:
             for off, collected in scores.items():
                 with network.without(off):
-                    scored = score(batch)
-                values, loss = scored if isinstance(scored, tuple) else (scored, None)
-                collected.append(checked_scores(values))
+                    values, loss = _scored(batch, score)
+                collected.append(values)
                 if loss is not None and off == everything:
                     losses.append(loss.detach() * len(values))
     per_example = {off: joined(collected) for off, collected in scores.items()}
@@ -50,6 +49,21 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
         contributions={slot: paired_difference(whole, per_example[slot,]) for slot in network.felt},
         committed_metric=float(per_example[uncommitted].mean()),
     )
+
+
+def check_score(model: nn.Module, batches: Iterable[Any], score: Score) -> None:
+    """Raise for data or a score that a network cannot be judged by."""
+    with resting(model):
+        parts = [_scored(batch, score)[0] for batch in batches]
+    check_metric(float(joined(parts).mean()))
+
+
+def check_metric(metric: float) -> None:
+    if not 0.0 <= metric <= 1.0:
+        raise ValueError(
+            f"the validation metric is {metric}; it must be 0 to 1, higher is better: a share, not "
+            "per cent, and for a loss something like 1 / (1 + loss)"
+        )
 
 
 @contextmanager
@@ -75,6 +89,13 @@ def check_loader(loader: Iterable[Any], name: str) -> None:
             f"the {name} loader is a {type(loader).__name__}, which can be read only once; give a "
             "DataLoader or a list of batches"
         )
+
+
+def _scored(batch: Any, score: Score) -> tuple[Tensor, Tensor | None]:
+    """A batch's scores, and its mean loss if it is known."""
+    scored = score(batch)
+    values, loss = scored if isinstance(scored, tuple) else (scored, None)
+    return checked_scores(values), loss
 
 
 def checked_scores(values: Tensor) -> Tensor:

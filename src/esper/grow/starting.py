@@ -1,11 +1,12 @@
 """What a run starts from: arguments that can work, and the seeds that could grow with their costs."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn, optim
 
-from esper.grow.budget import SeedCost
+from esper.grow.budget import Budget, SeedCost
 from esper.grow.measuring import Score, check_loader
 from esper.grow.sites import ModelSite
 from esper.grow.slots import Slot
@@ -15,32 +16,58 @@ from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 def check_arguments(
     model: nn.Module,
     optimizer: optim.Optimizer,
+    *,
     decisions: int,
+    budget: Budget | None,
+    rent: float,
     val_loader: Iterable[Any] | None,
     score: Score | None,
 ) -> None:
     """Raise for what cannot grow, before anything is touched."""
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            f"the model is wrapped in {type(model).__name__}, which would not carry new weights to "
-            "its copies; grow the model inside (model.module) on one device"
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(parameter) in held for parameter in model.parameters()):
-        raise ValueError(
-            "the optimizer trains none of the model's weights; make it from model.parameters()"
-        )
-    if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
-        raise ValueError(
-            "seeds of another growth sit in this model; grow its plain_model() instead, with an "
-            "optimizer of its own"
-        )
+    _check_model(model)
+    _check_optimizer(model, optimizer)
+    if budget is not None and not isinstance(budget, Budget):
+        raise ValueError(f"budget={budget!r}; give a Budget, such as Budget(params=20_000)")
+    if not isinstance(rent, int | float) or not 0 <= rent < math.inf:
+        raise ValueError(f"rent={rent!r}; use 0 or more, such as 0.02")
     if decisions < 2:
         raise ValueError(f"decisions={decisions}; use 2 or more: the last one only closes the run")
     if (val_loader is None) != (score is None):
         raise ValueError("val_loader and score go together: give both or none")
     if val_loader is not None:
         check_loader(val_loader, "validation")
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}, which would not carry new weights to "
+            "its copies; grow the model inside (model.module) on one device"
+        )
+    if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
+        raise ValueError(
+            "seeds of another growth sit in this model; grow its plain_model() instead, with an "
+            "optimizer of its own"
+        )
+
+
+def _check_optimizer(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if not isinstance(optimizer, optim.Optimizer):
+        given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ValueError(
+            f"the optimizer is {given}; give one that is made, such as AdamW(model.parameters())"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = [parameter for parameter in model.parameters() if id(parameter) in held]
+    if not trained:
+        raise ValueError(
+            "the optimizer trains none of the model's weights; make it from model.parameters()"
+        )
+    if not any(parameter.requires_grad for parameter in trained):
+        raise ValueError(
+            "all weights of the model that the optimizer holds are frozen, so there is nothing to "
+            "train while no seed is there; let some of them train, such as the last layer's"
+        )
 
 
 def fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tuple[Blueprint, ...]:

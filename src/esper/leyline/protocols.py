@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.reports import Reports
 
 
+@runtime_checkable
 class Controller(Protocol):
     """Reports in, factored actions out. Whatever it remembers, it remembers per env."""
 
