@@ -62,7 +62,7 @@ def training_steps(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Callable[[],
     """
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     own_groups = list(optimizer.param_groups)
-    growth = esper.Growth(model, optimizer, example=x, decisions=2)
+    growth = esper.Growth(model, optimizer, example=x, decisions=8)
     all_groups = optimizer.param_groups
 
     def train(groups: list[dict[str, Any]]) -> None:

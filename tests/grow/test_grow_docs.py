@@ -16,4 +16,6 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "at most 1,000 grown" in shown
     assert "ReLU    VECTOR  (8,)" in shown
-    assert names["growth"].is_closed
+    growth = names["growth"]
+    assert growth.is_closed
+    assert "GERMINATE" in {decision.op for decision in growth.ledger.decisions}

@@ -15,6 +15,7 @@ from torch import nn
 from esper import Budget, Growth
 from esper.grow.budget import SeedCost
 from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage
+from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
 from esper.tamiyo.scripted import RandomController
 
 
@@ -385,6 +386,18 @@ def test_mistakes_are_told_at_once():
     for rent in (math.nan, -0.1, math.inf, "a"):
         refused(f"rent={rent!r}; use 0 or more", rent=rent)
     refused("that the optimizer holds are frozen", model=mlp().requires_grad_(False))
+
+
+def test_a_run_too_short_for_the_heuristic_is_refused():
+    refused("HeuristicController needs 7 steps.*there are 4.*give it 3 more decisions", decisions=5)
+    refused("there are 6: nothing would grow; give it 1 more decision$", decisions=7)
+    patient = HeuristicController(HeuristicConfig(patience=9))
+    refused("needs 13 steps", controller=patient, decisions=13)
+
+
+def test_the_least_time_that_the_heuristic_asks_for_is_enough():
+    growth = new_growth("heuristic", decisions=8, rent=0.0)
+    assert growth.decide(0.5).op == "GERMINATE"
 
 
 def test_a_model_with_some_frozen_weights_can_grow():

@@ -209,7 +209,7 @@ def refused(message, **options):
         loss=F.cross_entropy,
         optimizer=torch.optim.SGD(model.parameters(), 0.1),
         steps=20,
-        decisions=5,
+        decisions=8,
         progress=False,
     )
     with pytest.raises(ValueError, match=message):

@@ -31,6 +31,25 @@ class Explains(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesTime(Protocol):
+    """A controller that grows nothing in a run that is too short for it."""
+
+    @property
+    def least_steps(self) -> int: ...
+
+
+def check_time(controller: Controller, steps: int) -> None:
+    """Raise if a controller would let all of so few steps pass by."""
+    if isinstance(controller, TakesTime) and steps < controller.least_steps:
+        missing = controller.least_steps - steps
+        raise ValueError(
+            f"{type(controller).__name__} needs {controller.least_steps} steps to grow, judge and "
+            f"commit a seed, and there are {steps}: nothing would grow; give it {missing} more "
+            f"decision{'' if missing == 1 else 's'}"
+        )
+
+
 def make_controller(controller: str | Path | Controller) -> Controller:
     """The heuristic by its name, a learned policy by its file, or the controller itself."""
     if controller == "heuristic":

@@ -35,6 +35,7 @@ from esper.grow.checkpoint import (
 from esper.grow.controllers import (
     Remembers,
     check_legal,
+    check_time,
     controller_name,
     make_controller,
     reason_of,
@@ -44,7 +45,7 @@ from esper.grow.export import FORMATS, export
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
 from esper.grow.measuring import Measurement, Score, check_metric, check_score, measure
 from esper.grow.network import GrowingNetwork
-from esper.grow.plain import plain_model
+from esper.grow.plain import check_plain, plain_model
 from esper.grow.reporting import Evidence, Reporter
 from esper.grow.safe_points import SafePoint, SafePoints
 from esper.grow.seed_groups import AnyScheduler
@@ -114,12 +115,14 @@ class Growth:
         self._val_loader, self._score = val_loader, score
         trace = trace_sites(model, example, *other_examples)
         chosen = trace.choose(sites, exclude)
+        check_plain(model, chosen, example)
         model_params, model_macs = count_params(model), count_macs(model, example)
         self.budget.check(model_params, model_macs)
         menu = fitting_menu(chosen, blueprints)
         self.budget.check_room(model_params, model_macs, seed_costs(chosen, menu))
         if val_loader is not None and score is not None:
             check_score(model, val_loader, score)
+        check_time(self.controller, decisions - 1)  # the last call only closes the run
         self.controller.begin(torch.zeros(1, dtype=torch.int64))
         generator = torch.Generator().manual_seed(rng_seed)
         self._network = GrowingNetwork(

@@ -54,6 +54,11 @@ class HeuristicConfig:
     def __post_init__(self) -> None:
         check_ramp_steps(self.ramp_steps)
 
+    @property
+    def trial_steps(self) -> int:
+        """Steps from a seed's growth until it is judged, and those kept free."""
+        return self.ramp_steps + self.patience + self.spare_steps
+
 
 class HeuristicController:
     """Decides for a whole batch; remembers per env which blueprints have failed in which slot."""
@@ -62,6 +67,11 @@ class HeuristicController:
         self.config = config or HeuristicConfig()
         self._failed: Tensor | None = None  # [N, S, B]
         self._seen: Tensor | None = None  # the blueprint last seen in each slot [N, S], or -1
+
+    @property
+    def least_steps(self) -> int:
+        """Steps that a run must have for a first seed to grow."""
+        return self.config.trial_steps + 1  # to commit it
 
     def begin(self, env_ids: Tensor) -> None:
         if self._failed is not None and self._seen is not None:
@@ -261,8 +271,7 @@ def _points(share: Tensor, digits: str = ".2f") -> str:
 
 def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> Tensor:
     """Whether a seed grown now can still ramp up, be judged and be committed, `[N, 1]`."""
-    queue = seeds.is_live.sum(dim=-1) + 1
-    needed = config.ramp_steps + config.patience + config.spare_steps + queue
+    needed = config.trial_steps + seeds.is_live.sum(dim=-1) + 1  # one to commit each
     return ((reports.steps_left >= needed) & (reports.progress <= config.last_start)).unsqueeze(-1)
 
 
