@@ -216,6 +216,19 @@ def refused(message, **options):
         esper.grow(model, **{**arguments, **options})
 
 
+class ByClass(nn.Sequential):
+    """Rectifies what comes out of a linear layer, and of nothing else."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 6), nn.Linear(6, 3))
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+            x = x.relu() if isinstance(layer, nn.Linear) else x
+        return x
+
+
 def test_mistakes_are_told_before_any_training():
     refused("the training loader yields nothing", train_loader=[])
     refused("the validation loader yields nothing", val_loader=[])
@@ -247,6 +260,7 @@ def test_mistakes_are_told_before_any_training():
     per_example = lambda *pair: F.cross_entropy(*pair, reduction="none")  # noqa: E731
     refused(r"a loss of shape \(32,\); give the batch's mean", loss=per_example)
     refused("a score of type float", metric=lambda output, target: 0.5)
+    refused("would be lost in the plain model", model=ByClass())
     refused("wrapped in DataParallel", model=nn.DataParallel(mlp()))
 
 
