@@ -1,5 +1,6 @@
 """A run that goes on from a file is the run that was never interrupted."""
 
+import math
 import random
 
 import numpy as np
@@ -7,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from grow.small_models import Script, act, blobs, build, germinate
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
 
-from esper import Growth
+from esper import Budget, Growth
 from esper.grow.checkpoint import random_states, set_random_states
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.learned import LearnedController, _policy
@@ -28,17 +30,14 @@ def new_growth(scheduler="cosine", controller="heuristic", rng_seed=0, **options
     model, example = build("mlp", rng_seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = SCHEDULERS[scheduler](optimizer)
-    return Growth(
-        model,
-        optimizer,
-        example=example,
+    settings = dict(
         controller=controller,
         scheduler=schedule,
         decisions=12,
         val_loader=[(X, Y)],
         score=lambda batch: (model(batch[0]).argmax(1) == batch[1]).float(),
-        **options,
     )
+    return Growth(model, optimizer, example=example, **{**settings, **options})
 
 
 def train(growth: Growth, steps: int) -> None:
@@ -156,7 +155,7 @@ def test_a_file_of_another_run_is_refused(tmp_path):
     model, example = build("mlp")
     groups = [{"params": [p]} for p in model.parameters()]
     other = Growth(model, torch.optim.AdamW(groups), example=example, decisions=12)
-    with pytest.raises(ValueError, match="has 2 parameter groups.*this optimizer 16"):
+    with pytest.raises(ValueError, match=r"weights per group \[8, 0\]; this one has.*\[1, 1, 1"):
         other.load(path)
     growth = new_growth()
     growth.decide()
@@ -173,6 +172,98 @@ def test_a_file_of_another_run_is_refused(tmp_path):
     path.unlink()
     with pytest.raises(FileNotFoundError):
         new_growth().load(path)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    new_growth().save(tmp_path / "run.pt")
+    model, example = build("mlp")
+    other = Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=example, decisions=12)
+    with pytest.raises(ValueError, match="optimizer AdamW; this one has optimizer SGD"):
+        other.load(tmp_path / "run.pt")
+
+
+def test_a_run_that_cannot_hold_the_saved_one_is_refused(tmp_path):
+    growth = new_growth(controller=Script(germinate(0)))
+    for _ in range(9):
+        growth.decide()
+    growth.save(tmp_path / "run.pt")
+    for options, message in (
+        (dict(decisions=9), r"has made 9 decisions.*decisions=9; give it 10 or more"),
+        (dict(budget=Budget(params=growth.params - 1)), "more than Budget"),
+        (dict(budget=Budget(macs=growth.macs - 1)), "more than Budget"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            new_growth(**options).load(tmp_path / "run.pt")
+    exact = dict(decisions=10, budget=Budget(params=growth.params, macs=growth.macs))
+    resumed = new_growth(**exact)
+    resumed.load(tmp_path / "run.pt")
+    resumed.decide()
+    assert resumed.is_closed
+
+
+class Drifting(nn.Module):
+    """Has a buffer that its state_dict leaves out, and one that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = build("mlp")[0]
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.register_buffer("seen", torch.zeros(0), persistent=False)
+
+    def forward(self, x):
+        y = self.body(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+            self.seen = torch.cat([self.seen, y.detach().mean().reshape(1)])
+        return y - self.mean
+
+
+def with_loss_weights():
+    """A run whose optimizer trains the loss as well, and that loss."""
+    torch.manual_seed(0)
+    model, head = Drifting(), nn.Linear(3, 3)
+    optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], 1e-2)
+    return Growth(model, optimizer, example=X, controller=Script(), decisions=12), head
+
+
+def train_with(growth, head):
+    for _ in range(3):
+        growth.optimizer.zero_grad()
+        F.cross_entropy(head(growth.model(X)), Y).backward()
+        growth.optimizer.step()
+        growth.after_step()
+
+
+def whole_state(growth, head):
+    """Copies of all that training moves, in and beside the model."""
+    moved = [*growth.model.parameters(), *growth.model.buffers(), *head.parameters()]
+    for parameter in (*growth.model.parameters(), *head.parameters()):
+        moved += growth.optimizer.state[parameter].values()
+    return [tensor.detach().clone() for tensor in moved]
+
+
+def test_buffers_outside_the_state_dict_and_weights_outside_the_model_go_on(tmp_path):
+    growth, head = with_loss_weights()
+    train_with(growth, head)
+    growth.decide(0.5)
+    growth.save(tmp_path / "run.pt")
+    resumed, other_head = with_loss_weights()
+    resumed.load(tmp_path / "run.pt")
+    before, after = whole_state(growth, head), whole_state(resumed, other_head)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="make it as that one was made"):
+        new_growth().load(tmp_path / "run.pt")
+
+
+def test_a_rollback_takes_them_back_too():
+    growth, head = with_loss_weights()
+    train_with(growth, head)
+    growth.decide(0.5)
+    before = whole_state(growth, head)
+    train_with(growth, head)
+    growth.decide(math.nan)
+    after = whole_state(growth, head)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import optim
 
+from esper.grow.budget import Budget
 from esper.grow.network import NetworkState
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.whole_files import replace_file
 
-FORMAT = "esper growth 4"
+FORMAT = "esper growth 5"
 
 
 def write(path: str | Path, contents: dict[str, Any]) -> None:
@@ -41,12 +42,37 @@ def read(path: str | Path) -> dict[str, Any]:
     return contents
 
 
+def check_fit(
+    path: str | Path, saved: dict[str, Any], *, made: dict[str, Any], decisions: int, budget: Budget
+) -> None:
+    """Raise for a run that the saved one cannot go on in."""
+    for name, then in saved["made"].items():
+        if made[name] != then:
+            raise ValueError(
+                f"{path} is of a run with {name} {then}; this one has {name} {made[name]}: make it "
+                "as that one was made"
+            )
+    step, _, is_closed = saved["counts"]
+    if step >= decisions and not is_closed:
+        raise ValueError(
+            f"{path} has made {step} decisions, and this run has decisions={decisions}; give "
+            f"it {step + 1} or more"
+        )
+    params, macs = saved["size"]
+    limits = budget.params, budget.macs
+    if any(
+        limit is not None and limit < own for limit, own in zip(limits, saved["size"], strict=True)
+    ):
+        raise ValueError(
+            f"{path} has a network of {params:,} parameters and {macs:,} multiply-adds, more than "
+            f"{budget}"
+        )
+
+
 def network_to_dict(state: NetworkState) -> dict[str, Any]:
     slots = {entry.name: getattr(state.slots, entry.name) for entry in fields(SlotStates)}
     return {
-        "weights": state.weights,
-        "seeds": state.seeds,
-        "moments": state.moments,
+        **{entry.name: getattr(state, entry.name) for entry in fields(NetworkState)},
         "slots": slots,
     }
 

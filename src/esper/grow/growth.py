@@ -24,6 +24,7 @@ from torch import Tensor, nn, optim
 from esper.grow.bookkeeping import Bookkeeper, facts, network_record
 from esper.grow.budget import Budget
 from esper.grow.checkpoint import (
+    check_fit,
     group_settings,
     network_from_dict,
     network_to_dict,
@@ -274,11 +275,21 @@ class Growth:
 
     # ---- checkpoints
 
+    @property
+    def _made(self) -> dict[str, Any]:
+        """What a run that goes on from a file must have in common with the one that saved it."""
+        return {
+            "sites": [site.name for site in self.sites],
+            "blueprints": [blueprint.name for blueprint in self._network.menu],
+            "optimizer": type(self.optimizer).__name__,
+            **self._network.made,
+        }
+
     def save(self, path: str | Path) -> None:
         """All of the run in one file; between two steps of the optimiser, whatever the stages."""
         contents = {
-            "sites": [site.name for site in self.sites],
-            "menu": [blueprint.name for blueprint in self._network.menu],
+            "made": self._made,
+            "size": (self.params, self.macs),
             "data": tuple(self._reporter.data),
             "network": network_to_dict(self._network.capture()),
             "settings": group_settings(self.optimizer),
@@ -304,17 +315,7 @@ class Growth:
         if self.step or self.optimizer_steps:
             raise ValueError("this growth is under way; load into a new one")
         saved = read(path)
-        expected = [site.name for site in self.sites], [b.name for b in self._network.menu]
-        if (saved["sites"], saved["menu"]) != expected:
-            raise ValueError(
-                f"{path} is of a run with sites {saved['sites']} and blueprints {saved['menu']}; "
-                f"this one has sites {expected[0]} and blueprints {expected[1]}"
-            )
-        if len(self.optimizer.param_groups) != len(saved["settings"]):
-            raise ValueError(
-                f"{path} has {len(saved['settings'])} parameter groups, new weights' included, and "
-                f"this optimizer {len(self.optimizer.param_groups)}; make it as it was made then"
-            )
+        check_fit(path, saved, made=self._made, decisions=self.decisions, budget=self.budget)
         self._reporter.data = DataFacts(*saved["data"])  # another example may look different
         self._network.restore(network_from_dict(saved["network"]))
         for group, settings in zip(self.optimizer.param_groups, saved["settings"], strict=True):

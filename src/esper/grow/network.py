@@ -28,6 +28,8 @@ class NetworkState:
     """Weights, seeds and optimiser state as they were; copies, nothing is shared."""
 
     weights: dict[str, Any]  # the user's state_dict
+    buffers: dict[str, Tensor]  # those of the model that its state_dict leaves out
+    others: dict[str, Tensor]  # weights that the optimiser trains beside the model's
     seeds: dict[int, dict[str, Tensor]]  # by slot
     moments: dict[str, dict[str, Any]]  # the optimiser's state by parameter name
     slots: SlotStates  # one host
@@ -56,6 +58,18 @@ class GrowingNetwork:
         self._owners = [
             self._groups.owner(model.get_submodule(site.weights).parameters()) for site in sites
         ]
+        own = {id(parameter) for parameter in model.parameters()}
+        self._others = {  # such as a loss with weights of its own
+            f"other.{number}.{index}": parameter
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if id(parameter) not in own
+        }
+
+        self.made = {
+            "weights per group": [len(g["params"]) for g in optimizer.param_groups],
+            "weights outside the model": {n: tuple(p.shape) for n, p in self._others.items()},
+        }
 
     def adopt(self, states: SlotStates) -> None:
         """Take in the states of the slots: seeds are born and removed, alphas move."""
@@ -101,7 +115,7 @@ class GrowingNetwork:
         return [index for index in self.felt if not self.slots[index].is_committed]
 
     def is_finite(self) -> bool:
-        flags = [parameter.detach().isfinite().all() for parameter in self.parameters()]
+        flags = [parameter.detach().isfinite().all() for parameter in self._trained().values()]
         return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
@@ -122,31 +136,45 @@ class GrowingNetwork:
 
     def capture(self, *, committed_only: bool = False) -> NetworkState:
         """Copies of all that is there; or without the seeds that are not committed."""
-        state, named = self.optimizer.state, self.named_parameters()
+        state, weights = self.optimizer.state, copy.deepcopy(self.model.state_dict())
+        buffers = {n: b.clone() for n, b in self.model.named_buffers() if n not in weights}
         return NetworkState(
-            weights=copy.deepcopy(self.model.state_dict()),
+            weights=weights,
+            buffers=buffers,
+            others={name: p.detach().clone() for name, p in self._others.items()},
             seeds={
                 index: copy.deepcopy(slot.seed.state_dict())
                 for index, slot in enumerate(self.slots)
                 if slot.seed is not None and (slot.is_committed or not committed_only)
             },
-            moments={name: copy.deepcopy(state[p]) for name, p in named.items() if p in state},
+            moments={
+                name: copy.deepcopy(state[p]) for name, p in self._trained().items() if p in state
+            },
             slots=self.states,
         )
 
     def restore(self, state: NetworkState) -> None:
         """Everything as it was captured, optimiser included; its settings (rates) stay as now."""
         self.model.load_state_dict(state.weights)
+        for name, value in state.buffers.items():
+            _set_buffer(self.model, name, value)
+        with torch.no_grad():
+            for name, value in state.others.items():
+                self._others[name].copy_(value)
         self.adopt(state.slots)
         for index, weights in state.seeds.items():
             self._seed(index).load_state_dict(weights)
-        for name, parameter in self.named_parameters().items():
+        for name, parameter in self._trained().items():
             self.optimizer.state.pop(parameter, None)
             if name in state.moments:
                 moments = copy.deepcopy(state.moments[name])
                 self.optimizer.state[parameter] = {
                     key: _beside(parameter, value) for key, value in moments.items()
                 }
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """All that the optimiser may hold."""
+        return self.named_parameters() | self._others
 
     def _plant(self, index: int, blueprint: int) -> None:
         slot = self.slots[index]
@@ -165,6 +193,17 @@ class GrowingNetwork:
         seed = self.slots[index].seed
         assert seed is not None, f"slot {index} is empty"
         return seed
+
+
+def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    """A buffer as it was; one that has another size now, such as a cache, is replaced."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    present = dict(owner.named_buffers(recurse=False)).get(leaf)
+    if present is not None and present.shape == value.shape:
+        present.copy_(value)
+    else:
+        owner.register_buffer(leaf, value.clone(), persistent=False)
 
 
 def _beside(parameter: nn.Parameter, value: Any) -> Any:
