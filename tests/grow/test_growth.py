@@ -447,7 +447,26 @@ def test_a_budget_that_no_one_seed_keeps_is_refused():
 def test_a_model_that_grows_already_is_refused():
     growth = new_growth(Script(germinate(0, blueprint=1)))
     growth.decide(0.5)
+    growth.close(0.6)
+    assert growth.seeds
     refused("seeds of another growth", model=growth.model)
+
+
+def test_a_model_is_grown_by_one_growth_at_a_time():
+    growth = new_growth(Script())
+    refused("another growth of this model is not closed yet", model=growth.model)
+    refused("another growth of this model", model=nn.Sequential(growth.model, nn.ReLU()))
+    refused("another growth of this model", model=growth.model[3])
+    growth.close(0.5)
+    optimizer = torch.optim.SGD(growth.model.parameters(), 0.1)
+    Growth(growth.model, optimizer, example=X, decisions=8)  # nothing had grown
+
+
+def test_a_growth_that_no_one_holds_any_more_is_none():
+    growth = new_growth(Script())
+    model = growth.model
+    del growth
+    Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=X, decisions=8)
 
 
 def test_a_site_must_keep_its_shape_in_every_example():

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn, optim
@@ -58,6 +59,8 @@ from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 
 DEFAULT_RENT = 0.02  # little: the budget is the limit, rent keeps out what brings nothing
+
+_made_here: WeakSet["Growth"] = WeakSet()  # those that are still in use
 
 
 class Growth:
@@ -106,6 +109,7 @@ class Growth:
             val_loader=val_loader,
             score=score,
         )
+        _check_alone(model)
         data = DataFacts.of(example, train_rows)
         self.model, self.optimizer, self.example = model, optimizer, example
         self.budget = budget or Budget()
@@ -154,6 +158,7 @@ class Growth:
         self._train_losses: list[Tensor] = []
         self._gradient_norms: dict[int, Tensor] = {}  # by slot, of the last step
         self.is_closed = False
+        _made_here.add(self)
 
     # ---- in the training loop
 
@@ -442,6 +447,17 @@ class Growth:
     def _mean_train_loss(self) -> float | None:
         losses, self._train_losses = self._train_losses, []
         return float(torch.stack(losses).mean()) if losses else None
+
+
+def _check_alone(model: nn.Module) -> None:
+    """Raise if another growth is under way in the model: each would keep a budget of its own."""
+    modules = set(model.modules())
+    for other in _made_here:
+        if not other.is_closed and not modules.isdisjoint(other.model.modules()):
+            raise ValueError(
+                "another growth of this model is not closed yet; close() it first, or make the "
+                "model and its optimizer anew"
+            )
 
 
 def _loss_or_guess(measured: Measurement) -> float:
