@@ -44,6 +44,7 @@ from esper.grow.controllers import (
 )
 from esper.grow.data import DataFacts
 from esper.grow.export import FORMATS, export
+from esper.grow.gradient_use import GradientUse
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
 from esper.grow.measuring import Measurement, Score, check_metric, check_score, measure
 from esper.grow.network import GrowingNetwork
@@ -157,6 +158,8 @@ class Growth:
         self.optimizer_steps = 0
         self._train_losses: list[Tensor] = []
         self._gradient_norms: dict[int, Tensor] = {}  # by slot, of the last step
+        self._has_shadowed = False  # since the last step
+        self._gradient_use = GradientUse()
         self.is_closed = False
         _made_here.add(self)
 
@@ -167,6 +170,8 @@ class Growth:
         self.optimizer_steps += 1
         if loss is not None:
             self._train_losses.append(loss.detach())
+        self._check_shadow()
+        self._gradient_use.note(self._network.seeds)
         for index, slot in enumerate(self._network.slots):
             if slot.seed is None:
                 continue
@@ -185,6 +190,7 @@ class Growth:
         `compute_loss` makes the loss that was called `backward` on. Its gradient reaches the
         seeds that train behind the model and nothing else; without such a seed it is not called.
         """
+        self._has_shadowed = True
         self._network.shadow_loss(compute_loss)
 
     def decide(
@@ -198,6 +204,7 @@ class Growth:
         """
         if self._is_over():
             return None
+        self._gradient_use.check()
         if self.step == self.decisions - 1:
             self.close(val_metric, val_loss)
             return None
@@ -397,6 +404,7 @@ class Growth:
         self._evidence.germinations += record.op == LifecycleOp.GERMINATE.name
         self._evidence.last_action = actions[0]
         self._settle_fates()
+        self._gradient_use.begin(self._network.seeds)
         self.step += 1
         for limit, used in ((self.budget.params, self.params), (self.budget.macs, self.macs)):
             assert limit is None or used <= limit, "the masks let the budget be exceeded"
@@ -433,6 +441,15 @@ class Growth:
         self._evidence.metrics.appendleft(point.metric)
         self._evidence.forget(~self._network.states.has_seed[0])
         return point if self._safe.is_whole(point) else None
+
+    def _check_shadow(self) -> None:
+        has_shadowed, self._has_shadowed = self._has_shadowed, False
+        if self.behind_host and not has_shadowed and self._network.behind:
+            raise ValueError(
+                "behind_host=True, but shadow_loss was not called in the last step, so the seed "
+                "behind the model did not train; call growth.shadow_loss(lambda: loss of the "
+                "batch) before optimizer.step()"
+            )
 
     def _note_gradients(self, index: int, seed: nn.Module) -> None:
         gradients = [p.grad for p in seed.parameters() if p.grad is not None]

@@ -96,6 +96,10 @@ class GrowingNetwork:
                 named |= {f"seed.{slot.site.name}.{n}": p for n, p in slot.seed.named_parameters()}
         return named
 
+    @property
+    def seeds(self) -> list[nn.Module]:
+        return [slot.seed for slot in self.slots if slot.seed is not None]
+
     @contextmanager
     def without(self, slots: Collection[int]) -> Iterator[None]:
         """The network with some slots switched off."""
@@ -114,13 +118,19 @@ class GrowingNetwork:
         """Slots whose seeds change the output and are not committed."""
         return [index for index in self.felt if not self.slots[index].is_committed]
 
+    @property
+    def behind(self) -> list[int]:
+        """Slots whose seeds train behind the host."""
+        training = self.states.stage[0] == SeedStage.TRAINING
+        return training.nonzero().flatten().tolist()
+
     def is_finite(self) -> bool:
         flags = [parameter.detach().isfinite().all() for parameter in self._trained().values()]
         return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
         """Gradients for the seeds behind the host, from a second pass that no one else notices."""
-        behind = (self.states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
+        behind = self.behind
         if not behind:
             return
         weights = [p for index in behind for p in self._seed(index).parameters()]
