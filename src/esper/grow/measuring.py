@@ -33,7 +33,7 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
     variants = {everything, *((slot,) for slot in network.felt), uncommitted}
     scores: dict[tuple[int, ...], list[Tensor]] = {slots: [] for slots in sorted(variants)}
     losses: list[Tensor] = []
-    with resting(network.model):
+    with resting(network.model, batches):
         for batch in batches:
             for off, collected in scores.items():
                 with network.without(off):
@@ -53,7 +53,7 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
 
 def check_score(model: nn.Module, batches: Iterable[Any], score: Score) -> None:
     """Raise for data or a score that a network cannot be judged by."""
-    with resting(model):
+    with resting(model, batches):
         parts = [_scored(batch, score)[0] for batch in batches]
     check_metric(float(joined(parts).mean()))
 
@@ -67,13 +67,13 @@ def check_metric(metric: float) -> None:
 
 
 @contextmanager
-def resting(model: nn.Module) -> Iterator[None]:
+def resting(model: nn.Module, *loaders: Iterable[Any]) -> Iterator[None]:
     """The model in eval mode and without gradients; afterwards each module as it was.
 
-    Nothing is drawn from the user's randomness: a loader draws a number every time it starts.
+    Nothing is drawn from the user's randomness: `loaders` draw a number every time they start.
     """
     modes = [(module, module.training) for module in model.modules()]
-    with untouched_randomness(model), torch.no_grad():
+    with untouched_randomness(model, *loaders), torch.no_grad():
         try:
             model.eval()
             yield

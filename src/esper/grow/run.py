@@ -11,6 +11,7 @@ nothing but its absence.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,15 @@ def grow(
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError("ReduceLROnPlateau waits for a metric; use esper.Growth in your own loop")
     trainer = _Trainer(loss, metric or default_metric, _device_of(model))
-    with untouched_randomness(model):
-        example, _ = trainer.first_batch(train_loader, "training")
-        val_example, val_target = trainer.first_batch(val_loader, "validation")
+    check_loader(train_loader, "training")
+    check_loader(val_loader, "validation")
+    batches = _endless(train_loader)
+    # it is trained on, too: a loader is read as often as in a loop of the user's
+    example, _ = first = trainer.first_batch(batches, "training")
+    with untouched_randomness(model, val_loader):
+        val_example, val_target = trainer.first_batch(iter(val_loader), "validation")
     metric_name = _name_of(metric) if metric else _default_name(val_target)
-    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    ungrown = _Twin(*_copied(model, optimizer), trainer)
     growth = Growth(
         model,
         optimizer,
@@ -121,8 +126,7 @@ def grow(
         rng_seed=rng_seed,
         metric=metric_name,
     )
-    ungrown = _Twin(twin, twin_optimizer, trainer)
-    batches = _endless(train_loader)
+    batches = chain([first], batches)
     with progress_bar(steps, growth.describe(), enabled=progress) as report:
         for number in range(decisions):
             ungrown.measure(val_loader, growth.ledger, growth.step)
@@ -132,7 +136,7 @@ def grow(
                 batch = trainer.moved(next(batches))
                 trainer.train_both(growth, ungrown, batch)
                 if scheduler is not None:
-                    scheduler.step()
+                    ungrown.follow(scheduler, optimizer)
                 report(growth.optimizer_steps, _standing(growth))
         ungrown.measure(val_loader, growth.ledger, growth.step)
         growth.decide()
@@ -192,18 +196,18 @@ class _Trainer:
     def __init__(self, loss: Loss, metric: Metric, device: torch.device):
         self._loss, self._metric, self._device = loss, metric, device
 
-    def first_batch(self, loader: Iterable[Any], name: str) -> Any:
-        """The first batch's inputs and target, on the device."""
-        check_loader(loader, name)
-        for batch in loader:
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                raise ValueError(
-                    f"the {name} loader yields a {type(batch).__name__}; it must yield pairs "
-                    "(inputs, target). For other batches use esper.Growth in your own loop"
-                )
-            batch_size(batch[0])  # raises if it has none
-            return self.moved(batch)
-        raise ValueError(f"the {name} loader yields nothing")
+    def first_batch(self, batches: Iterator[Any], name: str) -> Any:
+        """The next batch's inputs and target, on the device."""
+        batch = next(batches, None)
+        if batch is None:
+            raise ValueError(f"the {name} loader yields nothing")
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise ValueError(
+                f"the {name} loader yields a {type(batch).__name__}; it must yield pairs "
+                "(inputs, target). For other batches use esper.Growth in your own loop"
+            )
+        batch_size(batch[0])  # raises if it has none
+        return self.moved(batch)
 
     def moved(self, batch: Any) -> Any:
         return pytree.tree_map(
@@ -226,8 +230,16 @@ class _Trainer:
         with untouched_randomness(growth.model):
             loss = self._step(growth.model, growth.optimizer, batch, growth.shadow_loss)
         growth.after_step(loss)
-        twin.follow(growth.optimizer)
+        is_first = growth.optimizer_steps == 1
+        before = _changes(growth.model) if is_first else []
         self._step(twin.model, twin.optimizer, batch)
+        if is_first and _changes(growth.model) != before:
+            raise ValueError(
+                "a step of the ungrown twin changed the growing model: the loss or a hook of the "
+                "optimizer reaches the model by its name. They must work with what they are given "
+                "(a loss: output and target; a hook: optimizer.param_groups), or the twin would "
+                "train without them"
+            )
 
     def _step(
         self,
@@ -254,13 +266,19 @@ class _Twin:
         self._best_metric = -1.0
         self._best: dict[str, Any] = {}
 
-    def follow(self, optimizer: optim.Optimizer) -> None:
-        """Takes over the settings of the growing model's groups: one schedule drives both."""
-        for own, theirs in zip(self.optimizer.param_groups, optimizer.param_groups, strict=False):
-            own.update({name: value for name, value in theirs.items() if name != "params"})
+    def follow(self, scheduler: LRScheduler, optimizer: optim.Optimizer) -> None:
+        """A step of the growing model's schedule; what it changes there changes here too.
+
+        Settings that an optimiser changes by itself are each network's own.
+        """
+        before = _settings(optimizer)
+        scheduler.step()
+        groups = zip(self.optimizer.param_groups, before, _settings(optimizer), strict=False)
+        for own, old, new in groups:
+            own.update({name: value for name, value in new.items() if value != old.get(name)})
 
     def measure(self, val_loader: Iterable[Any], ledger: Ledger, step: int) -> None:
-        with resting(self.model):
+        with resting(self.model, val_loader):
             parts = [self._trainer.score(self.model, batch)[0] for batch in val_loader]
         metric = float(joined(parts).mean())
         ledger.record_twin(TwinRecord(step=step, metric=metric))
@@ -272,13 +290,50 @@ class _Twin:
         return self.model
 
 
+def _copied(model: nn.Module, optimizer: optim.Optimizer) -> tuple[nn.Module, optim.Optimizer]:
+    """Both once more, and the optimiser with its hooks and attributes, which a copy leaves out."""
+    own = {id(p) for p in model.parameters()}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if trained & own and trained - own:
+        raise ValueError(
+            "the optimizer trains weights that are not the model's, such as those of a loss, which "
+            "the growing model and its ungrown twin would share; make them part of the model, or "
+            "use esper.Growth in your own loop"
+        )
+    copies: dict[int, Any] = {}
+    twins = copy.deepcopy((model, optimizer), copies)
+    missing = vars(optimizer).keys() - {"defaults", "state", "param_groups"}
+    missing -= {"step"}  # a scheduler has put its own there, bound to the optimiser that it drives
+    for name in missing:
+        setattr(twins[1], name, copy.deepcopy(vars(optimizer)[name], copies))
+    return twins
+
+
+def _settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of the settings of each group."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _changes(model: nn.Module) -> list[tuple[int, int]]:
+    """How often each weight and its gradient were changed in place."""
+    tensors = (t for p in model.parameters() for t in (p, p.grad) if t is not None)
+    return [(id(tensor), tensor._version) for tensor in tensors]
+
+
 def _conclude(
     growth: Growth, twin: _Twin, val_loader: Iterable[Any], trainer: _Trainer
 ) -> GrowthResult:
     """Both at their best on the same validation batches; the better is the result."""
     grown, ungrown = growth.plain_model(), twin.at_its_best()
     scores: tuple[list[Tensor], list[Tensor]] = ([], [])
-    with resting(grown), resting(ungrown):
+    with resting(grown, val_loader), resting(ungrown):
         for batch in val_loader:
             for collected, model in zip(scores, (grown, ungrown), strict=True):
                 collected.append(trainer.score(model, batch)[0])
@@ -315,14 +370,16 @@ def _standing(growth: Growth) -> str:
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Its batches, over and over."""
-    while True:
+    """Its batches, over and over; none if there is none."""
+    for times in count():
         batches = 0
         for batch in loader:
             batches += 1
             yield batch
-        if batches == 0:
+        if batches == 0 and times > 0:
             raise ValueError("the training loader yields nothing when it is read again")
+        if batches == 0:
+            return
 
 
 def _device_of(model: nn.Module) -> torch.device:
