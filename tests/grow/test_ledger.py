@@ -116,3 +116,19 @@ def test_a_summary_without_a_verdict_claims_nothing():
     ledger.conclude(after=NetworkRecord(params=1058, macs=8000))
     assert "not known" in ledger.summary()
     assert "+200 parameters (+23%)" in ledger.summary()
+
+
+def test_a_summary_of_nothing_kept_says_so():
+    ledger = new_ledger()
+    same = NetworkRecord(params=ledger.before.params, macs=ledger.before.macs)
+    ledger.conclude(after=same)
+    assert ledger.summary() == "Nothing was kept: the network is the size it was."
+    ledger.conclude(after=same, verdict=Verdict(grown=0.8, ungrown=0.8, returned="grown"))
+    told = "Nothing was kept: accuracy 80.0% to 80.0% (+0.0 points), at the same size."
+    assert ledger.summary() == told
+
+
+def test_halves_are_rounded_away_from_zero():
+    ledger = new_ledger()
+    assert ledger.show(0.8125) == "81.3%"
+    assert ledger.show_gain(-0.0025, 0.0025) == "-0.3 +- 0.3 points"

@@ -182,6 +182,25 @@ def test_what_the_page_shows_is_what_the_ledger_says():
     assert data["rollbacks"] == [[3, 0, "loss is not finite"]]
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("name", ["accuracy", "1 / (1 + loss)"])
+def test_the_page_rounds_as_the_ledger_does(name):
+    """Halves above all: 0.8125 is 81.3% here and there."""
+    ledger = Ledger(model="net", metric=name, controller="heuristic", before=NETWORK)
+    values = [0.8125, 0.8135, 0.9995, 0.0005, 0.015625, 0.046875, 1 / 3, 0.25, 0.0]
+    basics = resources.files("esper.grow").joinpath("page_parts", "basics.js").read_text()
+    script = f"""
+        const document = {{getElementById: () => ({{textContent: {json.dumps(json.dumps(page_data(ledger)))}}})}};
+        {basics}
+        const values = {values};
+        console.log(JSON.stringify(values.map((v) => [metric(v), gain(-v - 0.001, v)])));
+    """
+    shown = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    plain = shown.stdout.replace("\u2212", "-").replace("\u00a0", " ").replace("\u00b1", "+-")
+    expected = [[ledger.show(v), ledger.show_gain(-v - 0.001, v)] for v in values]
+    assert json.loads(plain) == expected
+
+
 def test_waits_are_counted_not_listed():
     ledger = long_ledger(50)
     data = page_data(ledger)

@@ -18,6 +18,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from decimal import ROUND_HALF_UP, Context, Decimal
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -219,6 +220,8 @@ class Ledger:
         if self.after is None:
             return f"The run is not over: {len(self.steps)} steps so far, no verdict yet."
         added = self.after.params - self.before.params
+        if not added and self.verdict is None:
+            return "Nothing was kept: the network is the size it was."
         cost = f"{added:+,} parameters ({added / max(1, self.before.params):+.0%})"
         if self.verdict is None:
             return f"Grown by {cost}. No ungrown twin was trained: whether it helped is not known."
@@ -229,6 +232,8 @@ class Ledger:
         if verdict.returned == "ungrown":
             told = f"{self.metric} {grown} grown, {ungrown} ungrown ({margin})"
             return f"Growing did not help: {told}. The ungrown network was returned."
+        if not added:
+            return f"Nothing was kept: {self.metric} {ungrown} to {grown} ({margin}), at the same size."
         is_better = (gain > 0) if self.higher_is_better else (gain < 0)
         is_clear = is_better and (error is None or abs(gain) > CLEAR_ERRORS * error)
         opening = "Growing helped" if is_clear else "No clear difference"
@@ -242,13 +247,14 @@ class Ledger:
 
     def show(self, value: float) -> str:
         """A value of the metric as text."""
-        return f"{value:.1%}" if self.is_share else f"{value:.4g}"
+        return f"{_fixed(100 * value)}%" if self.is_share else _short(value, 4)
 
     def show_gain(self, gain: float, error: float | None = None) -> str:
         """A difference of two values as text, with its standard error if there is one."""
-        scale, digits, unit = (100, ".1f", " points") if self.is_share else (1, ".3g", "")
-        margin = "" if error is None else f" +- {error * scale:{digits}}"
-        return f"{gain * scale:+{digits}}{margin}{unit}"
+        shown, unit = (_fixed, " points") if self.is_share else (_short, "")
+        scale = 100 if self.is_share else 1
+        margin = "" if error is None else f" +- {shown(scale * error)}"
+        return f"{'+' if gain >= 0 else ''}{shown(scale * gain)}{margin}{unit}"
 
     def fate_of(self, seed: str) -> FateRecord | None:
         """How a seed ended; None while it lives. The last word counts: a rollback revokes."""
@@ -297,6 +303,20 @@ class Ledger:
     @classmethod
     def read(cls, path: str | Path) -> "Ledger":
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+# Halves away from zero, as a browser rounds: what is said and what the page shows are the same.
+
+
+def _fixed(value: float) -> str:
+    """With one decimal."""
+    return str(Decimal(value).quantize(Decimal("0.1"), ROUND_HALF_UP))
+
+
+def _short(value: float, digits: int = 3) -> str:
+    """With so many digits that count, at most."""
+    rounded = Context(prec=digits, rounding=ROUND_HALF_UP).create_decimal_from_float(value)
+    return f"{float(rounded):.{digits}g}"
 
 
 def _drop_not_finite(record: SeedState | StepRecord | TwinRecord, *names: str) -> None:

@@ -35,7 +35,7 @@ const signed = (v) =>
 const told = (text) => text.replaceAll("+-", "±");
 const gain = (v, e) =>
   signed(v) +
-  (e === null || e === undefined ? "" : ` ± ${isShare ? (100 * e).toFixed(1) : +e.toPrecision(2)}`) +
+  (e === null || e === undefined ? "" : ` ± ${isShare ? (100 * e).toFixed(1) : +e.toPrecision(3)}`) +
   (isShare ? " points" : "");
 const share = (part, whole) =>
   minus(`${part >= 0 ? "+" : ""}${Math.round((100 * part) / Math.max(1, whole))}%`);
