@@ -1,7 +1,9 @@
 """`esper.grow`: the one call, its twin and its verdict."""
 
 import math
+import os
 import random
+import signal
 from itertools import chain, repeat
 
 import numpy as np
@@ -481,6 +483,57 @@ def test_a_metric_that_is_no_number_for_a_while_is_gone_back_from(capsys, monkey
     assert [twin.metric is None for twin in result.ledger.twin] == [False] * 2 + [True] * 5
     assert 0 < result.verdict.grown <= 1
     result.ledger.to_json()
+
+
+def test_ctrl_c_finishes_the_step_and_hands_back_what_there_is():
+    def pressed_at(step):
+        calls = 0
+
+        def loss(output, target):
+            nonlocal calls
+            calls += output.requires_grad
+            if calls == 2 * step - 1 and output.requires_grad:  # in the growing model's pass
+                os.kill(os.getpid(), signal.SIGINT)
+            return F.cross_entropy(output, target)
+
+        return loss
+
+    with pytest.warns(UserWarning, match="stopped after 14 of 24 steps"):
+        result = run(FixedSchedule(every=1), loss=pressed_at(14))
+    assert result.growth.is_closed
+    assert result.growth.optimizer_steps == 14
+    assert [twin.metric for twin in result.ledger.twin[:4]] == plain_training()[:4]
+    assert [twin.step for twin in result.ledger.twin] == [0, 1, 2, 3, 4]
+    assert accuracy(result.model) == max(result.verdict.grown, result.verdict.ungrown)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_twice_interrupts_at_once():
+    pressed = 0
+
+    def loss(output, target):
+        nonlocal pressed
+        if output.requires_grad:
+            pressed += 1
+            os.kill(os.getpid(), signal.SIGINT)
+        return F.cross_entropy(output, target)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Script(), loss=loss)
+    assert pressed == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_users_own_stays_in_place():
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
+    try:
+        with progress.stopped_by_ctrl_c() as is_stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not is_stopped()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert pressed == [1]
 
 
 def test_progress_without_rich(capsys, monkeypatch):

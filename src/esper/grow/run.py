@@ -9,6 +9,7 @@ nothing but its absence.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -26,7 +27,7 @@ from esper.grow.export import FORMATS, export
 from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
 from esper.grow.measuring import check_loader, checked_scores, joined, paired_difference, resting
-from esper.grow.progress import progress_bar
+from esper.grow.progress import progress_bar, stopped_by_ctrl_c
 from esper.grow.randomness import untouched_randomness
 from esper.grow.sites import batch_size, forward
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
@@ -88,7 +89,12 @@ def grow(
 
     The result is the best committed network that the run saw, by validation metric; or the twin
     at its own best, where that is better or as good. So it is never worse on validation than the
-    best that was seen without growth.
+    best that was seen without growth. Ctrl-C ends the run after the step that it is at, with the
+    result of what was trained so far; pressed twice, it interrupts at once.
+
+    The twin is bit for bit the model that a loop of the user's own would have trained, for data
+    that draw from torch's, numpy's or Python's generators or those of a DataLoader. Hooks of the
+    optimizer are called for both, and settings that it changes by itself are each network's own.
     """
     if steps < 1:
         raise ValueError(f"steps={steps}; use 1 or more: the number of batches to train on")
@@ -126,20 +132,30 @@ def grow(
         rng_seed=rng_seed,
         metric=metric_name,
     )
-    batches = chain([first], batches)
-    with progress_bar(steps, growth.describe(), enabled=progress) as report:
+    with (
+        progress_bar(steps, growth.describe(), enabled=progress) as report,
+        stopped_by_ctrl_c() as is_stopped,
+    ):
+        batches = chain([first], batches)
         for number in range(decisions):
             ungrown.measure(val_loader, growth.ledger, growth.step)
             growth.decide()
             until = steps * (number + 1) // decisions
-            while growth.optimizer_steps < until:
+            while growth.optimizer_steps < until and not is_stopped():
                 batch = trainer.moved(next(batches))
                 trainer.train_both(growth, ungrown, batch)
                 if scheduler is not None:
                     ungrown.follow(scheduler, optimizer)
                 report(growth.optimizer_steps, _standing(growth))
+            if is_stopped():
+                break
         ungrown.measure(val_loader, growth.ledger, growth.step)
-        growth.decide()
+        growth.close()
+    if growth.optimizer_steps < steps:
+        warnings.warn(
+            f"stopped after {growth.optimizer_steps} of {steps} steps: the result is the best so far",
+            stacklevel=2,
+        )
     return _conclude(growth, ungrown, val_loader, trainer)
 
 
