@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from grow.small_models import Script, build, germinate
-from grow.small_runs import X, Y, new_growth
+from grow.small_models import WAIT, Script, act, build, germinate
+from grow.small_runs import X, Y, new_growth, train
 
 from esper import Growth
+from esper.leyline.stages import LifecycleOp
 
 
 def accumulate(growth, parts=2, batches=6):
@@ -66,3 +67,13 @@ def test_a_loop_with_a_few_skipped_steps_is_not_blamed(new_optimizer):
             optimizer.step()
         growth.after_step()
     growth.decide(0.5)
+
+
+def test_a_seed_that_is_not_felt_any_more_is_not_asked_for():
+    """At the end of a slow prune it has no weight, so no gradient, and does not move."""
+    slowly = act(LifecycleOp.PRUNE, 0, alpha_speed=1)
+    growth = new_growth(Script(germinate(0, blueprint=1, tempo=0), WAIT, slowly))
+    for _ in range(6):
+        train(growth)
+        growth.decide(0.5)
+    assert growth.seeds == {}

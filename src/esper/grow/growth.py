@@ -171,7 +171,7 @@ class Growth:
         if loss is not None:
             self._train_losses.append(loss.detach())
         self._check_shadow()
-        self._gradient_use.note(self._network.seeds)
+        self._gradient_use.note(self._network.learning)
         for index, slot in enumerate(self._network.slots):
             if slot.seed is None:
                 continue
@@ -404,7 +404,7 @@ class Growth:
         self._evidence.germinations += record.op == LifecycleOp.GERMINATE.name
         self._evidence.last_action = actions[0]
         self._settle_fates()
-        self._gradient_use.begin(self._network.seeds)
+        self._gradient_use.begin(self._network.learning)
         self.step += 1
         for limit, used in ((self.budget.params, self.params), (self.budget.macs, self.macs)):
             assert limit is None or used <= limit, "the masks let the budget be exceeded"

@@ -53,6 +53,7 @@ class GrowingNetwork:
         self.menu = tuple(menu)
         self.slots = tuple(Slot(site, model.get_submodule(site.name)) for site in sites)
         self.states = SlotStates.dormant(1, len(self.slots))
+        self.behind: list[int] = []  # slots whose seeds train behind the host
         self.generator = generator  # of the seeds' weights at birth
         self._groups = SeedGroups(optimizer, scheduler)
         self._owners = [
@@ -74,6 +75,7 @@ class GrowingNetwork:
     def adopt(self, states: SlotStates) -> None:
         """Take in the states of the slots: seeds are born and removed, alphas move."""
         self.states = states
+        self.behind = (states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
         for index, slot in enumerate(self.slots):
             blueprint = int(states.blueprint[0, index])
             stage = SeedStage(int(states.stage[0, index]))
@@ -97,8 +99,9 @@ class GrowingNetwork:
         return named
 
     @property
-    def seeds(self) -> list[nn.Module]:
-        return [slot.seed for slot in self.slots if slot.seed is not None]
+    def learning(self) -> list[nn.Module]:
+        """The seeds that a step should move."""
+        return [self._seed(index) for index in (*self.felt, *self.behind)]
 
     @contextmanager
     def without(self, slots: Collection[int]) -> Iterator[None]:
@@ -118,25 +121,18 @@ class GrowingNetwork:
         """Slots whose seeds change the output and are not committed."""
         return [index for index in self.felt if not self.slots[index].is_committed]
 
-    @property
-    def behind(self) -> list[int]:
-        """Slots whose seeds train behind the host."""
-        training = self.states.stage[0] == SeedStage.TRAINING
-        return training.nonzero().flatten().tolist()
-
     def is_finite(self) -> bool:
         flags = [parameter.detach().isfinite().all() for parameter in self._trained().values()]
         return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
         """Gradients for the seeds behind the host, from a second pass that no one else notices."""
-        behind = self.behind
-        if not behind:
+        if not self.behind:
             return
-        weights = [p for index in behind for p in self._seed(index).parameters()]
+        weights = [p for index in self.behind for p in self._seed(index).parameters()]
         with ExitStack() as stack:
             stack.enter_context(_undisturbed(self.model))
-            for index in behind:
+            for index in self.behind:
                 target = float(self.states.alpha_target[0, index])
                 stack.enter_context(self.slots[index].at(target))
             gradients = torch.autograd.grad(compute_loss(), weights, allow_unused=True)
