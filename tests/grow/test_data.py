@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import esper
 from esper import Growth
-from esper.grow.data import USUAL_TRAIN_ROWS, DataFacts, count_rows
+from esper.grow.data import LEAST_ROWS, USUAL_TRAIN_ROWS, DataFacts, count_rows
 from esper.tolaria.locality import locality
 
 SMOOTH = torch.randn(40, 1, 16, generator=torch.Generator().manual_seed(0)).cumsum(-1)
@@ -41,6 +41,13 @@ def test_locality_is_that_of_the_first_input_with_positions():
         assert DataFacts.of(example, 40) == DataFacts(40, expected)
     for example in (tokens, vector, (10 * SMOOTH).long(), (tokens, vector)):
         assert DataFacts.of(example, None) == DataFacts(USUAL_TRAIN_ROWS, 0.0)
+
+
+def test_a_few_rows_say_nothing_of_locality():
+    """Two smooth rows have correlations of 1 and -1 alone."""
+    assert DataFacts.of(SMOOTH[:2], 40).locality == 0.0
+    assert DataFacts.of(SMOOTH[: LEAST_ROWS - 1], 40).locality == 0.0
+    assert DataFacts.of(SMOOTH[:LEAST_ROWS], 40).locality > 0.7
 
 
 def test_grow_shows_the_controller_its_loaders_rows_and_locality():

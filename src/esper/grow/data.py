@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from esper.tolaria.locality import locality
 
+LEAST_ROWS = 8  # of two rows every correlation is 1 or -1
 USUAL_TRAIN_ROWS = 3200  # where nobody can tell: those of the data that controllers learn on
 
 
@@ -22,11 +23,13 @@ class DataFacts(NamedTuple):
     def of(cls, example: Any, train_rows: int | None) -> "DataFacts":
         """Of a batch of inputs, channels first, and the number of training rows, if known.
 
-        Locality is that of the first input of floating-point numbers with positions.
+        Locality is that of the first input of floating-point numbers with positions; of fewer than
+        `LEAST_ROWS` rows it is not known, and 0.
         """
         if train_rows is not None and train_rows < 1:
             raise ValueError(f"train_rows={train_rows}; use 1 or more, or leave it out")
-        with_positions = (x for x in _tensors(example) if x.is_floating_point() and x.dim() >= 3)
+        floats = (x for x in _tensors(example) if x.is_floating_point())
+        with_positions = (x for x in floats if x.dim() >= 3 and len(x) >= LEAST_ROWS)
         inputs = next(with_positions, None)
         return cls(
             train_rows=USUAL_TRAIN_ROWS if train_rows is None else train_rows,
