@@ -27,7 +27,7 @@ from esper.grow.export import FORMATS, export
 from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
 from esper.grow.measuring import check_loader, checked_scores, joined, paired_difference, resting
-from esper.grow.progress import progress_bar, stopped_by_ctrl_c
+from esper.grow.progress import Report, progress_bar, stopped_by_ctrl_c
 from esper.grow.randomness import untouched_randomness
 from esper.grow.sites import batch_size, forward
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
@@ -132,20 +132,29 @@ def grow(
         rng_seed=rng_seed,
         metric=metric_name,
     )
-    with (
-        progress_bar(steps, growth.describe(), enabled=progress) as report,
-        stopped_by_ctrl_c() as is_stopped,
-    ):
-        batches = chain([first], batches)
+    with progress_bar(steps, growth.describe(), enabled=progress) as report:
+        _train(growth, ungrown, trainer, chain([first], batches), val_loader, steps, report)
+    return _conclude(growth, ungrown, val_loader, trainer)
+
+
+def _train(
+    growth: Growth,
+    ungrown: "_Twin",
+    trainer: "_Trainer",
+    batches: Iterator[Any],
+    val_loader: Iterable[Any],
+    steps: int,
+    report: Report,
+) -> None:
+    """All steps of both networks, or those up to Ctrl-C, with the decisions in between."""
+    decisions = growth.decisions - 1  # the last one closes the run
+    with stopped_by_ctrl_c() as is_stopped:
         for number in range(decisions):
             ungrown.measure(val_loader, growth.ledger, growth.step)
             growth.decide()
             until = steps * (number + 1) // decisions
             while growth.optimizer_steps < until and not is_stopped():
-                batch = trainer.moved(next(batches))
-                trainer.train_both(growth, ungrown, batch)
-                if scheduler is not None:
-                    ungrown.follow(scheduler, optimizer)
+                trainer.train_both(growth, ungrown, trainer.moved(next(batches)))
                 report(growth.optimizer_steps, _standing(growth))
             if is_stopped():
                 break
@@ -154,9 +163,8 @@ def grow(
     if growth.optimizer_steps < steps:
         warnings.warn(
             f"stopped after {growth.optimizer_steps} of {steps} steps: the result is the best so far",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return _conclude(growth, ungrown, val_loader, trainer)
 
 
 def default_metric(output: Any, target: Any) -> Tensor:
@@ -242,7 +250,7 @@ class _Trainer:
         return scores, _checked_loss(self._loss(output, target))
 
     def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
-        """One step of each on the same batch, with the same randomness."""
+        """One step of each on the same batch, with the same randomness, and of their schedule."""
         with untouched_randomness(growth.model):
             loss = self._step(growth.model, growth.optimizer, batch, growth.shadow_loss)
         growth.after_step(loss)
@@ -256,6 +264,7 @@ class _Trainer:
                 "(a loss: output and target; a hook: optimizer.param_groups), or the twin would "
                 "train without them"
             )
+        twin.follow(growth.scheduler, growth.optimizer)
 
     def _step(
         self,
@@ -282,11 +291,13 @@ class _Twin:
         self._best_metric = -1.0
         self._best: dict[str, Any] = {}
 
-    def follow(self, scheduler: LRScheduler, optimizer: optim.Optimizer) -> None:
+    def follow(self, scheduler: LRScheduler | None, optimizer: optim.Optimizer) -> None:
         """A step of the growing model's schedule; what it changes there changes here too.
 
         Settings that an optimiser changes by itself are each network's own.
         """
+        if scheduler is None:
+            return
         before = _settings(optimizer)
         scheduler.step()
         groups = zip(self.optimizer.param_groups, before, _settings(optimizer), strict=False)
