@@ -24,11 +24,11 @@ from esper.tamiyo.scripted import FixedSchedule, RandomController
 STEPS, DECISIONS = 24, 6
 
 
-def run(controller="heuristic", rng_seed=0, model=None, **options):
+def run(controller="heuristic", rng_seed=0, model=None, lr=3e-2, **options):
     torch.manual_seed(rng_seed)
     model = model or mlp()
     train, val = loaders()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     settings = dict(loss=F.cross_entropy, steps=STEPS, decisions=DECISIONS, progress=False)
     return esper.grow(
         model, train, val, optimizer=optimizer, controller=controller, **{**settings, **options}
@@ -248,6 +248,27 @@ def test_without_growth_both_networks_are_the_same():
     assert [step.metric for step in result.ledger.steps] == plain_training()
     assert result.verdict.grown == result.verdict.ungrown == max(plain_training())
     assert result.verdict.returned == "grown"
+
+
+def test_the_twin_at_its_best_is_whole():
+    """With what a state_dict leaves out, too."""
+
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+            self.register_buffer("mean", torch.zeros(3), persistent=False)
+
+        def forward(self, x):
+            output = self.inner(x)
+            if self.training:
+                self.mean.mul_(0.5).add_(output.detach().mean(0))
+            return output - self.mean
+
+    result = run(FixedSchedule(every=1), model=Centred(), metric=likelihood, lr=0.5)
+    seen = [twin.metric for twin in result.ledger.twin]
+    assert seen.index(max(seen)) < DECISIONS  # training went on, and did not help
+    assert result.verdict.ungrown == max(seen)
 
 
 @pytest.mark.parametrize("rng_seed", range(6))

@@ -289,7 +289,7 @@ class _Twin:
         self.model, self.optimizer = model, optimizer
         self._trainer = trainer
         self._best_metric = -1.0
-        self._best: dict[str, Any] = {}
+        self.best = model  # a copy, once it was measured
 
     def follow(self, scheduler: LRScheduler | None, optimizer: optim.Optimizer) -> None:
         """A step of the growing model's schedule; what it changes there changes here too.
@@ -310,11 +310,7 @@ class _Twin:
         metric = float(joined(parts).mean())
         ledger.record_twin(TwinRecord(step=step, metric=metric))
         if metric > self._best_metric:
-            self._best_metric, self._best = metric, copy.deepcopy(self.model.state_dict())
-
-    def at_its_best(self) -> nn.Module:
-        self.model.load_state_dict(self._best)
-        return self.model
+            self._best_metric, self.best = metric, copy.deepcopy(self.model)
 
 
 def _copied(model: nn.Module, optimizer: optim.Optimizer) -> tuple[nn.Module, optim.Optimizer]:
@@ -358,7 +354,7 @@ def _conclude(
     growth: Growth, twin: _Twin, val_loader: Iterable[Any], trainer: _Trainer
 ) -> GrowthResult:
     """Both at their best on the same validation batches; the better is the result."""
-    grown, ungrown = growth.plain_model(), twin.at_its_best()
+    grown, ungrown = growth.plain_model(), twin.best
     scores: tuple[list[Tensor], list[Tensor]] = ([], [])
     with resting(grown, val_loader), resting(ungrown):
         for batch in val_loader:
