@@ -1,6 +1,7 @@
 """`esper.grow`: the one call, its twin and its verdict."""
 
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -527,6 +528,29 @@ def test_ctrl_c_finishes_the_step_and_hands_back_what_there_is():
     assert [twin.step for twin in result.ledger.twin] == [0, 1, 2, 3, 4]
     assert accuracy(result.model) == max(result.verdict.grown, result.verdict.ungrown)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_ctrl_c_leaves_the_workers_of_loaders_alive():
+    """A terminal sends it to all processes; the result is still measured with those workers."""
+
+    def loss(output, target):
+        if output.requires_grad and signal.getsignal(signal.SIGINT) is not before:
+            for process in multiprocessing.active_children():
+                os.kill(process.pid, signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return F.cross_entropy(output, target)
+
+    before = signal.getsignal(signal.SIGINT)
+    options = dict(num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    train, val = (DataLoader(loader.dataset, 32, **options) for loader in loaders())
+    model = mlp()
+    with pytest.warns(UserWarning, match="stopped after 1 of 24 steps"):
+        result = esper.grow(
+            model, train, val, loss=loss, optimizer=adamw(model), steps=STEPS, progress=False,
+            controller=Script(), decisions=DECISIONS,
+        )  # fmt: skip
+    assert len(result.ledger.twin) == 2
 
 
 def test_ctrl_c_twice_interrupts_at_once():

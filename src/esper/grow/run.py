@@ -105,36 +105,38 @@ def grow(
     trainer = _Trainer(loss, metric or default_metric, _device_of(model))
     check_loader(train_loader, "training")
     check_loader(val_loader, "validation")
-    batches = _endless(train_loader)
-    # it is trained on, too: a loader is read as often as in a loop of the user's
-    example, _ = first = trainer.first_batch(batches, "training")
-    with untouched_randomness(model, val_loader):
-        val_example, val_target = trainer.first_batch(iter(val_loader), "validation")
-    metric_name = _name_of(metric) if metric else _default_name(val_target)
-    ungrown = _Twin(*_copied(model, optimizer), trainer)
-    growth = Growth(
-        model,
-        optimizer,
-        example=example,
-        other_examples=(val_example,),
-        train_rows=count_rows(train_loader, example),
-        budget=budget,
-        controller=controller,
-        decisions=decisions + 1,  # the last call closes the run
-        val_loader=val_loader,
-        score=lambda batch: trainer.score(model, batch),
-        scheduler=scheduler,
-        sites=sites,
-        exclude=exclude,
-        blueprints=blueprints,
-        rent=rent,
-        behind_host=behind_host,
-        rng_seed=rng_seed,
-        metric=metric_name,
-    )
-    with progress_bar(steps, growth.describe(), enabled=progress) as report:
-        _train(growth, ungrown, trainer, chain([first], batches), val_loader, steps, report)
-    return _conclude(growth, ungrown, val_loader, trainer)
+    with stopped_by_ctrl_c() as is_stopped:  # a loader's workers, once there, know it too
+        batches = _endless(train_loader)
+        # it is trained on, too: a loader is read as often as in a loop of the user's
+        example, _ = first = trainer.first_batch(batches, "training")
+        with untouched_randomness(model, val_loader):
+            val_example, val_target = trainer.first_batch(iter(val_loader), "validation")
+        metric_name = _name_of(metric) if metric else _default_name(val_target)
+        ungrown = _Twin(*_copied(model, optimizer), trainer)
+        growth = Growth(
+            model,
+            optimizer,
+            example=example,
+            other_examples=(val_example,),
+            train_rows=count_rows(train_loader, example),
+            budget=budget,
+            controller=controller,
+            decisions=decisions + 1,  # the last call closes the run
+            val_loader=val_loader,
+            score=lambda batch: trainer.score(model, batch),
+            scheduler=scheduler,
+            sites=sites,
+            exclude=exclude,
+            blueprints=blueprints,
+            rent=rent,
+            behind_host=behind_host,
+            rng_seed=rng_seed,
+            metric=metric_name,
+        )
+        with progress_bar(steps, growth.describe(), enabled=progress) as report:
+            batches = chain([first], batches)
+            _train(growth, ungrown, trainer, batches, val_loader, steps, report, is_stopped)
+        return _conclude(growth, ungrown, val_loader, trainer)
 
 
 def _train(
@@ -145,21 +147,21 @@ def _train(
     val_loader: Iterable[Any],
     steps: int,
     report: Report,
+    is_stopped: Callable[[], bool],
 ) -> None:
     """All steps of both networks, or those up to Ctrl-C, with the decisions in between."""
     decisions = growth.decisions - 1  # the last one closes the run
-    with stopped_by_ctrl_c() as is_stopped:
-        for number in range(decisions):
-            ungrown.measure(val_loader, growth.ledger, growth.step)
-            growth.decide()
-            until = steps * (number + 1) // decisions
-            while growth.optimizer_steps < until and not is_stopped():
-                trainer.train_both(growth, ungrown, trainer.moved(next(batches)))
-                report(growth.optimizer_steps, _standing(growth))
-            if is_stopped():
-                break
+    for number in range(decisions):
         ungrown.measure(val_loader, growth.ledger, growth.step)
-        growth.close()
+        growth.decide()
+        until = steps * (number + 1) // decisions
+        while growth.optimizer_steps < until and not is_stopped():
+            trainer.train_both(growth, ungrown, trainer.moved(next(batches)))
+            report(growth.optimizer_steps, _standing(growth))
+        if is_stopped():
+            break
+    ungrown.measure(val_loader, growth.ledger, growth.step)
+    growth.close()
     if growth.optimizer_steps < steps:
         warnings.warn(
             f"stopped after {growth.optimizer_steps} of {steps} steps: the result is the best so far",
