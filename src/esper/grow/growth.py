@@ -170,11 +170,12 @@ class Growth:
         self.optimizer_steps += 1
         if loss is not None:
             self._train_losses.append(loss.detach())
+        grown = [(i, slot) for i, slot in enumerate(self._network.slots) if slot.seed is not None]
+        if not grown:
+            return
         self._check_shadow()
         self._gradient_use.note(self._network.learning)
-        for index, slot in enumerate(self._network.slots):
-            if slot.seed is None:
-                continue
+        for index, slot in grown:
             if slot.alpha != 0.0 and slot.calls == 0 and not self.is_closed:
                 raise ValueError(
                     f"the model did not call its site {slot.site.name!r} in the last step, so the "
@@ -182,7 +183,7 @@ class Growth:
                     "there: compile the result instead, or leave the site out"
                 )
             slot.calls = 0
-            self._note_gradients(index, slot.seed)
+            self._note_gradients(index)
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
         """With `behind_host`: before `optimizer.step()`, once for each backward pass.
@@ -451,7 +452,8 @@ class Growth:
                 "batch) before optimizer.step()"
             )
 
-    def _note_gradients(self, index: int, seed: nn.Module) -> None:
+    def _note_gradients(self, index: int) -> None:
+        seed = self._network.seed(index)
         gradients = [p.grad for p in seed.parameters() if p.grad is not None]
         if not gradients:
             return

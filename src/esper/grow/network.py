@@ -98,10 +98,16 @@ class GrowingNetwork:
                 named |= {f"seed.{slot.site.name}.{n}": p for n, p in slot.seed.named_parameters()}
         return named
 
+    def seed(self, index: int) -> nn.Module:
+        """The seed in a slot that has one."""
+        seed = self.slots[index].seed
+        assert seed is not None, f"slot {index} is empty"
+        return seed
+
     @property
     def learning(self) -> list[nn.Module]:
         """The seeds that a step should move."""
-        return [self._seed(index) for index in (*self.felt, *self.behind)]
+        return [self.seed(index) for index in (*self.felt, *self.behind)]
 
     @contextmanager
     def without(self, slots: Collection[int]) -> Iterator[None]:
@@ -129,7 +135,7 @@ class GrowingNetwork:
         """Gradients for the seeds behind the host, from a second pass that no one else notices."""
         if not self.behind:
             return
-        weights = [p for index in self.behind for p in self._seed(index).parameters()]
+        weights = [p for index in self.behind for p in self.seed(index).parameters()]
         with ExitStack() as stack:
             stack.enter_context(_undisturbed(self.model))
             for index in self.behind:
@@ -169,7 +175,7 @@ class GrowingNetwork:
                 self._others[name].copy_(value)
         self.adopt(state.slots)
         for index, weights in state.seeds.items():
-            self._seed(index).load_state_dict(weights)
+            self.seed(index).load_state_dict(weights)
         for name, parameter in self._trained().items():
             self.optimizer.state.pop(parameter, None)
             if name in state.moments:
@@ -194,11 +200,6 @@ class GrowingNetwork:
         assert slot.seed is not None
         self._groups.leave(slot.seed.parameters())
         slot.clear()
-
-    def _seed(self, index: int) -> nn.Module:
-        seed = self.slots[index].seed
-        assert seed is not None, f"slot {index} is empty"
-        return seed
 
 
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
