@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.leyline.devices import same_device
+
 ACCURACY_HISTORY = 5  # validation accuracies kept, the latest first
 
 _DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
@@ -40,9 +42,7 @@ class Reports:
     macs_left: Tensor = _array("N")
     seeds_left: Tensor = _array("N", "int")  # germinations that the seed limit still allows
     train_rows: Tensor = _array("N", "int")  # that there are to train on
-    locality: Tensor = _array(
-        "N"
-    )  # mean correlation of neighbouring input positions; 0 without any
+    locality: Tensor = _array("N")  # mean correlation of neighbouring input positions, or 0
     rent: Tensor = _array("N")  # score charged per unit of log(1 + added params / host params)
     compute_price: Tensor = _array("N")  # score charged for multiply-adds x time
     last_action: Tensor = _array("NH", "int")
@@ -122,7 +122,7 @@ class Reports:
     def to(self, device: torch.device | str) -> "Reports":
         """The reports on a device: one copy for all fields, and no wait for a GPU to take it."""
         device = torch.device(device)
-        if device.type == self.device.type and device.index in (None, self.device.index):
+        if same_device(device, self.device):
             return self
         values = {entry.name: getattr(self, entry.name).contiguous() for entry in fields(self)}
         names = sorted(values, key=lambda name: -values[name].itemsize)  # keeps all aligned

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.leyline.devices import same_device
+
 
 class FieldArena:
     """One allocation that holds several tensors, each contiguous."""
@@ -22,14 +24,14 @@ class FieldArena:
             self._offsets.append(size)
             num_bytes = math.prod(shape) * dtype.itemsize
             size += -(-num_bytes // self.ALIGNMENT) * self.ALIGNMENT
-        # pinned memory is copied to a GPU at full speed
-        pinned = device.type == "cpu" and torch.cuda.is_available()
+        # pinned memory is copied to a GPU at full speed; whoever has not used one may still fork
+        pinned = device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._storage = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.views = self._views_of(self._storage)
 
     def views_on(self, device: torch.device) -> dict[str, Any]:
         """The fields on `device`, after at most one copy."""
-        if _same_device(device, self._storage.device):
+        if same_device(device, self._storage.device):
             return self.views
         # the host waits: this storage is about to be read, or written again
         return self._views_of(self._storage.to(device))
@@ -40,8 +42,3 @@ class FieldArena:
             num_bytes = math.prod(shape) * dtype.itemsize
             views[name] = storage[offset : offset + num_bytes].view(dtype).view(shape)
         return views
-
-
-def _same_device(asked: torch.device, have: torch.device) -> bool:
-    """Whether "cuda" asks for the "cuda:0" we have."""
-    return asked.type == have.type and asked.index in (None, have.index)
