@@ -53,7 +53,8 @@ def test_the_least_time_that_the_heuristic_asks_for_is_enough():
 def test_a_model_with_some_frozen_weights_can_grow():
     model = mlp()
     model[0].requires_grad_(False)
-    Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=X, decisions=8)
+    growth = Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=X, decisions=8)
+    assert growth.sites
 
 
 def test_a_controller_that_is_none_is_refused_and_leaves_nothing_behind():
@@ -109,14 +110,16 @@ def test_a_model_is_grown_by_one_growth_at_a_time():
     refused("another growth of this model", model=growth.model[3])
     growth.close(0.5)
     optimizer = torch.optim.SGD(growth.model.parameters(), 0.1)
-    Growth(growth.model, optimizer, example=X, decisions=8)  # nothing had grown
+    again = Growth(growth.model, optimizer, example=X, decisions=8)  # nothing had grown
+    assert again.params == growth.params
 
 
 def test_a_growth_that_no_one_holds_any_more_is_none():
     growth = new_growth(Script())
     model = growth.model
     del growth
-    Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=X, decisions=8)
+    again = Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=X, decisions=8)
+    assert not again.is_closed
 
 
 def test_a_site_must_keep_its_shape_in_every_example():
