@@ -32,7 +32,8 @@ class MaskedFactoredCategorical:
     `logits` and `masks` are `[..., C]`. With `floor`, each head is mixed with the uniform
     distribution over its legal choices: p' = (1 - floor) p + floor / k. Sampling and scoring see
     the same p'. A caller who scores under the same masks again and again makes `legal` of them
-    once and passes it along. Values are not checked here (they may lie on a device): a NaN logit gives NaN.
+    once and passes it along. Values are not checked here (they may lie on a device): a NaN logit
+    gives NaN.
     """
 
     def __init__(
