@@ -212,10 +212,10 @@ def slow_loss(agent, buffer, parameters):
 
 
 class KeepGradients:
-    """Stands in for the optimiser: keeps the first gradients and changes nothing."""
+    """Stands in for the optimiser: keeps gradients and their weights, and changes nothing."""
 
     def __init__(self, optimizer):
-        self.optimizer, self.kept = optimizer, None
+        self.optimizer, self.kept, self.weights = optimizer, None, None
 
     def __getattr__(self, name):
         return getattr(self.optimizer, name)
@@ -223,6 +223,7 @@ class KeepGradients:
     def step(self):
         named = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.kept = [p.grad.clone() for p in named]
+        self.weights = [p.detach().clone() for p in named]
 
 
 @pytest.mark.parametrize(
@@ -247,13 +248,16 @@ def test_the_gradient_is_that_of_the_formulas(name, settings):
     metrics = agent.update(buffer)
     assert 0.1 < metrics["clip_fraction"] < 0.9
     assert 0.0 < metrics["decided_fraction"] < 1.0
-    agent.feature_normalizer = frozen  # the update moved it afterwards
-    named = dict(agent.policy.named_parameters())
-    doubles = {n: p.detach().double().requires_grad_() for n, p in named.items()}
+    agent.feature_normalizer = frozen  # the update moved it afterwards, and the encoder with it
+    names = [name for name, _ in agent.policy.named_parameters()]
+    doubles = {
+        name: weight.double().requires_grad_()
+        for name, weight in zip(names, agent.optimizer.weights, strict=True)
+    }
     loss = slow_loss(agent, buffer, doubles)
     loss.backward()
     assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-    for parameter_name, kept in zip(named, agent.optimizer.kept, strict=True):
+    for parameter_name, kept in zip(names, agent.optimizer.kept, strict=True):
         expected = doubles[parameter_name].grad
         torch.testing.assert_close(
             kept.double(), expected, rtol=1e-4, atol=1e-6, msg=parameter_name
@@ -346,6 +350,49 @@ def test_a_new_scale_of_values_leaves_what_is_predicted():
     assert agent.value_normalizer.count == 5
     after = agent.act(features, masks, state, deterministic=True)
     assert torch.equal(after.log_probs, likely.log_probs)
+
+
+@pytest.mark.parametrize("name", ["one head", "conditional heads"])
+def test_a_new_mean_of_features_leaves_what_is_made_of_an_observation(name):
+    agent = make_agent(SPACES[name])
+    agent.policy.double()
+    torch.manual_seed(1)
+    features = torch.randn(NUM_ENVS, FEATURES, dtype=torch.float64) * 3
+    state = RecurrentState(*torch.randn(2, NUM_ENVS, 1, 8, dtype=torch.float64))
+    masks = ActionMasks.all_legal(SPACES[name], NUM_ENVS)
+
+    def made():
+        decision = agent.act(features, masks, state, deterministic=True)
+        return decision.log_probs, decision.values, agent.value(features, state), *decision.state
+
+    spread = torch.randn(50, FEATURES, dtype=torch.float64)
+    spread = (spread - spread.mean(dim=0)) / spread.std(dim=0, correction=0)
+    agent._rescale_features(spread * 3 + 1)
+    before = made()
+    # as many rows again, their mean elsewhere, their spread such that the scale of all stays at 3
+    distance = torch.tensor([3.0, -3.0, 1.0, 0.0, 4.0], dtype=torch.float64)
+    agent._rescale_features(spread * (9 - distance.square() / 2).sqrt() + 1 + distance)
+    normalizer = agent.feature_normalizer
+    torch.testing.assert_close(normalizer.mean, 1 + distance / 2)
+    torch.testing.assert_close(normalizer.std, torch.full_like(distance, 3))
+    for old, new in zip(before, made(), strict=True):
+        torch.testing.assert_close(new, old, check_dtype=False, rtol=1e-6, atol=1e-6)
+
+
+def test_the_first_statistics_move_what_the_encoder_reads_and_later_ones_only_scale_it():
+    agent = make_agent(SPACES["one head"], ppo_epochs=1)
+    agent.optimizer = KeepGradients(agent.optimizer)  # all that changes is what scaling changes
+    normalizer, encoder = agent.feature_normalizer, agent.policy.heads.encoder
+    features = torch.randn(NUM_ENVS, FEATURES)
+    for is_first in (True, False, False):
+        weight, bias = (p.detach().clone().double() for p in encoder.parameters())
+        old_mean = normalizer.mean.clone()
+        agent.update(collect(agent))
+        assert (normalizer.mean - old_mean).abs().min() > 1e-3
+        middle = normalizer.mean if is_first else old_mean
+        expected = torch.tanh((features - middle) / normalizer.std @ weight.T + bias)
+        found = encoder(agent._scaled_features(features)).detach()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_running_statistics_do_not_depend_on_how_rows_arrive():

@@ -61,7 +61,8 @@ class PPOConfig:
     """Let the critic predict returns scaled to mean 0 and variance 1; what it predicts in units of
     the reward does not change with the scale."""
     normalize_features: bool = True
-    """Scale features to mean 0 and variance 1."""
+    """Scale features to mean 0 and variance 1; what the policy makes of an observation does not
+    change with the mean."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus, entropy being scaled to 0..1 per head."""
     head_entropy_weights: Mapping[str, float] = field(default_factory=dict)
@@ -191,7 +192,7 @@ class PPOAgent:
         if is_finite:
             self.failed_updates = 0
             if config.normalize_features:
-                self.feature_normalizer.update(layout.take(batch.states))
+                self._rescale_features(layout.take(batch.states))
         else:
             self._undo(before)
         explained = _explained_variance(layout.take(batch.values), returns)
@@ -267,6 +268,20 @@ class PPOAgent:
         self.value_normalizer.update(returns.unsqueeze(1))
         mean, std = self.value_normalizer.mean, self.value_normalizer.std
         self.policy.rescale_value(old_std / std, (old_mean - mean) / std)
+
+    @torch.no_grad()
+    def _rescale_features(self, features: Tensor) -> None:
+        """Take features into their scale; a new mean leaves what the policy makes of them.
+
+        Otherwise its middle would follow the rollouts: a policy that leans to one side would lean
+        further with every update. A new scale is felt, as a stretch around the old mean. So are
+        the first statistics of all: they bring features to where weights are drawn to read them.
+        """
+        normalizer = self.feature_normalizer
+        old_mean, is_first = normalizer.mean.clone(), normalizer.count == 0
+        normalizer.update(features)
+        shift = (normalizer.mean - old_mean) / normalizer.std
+        self.policy.shift_features(shift.masked_fill(is_first, 0.0))
 
     def _set_learning_rate(self, progress: float) -> None:
         if not 0.0 <= progress <= 1.0:

@@ -203,6 +203,11 @@ class FactoredRecurrentActorCritic(nn.Module):
         weight.mul_(factor)
         bias.mul_(factor).add_(shift)
 
+    def shift_features(self, shift: Tensor) -> None:
+        """Let features `[.., F]` be read as `features + shift` from now on."""
+        assert isinstance(self.heads, PlainHeads), "slots are to be treated alike"
+        self.heads.shift_features(shift)
+
     def evaluate(
         self,
         features: Tensor,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace
@@ -35,6 +36,12 @@ class PlainHeads(nn.Module):
         """The core's input `[B, width]`."""
         encoded: Tensor = self.encoder(features)
         return encoded, ()
+
+    @torch.no_grad()
+    def shift_features(self, shift: Tensor) -> None:
+        """Let features be read as `features + shift` from now on."""
+        weight, bias, *_ = self.encoder.parameters()
+        bias.add_(weight.double() @ shift.double())
 
     def logits(self, run: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
         """The logits of a run of heads after the first, `[B, choices of the run]`."""
