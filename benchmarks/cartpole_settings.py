@@ -20,7 +20,6 @@ from hidden_cartpole import hidden_cartpole_envs
 
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.gymnasium import GymConfig, evaluate, train
-from esper.tamiyo.policy.network import PolicyConfig
 
 STEPS, NUM_ENVS, EPISODES, EVALUATION_SEED = 50_000, 8, 40, 10_000
 BAR = 490.0
