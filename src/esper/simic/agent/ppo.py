@@ -53,7 +53,7 @@ class PPOConfig:
     """Passes over a rollout."""
     num_minibatches: int = 4
     """Minibatches per pass, each made of whole rows."""
-    value_coefficient: float = 0.5
+    value_coefficient: float = 0.25
     """Weight of the value loss."""
     value_clip: float | None = None
     """How far a value may move from the stored one, in normalised units; None: as far as it likes."""
