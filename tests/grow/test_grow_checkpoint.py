@@ -266,6 +266,60 @@ def test_a_rollback_takes_them_back_too():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+class Holding(nn.Module):
+    """Saves something of its own with its weights."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.body, self.held = build("mlp")[0], held
+
+    def forward(self, x):
+        return self.body(x)
+
+    def get_extra_state(self):
+        return {"held": self.held}
+
+    def set_extra_state(self, state):
+        self.held = state["held"]
+
+
+def holding(held, lr=1e-2, milestones=()):
+    model = Holding(held)
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    scheduler = MultiStepLR(optimizer, milestones)
+    script = Script(germinate(0))
+    return Growth(model, optimizer, example=X, controller=script, decisions=12, scheduler=scheduler)
+
+
+def test_numbers_of_numpy_are_saved(tmp_path):
+    """As a sweep gives rates and milestones."""
+    made = dict(lr=np.logspace(-3, -1, 3)[1], milestones=np.array([2, 4]))
+    growth, resumed = (holding(np.float64(3), **made) for _ in range(2))
+    growth.decide(0.5)
+    train(growth, 3)
+    growth.save(tmp_path / "run.pt")
+    resumed.load(tmp_path / "run.pt")
+    assert resumed.model.held == 3.0
+    for run in (growth, resumed):
+        torch.manual_seed(0)
+        train(run, 3)
+    assert_same(growth, resumed)
+
+
+def test_what_could_not_be_read_again_is_told_when_it_is_saved(tmp_path):
+    path = tmp_path / "run.pt"
+    growth = holding(1.0)
+    growth.save(path)
+    before = path.read_bytes()
+    growth.model.held = Budget(params=1)
+    with pytest.raises(ValueError, match=r"nothing was saved.*Unsupported global.*Budget"):
+        growth.save(path)
+    assert path.read_bytes() == before
+    torch.save({"held": Budget(params=1)}, path)
+    with pytest.raises(ValueError, match=r"not a checkpoint.*Unsupported global: .*Budget"):
+        holding(1.0).load(path)
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "run.pt"
     growth = new_growth(controller=Script(germinate(0)))

@@ -5,11 +5,12 @@ stages of the seeds, what was measured, the ledger, what the controller remember
 of every random generator. Reading it runs no code from it.
 """
 
+import copy
 import pickle
 import random
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,8 +25,21 @@ FORMAT = "esper growth 5"
 
 
 def write(path: str | Path, contents: dict[str, Any]) -> None:
-    """The file, replaced at once: a crash leaves the old one."""
-    replace_file(Path(path), lambda file: torch.save({"format": FORMAT, **contents}, file))
+    """The file, replaced at once: a crash leaves the old one, and so does what cannot be read."""
+
+    def write_and_read(file: BinaryIO) -> None:
+        torch.save({"format": FORMAT, **_without_numpy(contents)}, file)
+        file.flush()
+        try:
+            torch.load(file.name, map_location="cpu", mmap=True, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"nothing was saved: {path} could not be read again ({_cause(error)}). Settings of "
+                "the optimizer, state of the scheduler and extra state of modules may hold "
+                "numbers, text and tensors, in dicts, lists and tuples"
+            ) from error
+
+    replace_file(Path(path), write_and_read)
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -36,10 +50,31 @@ def read(path: str | Path) -> dict[str, Any]:
     except (FileNotFoundError, PermissionError):
         raise
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError) as error:
-        raise ValueError(refusal) from error  # damaged, or something else
+        raise ValueError(f"{refusal}: {_cause(error)}") from error  # damaged, or something else
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise ValueError(refusal)
     return contents
+
+
+def _without_numpy(value: Any) -> Any:
+    """With Python's numbers for those of numpy, which a sweep may have given and no file may hold."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        plain = copy.copy(value)  # a state_dict has attributes too
+        plain.clear()
+        for key, item in value.items():
+            plain[_without_numpy(key)] = _without_numpy(item)
+        return plain
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_numpy, value))
+    return value
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, without torch's advice to trust the file."""
+    told = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+    return (told.strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
 
 
 def check_fit(
