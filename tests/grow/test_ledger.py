@@ -87,27 +87,26 @@ def test_seed_ids_are_unique_and_known():
 
 
 @pytest.mark.parametrize(
-    ("verdict", "higher_is_better", "opening"),
+    ("verdict", "opening"),
     [
-        (Verdict(grown=0.9, ungrown=0.8, returned="grown"), True, "Growing helped"),
-        (Verdict(grown=0.9, ungrown=0.8, returned="grown", difference_error=0.2), True, "No clear"),
-        (Verdict(grown=0.2, ungrown=0.8, returned="grown"), False, "Growing helped"),
-        (Verdict(grown=0.7, ungrown=0.8, returned="grown"), True, "No clear"),
-        (Verdict(grown=0.7, ungrown=0.8, returned="ungrown"), True, "Growing did not help"),
+        (Verdict(grown=0.9, ungrown=0.8, returned="grown"), "Growing helped"),
+        (Verdict(grown=0.9, ungrown=0.8, returned="grown", difference_error=0.2), "No clear"),
+        (Verdict(grown=0.7, ungrown=0.8, returned="grown"), "No clear"),
+        (Verdict(grown=0.7, ungrown=0.8, returned="ungrown"), "Growing did not help"),
     ],
 )
-def test_the_summary_says_what_the_verdict_says(verdict, higher_is_better, opening):
-    ledger = new_ledger(higher_is_better=higher_is_better)
+def test_the_summary_says_what_the_verdict_says(verdict, opening):
+    ledger = new_ledger()
     ledger.conclude(after=NetworkRecord(params=1058, macs=8000), verdict=verdict)
     assert ledger.summary().startswith(opening)
     assert f"{verdict.grown:.1%}" in ledger.summary()
 
 
 def test_a_metric_that_is_no_share_is_told_as_it_is():
-    ledger = new_ledger(metric="perplexity", higher_is_better=False)
-    verdict = Verdict(grown=12.25, ungrown=14.5, returned="grown", difference_error=0.5)
+    ledger = new_ledger(metric="likelihood")
+    verdict = Verdict(grown=0.145, ungrown=0.1225, returned="grown", difference_error=0.005)
     ledger.conclude(after=NetworkRecord(params=1058, macs=8000), verdict=verdict)
-    assert "perplexity 14.5 to 12.25 (-2.25 +- 0.5)" in ledger.summary()
+    assert "likelihood 0.1225 to 0.145 (+0.0225 +- 0.005)" in ledger.summary()
 
 
 def test_a_summary_without_a_verdict_claims_nothing():

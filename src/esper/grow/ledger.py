@@ -175,10 +175,9 @@ class Ledger:
     """The book of one run. Filled as the run goes; safe to write out at any time."""
 
     model: str  # what the user grows, in a word
-    metric: str
+    metric: str  # 0 to 1, higher is better
     controller: str
     before: NetworkRecord
-    higher_is_better: bool = True
     budget: BudgetRecord = BudgetRecord()
     facts: dict[str, str] = field(default_factory=dict)  # device, versions, rng seed, ...
     steps: list[StepRecord] = field(default_factory=list)
@@ -234,8 +233,7 @@ class Ledger:
             return f"Growing did not help: {told}. The ungrown network was returned."
         if not added:
             return f"Nothing was kept: {self.metric} {ungrown} to {grown} ({margin}), at the same size."
-        is_better = (gain > 0) if self.higher_is_better else (gain < 0)
-        is_clear = is_better and (error is None or abs(gain) > CLEAR_ERRORS * error)
+        is_clear = gain > CLEAR_ERRORS * (error or 0.0)
         opening = "Growing helped" if is_clear else "No clear difference"
         return f"{opening}: {self.metric} {ungrown} to {grown} ({margin}) for {cost}."
 

@@ -52,7 +52,6 @@ def page_data(ledger: Ledger) -> dict[str, Any]:
         "model": ledger.model,
         "summary": ledger.summary(),
         "metric": {"name": ledger.metric, "isShare": ledger.is_share},
-        "higherIsBetter": ledger.higher_is_better,
         "controller": ledger.controller,
         "facts": ledger.facts,
         "budget": {"params": ledger.budget.params, "macs": ledger.budget.macs},

@@ -100,7 +100,7 @@ function drawMetric(canvas, frame, top, height) {
       line(x(step), top, x(step), top + height, { stroke: "var(--danger)", "stroke-dasharray": "3 3" }),
       label(
         x(step) + (x(step) > right - 80 ? -5 : 5),
-        data.higherIsBetter ? top + height - 8 : top + 12,
+        top + height - 8,
         "rolled back",
         { "text-anchor": x(step) > right - 80 ? "end" : "start", style: "fill:var(--danger)" },
       ),

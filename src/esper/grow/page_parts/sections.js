@@ -46,7 +46,7 @@ function drawTiles() {
   const verdict = data.verdict,
     values = data.steps.map((s) => s[1]).filter((v) => v !== null);
   const kept = data.seeds.filter((s) => s.fate === "kept").length;
-  const best = values.length ? (data.higherIsBetter ? Math.max : Math.min)(...values) : null;
+  const best = values.length ? Math.max(...values) : null;
   $("tiles").append(
     verdict
       ? tile(
