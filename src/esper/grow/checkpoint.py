@@ -21,7 +21,7 @@ from esper.grow.network import NetworkState
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.whole_files import replace_file
 
-FORMAT = "esper growth 5"
+FORMAT = "esper growth 6"
 
 
 def write(path: str | Path, contents: dict[str, Any]) -> None:

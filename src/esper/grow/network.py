@@ -27,8 +27,9 @@ from esper.leyline.stages import SeedStage
 class NetworkState:
     """Weights, seeds and optimiser state as they were; copies, nothing is shared."""
 
-    weights: dict[str, Any]  # the user's state_dict
-    buffers: dict[str, Tensor]  # those of the model that its state_dict leaves out
+    weights: dict[str, Tensor]  # the model's; by name, since a state_dict may leave some out
+    buffers: dict[str, Tensor]
+    extras: dict[str, Any]  # the extra states of its modules
     others: dict[str, Tensor]  # weights that the optimiser trains beside the model's
     seeds: dict[int, dict[str, Tensor]]  # by slot
     moments: dict[str, dict[str, Any]]  # the optimiser's state by parameter name
@@ -148,11 +149,11 @@ class GrowingNetwork:
 
     def capture(self, *, committed_only: bool = False) -> NetworkState:
         """Copies of all that is there; or without the seeds that are not committed."""
-        state, weights = self.optimizer.state, copy.deepcopy(self.model.state_dict())
-        buffers = {n: b.clone() for n, b in self.model.named_buffers() if n not in weights}
+        state = self.optimizer.state
         return NetworkState(
-            weights=weights,
-            buffers=buffers,
+            weights={name: p.detach().clone() for name, p in self.model.named_parameters()},
+            buffers={name: b.detach().clone() for name, b in self.model.named_buffers()},
+            extras=_extra_states(self.model),
             others={name: p.detach().clone() for name, p in self._others.items()},
             seeds={
                 index: copy.deepcopy(slot.seed.state_dict())
@@ -167,12 +168,15 @@ class GrowingNetwork:
 
     def restore(self, state: NetworkState) -> None:
         """Everything as it was captured, optimiser included; its settings (rates) stay as now."""
-        self.model.load_state_dict(state.weights)
-        for name, value in state.buffers.items():
-            _set_buffer(self.model, name, value)
         with torch.no_grad():
+            for name, value in state.weights.items():
+                self.model.get_parameter(name).copy_(value)
+            for name, value in state.buffers.items():
+                _set_buffer(self.model, name, value)
             for name, value in state.others.items():
                 self._others[name].copy_(value)
+        for name, extra in state.extras.items():
+            self.model.get_submodule(name).set_extra_state(copy.deepcopy(extra))
         self.adopt(state.slots)
         for index, weights in state.seeds.items():
             self.seed(index).load_state_dict(weights)
@@ -202,6 +206,15 @@ class GrowingNetwork:
         slot.clear()
 
 
+def _extra_states(model: nn.Module) -> dict[str, Any]:
+    """Copies of what modules have to keep beside tensors, by name."""
+    return {
+        name: copy.deepcopy(module.get_extra_state())
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     """A buffer as it was; one that has another size now, such as a cache, is replaced."""
     path, _, leaf = name.rpartition(".")
@@ -210,7 +223,8 @@ def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     if present is not None and present.shape == value.shape:
         present.copy_(value)
     else:
-        owner.register_buffer(leaf, value.clone(), persistent=False)
+        is_saved = leaf not in owner._non_persistent_buffers_set
+        owner.register_buffer(leaf, value.clone(), persistent=is_saved)
 
 
 def _beside(parameter: nn.Parameter, value: Any) -> Any:
