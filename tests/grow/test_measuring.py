@@ -2,9 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from grow.small_models import WAIT, Script, act, blobs, build, germinate
+from grow.small_runs import new_growth
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper import Growth
@@ -85,6 +88,18 @@ def test_the_loss_comes_with_the_scores_where_it_is_known():
     measured = measure(growth._network, [(X, Y), half], score)
     assert measured.loss == pytest.approx((60 * 60 + 20 * 20) / 80)
     assert measured.metric == 0.5
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(0.5), torch.tensor(0.5), nn.Parameter(torch.tensor(0.5)) * 1]
+)
+def test_metric_and_loss_may_be_numbers_of_any_kind(value, tmp_path):
+    """Those of a loop without no_grad come with their graph."""
+    growth = new_growth()
+    growth.decide(value, value)
+    step = growth.ledger.steps[0]
+    assert (type(step.metric), type(step.validation_loss)) == (float, float)
+    growth.save(tmp_path / "growth.pt")
 
 
 def test_modes_and_gradients_are_as_before():

@@ -46,7 +46,15 @@ from esper.grow.data import DataFacts
 from esper.grow.export import FORMATS, export
 from esper.grow.gradient_use import GradientUse
 from esper.grow.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
-from esper.grow.measuring import Measurement, Score, check_metric, check_score, measure
+from esper.grow.measuring import (
+    Measurement,
+    Number,
+    Score,
+    check_metric,
+    check_score,
+    measure,
+    told,
+)
 from esper.grow.network import GrowingNetwork
 from esper.grow.plain import check_plain, plain_model
 from esper.grow.reporting import Evidence, Reporter
@@ -195,7 +203,7 @@ class Growth:
         self._network.shadow_loss(compute_loss)
 
     def decide(
-        self, val_metric: float | None = None, val_loss: float | None = None
+        self, val_metric: Number | None = None, val_loss: Number | None = None
     ) -> DecisionRecord | None:
         """One decision of the controller, carried out; None when the last call closed the run.
 
@@ -212,7 +220,7 @@ class Growth:
         self._take_stock(val_metric, val_loss)
         return self._act()
 
-    def close(self, val_metric: float | None = None, val_loss: float | None = None) -> None:
+    def close(self, val_metric: Number | None = None, val_loss: Number | None = None) -> None:
         """The end of growth: the model becomes the best committed network that was seen.
 
         Seeds that the controller has not committed are taken out. But before the last of the
@@ -357,7 +365,7 @@ class Growth:
             )
         return self.is_closed
 
-    def _take_stock(self, val_metric: float | None, val_loss: float | None) -> SafePoint | None:
+    def _take_stock(self, val_metric: Number | None, val_loss: Number | None) -> SafePoint | None:
         """The end of the step that was trained: all is measured, and timed moves happen.
 
         They change no output: a seed that goes now has alpha 0 already. Gives the network as it is
@@ -383,7 +391,7 @@ class Growth:
         if broken:
             return self._roll_back(broken)
         self._evidence.metrics.appendleft(measured.metric)
-        self._evidence.loss = _loss_or_guess(measured)
+        self._evidence.loss = measured.loss_or_guess
         self._safe.keep(self.step, measured.metric, measured.committed_metric)
         return self._safe.last
 
@@ -416,7 +424,7 @@ class Growth:
         self._books.fates(self.step, self._evidence)
         self._evidence.forget(~self._network.states.has_seed[0])
 
-    def _measured(self, val_metric: float | None, val_loss: float | None) -> Measurement:
+    def _measured(self, val_metric: Number | None, val_loss: Number | None) -> Measurement:
         if self._val_loader is not None and self._score is not None:
             if val_metric is not None:
                 raise ValueError("growth measures the metric itself with score=; leave it out here")
@@ -426,8 +434,7 @@ class Growth:
                 "decide() needs the validation metric, or Growth a val_loader and score"
             )
         else:
-            committed = None if self._network.uncommitted else float(val_metric)
-            measured = Measurement(float(val_metric), val_loss, {}, committed)
+            measured = told(val_metric, val_loss, is_committed=not self._network.uncommitted)
         if not (math.isnan(measured.metric) and self._safe.best):
             check_metric(measured.metric)
         return measured
@@ -477,10 +484,3 @@ def _check_alone(model: nn.Module) -> None:
                 "another growth of this model is not closed yet; close() it first, or make the "
                 "model and its optimizer anew"
             )
-
-
-def _loss_or_guess(measured: Measurement) -> float:
-    """The validation loss; without one, what a metric of this size often goes with."""
-    if measured.loss is not None:
-        return measured.loss
-    return -math.log(max(measured.metric, 1e-3))

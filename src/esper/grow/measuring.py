@@ -18,12 +18,31 @@ from esper.grow.randomness import untouched_randomness
 # a batch's score per example [n], 0 to 1, higher is better; with the batch's mean loss, if known
 Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]
 
+Number = float | Tensor  # of one element; numpy's are floats
+
 
 class Measurement(NamedTuple):
     metric: float  # mean score
     loss: float | None
     contributions: dict[int, tuple[float, float]]  # by slot: score lost without it, its error
     committed_metric: float | None  # with the committed seeds alone; None: not measured
+
+    @property
+    def loss_or_guess(self) -> float:
+        """The validation loss; without one, what a metric of this size often goes with."""
+        return -math.log(max(self.metric, 1e-3)) if self.loss is None else self.loss
+
+
+def told(metric: Number, loss: Number | None, *, is_committed: bool) -> Measurement:
+    """What the owner of the loop has measured, of a network with uncommitted seeds or without."""
+    value = _as_float(metric)
+    known_loss = None if loss is None else _as_float(loss)
+    return Measurement(value, known_loss, {}, value if is_committed else None)
+
+
+def _as_float(number: Number) -> float:
+    """Without the graph that it may come with."""
+    return float(number.detach() if isinstance(number, Tensor) else number)
 
 
 def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Measurement:
