@@ -108,6 +108,8 @@ def test_the_default_metric_by_hand():
     target = torch.tensor([[1, 0, -100, 1]])
     assert default_metric(per_token, target).tolist() == pytest.approx([2 / 3])
     assert default_metric(per_token.movedim(-1, 1), target).tolist() == pytest.approx([2 / 3])
+    logits[1:] = torch.tensor([[math.nan, 1.0], [5.0, -math.inf]])  # -inf: a class ruled out
+    assert default_metric(logits, torch.tensor([0, 0, 0])).tolist() == [1.0, 0.0, 1.0]
     error = default_metric(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]]))
     assert error.tolist() == pytest.approx([1 / 3])
 

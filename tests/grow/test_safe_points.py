@@ -6,7 +6,9 @@ import pytest
 import torch
 from grow.small_models import WAIT, Script, act, germinate
 from grow.small_runs import X, frozen_state, new_growth, stages, train
+from torch import nn
 
+from esper import Growth
 from esper.leyline.stages import LifecycleOp, SeedStage
 
 GROWN = germinate(0, blueprint=1, tempo=0)
@@ -87,7 +89,7 @@ def test_what_breaks_again_at_once_goes_back_to_the_best_committed_network():
     assert growth.seeds == {}
     assert stages(growth)[0] == SeedStage.EMBARGOED
     assert [r.to_step for r in growth.ledger.rollbacks] == [2, 0]
-    assert growth.ledger.rollbacks[0].reason == "weights are not finite"
+    assert growth.ledger.rollbacks[0].reason == "weights or buffers are not finite"
     assert growth.ledger.fate_of("s1").fate == "rolled_back"
 
 
@@ -216,6 +218,22 @@ def test_a_rollback_does_not_forget_the_best_network_with_the_seeds_of_today():
     growth.close(0.7)
     assert growth.best_metric == 0.9
     assert growth.seeds
+
+
+def test_statistics_that_are_no_numbers_are_a_rollback():
+    """The weights are sound after a bad batch whose step was skipped; the outputs are not."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # is no fault
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    growth = Growth(model, optimizer, example=X, controller=Script(), decisions=8)
+    growth.decide(0.4)
+    train(growth)
+    with torch.no_grad():
+        model(X * math.inf)
+    growth.decide(0.9)
+    assert growth.ledger.rollbacks[0].reason == "weights or buffers are not finite"
+    assert growth.best_metric == 0.4
+    assert bool(model.eval()(X).isfinite().all())
 
 
 @pytest.mark.parametrize(("metric", "reason"), [(0.3, "fell from 0.8"), (math.nan, "not a number")])

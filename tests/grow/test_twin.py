@@ -1,5 +1,6 @@
 """The twin of `esper.grow`: the training that a user's own loop would have done."""
 
+import math
 import random
 from itertools import chain, repeat
 
@@ -220,6 +221,24 @@ def test_the_twin_at_its_best_is_whole():
     seen = [twin.metric for twin in result.ledger.twin]
     assert seen.index(max(seen)) < DECISIONS  # training went on, and did not help
     assert result.verdict.ungrown == max(seen)
+
+
+def test_a_twin_that_is_no_network_any_more_is_not_returned():
+    """Of outputs that are no numbers `argmax` makes the first class, here that of most rows."""
+    calls = 0
+
+    def overflows(output, target):
+        nonlocal calls
+        calls += output.requires_grad  # two networks a step
+        return F.cross_entropy(output, target) * (math.nan if calls > STEPS else 1.0)
+
+    def share(output, target):
+        return (output.argmax(1) == 0).float()
+
+    result = run(Script(), loss=overflows, metric=share)
+    assert [twin.metric is None for twin in result.ledger.twin] == [False] * 4 + [True] * 3
+    for model in (result.model, result.ungrown):
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def test_one_schedule_drives_both_networks():

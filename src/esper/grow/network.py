@@ -5,7 +5,7 @@ network and optimiser, for a rollback or a checkpoint.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,6 @@ class GrowingNetwork:
             for index, parameter in enumerate(group["params"])
             if id(parameter) not in own
         }
-
         self.made = {
             "weights per group": [len(g["params"]) for g in optimizer.param_groups],
             "weights outside the model": {n: tuple(p.shape) for n, p in self._others.items()},
@@ -129,8 +128,7 @@ class GrowingNetwork:
         return [index for index in self.felt if not self.slots[index].is_committed]
 
     def is_finite(self) -> bool:
-        flags = [parameter.detach().isfinite().all() for parameter in self._trained().values()]
-        return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+        return are_finite(self._trained().values(), self.model.buffers())
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
         """Gradients for the seeds behind the host, from a second pass that no one else notices."""
@@ -204,6 +202,13 @@ class GrowingNetwork:
         assert slot.seed is not None
         self._groups.leave(slot.seed.parameters())
         slot.clear()
+
+
+def are_finite(weights: Iterable[Tensor], buffers: Iterable[Tensor]) -> bool:
+    """Whether weights are finite, and buffers are numbers at least: a mask may be of -inf."""
+    flags = [weight.detach().isfinite().all() for weight in weights]
+    flags += [~buffer.detach().isnan().any() for buffer in buffers]
+    return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:

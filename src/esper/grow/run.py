@@ -9,6 +9,7 @@ nothing but its absence.
 """
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from esper.grow.export import FORMATS, export
 from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
 from esper.grow.measuring import check_loader, checked_scores, joined, paired_difference, resting
+from esper.grow.network import are_finite
 from esper.grow.progress import Report, progress_bar, stopped_by_ctrl_c
 from esper.grow.randomness import untouched_randomness
 from esper.grow.sites import batch_size, forward
@@ -177,8 +179,10 @@ def default_metric(output: Any, target: Any) -> Tensor:
         for axis in _class_axes(output, target):
             if output.argmax(axis).shape == target.shape:
                 counts = (target != IGNORED).reshape(len(target), -1)
-                correct = (output.argmax(axis) == target).reshape(len(target), -1)
-                return (correct & counts).sum(1) / counts.sum(1).clamp(min=1)
+                correct = (output.argmax(axis) == target) & ~output.isnan().any(axis)
+                return (correct.reshape(len(target), -1) & counts).sum(1) / counts.sum(1).clamp(
+                    min=1
+                )
     told = [
         f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
     ]
@@ -309,7 +313,8 @@ class _Twin:
     def measure(self, val_loader: Iterable[Any], ledger: Ledger, step: int) -> None:
         with resting(self.model, val_loader):
             parts = [self._trainer.score(self.model, batch)[0] for batch in val_loader]
-        metric = float(joined(parts).mean())
+        is_finite = are_finite(self.model.parameters(), self.model.buffers())
+        metric = float(joined(parts).mean()) if is_finite else math.nan  # which is never the best
         ledger.record_twin(TwinRecord(step=step, metric=metric))
         if metric > self._best_metric:
             self._best_metric, self.best = metric, copy.deepcopy(self.model)

@@ -54,8 +54,10 @@ class SafePoints:
             return "the validation metric is not a number"
         if not self._network.is_finite():
             if self.best is None:
-                raise ValueError("the model's weights are not finite before anything has grown")
-            return "weights are not finite"
+                raise ValueError(
+                    "the model's weights or buffers are not finite before anything has grown"
+                )
+            return "weights or buffers are not finite"
         highest = max((p.metric for p in (self.last, self.best) if p is not None), default=0.0)
         if measured.metric < COLLAPSE * highest:
             return f"the metric fell from {highest:.4g} to {measured.metric:.4g}"
