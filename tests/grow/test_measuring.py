@@ -116,8 +116,10 @@ def test_modes_and_gradients_are_as_before():
     ("loader", "value", "message"),
     [
         ([], 0.5, "validation loader yields nothing"),
+        ([(X[:0], Y[:0])], 0.5, "validation loader yields nothing"),
         ([(X, Y)], math.nan, "the validation metric is nan"),
-        ([(X, Y)], 50.0, "a share, not per cent"),
+        ([(X, Y)], 50.0, "scores of 50 to 50; .* a share, not per cent"),
+        ([(X, Y)], -math.inf, "scores of -inf to -inf"),
     ],
 )
 def test_data_and_scores_that_cannot_judge_are_told_before_anything_is_touched(
@@ -154,6 +156,18 @@ def test_the_measurement_before_the_run_leaves_no_trace():
     )
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
+
+
+def test_every_score_is_0_to_1():
+    """The mean is: it does not show an error where a score belongs."""
+    errors = torch.linspace(0.0, 1.4, len(X))
+    assert errors.mean() < 1
+    with pytest.raises(ValueError, match=r"scores of 0 to 1.4; each must be 0 to 1, higher is"):
+        grown([(X, Y)], score=lambda batch: errors)
+    with pytest.raises(ValueError, match=r"scores of -0.7 to 0.7"):
+        grown([(X, Y)], score=lambda batch: errors - 0.7)
+    growth, _ = grown([(X, Y)], score=lambda batch: torch.full((len(X),), 1 + 1e-6))
+    assert growth.best_metric == 1.0
 
 
 def test_scores_are_one_per_example():

@@ -18,6 +18,8 @@ from esper.grow.randomness import untouched_randomness
 # a batch's score per example [n], 0 to 1, higher is better; with the batch's mean loss, if known
 Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]
 
+ROUNDING = 1e-4  # by which a score may be beyond 0 or 1, as a sum of probabilities is
+
 Number = float | Tensor  # of one element; numpy's are floats
 
 
@@ -130,10 +132,20 @@ def checked_scores(values: Tensor) -> Tensor:
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """All examples' scores on the CPU, float64 `[n]`."""
-    if not parts:
+    """All examples' scores on the CPU, float64 `[n]`; raises for one that is not 0 to 1.
+
+    A mean can hide such scores: those of a metric where lower is better, say.
+    """
+    if not any(len(part) for part in parts):
         raise ValueError("the validation loader yields nothing; growth is judged on its examples")
-    return torch.cat(parts).double().cpu()
+    scores = torch.cat(parts).double().cpu()
+    lowest, highest = scores.aminmax()
+    if lowest < -ROUNDING or highest > 1 + ROUNDING:
+        raise ValueError(
+            f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, higher is "
+            "better: a share, not per cent, and for an error something like 1 / (1 + error)"
+        )
+    return scores.clamp(0, 1)
 
 
 def paired_difference(a: Tensor, b: Tensor) -> tuple[float, float]:
