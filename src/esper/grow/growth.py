@@ -61,6 +61,7 @@ from esper.grow.reporting import Evidence, Reporter
 from esper.grow.safe_points import SafePoint, SafePoints
 from esper.grow.seed_groups import AnyScheduler
 from esper.grow.sites import ModelSite, count_macs, count_params, site_table, trace_sites
+from esper.grow.slots import hand_on_whole_tensors
 from esper.grow.starting import check_arguments, fitting_menu, seed_costs
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
@@ -129,6 +130,7 @@ class Growth:
         self._val_loader, self._score = val_loader, score
         trace = trace_sites(model, example, *other_examples)
         chosen = trace.choose(sites, exclude)
+        hand_on_whole_tensors(model, chosen)
         check_plain(model, chosen, example)
         model_params, model_macs = count_params(model), count_macs(model, example)
         self.budget.check(model_params, model_macs)

@@ -32,6 +32,7 @@ from esper.grow.network import are_finite
 from esper.grow.progress import Report, progress_bar, stopped_by_ctrl_c
 from esper.grow.randomness import untouched_randomness
 from esper.grow.sites import batch_size, forward
+from esper.grow.slots import hand_on_whole_tensors
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.protocols import Controller
 
@@ -135,6 +136,7 @@ def grow(
             rng_seed=rng_seed,
             metric=metric_name,
         )
+        hand_on_whole_tensors(ungrown.model, growth.sites)  # as it is in the growing model
         with progress_bar(steps, growth.describe(), enabled=progress) as report:
             batches = chain([first], batches)
             _train(growth, ungrown, trainer, batches, val_loader, steps, report, is_stopped)

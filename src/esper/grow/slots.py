@@ -4,7 +4,7 @@ The model's classes, names and state_dict stay as they are. While a slot is empt
 alpha 0, there is no hook either: the model is the user's own and costs what it always did.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,6 +59,18 @@ def blend_one(x: Tensor, seed: Tensor, alpha: float, style: BlendStyle) -> Tenso
     if style == BlendStyle.GATE:
         return torch.addcmul(x, gate(x), seed, value=alpha)
     return torch.add(x, seed, alpha=alpha)
+
+
+def hand_on_whole_tensors(model: nn.Module, sites: Iterable[ModelSite]) -> None:
+    """Torch's encoders with a site inside do without nested tensors, for good.
+
+    In evaluation they would give them to their layers, where only torch's own may compute.
+    """
+    names = [site.name for site in sites]
+    for path, module in model.named_modules():
+        inside = f"{path}." if path else ""
+        if isinstance(module, nn.TransformerEncoder) and any(n.startswith(inside) for n in names):
+            module.use_nested_tensor = False
 
 
 def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -114,16 +114,23 @@ def watched(inputs: Any) -> Any:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, every weight in the graph; afterwards all is as it was."""
+    """The model in eval mode, every weight in the graph; afterwards all is as it was.
+
+    Torch's encoder calls all its modules: its fast path would skip some, and hand others nested
+    tensors.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    has_fast_path = torch.backends.mha.get_fastpath_enabled()
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     with untouched_randomness(model):
         try:
             model.eval()
+            torch.backends.mha.set_fastpath_enabled(False)
             for parameter in frozen:
                 parameter.requires_grad_(True)
             yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(has_fast_path)
             for parameter in frozen:
                 parameter.requires_grad_(False)
             for module, training in modes:
