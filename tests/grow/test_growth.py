@@ -300,6 +300,24 @@ def test_the_last_network_stays_if_it_was_measured_to_be_the_best(ramp_is_over):
     assert (fate.fate, fate.reason) == ("kept", "the best metric was measured with it")
 
 
+def test_who_stops_without_closing_is_warned(tmp_path):
+    growth = new_growth(Script(germinate(0, blueprint=1, tempo=0)))
+    growth.decide(0.5)
+    for metric in (0.6, 0.7):
+        train(growth)
+        growth.decide(metric)
+    told = r"not closed, and the seeds at 1 are not committed: .* call close\(\) first"
+    with pytest.warns(UserWarning, match=told) as warned:
+        growth.plain_model()
+    assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match=told) as warned:
+        growth.export(tmp_path, formats="torch")
+    assert warned[0].filename == __file__
+    growth.close(0.7)
+    assert growth.seeds
+    growth.plain_model()
+
+
 def test_what_a_controller_sees():
     script = Script(germinate(0, blueprint=2), WAIT, WAIT)
     growth = new_growth(script, decisions=6, budget=Budget(params=400), rent=0.07)

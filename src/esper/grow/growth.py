@@ -285,7 +285,7 @@ class Growth:
 
     def plain_model(self) -> nn.Module:
         """A copy of the model with its committed seeds as ordinary modules, and no slot."""
-        return plain_model(self.model, self._network.slots)
+        return self._committed()
 
     def describe(self) -> str:
         """Sites, costs and budget, before anything is spent."""
@@ -294,7 +294,17 @@ class Growth:
 
     def export(self, path: str | Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
         """Writes the model with its committed seeds as files that need no Esper, by format."""
-        return export(self.plain_model(), self.example, path, formats)
+        return export(self._committed(), self.example, path, formats)
+
+    def _committed(self) -> nn.Module:
+        if self._network.uncommitted and not self.is_closed:
+            left_out = ", ".join(self.sites[slot].name for slot in self._network.uncommitted)
+            warnings.warn(
+                f"growth is not closed, and the seeds at {left_out} are not committed: they are "
+                "left out here; call close() first to stop with the best network that was measured",
+                stacklevel=3,
+            )
+        return plain_model(self.model, self._network.slots)
 
     # ---- checkpoints
 
