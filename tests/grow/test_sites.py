@@ -258,3 +258,27 @@ def test_a_model_of_skip_connections_offers_its_layers():
             return self.head(torch.cat((x, self.b(x)), 1))
 
     assert [site.name for site in find_sites(Dense(), torch.randn(2, 5))] == ["a", "b"]
+
+
+class Frozen(nn.Module):
+    """Takes no gradients through its encoder, which pads."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            hidden = self.encoder(x, src_key_padding_mask=x.new_tensor([[0, 0, 1]] * len(x)).bool())
+        return self.head(self.body(hidden[:, 0]))
+
+
+def test_nothing_grows_where_no_gradient_comes():
+    trace = trace_sites(Frozen(), torch.randn(4, 3, 8))
+    assert [site.name for site in trace.sites] == ["body"]
+    for name in ("encoder", "encoder.layers.1", "encoder.layers.1.norm1"):
+        with pytest.raises(ValueError, match="calls it without gradients"):
+            trace.choose([name], ())
+    assert torch.backends.mha.get_fastpath_enabled()

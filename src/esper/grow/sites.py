@@ -219,6 +219,8 @@ def _candidate(name: str, calls: list[Call], batch: int) -> tuple[ModelSite | No
         return None, f"it is called {len(calls)} times in a forward pass"
     if not isinstance(call.output, tuple):
         return None, f"its output is a {call.output}, not a tensor of floats"
+    if not call.is_learning:
+        return None, "the model calls it without gradients, so nothing could learn there"
     if not call.weights:
         return None, "no layer with weights comes before it"
     kinds = {2: SiteKind.VECTOR, 3: SiteKind.SERIES, 4: SiteKind.IMAGE}

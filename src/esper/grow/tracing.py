@@ -29,6 +29,7 @@ class Call:
     dtype: torch.dtype
     device: torch.device
     node: Edge | None  # in the autograd graph
+    is_learning: bool  # it runs with gradients
     channels_last: bool
     weights: str
     num_weight_calls: int  # layers with weights that have run so far
@@ -68,6 +69,7 @@ class Run:
                 channels_last=is_tensor and self._puts_channels_last(tensor.shape),
                 weights=self.weights,
                 num_weight_calls=self.num_weight_calls,
+                is_learning=torch.is_grad_enabled(),
                 is_source=isinstance(module, nn.Embedding | nn.EmbeddingBag),
                 is_block=_is_block(name, module),
             )
