@@ -156,3 +156,45 @@ def test_seeds_take_the_models_own_dtype(dtype):
     program = place.blueprints()[0].program(place.seed_site)
     seed = new_seed(program, place, torch.Generator())
     assert {parameter.dtype for parameter in seed.parameters()} == {dtype}
+
+
+class Cast(nn.Module):
+    """Computes in bfloat16, by autocast or by weights, and hands on float32 or bfloat16."""
+
+    def __init__(self, by_autocast: bool):
+        super().__init__()
+        self.by_autocast = by_autocast
+        self.layer, self.activation = nn.Linear(4, 4), nn.ReLU()
+        self.head = nn.Linear(4, 2)
+        self.upcast = Upcast()
+        if not by_autocast:
+            self.layer.bfloat16()
+
+    def forward(self, x):
+        if self.by_autocast:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.head(self.activation(self.layer(x)))
+        return self.head(self.upcast(self.layer(x.bfloat16())))
+
+
+class Upcast(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+@pytest.mark.parametrize("by_autocast", [True, False])
+def test_seeds_take_the_dtype_of_weights_whatever_flows(by_autocast):
+    torch.manual_seed(0)
+    model, example = Cast(by_autocast), torch.randn(3, 4)
+    place = find_sites(model, example)[0]
+    assert place.name == ("activation" if by_autocast else "upcast")
+    slot = Slot(place, model.get_submodule(place.name))
+    program = place.blueprints()[1].program(place.seed_site)
+    slot.plant(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
+    expected = {torch.float32 if by_autocast else torch.bfloat16}
+    assert {parameter.dtype for parameter in slot.seed.parameters()} == expected
+    before = model(example)
+    slot.alpha = 1.0
+    after = model(example)
+    assert torch.equal(after, before)
+    assert after.dtype == before.dtype

@@ -33,7 +33,7 @@ class ModelSite:
     shape: tuple[int, ...]  # of the output, without the batch
     tokens: float  # vectors per example that a TOKENS seed works on; 1 elsewhere
     weights: str  # the module whose weights made the output: new weights follow its settings
-    dtype: torch.dtype
+    dtype: torch.dtype  # of those weights
     device: torch.device
 
     @property

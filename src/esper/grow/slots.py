@@ -22,7 +22,8 @@ class Seed(nn.Module):
     """A blueprint's layers at a site, for one network; they keep the shape of what they see.
 
     At a TOKENS site, where the channels come last, every token is a vector of its own: the seed
-    works for any number of tokens, and sees no later token than the one it writes.
+    works for any number of tokens, and sees no later token than the one it writes. It works in
+    the dtype of its weights, or in that of the autocast around it.
     """
 
     def __init__(self, layers: nn.Sequential, per_token: bool):
@@ -31,6 +32,8 @@ class Seed(nn.Module):
         self.per_token = per_token
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(next(self.parameters(), x).dtype)
         if self.per_token:
             return self.layers(x.flatten(0, -2)).view_as(x)  # type: ignore[no-any-return]
         return self.layers(x)  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ class Call:
     order: int
     module_class: str
     output: Any  # its shape, or the type of what is not a tensor
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the weights that made the output, which autocast may give another
     device: torch.device
     node: Edge | None  # in the autograd graph
     is_learning: bool  # it runs with gradients
@@ -44,8 +44,10 @@ class Run:
     calls: dict[str, list[Call]] = field(default_factory=dict)
     output_nodes: list[Edge] = field(default_factory=list)
     output_shapes: list[tuple[int, ...]] = field(default_factory=list)
-    # of the layer with weights that ran last: its name, whether it puts channels last, its sizes
+    # of the layer with weights that ran last: its name and dtype, whether it puts channels last,
+    # its sizes
     weights: str = ""
+    dtype: torch.dtype | None = None  # None: not one that a seed could have
     prefers_last: bool = True
     sizes: frozenset[int] = frozenset()
     num_weight_calls: int = 0
@@ -55,6 +57,7 @@ class Run:
         if own:
             self.weights, self.prefers_last = name, not isinstance(module, _ConvNd)
             self.sizes = frozenset(size for p in own for size in p.shape)
+            self.dtype = own[0].dtype if own[0].is_floating_point() else None
             self.num_weight_calls += 1
         tensor = output[0] if isinstance(output, tuple) and output else output
         is_tensor = isinstance(tensor, Tensor) and tensor.is_floating_point()
@@ -63,13 +66,13 @@ class Run:
                 order=sum(map(len, self.calls.values())),
                 module_class=type(module).__name__,
                 output=tuple(tensor.shape) if is_tensor else type(output).__name__,
-                dtype=tensor.dtype if is_tensor else torch.float32,
+                dtype=self.dtype or (tensor.dtype if is_tensor else torch.float32),
                 device=tensor.device if is_tensor else torch.device("cpu"),
                 node=_edge(tensor) if is_tensor else None,
+                is_learning=torch.is_grad_enabled(),
                 channels_last=is_tensor and self._puts_channels_last(tensor.shape),
                 weights=self.weights,
                 num_weight_calls=self.num_weight_calls,
-                is_learning=torch.is_grad_enabled(),
                 is_source=isinstance(module, nn.Embedding | nn.EmbeddingBag),
                 is_block=_is_block(name, module),
             )
