@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 import esper
 from esper import Budget
 from esper.grow import progress
-from esper.grow.run import default_metric
 from esper.tamiyo.scripted import FixedSchedule, RandomController
 
 
@@ -88,7 +87,7 @@ def test_numbers_as_targets():
     x = torch.randn(32, 5)
     result = run_on(mlp(classes=1), [(x, x[:, :1])], FixedSchedule(every=1), loss=F.mse_loss)
     assert 0 < result.verdict.grown <= 1
-    assert "1 / (1 + squared error) 0." in result.ledger.summary()
+    assert "1 / (1 + squared error / variance) 0." in result.ledger.summary()
 
 
 def test_the_ledger_has_the_metrics_own_name():
@@ -98,31 +97,6 @@ def test_the_ledger_has_the_metrics_own_name():
     assert run(Script()).ledger.metric == "accuracy"
     assert run(Script(), metric=top_two).ledger.metric == "top_two"
     assert run(Script(), metric=lambda *pair: top_two(*pair)).ledger.metric == "score"
-
-
-def test_the_default_metric_by_hand():
-    logits = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 0.0]])
-    assert default_metric(logits, torch.tensor([0, 0, 0])).tolist() == [1.0, 0.0, 1.0]
-    per_token = torch.zeros(1, 4, 3)
-    per_token[0, :, 1] = 1.0
-    target = torch.tensor([[1, 0, -100, 1]])
-    assert default_metric(per_token, target).tolist() == pytest.approx([2 / 3])
-    assert default_metric(per_token.movedim(-1, 1), target).tolist() == pytest.approx([2 / 3])
-    logits[1:] = torch.tensor([[math.nan, 1.0], [5.0, -math.inf]])  # -inf: a class ruled out
-    assert default_metric(logits, torch.tensor([0, 0, 0])).tolist() == [1.0, 0.0, 1.0]
-    error = default_metric(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]]))
-    assert error.tolist() == pytest.approx([1 / 3])
-
-
-def test_the_metric_that_is_advised_for_one_logit_works():
-    target = torch.tensor([0, 1, 1, 0])
-    with pytest.raises(ValueError, match="For one logit") as told:
-        default_metric(torch.zeros(4, 1), target)
-    advised = eval(str(told.value).partition("For one logit: ")[2])
-    logits = torch.tensor([-1.0, -2.0, 3.0, 4.0])
-    for shown in (logits, logits[:, None]):
-        assert advised(shown, target).tolist() == [1.0, 0.0, 1.0, 0.0]
-        assert advised(shown, target[:, None].float()).tolist() == [1.0, 0.0, 1.0, 0.0]
 
 
 class ByClass(nn.Sequential):
@@ -159,8 +133,6 @@ def test_mistakes_are_told_before_any_training():
     refused("waits for a metric", model=model, optimizer=optimizer, scheduler=waits)
     nan = lambda output, target: torch.full((len(target),), math.nan)  # noqa: E731
     refused("the validation metric is nan", metric=nan)
-    flags = [(torch.randn(4, 5), torch.tensor([[0.0], [1.0], [1.0], [0.0]]))]
-    refused("targets of 0.0 and 1.0 may be classes", val_loader=flags)
     flags = [(torch.randn(4, 5), torch.tensor([0, 1, 1, 0]))]
     one_logit = r"no metric is known for an output \(4, 1\) and a target \(4,\).*For one logit"
     refused(one_logit, model=mlp(classes=1), val_loader=flags)
@@ -209,7 +181,7 @@ def test_a_metric_that_is_no_number_for_a_while_is_gone_back_from(capsys, monkey
     result = run_on(
         mlp(classes=1), [(x, x[:, :1])], FixedSchedule(every=1), loss=overflows, progress=True
     )
-    assert "1 / (1 + squared error) is not a number" in capsys.readouterr().out
+    assert "1 / (1 + squared error / variance) is not a number" in capsys.readouterr().out
     assert len(result.ledger.rollbacks) == 1
     assert [twin.metric is None for twin in result.ledger.twin] == [False] * 2 + [True] * 5
     assert 0 < result.verdict.grown <= 1

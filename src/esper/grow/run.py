@@ -28,6 +28,7 @@ from esper.grow.export import FORMATS, export
 from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
 from esper.grow.measuring import check_loader, checked_scores, joined, paired_difference, resting
+from esper.grow.metrics import Metric, default_metric
 from esper.grow.network import are_finite
 from esper.grow.progress import Report, progress_bar, stopped_by_ctrl_c
 from esper.grow.randomness import untouched_randomness
@@ -37,14 +38,6 @@ from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.protocols import Controller
 
 Loss = Callable[[Any, Any], Tensor]  # of the model's output and the target
-Metric = Callable[[Any, Any], Tensor]  # a score per example [batch], 0 to 1
-
-IGNORED = -100  # a target that counts for nothing, as in torch's cross_entropy
-
-_FOR_ONE_LOGIT = (
-    "For one logit: lambda output, target: ((output > 0).reshape(len(target), -1) == "
-    "(target > 0.5).reshape(len(target), -1)).float().mean(1)"
-)
 
 
 @dataclass(frozen=True)
@@ -87,8 +80,8 @@ def grow(
 
     Loaders yield `(inputs, target)`; inputs are a tensor, a tuple of the model's arguments or a
     dict of them. `metric` scores each example 0 to 1; without it accuracy is used for targets
-    that are classes, and 1 / (1 + squared error) for numbers. A scheduler is stepped after every
-    batch.
+    that are classes, and 1 / (1 + squared error / variance of the validation targets) for
+    numbers. A scheduler is stepped after every batch.
 
     The result is the best committed network that the run saw, by validation metric; or the twin
     at its own best, where that is better or as good. So it is never worse on validation than the
@@ -105,16 +98,17 @@ def grow(
         raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError("ReduceLROnPlateau waits for a metric; use esper.Growth in your own loop")
-    trainer = _Trainer(loss, metric or default_metric, _device_of(model))
+    device = _device_of(model)
     check_loader(train_loader, "training")
     check_loader(val_loader, "validation")
     with stopped_by_ctrl_c() as is_stopped:  # a loader's workers, once there, know it too
         batches = _endless(train_loader)
         # it is trained on, too: a loader is read as often as in a loop of the user's
-        example, _ = first = trainer.first_batch(batches, "training")
+        example, _ = first = _first_batch(batches, "training", device)
         with untouched_randomness(model, val_loader):
-            val_example, val_target = trainer.first_batch(iter(val_loader), "validation")
-        metric_name = _name_of(metric) if metric else _default_name(val_target)
+            val_example, _ = _first_batch(iter(val_loader), "validation", device)
+            named = (_name_of(metric), metric) if metric else default_metric(val_loader)
+        trainer = _Trainer(loss, named[1], device)
         ungrown = _Twin(*_copied(model, optimizer), trainer)
         growth = Growth(
             model,
@@ -134,7 +128,7 @@ def grow(
             rent=rent,
             behind_host=behind_host,
             rng_seed=rng_seed,
-            metric=metric_name,
+            metric=named[0],
         )
         hand_on_whole_tensors(ungrown.model, growth.sites)  # as it is in the growing model
         with progress_bar(steps, growth.describe(), enabled=progress) as report:
@@ -160,7 +154,7 @@ def _train(
         growth.decide()
         until = steps * (number + 1) // decisions
         while growth.optimizer_steps < until and not is_stopped():
-            trainer.train_both(growth, ungrown, trainer.moved(next(batches)))
+            trainer.train_both(growth, ungrown, next(batches))
             report(growth.optimizer_steps, _standing(growth))
         if is_stopped():
             break
@@ -173,53 +167,10 @@ def _train(
         )
 
 
-def default_metric(output: Any, target: Any) -> Tensor:
-    """Accuracy for targets that are classes, 1 / (1 + squared error) for numbers."""
-    if isinstance(output, Tensor) and isinstance(target, Tensor):
-        if target.is_floating_point() and output.shape == target.shape:
-            return 1 / (1 + (output - target).square().reshape(len(target), -1).mean(1))
-        for axis in _class_axes(output, target):
-            if output.argmax(axis).shape == target.shape:
-                counts = (target != IGNORED).reshape(len(target), -1)
-                correct = (output.argmax(axis) == target) & ~output.isnan().any(axis)
-                return (correct.reshape(len(target), -1) & counts).sum(1) / counts.sum(1).clamp(
-                    min=1
-                )
-    told = [
-        f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
-    ]
-    raise ValueError(
-        f"no metric is known for an output {told[0]} and a target {told[1]}; pass metric=..., "
-        f"a score per example from 0 to 1. {_FOR_ONE_LOGIT}"
-    )
-
-
-def _class_axes(output: Tensor, target: Tensor) -> list[int]:
-    """Where an output may have its classes: last, or second as in torch's own losses.
-
-    One class is none: a single logit would always be the largest.
-    """
-    if target.is_floating_point() or output.dim() < 2:
-        return []
-    return [axis for axis in (-1, 1) if output.shape[axis] > 1]
-
-
 def _name_of(metric: Metric) -> str:
     """What the ledger calls a metric of the user's."""
     name = getattr(metric, "__name__", type(metric).__name__)
     return "score" if name == "<lambda>" else name
-
-
-def _default_name(target: Any) -> str:
-    """What the ledger calls the default metric; raises where that would mislead."""
-    if not isinstance(target, Tensor) or not target.is_floating_point():
-        return "accuracy"
-    if bool(((target == 0) | (target == 1)).all()):
-        raise ValueError(
-            "targets of 0.0 and 1.0 may be classes, and their logits no near numbers; pass "
-            f"metric=..., a score per example from 0 to 1. {_FOR_ONE_LOGIT}"
-        )
-    return "1 / (1 + squared error)"
 
 
 class _Trainer:
@@ -228,37 +179,20 @@ class _Trainer:
     def __init__(self, loss: Loss, metric: Metric, device: torch.device):
         self._loss, self._metric, self._device = loss, metric, device
 
-    def first_batch(self, batches: Iterator[Any], name: str) -> Any:
-        """The next batch's inputs and target, on the device."""
-        batch = next(batches, None)
-        if batch is None:
-            raise ValueError(f"the {name} loader yields nothing")
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise ValueError(
-                f"the {name} loader yields a {type(batch).__name__}; it must yield pairs "
-                "(inputs, target). For other batches use esper.Growth in your own loop"
-            )
-        batch_size(batch[0])  # raises if it has none
-        return self.moved(batch)
-
-    def moved(self, batch: Any) -> Any:
-        return pytree.tree_map(
-            lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, batch
-        )
-
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, target = batch
         return _checked_loss(self._loss(forward(model, inputs), target))
 
     def score(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Each example's score, and the mean loss."""
-        inputs, target = self.moved(batch)
+        inputs, target = _moved(batch, self._device)
         output = forward(model, inputs)
         scores = checked_scores(self._metric(output, target))
         return scores, _checked_loss(self._loss(output, target))
 
     def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
         """One step of each on the same batch, with the same randomness, and of their schedule."""
+        batch = _moved(batch, self._device)
         with untouched_randomness(growth.model):
             loss = self._step(growth.model, growth.optimizer, batch, growth.shadow_loss)
         growth.after_step(loss)
@@ -399,6 +333,24 @@ def _standing(growth: Growth) -> str:
     shown = "is not a number" if last is None else f"{last:.4f}"
     seeds = len(growth.seeds)
     return f"{growth.ledger.metric} {shown}  {seeds} seeds  {growth.params:,} parameters"
+
+
+def _first_batch(batches: Iterator[Any], name: str, device: torch.device) -> Any:
+    """The next batch's inputs and target, on the device."""
+    batch = next(batches, None)
+    if batch is None:
+        raise ValueError(f"the {name} loader yields nothing")
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError(
+            f"the {name} loader yields a {type(batch).__name__}; it must yield pairs "
+            "(inputs, target). For other batches use esper.Growth in your own loop"
+        )
+    batch_size(batch[0])  # raises if it has none
+    return _moved(batch, device)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
