@@ -188,6 +188,21 @@ def test_a_metric_that_is_no_number_for_a_while_is_gone_back_from(capsys, monkey
     result.ledger.to_json()
 
 
+def test_a_metric_that_fails_at_the_very_end_costs_no_result():
+    calls = 0
+
+    def fails(output, target):
+        nonlocal calls
+        calls += 1
+        right = (output.argmax(1) == target).float()
+        return right * (math.nan if calls > 2 + 2 * 2 * (DECISIONS + 1) else 1.0)
+
+    result = run(Script(), metric=fails)  # of two batches: once before, then by both networks
+    assert result.verdict.grown == result.growth.best_metric == accuracy(result.model)
+    assert result.verdict.ungrown == max(twin.metric for twin in result.ledger.twin)
+    assert result.verdict.difference_error is None
+
+
 def test_ctrl_c_finishes_the_step_and_hands_back_what_there_is():
     def pressed_at(step):
         calls = 0

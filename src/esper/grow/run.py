@@ -230,7 +230,7 @@ class _Twin:
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, trainer: _Trainer):
         self.model, self.optimizer = model, optimizer
         self._trainer = trainer
-        self._best_metric = -1.0
+        self.best_metric = -1.0
         self.best = model  # a copy, once it was measured
 
     def follow(self, scheduler: LRScheduler | None, optimizer: optim.Optimizer) -> None:
@@ -252,8 +252,8 @@ class _Twin:
         is_finite = are_finite(self.model.parameters(), self.model.buffers())
         metric = float(joined(parts).mean()) if is_finite else math.nan  # which is never the best
         ledger.record_twin(TwinRecord(step=step, metric=metric))
-        if metric > self._best_metric:
-            self._best_metric, self.best = metric, copy.deepcopy(self.model)
+        if metric > self.best_metric:
+            self.best_metric, self.best = metric, copy.deepcopy(self.model)
 
 
 def _copied(model: nn.Module, optimizer: optim.Optimizer) -> tuple[nn.Module, optim.Optimizer]:
@@ -304,6 +304,10 @@ def _conclude(
             for collected, model in zip(scores, (grown, ungrown), strict=True):
                 collected.append(trainer.score(model, batch)[0])
     with_growth, without = (joined(collected) for collected in scores)
+    if bool((with_growth - without).isnan().any()):
+        # the metric fails at the very end: what it said before stands
+        best = [[growth.best_metric], [twin.best_metric]]
+        with_growth, without = torch.tensor(best, dtype=torch.float64)
     gain, error = paired_difference(with_growth, without)
     has_grown = growth.params > growth.ledger.before.params
     keeps_growth = gain > 0 or (gain == 0 and not has_grown)
@@ -311,7 +315,7 @@ def _conclude(
         grown=float(with_growth.mean()),
         ungrown=float(without.mean()),
         returned="grown" if keeps_growth else "ungrown",
-        difference_error=error,
+        difference_error=error if len(without) > 1 else None,
     )
     assert growth.ledger.after is not None
     growth.ledger.conclude(after=growth.ledger.after, verdict=verdict)
