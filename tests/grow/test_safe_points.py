@@ -238,12 +238,36 @@ def test_statistics_that_are_no_numbers_are_a_rollback():
 
 @pytest.mark.parametrize(("metric", "reason"), [(0.3, "fell from 0.8"), (math.nan, "not a number")])
 def test_a_collapse_or_a_lost_metric_is_a_rollback(metric, reason):
-    growth = new_growth()
+    growth = new_growth(Script(GROWN))
     growth.decide(0.8)
     train(growth)
     growth.decide(metric)
     assert reason in growth.ledger.rollbacks[0].reason
     assert not growth.optimizer.state  # as it was then: before the first step
+
+
+def test_a_dip_before_anything_has_grown_is_the_models_own():
+    """Nothing of its training is taken back for it, nor the seed that is born in it."""
+    growth = new_growth(Script(WAIT, WAIT, GROWN), decisions=12)
+    for metric in (0.3, 0.8, 0.3, 0.25, 0.2):
+        train(growth)
+        before = frozen_state(growth)
+        growth.decide(metric)
+        assert same(before, frozen_state(growth))
+    assert growth.seeds
+    assert growth.best_metric == 0.8
+    growth.decide(0.09)  # now it is broken, by what it was in the dip
+    assert growth.ledger.rollbacks[0].reason == "the metric fell from 0.2 to 0.09"
+    train(growth)
+    growth.decide(math.nan)
+    assert len(growth.ledger.rollbacks) == 2
+
+
+def test_a_lost_metric_is_a_rollback_before_anything_has_grown():
+    growth = new_growth(Script())
+    growth.decide(0.8)
+    growth.decide(math.nan)
+    assert growth.ledger.rollbacks[0].to_step == 0
 
 
 def test_a_collapse_is_one_from_the_last_step_too():

@@ -58,10 +58,18 @@ class SafePoints:
                     "the model's weights or buffers are not finite before anything has grown"
                 )
             return "weights or buffers are not finite"
-        highest = max((p.metric for p in (self.last, self.best) if p is not None), default=0.0)
-        if measured.metric < COLLAPSE * highest:
-            return f"the metric fell from {highest:.4g} to {measured.metric:.4g}"
+        healthy = self._healthy_metric()
+        if self._books.ledger.seeds and measured.metric < COLLAPSE * healthy:
+            return f"the metric fell from {healthy:.4g} to {measured.metric:.4g}"
         return ""
+
+    def _healthy_metric(self) -> float:
+        """What a network is measured by: the best of those before, or how they stand after a dip.
+
+        Before anything has grown a dip is the model's own, and no reason to take its training back.
+        """
+        best, last = (0.0 if p is None else p.metric for p in (self.best, self.last))
+        return last if self.last is not None and last < COLLAPSE * best else max(best, last)
 
     def keep(self, step: int, metric: float, committed_metric: float | None) -> None:
         """The network is healthy; its metric without uncommitted seeds is None if not known."""
