@@ -402,14 +402,37 @@ def test_a_controller_that_breaks_the_masks_is_stopped():
     assert growth.params == own
 
 
-def test_a_seed_that_the_model_does_not_call_is_noticed():
+def step_around(growth):
+    """A step that does not call the first site."""
+    growth.optimizer.zero_grad()
+    growth.model[6](growth.model[3](X @ growth.model[0].weight.T)).sum().backward()
+    growth.optimizer.step()
+    growth.after_step()
+
+
+def test_a_seed_that_the_model_never_calls_is_noticed():
+    """Whatever validation, which does call it."""
     growth = new_growth(Script(germinate(0, blueprint=1)))
     growth.decide(0.5)
-    loss = growth.model[6](growth.model[3](X @ growth.model[0].weight.T)).sum()  # around the site
-    loss.backward()
-    growth.optimizer.step()
-    with pytest.raises(ValueError, match="did not call its site '1'"):
-        growth.after_step()
+    for _ in range(3):
+        for _ in range(5):
+            step_around(growth)
+        growth.model(X)
+        growth.decide(0.5)
+    with pytest.raises(ValueError, match="not called its site '1' in 16 steps"):
+        step_around(growth)
+
+
+def test_a_seed_that_the_model_calls_now_and_then_lives():
+    """And the steps without it are no waste of its gradients."""
+    growth = new_growth(Script(germinate(0, blueprint=1)))
+    growth.decide(0.5)
+    train(growth, steps=1)
+    for _ in range(40):
+        step_around(growth)
+    train(growth, steps=1)
+    growth.decide(0.5)
+    assert growth.seeds
 
 
 def test_before_the_run_sites_and_budget_are_shown():

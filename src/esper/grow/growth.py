@@ -184,15 +184,10 @@ class Growth:
         if not grown:
             return
         self._check_shadow()
-        self._gradient_use.note(self._network.learning)
+        self._gradient_use.note(self._network.called)
         for index, slot in grown:
-            if slot.alpha != 0.0 and slot.calls == 0 and not self.is_closed:
-                raise ValueError(
-                    f"the model did not call its site {slot.site.name!r} in the last step, so the "
-                    "seed there did nothing; a model that is compiled or skips modules cannot grow "
-                    "there: compile the result instead, or leave the site out"
-                )
-            slot.calls = 0
+            if slot.alpha != 0.0 and not self.is_closed:
+                slot.note_step()
             self._note_gradients(index)
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
@@ -426,6 +421,7 @@ class Growth:
         self._evidence.last_action = actions[0]
         self._settle_fates()
         self._gradient_use.begin(self._network.learning)
+        self._network.forget_calls()
         self.step += 1
         for limit, used in ((self.budget.params, self.params), (self.budget.macs, self.macs)):
             assert limit is None or used <= limit, "the masks let the budget be exceeded"

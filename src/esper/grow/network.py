@@ -109,6 +109,17 @@ class GrowingNetwork:
         """The seeds that a step should move."""
         return [self.seed(index) for index in (*self.felt, *self.behind)]
 
+    @property
+    def called(self) -> list[nn.Module]:
+        """Those of them that the last step has reached: a model may skip modules at random."""
+        felt = [index for index in self.felt if self.slots[index].calls > 0]
+        return [self.seed(index) for index in (*felt, *self.behind)]
+
+    def forget_calls(self) -> None:
+        """Those of validation, which are no step."""
+        for slot in self.slots:
+            slot.calls = 0
+
     @contextmanager
     def without(self, slots: Collection[int]) -> Iterator[None]:
         """The network with some slots switched off."""

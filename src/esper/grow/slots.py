@@ -17,6 +17,9 @@ from esper.kasmina.blending import gate
 from esper.kasmina.programs import Program
 from esper.leyline.constants import BlendStyle, SiteKind
 
+# a module that is skipped at random (LayerDrop, stochastic depth) was called once by then
+PATIENCE = 16  # steps
+
 
 class Seed(nn.Module):
     """A blueprint's layers at a site, for one network; they keep the shape of what they see.
@@ -93,8 +96,10 @@ class Slot:
         self.seed: Seed | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
-        self.calls = 0  # how often the model has felt the seed
+        self.calls = 0  # how often the model has felt the seed since the last step
         self._alpha = 0.0
+        self._has_been_called = False
+        self._steps_felt = 0
         self._hook: RemovableHandle | None = None
 
     @property
@@ -115,11 +120,24 @@ class Slot:
     def plant(self, seed: Seed, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
         self.seed, self.style = seed, style
+        self._has_been_called, self._steps_felt = False, 0
 
     def clear(self) -> None:
         self.alpha = 0.0
         self.seed = None
         self.is_committed = False
+
+    def note_step(self) -> None:
+        """After a step of the optimiser with the seed in it; raises if it was never called."""
+        self._has_been_called |= self.calls > 0
+        self._steps_felt += 1
+        self.calls = 0
+        if self._steps_felt >= PATIENCE and not self._has_been_called:
+            raise ValueError(
+                f"the model has not called its site {self.site.name!r} in {PATIENCE} steps, so the "
+                "seed there does nothing; a model that is compiled or goes around a module cannot "
+                "grow there: compile the result instead, or leave the site out"
+            )
 
     @contextmanager
     def at(self, alpha: float) -> Iterator[None]:
