@@ -56,11 +56,12 @@ def plain_training(rng_seed=0) -> list[float]:
 def refused(message, **options):
     train, val = loaders()
     model = options.pop("model", None) or mlp()
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), 0.1)
     arguments = dict(
         train_loader=train,
         val_loader=val,
         loss=F.cross_entropy,
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        optimizer=optimizer,
         steps=20,
         decisions=8,
         progress=False,

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import signal
+import warnings
 
 import pytest
 import torch
@@ -147,6 +148,38 @@ def test_mistakes_are_told_before_any_training():
     refused("trains none of the model's weights", optimizer=adamw(mlp()))
     refused("would be lost in the plain model", model=ByClass())
     refused("wrapped in DataParallel", model=nn.DataParallel(mlp()))
+    refused("the optimizer is AdamW; give one that is made", optimizer=torch.optim.AdamW)
+    refused("loss=None; give a function", loss=None)
+    refused("metric='accuracy'; give a function", metric="accuracy")
+    refused("steps=20.0; use a whole number", steps=20.0)
+    refused("decisions='8'; use a whole number", decisions="8")
+    refused("rng_seed=None; use a whole number", rng_seed=None)
+    some = adamw(mlp())
+    refused("the model is a function; give an nn.Module", model=lambda x: x, optimizer=some)
+    refused("the model is a TopLevelTracedModule; .* before torch.jit", model=traced())
+    refused("Flatten has no parameters", model=nn.Flatten(), optimizer=some)
+
+
+def traced():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of torch would have it gone
+        return torch.jit.trace(mlp().eval(), torch.randn(2, 5))
+
+
+def test_after_a_run_that_failed_the_seeds_that_it_left_are_told():
+    model = mlp()
+    again = dict(model=model, optimizer=adamw(model), controller=FixedSchedule(every=1))
+    calls = 0
+
+    def fails(output, target):
+        nonlocal calls
+        calls += output.requires_grad
+        if calls == 2 * 12:
+            raise ValueError("not today")
+        return F.cross_entropy(output, target)
+
+    refused("not today", loss=fails, **again)
+    refused("seeds of another growth sit in this model, perhaps one that failed", **again)
 
 
 def test_a_loader_that_dries_up_is_noticed():

@@ -33,6 +33,8 @@ def test_mistakes_are_told_at_once():
     refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
     refused("the optimizer is SGD; give one that is made", optimizer=torch.optim.SGD)
     refused(r"budget=1000; give a Budget", budget=1000)
+    refused("decisions=8.5; use a whole number", decisions=8.5)
+    refused("rng_seed='0'; use a whole number", rng_seed="0")
     for rent in (math.nan, -0.1, math.inf, "a"):
         refused(f"rent={rent!r}; use 0 or more", rent=rent)
     refused("that the optimizer holds are frozen", model=mlp().requires_grad_(False))
@@ -71,6 +73,12 @@ def test_a_controller_that_is_none_is_refused_and_leaves_nothing_behind():
 
     refused("not today", model=model, optimizer=optimizer, controller=Fails())
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("limits", [dict(params="1000"), dict(macs=0), dict(macs=math.nan)])
+def test_a_budget_that_is_no_number_is_refused(limits):
+    with pytest.raises(ValueError, match="use a number above 0"):
+        Budget(**limits)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 
@@ -22,6 +23,11 @@ class Budget:
     """Parameters in all."""
     macs: int | None = None
     """Multiply-adds per example in all."""
+
+    def __post_init__(self) -> None:
+        for name, limit in vars(self).items():
+            if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
+                raise ValueError(f"Budget({name}={limit!r}); use a number above 0, such as 20_000")
 
     def check(self, model_params: int, model_macs: int) -> None:
         """Raise if the model is over its budget before anything has grown."""

@@ -62,7 +62,7 @@ from esper.grow.safe_points import SafePoint, SafePoints
 from esper.grow.seed_groups import AnyScheduler
 from esper.grow.sites import ModelSite, count_macs, count_params, site_table, trace_sites
 from esper.grow.slots import hand_on_whole_tensors
-from esper.grow.starting import check_arguments, fitting_menu, seed_costs
+from esper.grow.starting import check_arguments, check_measuring, fitting_menu, seed_costs
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
 from esper.leyline.stages import LifecycleOp
@@ -116,9 +116,9 @@ class Growth:
             decisions=decisions,
             budget=budget,
             rent=rent,
-            val_loader=val_loader,
-            score=score,
+            rng_seed=rng_seed,
         )
+        check_measuring(val_loader, score)
         _check_alone(model)
         data = DataFacts.of(example, train_rows)
         self.model, self.optimizer, self.example = model, optimizer, example

@@ -34,6 +34,7 @@ from esper.grow.progress import Report, progress_bar, stopped_by_ctrl_c
 from esper.grow.randomness import untouched_randomness
 from esper.grow.sites import batch_size, forward
 from esper.grow.slots import hand_on_whole_tensors
+from esper.grow.starting import check_arguments, check_whole
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.protocols import Controller
 
@@ -92,13 +93,11 @@ def grow(
     that draw from torch's, numpy's or Python's generators or those of a DataLoader. Hooks of the
     optimizer are called for both, and settings that it changes by itself are each network's own.
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps}; use 1 or more: the number of batches to train on")
-    if not 1 <= decisions <= steps:
-        raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError("ReduceLROnPlateau waits for a metric; use esper.Growth in your own loop")
-    device = _device_of(model)
+    _check_call(steps, decisions, loss, metric, scheduler)
+    check_arguments(
+        model, optimizer, decisions=decisions + 1, budget=budget, rent=rent, rng_seed=rng_seed
+    )
+    device = next(model.parameters()).device
     check_loader(train_loader, "training")
     check_loader(val_loader, "validation")
     with stopped_by_ctrl_c() as is_stopped:  # a loader's workers, once there, know it too
@@ -138,6 +137,22 @@ def grow(
 
 
 def _train(
+def _check_call(
+    steps: int, decisions: int, loss: Loss, metric: Metric | None, scheduler: LRScheduler | None
+) -> None:
+    """Raise for what is wrong in this call and no matter in a loop of the user's own."""
+    check_whole(steps=steps, decisions=decisions)
+    if steps < 1:
+        raise ValueError(f"steps={steps}; use 1 or more: the number of batches to train on")
+    if not 1 <= decisions <= steps:
+        raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
+    for name, given in (("loss", loss), ("metric", metric or loss)):
+        if not callable(given):
+            raise ValueError(f"{name}={given!r}; give a function of the model's output and target")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError("ReduceLROnPlateau waits for a metric; use esper.Growth in your own loop")
+
+
     growth: Growth,
     ungrown: "_Twin",
     trainer: "_Trainer",
@@ -368,10 +383,3 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
             raise ValueError("the training loader yields nothing when it is read again")
         if batches == 0:
             return
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    parameters = list(model.parameters())
-    if not parameters:
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
-    return parameters[0].device

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from esper.grow.budget import Budget, SeedCost
@@ -20,18 +22,29 @@ def check_arguments(
     decisions: int,
     budget: Budget | None,
     rent: float,
-    val_loader: Iterable[Any] | None,
-    score: Score | None,
+    rng_seed: int,
 ) -> None:
     """Raise for what cannot grow, before anything is touched."""
     _check_model(model)
     _check_optimizer(model, optimizer)
+    check_whole(decisions=decisions, rng_seed=rng_seed)
     if budget is not None and not isinstance(budget, Budget):
         raise ValueError(f"budget={budget!r}; give a Budget, such as Budget(params=20_000)")
-    if not isinstance(rent, int | float) or not 0 <= rent < math.inf:
+    if not isinstance(rent, Real) or not 0 <= rent < math.inf:
         raise ValueError(f"rent={rent!r}; use 0 or more, such as 0.02")
     if decisions < 2:
         raise ValueError(f"decisions={decisions}; use 2 or more: the last one only closes the run")
+
+
+def check_whole(**given: int) -> None:
+    """Raise for an argument that is no whole number."""
+    for name, number in given.items():
+        if not isinstance(number, Integral):
+            raise ValueError(f"{name}={number!r}; use a whole number")
+
+
+def check_measuring(val_loader: Iterable[Any] | None, score: Score | None) -> None:
+    """Raise for validation data that growth cannot measure itself by."""
     if (val_loader is None) != (score is None):
         raise ValueError("val_loader and score go together: give both or none")
     if val_loader is not None:
@@ -39,6 +52,13 @@ def check_arguments(
 
 
 def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"the model is a {type(model).__name__}; give an nn.Module as it was before "
+            "torch.jit, whose modules can be called one by one"
+        )
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}, which would not carry new weights to "
@@ -46,8 +66,8 @@ def _check_model(model: nn.Module) -> None:
         )
     if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
         raise ValueError(
-            "seeds of another growth sit in this model; grow its plain_model() instead, with an "
-            "optimizer of its own"
+            "seeds of another growth sit in this model, perhaps one that failed; grow its "
+            "plain_model() instead, with an optimizer of its own, or make both anew"
         )
 
 
