@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from grow.small_models import Script, act, blobs, build, germinate
+from grow.small_models import Script, act, blobs, build, germinate, mlp
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
 
@@ -180,6 +180,33 @@ def test_another_optimizer_is_refused(tmp_path):
     other = Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=example, decisions=12)
     with pytest.raises(ValueError, match="optimizer AdamW; this one has optimizer SGD"):
         other.load(tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize(
+    ("width", "scheduler", "message"),
+    [
+        (6, None, "scheduler CosineAnnealingLR; this one has scheduler None"),
+        (6, LambdaLR, "scheduler CosineAnnealingLR; this one has scheduler LambdaLR"),
+        (
+            8,
+            CosineAnnealingLR,
+            r"weights 0.weight \(6, 5\); this one has weights 0.weight \(8, 5\)",
+        ),
+    ],
+)
+def test_another_schedule_or_width_is_refused_before_anything_is_loaded(
+    width, scheduler, message, tmp_path
+):
+    new_growth("cosine").save(tmp_path / "run.pt")
+    model = mlp(width)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = {LambdaLR: lambda step: 1.0, CosineAnnealingLR: 40}
+    made = scheduler and scheduler(optimizer, settings[scheduler])
+    other = Growth(model, optimizer, example=X, decisions=12, scheduler=made)
+    with pytest.raises(ValueError, match=message):
+        other.load(tmp_path / "run.pt")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_run_that_cannot_hold_the_saved_one_is_refused(tmp_path):

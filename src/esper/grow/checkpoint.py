@@ -57,7 +57,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def _without_numpy(value: Any) -> Any:
-    """With Python's numbers for those of numpy, which a sweep may have given and no file may hold."""
+    """With Python's numbers for numpy's, which a sweep may have given and no file may hold."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
@@ -82,10 +82,13 @@ def check_fit(
 ) -> None:
     """Raise for a run that the saved one cannot go on in."""
     for name, then in saved["made"].items():
-        if made[name] != then:
+        now = made[name]
+        if now != then:
+            if isinstance(then, dict):
+                then, now = _first_difference(then, now)
             raise ValueError(
-                f"{path} is of a run with {name} {then}; this one has {name} {made[name]}: make it "
-                "as that one was made"
+                f"{path} is of a run with {name} {then}; this one has {name} {now}: make it as "
+                "that one was made"
             )
     step, _, is_closed = saved["counts"]
     if step >= decisions and not is_closed:
@@ -102,6 +105,13 @@ def check_fit(
             f"{path} has a network of {params:,} parameters and {macs:,} multiply-adds, more than "
             f"{budget}"
         )
+
+
+def _first_difference(then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
+    """The first entry that is not the same in both, as each has it."""
+    name = next(name for name in (*then, *now) if then.get(name) != now.get(name))
+    had, has = (f"{name} {own[name]}" if name in own else f"without {name}" for own in (then, now))
+    return had, has
 
 
 def network_to_dict(state: NetworkState) -> dict[str, Any]:

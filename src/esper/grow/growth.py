@@ -311,6 +311,7 @@ class Growth:
             "blueprints": [blueprint.name for blueprint in self._network.menu],
             "optimizer": type(self.optimizer).__name__,
             **self._network.made,
+            "scheduler": self.scheduler and type(self.scheduler).__name__,
         }
 
     def save(self, path: str | Path) -> None:

@@ -142,8 +142,8 @@ def joined(parts: list[Tensor]) -> Tensor:
     lowest, highest = scores.aminmax()
     if lowest < -ROUNDING or highest > 1 + ROUNDING:
         raise ValueError(
-            f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, higher is "
-            "better: a share, not per cent, and for an error something like 1 / (1 + error)"
+            f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, higher "
+            "is better: a share, not per cent, and for an error something like 1 / (1 + error)"
         )
     return scores.clamp(0, 1)
 

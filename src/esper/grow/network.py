@@ -69,6 +69,7 @@ class GrowingNetwork:
         }
         self.made = {
             "weights per group": [len(g["params"]) for g in optimizer.param_groups],
+            "weights": {n: tuple(p.shape) for n, p in model.named_parameters()},
             "weights outside the model": {n: tuple(p.shape) for n, p in self._others.items()},
         }
 
