@@ -12,6 +12,7 @@ from collections import Counter
 import torch
 from torch import nn
 
+from esper.grow.copying import without_graphs
 from esper.grow.plain import Grown
 from esper.leyline.constants import BlendStyle
 
@@ -20,7 +21,7 @@ _LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 def folded(model: nn.Module) -> nn.Module:
     """A copy of a grown model in which every seed is folded as far as its style allows."""
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model, without_graphs(model))
     uses = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from esper.grow.copying import without_graphs
 from esper.grow.measuring import resting
 from esper.grow.sites import ModelSite, forward
 from esper.grow.slots import Seed, Slot, blend_one, with_first
@@ -55,7 +56,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
     """
     committed = [(slot, slot.alpha) for slot in slots if slot.is_committed]
     committed.sort(key=lambda entry: len(list(entry[0].module.modules())))  # inner sites first
-    copies: dict[int, Any] = {}  # deepcopy's memo: what stands for each module, wherever it is kept
+    copies = without_graphs(model)  # and what stands for each module, wherever it is kept
     with ExitStack() as stack:
         for slot in slots:
             stack.enter_context(slot.at(0.0))

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from esper.grow.budget import Budget
+from esper.grow.copying import without_graphs
 from esper.grow.data import count_rows
 from esper.grow.export import FORMATS, export
 from esper.grow.growth import DEFAULT_RENT, Growth
@@ -136,7 +137,6 @@ def grow(
         return _conclude(growth, ungrown, val_loader, trainer)
 
 
-def _train(
 def _check_call(
     steps: int, decisions: int, loss: Loss, metric: Metric | None, scheduler: LRScheduler | None
 ) -> None:
@@ -153,6 +153,7 @@ def _check_call(
         raise ValueError("ReduceLROnPlateau waits for a metric; use esper.Growth in your own loop")
 
 
+def _train(
     growth: Growth,
     ungrown: "_Twin",
     trainer: "_Trainer",
@@ -268,7 +269,8 @@ class _Twin:
         metric = float(joined(parts).mean()) if is_finite else math.nan  # which is never the best
         ledger.record_twin(TwinRecord(step=step, metric=metric))
         if metric > self.best_metric:
-            self.best_metric, self.best = metric, copy.deepcopy(self.model)
+            self.best_metric = metric
+            self.best = copy.deepcopy(self.model, without_graphs(self.model))
 
 
 def _copied(model: nn.Module, optimizer: optim.Optimizer) -> tuple[nn.Module, optim.Optimizer]:
@@ -281,7 +283,7 @@ def _copied(model: nn.Module, optimizer: optim.Optimizer) -> tuple[nn.Module, op
             "the growing model and its ungrown twin would share; make them part of the model, or "
             "use esper.Growth in your own loop"
         )
-    copies: dict[int, Any] = {}
+    copies = without_graphs(model)
     twins = copy.deepcopy((model, optimizer), copies)
     missing = vars(optimizer).keys() - {"defaults", "state", "param_groups"}
     missing -= {"step"}  # a scheduler has put its own there, bound to the optimiser that it drives
