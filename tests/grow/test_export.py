@@ -454,6 +454,14 @@ def test_one_format_may_be_given_by_its_name(tmp_path):
         export(nn.Linear(3, 3), torch.randn(2, 3), tmp_path, formats="tflite")
 
 
+def test_files_of_an_earlier_export_are_told(tmp_path):
+    model, example = nn.Linear(3, 2), torch.randn(4, 3)
+    export(model, example, tmp_path, formats=("torch", "source"))
+    export(model, example, tmp_path, formats=("source", "torch"))
+    with pytest.warns(UserWarning, match=r"also holds model.py of an earlier export"):
+        export(model, example, tmp_path, formats="torch")
+
+
 def test_an_example_without_rows_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="without an example in it"):
         export(nn.Linear(3, 3), torch.randn(0, 3), tmp_path)

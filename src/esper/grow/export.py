@@ -31,7 +31,8 @@ from esper.grow.export_source import NO_END, ExportError, source_of
 from esper.grow.folding import folded
 from esper.grow.sites import batch_size, forward
 
-FORMATS = ("torch", "onnx", "source")
+_FILES = {"torch": "model.pt2", "onnx": "model.onnx", "source": "model.py"}
+FORMATS = tuple(_FILES)
 TOLERANCE = 1e-5  # largest difference, absolute and relative, between the model and its files
 
 aten = torch.ops.aten
@@ -62,7 +63,19 @@ def export(
             _check_equal(name, _READERS[name](file), plain, example)
         for file in Path(unchecked).iterdir():
             file.replace(folder / file.name)
+    _warn_of_others(folder, formats)
     return {name: folder / file.name for name, file in files.items()}
+
+
+def _warn_of_others(folder: Path, formats: Sequence[str]) -> None:
+    """Files of the formats that were not made now may be of another network."""
+    names = (name for made, name in _FILES.items() if made not in formats)
+    if others := [name for name in names if (folder / name).exists()]:
+        warnings.warn(
+            f"{folder} also holds {', '.join(others)} of an earlier export, perhaps of another "
+            "network: delete it, or export that format too",
+            stacklevel=4,
+        )
 
 
 def _check_formats(formats: Sequence[str]) -> None:
@@ -253,13 +266,14 @@ def _give_a_head(node: fx.Node) -> None:
 
 
 def _write_torch(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
-    torch.export.save(program, folder / "model.pt2")
-    return folder / "model.pt2"
+    file = folder / _FILES["torch"]
+    torch.export.save(program, file)
+    return file
 
 
 def _write_onnx(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
     size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
-    file = folder / "model.onnx"
+    file = folder / _FILES["onnx"]
     try:
         with _quiet():
             torch.onnx.export(
@@ -276,9 +290,10 @@ def _write_onnx(program: ExportedProgram, model: nn.Module, folder: Path) -> Pat
 
 def _write_source(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
     source = source_of(program, model)
-    (folder / "model.py").write_text(source.text, encoding="utf-8")
+    file = folder / _FILES["source"]
+    file.write_text(source.text, encoding="utf-8")
     torch.save(source.state, folder / "model.pt")
-    return folder / "model.py"
+    return file
 
 
 def _read_torch(file: Path) -> Callable[[Any], Any]:
