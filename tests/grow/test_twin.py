@@ -265,3 +265,19 @@ def test_one_schedule_drives_both_networks():
     assert rates.pop() < 0.01
     grown = [step.metric for step in result.ledger.steps]
     assert grown == [twin.metric for twin in result.ledger.twin]
+
+
+@pytest.mark.parametrize("is_for_use", [True, False])
+def test_a_model_that_comes_ready_for_use_is_trained(is_for_use):
+    """One with modules in either mode stays as it is."""
+    frozen, free = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
+    model = nn.Sequential(frozen, free, mlp())
+    frozen.eval()
+    if is_for_use:
+        model.eval()
+    result = run(Script(), model=model)
+    for network in (result.growth.model, result.model, result.ungrown):
+        assert network.training
+        assert network[0].training == is_for_use
+    assert free.num_batches_tracked > 0
+    assert bool(frozen.num_batches_tracked > 0) == is_for_use

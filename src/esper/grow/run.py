@@ -83,7 +83,8 @@ def grow(
     Loaders yield `(inputs, target)`; inputs are a tensor, a tuple of the model's arguments or a
     dict of them. `metric` scores each example 0 to 1; without it accuracy is used for targets
     that are classes, and 1 / (1 + squared error / variance of the validation targets) for
-    numbers. A scheduler is stepped after every batch.
+    numbers. A scheduler is stepped after every batch. A model of which every module is in eval
+    mode is put into train mode.
 
     The result is the best committed network that the run saw, by validation metric; or the twin
     at its own best, where that is better or as good. So it is never worse on validation than the
@@ -109,6 +110,8 @@ def grow(
             val_example, _ = _first_batch(iter(val_loader), "validation", device)
             named = (_name_of(metric), metric) if metric else default_metric(val_loader)
         trainer = _Trainer(loss, named[1], device)
+        if not any(module.training for module in model.modules()):
+            model.train()  # pretrained models come ready for use, not for training
         ungrown = _Twin(*_copied(model, optimizer), trainer)
         growth = Growth(
             model,
