@@ -170,7 +170,7 @@ class Growth:
         self._gradient_norms: dict[int, Tensor] = {}  # by slot, of the last step
         self._has_shadowed = False  # since the last step
         self._gradient_use = GradientUse()
-        self.is_closed = False
+        self.is_closed = self._has_warned = False
         _made_here.add(self)
 
     # ---- in the training loop
@@ -204,7 +204,7 @@ class Growth:
     ) -> DecisionRecord | None:
         """One decision of the controller, carried out; None when the last call closed the run.
 
-        Later calls do nothing but warn: training that is spent is not lost to a count.
+        Later calls do nothing but warn once: training that is spent is not lost to a count.
 
         `val_metric` is the network's as it is now, 0 to 1, higher is better.
         """
@@ -365,10 +365,11 @@ class Growth:
     # ---- the parts of a decision
 
     def _is_over(self) -> bool:
-        if self.is_closed:
+        if self.is_closed and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"growth with decisions={self.decisions} is closed: the model trains on as it is, "
-                "and this call does nothing",
+                "and calls do nothing",
                 stacklevel=3,
             )
         return self.is_closed
