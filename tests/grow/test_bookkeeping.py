@@ -1,5 +1,7 @@
 """Why a seed was kept or pruned stands in the ledger, in the controller's words."""
 
+import warnings
+
 import pytest
 import torch
 from grow.small_models import WAIT, Script, act, germinate
@@ -78,3 +80,24 @@ def test_the_reason_for_a_prune_is_that_of_the_prune():
     ledger = run(Talker(*LIFE, slowly, act(LifecycleOp.ADVANCE, 0)))
     assert [decision.op for decision in ledger.decisions[3:5]] == ["PRUNE", "ADVANCE"]
     assert ledger.fate_of("s1").reason == "PRUNE at 3"
+
+
+@pytest.mark.parametrize(
+    ("measured", "is_told"),
+    [
+        ([(0.7, 1.1), (0.5, 0.9), (0.3, 0.6)], True),  # an error
+        ([(0.7, 1.1), (0.5, 0.9), (0.3, 1.6)], False),  # a network that gets worse
+        ([(0.7, 1.1), (0.8, 0.9), (0.3, 0.6)], False),  # a dip
+        ([(0.7, 1.1), (0.5, 0.9), (0.4, 0.6)], False),
+        ([(0.7, None), (0.5, None), (0.3, None)], False),  # nobody knows
+    ],
+)
+def test_a_metric_that_falls_with_the_loss_is_told(measured, is_told):
+    growth = new_growth(Script())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for pair in measured:
+            growth.decide(*pair)
+    assert [(w.filename, "lower is better" in str(w.message)) for w in told] == (
+        [(__file__, True)] if is_told else []
+    )

@@ -1,5 +1,6 @@
 """What growth writes into its ledger."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -62,6 +63,7 @@ class Bookkeeper:
                 seeds=tuple(self._seed_state(slot, evidence) for slot in sorted(self.seed_ids)),
             )
         )
+        _warn_of_a_metric_that_falls(self.ledger.steps)
 
     def decision(
         self, step: int, action: Tensor, masks: ActionMasks, reason: str
@@ -197,6 +199,25 @@ class Bookkeeper:
 
     def _site(self, slot: int) -> str:
         return self._network.slots[slot].site.name
+
+
+def _warn_of_a_metric_that_falls(steps: Sequence[StepRecord]) -> None:
+    """By half and with the loss, from the highest that was seen: lower must be better in it."""
+    known = [
+        (record.metric, record.validation_loss)
+        for record in steps
+        if record.metric is not None and record.validation_loss is not None
+    ]
+    if not known:
+        return
+    (first, first_loss), (last, last_loss) = known[0], known[-1]
+    is_highest = first == max(metric for metric, _ in known)
+    if is_highest and last < first / 2 and last_loss < first_loss:
+        warnings.warn(
+            "the metric falls as the loss does, and growth takes the highest for the best; if "
+            "lower is better in it, give 1 - metric instead",
+            stacklevel=5,
+        )
 
 
 def network_record(model: nn.Module, trace: SiteTrace, params: int, macs: int) -> NetworkRecord:
