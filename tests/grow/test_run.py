@@ -318,7 +318,11 @@ def test_progress_without_rich(capsys, monkeypatch):
 
 
 def test_the_name_is_the_function_and_the_package_can_still_be_imported():
+    import esper.grow.page as page
     from esper.grow.sites import find_sites
 
+    assert esper.grow.__name__ == "grow"
     assert callable(esper.grow)
     assert callable(find_sites)
+    assert esper.grow.page is page
+    assert callable(page.write_page)
