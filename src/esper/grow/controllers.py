@@ -58,8 +58,8 @@ def make_controller(controller: str | Path | Controller) -> Controller:
         return controller
     if not isinstance(controller, str | Path):
         raise ValueError(
-            f"controller={controller!r} is no object with begin and decide; give 'heuristic', the path of a "
-            "saved policy, or a controller"
+            f"controller={controller!r} is no object with begin and decide; give 'heuristic', "
+            "the path of a saved policy, or a controller"
         )
     if not Path(controller).is_file():
         raise ValueError(

@@ -170,7 +170,7 @@ def _inputs_of_layer(
 
 
 def _constructor(layer: nn.Module) -> str | None:
-    """The expression that builds a torch.nn layer, from its own description; None if it does not."""
+    """The expression that builds a torch.nn layer, from its description; None if it does not."""
     if any(layer.children()):
         return None
     try:

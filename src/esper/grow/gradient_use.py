@@ -41,9 +41,9 @@ class GradientUse:
         if is_wasted and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"after_step() was called {self._calls} times and has dropped the seeds' gradients, "
-                f"and the optimizer has moved their weights {self._moves} times: call it after "
-                "optimizer.step(), as often as that, and not for every backward pass",
+                f"after_step() was called {self._calls} times and has dropped the seeds' "
+                f"gradients, and the optimizer has moved their weights {self._moves} times: call "
+                "it after optimizer.step(), as often as that, and not for every backward pass",
                 stacklevel=3,
             )
         self._versions.clear()

@@ -1,6 +1,7 @@
 """Growing a model inside its own training loop: three lines.
 
-    growth = esper.Growth(model, optimizer, example=inputs, budget=Budget(params=20_000), decisions=25)
+    budget = esper.Budget(params=20_000)
+    growth = esper.Growth(model, optimizer, example=inputs, budget=budget, decisions=25)
     for epoch in range(25):
         for inputs, targets in train_loader:
             ...                       # forward, backward, optimizer.step()

@@ -232,7 +232,8 @@ class Ledger:
             told = f"{self.metric} {grown} grown, {ungrown} ungrown ({margin})"
             return f"Growing did not help: {told}. The ungrown network was returned."
         if not added:
-            return f"Nothing was kept: {self.metric} {ungrown} to {grown} ({margin}), at the same size."
+            told = f"{self.metric} {ungrown} to {grown} ({margin})"
+            return f"Nothing was kept: {told}, at the same size."
         is_clear = gain > CLEAR_ERRORS * (error or 0.0)
         opening = "Growing helped" if is_clear else "No clear difference"
         return f"{opening}: {self.metric} {ungrown} to {grown} ({margin}) for {cost}."

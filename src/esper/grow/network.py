@@ -245,7 +245,7 @@ def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _beside(parameter: nn.Parameter, value: Any) -> Any:
-    """Optimiser state on its weight's device; a count may stay on the CPU, where optimisers keep it."""
+    """Optimiser state on its weight's device; a count may stay on the CPU, where they are kept."""
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cuda):
         return value.to(parameter.device)
     return value

@@ -181,7 +181,8 @@ def _train(
     growth.close()
     if growth.optimizer_steps < steps:
         warnings.warn(
-            f"stopped after {growth.optimizer_steps} of {steps} steps: the result is the best so far",
+            f"stopped after {growth.optimizer_steps} of {steps} steps: the result is the best so "
+            "far",
             stacklevel=3,
         )
 

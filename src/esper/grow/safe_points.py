@@ -88,7 +88,7 @@ class SafePoints:
         return SafePoint(state, metric, step, seed_ids)
 
     def _keep_if_settled(self, point: SafePoint) -> None:
-        """Keeps a settled network if none with its seeds was better; they may be committed by now."""
+        """Keeps a settled network if none with its seeds was better; they may be committed now."""
         slots, known = point.state.slots, self.settled
         is_committed = slots.stage == SeedStage.FOSSILIZED
         if bool((slots.has_seed & ~is_committed & (slots.stage != SeedStage.HOLDING)).any()):

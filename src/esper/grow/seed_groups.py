@@ -48,7 +48,7 @@ class SeedGroups:
             _teach(scheduler, self.num_own)
 
     def owner(self, weights: Iterable[nn.Parameter]) -> int:
-        """The user's group that holds the first of these weights that is trained; else the first."""
+        """The user's group with the first of these weights that is trained; else the first one."""
         groups = self._optimizer.param_groups[: self.num_own]
         index = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         return next((index[id(p)] for p in weights if id(p) in index), 0)

@@ -80,11 +80,13 @@ def hand_on_whole_tensors(model: nn.Module, sites: Iterable[ModelSite]) -> None:
 
 
 def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A module's output with its tensor changed: the first one of a tuple, which stays its class."""
+    """A module's output with its tensor changed: the first of a tuple, which keeps its class."""
     if not isinstance(output, tuple):
         return change(output)
     parts = (change(output[0]), *output[1:])
-    return parts if type(output) is tuple else type(output)._make(parts)  # type: ignore[attr-defined]
+    if type(output) is tuple:
+        return parts
+    return type(output)._make(parts)  # type: ignore[attr-defined]
 
 
 class Slot:

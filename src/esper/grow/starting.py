@@ -1,4 +1,4 @@
-"""What a run starts from: arguments that can work, and the seeds that could grow with their costs."""
+"""What a run starts from: arguments that can work, and the seeds that could grow, with costs."""
 
 import math
 from collections.abc import Iterable, Sequence
