@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from grow.small_models import MODELS, build
+from grow.small_models import MODELS, Script, build, germinate
+from grow.small_runs import X, new_growth, train
 from torch import nn
 
 from esper.grow.sites import find_sites
@@ -198,3 +199,19 @@ def test_seeds_take_the_dtype_of_weights_whatever_flows(by_autocast):
     after = model(example)
     assert torch.equal(after, before)
     assert after.dtype == before.dtype
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, while it compiles
+def test_a_model_compiled_in_place_feels_and_trains_its_seeds():
+    growth = new_growth(Script(germinate(0, blueprint=1, tempo=0)))
+    growth.model.compile(backend="eager")
+    for _ in range(4):
+        train(growth, steps=6)  # more than a seed that is never called would get
+        growth.decide(0.5)
+    (slot, *_) = growth._network.slots
+    assert slot.alpha == 1.0
+    assert slot.seed.layers[-1].weight.abs().max() > 0  # it was 0 at birth
+    model = growth.model.eval()
+    whole = model(X)
+    with slot.at(0.0):
+        assert not torch.allclose(model(X), whole)
