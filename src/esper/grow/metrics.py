@@ -27,13 +27,14 @@ _FOR_PROBABILITIES = (
 )
 
 
-def default_metric(batches: Iterable[Any]) -> tuple[str, Metric]:
-    """The metric for the targets of these batches, and its name; raises where none fits."""
-    _, target = next(iter(batches))
-    if not isinstance(target, Tensor) or not target.is_floating_point():
+def default_metric(first: Any, targets: Iterable[Any]) -> tuple[str, Metric]:
+    """The metric for a first target, and its name; raises where none fits.
+
+    `targets` are those of all validation batches, and are read for numbers only.
+    """
+    if not isinstance(first, Tensor) or not first.is_floating_point():
         return "accuracy", accuracy
-    variance = _variance(target for _, target in batches)
-    return "1 / (1 + squared error / variance)", closeness(variance)
+    return "1 / (1 + squared error / variance)", closeness(_variance(targets))
 
 
 def accuracy(output: Any, target: Any) -> Tensor:

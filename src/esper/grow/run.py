@@ -107,9 +107,13 @@ def grow(
         # it is trained on, too: a loader is read as often as in a loop of the user's
         example, _ = first = _first_batch(batches, "training", device)
         with untouched_randomness(model, val_loader):
-            val_example, _ = _first_batch(iter(val_loader), "validation", device)
-            named = (_name_of(metric), metric) if metric else default_metric(val_loader)
-        trainer = _Trainer(loss, named[1], device)
+            val_example, val_target = _first_batch(iter(val_loader), "validation", device)
+            metric_name, metric = (
+                default_metric(val_target, (target for _, target in val_loader))
+                if metric is None
+                else (_name_of(metric), metric)
+            )
+        trainer = _Trainer(loss, metric, device)
         if not any(module.training for module in model.modules()):
             model.train()  # pretrained models come ready for use, not for training
         ungrown = _Twin(*_copied(model, optimizer), trainer)
@@ -131,7 +135,7 @@ def grow(
             rent=rent,
             behind_host=behind_host,
             rng_seed=rng_seed,
-            metric=named[0],
+            metric=metric_name,
         )
         hand_on_whole_tensors(ungrown.model, growth.sites)  # as it is in the growing model
         with progress_bar(steps, growth.describe(), enabled=progress) as report:
