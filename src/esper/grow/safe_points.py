@@ -75,10 +75,10 @@ class SafePoints:
         """The network is healthy; its metric without uncommitted seeds is None if not known."""
         self.last, self._tried = self._point(step, metric), []
         if committed_metric is not None:
-            self.keep_if_best(step, committed_metric)
+            self._keep_if_best(step, committed_metric)
         self._keep_if_settled(self.last)
 
-    def keep_if_best(self, step: int, committed_metric: float) -> None:
+    def _keep_if_best(self, step: int, committed_metric: float) -> None:
         if self.best is None or committed_metric >= self.best.metric:
             self.best = self._point(step, committed_metric, committed_only=True)
 
