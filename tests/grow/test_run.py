@@ -156,7 +156,7 @@ def test_mistakes_are_told_before_any_training():
     refused("rng_seed=None; use a whole number", rng_seed=None)
     some = adamw(mlp())
     refused("the model is a function; give an nn.Module", model=lambda x: x, optimizer=some)
-    refused("the model is a TopLevelTracedModule; .* before torch.jit", model=traced())
+    refused("the model is a TopLevelTracedModule; .* not one that torch.jit made", model=traced())
     refused("Flatten has no parameters", model=nn.Flatten(), optimizer=some)
 
 

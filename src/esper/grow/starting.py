@@ -54,8 +54,8 @@ def check_measuring(val_loader: Iterable[Any] | None, score: Score | None) -> No
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
-            f"the model is a {type(model).__name__}; give an nn.Module as it was before "
-            "torch.jit, whose modules can be called one by one"
+            f"the model is a {type(model).__name__}; give an nn.Module, and not one that torch.jit "
+            "made, whose modules are no longer called one by one"
         )
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
