@@ -1,8 +1,8 @@
 """The main result: controllers are trained, frozen, and judged against every honest arm.
 
     python benchmarks/growth.py --out runs/full                  # a GPU: three controllers, three tasks
-    python benchmarks/growth.py --out runs/full --tasks          # train them, judge nothing
-    python benchmarks/growth.py --controllers runs/full/*.pt     # judge those that are there already
+    python benchmarks/growth.py --tasks --rng-seeds 2            # train one, judge nothing
+    python benchmarks/growth.py --controllers runs/growth/*.pt   # judge those that are there already
     python benchmarks/growth.py --runs runs/a runs/b             # the same, from folders of runs
     python benchmarks/growth.py --quick                          # as small as it gets: it runs, no more
 
@@ -12,6 +12,10 @@ evaluation is the preset's; on others it is `transfer`, which is smaller.
 Only torch and numpy are needed beside the data: MNIST-1D as data/mnist1d_5000_42.npz where its
 package is missing, Fashion-MNIST as four idx files. Reports go to OUT, one for each task; pictures
 are drawn from their JSON by `esper.nissa.frontier_plot.draw_frontier`.
+
+Trainings side by side share a GPU well, one process for each rng seed (with NVIDIA's MPS running):
+
+    for seed in 0 1 2; do python benchmarks/growth.py --tasks --rng-seeds $seed & done; wait
 """
 
 import argparse
@@ -40,17 +44,17 @@ def main() -> None:
     judged.add_argument("--runs", nargs="+", type=Path, help="runs to judge; none: train some")
     judged.add_argument("--controllers", nargs="+", type=Path, help="files to judge, likewise")
     parser.add_argument("--preset", choices=("quick", "full"), default="full")
-    parser.add_argument("--rng-seeds", type=int, default=3, help="controllers to train")
+    parser.add_argument("--rng-seeds", nargs="+", type=int, default=[0, 1, 2], help="to train with")
     parser.add_argument("--tasks", nargs="*", default=["mnist1d", "digits", "fashion_mnist"])
     parser.add_argument("--out", type=Path, default=Path("runs") / "growth")
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     tasks, settings = asked.tasks, EVALUATIONS[asked.preset]
-    config, num_controllers = PRESETS[asked.preset], asked.rng_seeds
+    config, rng_seeds = PRESETS[asked.preset], asked.rng_seeds
     if asked.quick:
         fewest = {"num_widths": 1, "repeats": 2, "num_plans": 2, "learning_rates": (2e-2,)}
         tasks, settings = [TRAINED_ON], replace(EVALUATIONS["quick"], **fewest)
-        config, num_controllers = replace(PRESETS["quick"], rounds=1), 1
+        config, rng_seeds = replace(PRESETS["quick"], rounds=1), [0]
     bars: dict[str, dict[str, object]] = {}
     files = asked.controllers or []
     if asked.runs:
@@ -60,7 +64,7 @@ def main() -> None:
     if files:
         controllers = [LearnedController.load(path, device) for path in files]
     else:
-        controllers = [train(config, seed, asked.out, bars) for seed in range(num_controllers)]
+        controllers = [train(config, seed, asked.out, bars) for seed in rng_seeds]
     for task in tasks:
         size = settings if task == config.task else EVALUATIONS["transfer"]
         report = judge(controllers, config, task, size, asked.out)

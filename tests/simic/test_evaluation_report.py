@@ -27,6 +27,7 @@ from esper.simic.evaluation.widened import (
     train_static,
     width_search,
 )
+from esper.simic.training.config import PRESETS as TRAINING
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task
 from esper.simic.training.plain_config import to_plain
@@ -402,7 +403,8 @@ def test_a_run_without_networks_is_refused():
 
 
 def test_presets_can_be_told_apart():
-    assert PRESETS["full"].repeats * 8 * 3 >= 256
+    held_out = TRAINING["full"].held_out_variants
+    assert PRESETS["full"].repeats * PRESETS["full"].num_widths * len(held_out) >= 256
     assert PRESETS["quick"].num_plans < PRESETS["full"].num_plans
     with pytest.raises(ValueError, match="two repeats"):
         replace(SMALL, repeats=1)
