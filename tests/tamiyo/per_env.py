@@ -50,15 +50,8 @@ def looped_masks(report: EnvReport) -> dict[str, Tensor]:
     """One env's mask of each head, without the batch axis."""
     slots, blueprints = range(len(report["stage"])), range(len(report["fits"][0]))
     takes = {op: [slot_takes(report, slot, op) for slot in slots] for op in LifecycleOp}
-    undecided = sum(takes[LifecycleOp.FOSSILIZE])
-    must_decide = undecided > 0 and report["steps_left"] <= undecided
     masks = {
-        "op": [
-            any(takes[op]) and op in (LifecycleOp.FOSSILIZE, LifecycleOp.PRUNE)
-            if must_decide
-            else op == LifecycleOp.WAIT or any(takes[op])
-            for op in LifecycleOp
-        ],
+        "op": [op == LifecycleOp.WAIT or any(takes[op]) for op in LifecycleOp],
         "slot": [takes[op] for op in LifecycleOp],
         "blueprint": [
             [

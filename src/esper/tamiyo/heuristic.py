@@ -14,7 +14,7 @@
    itself is below its rent is pruned whatever the prior says. The slot may try again, with
    another blueprint: where one failed, less than half of their gain is expected of the others.
 3. *Commit* before the end: only committed seeds count. There is no time left to train without a
-   seed, so now the contribution is the whole truth, and what does not pay is pruned.
+   seed, so now the contribution is the whole truth, and what does not pay is left uncommitted.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,6 @@ class HeuristicController:
             Wish(LifecycleOp.PRUNE, seeds.is_judged & (seeds.net < 0), -seeds.net),
             Wish(LifecycleOp.ADVANCE, _is_ready_to_blend(reports, config), -reports.site_depth),
             Wish(LifecycleOp.GERMINATE, worth_growing, growth),
-            _let_go(masks, seeds),
         )
         return take_first(masks, wishes, seed_details(blueprint, config.ramp_steps))
 
@@ -228,12 +227,6 @@ def _commit(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> 
         Wish(LifecycleOp.FOSSILIZE, pays & is_due & is_held, seeds.commit_net),
         Wish(LifecycleOp.ADVANCE, pays & is_due & ~is_held & has_time, seeds.commit_net),
     )
-
-
-def _let_go(masks: ActionMasks, seeds: SeedJudgement) -> Wish:
-    """Where waiting is over, prune the seed that pays least."""
-    must_decide = ~masks["op"][:, int(LifecycleOp.WAIT), None]
-    return Wish(LifecycleOp.PRUNE, must_decide & seeds.is_live, -seeds.commit_net)
 
 
 def _reason(

@@ -164,8 +164,7 @@ def take_first(
     space = masks.action_space
     actions = torch.zeros(masks.num_envs, space.num_heads, dtype=torch.int64, device=masks.device)
     for wish in reversed(wishes):
-        legal = masks["slot"][:, int(wish.op)] & masks["op"][:, int(wish.op), None]
-        possible = wish.wanted & legal
+        possible = wish.wanted & masks["slot"][:, int(wish.op)]
         slot = torch.where(possible, wish.urgency, -torch.inf).argmax(dim=-1)
         action = torch.zeros_like(actions)
         action[:, 0], action[:, 1] = int(wish.op), slot

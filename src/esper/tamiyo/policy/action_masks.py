@@ -2,11 +2,7 @@
 
 A slot's stage is looked up in the one table of legal moves; which op uses which head is data too
 (`OP_HEADS`). Only what depends on more than the slot is computed: the blueprints that fit the
-site, the budget and the seed limit, the alpha target that a seed already has, and the end.
-
-An episode ends with every seed decided on: once the steps that are left are only just enough, a
-seed that can be committed has to be, or to be pruned. Otherwise not to decide would be a choice
-too, and the worst: the seed is lost in the last step, long after the steps that let it happen.
+site, the budget and the seed limit, and the alpha target that a seed already has.
 """
 
 import torch
@@ -25,8 +21,7 @@ from esper.leyline.stages import LifecycleOp, slot_accepts
 
 
 def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> ActionMasks:
-    """The legal choices of N envs: an op is legal where some slot accepts it, WAIT everywhere,
-    and where seeds must be decided on nothing but to commit or to prune."""
+    """The legal choices of N envs: an op is legal where some slot accepts it, WAIT always."""
     _check_action_space(reports, action_space)
     affordable = affordable_blueprints(reports)
     # op-major and contiguous, so that a row can be found without another copy
@@ -35,9 +30,6 @@ def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> 
     legal[:, LifecycleOp.GERMINATE].logical_and_(affordable.any(dim=-1))
     op = legal.any(dim=-1)
     op[:, LifecycleOp.WAIT] = True
-    undecided = legal[:, LifecycleOp.FOSSILIZE].sum(dim=-1)
-    has_time = (undecided == 0) | (reports.steps_left > undecided)
-    op &= has_time.unsqueeze(-1) | _DECIDES.on(reports.device)
     choices = legal.unsqueeze(-1) & _used_choices(action_space).on(reports.device)
 
     masks = ActionMasks.from_runs(action_space, (op, legal, choices))
@@ -86,7 +78,4 @@ def _used_choices(action_space: FactoredActionSpace) -> DeviceConstant:
 
 _HEAD_NAMES = tamiyo_action_space(1, 1).names
 _ALPHA_TARGETS = DeviceConstant(torch.tensor(ALPHA_TARGETS))
-_DECIDES = DeviceConstant(
-    torch.tensor([op in (LifecycleOp.FOSSILIZE, LifecycleOp.PRUNE) for op in LifecycleOp])
-)
 _USED_CHOICES: dict[tuple[int, ...], DeviceConstant] = {}

@@ -18,15 +18,14 @@ from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.plain_heads import POLICY_GAIN, Scene, embedding, linear, mlp
 
-# Logits of the ops before anything is learned: seeds are grown and left to live until they have to
-# be decided on. Even chances would prune or stop most seeds before they can show what they are
-# worth, and seeds that are committed unseen cost so much that first of all no growing is learned.
+# Logits of the ops before anything is learned: seeds are grown, left to live and committed. Even
+# chances would prune or stop most seeds before they can show what they are worth.
 OP_PRIOR = {
     LifecycleOp.WAIT: 0.0,
     LifecycleOp.GERMINATE: -0.5,
     LifecycleOp.SET_ALPHA_TARGET: -2.0,
-    LifecycleOp.PRUNE: -3.5,
-    LifecycleOp.FOSSILIZE: -3.5,
+    LifecycleOp.PRUNE: -2.0,
+    LifecycleOp.FOSSILIZE: -0.5,
     LifecycleOp.ADVANCE: -2.0,
 }
 
