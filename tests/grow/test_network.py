@@ -3,8 +3,9 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from grow.small_models import Script, germinate, mlp
-from grow.small_runs import X, train
+from grow.small_runs import X, Y, train
 from torch import nn
 
 from esper import Growth
@@ -62,3 +63,32 @@ def test_what_a_state_dict_leaves_out_goes_back_and_goes_on(tmp_path):
         assert "means" in nn.Module.state_dict(model)  # it grew, and is still one to be saved
     growth.close(0.6)
     assert growth.is_closed
+
+
+def test_a_buffer_that_torch_does_not_write_to_is_no_obstacle():
+    """A mask that is expanded: neither at a rollback nor at the end."""
+    model = mlp()
+    model.register_buffer("mask", torch.arange(4.0).expand(3, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    growth = Growth(model, optimizer, example=X, controller=Script(), decisions=12)
+    growth.decide(0.5)
+    train(growth)
+    growth.decide(math.nan)
+    growth.close(0.6)
+    assert torch.equal(model.mask, torch.arange(4.0).expand(3, 4))
+
+
+def test_buffers_are_after_a_shadow_pass_what_they_were():
+    """A mask that is expanded, and means that are another tensor after each pass."""
+    torch.manual_seed(0)
+    model = Partial()
+    model.register_buffer("mask", torch.arange(4.0).expand(3, 4), persistent=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    script = Script(germinate(0))
+    growth = Growth(model, optimizer, example=X, controller=script, decisions=12, behind_host=True)
+    growth.decide(0.5)
+    F.cross_entropy(model(X), Y).backward()
+    before = [buffer.clone() for buffer in model.buffers()]
+    growth.shadow_loss(lambda: F.cross_entropy(model(X), Y))
+    torch.testing.assert_close([*model.buffers()], before, rtol=0, atol=0)
+    assert any(p.grad is not None for p in growth._network.seed(0).parameters())

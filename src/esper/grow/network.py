@@ -233,15 +233,25 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
-    """A buffer as it was; one that has another size now, such as a cache, is replaced."""
+    """A buffer as it was; one that has another size now, such as a cache, is replaced.
+
+    So is an expanded one: torch does not write to numbers that stand in several places.
+    """
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     present = dict(owner.named_buffers(recurse=False)).get(leaf)
-    if present is not None and present.shape == value.shape:
+    if present is not None and present.shape == value.shape and not _is_expanded(present):
         present.copy_(value)
     else:
         is_saved = leaf not in owner._non_persistent_buffers_set
         owner.register_buffer(leaf, value.clone(), persistent=is_saved)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return False
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def _beside(parameter: nn.Parameter, value: Any) -> Any:
@@ -254,11 +264,11 @@ def _beside(parameter: nn.Parameter, value: Any) -> Any:
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Running statistics and randomness are afterwards as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with untouched_randomness(model):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for name, before in buffers.items():
+                    _set_buffer(model, name, before)
