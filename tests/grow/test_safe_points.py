@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from grow.small_models import WAIT, Script, act, germinate
+from grow.small_models import WAIT, Script, act, germinate, mlp
 from grow.small_runs import X, frozen_state, new_growth, stages, train
 from torch import nn
 
@@ -220,20 +220,52 @@ def test_a_rollback_does_not_forget_the_best_network_with_the_seeds_of_today():
     assert growth.seeds
 
 
-def test_statistics_that_are_no_numbers_are_a_rollback():
+@pytest.mark.parametrize(("scale", "spoiled"), [(math.inf, math.nan), (1e25, math.inf)])
+def test_statistics_that_are_not_finite_are_a_rollback(scale, spoiled):
     """The weights are sound after a bad batch whose step was skipped; the outputs are not."""
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # is no fault
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     growth = Growth(model, optimizer, example=X, controller=Script(), decisions=8)
     growth.decide(0.4)
     train(growth)
     with torch.no_grad():
-        model(X * math.inf)
+        model(X * scale)
+    assert str(float(model[1].running_var[0])) == str(spoiled)
     growth.decide(0.9)
     assert growth.ledger.rollbacks[0].reason == "weights or buffers are not finite"
     assert growth.best_metric == 0.4
     assert bool(model.eval()(X).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.tensor([0.0, -math.inf]),  # a mask
+        torch.tensor([math.nan]),  # a place that waits for its value
+        torch.zeros(2).to(torch.float8_e4m3fn),
+        torch.eye(2).to_sparse(),
+    ],
+)
+def test_buffers_that_were_never_finite_numbers_are_no_fault(buffer):
+    model = mlp()
+    model.register_buffer("odd", buffer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    growth = Growth(model, optimizer, example=X, controller=Script(), decisions=8)
+    growth.decide(0.4)
+    train(growth)
+    growth.decide(0.5)
+    assert growth.ledger.rollbacks == []
+
+
+def test_a_cache_of_another_size_is_no_fault():
+    model = mlp()
+    model.register_buffer("cache", torch.zeros(1), persistent=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    growth = Growth(model, optimizer, example=X, controller=Script(), decisions=8)
+    growth.decide(0.4)
+    model.cache = torch.full((2, 2), -math.inf).triu(1)
+    growth.decide(0.5)
+    assert growth.ledger.rollbacks == []
 
 
 @pytest.mark.parametrize(("metric", "reason"), [(0.3, "fell from 0.8"), (math.nan, "not a number")])

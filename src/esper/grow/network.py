@@ -22,6 +22,8 @@ from esper.kasmina.lifecycle import NO_BLUEPRINT, SlotStates
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
 
+_STATISTICS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # what they are kept in
+
 
 @dataclass(frozen=True, eq=False)
 class NetworkState:
@@ -56,6 +58,7 @@ class GrowingNetwork:
         self.states = SlotStates.dormant(1, len(self.slots))
         self.behind: list[int] = []  # slots whose seeds train behind the host
         self.generator = generator  # of the seeds' weights at birth
+        self._sound = finite_buffers(model)
         self._groups = SeedGroups(optimizer, scheduler)
         self._owners = [
             self._groups.owner(model.get_submodule(site.weights).parameters()) for site in sites
@@ -140,7 +143,7 @@ class GrowingNetwork:
         return [index for index in self.felt if not self.slots[index].is_committed]
 
     def is_finite(self) -> bool:
-        return are_finite(self._trained().values(), self.model.buffers())
+        return are_finite(self.model, self._trained().values(), self._sound)
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
         """Gradients for the seeds behind the host, from a second pass that no one else notices."""
@@ -216,10 +219,23 @@ class GrowingNetwork:
         slot.clear()
 
 
-def are_finite(weights: Iterable[Tensor], buffers: Iterable[Tensor]) -> bool:
-    """Whether weights are finite, and buffers are numbers at least: a mask may be of -inf."""
-    flags = [weight.detach().isfinite().all() for weight in weights]
-    flags += [~buffer.detach().isnan().any() for buffer in buffers]
+def finite_buffers(model: nn.Module) -> dict[str, torch.Size]:
+    """Names and sizes of the buffers that are finite now, as the statistics of a norm are.
+
+    Others, such as a mask of -inf or a place that waits for its value, say nothing of health.
+    """
+    return {
+        name: buffer.shape
+        for name, buffer in model.named_buffers()
+        if buffer.dtype in _STATISTICS and buffer.layout == torch.strided
+        if bool(buffer.isfinite().all())
+    }
+
+
+def are_finite(model: nn.Module, weights: Iterable[Tensor], sound: dict[str, torch.Size]) -> bool:
+    """Whether weights are finite, and buffers that were so, unless their size has changed."""
+    buffers = [b for name, b in model.named_buffers() if b.shape == sound.get(name)]
+    flags = [tensor.detach().isfinite().all() for tensor in (*weights, *buffers)]
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
 

@@ -30,7 +30,7 @@ from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
 from esper.grow.measuring import check_loader, checked_scores, joined, paired_difference, resting
 from esper.grow.metrics import Metric, default_metric
-from esper.grow.network import are_finite
+from esper.grow.network import are_finite, finite_buffers
 from esper.grow.progress import Report, progress_bar, stopped_by_ctrl_c
 from esper.grow.randomness import untouched_randomness
 from esper.grow.sites import batch_size, forward
@@ -254,6 +254,7 @@ class _Twin:
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, trainer: _Trainer):
         self.model, self.optimizer = model, optimizer
         self._trainer = trainer
+        self._sound = finite_buffers(model)
         self.best_metric = -1.0
         self.best = model  # a copy, once it was measured
 
@@ -273,7 +274,7 @@ class _Twin:
     def measure(self, val_loader: Iterable[Any], ledger: Ledger, step: int) -> None:
         with resting(self.model, val_loader):
             parts = [self._trainer.score(self.model, batch)[0] for batch in val_loader]
-        is_finite = are_finite(self.model.parameters(), self.model.buffers())
+        is_finite = are_finite(self.model, self.model.parameters(), self._sound)
         metric = float(joined(parts).mean()) if is_finite else math.nan  # which is never the best
         ledger.record_twin(TwinRecord(step=step, metric=metric))
         if metric > self.best_metric:
