@@ -342,14 +342,40 @@ def test_a_new_scale_of_values_leaves_what_is_predicted():
     agent = make_agent(SPACES["one head"])
     features, state = torch.randn(NUM_ENVS, FEATURES), agent.policy.initial_state(NUM_ENVS)
     masks = ActionMasks.all_legal(SPACES["one head"], NUM_ENVS)
+    raw = agent.value(features, state)
+    agent._rescale_values(torch.tensor([1.0, 2.0, 6.0]))
     before = agent.value(features, state)
+    # the first statistics are taken as they come
+    torch.testing.assert_close(before, raw * (14 / 3) ** 0.5 + 3)
     likely = agent.act(features, masks, state, deterministic=True)
     for returns in (torch.tensor([100.0, 300.0, 320.0]), torch.tensor([-5.0, 900.0])):
         agent._rescale_values(returns)
         torch.testing.assert_close(agent.value(features, state), before, rtol=1e-4, atol=1e-3)
-    assert agent.value_normalizer.count == 5
+    assert agent.value_normalizer.count == 8
     after = agent.act(features, masks, state, deterministic=True)
     assert torch.equal(after.log_probs, likely.log_probs)
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
+def test_what_is_learned_does_not_depend_on_the_scale_of_rewards(scale):
+    def learned(scale):
+        torch.manual_seed(0)
+        policy = FactoredRecurrentActorCritic(
+            SPACES["one head"], FEATURES, PolicyConfig(lstm_hidden_dim=8)
+        )
+        agent = PPOAgent(policy, PPOConfig(num_minibatches=2))
+        for rng_seed in range(4):
+            torch.manual_seed(rng_seed)
+            buffer = collect(agent)
+            for name in ("rewards", "bootstrap_values"):
+                buffer._fields[name].mul_(scale)
+            buffer._forget_derived()
+            agent.update(buffer, generator=torch.Generator().manual_seed(rng_seed))
+        return agent.policy.state_dict()
+
+    plain = learned(1.0)
+    for name, weight in learned(scale).items():
+        torch.testing.assert_close(weight, plain[name], rtol=1e-2, atol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("name", ["one head", "conditional heads"])

@@ -262,14 +262,17 @@ class PPOAgent:
     def _rescale_values(self, returns: Tensor) -> None:
         """Take returns into the scale of values; what is predicted in units of the reward stays.
 
-        Otherwise every change of the scale would spoil the critic (van Hasselt et al. 2016).
+        Otherwise every change of the scale would spoil the critic (van Hasselt et al. 2016). The
+        first statistics of all are taken as they come: the critic has predicted nothing yet, and
+        so begins with the mean.
         """
-        old_mean, old_std = self.value_normalizer.mean.clone(), self.value_normalizer.std
-        self.value_normalizer.update(returns.unsqueeze(1))
-        mean, std = self.value_normalizer.mean, self.value_normalizer.std
-        self.policy.rescale_value(old_std / std, (old_mean - mean) / std)
+        normalizer = self.value_normalizer
+        old_mean, old_std, is_first = normalizer.mean.clone(), normalizer.std, normalizer.count == 0
+        normalizer.update(returns.unsqueeze(1))
+        mean, std = normalizer.mean, normalizer.std
+        factor = (old_std / std).masked_fill(is_first, 1.0)
+        self.policy.rescale_value(factor, ((old_mean - mean) / std).masked_fill(is_first, 0.0))
 
-    @torch.no_grad()
     def _rescale_features(self, features: Tensor) -> None:
         """Take features into their scale; a new mean leaves what the policy makes of them.
 

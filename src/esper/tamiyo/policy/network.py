@@ -133,7 +133,9 @@ class FactoredRecurrentActorCritic(nn.Module):
         init_lstm(self.core)
         # one layer for the first run of heads, which is given nothing, and for the value
         self.readout = linear(width, action_space.run_spaces[0].num_choices + 1, gain=POLICY_GAIN)
-        nn.init.orthogonal_(self.readout.weight.data[-1:])
+        # no value before anything is learned: a guess would be noise in the first returns, large
+        # beside small rewards
+        nn.init.zeros_(self.readout.weight.data[-1:])
         if isinstance(features, FeatureLayout):
             self.readout.bias.data[:-1] = torch.tensor([OP_PRIOR[op] for op in LifecycleOp])
 
