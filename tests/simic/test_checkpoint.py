@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from zipfile import ZipFile
 
 import gymnasium
 import pytest
@@ -168,10 +169,33 @@ def test_another_version_kind_or_file_is_refused(tmp_path):
     with pytest.raises(CheckpointMismatch, match="not a checkpoint"):
         read_checkpoint(path, "apple")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointMismatch, match="not a checkpoint, or only a part of one"):
+    with pytest.raises(CheckpointMismatch, match="not a checkpoint, or a damaged one"):
         read_checkpoint(path, "apple")
     with pytest.raises(FileNotFoundError):
         read_checkpoint(tmp_path / "none.pt", "apple")
+
+
+def test_a_flipped_byte_is_refused_or_changes_nothing(tmp_path):
+    path, damaged = tmp_path / "a.pt", tmp_path / "damaged.pt"
+    write_checkpoint(path, "apple", {"n": 1, "weights": torch.arange(40.0)})
+    whole, refused = path.read_bytes(), 0
+    for place in range(len(whole)):
+        damaged.write_bytes(whole[:place] + bytes([whole[place] ^ 0x90]) + whole[place + 1 :])
+        try:
+            contents = read_checkpoint(damaged, "apple")
+        except CheckpointMismatch:
+            refused += 1
+        else:
+            assert contents["n"] == 1
+            assert torch.equal(contents["weights"], torch.arange(40.0)), place
+    assert refused > 100
+
+
+def test_a_zip_file_of_another_kind_is_no_checkpoint(tmp_path):
+    with ZipFile(tmp_path / "a.pt", "w") as file:
+        file.writestr("readme.txt", "hello")
+    with pytest.raises(CheckpointMismatch, match="not a checkpoint of this library"):
+        read_checkpoint(tmp_path / "a.pt", "apple")
 
 
 class Malicious:

@@ -4,15 +4,16 @@
     contents = read_checkpoint(path, "gymnasium run")
 
 A file is written beside its destination and then renamed over it, so that a kill at any instant
-leaves either the old checkpoint or the new one. Contents are tensors and plain containers; who
-changes what a kind of checkpoint holds raises its `version`.
+leaves either the old checkpoint or the new one; a file that was damaged since is refused. Contents
+are tensors and plain containers; who changes what a kind of checkpoint holds raises its `version`.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-from zipfile import is_zipfile
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from esper.leyline.whole_files import replace_file
 _MAGIC = "esper checkpoint"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _DIFFERENCES_SHOWN = 8
+_FOLDER = 0x10  # a zip file's mark of a folder
 
 
 class CheckpointMismatch(ValueError):
@@ -41,15 +43,16 @@ def write_checkpoint(
 def read_checkpoint(path: str | Path, kind: str, *, version: int = 1) -> dict[str, Any]:
     """The contents of a checkpoint of this kind and version, its tensors on the CPU."""
     path = Path(path)
-    if not is_zipfile(path):  # what torch writes is one; a part of it is none
-        path.stat()  # missing is another matter
-        raise CheckpointMismatch(f"{path} is not a checkpoint, or only a part of one")
+    if not _is_whole(path):
+        raise CheckpointMismatch(f"{path} is not a checkpoint, or a damaged one")
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise CheckpointMismatch(
             f"{path} holds more than tensors and plain containers; it was not read"
         ) from error
+    except (RuntimeError, ValueError) as error:  # a zip file of another kind
+        raise CheckpointMismatch(f"{path} is not a checkpoint of this library") from error
     if not isinstance(loaded, dict) or loaded.get("format") != _MAGIC:
         raise CheckpointMismatch(f"{path} is not a checkpoint of this library")
     if loaded["kind"] != kind:
@@ -61,6 +64,18 @@ def read_checkpoint(path: str | Path, kind: str, *, version: int = 1) -> dict[st
         )
     contents: dict[str, Any] = loaded["contents"]
     return contents
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is a zip file, as torch writes them, whose checksums hold: torch reads none."""
+    with path.open("rb") as file:  # missing is another matter
+        try:
+            archive = ZipFile(file)
+            # what is marked as a folder torch takes for empty, and leaves its tensor as it finds it
+            is_marked = any(part.external_attr & _FOLDER for part in archive.infolist())
+            return not is_marked and archive.testzip() is None
+        except (BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error):
+            return False  # the damage is in the names, the lengths or the flags
 
 
 def require_same_layout(found: Any, expected: Any, path: str | Path) -> None:
