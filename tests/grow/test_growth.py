@@ -380,12 +380,12 @@ def test_a_metric_that_cannot_be_one_is_refused(metric, message):
         new_growth().decide(metric)
 
 
-def test_a_refused_metric_can_be_given_again():
+def test_a_metric_that_was_left_out_can_be_given_again():
     growth = new_growth(Script(germinate(0, blueprint=1, tempo=0)))
     growth.decide(0.5)
     ages = growth._network.states.total_age.clone()
-    with pytest.raises(ValueError, match="not per cent"):
-        growth.decide(50)
+    with pytest.raises(ValueError, match="needs the validation metric"):
+        growth.decide()
     assert torch.equal(growth._network.states.total_age, ages)
     growth.decide(0.5)
 

@@ -170,6 +170,52 @@ def test_every_score_is_0_to_1():
     assert growth.best_metric == 1.0
 
 
+def growth_scored(*scores):
+    """A run after as many decisions as there are scores, after those of the look before it."""
+    given = iter([torch.tensor([0.5, 0.5]), *(torch.tensor(pair) for pair in scores)])
+    growth = new_growth(decisions=12, val_loader=[0], score=lambda batch: next(given))
+    for _ in scores:
+        growth.decide()
+    return growth
+
+
+def test_later_a_score_below_0_is_as_bad_as_can_be():
+    """One example beyond what a score was made for is no reason to take the training back."""
+    growth = growth_scored((0.5, 0.5), (-math.inf, 0.75), (-3.0, 0.75))
+    assert [step.metric for step in growth.ledger.steps] == [0.5, 0.375, 0.375]
+    assert growth.ledger.rollbacks == []
+
+
+def test_later_a_score_above_1_is_no_number_and_a_rollback():
+    growth = growth_scored((0.5, 0.5), (1.2, 0.9), (0.6, 0.6), (math.inf, 0.9))
+    assert [step.metric for step in growth.ledger.steps] == [0.5, None, pytest.approx(0.6), None]
+    assert [(r.step, r.to_step) for r in growth.ledger.rollbacks] == [(1, 0), (3, 2)]
+    assert growth.best_metric == pytest.approx(0.6)
+
+
+def test_later_a_metric_outside_0_to_1_is_a_rollback():
+    growth = new_growth(decisions=12)
+    for metric in (0.5, 1.2, 0.6, -math.inf, 0.7, -0.1):
+        growth.decide(metric)
+    assert [step.metric for step in growth.ledger.steps] == [0.5, None, 0.6, None, 0.7, None]
+    assert [r.step for r in growth.ledger.rollbacks] == [1, 3, 5]
+    assert "not a number from 0 to 1" in growth.ledger.rollbacks[0].reason
+    with pytest.raises(ValueError, match=r"the validation metric is 1.2; it must be 0 to 1"):
+        new_growth().decide(1.2)
+
+
+def test_what_cannot_be_scored_without_a_seed_says_nothing_of_it():
+    growth, _ = grown([(X, Y)])
+    network = growth._network
+
+    def score(batch):
+        return torch.full((len(X),), 0.5 if network.slots[0].alpha else 1.5)
+
+    measured = measure(network, [(X, Y)], score)
+    assert measured.metric == 0.5
+    assert list(measured.contributions) == [1]
+
+
 def test_scores_are_one_per_example():
     with pytest.raises(ValueError, match=r"a score of shape \(\); give one number per example"):
         grown([(X, Y)], score=lambda batch: torch.tensor(0.5))

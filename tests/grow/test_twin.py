@@ -281,3 +281,25 @@ def test_a_model_that_comes_ready_for_use_is_trained(is_for_use):
         assert network[0].training == is_for_use
     assert free.num_batches_tracked > 0
     assert bool(frozen.num_batches_tracked > 0) == is_for_use
+
+
+def test_a_score_that_leaves_its_range_does_not_end_the_run():
+    """1 - error / 2 of a network whose rate is too high, and of its twin."""
+    torch.manual_seed(0)
+    x = torch.rand(64, 5) * 2 - 1
+    data = [(x, torch.sin(3 * x[:, :1]))]
+    model = mlp(classes=1)
+    optimizer = torch.optim.SGD(model.parameters(), 30.0, momentum=0.9)
+    lowest = []
+
+    def metric(output, target):
+        scores = 1 - (output - target).abs().mean(1) / 2
+        lowest.append(float(scores.min()))
+        return scores
+
+    settings = dict(loss=F.mse_loss, steps=24, decisions=8, progress=False, metric=metric)
+    result = esper.grow(model, data, data, optimizer=optimizer, **settings)
+    assert min(lowest) < -1
+    assert result.growth.optimizer_steps == 24
+    assert len(result.ledger.twin) == 9
+    assert all(0 <= record.metric <= 1 for record in result.ledger.twin)

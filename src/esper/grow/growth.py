@@ -446,9 +446,10 @@ class Growth:
             )
         else:
             measured = told(val_metric, val_loss, is_committed=not self._network.uncommitted)
-        if not (math.isnan(measured.metric) and self._safe.best):
+        if self._safe.best is None:
             check_metric(measured.metric)
-        return measured
+        is_known = 0.0 <= measured.metric <= 1.0
+        return measured if is_known else measured._replace(metric=math.nan)
 
     def _roll_back(self, reason: str) -> SafePoint | None:
         """Goes back to a safe point; None if a seed of it was pruned since."""

@@ -62,12 +62,13 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
                 collected.append(values)
                 if loss is not None and off == everything:
                     losses.append(loss.detach() * len(values))
-    per_example = {off: joined(collected) for off, collected in scores.items()}
+    per_example = {off: bounded(joined(collected)) for off, collected in scores.items()}
     whole = per_example[everything]
+    differences = {slot: paired_difference(whole, per_example[slot,]) for slot in network.felt}
     return Measurement(
         metric=float(whole.mean()),
         loss=float(torch.stack(losses).sum() / len(whole)) if losses else None,
-        contributions={slot: paired_difference(whole, per_example[slot,]) for slot in network.felt},
+        contributions={s: known for s, known in differences.items() if not math.isnan(known[0])},
         committed_metric=float(per_example[uncommitted].mean()),
     )
 
@@ -75,8 +76,14 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
 def check_score(model: nn.Module, batches: Iterable[Any], score: Score) -> None:
     """Raise for data or a score that a network cannot be judged by."""
     with resting(model, batches):
-        parts = [_scored(batch, score)[0] for batch in batches]
-    check_metric(float(joined(parts).mean()))
+        scores = joined([_scored(batch, score)[0] for batch in batches])
+    lowest, highest = scores.aminmax()  # a mean can hide an error where a score belongs
+    if lowest < -ROUNDING or highest > 1 + ROUNDING:
+        raise ValueError(
+            f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, higher "
+            "is better: a share, not per cent, and for an error something like 1 / (1 + error)"
+        )
+    check_metric(float(bounded(scores).mean()))
 
 
 def check_metric(metric: float) -> None:
@@ -132,20 +139,18 @@ def checked_scores(values: Tensor) -> Tensor:
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """All examples' scores on the CPU, float64 `[n]`; raises for one that is not 0 to 1.
-
-    A mean can hide such scores: those of a metric where lower is better, say.
-    """
+    """All examples' scores on the CPU, float64 `[n]`."""
     if not any(len(part) for part in parts):
         raise ValueError("the validation loader yields nothing; growth is judged on its examples")
-    scores = torch.cat(parts).double().cpu()
-    lowest, highest = scores.aminmax()
-    if lowest < -ROUNDING or highest > 1 + ROUNDING:
-        raise ValueError(
-            f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, higher "
-            "is better: a share, not per cent, and for an error something like 1 / (1 + error)"
-        )
-    return scores.clamp(0, 1)
+    return torch.cat(parts).double().cpu()
+
+
+def bounded(scores: Tensor) -> Tensor:
+    """Scores from 0 to 1, as a run that is under way takes them.
+
+    One below counts as 0, as bad as can be; one above as no number, since it must not win.
+    """
+    return scores.where(scores <= 1 + ROUNDING, math.nan).clamp(0, 1)
 
 
 def paired_difference(a: Tensor, b: Tensor) -> tuple[float, float]:

@@ -28,7 +28,14 @@ from esper.grow.data import count_rows
 from esper.grow.export import FORMATS, export
 from esper.grow.growth import DEFAULT_RENT, Growth
 from esper.grow.ledger import Ledger, TwinRecord, Verdict
-from esper.grow.measuring import check_loader, checked_scores, joined, paired_difference, resting
+from esper.grow.measuring import (
+    bounded,
+    check_loader,
+    checked_scores,
+    joined,
+    paired_difference,
+    resting,
+)
 from esper.grow.metrics import Metric, default_metric
 from esper.grow.network import are_finite, finite_buffers
 from esper.grow.progress import Report, progress_bar, stopped_by_ctrl_c
@@ -275,7 +282,8 @@ class _Twin:
         with resting(self.model, val_loader):
             parts = [self._trainer.score(self.model, batch)[0] for batch in val_loader]
         is_finite = are_finite(self.model, self.model.parameters(), self._sound)
-        metric = float(joined(parts).mean()) if is_finite else math.nan  # which is never the best
+        scores = bounded(joined(parts))
+        metric = float(scores.mean()) if is_finite else math.nan  # which is never the best
         ledger.record_twin(TwinRecord(step=step, metric=metric))
         if metric > self.best_metric:
             self.best_metric = metric
@@ -329,7 +337,7 @@ def _conclude(
         for batch in val_loader:
             for collected, model in zip(scores, (grown, ungrown), strict=True):
                 collected.append(trainer.score(model, batch)[0])
-    with_growth, without = (joined(collected) for collected in scores)
+    with_growth, without = (bounded(joined(collected)) for collected in scores)
     if bool((with_growth - without).isnan().any()):
         # the metric fails at the very end: what it said before stands
         best = [[growth.best_metric], [twin.best_metric]]

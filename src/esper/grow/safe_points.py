@@ -51,7 +51,7 @@ class SafePoints:
     def why_broken(self, measured: Measurement) -> str:
         """What is wrong with the network, in words; empty for a healthy one."""
         if math.isnan(measured.metric):
-            return "the validation metric is not a number"
+            return "the validation metric is not a number from 0 to 1"
         if not self._network.is_finite():
             if self.best is None:
                 raise ValueError(
