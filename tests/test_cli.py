@@ -19,9 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from esper.cli import main, train
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.training import run_folder
+from esper.simic.training import locked_folder
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.gymnasium import GymAgent, GymTraining
+from esper.simic.training.locked_folder import LockedFolder
 from esper.simic.training.run_folder import RunFiles, RunFolder
 from esper.tamiyo.learned import LearnedController
 
@@ -75,6 +76,29 @@ def test_a_mistake_is_one_line_and_not_a_traceback(env_id, message, tmp_path, mo
 def test_gym_has_nothing_to_resume_without_a_checkpoint(tmp_path):
     with pytest.raises(SystemExit, match=r"esper: no .*checkpoint.pt to go on from"):
         main(["gym", "CartPole-v1", "--out", str(tmp_path), "--resume"])
+
+
+def test_gym_refuses_a_folder_that_holds_a_run(tmp_path):
+    command = ["gym", "CartPole-v1", *SMALL, "--total-steps", "64", "--out", str(tmp_path)]
+    main(command)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    again = f"esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume"
+    with pytest.raises(SystemExit, match=f"holds a run already; go on with `{again}`"):
+        main(command)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_gym_keeps_out_of_a_folder_at_work_and_clears_what_a_killed_run_left(tmp_path):
+    partial = tmp_path / ".checkpoint.pt.1.partial"
+    command = ["gym", "CartPole-v1", *SMALL, "--total-steps", "64", "--out", str(tmp_path)]
+    with (
+        LockedFolder(tmp_path),
+        pytest.raises(SystemExit, match=rf"another run \(process {os.getpid()}\) is at work"),
+    ):
+        main(command)
+    partial.write_bytes(b"half")
+    main(command)
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize("save_every", [1, 50])
@@ -249,7 +273,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
 
 
 def test_too_little_room_is_refused_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "LEAST_FREE_BYTES", 2**62)
+    monkeypatch.setattr(locked_folder, "LEAST_FREE_BYTES", 2**62)
     with pytest.raises(SystemExit, match="MiB left; a run needs"):
         main(["train", *flags(ORACLE), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run" / "config.json").exists()

@@ -12,6 +12,7 @@ from esper.nissa.console import ProgressSink
 from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.training.gymnasium import GymConfig, GymTraining, evaluate
+from esper.simic.training.locked_folder import LockedFolder
 
 _DEFAULTS = GymConfig()
 
@@ -43,30 +44,35 @@ def gym(
 
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
     checkpoint = out / "checkpoint.pt"
+    again = f"esper gym {env_id} --num-envs {num_envs} --out {out} --resume"
+    if resume and not checkpoint.exists():
+        raise ValueError(f"no {checkpoint} to go on from; leave --resume out to begin")
     try:
         envs = gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync")
     except gymnasium.error.UnregisteredEnv as error:
         raise ValueError(f"{error} `gymnasium.pprint_registry()` lists what there is") from error
-    if resume:
-        if not checkpoint.exists():
-            raise ValueError(f"no {checkpoint} to go on from; leave --resume out to begin")
-        training = GymTraining.resume(checkpoint, envs)
-    else:
-        training = GymTraining(envs, total_steps, config)
-    print(describe(training, out))
-    again = f"esper gym {env_id} --num-envs {num_envs} --out {out} --resume"
-    try:
-        is_finished = _train(training, checkpoint, out, save_every)
-    except TrainingFailed as error:
+    training = None if resume else GymTraining(envs, total_steps, config)
+    with LockedFolder(out):
+        if training is None:
+            training = GymTraining.resume(checkpoint, envs)
+        elif checkpoint.exists():
+            raise ValueError(
+                f"{out} holds a run already; go on with `{again}`, or choose another folder with "
+                "--out"
+            )
+        print(describe(training, out))
+        try:
+            is_finished = _train(training, checkpoint, out, save_every)
+        except TrainingFailed as error:
+            training.agent.save(out / "agent.pt")
+            last = f"; its last checkpoint goes on with\n  {again}" if checkpoint.exists() else ""
+            raise ValueError(
+                f"{error}\nthe agent before that is saved as {out / 'agent.pt'}{last}"
+            ) from error
+        if not is_finished:
+            print(f"stopped after {training.progress.steps:,} steps; go on with\n  {again}")
+            return
         training.agent.save(out / "agent.pt")
-        last = f"; its last checkpoint goes on with\n  {again}" if checkpoint.exists() else ""
-        raise ValueError(
-            f"{error}\nthe agent before that is saved as {out / 'agent.pt'}{last}"
-        ) from error
-    if not is_finished:
-        print(f"stopped after {training.progress.steps:,} steps; go on with\n  {again}")
-        return
-    training.agent.save(out / "agent.pt")
     result = evaluate(training.agent, envs, episodes)
     print(
         f"return {result.returns.mean():.2f} +- {result.returns.std():.2f} over {episodes} "

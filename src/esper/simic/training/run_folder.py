@@ -14,10 +14,7 @@
 | `events.out.*` | TensorBoard's curves |
 """
 
-import fcntl
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -26,9 +23,8 @@ from esper.leyline.whole_files import replace_file
 from esper.simic.training.checkpoint import CheckpointMismatch
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
+from esper.simic.training.locked_folder import LockedFolder
 from esper.simic.training.plain_config import from_plain, to_plain
-
-LEAST_FREE_BYTES = 100 * 2**20  # without which a run does not begin
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path):
         self.files = RunFiles(Path(path))
-        _check_writable(self.files.path)
-        self._lock = _locked(self.files.path)
+        self._folder = LockedFolder(path)
         self._saved_round: int | None = None  # by this process
-        for unfinished in self.files.path.glob(".*.partial"):  # of a run that was killed
-            unfinished.unlink()
 
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig) -> Self:
@@ -124,39 +117,10 @@ class RunFolder:
 
     def close(self) -> None:
         """Let others in."""
-        os.close(self._lock)
+        self._folder.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".probe.{os.getpid()}"
-        probe.write_bytes(b"esper")
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-    free = shutil.disk_usage(path).free
-    if free < LEAST_FREE_BYTES:
-        raise ValueError(
-            f"{path} has {free / 2**20:.0f} MiB left; a run needs {LEAST_FREE_BYTES / 2**20:.0f}"
-        )
-
-
-def _locked(path: Path) -> int:
-    """A descriptor that holds the folder's lock; it is let go with the process, however that ends."""
-    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.read(descriptor, 32).decode().strip()
-        os.close(descriptor)
-        raise ValueError(f"another run (process {owner}) is at work in {path}") from error
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
-    return descriptor

@@ -1,0 +1,63 @@
+"""A folder that one process writes at a time.
+
+with LockedFolder("runs/first"):
+    ...
+"""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import Self
+
+LEAST_FREE_BYTES = 100 * 2**20  # without which a run does not begin
+
+
+class LockedFolder:
+    """A folder that can be written and that others are kept out of, made where there is none."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        _check_writable(self.path)
+        self._lock = _locked(self.path)
+        for unfinished in self.path.glob(".*.partial"):  # of a run that was killed
+            unfinished.unlink()
+
+    def close(self) -> None:
+        """Let others in."""
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe.{os.getpid()}"
+        probe.write_bytes(b"esper")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    free = shutil.disk_usage(path).free
+    if free < LEAST_FREE_BYTES:
+        raise ValueError(
+            f"{path} has {free / 2**20:.0f} MiB left; a run needs {LEAST_FREE_BYTES / 2**20:.0f}"
+        )
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the folder's lock; it is let go with the process, however that ends."""
+    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(descriptor, 32).decode().strip()
+        os.close(descriptor)
+        raise ValueError(f"another run (process {owner}) is at work in {path}") from error
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
