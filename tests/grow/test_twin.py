@@ -289,7 +289,7 @@ def test_a_score_that_leaves_its_range_does_not_end_the_run():
     x = torch.rand(64, 5) * 2 - 1
     data = [(x, torch.sin(3 * x[:, :1]))]
     model = mlp(classes=1)
-    optimizer = torch.optim.SGD(model.parameters(), 30.0, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
     lowest = []
 
     def metric(output, target):
@@ -299,7 +299,8 @@ def test_a_score_that_leaves_its_range_does_not_end_the_run():
 
     settings = dict(loss=F.mse_loss, steps=24, decisions=8, progress=False, metric=metric)
     result = esper.grow(model, data, data, optimizer=optimizer, **settings)
-    assert min(lowest) < -1
+    assert any(score < -1 for score in lowest)
     assert result.growth.optimizer_steps == 24
     assert len(result.ledger.twin) == 9
-    assert all(0 <= record.metric <= 1 for record in result.ledger.twin)
+    known = [record.metric for record in result.ledger.twin if record.metric is not None]
+    assert all(0 <= metric <= 1 for metric in known)
