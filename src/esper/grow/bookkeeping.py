@@ -31,6 +31,8 @@ from esper.leyline.constants import (
 from esper.leyline.factored_actions import OP_HEADS, ActionMasks
 from esper.leyline.stages import LifecycleOp, SeedStage
 
+CLEAR_FALL, LOOKS = 0.1, 3  # share of the metric, and how many times in a row it must be seen
+
 
 class Bookkeeper:
     """Keeps the ledger of one run, and the names of the seeds in it."""
@@ -39,6 +41,7 @@ class Bookkeeper:
         self.ledger = ledger
         self._network, self._reporter = network, reporter
         self.seed_ids: dict[int, str] = {}  # by slot
+        self._has_warned = False
 
     def step(
         self,
@@ -63,7 +66,13 @@ class Bookkeeper:
                 seeds=tuple(self._seed_state(slot, evidence) for slot in sorted(self.seed_ids)),
             )
         )
-        _warn_of_a_metric_that_falls(self.ledger.steps)
+        if not self._has_warned and _falls_with_the_loss(self.ledger.steps):
+            self._has_warned = True
+            warnings.warn(
+                "the metric falls as the loss does, and growth takes the highest for the best: the "
+                "network of before. If lower is better in it, stop and give 1 - metric instead",
+                stacklevel=4,
+            )
 
     def decision(
         self, step: int, action: Tensor, masks: ActionMasks, reason: str
@@ -201,23 +210,19 @@ class Bookkeeper:
         return self._network.slots[slot].site.name
 
 
-def _warn_of_a_metric_that_falls(steps: Sequence[StepRecord]) -> None:
-    """By half and with the loss, from the highest that was seen: lower must be better in it."""
+def _falls_with_the_loss(steps: Sequence[StepRecord]) -> bool:
+    """Whether the metric was never above the first, and is clearly below it since the loss is."""
     known = [
         (record.metric, record.validation_loss)
         for record in steps
         if record.metric is not None and record.validation_loss is not None
     ]
-    if not known:
-        return
-    (first, first_loss), (last, last_loss) = known[0], known[-1]
-    is_highest = first == max(metric for metric, _ in known)
-    if is_highest and last < first / 2 and last_loss < first_loss:
-        warnings.warn(
-            "the metric falls as the loss does, and growth takes the highest for the best; if "
-            "lower is better in it, give 1 - metric instead",
-            stacklevel=5,
-        )
+    if len(known) <= LOOKS:
+        return False
+    first, first_loss = known[0]
+    return max(known)[0] == first and all(
+        metric < (1 - CLEAR_FALL) * first and loss < first_loss for metric, loss in known[-LOOKS:]
+    )
 
 
 def network_record(model: nn.Module, trace: SiteTrace, params: int, macs: int) -> NetworkRecord:
