@@ -64,13 +64,41 @@ def test_an_unknown_flag_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("env_id", "message"),
-    [("Pendulum-v1", "Box.*is not supported: use a Discrete"), ("NoSuch-v0", "doesn't exist")],
+    ("arguments", "message"),
+    [
+        ("Pendulum-v1", "Box.*is not supported: use a Discrete"),
+        ("NoSuch-v0", "doesn't exist"),
+        ("nomod:Env-v0", "nomod:Env-v0 cannot be made: No module named 'nomod'"),
+        ("CartPole-v1 --save-every 0", "save_every=0; use 1 or more"),
+        ("CartPole-v1 --episodes 0", "episodes=0; use 1 or more"),
+        ("CartPole-v1 --num-envs 0", "num_envs=0; use 1 or more"),
+        ("CartPole-v1 --total-steps 0", "total_steps=0; use 1 or more"),
+        ("CartPole-v1 --device cuda:99", "device=cuda:99 cannot be used here"),
+        ("CartPole-v1 --device gpu", "device=gpu cannot be used here"),
+    ],
 )
-def test_a_mistake_is_one_line_and_not_a_traceback(env_id, message, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_and_leaves_nothing(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"esper: .*{message}"):
-        main(["gym", env_id])
+        main(["gym", *arguments.split()])
+    assert not list(tmp_path.iterdir())
+
+
+def test_gym_does_not_write_to_a_file(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SystemExit, match="esper: .*file cannot be written: File exists"):
+        main(["gym", "CartPole-v1", "--out", str(tmp_path / "file")])
+
+
+def test_a_resumed_gym_run_has_its_own_settings_and_environment(tmp_path):
+    main(["gym", "CartPole-v1", *SMALL, "--total-steps", "64", "--out", str(tmp_path)])
+    resume = ["--num-envs", "4", "--out", str(tmp_path), "--resume"]
+    for other in (["--total-steps", "3000"], ["--horizon", "64"]):
+        with pytest.raises(SystemExit, match="--resume goes on with the settings in .*; leave"):
+            main(["gym", "CartPole-v1", *resume, *other])
+    with pytest.raises(SystemExit, match="not those of the policy: .*head sizes is .3,., expected"):
+        main(["gym", "Acrobot-v1", *resume])
+    main(["gym", "CartPole-v1", *resume])
 
 
 def test_gym_has_nothing_to_resume_without_a_checkpoint(tmp_path):

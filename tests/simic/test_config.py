@@ -90,7 +90,7 @@ def test_prices_and_budgets_are_not_negative(name, value):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="torch sees no GPU"):
+    with pytest.raises(ValueError, match="device=cuda cannot be used here"):
         replace(NETWORKS, device="cuda").resolved_device()
 
 

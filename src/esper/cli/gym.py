@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -14,13 +14,16 @@ from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.training.gymnasium import GymConfig, GymTraining, evaluate
 from esper.simic.training.locked_folder import LockedFolder
 
-_DEFAULTS = GymConfig()
+if TYPE_CHECKING:
+    from gymnasium.vector import VectorEnv
+
+_DEFAULTS, _TOTAL_STEPS = GymConfig(), 100_000
 
 
 def gym(
     env_id: tyro.conf.Positional[str],
     config: Annotated[GymConfig, tyro.conf.arg(name="")] = _DEFAULTS,
-    total_steps: int = 100_000,
+    total_steps: int = _TOTAL_STEPS,
     num_envs: int = 8,
     episodes: int = 20,
     save_every: int = 50,
@@ -40,17 +43,17 @@ def gym(
         out: where checkpoint, agent and TensorBoard curves go; runs/ENV_ID if not given
         resume: go on from the checkpoint in `out`, with the settings saved there
     """
-    import gymnasium
-
+    for name, count in (("num_envs", num_envs), ("episodes", episodes), ("save_every", save_every)):
+        if count < 1:
+            raise ValueError(f"{name}={count}; use 1 or more")
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
     checkpoint = out / "checkpoint.pt"
     again = f"esper gym {env_id} --num-envs {num_envs} --out {out} --resume"
     if resume and not checkpoint.exists():
         raise ValueError(f"no {checkpoint} to go on from; leave --resume out to begin")
-    try:
-        envs = gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync")
-    except gymnasium.error.UnregisteredEnv as error:
-        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists what there is") from error
+    if resume and (config != _DEFAULTS or total_steps != _TOTAL_STEPS):
+        raise ValueError(f"--resume goes on with the settings in {checkpoint}; leave others out")
+    envs = _make(env_id, num_envs)
     training = None if resume else GymTraining(envs, total_steps, config)
     with LockedFolder(out):
         if training is None:
@@ -78,6 +81,17 @@ def gym(
         f"return {result.returns.mean():.2f} +- {result.returns.std():.2f} over {episodes} "
         f"episodes; agent saved as {out / 'agent.pt'}"
     )
+
+
+def _make(env_id: str, num_envs: int) -> "VectorEnv[Any, Any, Any]":
+    import gymnasium
+
+    try:
+        return gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync")
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists what there is") from error
+    except (gymnasium.error.Error, ImportError) as error:
+        raise ValueError(f"{env_id} cannot be made: {error}") from error
 
 
 def describe(training: GymTraining, out: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from esper.leyline.devices import usable_device
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tolaria.environment import GrowthConfig
@@ -129,10 +130,7 @@ class TrainConfig:
     def resolved_device(self) -> torch.device:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        device = torch.device(self.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device={self.device}, but torch sees no GPU; use cpu or auto")
-        return device
+        return usable_device(self.device)
 
 
 def widths_name(widths: tuple[int, ...]) -> str:

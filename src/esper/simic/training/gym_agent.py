@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import ActionMasks
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.checkpoint import read_checkpoint, require_same_layout, write_checkpoint
@@ -53,7 +54,7 @@ class GymAgent:
             policy = FactoredRecurrentActorCritic(
                 spaces.action_space, spaces.num_features, config.policy
             )
-        self.ppo = PPOAgent(policy.to(config.device), config.ppo)
+        self.ppo = PPOAgent(policy.to(usable_device(config.device)), config.ppo)
 
     def predict(
         self,

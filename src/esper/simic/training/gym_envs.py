@@ -85,7 +85,7 @@ class GymEnvs:
         action_space: FactoredActionSpace | None = None,
         mask_source: Literal["auto", "info", "method", "none"] = "auto",
     ):
-        _require_vector_env(envs)
+        require_vector_env(envs)
         self.spaces = GymSpaces.of(
             envs.single_observation_space, envs.single_action_space, action_space
         )
@@ -229,7 +229,7 @@ class GymEnvs:
         return self._envs  # type: ignore[return-value]
 
 
-def _require_vector_env(envs: Any) -> None:
+def require_vector_env(envs: Any) -> None:
     from gymnasium.vector import VectorEnv
 
     if not isinstance(envs, VectorEnv):

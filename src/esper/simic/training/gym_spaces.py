@@ -107,13 +107,26 @@ class GymSpaces:
         runs = [torch.from_numpy(run) for run in self.mask_runs(masks)]
         return ActionMasks.from_runs(self.action_space, runs)
 
-    def require_same(self, other: "GymSpaces") -> None:
+    def require_same(
+        self, observation_space: "gymnasium.Space[Any]", action_space: "gymnasium.Space[Any]"
+    ) -> None:
         """Refuse an environment with other spaces than those the policy was made for."""
-        mine, others = self.to_plain(), other.to_plain()
-        if different := [name for name in mine if mine[name] != others[name]]:
+        others = GymSpaces.of(observation_space, action_space)
+        pairs = {
+            "num_features": (others.num_features, self.num_features),
+            "first_observation": (others.first_observation, self.first_observation),
+            "head sizes": (others.action_space.sizes, self.action_space.sizes),
+            "first_actions": (others.first_actions, self.first_actions),
+            "is_scalar_action": (others.is_scalar_action, self.is_scalar_action),
+        }
+        different = [
+            f"{n} is {found}, expected {mine}"
+            for n, (found, mine) in pairs.items()
+            if found != mine
+        ]
+        if different:
             raise ValueError(
-                "the environment's spaces are not those of the policy: "
-                + "; ".join(f"{n} is {others[n]}, expected {mine[n]}" for n in different)
+                "the environment's spaces are not those of the policy: " + "; ".join(different)
             )
 
     def to_plain(self) -> dict[str, Any]:

@@ -29,7 +29,13 @@ from esper.simic.training.checkpoint import (
     write_checkpoint,
 )
 from esper.simic.training.gym_agent import GymAgent, GymConfig
-from esper.simic.training.gym_envs import Episode, EpisodeLog, GymEnvs, Outcome
+from esper.simic.training.gym_envs import (
+    Episode,
+    EpisodeLog,
+    GymEnvs,
+    Outcome,
+    require_vector_env,
+)
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.plain_config import from_plain, to_plain
@@ -82,8 +88,8 @@ def evaluate(
     """
     if episodes < 1:
         raise ValueError(f"episodes={episodes}; use 1 or more")
+    _require_spaces(envs, agent.spaces)
     world = _open(envs, agent.config, agent.spaces.action_space, rng_seed)
-    agent.spaces.require_same(world.spaces)
     device = agent.ppo.device
     generator = torch.Generator(device).manual_seed(rng_seed)
     state, log = agent.ppo.policy.initial_state(world.num_envs), EpisodeLog(world.num_envs)
@@ -295,13 +301,13 @@ class GymTraining:
         """The run as it was saved, on environments made as they were then."""
         saved = read_checkpoint(path, _KIND, version=_VERSION)
         spaces = GymSpaces.from_plain(saved["spaces"])
+        _require_spaces(envs, spaces)
         training = cls(
             envs,
             saved["total_steps"],
             from_plain(GymConfig, saved["config"]),
             action_space=spaces.action_space,
         )
-        spaces.require_same(training.envs.spaces)
         if saved["num_envs"] != training.envs.num_envs:
             raise CheckpointMismatch(
                 f"{path} holds a run of {saved['num_envs']} envs; {training.envs.num_envs} were given"
@@ -365,6 +371,11 @@ def _open(
     rng_seed: int,
 ) -> GymEnvs:
     return GymEnvs(envs, rng_seed=rng_seed, action_space=action_space, mask_source=config.masks)
+
+
+def _require_spaces(envs: "VectorEnv[Any, Any, Any]", spaces: GymSpaces) -> None:
+    require_vector_env(envs)
+    spaces.require_same(envs.single_observation_space, envs.single_action_space)
 
 
 def _restart(state: RecurrentState, begins: Array) -> RecurrentState:
