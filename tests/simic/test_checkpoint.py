@@ -90,12 +90,17 @@ def test_without_environment_state_the_round_is_collected_anew(tmp_path):
 
     training = start(Forgetful)
     first = training.envs.features
-    run_steps(training, HORIZON + 5)
+    run_steps(training, HORIZON)
+    episodes, recent = training.progress.episodes, list(training.recent)
+    run_steps(training, 15)
+    assert 0 < episodes < training.progress.episodes
     training.save(tmp_path / "run.pt")
     resumed = GymTraining.resume(tmp_path / "run.pt", vector(Forgetful, NUM_ENVS))
     assert resumed.progress.rounds == 1
     assert resumed.progress.round_steps == 0
     assert resumed.progress.steps == training.progress.steps_before_round
+    assert resumed.progress.episodes == episodes
+    assert list(resumed.recent) == recent
     assert len(resumed.buffer) == 0
     assert not torch.equal(resumed.envs.features, first)  # not the first episodes once more
     resumed.run()

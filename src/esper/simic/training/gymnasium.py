@@ -124,13 +124,16 @@ class Progress:
     episodes: int = 0
     round_steps: int = 0  # calls of the vector environment's step since the last update
     steps_before_round: int = 0
+    episodes_before_round: int = 0
 
     def end_round(self) -> None:
         self.rounds += 1
-        self.round_steps, self.steps_before_round = 0, self.steps
+        self.round_steps = 0
+        self.steps_before_round, self.episodes_before_round = self.steps, self.episodes
 
     def restart_round(self) -> None:
-        self.round_steps, self.steps = 0, self.steps_before_round
+        self.round_steps = 0
+        self.steps, self.episodes = self.steps_before_round, self.episodes_before_round
 
 
 class GymTraining:
@@ -324,13 +327,16 @@ class GymTraining:
         self.action_rng.set_state(saved["action_rng"])
         self.shuffle_rng.set_state(saved["shuffle_rng"])
         self.progress = Progress(**saved["progress"])
-        self.recent.extend(Episode(*episode) for episode in saved["recent_episodes"])
+        recent = [Episode(*episode) for episode in saved["recent_episodes"]]
         if collecting is None:
+            of_round = self.progress.episodes - self.progress.episodes_before_round
+            recent = recent[: max(len(recent) - of_round, 0)]
             self.progress.restart_round()
             # not the episodes that the run began with: a new seed, the same for the same file
             self.envs.restart(int(torch.randint(2**31, (), generator=self.shuffle_rng)))
         else:
             self._load_collecting(collecting, path)
+        self.recent.extend(recent)
 
     def _collecting(self) -> dict[str, Any]:
         """The round under way."""
@@ -361,7 +367,7 @@ class GymTraining:
         self.envs.load_state_dict(saved["envs"])
 
 
-_KIND, _VERSION = "gymnasium run", 2
+_KIND, _VERSION = "gymnasium run", 3
 
 
 def _open(
