@@ -1,5 +1,6 @@
 """A policy for a Gymnasium environment: predict, save, load."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -85,7 +86,7 @@ class GymAgent:
     def _masks(self, mask: Any, num_envs: int, is_single: bool) -> ActionMasks:
         if mask is None:
             return ActionMasks.all_legal(self.spaces.action_space, num_envs)
-        if is_single and isinstance(mask, dict):
+        if is_single and isinstance(mask, Mapping):
             mask = {name: np.asarray(part)[None] for name, part in mask.items()}
         elif is_single:
             mask = np.asarray(mask)[None]
