@@ -72,7 +72,7 @@ def test_an_unknown_flag_is_refused():
         ("CartPole-v1 --save-every 0", "save_every=0; use 1 or more"),
         ("CartPole-v1 --episodes 0", "episodes=0; use 1 or more"),
         ("CartPole-v1 --num-envs 0", "num_envs=0; use 1 or more"),
-        ("CartPole-v1 --total-steps 0", "total_steps=0; use 1 or more"),
+        ("CartPole-v1 --total-steps 0", "total_steps=0; use a whole number, 1 or more"),
         ("CartPole-v1 --device cuda:99", "device=cuda:99 cannot be used here"),
         ("CartPole-v1 --device gpu", "device=gpu cannot be used here"),
     ],

@@ -306,8 +306,9 @@ def test_mistakes_in_the_settings_are_named(settings, message):
 def test_mistakes_are_found_before_the_first_step():
     with pytest.raises(ValueError, match="num_envs=6 does not split into num_minibatches=4"):
         GymTraining(vector(CueMemory, 6), 100)
-    with pytest.raises(ValueError, match="total_steps=0"):
-        GymTraining(vector(CueMemory, 4), 0)
+    for total_steps in (0, 1e3):
+        with pytest.raises(ValueError, match=f"total_steps={total_steps}; use a whole number"):
+            GymTraining(vector(CueMemory, 4), total_steps)
     with pytest.raises(ValueError, match="not a vector environment; use gymnasium.make_vec"):
         GymTraining(CueMemory(), 100)
     with pytest.raises(ValueError, match=r"no sub-environments with an action_masks\(\) method"):

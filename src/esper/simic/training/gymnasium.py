@@ -147,8 +147,8 @@ class GymTraining:
         *,
         action_space: FactoredActionSpace | None = None,
     ):
-        if total_steps < 1:
-            raise ValueError(f"total_steps={total_steps}; use 1 or more")
+        if not isinstance(total_steps, int) or total_steps < 1:
+            raise ValueError(f"total_steps={total_steps!r}; use a whole number, 1 or more")
         self.config = config = config or GymConfig()
         self.total_steps = total_steps
         self.envs = _open(envs, config, action_space, config.rng_seed)
