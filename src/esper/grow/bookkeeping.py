@@ -211,17 +211,20 @@ class Bookkeeper:
 
 
 def _falls_with_the_loss(steps: Sequence[StepRecord]) -> bool:
-    """Whether the metric was never above the first, and is clearly below it since the loss is."""
+    """Whether no metric was above the first, and those with a lower loss were clearly below it."""
     known = [
         (record.metric, record.validation_loss)
         for record in steps
         if record.metric is not None and record.validation_loss is not None
     ]
-    if len(known) <= LOOKS:
+    if not known:
         return False
     first, first_loss = known[0]
-    return max(known)[0] == first and all(
-        metric < (1 - CLEAR_FALL) * first and loss < first_loss for metric, loss in known[-LOOKS:]
+    better = [metric for metric, loss in known if loss < first_loss]
+    return (
+        max(metric for metric, _ in known) == first
+        and len(better) >= LOOKS
+        and max(better[-LOOKS:]) < (1 - CLEAR_FALL) * first
     )
 
 
