@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch import optim
+from torch import Tensor, optim
 
 from esper.grow.budget import Budget
 from esper.grow.network import NetworkState
@@ -127,9 +127,15 @@ def network_from_dict(data: dict[str, Any]) -> NetworkState:
 
 
 def group_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rates and the like, without the weights."""
-    held = ("params", "param_names")
-    return [{k: v for k, v in group.items() if k not in held} for group in optimizer.param_groups]
+    """Copies of learning rates and the like, without the weights."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def random_states() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from esper.grow.budget import Budget
+from esper.grow.checkpoint import group_settings
 from esper.grow.copying import without_graphs
 from esper.grow.data import count_rows
 from esper.grow.export import FORMATS, export
@@ -272,9 +273,9 @@ class _Twin:
         """
         if scheduler is None:
             return
-        before = _settings(optimizer)
+        before = group_settings(optimizer)
         scheduler.step()
-        groups = zip(self.optimizer.param_groups, before, _settings(optimizer), strict=False)
+        groups = zip(self.optimizer.param_groups, before, group_settings(optimizer), strict=False)
         for own, old, new in groups:
             own.update({name: value for name, value in new.items() if value != old.get(name)})
 
@@ -307,18 +308,6 @@ def _copied(model: nn.Module, optimizer: optim.Optimizer) -> tuple[nn.Module, op
     for name in missing:
         setattr(twins[1], name, copy.deepcopy(vars(optimizer)[name], copies))
     return twins
-
-
-def _settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """Copies of the settings of each group."""
-    return [
-        {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    ]
 
 
 def _changes(model: nn.Module) -> list[tuple[int, int]]:
