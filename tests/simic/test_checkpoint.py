@@ -272,6 +272,28 @@ def test_the_config_travels_with_the_checkpoint(tmp_path):
     assert GymTraining.resume(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS)).config == config
 
 
+def test_a_run_goes_on_where_the_device_it_was_on_is_missing(tmp_path):
+    path = tmp_path / "run.pt"
+    training = start()
+    run_steps(training, HORIZON + 5)
+    training.save(path)
+    contents = torch.load(path, weights_only=True)
+    contents["contents"]["config"]["device"] = "cuda:99"
+    contents["contents"]["action_rng"] = torch.zeros(16, dtype=torch.uint8)  # a GPU's
+    torch.save(contents, path)
+    with pytest.raises(ValueError, match="device=cuda:99 cannot be used here"):
+        GymTraining.resume(path, vector(CueMemory, NUM_ENVS))
+    first, second = (
+        GymTraining.resume(path, vector(CueMemory, NUM_ENVS), device="cpu") for _ in range(2)
+    )
+    assert first.config == training.config
+    assert first.progress == training.progress
+    for resumed in (first, second):
+        resumed.run()
+    torch.testing.assert_close(all_that_matters(first), all_that_matters(second), rtol=0, atol=0)
+    assert first.action_rng.initial_seed() != CONFIG.rng_seed  # not the run's first draws again
+
+
 def test_settings_that_this_version_does_not_have_are_refused_by_name(tmp_path):
     path = tmp_path / "run.pt"
     start().save(path)

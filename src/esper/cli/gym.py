@@ -1,6 +1,7 @@
 """`esper gym ENV_ID`: PPO on a Gymnasium environment."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,23 +42,25 @@ def gym(
         episodes: played at the end, without learning
         save_every: rounds between checkpoints
         out: where checkpoint, agent and TensorBoard curves go; runs/ENV_ID if not given
-        resume: go on from the checkpoint in `out`, with the settings saved there
+        resume: go on from the checkpoint in `out`, with the settings saved there, on --device
     """
     for name, count in (("num_envs", num_envs), ("episodes", episodes), ("save_every", save_every)):
         if count < 1:
             raise ValueError(f"{name}={count}; use 1 or more")
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
     checkpoint = out / "checkpoint.pt"
-    again = f"esper gym {env_id} --num-envs {num_envs} --out {out} --resume"
+    device = "" if config.device == _DEFAULTS.device else f" --device {config.device}"
+    again = f"esper gym {env_id} --num-envs {num_envs}{device} --out {out} --resume"
     if resume and not checkpoint.exists():
         raise ValueError(f"no {checkpoint} to go on from; leave --resume out to begin")
-    if resume and (config != _DEFAULTS or total_steps != _TOTAL_STEPS):
+    settings = (replace(config, device=_DEFAULTS.device), total_steps)
+    if resume and settings != (_DEFAULTS, _TOTAL_STEPS):
         raise ValueError(f"--resume goes on with the settings in {checkpoint}; leave others out")
     envs = _make(env_id, num_envs)
     training = None if resume else GymTraining(envs, total_steps, config)
     with LockedFolder(out):
         if training is None:
-            training = GymTraining.resume(checkpoint, envs)
+            training = GymTraining.resume(checkpoint, envs, device=config.device)
         elif checkpoint.exists():
             raise ValueError(
                 f"{out} holds a run already; go on with `{again}`, or choose another folder with "

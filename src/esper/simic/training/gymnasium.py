@@ -12,7 +12,7 @@ ones, pass an `action_space` that says so and give the masks as a mapping from h
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -300,15 +300,21 @@ class GymTraining:
         write_checkpoint(path, _KIND, contents, version=_VERSION)
 
     @classmethod
-    def resume(cls, path: str | Path, envs: "VectorEnv[Any, Any, Any]") -> "GymTraining":
-        """The run as it was saved, on environments made as they were then."""
+    def resume(
+        cls, path: str | Path, envs: "VectorEnv[Any, Any, Any]", *, device: str | None = None
+    ) -> "GymTraining":
+        """The run as it was saved, on environments made as they were then.
+
+        On another kind of `device` than it was saved on, it goes on with another generator.
+        """
         saved = read_checkpoint(path, _KIND, version=_VERSION)
+        config = from_plain(GymConfig, saved["config"])
         spaces = GymSpaces.from_plain(saved["spaces"])
         _require_spaces(envs, spaces)
         training = cls(
             envs,
             saved["total_steps"],
-            from_plain(GymConfig, saved["config"]),
+            config if device is None else replace(config, device=device),
             action_space=spaces.action_space,
         )
         if saved["num_envs"] != training.envs.num_envs:
@@ -324,19 +330,25 @@ class GymTraining:
         agent = ppo.state_dict() | {"optimizer": saved["agent"]["optimizer"]}
         require_same_layout(saved["agent"], agent, path)
         ppo.load_state_dict(saved["agent"])
-        self.action_rng.set_state(saved["action_rng"])
         self.shuffle_rng.set_state(saved["shuffle_rng"])
+        if self.action_rng.device.type == torch.device(saved["config"]["device"]).type:
+            self.action_rng.set_state(saved["action_rng"])
+        else:
+            self.action_rng.manual_seed(self._new_seed())
         self.progress = Progress(**saved["progress"])
         recent = [Episode(*episode) for episode in saved["recent_episodes"]]
         if collecting is None:
             of_round = self.progress.episodes - self.progress.episodes_before_round
             recent = recent[: max(len(recent) - of_round, 0)]
             self.progress.restart_round()
-            # not the episodes that the run began with: a new seed, the same for the same file
-            self.envs.restart(int(torch.randint(2**31, (), generator=self.shuffle_rng)))
+            self.envs.restart(self._new_seed())  # not the episodes that the run began with
         else:
             self._load_collecting(collecting, path)
         self.recent.extend(recent)
+
+    def _new_seed(self) -> int:
+        """The same for the same file."""
+        return int(torch.randint(2**31, (), generator=self.shuffle_rng))
 
     def _collecting(self) -> dict[str, Any]:
         """The round under way."""
