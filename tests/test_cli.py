@@ -129,6 +129,19 @@ def test_gym_keeps_out_of_a_folder_at_work_and_clears_what_a_killed_run_left(tmp
     assert not partial.exists()
 
 
+def test_gym_saves_many_times_on_its_way(tmp_path, monkeypatch):
+    saved, save = [], GymTraining.save
+
+    def save_and_note(training, path):
+        saved.append(training.progress.rounds)
+        save(training, path)
+
+    monkeypatch.setattr(GymTraining, "save", save_and_note)
+    main(["gym", "CartPole-v1", *SMALL, "--total-steps", "704", "--out", str(tmp_path)])
+    assert saved[0] == 10
+    assert saved[-1] > 10
+
+
 @pytest.mark.parametrize("save_every", [1, 50])
 def test_a_failed_gym_run_leaves_its_agent_and_names_the_last_checkpoint(
     tmp_path, monkeypatch, save_every

@@ -27,7 +27,7 @@ def gym(
     total_steps: int = _TOTAL_STEPS,
     num_envs: int = 8,
     episodes: int = 20,
-    save_every: int = 50,
+    save_every: int = 10,
     out: Path | None = None,
     resume: bool = False,
 ) -> None:
