@@ -165,6 +165,29 @@ def test_a_failed_gym_run_leaves_its_agent_and_names_the_last_checkpoint(
     assert is_saved == (save_every == 1) == ("--resume" in str(stop.value))
 
 
+def test_the_curves_of_a_resumed_gym_run_tell_each_round_once(tmp_path, monkeypatch, capsys):
+    learn = GymTraining.learn
+
+    def fail_in_the_fourth_round(training):
+        if training.progress.rounds == 3:
+            raise TrainingFailed("not finite")
+        return learn(training)
+
+    monkeypatch.setattr(GymTraining, "learn", fail_in_the_fourth_round)
+    with pytest.raises(SystemExit, match="not finite"):
+        main(
+            ["gym", "CartPole-v1", *SMALL, "--total-steps", "320", "--out", str(tmp_path),
+             "--save-every", "2"]
+        )  # fmt: skip
+    monkeypatch.undo()
+    main(["gym", "CartPole-v1", "--num-envs", "4", "--out", str(tmp_path), "--resume"])
+    curve = EventAccumulator(str(tmp_path)).Reload().Scalars("progress/rounds")
+    assert [event.value for event in curve] == list(range(1, len(curve) + 1))
+    capsys.readouterr()
+    main(["gym", "CartPole-v1", "--num-envs", "4", "--out", str(tmp_path), "--resume"])
+    assert f"{curve[-1].step}/320 steps" in capsys.readouterr().out  # it was finished
+
+
 # -- esper train ------------------------------------------------------------------------------
 
 

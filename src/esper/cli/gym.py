@@ -111,10 +111,11 @@ def describe(training: GymTraining, out: Path) -> str:
 def _train(training: GymTraining, checkpoint: Path, out: Path, save_every: int) -> bool:
     """Whether training came to its end; if not, the checkpoint holds all of it."""
     shown = {"episode/return": "return", "time/steps_per_second": "steps/s"}
+    done = training.progress.steps
     with ExitStack() as stack, interruption() as interrupted:
         sinks: list[EventSink] = [
-            stack.enter_context(ProgressSink(training.total_steps, shown)),
-            stack.enter_context(TensorBoardSink(out)),
+            stack.enter_context(ProgressSink(training.total_steps, shown, done=done)),
+            stack.enter_context(TensorBoardSink(out, first_step=done + 1)),
         ]
 
         def on_round(step: int, metrics: dict[str, float]) -> None:
