@@ -2,6 +2,7 @@
 
 import math
 import random
+import warnings
 from itertools import chain, repeat
 
 import numpy as np
@@ -281,6 +282,30 @@ def test_a_model_that_comes_ready_for_use_is_trained(is_for_use):
         assert network[0].training == is_for_use
     assert free.num_batches_tracked > 0
     assert bool(frozen.num_batches_tracked > 0) == is_for_use
+
+
+@pytest.mark.parametrize(
+    ("part", "is_told"),
+    [("backbone", True), ("backbone.1", False), ("frozen", False)],
+)
+def test_a_part_that_trains_in_eval_mode_is_told(part, is_told):
+    """As a model from a library does under a new head; a norm alone is meant to be so."""
+    layers = dict(
+        backbone=nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)),
+        frozen=nn.Sequential(nn.Linear(5, 5), nn.ReLU()).requires_grad_(False),
+        head=mlp(),
+    )
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    model.get_submodule(part).eval()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(Script(), model=model)
+    assert [str(w.message).partition(",")[0] for w in told] == (
+        ["backbone is in eval mode"] if is_told else []
+    )
+    assert not model.get_submodule(part).training
 
 
 def test_a_score_that_leaves_its_range_does_not_end_the_run():

@@ -122,8 +122,7 @@ def grow(
                 else (_name_of(metric), metric)
             )
         trainer = _Trainer(loss, metric, device)
-        if not any(module.training for module in model.modules()):
-            model.train()  # pretrained models come ready for use, not for training
+        _begin_training(model)
         ungrown = _Twin(*_copied(model, optimizer), trainer)
         growth = Growth(
             model,
@@ -166,6 +165,25 @@ def _check_call(
             raise ValueError(f"{name}={given!r}; give a function of the model's output and target")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError("ReduceLROnPlateau waits for a metric; use esper.Growth in your own loop")
+
+
+def _begin_training(model: nn.Module) -> None:
+    """Into train mode: libraries hand out models ready for use. Of one that is partly so it tells.
+
+    Single layers may be in eval mode on purpose, and so may parts that are frozen.
+    """
+    if not any(module.training for module in model.modules()):
+        model.train()
+    for name, module in model.named_modules():
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        if not module.training and is_trained and any(True for _ in module.children()):
+            warnings.warn(
+                f"{name or type(model).__name__} is in eval mode, and other parts of the model are "
+                "not: its weights are trained without its dropout, and its norms learn no "
+                "statistics; call model.train() first, unless that is meant",
+                stacklevel=3,
+            )
+            return
 
 
 def _train(
