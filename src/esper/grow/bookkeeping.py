@@ -31,7 +31,7 @@ from esper.leyline.constants import (
 from esper.leyline.factored_actions import OP_HEADS, ActionMasks
 from esper.leyline.stages import LifecycleOp, SeedStage
 
-CLEAR_FALL, LOOKS = 0.1, 3  # share of the metric, and how many times in a row it must be seen
+CLEAR_FALL, LOOKS = 0.2, 3  # share of the metric, and how many times in a row it must be seen
 
 
 class Bookkeeper:
