@@ -155,8 +155,8 @@ def test_mistakes_are_told_before_any_training():
     refused("decisions='8'; use a whole number", decisions="8")
     refused("rng_seed=None; use a whole number", rng_seed=None)
     some = adamw(mlp())
-    refused("the model is a function; give an nn.Module", model=lambda x: x, optimizer=some)
-    refused("the model is a TopLevelTracedModule; .* not one that torch.jit made", model=traced())
+    refused("the model is a function; give an nn.Module$", model=lambda x: x, optimizer=some)
+    refused("a TopLevelTracedModule; give the nn.Module that torch.jit made it of", model=traced())
     refused("Flatten has no parameters", model=nn.Flatten(), optimizer=some)
 
 

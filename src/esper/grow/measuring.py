@@ -44,7 +44,11 @@ def told(metric: Number, loss: Number | None, *, is_committed: bool) -> Measurem
 
 def _as_float(number: Number) -> float:
     """Without the graph that it may come with."""
-    return float(number.detach() if isinstance(number, Tensor) else number)
+    if not isinstance(number, Tensor):
+        return float(number)
+    if number.numel() != 1:
+        raise ValueError(f"a metric or loss of shape {tuple(number.shape)}; give one number")
+    return float(number.detach())
 
 
 def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Measurement:

@@ -52,10 +52,12 @@ def check_measuring(val_loader: Iterable[Any] | None, score: Score | None) -> No
 
 
 def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}; give an nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
-            f"the model is a {type(model).__name__}; give an nn.Module, and not one that torch.jit "
-            "made, whose modules are no longer called one by one"
+            f"the model is a {type(model).__name__}; give the nn.Module that torch.jit made it of: "
+            "its own modules are no longer called one by one"
         )
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
@@ -66,8 +68,8 @@ def _check_model(model: nn.Module) -> None:
         )
     if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
         raise ValueError(
-            "seeds of another growth sit in this model, perhaps one that failed; grow its "
-            "plain_model() instead, with an optimizer of its own, or make both anew"
+            "seeds of another growth sit in this model, perhaps one that failed; make model and "
+            "optimizer anew, or grow that growth's plain_model() with an optimizer of its own"
         )
 
 
