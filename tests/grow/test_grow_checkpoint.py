@@ -341,6 +341,9 @@ def test_what_could_not_be_read_again_is_told_when_it_is_saved(tmp_path):
     growth.model.held = Budget(params=1)
     with pytest.raises(ValueError, match=r"nothing was saved.*Unsupported global.*Budget"):
         growth.save(path)
+    growth.model.held = lambda: None
+    with pytest.raises(ValueError, match=r"nothing was saved.*<lambda>"):
+        growth.save(path)
     assert path.read_bytes() == before
     torch.save({"held": Budget(params=1)}, path)
     with pytest.raises(ValueError, match=r"not a checkpoint.*Unsupported global: .*Budget"):

@@ -28,15 +28,15 @@ def write(path: str | Path, contents: dict[str, Any]) -> None:
     """The file, replaced at once: a crash leaves the old one, and so does what cannot be read."""
 
     def write_and_read(file: BinaryIO) -> None:
-        torch.save({"format": FORMAT, **_without_numpy(contents)}, file)
-        file.flush()
         try:
+            torch.save({"format": FORMAT, **_without_numpy(contents)}, file)
+            file.flush()
             torch.load(file.name, map_location="cpu", mmap=True, weights_only=True)
-        except pickle.UnpicklingError as error:
+        except (pickle.PickleError, AttributeError, TypeError) as error:  # each is pickle's
             raise ValueError(
                 f"nothing was saved: {path} could not be read again ({_cause(error)}). Settings of "
                 "the optimizer, state of the scheduler and extra state of modules may hold "
-                "numbers, text and tensors, in dicts, lists and tuples"
+                "numbers, text and tensors, in plain dicts, lists and tuples"
             ) from error
 
     replace_file(Path(path), write_and_read)
