@@ -358,6 +358,16 @@ def test_predicting_for_one_env_or_for_many_is_the_same():
         )
 
 
+def test_an_agent_is_not_evaluated_on_other_spaces():
+    agent = train(vector(CueMemory, 2), 32, CONFIG)
+    with pytest.raises(
+        ValueError, match=r"not those of the policy: .*head sizes is \(3, 4, 2\), expected \(3,\)"
+    ):
+        evaluate(agent, vector(BestActions, 2), 1)
+    with pytest.raises(ValueError, match="not a vector environment"):
+        evaluate(agent, CueMemory(), 1)
+
+
 def test_an_observation_of_another_space_is_refused():
     agent = train(vector(CueMemory, 2), 32, CONFIG)
     with pytest.raises(ValueError, match=r"got shape \(1, 4\), expected \(envs, 3\)"):
