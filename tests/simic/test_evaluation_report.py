@@ -299,6 +299,17 @@ def test_the_table_of_a_terminal_names_every_arm(report):
     assert all(name in shown.getvalue() for name in report.arms)
 
 
+def test_a_terminal_shows_whole_verdicts(report, tmp_path):
+    from rich.console import Console
+
+    from esper.cli.evaluate import show
+
+    first = replace(report.verdicts[0], sentence="It needs 5 runs [more than 5 to more than 5].")
+    shown = StringIO()
+    show(replace(report, verdicts=[first]), tmp_path, Console(width=200, file=shown))
+    assert first.sentence in shown.getvalue()
+
+
 def test_the_picture_is_drawn(report, tmp_path):
     from esper.nissa.frontier_plot import draw_frontier
 

@@ -36,8 +36,9 @@ def show(report: EvaluationReport, folder: Path, console: Console) -> None:
     """The table, the verdicts, and the paths of what is written."""
     console.print(report.table())
     for verdict in report.verdicts:
-        console.print(f"({verdict.letter}) {verdict.decision}: {verdict.sentence}", highlight=False)
-    console.print(report.summary(), highlight=False)
+        text = f"({verdict.letter}) {verdict.decision}: {verdict.sentence}"
+        console.print(text, highlight=False, markup=False)  # intervals are in square brackets
+    console.print(report.summary(), highlight=False, markup=False)
     written = [*report.save(folder)]
     written.append(draw_frontier(report.plot(), folder / f"{report.file_name}.png"))
     console.print("written: " + ", ".join(map(str, written)), highlight=False)
