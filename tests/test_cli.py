@@ -142,18 +142,23 @@ def test_gym_saves_many_times_on_its_way(tmp_path, monkeypatch):
     assert saved[-1] > 10
 
 
+def fail_after(rounds, monkeypatch):
+    """Let the update of the next round fail."""
+    learn = GymTraining.learn
+
+    def learn_or_fail(training):
+        if training.progress.rounds == rounds:
+            raise TrainingFailed("not finite")
+        return learn(training)
+
+    monkeypatch.setattr(GymTraining, "learn", learn_or_fail)
+
+
 @pytest.mark.parametrize("save_every", [1, 50])
 def test_a_failed_gym_run_leaves_its_agent_and_names_the_last_checkpoint(
     tmp_path, monkeypatch, save_every
 ):
-    learn = GymTraining.learn
-
-    def fail_in_the_third_round(training):
-        if training.progress.rounds == 2:
-            raise TrainingFailed("not finite")
-        return learn(training)
-
-    monkeypatch.setattr(GymTraining, "learn", fail_in_the_third_round)
+    fail_after(2, monkeypatch)
     with pytest.raises(SystemExit, match="esper: not finite") as stop:
         main(
             ["gym", "CartPole-v1", *SMALL, "--total-steps", "192", "--out", str(tmp_path),
@@ -166,14 +171,7 @@ def test_a_failed_gym_run_leaves_its_agent_and_names_the_last_checkpoint(
 
 
 def test_the_curves_of_a_resumed_gym_run_tell_each_round_once(tmp_path, monkeypatch, capsys):
-    learn = GymTraining.learn
-
-    def fail_in_the_fourth_round(training):
-        if training.progress.rounds == 3:
-            raise TrainingFailed("not finite")
-        return learn(training)
-
-    monkeypatch.setattr(GymTraining, "learn", fail_in_the_fourth_round)
+    fail_after(3, monkeypatch)
     with pytest.raises(SystemExit, match="not finite"):
         main(
             ["gym", "CartPole-v1", *SMALL, "--total-steps", "320", "--out", str(tmp_path),

@@ -15,11 +15,14 @@ def run(controller="heuristic", rng_seed=0, model=None, lr=3e-2, **options):
     torch.manual_seed(rng_seed)
     model = model or mlp()
     train, val = loaders()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    settings = dict(loss=F.cross_entropy, steps=STEPS, decisions=DECISIONS, progress=False)
-    return esper.grow(
-        model, train, val, optimizer=optimizer, controller=controller, **{**settings, **options}
+    settings = dict(
+        loss=F.cross_entropy,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=lr),
+        steps=STEPS,
+        decisions=DECISIONS,
+        progress=False,
     )
+    return esper.grow(model, train, val, controller=controller, **{**settings, **options})
 
 
 def accuracy(model: nn.Module) -> float:

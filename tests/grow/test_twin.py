@@ -247,19 +247,7 @@ def test_one_schedule_drives_both_networks():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = OneCycleLR(optimizer, 0.5, total_steps=STEPS + 1)
-    train, val = loaders()
-    result = esper.grow(
-        model,
-        train,
-        val,
-        loss=F.cross_entropy,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        controller=Script(),
-        steps=STEPS,
-        decisions=DECISIONS,
-        progress=False,
-    )
+    result = run(Script(), model=model, optimizer=optimizer, scheduler=scheduler)
     assert scheduler.last_epoch == STEPS
     rates = {group["lr"] for group in optimizer.param_groups}
     assert len(rates) == 1
