@@ -1,6 +1,7 @@
 """Verdicts follow the interval, and say in words what it shows."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -69,18 +70,26 @@ def test_claims_are_those_that_were_asked_for():
     assert {c.rival for c in CLAIMS if c.letter == "a"} == beaten
     assert all(c.margin == 0 for c in CLAIMS if c.letter == "a")
     assert claim_about(arms.CONSTANT_PER_TYPE).margin == -0.005
-    at_equal_params = [c for c in claims.FRONTIER_CLAIMS if c.size == "params"]
-    assert [c.margin for c in at_equal_params] == [0.03, 0.03]
-    assert {c.norm for c in at_equal_params} == {False, True}
+    frontiers = {(c.kind, c.norm, c.size): c.margin for c in claims.FRONTIER_CLAIMS}
+    assert frontiers == {
+        (kind, norm, size): 0.03 if size == "params" else 0.0
+        for kind, norm, size in product(("uniform", "own"), (False, True), ("params", "macs"))
+    }
 
 
 def test_the_frontier_speaks_of_its_margin_and_its_ends():
-    claim = FrontierClaim("d", norm=True, size="params", margin=0.03)
+    claim = FrontierClaim("d", "own", norm=True, size="params", margin=0.03)
     verdict = judge_frontier(claim, 0.1, lead(0.04, 0.06), covered=0.75)
     assert verdict.decision == "holds"
     assert verdict.sentence == (
-        "At rent 0.1 grown networks lie 3 points above static hosts with norm at equal parameters: "
-        "+5.0 points of accuracy [+4.0, +6.0]. 25% of the networks lie beyond the frontier's ends."
+        "At rent 0.1 grown networks lie 3 points above their own hosts widened, with norm, at equal "
+        "parameters: +5.0 points of accuracy [+4.0, +6.0]. 25% of the networks lie beyond the "
+        "frontier's ends."
+    )
+    claim = FrontierClaim("d", "uniform", norm=False, size="macs", margin=0.0)
+    assert judge_frontier(claim, 0.1, lead(-0.02, -0.01), covered=1.0).sentence == (
+        "At rent 0.1 grown networks do not lie above static hosts of one width, without norm, at "
+        "equal multiply-adds: -1.5 points of accuracy [-2.0, -1.0]."
     )
 
 

@@ -24,7 +24,10 @@ from esper.simic.evaluation.trial import Trial
 from esper.simic.evaluation.widened import (
     WidenedHost,
     candidate_widths,
+    frontier_groups,
+    frontier_lines,
     train_static,
+    widen,
     width_search,
 )
 from esper.simic.training.config import PRESETS as TRAINING
@@ -61,7 +64,8 @@ SMALL = EvaluationConfig(
     num_plans=4,
     finalists=2,
     frontier_widths=(4, 8),
-    width_search_share=0.008,
+    widening_factors=(1.0, 1.5),
+    width_search_share=0.017,
     garden=GardenConfig(minibatches=4, validation_rows=100),
 )
 
@@ -156,7 +160,7 @@ def test_a_controllers_cost_counts_seeds_and_looks_as_its_sampled_networks_have_
 def test_the_width_search_spends_the_share_of_a_controllers_training_that_it_may(report):
     may = SMALL.width_search_share * report.arms[arms.LEARNED].search.flops
     spent = report.arms[arms.WIDTH_SEARCH].search.flops
-    assert 6 < len(report.statics.hosts) < 16  # more than the frontier, not all
+    assert 12 < len(report.statics.hosts) < 20  # more than the frontiers, not all
     assert may - 3 * spent / len(report.statics.hosts) < spent <= may
 
 
@@ -166,21 +170,81 @@ def by_widths(host):
 
 def candidates(budget, rng_seed=0):
     rng = torch.Generator().manual_seed(rng_seed)
-    return candidate_widths((1, 2), [(1, 2)], by_widths, budget, rng)
+    lines = {"uniform": (((1, 1), (2, 2)),), "own": (((1, 2), (2, 4)), ((1, 1), (2, 2)))}
+    return candidate_widths(lines, by_widths, budget, rng)
 
 
-def test_a_budget_buys_distinct_hosts_beside_the_frontier():
-    """By hand: 1-1, 2-2 and 1-2 cost 2, 4 and 3, with norm one more: 21. That leaves 2-1, which
-    costs 3 and 4."""
-    first = set(product([(1, 1), (2, 2), (1, 2)], [False, True]))
+def test_a_budget_buys_distinct_hosts_beside_the_frontiers():
+    """By hand: 1-1, 2-2, 1-2 and 2-4 cost 2, 4, 3 and 6, with norm one more: 34. That leaves 2-1,
+    which costs 3 and 4."""
+    first = set(product([(1, 1), (2, 2), (1, 2), (2, 4)], [False, True]))
     assert {(h.widths, h.norm) for h in candidates(0.0)} == first
-    assert len(candidates(21 + 2.9)) == 6
-    assert len(candidates(21 + 7)) == len(candidates(1e9)) == 8
+    assert len(candidates(34 + 2.9)) == 8
+    assert len(candidates(34 + 7)) == len(candidates(1e9)) == 10
     for rng_seed in range(5):
-        *others, last = candidates(21 + 4.5, rng_seed)
-        assert len(others) == 6
+        *others, last = candidates(34 + 4.5, rng_seed)
+        assert len(others) == 8
         assert last.widths == (2, 1)
-    assert len({candidates(21 + 4.5, rng_seed) for rng_seed in range(9)}) == 2
+    assert len({candidates(34 + 4.5, rng_seed) for rng_seed in range(9)}) == 2
+
+
+def test_widths_are_widened_alike_to_the_nearest_integer():
+    assert widen((4, 8, 16), (1.0, 1.25, 2.5)) == ((4, 8, 16), (5, 10, 20), (10, 20, 40))
+    assert widen((6, 2, 10), (1.0, 1.25)) == ((6, 2, 10), (8, 3, 13))  # halves count as one
+    with pytest.raises(ValueError, match="the same widths twice"):
+        widen((1, 1, 1), (1.0, 1.25, 1.5))
+
+
+@pytest.mark.parametrize(("preset", "count"), [("quick", 3), ("full", 5), ("transfer", 5)])
+def test_presets_widen_every_host_that_they_judge_to_so_many_sizes(preset, count):
+    config = TRAINING["quick" if preset == "quick" else "full"]
+    for name in config.held_out_widths:
+        wider = widen(tuple(map(int, name.split("-"))), PRESETS[preset].widening_factors)
+        assert len(set(wider)) == count
+
+
+def test_hosts_are_compared_with_their_own_widened_on_their_own_data(report):
+    """Group by group from the pool: host 5 is the second of 8-4-4 on the first variant."""
+    pool = report.statics
+    trial = Trial(hosts=(None,) * 2, view_ids=(1, 2), repeats=2, task=None, menu=())
+    own, uniform = (frontier_groups(kind, trial) for kind in ("own", "uniform"))
+    assert own.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert uniform.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    for norm, by in product((False, True), ("params", "macs")):
+        frontier = pool.frontier("own", norm=norm, by=by)
+        lines = [[(4, 8, 8), (6, 12, 12)], [(8, 4, 4), (12, 6, 6)]]
+        for group, (line, view) in enumerate(product(lines, range(2))):
+            places = [pool.hosts.index(WidenedHost(widths, norm)) for widths in line]
+            assert frontier.sizes[:, group].tolist() == getattr(pool, by)[places].tolist()
+            assert (frontier.accuracies[:, group] == pool.test[places, view].numpy()).all()
+        shared = pool.frontier("uniform", norm=norm, by=by)
+        places = [pool.hosts.index(WidenedHost((width,) * 3, norm)) for width in (4, 8)]
+        assert (shared.sizes == getattr(pool, by)[places].numpy()[:, None]).all()
+        assert (shared.accuracies == pool.test[places].numpy()).all()
+    bare = pool.frontier("own", norm=False, by="params").sizes[0, own]
+    assert (bare == report.arms[arms.HOST_ALONE].array("params")[0, 0]).all()
+
+
+def test_growing_is_judged_against_the_host_made_wider(report):
+    """Two lines of two sizes each: the share of the way from one to the other in log size."""
+    pool, learned = report.statics, report.arms[arms.LEARNED]
+    excess = np.empty((2, 8))
+    for controller, host in np.ndindex(2, 8):
+        ends = [(4, 8, 8), (6, 12, 12)] if host < 4 else [(8, 4, 4), (12, 6, 6)]
+        low, high = (pool.hosts.index(WidenedHost(widths, norm=True)) for widths in ends)
+        size = learned.array("macs")[controller, 1, host]
+        macs = pool.macs.numpy()
+        way = np.log(size / macs[low]) / np.log(macs[high] / macs[low])
+        first, second = (float(pool.test[i, host // 2 % 2].mean()) for i in (low, high))
+        static = first + np.clip(way, 0, 1) * (second - first)
+        excess[controller, host] = learned.array("test")[controller, 1, host] - static
+    (verdict,) = (
+        v
+        for v in report.verdicts
+        if v.rival == "their own hosts widened, with norm, at equal multiply-adds" and v.rent == 0.2
+    )
+    assert verdict.lead.mean == pytest.approx(excess.mean())
+    assert verdict.lead.per_controller == pytest.approx(excess.mean(1))
 
 
 def test_static_hosts_cost_what_was_reckoned_one_by_one_or_side_by_side():
@@ -191,8 +255,9 @@ def test_static_hosts_cost_what_was_reckoned_one_by_one_or_side_by_side():
         hosts=built[:1], view_ids=(1, 0), repeats=2, task=task, menu=load_menu(TRAINED, task),
         garden=replace(SMALL.garden, episode_steps=STEPS), growth=GrowthConfig(num_steps=STEPS),
     )  # fmt: skip
+    lines = frontier_lines((4,), built[:1], (1.0,))
     together, apart = (
-        train_static(replace(trial, max_macs=macs), hosts, built) for macs in (1e9, 1.0)
+        train_static(replace(trial, max_macs=macs), hosts, built, lines) for macs in (1e9, 1.0)
     )
     assert together.validation.shape == (3, 2, 2)
     # hosts are numbered by their place: the first of each part is number 0
@@ -217,7 +282,9 @@ def test_every_variant_is_looked_at_by_itself(report):
         assert np.mean(parts) == pytest.approx(overall.lead.mean)  # as many hosts on each
     text = report.markdown()
     assert "| mnist1d, 500 rows | 0.2 | " in text
-    assert "accuracy over static hosts with norm at equal multiply-adds" in text
+    assert "accuracy over static hosts of one width, with norm, at equal multiply-adds" in text
+    assert "accuracy over their own hosts widened, without norm, at equal parameters" in text
+    assert "accuracy over their own hosts widened, with norm" not in text  # the run's have none
 
 
 def test_sizes_have_intervals_and_stages_their_seconds(report):
@@ -278,7 +345,11 @@ def test_files_hold_all_of_it(report, tmp_path):
     plain = json.loads(as_json.read_text())
     assert plain["arms"]["learned"]["axes"] == ["controller", "rent", "host"]
     assert np.shape(plain["arms"]["learned"]["test"]) == (2, 2, 8)
-    assert plain["plot"]["lines"][0]["label"] == "static, without norm"
+    assert [line["label"] for line in plain["plot"]["lines"]] == [
+        "one width, without norm", "one width, with norm", "own host widened, without norm",
+        "own host widened, with norm",
+    ]  # fmt: skip
+    assert plain["statics"]["lines"]["own"][1] == [[8, 4, 4], [12, 6, 6]]
     assert len(plain["plot"]["points"]) == 11 * 2
     assert plain["learning_rates"]["cost"]["networks"] == 4
     text = as_markdown.read_text()
@@ -308,6 +379,18 @@ def test_a_terminal_shows_whole_verdicts(report, tmp_path):
     shown = StringIO()
     show(replace(report, verdicts=[first]), tmp_path, Console(width=200, file=shown))
     assert first.sentence in shown.getvalue()
+
+
+def test_a_line_of_the_picture_is_the_mean_over_hosts_and_data(report):
+    pool = report.statics
+    for line, norm in zip(report.plot()["lines"][2:], (False, True), strict=True):
+        wider = [WidenedHost(widths, norm) for widths in ((6, 12, 12), (12, 6, 6))]
+        places = [pool.hosts.index(host) for host in wider]
+        assert line["accuracy"][1] == pytest.approx(float(pool.test[places].mean()))
+        for size in ("params", "macs"):
+            sizes = getattr(pool, size)[places].numpy()
+            assert line[size][1] == pytest.approx(np.sqrt(sizes.prod()))
+        assert line["low"][1] < line["accuracy"][1] < line["high"][1]
 
 
 def test_the_picture_is_drawn(report, tmp_path):
@@ -421,6 +504,30 @@ def test_presets_can_be_told_apart():
         replace(SMALL, repeats=1)
     with pytest.raises(ValueError, match="use one or more of 0 or above"):
         replace(SMALL, rents=())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"widening_factors": (1.0,)}, "widening_factors=.* two sizes or more, rising"),
+        ({"widening_factors": (1.0, 2.0, 1.5)}, "widening_factors=.* two sizes or more, rising"),
+        ({"widening_factors": (1.0, 2.0, 2.0)}, "widening_factors=.* two sizes or more, rising"),
+        ({"widening_factors": (1.5, 2.0)}, "begin with 1, the host as it is"),
+        ({"frontier_widths": (8, 4)}, "frontier_widths=.* two sizes or more, rising"),
+        ({"frontier_widths": (0, 4)}, "use widths of 1 or more"),
+    ],
+)
+def test_sizes_that_are_no_frontier_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **changes)
+
+
+def test_factors_too_close_for_a_host_are_refused_before_anything_trains():
+    said = []
+    close = replace(SMALL, widening_factors=(1.0, 1.05))
+    with pytest.raises(ValueError, match="the same widths twice"):
+        evaluate_controllers([make_controller(0)], TRAINED, close, say=said.append)
+    assert said == []
 
 
 def test_a_menu_without_the_usual_seeds_is_judged_by_its_largest():

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 _AXES = {"params": "parameters", "macs": "multiply-adds of one prediction"}
 _LEARNED = "learned"  # what the picture is about: drawn last, and larger
 _LEARNED_COLOUR = "#c1121f"
-_LINE_COLOURS = ("#8a8a8a", "#333333")
+_LINE_STYLES = (("#8a8a8a", "-"), ("#333333", "-"), ("#8a8a8a", "--"), ("#333333", "--"))
 _COLOURS = ("C0", "C1", "C2", "C4", "C5", "C6", "C8", "C9", "#1b4332", "#3a0ca3")
 _MARKERS = "osD^vPX<>h"
 
@@ -18,7 +18,7 @@ _MARKERS = "osD^vPX<>h"
 def draw_frontier(plot: Mapping[str, Any], path: Path | str) -> Path:
     """Draw what an evaluation's JSON has under "plot": lines with bands, arms with intervals.
 
-    Each line has a label and lists "params", "macs", "accuracy", "low", "high"; each point has a
+    Lines after the first two, which are drawn solid, are dashed. Each line has a label and lists "params", "macs", "accuracy", "low", "high"; each point has a
     label, a rent and the same as numbers. Points of one label are joined from rent to rent.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -43,8 +43,8 @@ def draw_frontier(plot: Mapping[str, Any], path: Path | str) -> Path:
 
 
 def _draw_lines(axes: "Axes", lines: Sequence[Mapping[str, Any]], size: str) -> None:
-    for line, colour in zip(lines, _LINE_COLOURS, strict=False):
-        axes.plot(line[size], line["accuracy"], color=colour, label=line["label"], zorder=1)
+    for line, (colour, dashes) in zip(lines, _LINE_STYLES, strict=False):
+        axes.plot(line[size], line["accuracy"], dashes, color=colour, label=line["label"], zorder=1)
         axes.fill_between(line[size], line["low"], line["high"], color=colour, alpha=0.18, lw=0)
 
 

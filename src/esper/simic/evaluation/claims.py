@@ -4,6 +4,11 @@ A claim names a rival, a measure and the margin that the learned controller's le
 exceed. It holds where the whole 95 % interval lies above the margin, fails where it lies below,
 and is undecided otherwise. Many claims are judged at once: each verdict says whether it stands
 when all of them are counted.
+
+Two frontiers of static networks answer two questions. "Would a network of a plain shape, chosen for
+this size, be as good?" is that of hosts of one width: a host of an odd shape starts below it.
+"I have this host: should I grow it, or make it wider?" is that of the host itself, every layer
+widened by the same factor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +18,7 @@ from typing import Literal
 from esper.simic.evaluation import arms
 from esper.simic.evaluation.arms import ArmResult
 from esper.simic.evaluation.statistics import LEVEL, Estimate, RunsToMatch, estimate, holm
+from esper.simic.evaluation.widened import FrontierKind
 
 Decision = Literal["holds", "fails", "undecided"]
 
@@ -31,17 +37,20 @@ class Claim:
 
 @dataclass(frozen=True)
 class FrontierClaim:
-    """Networks lie above the static frontier at equal size by more than a margin of accuracy."""
+    """Networks lie above a static frontier at equal size by more than a margin of accuracy."""
 
     letter: str
+    kind: FrontierKind
     norm: bool
     size: Literal["params", "macs"]
     margin: float
 
     @property
     def rival(self) -> str:
+        hosts = {"uniform": "static hosts of one width", "own": "their own hosts widened"}
         size = {"params": "parameters", "macs": "multiply-adds"}[self.size]
-        return f"static hosts {'with' if self.norm else 'without'} norm at equal {size}"
+        norm = "with" if self.norm else "without"
+        return f"{hosts[self.kind]}, {norm} norm, at equal {size}"
 
     def words(self, negation: str) -> str:
         by = f"{100 * self.margin:g} points " if self.margin else ""
@@ -96,10 +105,14 @@ CLAIMS: tuple[Claim, ...] = (
 )
 SEARCH_CLAIM = SearchClaim("c", runs=1)
 FRONTIER_CLAIMS: tuple[FrontierClaim, ...] = (
-    FrontierClaim("d", norm=False, size="params", margin=0.03),
-    FrontierClaim("d", norm=True, size="params", margin=0.03),
-    FrontierClaim("d", norm=False, size="macs", margin=0.0),
-    FrontierClaim("d", norm=True, size="macs", margin=0.0),
+    FrontierClaim("d", "uniform", norm=False, size="params", margin=0.03),
+    FrontierClaim("d", "uniform", norm=True, size="params", margin=0.03),
+    FrontierClaim("d", "uniform", norm=False, size="macs", margin=0.0),
+    FrontierClaim("d", "uniform", norm=True, size="macs", margin=0.0),
+    FrontierClaim("d", "own", norm=False, size="params", margin=0.03),
+    FrontierClaim("d", "own", norm=True, size="params", margin=0.03),
+    FrontierClaim("d", "own", norm=False, size="macs", margin=0.0),
+    FrontierClaim("d", "own", norm=True, size="macs", margin=0.0),
 )
 
 

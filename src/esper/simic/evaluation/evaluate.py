@@ -38,10 +38,12 @@ from esper.simic.evaluation.trial import TRAINING_FLOPS, Cost, Trial
 from esper.simic.evaluation.tuning import calibrate_heuristic, tune_learning_rate
 from esper.simic.evaluation.variants import by_variant
 from esper.simic.evaluation.widened import (
+    FrontierLines,
     StaticPool,
     WidenedHost,
     candidate_widths,
-    host_views,
+    frontier_groups,
+    frontier_lines,
     train_static,
     width_search,
 )
@@ -104,6 +106,7 @@ def evaluate_controllers(
     bare_cost = host_training(config)
     config = config if task is None else on_task(config, task)
     training, judged = _trials(config, settings)
+    lines = frontier_lines(settings.frontier_widths, judged.hosts, settings.widening_factors)
     clock.lap("loading data")
     say(f"tuning the hosts' learning rate on {training.num_hosts} hosts of types trained on")
     rates = tune_learning_rate(training, settings.learning_rates, rng_seed=2)
@@ -129,7 +132,7 @@ def evaluate_controllers(
     )
     clock.lap("arms")
     arms = {result.name: result for result in results}
-    statics = _statics(config, settings, judged, arms[LEARNED].search.flops, say)
+    statics = _statics(config, settings, judged, lines, arms[LEARNED].search.flops, say)
     clock.lap("static hosts")
     searches = constants.random_search(settings.rents)
     arms[WIDTH_SEARCH] = ArmResult(
@@ -247,6 +250,7 @@ def _statics(
     config: TrainConfig,
     settings: EvaluationConfig,
     judged: Trial,
+    lines: FrontierLines,
     controller_flops: float,
     say: Say,
 ) -> StaticPool:
@@ -254,14 +258,13 @@ def _statics(
         return load_hosts(replace(config, norm=host.norm), judged.task, (host.widths,))[0]
 
     hosts = candidate_widths(
-        settings.frontier_widths,
-        [tuple(site.width for site in host.sites) for host in judged.hosts],
+        lines,
         lambda host: judged.flops_of(build(host)),
         settings.width_search_share * controller_flops,
         torch.Generator().manual_seed(settings.rng_seed),
     )
     say(f"training {len(hosts)} static hosts, {len(judged.view_ids) * judged.repeats} times each")
-    return train_static(judged, hosts, [build(host) for host in hosts])
+    return train_static(judged, hosts, [build(host) for host in hosts], lines)
 
 
 def _verdicts(
@@ -271,17 +274,18 @@ def _verdicts(
     judged: Trial,
     settings: EvaluationConfig,
 ) -> list[Verdict]:
-    """Claims about arms, then about the search, then about the frontier."""
-    learned, view = arms[LEARNED], host_views(judged).numpy()
+    """Claims about arms, then about the search, then about the frontiers."""
+    learned = arms[LEARNED]
     verdicts = judge_claims(arms, settings.rents)
     for index, rent in enumerate(settings.rents):
         search, scores = searches[index], learned.scores[:, index]
         lead = estimate(scores - search.best_of(SEARCH_CLAIM.runs))
         verdicts.append(judge_search(SEARCH_CLAIM, rent, search.runs_to_match(scores), lead))
     for claim in FRONTIER_CLAIMS:
-        frontier = statics.frontier(norm=claim.norm, by=claim.size)
+        frontier = statics.frontier(claim.kind, norm=claim.norm, by=claim.size)
+        group = frontier_groups(claim.kind, judged)
         for index, rent in enumerate(settings.rents):
             accuracy, size = (learned.array(name)[:, index] for name in ("test", claim.size))
-            excess = frontier.excess(accuracy, size, view)
-            verdicts.append(judge_frontier(claim, rent, excess, frontier.covers(size)))
+            excess = frontier.excess(accuracy, size, group)
+            verdicts.append(judge_frontier(claim, rent, excess, frontier.covers(size, group)))
     return correct_for_number(verdicts)

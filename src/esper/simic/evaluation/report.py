@@ -19,12 +19,12 @@ from esper.simic.evaluation.arms import (
     WIDTH_SEARCH,
     ArmResult,
 )
-from esper.simic.evaluation.claims import Verdict
+from esper.simic.evaluation.claims import FRONTIER_CLAIMS, Verdict
 from esper.simic.evaluation.settings import EvaluationConfig
-from esper.simic.evaluation.statistics import Array, Estimate, estimate, estimate_over_views
+from esper.simic.evaluation.statistics import Array, Estimate, estimate, estimate_over_groups
 from esper.simic.evaluation.tuning import Sweep
 from esper.simic.evaluation.variants import OnVariant
-from esper.simic.evaluation.widened import StaticPool
+from esper.simic.evaluation.widened import FrontierKind, StaticPool
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.plain_config import to_plain
 
@@ -143,6 +143,7 @@ class EvaluationReport:
             "arms": {name: _plain_arm(arm) for name, arm in self.arms.items()},
             "statics": {
                 "hosts": [asdict(host) for host in self.statics.hosts],
+                "lines": self.statics.lines,
                 "params": self.statics.params.tolist(),
                 "macs": self.statics.macs.tolist(),
                 "validation": self.statics.validation.tolist(),
@@ -153,8 +154,10 @@ class EvaluationReport:
 
     def plot(self) -> dict[str, Any]:
         """Frontier lines and arms as points: what `nissa.frontier_plot` draws."""
+        names: dict[FrontierKind, str] = {"uniform": "one width", "own": "own host widened"}
         lines = [
-            {"label": f"static, {'with' if norm else 'without'} norm", **self._line(norm)}
+            {"label": f"{name}, {'with' if norm else 'without'} norm", **self._line(kind, norm)}
+            for kind, name in names.items()
             for norm in (False, True)
         ]
         points = [
@@ -227,21 +230,21 @@ class EvaluationReport:
         )
 
     def _variant_lines(self) -> list[str]:
-        """The leads and excesses on each variant, in points."""
-        first = self.variants[0]
-        header = ["variant", "rent", *(f"score over {rival}" for rival in first.leads)]
-        header += [f"accuracy over {rival}" for rival in first.excesses]
-        return _markdown_table(
-            header,
-            [
-                [found.variant, f"{found.rent:g}"]
-                + [
-                    _with_interval(lead, sign="+")
-                    for lead in (*found.leads.values(), *found.excesses.values())
-                ]
-                for found in self.variants
-            ],
-        )
+        """The leads and excesses on each variant, in points; not all of them, for a page's width."""
+        shown = [
+            claim.rival
+            for claim in FRONTIER_CLAIMS
+            if claim.kind == "uniform"
+            or (claim.norm == self.config.norm and claim.size == "params")
+        ]
+        header = ["variant", "rent", *(f"score over {rival}" for rival in self.variants[0].leads)]
+        header += [f"accuracy over {rival}" for rival in shown]
+        rows = []
+        for found in self.variants:
+            leads = [*found.leads.values(), *(found.excesses[rival] for rival in shown)]
+            cells = [_with_interval(lead, sign="+") for lead in leads]
+            rows.append([found.variant, f"{found.rent:g}", *cells])
+        return _markdown_table(header, rows)
 
     def _row(self, arm: ArmResult) -> list[str]:
         middle = self._middle
@@ -257,12 +260,15 @@ class EvaluationReport:
             f"{arm.search.networks:,}",
         ]
 
-    def _line(self, norm: bool) -> dict[str, list[float]]:
-        by_params, by_macs = (self.statics.frontier(norm=norm, by=by) for by in ("params", "macs"))
-        estimates = [estimate_over_views(of_size) for of_size in by_params.accuracies]
+    def _line(self, kind: FrontierKind, norm: bool) -> dict[str, list[float]]:
+        """Means over a frontier's groups: of accuracy, and geometric ones of the sizes."""
+        by_params, by_macs = (
+            self.statics.frontier(kind, norm=norm, by=by) for by in ("params", "macs")
+        )
+        estimates = [estimate_over_groups(of_size) for of_size in by_params.accuracies]
         return {
-            "params": by_params.sizes.tolist(),
-            "macs": by_macs.sizes.tolist(),
+            "params": _geometric_mean(by_params.sizes).tolist(),
+            "macs": _geometric_mean(by_macs.sizes).tolist(),
             "accuracy": [e.mean for e in estimates],
             "low": [e.low for e in estimates],
             "high": [e.high for e in estimates],
@@ -286,7 +292,7 @@ def _point(arm: ArmResult, index: int) -> dict[str, float]:
     """Where an arm lies at one rent; sizes are geometric means over the hosts."""
     found = estimate(arm.array("test")[:, index])
     params, macs = (
-        float(np.exp(np.log(arm.array(name)[:, index]).mean())) for name in ("params", "macs")
+        float(_geometric_mean(arm.array(name)[:, index].flatten())) for name in ("params", "macs")
     )
     return {
         "rent": arm.rents[index],
@@ -296,6 +302,12 @@ def _point(arm: ArmResult, index: int) -> dict[str, float]:
         "low": found.low,
         "high": found.high,
     }
+
+
+def _geometric_mean(values: Array) -> Array:
+    """Over the last axis."""
+    mean: Array = np.exp(np.log(values).mean(-1))
+    return mean
 
 
 def _points(values: Array) -> str:

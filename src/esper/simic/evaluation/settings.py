@@ -29,10 +29,12 @@ class EvaluationConfig:
     finalists: int = 4
     """Plans of each type and rent that are trained once more, on other hosts, before one is chosen."""
     frontier_widths: tuple[int, ...] = (4, 6, 8, 10, 12, 16, 20, 24, 32)
-    """Static hosts of one width, each with and without norm: the frontier."""
+    """Static hosts of one width, each with and without norm: a frontier that all hosts share."""
+    widening_factors: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0, 2.5)
+    """Each host judged, all its widths times these, with and without norm: a frontier of its own."""
     width_search_share: float = 1.0
     """Of the arithmetic of a controller's training: what a search over static hosts of mixed widths
-    may spend, the frontier included. There may be fewer such hosts than that would pay for."""
+    may spend, the frontiers included. There may be fewer such hosts than that would pay for."""
     reference_seeds: tuple[str, ...] = ("conv_conv", "dense_dense")
     """Grown in every slot from the start: the first of these that the menu has, or its largest."""
     garden: GardenConfig | None = GardenConfig(minibatches=40, validation_rows=800)
@@ -56,10 +58,17 @@ class EvaluationConfig:
             raise ValueError(
                 f"finalists={self.finalists} of num_plans={self.num_plans}; use 1 to num_plans"
             )
-        if len(self.frontier_widths) < 2 or self.repeats < 2:
+        if self.repeats < 2:
+            raise ValueError(f"repeats={self.repeats}; a frontier needs two repeats or more")
+        for name in ("frontier_widths", "widening_factors"):
+            sizes = getattr(self, name)
+            if len(sizes) < 2 or list(sizes) != sorted(set(sizes)):
+                raise ValueError(f"{name}={sizes}; a frontier needs two sizes or more, rising")
+        if self.frontier_widths[0] < 1:
+            raise ValueError(f"frontier_widths={self.frontier_widths}; use widths of 1 or more")
+        if self.widening_factors[0] != 1:
             raise ValueError(
-                f"frontier_widths={self.frontier_widths}, repeats={self.repeats}; "
-                "a frontier needs two widths and two repeats or more"
+                f"widening_factors={self.widening_factors}; begin with 1, the host as it is"
             )
 
 
@@ -76,6 +85,7 @@ PRESETS: dict[str, EvaluationConfig] = {
         num_plans=5,
         finalists=1,
         frontier_widths=(4, 6, 8, 12, 16),
+        widening_factors=(1.0, 1.5, 2.0),  # a size takes three seconds
         width_search_share=0.05,
         garden=None,
     ),

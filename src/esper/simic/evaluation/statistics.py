@@ -65,10 +65,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def estimate_over_views(values: Array) -> Estimate:
-    """The mean of `[V, repeats]`, where the views are all there are and the repeats a sample."""
-    num_views, repeats = values.shape
-    parts = values / num_views
+def estimate_over_groups(values: Array) -> Estimate:
+    """The mean of `[G, repeats]`, where the groups are all there are and the repeats a sample."""
+    num_groups, repeats = values.shape
+    parts = values / num_groups
     spreads = [(float(row.var(ddof=1)) / repeats, repeats - 1.0) for row in parts]
     draws = [_draw_shares(repeats, rng_seed) @ row for rng_seed, row in enumerate(parts)]
     return _interval(float(values.mean()), spreads, np.sum(draws, axis=0))
@@ -127,28 +127,35 @@ class RandomSearch:
 
 
 class Frontier:
-    """Accuracy of networks by their size, on each of V views; straight lines over log size."""
+    """Accuracy of networks by their size, in each of G groups; straight lines over log size.
+
+    A network names the group that it is compared with: its data, or its data and its host.
+    """
 
     def __init__(self, sizes: Array, accuracies: Array):
-        """`sizes [n]`, rising, and `accuracies [n, V, repeats]`."""
-        if len(sizes) < 2 or bool((np.diff(sizes) <= 0).any()) or accuracies.shape[2] < 2:
+        """`sizes [n, G]`, rising along n, and `accuracies [n, G, repeats]`."""
+        if len(sizes) < 2 or bool((np.diff(sizes, axis=0) <= 0).any()) or accuracies.shape[2] < 2:
             raise ValueError(
                 f"a frontier needs two sizes or more, rising, with two networks each; got sizes "
                 f"{sizes.tolist()} and accuracies {accuracies.shape}"
             )
         self.sizes, self.accuracies = sizes, accuracies
 
-    def at(self, size: Array, view: NDArray[np.int64]) -> tuple[Array, Array]:
-        """Accuracy at each size on its view, and its standard error; clamped at both ends."""
-        weights, repeats = self._weights(size), self.accuracies.shape[2]
-        each = np.einsum("...n,n...r->...r", weights, self.accuracies[:, view])
-        return each.mean(-1), each.std(-1, ddof=1) / math.sqrt(repeats)
+    def at(self, size: Array, group: NDArray[np.int64]) -> Array:
+        """Accuracy at each size `[..., H]` in its group `[H]`; clamped at both ends."""
+        means = self.accuracies.mean(-1)[:, group]
+        found: Array = np.einsum("n...h,nh->...h", self._weights(size, group), means)
+        return found
 
-    def excess(self, accuracy: Array, size: Array, view: NDArray[np.int64]) -> Estimate:
-        """How far networks `[H]` or `[K, H]` lie above it, at their sizes on their views `[H]`."""
+    def excess(self, accuracy: Array, size: Array, group: NDArray[np.int64]) -> Estimate:
+        """How far networks `[H]` or `[K, H]` lie above it, at their sizes in their groups `[H]`.
+
+        Noise of the frontier counts with the share of the networks that meet it. Where groups are
+        small it also shows as a spread between hosts: the interval is then rather too wide.
+        """
         accuracy, size = np.atleast_2d(accuracy), np.atleast_2d(size)
-        excess = accuracy - np.stack([self.at(row, view)[0] for row in size])
-        own = self._mean_on_frontier(self._weights(size), view)  # [V, repeats]
+        excess = accuracy - self.at(size, group)
+        own = self._mean_on_frontier(size, group)  # [G, repeats]
         repeats = own.shape[1]
         of_frontier = [(float(row.var(ddof=1)) / repeats, repeats - 1.0) for row in own]
         shift = sum(
@@ -159,23 +166,23 @@ class Frontier:
         found = _interval(float(excess.mean()), spreads, _draw_means(excess) - shift)
         return _with_controllers(found, excess, of_frontier)
 
-    def covers(self, size: Array) -> float:
-        """Share of the sizes that lie between its ends."""
-        return float(((size >= self.sizes[0]) & (size <= self.sizes[-1])).mean())
+    def covers(self, size: Array, group: NDArray[np.int64]) -> float:
+        """Share of the sizes `[..., H]` that lie between the ends of their groups `[H]`."""
+        first, last = self.sizes[0, group], self.sizes[-1, group]
+        return float(((size >= first) & (size <= last)).mean())
 
-    def _mean_on_frontier(self, weights: Array, view: NDArray[np.int64]) -> Array:
-        """What each repeat of the frontier adds to the mean over all networks, `[V, repeats]`."""
-        num_views = self.accuracies.shape[1]
-        shares = np.stack([weights[:, view == v].sum((0, 1)) for v in range(num_views)])
-        shares /= weights[..., 0].size
-        parts: Array = np.einsum("vn,nvr->vr", shares, self.accuracies)
+    def _mean_on_frontier(self, size: Array, group: NDArray[np.int64]) -> Array:
+        """What each repeat of the frontier adds to the mean over all networks, `[G, repeats]`."""
+        is_in = np.eye(self.sizes.shape[1])[group]  # [H, G]
+        shares = np.einsum("nkh,hg->ng", self._weights(size, group), is_in) / size.size
+        parts: Array = np.einsum("ng,ngr->gr", shares, self.accuracies)
         return parts
 
-    def _weights(self, size: Array) -> Array:
-        """Of each frontier size in the interpolation at `size [...]`, `[..., n]`."""
-        units = np.eye(len(self.sizes))
-        logs = np.log(self.sizes)
-        return np.stack([np.interp(np.log(size), logs, unit) for unit in units], axis=-1)
+    def _weights(self, size: Array, group: NDArray[np.int64]) -> Array:
+        """Of each of a group's n networks in the interpolation at `size [..., H]`, `[n, ..., H]`."""
+        logs = np.log(self.sizes)[:, np.broadcast_to(group, size.shape)]
+        passed = np.clip((np.log(size) - logs[:-1]) / np.diff(logs, axis=0), 0.0, 1.0)
+        return -np.diff(passed, axis=0, prepend=1.0, append=0.0)  # of each stretch between two
 
 
 def t_quantile(probability: float, degrees: float) -> float:

@@ -7,7 +7,7 @@ from esper.simic.evaluation.arms import CONSTANT, HOST_ALONE, LEARNED, ArmResult
 from esper.simic.evaluation.claims import FRONTIER_CLAIMS
 from esper.simic.evaluation.statistics import Estimate, estimate
 from esper.simic.evaluation.trial import Trial
-from esper.simic.evaluation.widened import StaticPool, host_views
+from esper.simic.evaluation.widened import StaticPool, frontier_groups, host_views
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class OnVariant:
     variant: str
     rent: float
     leads: dict[str, Estimate]  # of score, over an arm
-    excesses: dict[str, Estimate]  # of accuracy, over the static frontier
+    excesses: dict[str, Estimate]  # of accuracy, over a static frontier
 
 
 def by_variant(
@@ -25,6 +25,10 @@ def by_variant(
 ) -> list[OnVariant]:
     """Leads over the host alone and the best constant, and the excess over each frontier."""
     learned, view_of_host = arms[LEARNED], host_views(judged).numpy()
+    frontiers = [
+        (claim, statics.frontier(claim.kind, norm=claim.norm, by=claim.size))
+        for claim in FRONTIER_CLAIMS
+    ]
     found = []
     for number, view in enumerate(judged.view_ids):
         hosts = view_of_host == number
@@ -34,11 +38,11 @@ def by_variant(
                 for rival in (HOST_ALONE, CONSTANT)
             }
             excesses = {}
-            for claim in FRONTIER_CLAIMS:
-                frontier = statics.frontier(norm=claim.norm, by=claim.size)
+            for claim, frontier in frontiers:
+                group = frontier_groups(claim.kind, judged)[hosts]
                 accuracy, size = (
                     learned.array(field)[:, index, hosts] for field in ("test", claim.size)
                 )
-                excesses[claim.rival] = frontier.excess(accuracy, size, view_of_host[hosts])
+                excesses[claim.rival] = frontier.excess(accuracy, size, group)
             found.append(OnVariant(judged.task.names[view], rent, leads, excesses))
     return found

@@ -1,15 +1,19 @@
 """Networks that do not grow: hosts of other widths, with and without norm, trained as they are.
 
-The uniform ones are the static frontier, which grown networks have to beat at their own size. All
-of them together are a search over widths: what the arithmetic that a controller was trained with
-buys somebody who tries sizes instead.
+Grown networks have to beat two frontiers at their own size. Hosts of one width are the shape that
+somebody would choose who is free to; the host itself, all layers made wider alike, is what somebody
+has who keeps the shape and does not grow. All of them together are a search over widths: what the
+arithmetic that a controller was trained with buys somebody who tries sizes instead.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
+from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.kasmina.hosts import Host
@@ -18,17 +22,40 @@ from esper.simic.evaluation.trial import Arm, Cost, Harvest, Seeds, Trial
 from esper.simic.rewards import growth_score
 from esper.tamiyo.scripted import ConstantPlan
 
+Widths = tuple[int, ...]
+FrontierKind = Literal["uniform", "own"]
+FrontierLines = Mapping[FrontierKind, tuple[tuple[Widths, ...], ...]]
+"""Widths that rise: one line of uniform hosts for all that are judged, and one of its own for each."""
+
+
+def frontier_lines(
+    uniform: Sequence[int], judged: Sequence[Host], factors: Sequence[float]
+) -> FrontierLines:
+    """Hosts of one width, and each host judged, made wider by the factors."""
+    own = [tuple(site.width for site in host.sites) for host in judged]
+    return {
+        "uniform": (tuple((width,) * len(own[0]) for width in uniform),),
+        "own": tuple(widen(widths, factors) for widths in own),
+    }
+
+
+def widen(widths: Widths, factors: Sequence[float]) -> tuple[Widths, ...]:
+    """Every layer's width times each factor, to the nearest integer; a half counts as one."""
+    wider = tuple(tuple(int(width * factor + 0.5) for width in widths) for factor in factors)
+    if len(set(wider)) < len(factors):
+        raise ValueError(
+            f"widening_factors={tuple(factors)} give a host of widths {widths} the same widths "
+            f"twice: {wider}; use factors further apart"
+        )
+    return wider
+
 
 @dataclass(frozen=True)
 class WidenedHost:
     """A static network by its widths."""
 
-    widths: tuple[int, ...]
+    widths: Widths
     norm: bool
-
-    @property
-    def is_uniform(self) -> bool:
-        return len(set(self.widths)) == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +63,7 @@ class StaticPool:
     """A static networks on V views, `repeats` of each, trained once."""
 
     hosts: tuple[WidenedHost, ...]
+    lines: FrontierLines
     params: Tensor  # [A], as the multiply-adds
     macs: Tensor
     validation: Tensor  # [A, V, repeats], as those below
@@ -47,16 +75,27 @@ class StaticPool:
     def cost(self) -> Cost:
         return Cost(self.test.numel(), float(self.training_flops.sum()))
 
-    def frontier(self, *, norm: bool, by: str) -> Frontier:
-        """The uniform networks, by "params" or "macs"; sizes rise."""
-        sizes = self.params if by == "params" else self.macs
-        chosen = [i for i, h in enumerate(self.hosts) if h.is_uniform and h.norm == norm]
-        chosen.sort(key=lambda i: float(sizes[i]))
-        return Frontier(sizes[chosen].double().numpy(), self.test[chosen].numpy())
+    def frontier(self, kind: FrontierKind, *, norm: bool, by: str) -> Frontier:
+        """Static networks by "params" or "macs"; its groups are (line, view), in this order."""
+        place = {host: number for number, host in enumerate(self.hosts)}
+        chosen = torch.tensor(
+            [[place[WidenedHost(widths, norm)] for widths in line] for line in self.lines[kind]]
+        ).T  # [n, lines]
+        sizes = (self.params if by == "params" else self.macs)[chosen].double()
+        on_views = sizes.repeat_interleave(self.test.shape[1], dim=1)
+        return Frontier(on_views.numpy(), self.test[chosen].flatten(1, 2).numpy())
 
 
-def train_static(trial: Trial, hosts: Sequence[WidenedHost], built: Sequence[Host]) -> StaticPool:
-    """Every host on the trial's views, as often as its repeats say."""
+def frontier_groups(kind: FrontierKind, trial: Trial) -> NDArray[np.int64]:
+    """The group of a frontier that each host of a trial is compared with, `[H]`."""
+    groups: NDArray[np.int64] = (trial.type_of_host if kind == "own" else host_views(trial)).numpy()
+    return groups
+
+
+def train_static(
+    trial: Trial, hosts: Sequence[WidenedHost], built: Sequence[Host], lines: FrontierLines
+) -> StaticPool:
+    """Every host on the trial's views, as often as its repeats say; `lines` are among them."""
     repeats, views = trial.repeats, len(trial.view_ids)
     site = trial.hosts[0].sites[0]
     smallest = min(trial.menu, key=lambda blueprint: blueprint.program(site).num_params)
@@ -71,6 +110,7 @@ def train_static(trial: Trial, hosts: Sequence[WidenedHost], built: Sequence[Hos
 
     return StaticPool(
         tuple(hosts),
+        lines,
         torch.tensor([host.num_params for host in built]),
         torch.tensor([host.macs for host in built]),
         gather("validation"),
@@ -136,21 +176,20 @@ def host_views(trial: Trial) -> Tensor:
 
 
 def candidate_widths(
-    uniform: Sequence[int],
-    also: Sequence[tuple[int, ...]],
+    lines: FrontierLines,
     cost: Callable[[WidenedHost], float],
     budget: float,
     generator: torch.Generator,
 ) -> tuple[WidenedHost, ...]:
-    """The frontier and some others' widths; then more of the frontier's widths, mixed, in random
-    order, as many as a budget pays for beside those. All are there with and without norm."""
+    """The frontiers' hosts; then more of the uniform ones' widths, mixed, in random order, as many
+    as a budget pays for beside those. All are there with and without norm."""
 
-    def both(widths: Iterable[tuple[int, ...]]) -> list[WidenedHost]:
+    def both(widths: Iterable[Widths]) -> list[WidenedHost]:
         return [WidenedHost(w, norm) for w in widths for norm in (False, True)]
 
-    num_layers = len(also[0])
-    every = both(product(uniform, repeat=num_layers))
-    hosts = dict.fromkeys([*both((width,) * num_layers for width in uniform), *both(also)])
+    (uniform,) = lines["uniform"]
+    every = both(product(*zip(*uniform, strict=True)))
+    hosts = dict.fromkeys(both(chain(uniform, *lines["own"])))
     left = budget - sum(map(cost, hosts))
     for number in torch.randperm(len(every), generator=generator).tolist():
         host = every[number]
