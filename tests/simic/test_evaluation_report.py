@@ -285,6 +285,9 @@ def test_every_variant_is_looked_at_by_itself(report):
     assert "accuracy over static hosts of one width, with norm, at equal multiply-adds" in text
     assert "accuracy over their own hosts widened, without norm, at equal parameters" in text
     assert "accuracy over their own hosts widened, with norm" not in text  # the run's have none
+    with_norm = replace(report, config=replace(report.config, norm=True)).markdown()
+    assert "accuracy over their own hosts widened, with norm, at equal parameters" in with_norm
+    assert "accuracy over their own hosts widened, without norm" not in with_norm
 
 
 def test_sizes_have_intervals_and_stages_their_seconds(report):
