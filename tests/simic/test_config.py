@@ -73,7 +73,6 @@ def test_what_a_config_does_not_know_is_refused_by_name(plain, message):
         ({"widths": (4,), "held_out_widths": ()}, "1 hosts to draw from, but garden.num_types=3"),
         ({"ppo": replace(NETWORKS.ppo, num_minibatches=5)}, "12 hosts do not split"),
         ({"host_learning_rate": 0.0}, "host_learning_rate=0.0"),
-        ({"ppo": replace(NETWORKS.ppo, normalize_features=True)}, "scaled already"),
     ],
 )
 def test_mistakes_are_found_at_construction(changes, message):

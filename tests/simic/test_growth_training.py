@@ -74,7 +74,7 @@ def test_another_rng_seed_is_another_run():
 def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
     training = GrowthTraining(ORACLE)
     contents = {
-        "config": {"task": "known_gains", "ppo": {"normalize_features": False}},
+        "config": {"task": "known_gains"},
         "rounds_done": 0,
         "agent": training.agent.state_dict(),
         "rng_states": {},

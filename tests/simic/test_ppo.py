@@ -547,6 +547,19 @@ def test_the_learning_rate_falls_to_zero():
     assert agent.update(collect(agent), progress=0.75)["learning_rate"] == pytest.approx(0.025)
 
 
+def test_an_entropy_bonus_that_falls_is_that_much_smaller():
+    def weights_after(progress, **settings):
+        agent = make_agent(
+            SPACES["conditional heads"], learning_rate_schedule="constant", **settings
+        )
+        agent.update(collect(agent), progress=progress, generator=torch.Generator().manual_seed(0))
+        return torch.cat([weight.detach().flatten() for weight in agent.policy.parameters()])
+
+    fallen = weights_after(0.75, entropy_coefficient=0.4, entropy_schedule="linear")
+    torch.testing.assert_close(fallen, weights_after(0.75, entropy_coefficient=0.1))
+    assert not torch.allclose(fallen, weights_after(0.75, entropy_coefficient=0.4))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -558,6 +571,7 @@ def test_the_learning_rate_falls_to_zero():
         (dict(target_kl=-1.0), "target_kl=-1.0"),
         (dict(entropy_coefficient=math.nan), "entropy_coefficient=nan"),
         (dict(learning_rate_schedule="cosine"), "learning_rate_schedule='cosine'"),
+        (dict(entropy_schedule="cosine"), "entropy_schedule='cosine'"),
     ],
 )
 def test_mistakes_in_the_settings_are_named(settings, message):

@@ -1,6 +1,5 @@
 """Vectorised training: the oracle environment is solved; rewards telescope; ended envs sit out."""
 
-import pytest
 import torch
 
 from esper.kasmina.lifecycle import uproot
@@ -21,7 +20,7 @@ def make_trainer(num_envs, garden=None, *, rng_seed=0, **settings):
     policy = FactoredRecurrentActorCritic(
         environment.action_space, layout, PolicyConfig(lstm_hidden_dim=64)
     )
-    config = PPOConfig(**({"gamma": 1.0, "normalize_features": False} | settings))
+    config = PPOConfig(**({"gamma": 1.0} | settings))
     return VectorizedTrainer(
         environment,
         PPOAgent(policy, config),
@@ -46,6 +45,21 @@ def test_the_oracle_environment_is_solved():
         found += (episodes.scores - HOST_ACCURACY).sum()
         possible += (best - HOST_ACCURACY).sum()
     assert found / possible >= 0.95, f"reached {found / possible:.3f} of the optimum"
+
+
+def test_features_are_scaled_after_the_first_update_and_never_again():
+    trainer = make_trainer(8)
+    scales = trainer.agent.policy.heads.scales
+    trainer.collect()
+    assert not scales.is_fitted
+    trainer.learn()
+    after_one = {name: value.clone() for name, value in scales.state_dict().items()}
+    assert after_one["is_fitted"]
+    assert after_one["env_center"].any()
+    trainer.collect()
+    assert trainer.learn()["first_ratio_error"] < 1e-5
+    for name, value in scales.state_dict().items():
+        assert torch.equal(value, after_one[name]), name
 
 
 def test_rewards_sum_to_the_score_of_the_committed_network():
@@ -114,11 +128,6 @@ def test_an_env_is_compared_with_all_of_its_siblings_episode_even_if_its_own_end
     torch.testing.assert_close(learned_from[1, :2], own[1, :2] - own[0, :2])
 
 
-def test_slots_are_scaled_alike_or_refused():
-    with pytest.raises(ValueError, match="normalize_features=False"):
-        make_trainer(4, normalize_features=True)
-
-
 def test_a_budget_is_never_exceeded_and_compute_is_charged():
     garden = KnownGains(32)
     environment = GrowthEnvironment(
@@ -128,9 +137,7 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     policy = FactoredRecurrentActorCritic(
         environment.action_space, layout, PolicyConfig(lstm_hidden_dim=16)
     )
-    trainer = VectorizedTrainer(
-        environment, PPOAgent(policy, PPOConfig(gamma=1.0, normalize_features=False)), max_steps=25
-    )
+    trainer = VectorizedTrainer(environment, PPOAgent(policy, PPOConfig(gamma=1.0)), max_steps=25)
     trainer.collect()
     reports = environment.observe()
     assert (reports.params - reports.host_params <= 0.3 * HOST_PARAMS).all()

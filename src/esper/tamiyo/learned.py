@@ -22,7 +22,7 @@ from esper.tamiyo.policy.network import (
     RecurrentState,
 )
 
-_FORMAT = "esper controller 2"
+_FORMAT = "esper controller 3"
 
 
 class LearnedController:

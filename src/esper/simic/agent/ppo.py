@@ -62,9 +62,12 @@ class PPOConfig:
     the reward does not change with the scale."""
     normalize_features: bool = True
     """Scale features to mean 0 and variance 1; what the policy makes of an observation does not
-    change with the mean."""
+    change with the mean. Features of slots and blueprints are scaled once, after the first
+    update, and all of a kind alike."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus, entropy being scaled to 0..1 per head."""
+    entropy_schedule: Literal["constant", "linear"] = "constant"
+    """"linear" lets the entropy bonus fall to 0 at the end of training."""
     head_entropy_weights: Mapping[str, float] = field(default_factory=dict)
     """Relative weight of a head's entropy, by name; heads not named have weight 1."""
     target_kl: float | None = 0.03
@@ -91,10 +94,9 @@ class PPOConfig:
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use a number from 0 to 1")
-        if self.learning_rate_schedule not in ("constant", "linear"):
-            raise ValueError(
-                f"learning_rate_schedule={self.learning_rate_schedule!r}; use 'constant' or 'linear'"
-            )
+        for name in ("learning_rate_schedule", "entropy_schedule"):
+            if getattr(self, name) not in ("constant", "linear"):
+                raise ValueError(f"{name}={getattr(self, name)!r}; use 'constant' or 'linear'")
 
 
 class TrainingFailed(RuntimeError):
@@ -107,11 +109,6 @@ class PPOAgent:
     def __init__(self, policy: FactoredRecurrentActorCritic, config: PPOConfig | None = None):
         self.policy = policy
         self.config = config or PPOConfig()
-        if self.config.normalize_features and not policy.takes_any_scale:
-            raise ValueError(
-                "features of a FeatureLayout are scaled by their layout, alike for every slot; "
-                "use PPOConfig(normalize_features=False)"
-            )
         self._parameters = list(policy.parameters())
         self.device = policy.device
         self.optimizer = torch.optim.Adam(
@@ -121,6 +118,7 @@ class PPOAgent:
         self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
         self.failed_updates = 0
         self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
+        self._entropy_share = 1.0  # of the bonus, as the schedule has it
 
     # -- acting -------------------------------------------------------------------------------
 
@@ -159,8 +157,8 @@ class PPOAgent:
     ) -> dict[str, float]:
         """Learn from a rollout; returns what happened, by the names in docs/metrics.md.
 
-        `progress` (0 to 1) drives the learning-rate schedule, `generator` (on the CPU) the
-        shuffling. An update that turns out not finite is undone.
+        `progress` (0 to 1) drives the schedules, `generator` (on the CPU) the shuffling. An
+        update that turns out not finite is undone.
         """
         config = self.config
         self.check_split(buffer.num_envs)
@@ -172,7 +170,7 @@ class PPOAgent:
             raise ValueError("the rollout holds no steps to learn from")
 
         before = self._snapshot()
-        self._set_learning_rate(progress)
+        self._set_schedules(progress)
         returns = layout.take(batch.returns)
         if config.normalize_values:
             self._rescale_values(returns)
@@ -218,7 +216,11 @@ class PPOAgent:
             for piece, steps, rows in self._minibatches(rollout, layout, generator):
                 evaluation = self.policy.score(steps, piece)
                 loss, measured = ppo_loss(
-                    evaluation, rows, self.policy.action_space, self._entropy_weights, self.config
+                    evaluation,
+                    rows,
+                    self.policy.action_space,
+                    self._entropy_share * self._entropy_weights,
+                    self.config,
                 )
                 for parameter in self._parameters:
                     parameter.grad = None
@@ -279,19 +281,24 @@ class PPOAgent:
         Otherwise its middle would follow the rollouts: a policy that leans to one side would lean
         further with every update. A new scale is felt, as a stretch around the old mean. So are
         the first statistics of all: they bring features to where weights are drawn to read them.
+        Tamiyo's policy takes its scales from those alone.
         """
+        if not self.policy.takes_any_scale:
+            self.policy.fit_scales(features)
+            return
         normalizer = self.feature_normalizer
         old_mean, is_first = normalizer.mean.clone(), normalizer.count == 0
         normalizer.update(features)
         shift = (normalizer.mean - old_mean) / normalizer.std
         self.policy.shift_features(shift.masked_fill(is_first, 0.0))
 
-    def _set_learning_rate(self, progress: float) -> None:
+    def _set_schedules(self, progress: float) -> None:
         if not 0.0 <= progress <= 1.0:
             raise ValueError(f"progress={progress}; use a number from 0 to 1")
-        fall = 1.0 - progress if self.config.learning_rate_schedule == "linear" else 1.0
+        share = {"constant": 1.0, "linear": 1.0 - progress}
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * fall
+            group["lr"] = self.config.learning_rate * share[self.config.learning_rate_schedule]
+        self._entropy_share = share[self.config.entropy_schedule]
 
     def _undo(self, before: dict[str, Any]) -> None:
         self.load_state_dict(before)
@@ -331,8 +338,8 @@ class PPOAgent:
         self.failed_updates = state["failed_updates"]
 
     def _scaled_features(self, features: Tensor) -> Tensor:
-        if not self.config.normalize_features:
-            return features
+        if not (self.config.normalize_features and self.policy.takes_any_scale):
+            return features  # Tamiyo's policy scales them itself
         return self.feature_normalizer.normalize(features)
 
     def _scaled_values(self, values: Tensor) -> Tensor:

@@ -151,6 +151,11 @@ class FeatureLayout:
         start, _ = _SLOT.positions["exists"]
         return slots[..., start] > 0.5
 
+    def blueprint_fits(self, blueprints: Tensor) -> Tensor:
+        """Which of the blueprints `[..., S, B, D]` fit, bool `[..., S, B]`."""
+        start, _ = _BLUEPRINT.positions["fits"]
+        return blueprints[..., start] > 0.5
+
     def positions(self, block: str) -> dict[str, tuple[int, int]]:
         """Where each feature of a block lies in it, and how wide it is, by name."""
         tables = {table.block: table for table in _TABLES}

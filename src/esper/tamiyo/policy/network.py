@@ -210,6 +210,12 @@ class FactoredRecurrentActorCritic(nn.Module):
         assert isinstance(self.heads, PlainHeads), "slots are to be treated alike"
         self.heads.shift_features(shift)
 
+    def fit_scales(self, features: Tensor) -> None:
+        """Take the scales of a layout's features from features `[R, F]`, the first time."""
+        assert isinstance(self.heads, SlotHeads), "flat features are scaled by whoever gives them"
+        if not self.heads.scales.is_fitted:
+            self.heads.scales.fit(features)
+
     def evaluate(
         self,
         features: Tensor,

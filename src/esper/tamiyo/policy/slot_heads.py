@@ -15,21 +15,24 @@ from torch import Tensor, nn
 from esper.leyline.device_constant import multiples
 from esper.leyline.factored_actions import FactoredActionSpace, tamiyo_action_space
 from esper.leyline.stages import LifecycleOp
+from esper.tamiyo.policy.feature_scales import FeatureScales
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.plain_heads import POLICY_GAIN, Scene, embedding, linear, mlp
 
-# Logits of the ops before anything is learned: seeds are grown, left to live and committed. Even
-# chances would prune or stop most seeds before they can show what they are worth.
+# Logits of the ops before anything is learned: seeds are grown now and then, left to live and
+# committed. Even chances would prune or stop most seeds before they can show what they are worth,
+# and where every slot is filled at once, nothing shows what growing nothing is worth.
 OP_PRIOR = {
     LifecycleOp.WAIT: 0.0,
-    LifecycleOp.GERMINATE: -0.5,
-    LifecycleOp.SET_ALPHA_TARGET: -2.0,
-    LifecycleOp.PRUNE: -2.0,
-    LifecycleOp.FOSSILIZE: -0.5,
-    LifecycleOp.ADVANCE: -2.0,
+    LifecycleOp.GERMINATE: -2.5,
+    LifecycleOp.SET_ALPHA_TARGET: -4.0,
+    LifecycleOp.PRUNE: -4.0,
+    LifecycleOp.FOSSILIZE: 1.5,
+    LifecycleOp.ADVANCE: -4.0,
 }
 
 _RELU_GAIN = math.sqrt(2)
+_SHARPNESS = 0.25  # of pointers: how far a step of the optimiser moves their logits
 _OP, _SLOT = 0, 1  # columns of the actions
 _SLOT_RUN = 1  # runs of Tamiyo's heads: op; slot given op; the others given both
 
@@ -55,6 +58,7 @@ class SlotHeads(nn.Module):
                 f"needs heads {expected.heads}, got {action_space.heads}"
             )
         self.layout = layout
+        self.scales = FeatureScales(layout)
         self.blueprint_encoder = linear(
             layout.blueprint_width, blueprint_dim, gain=_RELU_GAIN, bias=False
         )
@@ -62,17 +66,17 @@ class SlotHeads(nn.Module):
         self.encoder = mlp(layout.env_width + 2 * slot_dim, width, layers)
         num_ops = action_space.sizes[_OP]
         self.slot_op = embedding(num_ops, width)
-        self.slot_pointer = _Pointer(width, slot_dim, slot_dim)
+        self.slot_pointer = _Pointer(width, slot_dim)
         self.where_core = linear(width, width)
         self.where_op = embedding(num_ops, width)
         self.where_slot = linear(slot_dim, width, bias=False)
-        self.blueprint_pointer = _Pointer(width, blueprint_dim, slot_dim)
+        self.blueprint_pointer = _Pointer(width, blueprint_dim)
         plain_choices = action_space.run_spaces[2].num_choices - layout.num_blueprints
         self.readout = linear(width, plain_choices, gain=POLICY_GAIN)
 
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
         """The core's input `[B, width]`; slot `[B, S, .]` and blueprint `[B, S, B', .]` embeddings."""
-        env, slots, blueprints = self.layout.split(features)
+        env, slots, blueprints = self.scales(features)
         exists = self.layout.slot_exists(slots).unsqueeze(-1)
         # no bias: what does not fit is all 0 in the features, stays 0, and is never the largest
         blueprints = self.blueprint_encoder(blueprints).relu()
@@ -104,15 +108,16 @@ def _largest(candidates: Tensor) -> Tensor:
 
 
 class _Pointer(nn.Module):
-    """Scores candidates `[B, K, .]` from a context `[B, .]` and each candidate's embedding."""
+    """Scores candidates `[B, K, .]` by what a context `[B, .]` asks for.
 
-    def __init__(self, context_dim: int, candidate_dim: int, width: int):
+    A product, so that what is asked for depends on the context from the first step on: in a sum
+    under a tanh, near linear at first, the context adds the same to every candidate.
+    """
+
+    def __init__(self, context_dim: int, candidate_dim: int):
         super().__init__()
-        self.context = linear(context_dim, width)
-        self.candidate = linear(candidate_dim, width, bias=False)
-        self.score = linear(width, 1, gain=POLICY_GAIN, bias=False)
+        self.question = linear(context_dim, candidate_dim, gain=POLICY_GAIN)
 
     def forward(self, context: Tensor, candidates: Tensor) -> Tensor:
-        query = self.context(context).unsqueeze(1)
-        scores: Tensor = self.score((query + self.candidate(candidates)).tanh())
-        return scores.squeeze(-1)
+        question = _SHARPNESS * self.question(context).unsqueeze(-1)
+        return torch.bmm(candidates, question).squeeze(-1)

@@ -1,0 +1,84 @@
+"""Scales of features: against a loop in float64, alike for slots and blueprints, fitted once."""
+
+import pytest
+import torch
+from tamiyo.random_reports import random_reports
+
+from esper.leyline.factored_actions import tamiyo_action_space
+from esper.tamiyo.policy.feature_scales import LEAST_STD, LIMIT, FeatureScales
+from esper.tamiyo.policy.features import FEATURES, FeatureLayout, Flag
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
+
+LAYOUT = FeatureLayout(3, 8)
+
+
+def some_features(num_envs=64, rng_seed=0):
+    return LAYOUT.features(random_reports(num_envs, rng_seed=rng_seed))
+
+
+def fitted(features):
+    scales = FeatureScales(LAYOUT)
+    scales.fit(features)
+    return scales
+
+
+def column(layout, features, block, name):
+    """One feature of a block, `[all envs, slots and blueprints, width]`."""
+    part = dict(zip(("env", "slot", "blueprint"), layout.split(features), strict=True))[block]
+    start, width = layout.positions(block)[name]
+    return part[..., start : start + width].reshape(-1, width)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda row: f"{row.block} {row.name}")
+def test_every_feature_is_scaled_by_what_was_there(feature):
+    features = some_features()
+    is_there = {
+        "env": torch.ones(len(features), dtype=torch.bool),
+        "slot": column(LAYOUT, features, "slot", "exists")[:, 0] > 0.5,
+        "blueprint": column(LAYOUT, features, "blueprint", "fits")[:, 0] > 0.5,
+    }[feature.block]
+    raw = column(LAYOUT, features, feature.block, feature.name).double()
+    expected = raw
+    if not isinstance(feature.scale, Flag):
+        seen = raw[is_there]
+        center = seen.sum(0) / len(seen)
+        std = ((seen - center).square().sum(0) / len(seen)).sqrt().clamp(min=LEAST_STD)
+        expected = (raw - center * (feature.block != "blueprint")) / std
+    parts = fitted(features)(features)
+    found = torch.cat([part.reshape(len(features), -1) for part in parts], dim=1)
+    torch.testing.assert_close(
+        column(LAYOUT, found, feature.block, feature.name).double(),
+        expected.clamp(-LIMIT, LIMIT),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+def test_features_are_as_the_layout_gives_them_until_scales_are_fitted():
+    features = some_features()
+    for part, raw in zip(FeatureScales(LAYOUT)(features), LAYOUT.split(features), strict=True):
+        assert torch.equal(part, raw.clamp(-LIMIT, LIMIT))
+
+
+def test_what_does_not_fit_stays_zero():
+    features = some_features()
+    _, _, raw = LAYOUT.split(features)
+    _, _, blueprints = fitted(features)(features)
+    absent = ~LAYOUT.blueprint_fits(raw)
+    assert absent.any()
+    assert (blueprints[absent] == 0).all()
+
+
+def test_a_policy_takes_its_scales_once_and_keeps_them_with_its_weights():
+    policy, other = (
+        FactoredRecurrentActorCritic(tamiyo_action_space(3, 8), LAYOUT) for _ in range(2)
+    )
+    policy.fit_scales(some_features())
+    first = policy.heads.scales.env_center.clone()
+    assert first.any()
+    policy.fit_scales(some_features(rng_seed=1))
+    assert torch.equal(policy.heads.scales.env_center, first)
+    other.load_state_dict(policy.state_dict())
+    features = some_features(rng_seed=2)
+    for part, same in zip(policy.heads.scales(features), other.heads.scales(features), strict=True):
+        assert torch.equal(part, same)
