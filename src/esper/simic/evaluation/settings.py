@@ -14,8 +14,8 @@ class EvaluationConfig:
     """Low, middle and high: every arm is scored at each."""
     num_widths: int = 8
     """Architectures judged on: this many of those held out from the controller's training."""
-    repeats: int = 11
-    """Hosts of each architecture and variant; with 8 and 3, 264 hosts an arm."""
+    repeats: int = 8
+    """Hosts of each architecture and variant; with 8 and 4, 256 hosts an arm."""
     training_widths: int = 6
     """Architectures trained on that are searched and tuned on, with every variant trained on."""
     training_repeats: int = 2
@@ -89,11 +89,11 @@ PRESETS: dict[str, EvaluationConfig] = {
         width_search_share=0.05,
         garden=None,
     ),
-    # one GPU, some minutes: 264 hosts an arm
+    # one GPU, some minutes: 256 hosts an arm
     "full": EvaluationConfig(),
-    # the same GPU, data that the controller was not trained on: 72 hosts an arm
+    # the same GPU, data that the controller was not trained on: 64 hosts an arm
     "transfer": EvaluationConfig(
-        repeats=3,
+        repeats=2,
         training_repeats=1,
         heuristic_scales=(1.0,),
         num_plans=16,

@@ -31,7 +31,7 @@ _PPO = PPOConfig(
     value_coefficient=0.5,
     entropy_coefficient=0.02,
     entropy_schedule="linear",
-    head_entropy_weights={"blueprint": 40.0},  # or the cheapest seed is all that is tried
+    head_entropy_weights={"blueprint": 10.0},  # or the cheapest seed is all that is tried
 )
 
 
@@ -175,16 +175,19 @@ PRESETS: dict[str, TrainConfig] = {
             "permuted:2",
             "rows:300",
             "rows:600",
+            "noise:0.2",
             "noise:0.5",
             "noise:1.0",
         ),
-        held_out_variants=("permuted:3", "rows:450", "noise:0.7"),
+        held_out_variants=("permuted:3", "rows:450", "noise:0.1", "noise:0.7"),
+        norm=True,
         host_learning_rate=2e-2,
         garden=GardenConfig(
             num_types=8, envs_per_type=64, siblings=8, minibatches=40, validation_rows=800
         ),
         policy=PolicyConfig(lstm_hidden_dim=128),
-        rounds=70,
+        ppo=replace(_PPO, learning_rate=4e-3, num_minibatches=8),
+        rounds=80,
         checkpoint_every=10,
         observed_share=0.01,
     ),
