@@ -91,9 +91,10 @@ PRESETS: dict[str, EvaluationConfig] = {
     ),
     # one GPU, some minutes: 256 hosts an arm
     "full": EvaluationConfig(),
-    # the same GPU, data that the controller was not trained on: 64 hosts an arm
+    # the same GPU, data that the controller was not trained on: 48 hosts an arm
     "transfer": EvaluationConfig(
-        repeats=2,
+        num_widths=4,
+        repeats=3,
         training_repeats=1,
         heuristic_scales=(1.0,),
         num_plans=16,
