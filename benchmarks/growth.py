@@ -7,7 +7,7 @@
     python benchmarks/growth.py --quick                          # as small as it gets: it runs, no more
 
 Controllers in files were trained as `--preset` says. On the task that they were trained on, the
-evaluation is the preset's; on others it is `transfer`, which is smaller.
+evaluation is the preset's; on others it is `transfer` or `transfer_large`, which are smaller.
 
 Only torch and numpy are needed beside the data: MNIST-1D as data/mnist1d_5000_42.npz where its
 package is missing, Fashion-MNIST as four idx files. Reports go to OUT, one for each task; pictures
@@ -34,6 +34,7 @@ from esper.simic.training.run_folder import RunFiles
 from esper.tamiyo.learned import LearnedController
 
 TRAINED_ON = "mnist1d"
+TRANSFER: dict[str, str] = {"digits": "transfer", "fashion_mnist": "transfer_large"}  # evaluations
 MOST_SECONDS = 180.0  # to train one controller
 MOST_OVERHEAD = 0.15  # of that which is not host training
 
@@ -66,7 +67,7 @@ def main() -> None:
     else:
         controllers = [train(config, seed, asked.out, bars) for seed in rng_seeds]
     for task in tasks:
-        size = settings if task == config.task else EVALUATIONS["transfer"]
+        size = settings if task == config.task else EVALUATIONS[TRANSFER[task]]
         report = judge(controllers, config, task, size, asked.out)
         bars |= bars_of(report, task)
     print(json.dumps({"benchmark": "growth", "device": str(device), "bars": bars}))

@@ -102,6 +102,20 @@ PRESETS: dict[str, EvaluationConfig] = {
         frontier_widths=(4, 8, 12, 16, 24, 32, 40),  # seeds of images are large
         width_search_share=0.02,  # what the controller's training took was paid elsewhere
     ),
+    # the same, on data whose networks take a hundred times the arithmetic: 32 hosts an arm
+    "transfer_large": EvaluationConfig(
+        num_widths=4,
+        repeats=2,
+        training_widths=3,
+        training_repeats=1,
+        learning_rates=(1e-2, 2e-2, 4e-2),
+        heuristic_scales=(1.0,),
+        num_plans=8,
+        finalists=2,
+        frontier_widths=(4, 8, 12, 16, 24, 32),
+        widening_factors=(1.0, 1.25, 1.5, 1.75, 2.0),
+        width_search_share=0.0,
+    ),
 }
 
 
