@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from esper.cli import main, train
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.training import locked_folder
+from esper.simic.training.checkpoint import write_checkpoint
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.gymnasium import GymAgent, GymTraining
 from esper.simic.training.locked_folder import LockedFolder
@@ -315,9 +316,20 @@ def test_settings_of_a_resumed_run_cannot_be_changed(tmp_path):
 
 def test_a_damaged_checkpoint_names_the_one_before(tmp_path):
     RunFolder.create(tmp_path / "run", ORACLE).close()
-    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    files = RunFiles(tmp_path / "run")
+    GrowthTraining(ORACLE).save(files.previous_checkpoint)
+    files.checkpoint.write_bytes(b"not a checkpoint")
     with pytest.raises(SystemExit, match="checkpoint.previous.pt is the checkpoint before it"):
-        main(["train", "--resume", str(tmp_path / "run")])
+        main(["train", "--resume", str(files.path)])
+
+
+def test_a_run_of_another_version_is_not_sent_to_a_checkpoint_that_is_no_better(tmp_path):
+    RunFolder.create(tmp_path / "run", ORACLE).close()
+    files = RunFiles(tmp_path / "run")
+    for path in (files.checkpoint, files.previous_checkpoint):
+        write_checkpoint(path, "growth run", {}, version=1)
+        with pytest.raises(SystemExit, match="reads version 2; train anew, in another folder"):
+            main(["train", "--resume", str(files.path)])
 
 
 @pytest.mark.parametrize("arguments", [["--resume", "no-run"], ["--rounds", "0"]])

@@ -40,12 +40,13 @@ def assert_same(records, others):
         assert record.variants == other.variants
 
 
+@pytest.mark.parametrize("rounds", [0, 1, 2])  # features are scaled after the first
 @pytest.mark.parametrize("config", [ORACLE, NETWORKS], ids=["oracle", "networks"])
-def test_a_resumed_run_ends_with_the_numbers_of_one_that_never_stopped(config, tmp_path):
+def test_a_resumed_run_ends_with_the_numbers_of_one_that_never_stopped(config, rounds, tmp_path):
     whole = GrowthTraining(config)
     expected = run(whole)
     first = GrowthTraining(config)
-    begun = run(first, until=2)
+    begun = run(first, until=rounds)
     first.save(tmp_path / "checkpoint.pt")
     second = GrowthTraining.resume(tmp_path / "checkpoint.pt")
     assert_same([*begun, *run(second)], expected)
@@ -71,6 +72,21 @@ def test_another_rng_seed_is_another_run():
     assert not torch.equal(one.actions, other.actions)
 
 
+def test_features_are_not_scaled_by_an_update_that_is_undone():
+    training = GrowthTraining(ORACLE)
+    agent, trainer = training.agent, training.trainer
+    scales = agent.policy.heads.scales
+    before = {name: value.clone() for name, value in scales.state_dict().items()}
+    trainer.collect()
+    trainer.buffer._fields["log_probs"][0, 0] = -3e38  # the ratio is not finite
+    assert trainer.learn()["update_undone"] == 1.0
+    for name, value in scales.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    trainer.collect()
+    assert trainer.learn()["update_undone"] == 0.0
+    assert scales.is_fitted
+
+
 def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
     training = GrowthTraining(ORACLE)
     contents = {
@@ -79,7 +95,7 @@ def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
         "agent": training.agent.state_dict(),
         "rng_states": {},
     }
-    write_checkpoint(tmp_path / "other.pt", "growth run", contents)
+    write_checkpoint(tmp_path / "other.pt", "growth run", contents, version=2)
     with pytest.raises(CheckpointMismatch, match="policy.*expected float32"):
         GrowthTraining.resume(tmp_path / "other.pt")
 

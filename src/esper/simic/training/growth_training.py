@@ -150,12 +150,12 @@ class GrowthTraining:
             "agent": self.agent.state_dict(),
             "rng_states": self._rng_states,
         }
-        write_checkpoint(path, _KIND, contents)
+        write_checkpoint(path, _KIND, contents, version=_VERSION)
 
     @classmethod
     def resume(cls, path: str | Path) -> "GrowthTraining":
         """The run as it was saved; it goes on as if it had never stopped."""
-        saved = read_checkpoint(path, _KIND)
+        saved = read_checkpoint(path, _KIND, version=_VERSION)
         training = cls(from_plain(TrainConfig, saved["config"]))
         training._load(saved, path)
         return training
@@ -181,7 +181,7 @@ class GrowthTraining:
         return {name: rng.get_state() for name, rng in self._generators().items()}
 
 
-_KIND = "growth run"
+_KIND, _VERSION = "growth run", 2
 
 
 def _new_agent(environment: GrowthEnvironment, config: TrainConfig) -> PPOAgent:

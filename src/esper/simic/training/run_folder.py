@@ -98,10 +98,19 @@ class RunFolder:
         try:
             return GrowthTraining.resume(self.files.checkpoint)
         except CheckpointMismatch as error:
-            raise ValueError(
-                f"{error}; {self.files.previous_checkpoint.name} is the checkpoint before it: copy "
-                f"it to {self.files.checkpoint} to go on from there"
-            ) from error
+            raise ValueError(f"{error}; {self._way_out()}") from error
+
+    def _way_out(self) -> str:
+        """What to do about a checkpoint that cannot be gone on from."""
+        previous = self.files.previous_checkpoint
+        try:
+            GrowthTraining.resume(previous)
+        except (CheckpointMismatch, FileNotFoundError):
+            return "train anew, in another folder"
+        return (
+            f"{previous.name} is the checkpoint before it: copy it to {self.files.checkpoint} to go "
+            "on from there"
+        )
 
     def save(self, training: GrowthTraining) -> None:
         """Checkpoint and controller; the checkpoint of an earlier round is kept beside it."""
