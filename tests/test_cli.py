@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
+from typing import get_args
 
 import gymnasium
 import pytest
@@ -17,10 +18,12 @@ import torch
 from simic.small_runs import ORACLE, flags
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from esper.cli import main, train
+from esper.cli import evaluate, main, train
 from esper.simic.agent.ppo import TrainingFailed
+from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.training import locked_folder
 from esper.simic.training.checkpoint import write_checkpoint
+from esper.simic.training.config import PRESETS as TRAININGS
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.gymnasium import GymAgent, GymTraining
 from esper.simic.training.locked_folder import LockedFolder
@@ -330,6 +333,13 @@ def test_a_run_of_another_version_is_not_sent_to_a_checkpoint_that_is_no_better(
         write_checkpoint(path, "growth run", {}, version=1)
         with pytest.raises(SystemExit, match="reads version 2; train anew, in another folder"):
             main(["train", "--resume", str(files.path)])
+
+
+@pytest.mark.parametrize(
+    ("command", "presets"), [(train.PresetName, TRAININGS), (evaluate.PresetName, EVALUATIONS)]
+)
+def test_every_preset_can_be_asked_for(command, presets):
+    assert get_args(command) == tuple(presets)
 
 
 @pytest.mark.parametrize("arguments", [["--resume", "no-run"], ["--rounds", "0"]])

@@ -10,10 +10,12 @@ from esper.nissa.frontier_plot import draw_frontier
 from esper.simic.evaluation.evaluate import evaluate_run
 from esper.simic.evaluation.report import EvaluationReport
 
+PresetName = Literal["quick", "full", "transfer", "transfer_large"]
+
 
 def evaluate(
     runs: tyro.conf.Positional[tuple[Path, ...]],
-    preset: Literal["quick", "full", "transfer"] = "quick",
+    preset: PresetName = "quick",
     task: Literal["mnist1d", "digits", "fashion_mnist"] | None = None,
     out: Path | None = None,
 ) -> None:
@@ -21,7 +23,8 @@ def evaluate(
 
     Args:
         runs: folders of runs that differ in their rng_seed alone; their controllers count as one arm
-        preset: quick (two CPU cores, a minute or two), full (a GPU) or transfer (a GPU, for --task)
+        preset: quick (two CPU cores, a minute or two), full (a GPU), or, for --task, transfer and
+            transfer_large (a GPU; the latter for fashion_mnist, whose networks are large)
         task: other data than the runs were trained on
         out: where the report goes; the first run's folder if not given
     """
