@@ -20,7 +20,7 @@ class EvaluationConfig:
     """Architectures trained on that are searched and tuned on, with every variant trained on."""
     training_repeats: int = 2
     """Hosts of each of those."""
-    learning_rates: tuple[float, ...] = (5e-3, 1e-2, 2e-2, 4e-2)
+    learning_rates: tuple[float, ...] = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
     """Tried for hosts that nothing grows in; the best is used in every arm."""
     heuristic_scales: tuple[float, ...] = (0.5, 1.0, 2.0)
     """The heuristic's beliefs about gains and about crowding are tried at each of these times."""
