@@ -19,6 +19,7 @@ from simic.small_runs import ORACLE, flags
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper.cli import evaluate, main, train
+from esper.leyline.factored_actions import tamiyo_action_space
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.training import locked_folder
@@ -340,6 +341,16 @@ def test_a_run_of_another_version_is_not_sent_to_a_checkpoint_that_is_no_better(
 )
 def test_every_preset_can_be_asked_for(command, presets):
     assert get_args(command) == tuple(presets)
+
+
+def test_the_entropy_of_every_head_has_a_flag(tmp_path, monkeypatch):
+    folders = []
+    monkeypatch.setattr(train, "run_training", folders.append)
+    main(["train", "--ppo.head-entropy-weights.op", "0.5", "--out", str(tmp_path / "run")])
+    with folders[0] as folder:
+        weights = folder.files.read_config().ppo.head_entropy_weights
+    assert weights == dict.fromkeys(weights, 1.0) | {"op": 0.5, "blueprint": 10.0}
+    assert tuple(weights) == tamiyo_action_space(1, 1).names
 
 
 @pytest.mark.parametrize("arguments", [["--resume", "no-run"], ["--rounds", "0"]])

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from esper.leyline.devices import usable_device
+from esper.leyline.factored_actions import tamiyo_action_space
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tolaria.environment import GrowthConfig
@@ -31,7 +32,8 @@ _PPO = PPOConfig(
     value_coefficient=0.5,
     entropy_coefficient=0.02,
     entropy_schedule="linear",
-    head_entropy_weights={"blueprint": 10.0},  # or the cheapest seed is all that is tried
+    # of blueprints most, or the cheapest seed is all that is tried; every head has its flag
+    head_entropy_weights=dict.fromkeys(tamiyo_action_space(1, 1).names, 1.0) | {"blueprint": 10.0},
 )
 
 
