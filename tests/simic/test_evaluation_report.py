@@ -65,7 +65,7 @@ SMALL = EvaluationConfig(
     finalists=2,
     frontier_widths=(4, 8),
     widening_factors=(1.0, 1.5),
-    width_search_share=0.017,
+    width_search_share=0.03,
     garden=GardenConfig(minibatches=4, validation_rows=100),
 )
 
