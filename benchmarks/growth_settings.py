@@ -126,20 +126,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two rounds, which teach nothing")
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--rng-seeds", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0, help="the first rng seed")
+    parser.add_argument("--rng-seeds", type=int, default=2, help="how many")
     parser.add_argument("--siblings", type=int, default=1)
     parser.add_argument("--noise", type=float, default=0.0, help="of accuracies while training")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    rounds, rng_seeds = (2, 1) if asked.quick else (CONFIG.rounds, asked.rng_seeds)
+    rounds, count = (2, 1) if asked.quick else (CONFIG.rounds, asked.rng_seeds)
+    rng_seeds = range(asked.first, asked.first + count)
     garden = KnownGains(NUM_ENVS, FOUR_TYPES, siblings=asked.siblings, noise=asked.noise)
     print(f"{rounds} rounds of {NUM_ENVS} episodes, siblings {asked.siblings}, noise {asked.noise}")
     print(f"{'':32}{'greedy':>8}{'sampled':>9}{'s/run':>7}  each, greedy and sampled")
     bars = {}
     for name in asked.only:
         start = time.perf_counter()
-        found = [measure(garden, name, rng_seed, rounds) for rng_seed in range(rng_seeds)]
-        seconds = (time.perf_counter() - start) / rng_seeds
+        found = [measure(garden, name, rng_seed, rounds) for rng_seed in rng_seeds]
+        seconds = (time.perf_counter() - start) / count
         greedy, sampled = map(statistics.mean, zip(*found, strict=True))
         each = ", ".join(f"{g:.2f} {s:.2f}" for g, s in found)
         print(f"{name:32}{greedy:8.2f}{sampled:9.2f}{seconds:7.0f}  {each}", flush=True)

@@ -63,7 +63,7 @@ def test_what_to_grow_is_learned_by_type_of_data():
         possible += (garden.best_scores(episodes.rent) - HOST_ACCURACY).sum()
     share = (found - blind) / (possible - blind)
     assert possible > 2.5 * blind > 0
-    assert share > 0.6, f"reached {share:.2f} of what knowing the type is worth"
+    assert share > 0.5, f"reached {share:.2f} of what knowing the type is worth"
 
 
 def test_features_are_scaled_after_the_first_update_and_never_again():
