@@ -148,7 +148,7 @@ def check_variant(name: str) -> None:
 
 
 PRESETS: dict[str, TrainConfig] = {
-    # two CPU cores, three minutes: small hosts, half the menu, short episodes
+    # two CPU cores, four minutes with its evaluation: small hosts, half the menu, short episodes
     "quick": TrainConfig(
         variants=("plain", "permuted:1", "rows:600", "noise:0.3"),
         widths=(4, 6, 8),
@@ -166,7 +166,7 @@ PRESETS: dict[str, TrainConfig] = {
             episode_steps=12,
         ),
         ppo=replace(_PPO, learning_rate=5e-3, ppo_epochs=8),  # few rounds: each has to tell
-        rounds=60,
+        rounds=50,
         checkpoint_every=10,
     ),
     # one H200, three minutes: hosts train as those that a controller is judged by
