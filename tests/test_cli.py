@@ -361,6 +361,12 @@ def test_mistakes_in_training_are_one_line(arguments, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_device_that_is_not_there_leaves_no_folder(tmp_path):
+    with pytest.raises(SystemExit, match="device=cuda:99 cannot be used here"):
+        main(["train", *flags(ORACLE), "--device", "cuda:99", "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SystemExit, match="file/run cannot be written: Not a directory"):

@@ -56,6 +56,7 @@ def command(arguments: list[str]) -> Callable[..., None]:
             resume: the folder of a run to go on with, exactly as it would have
         """
         if resume is None:
+            config.resolved_device()  # one that is not there is refused before there is a folder
             run_training(RunFolder.create(out or _free_folder(preset), config))
             return
         if config != defaults or out is not None:
