@@ -63,6 +63,15 @@ def test_ctrl_c_saves_and_the_command_it_prints_goes_on(tmp_path):
     assert resumed.total_steps == 1_000_000
 
 
+def test_a_reader_that_leaves_early_is_no_error():
+    command = [sys.executable, "-m", "esper.cli", "train", "--help"]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipe) as run:
+        run.stdout.close()
+        assert run.stderr.read() == ""
+    assert run.returncode == 1
+
+
 def test_an_unknown_flag_is_refused():
     with pytest.raises(SystemExit):
         main(["gym", "CartPole-v1", "--ppo.no-such-field", "1"])

@@ -1,5 +1,6 @@
 """cli: commands -- `esper train`, `esper evaluate`, `esper sites` and `esper gym`."""
 
+import os
 import sys
 
 
@@ -26,3 +27,6 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"esper: {error}")
     except KeyboardInterrupt:
         sys.exit("esper: interrupted")
+    except BrokenPipeError:  # whoever read what is printed, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
