@@ -18,8 +18,9 @@ _MARKERS = "osD^vPX<>h"
 def draw_frontier(plot: Mapping[str, Any], path: Path | str) -> Path:
     """Draw what an evaluation's JSON has under "plot": lines with bands, arms with intervals.
 
-    Lines after the first two, which are drawn solid, are dashed. Each line has a label and lists "params", "macs", "accuracy", "low", "high"; each point has a
-    label, a rent and the same as numbers. Points of one label are joined from rent to rent.
+    Each line has a label and lists "params", "macs", "accuracy", "low", "high"; the first two are
+    drawn solid, the others dashed. Each point has a label, a rent and the same as numbers. Points
+    of one label are joined from rent to rent.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -42,7 +42,7 @@ class FeatureScales(nn.Module):
 
     @torch.no_grad()
     def fit(self, features: Tensor) -> None:
-        """Take the scales from features `[R, F]`; slots and blueprints that are not there do not count."""
+        """Take the scales from features `[R, F]`: from the slots that exist and what fits there."""
         env, slots, blueprints = self.layout.split(features)
         exists = self.layout.slot_exists(slots)
         parts = (env, slots[exists], blueprints[self.layout.blueprint_fits(blueprints)])
