@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
-from esper.grow.sites import count_macs, count_params
+from esper.growing.sites import count_macs, count_params
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "grow"))
 from small_models import ResidualCNN

@@ -2,7 +2,7 @@
 
     python benchmarks/growth_settings.py [--quick] [--only NAME ...] [--siblings 4 --noise 0.01]
 
-The presets' settings, and the same without one of them at a time, in a garden whose gains are known
+The presets' settings, and the same without one of them at a time, in a host_batch whose gains are known
 by type of data. Frozen controllers are scored without noise, over all rents: 0 is what the best
 constant plan for the rent scores, 1 is the best plan for the rent and the type of data. Growing
 nothing scores -0.5.
@@ -27,7 +27,7 @@ from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
 from esper.tamiyo.policy.plain_heads import POLICY_GAIN, linear
 from esper.tolaria.environment import GrowthEnvironment
-from esper.tolaria.oracle import FOUR_TYPES, HOST_ACCURACY, KnownGains
+from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, SyntheticHosts
 
 CONFIG = PRESETS["oracle"]
 NUM_ENVS, EVALUATION_ROUNDS = 64, 4
@@ -68,15 +68,15 @@ def with_eager_prior(policy: FactoredRecurrentActorCritic) -> None:
 
 
 def trainer_of(
-    garden: KnownGains,
+    host_batch: SyntheticHosts,
     rng_seed: int,
     change: Callable[[FactoredRecurrentActorCritic], None] | None = None,
     **ppo: object,
 ) -> VectorizedTrainer:
     """A trainer with the presets' settings, except for what is changed in the policy or in PPO."""
-    environment = GrowthEnvironment(garden, CONFIG.growth, rng_seed=rng_seed)
+    environment = GrowthEnvironment(host_batch, CONFIG.growth, rng_seed=rng_seed)
     torch.manual_seed(rng_seed)
-    layout = FeatureLayout(garden.num_slots, garden.num_blueprints)
+    layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
     policy = FactoredRecurrentActorCritic(environment.action_space, layout, CONFIG.policy)
     if change:
         change(policy)
@@ -89,7 +89,7 @@ def trainer_of(
     )
 
 
-SETTINGS: dict[str, Callable[[KnownGains, int], VectorizedTrainer]] = {
+SETTINGS: dict[str, Callable[[SyntheticHosts, int], VectorizedTrainer]] = {
     "as in the presets": trainer_of,
     "features not scaled": partial(trainer_of, normalize_features=False),
     "pointers that add": partial(trainer_of, change=with_sums),
@@ -99,26 +99,32 @@ SETTINGS: dict[str, Callable[[KnownGains, int], VectorizedTrainer]] = {
 }
 
 
-def measure(garden: KnownGains, name: str, rng_seed: int, rounds: int) -> tuple[float, float]:
+def measure(
+    host_batch: SyntheticHosts, name: str, rng_seed: int, rounds: int
+) -> tuple[float, float]:
     """The share of a trained and frozen controller, by likeliest and by drawn actions."""
-    trainer = SETTINGS[name](garden, rng_seed)
+    trainer = SETTINGS[name](host_batch, rng_seed)
     for number in range(rounds):
         trainer.collect()
         trainer.learn(progress=number / rounds)
-    noise, garden.noise = garden.noise, 0.0
-    greedy, sampled = (share_of_knowing(trainer, garden, is_greedy) for is_greedy in (True, False))
-    garden.noise = noise
+    noise, host_batch.noise = host_batch.noise, 0.0
+    greedy, sampled = (
+        share_of_knowing(trainer, host_batch, is_greedy) for is_greedy in (True, False)
+    )
+    host_batch.noise = noise
     return greedy, sampled
 
 
-def share_of_knowing(trainer: VectorizedTrainer, garden: KnownGains, is_greedy: bool) -> float:
+def share_of_knowing(
+    trainer: VectorizedTrainer, host_batch: SyntheticHosts, is_greedy: bool
+) -> float:
     """Score over the best constant, as a share of what the best plan per type has over it."""
     gained = worth = 0.0
     for _ in range(EVALUATION_ROUNDS):
         episodes = trainer.collect(deterministic=is_greedy)
-        blind = garden.best_blind_scores(episodes.rent)
+        blind = host_batch.best_blind_scores(episodes.rent)
         gained += float((episodes.scores - blind).sum())
-        worth += float((garden.best_scores(episodes.rent) - blind).sum())
+        worth += float((host_batch.best_scores(episodes.rent) - blind).sum())
     return gained / worth
 
 
@@ -134,13 +140,13 @@ def main() -> None:
     torch.set_num_threads(1)
     rounds, count = (2, 1) if asked.quick else (CONFIG.rounds, asked.rng_seeds)
     rng_seeds = range(asked.first, asked.first + count)
-    garden = KnownGains(NUM_ENVS, FOUR_TYPES, siblings=asked.siblings, noise=asked.noise)
+    host_batch = SyntheticHosts(NUM_ENVS, FOUR_TYPES, siblings=asked.siblings, noise=asked.noise)
     print(f"{rounds} rounds of {NUM_ENVS} episodes, siblings {asked.siblings}, noise {asked.noise}")
     print(f"{'':32}{'greedy':>8}{'sampled':>9}{'s/run':>7}  each, greedy and sampled")
     bars = {}
     for name in asked.only:
         start = time.perf_counter()
-        found = [measure(garden, name, rng_seed, rounds) for rng_seed in rng_seeds]
+        found = [measure(host_batch, name, rng_seed, rounds) for rng_seed in rng_seeds]
         seconds = (time.perf_counter() - start) / count
         greedy, sampled = map(statistics.mean, zip(*found, strict=True))
         each = ", ".join(f"{g:.2f} {s:.2f}" for g, s in found)

@@ -168,7 +168,8 @@ def score_in_rows(policy: FactoredRecurrentActorCritic, rollout: Rollout, unroll
         core = encoded + unroll(rollout, policy, encoded)
         both = policy.readout(core)
         later = [
-            policy.heads.logits(run, core, scene, actions) for run in range(1, len(space.runs))
+            policy.heads.logits(run, core, scene, actions)
+            for run in range(1, len(space.head_groups))
         ]
     logits = torch.cat([both[:, :-1], *later], dim=-1)
     distribution = MaskedFactoredCategorical(space, logits, rollout.masks.flatten(0, 1))
@@ -208,7 +209,7 @@ def padded_to_longest(
 ) -> Tensor:
     layout = rollout.layout
     longest = len(layout.batch_sizes)
-    rows, places = layout.rows_on(encoded.device), layout.places_on(encoded.device)
+    rows, places = layout.rows_on(encoded.device), layout.padded_index_on(encoded.device)
     padded = encoded.new_zeros(longest * layout.num_episodes, encoded.shape[1])
     padded = padded.index_copy(0, places, encoded[rows]).view(longest, layout.num_episodes, -1)
     h, c = (layout.initial(state).transpose(0, 1).contiguous() for state in rollout.initial)

@@ -126,7 +126,7 @@ def copy_hosts(population: Population, hosts: Sequence[int]) -> list[PerHost]:
             life = alone.slots[slot]
             for name in ("stage", "alpha", "alpha_target", "style", "blueprint"):
                 setattr(life, name, getattr(states, name)[host, slot].item())
-            alone.plant(slot)
+            alone.new_hosts(slot)
             size = int(population.seed_params()[host, slot])
             alone.load_seed(slot, row[layout.seed_columns(slot, size)].clone())
         copies.append(alone)
@@ -287,7 +287,9 @@ def measure_step(num_hosts: int, device: str, repeats: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in phases.items()}
 
 
-def measure_garden(kernels: Kernels, num_hosts: int, widths: Widths, repeats: int) -> list[float]:
+def measure_host_batch(
+    kernels: Kernels, num_hosts: int, widths: Widths, repeats: int
+) -> list[float]:
     """Median milliseconds of an RL step's training and validation, on CUDA.
 
     A population per entry of `widths`, mixed seeds in every slot, 20 minibatches, 400 validation
@@ -319,18 +321,18 @@ def measure_garden(kernels: Kernels, num_hosts: int, widths: Widths, repeats: in
     return [statistics.median(taken) * 1e3 for taken in times]
 
 
-def compare_gardens(repeats: int) -> dict[str, float]:
+def compare_host_batches(repeats: int) -> dict[str, float]:
     """How many times faster than captured graphs an RL step is, by population sizes."""
-    gardens: dict[str, tuple[int, Widths]] = {
+    host_batches: dict[str, tuple[int, Widths]] = {
         "128 hosts": (128, ((16,) * 3,)),
         "512 hosts": (512, ((16,) * 3,)),
         "8 x 16 hosts": (16, MIXED_WIDTHS),
         "8 x 64 hosts": (64, MIXED_WIDTHS),
     }
     ratios = {}
-    for name, (num_hosts, widths) in gardens.items():
-        fused = measure_garden("fused", num_hosts, widths, repeats)
-        graphs = measure_garden("graphs", num_hosts, widths, repeats)
+    for name, (num_hosts, widths) in host_batches.items():
+        fused = measure_host_batch("fused", num_hosts, widths, repeats)
+        graphs = measure_host_batch("graphs", num_hosts, widths, repeats)
         ratios[name] = sum(graphs) / sum(fused)
         print(
             f"{name}, one RL step, ms to train and validate: fused {fused[0]:.2f} + {fused[1]:.2f}, "
@@ -408,7 +410,7 @@ def main() -> None:
     phases = measure_step(num_hosts, device, repeats)
     show(f"P={num_hosts}, one RL step, ms", {**phases, "all": sum(phases.values())})
     if device == "cuda":
-        ratios = compare_gardens(repeats)
+        ratios = compare_host_batches(repeats)
         bar("fused_vs_graphs_8x16", ratios["8 x 16 hosts"], 10.0)
     roofline = measure_roofline(num_hosts, device, repeats)
     show(f"P={num_hosts}, roofline", roofline)

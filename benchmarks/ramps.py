@@ -130,7 +130,7 @@ def request(population: Population, arm: Arm, rows: Tensor, step: int) -> None:
             ramp_steps=arm.ramp_steps,
             alpha_target=1.0,
             curve=AlphaCurve.LINEAR,
-            behind_host=arm.steps_behind > 0,
+            shadow_training=arm.steps_behind > 0,
         )
         population.adopt(states)
         if not arm.silent:
@@ -210,7 +210,7 @@ def grow_straight_through(arm: Arm, task: Task, num_hosts: int, minibatches: int
         for step in range(NUM_STEPS):
             if step == BIRTH_STEP:
                 host.slots[SLOT].germinate(0, BlendStyle.ADD, arm.ramp_steps, 1.0, 0, True)
-                host.plant(SLOT)
+                host.new_hosts(SLOT)
                 host.load_seed(SLOT, seed_rows[host_id])
             elif step == arm.blend_step:
                 host.slots[SLOT].advance()

@@ -20,10 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from esper.cli import evaluate, main, train
 from esper.leyline.factored_actions import tamiyo_action_space
+from esper.leyline.files import write_file
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.training import locked_folder
-from esper.simic.training.checkpoint import write_checkpoint
 from esper.simic.training.config import PRESETS as TRAININGS
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.gymnasium import GymAgent, GymTraining
@@ -340,7 +340,7 @@ def test_a_run_of_another_version_is_not_sent_to_a_checkpoint_that_is_no_better(
     RunFolder.create(tmp_path / "run", ORACLE).close()
     files = RunFiles(tmp_path / "run")
     for path in (files.checkpoint, files.previous_checkpoint):
-        write_checkpoint(path, "growth run", {}, version=1)
+        write_file(path, "growth run", {}, version=1)
         with pytest.raises(SystemExit, match="reads version 2; train anew, in another folder"):
             main(["train", "--resume", str(files.path)])
 
@@ -413,8 +413,8 @@ def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "show", lambda report, folder, console: asked.append(report))
     main(
         ["train", "--rounds=1", "--widths", "2", "4", "--held-out-widths", "4-2-4",
-         "--garden.num-types=2", "--garden.minibatches=1", "--garden.batch-size=8",
-         "--garden.validation-rows=20", "--garden.episode-steps=3", "--growth.num-steps=3",
+         "--host_batch.num-types=2", "--host_batch.minibatches=1", "--host_batch.batch-size=8",
+         "--host_batch.validation-rows=20", "--host_batch.episode-steps=3", "--growth.num-steps=3",
          "--policy.lstm-hidden-dim=8", f"--out={tmp_path / 'run'}"]
     )  # fmt: skip
     assert asked == [(tmp_path / "run", "quick")]

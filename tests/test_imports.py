@@ -13,12 +13,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "esper"
 ALLOWED = {
     "leyline": set(),
     "kasmina": {"leyline"},
-    "tamiyo": {"leyline"},
+    "tamiyo": {"leyline", "kernels"},
     "nissa": {"leyline"},
-    "tolaria": {"leyline", "kasmina"},
-    "simic": {"leyline", "kasmina", "tamiyo", "tolaria"},
-    "grow": {"leyline", "kasmina", "tamiyo", "tolaria"},
-    "cli": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "grow", "nissa"},
+    "kernels": {"leyline", "kasmina", "tolaria"},
+    "tolaria": {"leyline", "kasmina", "kernels"},
+    "simic": {"leyline", "kasmina", "kernels", "tamiyo", "tolaria"},
+    "growing": {"leyline", "kasmina", "tamiyo", "tolaria"},
+    "cli": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing", "nissa"},
 }
 
 

@@ -1,14 +1,70 @@
-"""Esper grows neural networks while they train."""
+"""Esper grows neural networks while they train.
 
-import sys
+Everything a user needs is imported from here; each name is loaded when it is first used, so that
+`import esper` does not import torch.
+"""
 
-from esper.grow.budget import Budget
-from esper.grow.growth import Growth
-from esper.grow.run import GrowthResult, grow  # the function, in place of its package's name
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# the package's modules are asked for by that name too: `import esper.grow.page as page`
-grow.__dict__ = sys.modules["esper.grow"].__dict__
+if TYPE_CHECKING:
+    from esper.growing.budget import Budget as Budget
+    from esper.growing.growth import Growth as Growth
+    from esper.growing.page import write_page as write_page
+    from esper.growing.run import GrowthResult as GrowthResult
+    from esper.growing.run import grow as grow
+    from esper.growing.sites import find_sites as find_sites
+    from esper.kasmina.blueprints.registry import blueprint as blueprint
+    from esper.kasmina.hosts import host as host
+    from esper.leyline.factored_actions import FactoredActionSpace as ActionSpace
+    from esper.leyline.factored_actions import Head as Head
+    from esper.tolaria import tasks as tasks
+    from esper.tolaria.population import Population as Population
 
 __version__ = "0.1.0"
 
-__all__ = ["Budget", "Growth", "GrowthResult", "grow"]
+# public name -> (module, attribute); an empty attribute is the module itself
+_PUBLIC = {
+    "ActionSpace": ("esper.leyline.factored_actions", "FactoredActionSpace"),
+    "Budget": ("esper.growing.budget", "Budget"),
+    "Growth": ("esper.growing.growth", "Growth"),
+    "GrowthResult": ("esper.growing.run", "GrowthResult"),
+    "Head": ("esper.leyline.factored_actions", "Head"),
+    "Population": ("esper.tolaria.population", "Population"),
+    "blueprint": ("esper.kasmina.blueprints.registry", "blueprint"),
+    "find_sites": ("esper.growing.sites", "find_sites"),
+    "grow": ("esper.growing.run", "grow"),
+    "host": ("esper.kasmina.hosts", "host"),
+    "tasks": ("esper.tolaria.tasks", ""),
+    "write_page": ("esper.growing.page", "write_page"),
+}
+
+__all__ = [
+    "ActionSpace",
+    "Budget",
+    "Growth",
+    "GrowthResult",
+    "Head",
+    "Population",
+    "__version__",
+    "blueprint",
+    "find_sites",
+    "grow",
+    "host",
+    "tasks",
+    "write_page",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'esper' has no attribute {name!r}")
+    module_name, attribute = _PUBLIC[name]
+    module = import_module(module_name)
+    value = getattr(module, attribute) if attribute else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

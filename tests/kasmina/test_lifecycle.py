@@ -198,7 +198,7 @@ def test_a_retarget_without_a_ramp_is_there_at_once():
 
 
 def test_behind_the_host_alpha_is_zero_until_advanced_and_then_ramps_as_planned():
-    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED, behind_host=True)
+    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED, shadow_training=True)
     for _ in range(3):
         states = step(states)
         assert (states.stage.item(), states.alpha.item()) == (SeedStage.TRAINING, 0.0)
@@ -211,7 +211,7 @@ def test_uprooting_removes_the_live_seeds_of_those_hosts_alone():
     stages = torch.tensor([[stage.value for stage in SeedStage]] * 2)
     states = replace(SlotStates.dormant(*stages.shape), stage=stages)
     states = replace(states, blueprint=torch.where(states.is_live, 1, -1))
-    uprooted = lifecycle.uproot(states, torch.tensor([1]))
+    uprooted = lifecycle.remove_live_seeds(states, torch.tensor([1]))
     assert_same(uprooted.at(torch.tensor([0])), states.at(torch.tensor([0])))
     gone, rests = states.is_live[1], SeedStage.EMBARGOED
     assert uprooted.stage[1].tolist() == torch.where(gone, rests, stages[1]).tolist()
@@ -235,23 +235,23 @@ def test_the_number_of_tensor_operations_does_not_depend_on_the_population():
 
 
 @given(st.integers(0, 2**31), st.booleans())
-def test_a_population_lives_as_each_slot_would_alone(rng_seed, behind_host):
+def test_a_population_lives_as_each_slot_would_alone(rng_seed, shadow_training):
     rng = torch.Generator().manual_seed(rng_seed)
     num_hosts = 5
     states = SlotStates.dormant(num_hosts, NUM_SLOTS)
     lives = [[SlotLife() for _ in range(NUM_SLOTS)] for _ in range(num_hosts)]
     for _ in range(15):
         actions = legal_actions(states, SPACE, rng)
-        states = lifecycle.apply(states, actions, SPACE, behind_host=behind_host)
+        states = lifecycle.apply(states, actions, SPACE, shadow_training=shadow_training)
         for host, row in enumerate(actions.tolist()):
             choice = dict(zip(SPACE.names, row, strict=True))
-            lives[host][choice["slot"]].act(choice, behind_host)
+            lives[host][choice["slot"]].act(choice, shadow_training)
         if torch.rand((), generator=rng) < 0.1:
             host = int(torch.randint(num_hosts, (), generator=rng))
-            states = lifecycle.uproot(states, torch.tensor([host]))
+            states = lifecycle.remove_live_seeds(states, torch.tensor([host]))
             for life in lives[host]:
                 if life.stage in (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING):
-                    life.uproot()
+                    life.remove_live_seeds()
         states = lifecycle.begin_step(states)
         call_all(lives, SlotLife.begin_step)
         assert_lives(states, lives)

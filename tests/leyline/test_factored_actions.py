@@ -59,9 +59,9 @@ def test_the_layout_of_a_space_follows_from_its_heads() -> None:
     assert CHAIN.given_indices == ((), (0,), (1,), (0, 2), (0, 2), ())
     assert CHAIN.unconditional == (0, 5)
     assert CHAIN.mask_shape("d") == (2, 2, 4)
-    assert CHAIN.runs == (range(1), range(1, 2), range(2, 3), range(3, 5), range(5, 6))
-    assert [part.sizes for part in CHAIN.run_spaces] == [(2,), (3,), (2,), (4, 5), (2,)]
-    assert audit_action_space().run_spaces == (audit_action_space(),)
+    assert CHAIN.head_groups == (range(1), range(1, 2), range(2, 3), range(3, 5), range(5, 6))
+    assert [part.sizes for part in CHAIN.group_spaces] == [(2,), (3,), (2,), (4, 5), (2,)]
+    assert audit_action_space().group_spaces == (audit_action_space(),)
 
 
 def test_packing_and_splitting_are_inverse() -> None:
@@ -88,7 +88,7 @@ def test_a_row_is_the_masks_entry_at_the_earlier_choices(num_envs: int, rng_seed
         assert torch.equal(masks.row(head, list(actions.unbind(-1))), expected[-1])
     assert torch.equal(masks.applied(actions), torch.cat(expected, dim=-1))
     assert torch.equal(masks.to("cpu").applied(actions), masks.applied(actions))
-    again = ActionMasks.from_runs(CHAIN, masks.runs)
+    again = ActionMasks.from_groups(CHAIN, masks.groups)
     assert torch.equal(again.applied(actions), masks.applied(actions))
 
 

@@ -58,7 +58,7 @@ def test_rows_are_in_the_order_of_a_packed_sequence(rollout):
     packed = pack_sequence(pieces, enforce_sorted=False)
     # episodes of equal length may stand in any order: compare what each one holds, step by step
     assert packed.batch_sizes.tolist() == layout.batch_sizes.tolist()
-    mine = layout.take(field)
+    mine = layout.gather(field)
     at = 0
     for start, size in zip(layout.step_starts, layout.batch_sizes.tolist(), strict=True):
         assert start == at
@@ -77,7 +77,7 @@ def test_an_episode_continues_only_from_the_start_of_a_row(rollout):
     ended, counts = rollout
     layout = SequenceLayout.from_flags(ended, counts)
     first_steps = layout.rows[: layout.num_episodes] % layout.max_steps
-    assert torch.equal(layout.continues, first_steps == 0)
+    assert torch.equal(layout.has_prior_state, first_steps == 0)
 
 
 @given(rollouts(), st.data())
@@ -100,7 +100,7 @@ def test_parts_gathered_together_are_those_gathered_one_by_one(rollout, num_part
     parts = SequenceParts(tuple(pieces))
     field = torch.arange(ended.numel()).view(ended.shape)
     states = 1.0 + torch.arange(2 * len(counts)).view(-1, 2)
-    together = parts.split_rows(parts.take(field)), parts.split_episodes(parts.initial(states))
+    together = parts.split_rows(parts.gather(field)), parts.split_episodes(parts.initial(states))
     for piece, rows, initial in zip(pieces, *together, strict=True):
         alone = layout.select(piece.env_ids)
         assert torch.equal(rows, field.flatten()[alone.rows])
@@ -114,7 +114,7 @@ def test_tables_go_to_a_device_in_one_copy_and_begin_where_kernels_expect_them()
     parts = SequenceParts(tuple(layout.select(torch.tensor(ids)) for ids in ([1, 2, 3], [4, 5])))
     device = torch.device("meta")  # stands for a GPU: same path, no data
     with CountOps() as ops:
-        parts.take(torch.empty(6, 5, device=device))
+        parts.gather(torch.empty(6, 5, device=device))
         steps = [piece.steps_on(device) for piece in parts.layouts]
     assert ops.copies == 1
     for piece, (starts, lengths) in zip(parts.layouts, steps, strict=True):

@@ -39,8 +39,8 @@ def test_every_stage_but_the_last_can_be_left_and_reached() -> None:
     left = {stage for stage, _ in LEGAL_MOVES}
     reached = set(LEGAL_MOVES.values())
     timed = {SeedStage.DORMANT}  # an embargo ends by itself
-    behind_host = {SeedStage.TRAINING}  # where the host must not be disturbed
-    assert reached | timed | behind_host == set(SeedStage)
+    shadow_training = {SeedStage.TRAINING}  # where the host must not be disturbed
+    assert reached | timed | shadow_training == set(SeedStage)
     assert left == set(SeedStage) - {SeedStage.FOSSILIZED, SeedStage.EMBARGOED}
 
 

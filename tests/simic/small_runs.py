@@ -5,13 +5,13 @@ from dataclasses import replace
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tolaria.environment import GrowthConfig
-from esper.tolaria.garden import GardenConfig
+from esper.tolaria.host_batch import HostBatchConfig
 
 POLICY = PolicyConfig(lstm_hidden_dim=8, slot_dim=8, blueprint_dim=8)
 
 ORACLE = replace(
     PRESETS["oracle"],
-    garden=GardenConfig(num_types=2, envs_per_type=4, episode_steps=12),
+    host_batch=HostBatchConfig(num_types=2, envs_per_type=4, episode_steps=12),
     growth=GrowthConfig(num_steps=12),
     policy=POLICY,
     rounds=4,
@@ -25,7 +25,7 @@ NETWORKS = TrainConfig(
     widths=(2, 4),
     held_out_widths=("4-2-4",),
     menu=("depthwise7", "conv"),
-    garden=GardenConfig(
+    host_batch=HostBatchConfig(
         num_types=3, envs_per_type=4, siblings=2, minibatches=2, batch_size=10, validation_rows=30,
         episode_steps=6,
     ),
@@ -41,7 +41,7 @@ def flags(config: TrainConfig) -> list[str]:
     return [
         "--preset=oracle", f"--rounds={config.rounds}",
         f"--checkpoint-every={config.checkpoint_every}", "--observed-share=0.3",
-        "--garden.num-types=2", "--garden.envs-per-type=4", "--garden.episode-steps=12",
+        "--host_batch.num-types=2", "--host_batch.envs-per-type=4", "--host_batch.episode-steps=12",
         "--growth.num-steps=12", "--policy.lstm-hidden-dim=8", "--policy.slot-dim=8",
         "--policy.blueprint-dim=8",
     ]  # fmt: skip

@@ -16,13 +16,13 @@ from environments import BestActions, CueMemory, RowThenColumn, vector
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
-from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.checkpoint import (
-    CheckpointMismatch,
-    read_checkpoint,
+from esper.leyline.files import (
+    UnreadableFile,
+    read_file,
     require_same_layout,
-    write_checkpoint,
+    write_file,
 )
+from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.gymnasium import GymConfig, GymTraining
 from esper.tamiyo.policy.network import PolicyConfig
 
@@ -129,11 +129,11 @@ def test_a_time_limit_survives_a_checkpoint(tmp_path):
 
 
 def test_a_wrapper_that_may_remember_something_is_not_taken_for_exact():
-    class Remembers(gymnasium.Wrapper):
+    class StatefulController(gymnasium.Wrapper):
         pass
 
     assert start(CueMemory).envs.can_save_state
-    assert not start(lambda: Remembers(CueMemory())).envs.can_save_state
+    assert not start(lambda: StatefulController(CueMemory())).envs.can_save_state
     inside = vector(CueMemory, NUM_ENVS)
     around = gymnasium.wrappers.vector.RecordEpisodeStatistics(inside)
     assert not GymTraining(around, TOTAL_STEPS, CONFIG).envs.can_save_state
@@ -145,14 +145,14 @@ def test_another_environment_is_refused_with_what_differs(tmp_path):
         ValueError, match=r"not those of the policy: .*head sizes is \(3, 4, 2\), expected \(3,\)"
     ):
         GymTraining.resume(tmp_path / "run.pt", vector(BestActions, NUM_ENVS))
-    with pytest.raises(CheckpointMismatch, match="a run of 4 envs; 6 were given"):
+    with pytest.raises(UnreadableFile, match="a run of 4 envs; 6 were given"):
         GymTraining.resume(tmp_path / "run.pt", vector(CueMemory, 6))
 
 
 def test_other_shapes_missing_and_unknown_keys_are_named():
     expected = {"net": {"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}, "count": 0}
     found = {"net": {"weight": torch.zeros(5, 2), "extra": torch.zeros(1)}, "count": 1.5}
-    with pytest.raises(CheckpointMismatch) as caught:
+    with pytest.raises(UnreadableFile) as caught:
         require_same_layout(found, expected, "a.pt")
     for part in (
         r"net.weight: found float32 [5, 2], expected float32 [3, 2]",
@@ -165,32 +165,30 @@ def test_other_shapes_missing_and_unknown_keys_are_named():
 
 def test_another_version_kind_or_file_is_refused(tmp_path):
     path = tmp_path / "a.pt"
-    write_checkpoint(path, "apple", {})
-    with pytest.raises(CheckpointMismatch, match="holds a apple, expected a pear"):
-        read_checkpoint(path, "pear")
-    with pytest.raises(
-        CheckpointMismatch, match="version 1 of a apple; this library reads version 7"
-    ):
-        read_checkpoint(path, "apple", version=7)
+    write_file(path, "apple", {})
+    with pytest.raises(UnreadableFile, match="holds a apple, expected a pear"):
+        read_file(path, "pear")
+    with pytest.raises(UnreadableFile, match="version 1 of a apple; this library reads version 7"):
+        read_file(path, "apple", version=7)
     torch.save({"weights": torch.zeros(2)}, path)
-    with pytest.raises(CheckpointMismatch, match="not a checkpoint"):
-        read_checkpoint(path, "apple")
+    with pytest.raises(UnreadableFile, match="not a checkpoint"):
+        read_file(path, "apple")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointMismatch, match="not a checkpoint, or a damaged one"):
-        read_checkpoint(path, "apple")
+    with pytest.raises(UnreadableFile, match="not a checkpoint, or a damaged one"):
+        read_file(path, "apple")
     with pytest.raises(FileNotFoundError):
-        read_checkpoint(tmp_path / "none.pt", "apple")
+        read_file(tmp_path / "none.pt", "apple")
 
 
 def test_a_flipped_byte_is_refused_or_changes_nothing(tmp_path):
     path, damaged = tmp_path / "a.pt", tmp_path / "damaged.pt"
-    write_checkpoint(path, "apple", {"n": 1, "weights": torch.arange(40.0)})
+    write_file(path, "apple", {"n": 1, "weights": torch.arange(40.0)})
     whole, refused = path.read_bytes(), 0
     for place in range(len(whole)):
         damaged.write_bytes(whole[:place] + bytes([whole[place] ^ 0x90]) + whole[place + 1 :])
         try:
-            contents = read_checkpoint(damaged, "apple")
-        except CheckpointMismatch:
+            contents = read_file(damaged, "apple")
+        except UnreadableFile:
             refused += 1
         else:
             assert contents["n"] == 1
@@ -201,8 +199,8 @@ def test_a_flipped_byte_is_refused_or_changes_nothing(tmp_path):
 def test_a_zip_file_of_another_kind_is_no_checkpoint(tmp_path):
     with ZipFile(tmp_path / "a.pt", "w") as file:
         file.writestr("readme.txt", "hello")
-    with pytest.raises(CheckpointMismatch, match="not a checkpoint of this library"):
-        read_checkpoint(tmp_path / "a.pt", "apple")
+    with pytest.raises(UnreadableFile, match="not a checkpoint of this library"):
+        read_file(tmp_path / "a.pt", "apple")
 
 
 class Malicious:
@@ -213,38 +211,38 @@ class Malicious:
 def test_a_file_that_would_execute_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"format": "esper checkpoint", "contents": Malicious()}, "a.pt")
-    with pytest.raises(CheckpointMismatch, match="more than tensors and plain containers"):
-        read_checkpoint("a.pt", "apple")
+    with pytest.raises(UnreadableFile, match="more than tensors and plain containers"):
+        read_file("a.pt", "apple")
     assert not Path("executed").exists()
 
 
 def test_what_cannot_be_read_without_executing_code_is_not_written(tmp_path):
     with pytest.raises(ValueError, match=r"contents\['a'\]\[1\] is a PosixPath"):
-        write_checkpoint(tmp_path / "a.pt", "apple", {"a": [1, Path("x")]})
+        write_file(tmp_path / "a.pt", "apple", {"a": [1, Path("x")]})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "a.pt"
-    write_checkpoint(path, "apple", {"n": 1})
+    write_file(path, "apple", {"n": 1})
 
     def full_disk(*_):
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="no space"):
-        write_checkpoint(path, "apple", {"n": 2})
-    assert read_checkpoint(path, "apple") == {"n": 1}
+        write_file(path, "apple", {"n": 2})
+    assert read_file(path, "apple") == {"n": 1}
     assert list(tmp_path.iterdir()) == [path]
 
 
 WRITER = """
 import sys, torch
-from esper.simic.training.checkpoint import write_checkpoint
+from esper.leyline.files import write_file
 n = 0
 while True:
     n += 1
-    write_checkpoint(sys.argv[1], "apple", {"n": n, "same": torch.full((500_000,), float(n))})
+    write_file(sys.argv[1], "apple", {"n": n, "same": torch.full((500_000,), float(n))})
     print(n, flush=True)
 """
 
@@ -261,7 +259,7 @@ def test_a_kill_during_writing_leaves_the_last_good_checkpoint(tmp_path):
         written = max([written, *map(int, writer.stdout.read().split())])
         writer.wait()
         writer.stdout.close()
-        contents = read_checkpoint(path, "apple")
+        contents = read_file(path, "apple")
         assert contents["n"] in (written, written + 1)
         assert bool((contents["same"] == contents["n"]).all())
 

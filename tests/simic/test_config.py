@@ -14,7 +14,7 @@ from esper.simic.training.distribution import (
     host_names,
     load_hosts,
     load_task,
-    training_garden,
+    training_hosts,
     variant_names,
 )
 from esper.simic.training.gymnasium import GymConfig
@@ -70,7 +70,10 @@ def test_what_a_config_does_not_know_is_refused_by_name(plain, message):
         ({"variants": ()}, "variants is empty"),
         ({"held_out_variants": ("plain",)}, r"\['plain'\] are trained on and held out"),
         ({"held_out_widths": ("4-4",)}, r"\['4-4'\] are never drawn"),
-        ({"widths": (4,), "held_out_widths": ()}, "1 hosts to draw from, but garden.num_types=3"),
+        (
+            {"widths": (4,), "held_out_widths": ()},
+            "1 hosts to draw from, but host_batch.num_types=3",
+        ),
         ({"ppo": replace(NETWORKS.ppo, num_minibatches=5)}, "12 hosts do not split"),
         ({"host_learning_rate": 0.0}, "host_learning_rate=0.0"),
     ],
@@ -95,12 +98,12 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 def test_held_out_hosts_are_never_drawn_and_all_others_are():
     config = NETWORKS
-    environment = GrowthEnvironment(training_garden(config), config.growth, rng_seed=0)
+    environment = GrowthEnvironment(training_hosts(config), config.growth, rng_seed=0)
     seen: set[tuple[str, str]] = set()
     for _ in range(20):
         environment.reset()
-        garden = environment.garden
-        seen |= set(zip(host_names(garden), variant_names(config, garden), strict=True))
+        host_batch = environment.host_batch
+        seen |= set(zip(host_names(host_batch), variant_names(config, host_batch), strict=True))
     every = {"-".join(map(str, widths)) for widths in product((2, 4), repeat=3)}
     assert {host for host, _ in seen} == every - {"4-2-4"}
     assert {variant for _, variant in seen} == {"plain", "rows:50"}

@@ -38,7 +38,7 @@ from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
 from esper.tolaria.environment import GrowthConfig
-from esper.tolaria.garden import GardenConfig
+from esper.tolaria.host_batch import HostBatchConfig
 
 STEPS = 6
 MENU = ("conv", "conv_conv", "separable")
@@ -49,7 +49,7 @@ TRAINED = TrainConfig(
     held_out_widths=("4-8-8", "8-4-4"),
     menu=MENU,
     growth=GrowthConfig(num_steps=STEPS),
-    garden=GardenConfig(num_types=2, envs_per_type=4, episode_steps=STEPS),
+    host_batch=HostBatchConfig(num_types=2, envs_per_type=4, episode_steps=STEPS),
     policy=PolicyConfig(lstm_hidden_dim=8),
     device="cpu",
 )
@@ -66,7 +66,7 @@ SMALL = EvaluationConfig(
     frontier_widths=(4, 8),
     widening_factors=(1.0, 1.5),
     width_search_share=0.03,
-    garden=GardenConfig(minibatches=4, validation_rows=100),
+    host_batch=HostBatchConfig(minibatches=4, validation_rows=100),
 )
 
 
@@ -149,7 +149,7 @@ def test_what_a_search_cost_is_kept_beside_the_arm(report):
 def test_a_controllers_cost_counts_seeds_and_looks_as_its_sampled_networks_have_them(report):
     """Per network, over training its host alone: the mean over the sampled arm's."""
     alone, sampled = report.arms[arms.HOST_ALONE], report.arms[arms.SAMPLED]
-    rows = STEPS * SMALL.garden.minibatches * SMALL.garden.batch_size
+    rows = STEPS * SMALL.host_batch.minibatches * SMALL.host_batch.batch_size
     factor = (sampled.array("training_flops") / (6 * rows * alone.array("macs"))).mean()
     assert factor > 1.1
     expected = factor * host_training(TRAINED).flops
@@ -253,7 +253,7 @@ def test_static_hosts_cost_what_was_reckoned_one_by_one_or_side_by_side():
     built = load_hosts(TRAINED, task, tuple(host.widths for host in hosts))
     trial = Trial(
         hosts=built[:1], view_ids=(1, 0), repeats=2, task=task, menu=load_menu(TRAINED, task),
-        garden=replace(SMALL.garden, episode_steps=STEPS), growth=GrowthConfig(num_steps=STEPS),
+        host_batch=replace(SMALL.host_batch, episode_steps=STEPS), growth=GrowthConfig(num_steps=STEPS),
     )  # fmt: skip
     lines = frontier_lines((4,), built[:1], (1.0,))
     together, apart = (
@@ -463,7 +463,7 @@ def test_a_controller_cost_what_its_own_training_took():
 
     trained = [w for w in product((4, 8), repeat=3) if w not in ((4, 8, 8), (8, 4, 4))]
     mean = sum(macs(*widths) for widths in trained) / 6
-    rows = STEPS * TRAINED.garden.minibatches * TRAINED.garden.batch_size
+    rows = STEPS * TRAINED.host_batch.minibatches * TRAINED.host_batch.batch_size
     cost = host_training(TRAINED)
     assert cost.networks == TRAINED.rounds * 8
     assert cost.flops == pytest.approx(6 * mean * rows * cost.networks)

@@ -24,8 +24,8 @@ from esper.simic.evaluation.plans import (
 from esper.simic.evaluation.trial import Arm, Cost, Lanes, Seeds, Trial, harvest, play
 from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
-from esper.tolaria.garden import GardenConfig
-from esper.tolaria.oracle import KnownGains
+from esper.tolaria.host_batch import HostBatchConfig
+from esper.tolaria.synthetic_hosts import SyntheticHosts
 
 STEPS, MINIBATCHES, BATCH = 6, 3, 20
 MENU = menu_for(SiteKind.SERIES)[:4]
@@ -43,7 +43,7 @@ def make_trial(**options):
         repeats=2,
         task=random_task(num_views=2, num_rows=120, dtype=torch.float32),
         menu=MENU,
-        garden=GardenConfig(minibatches=MINIBATCHES, batch_size=BATCH, validation_rows=40,
+        host_batch=HostBatchConfig(minibatches=MINIBATCHES, batch_size=BATCH, validation_rows=40,
                             episode_steps=STEPS),
         growth=GrowthConfig(num_steps=STEPS),
     )  # fmt: skip
@@ -93,9 +93,9 @@ def test_hosts_lie_by_architecture_view_and_repeat():
 def test_every_finished_network_is_examined_once_on_its_own_view():
     asked = []
 
-    def examine(garden):
-        asked.append(garden.num_envs)
-        return garden.view_ids.float()
+    def examine(host_batch):
+        asked.append(host_batch.num_envs)
+        return host_batch.view_ids.float()
 
     trial = make_trial(examine=examine)
     alone, grown = trial.run([Arm("alone", WAIT), random_arm()])
@@ -132,7 +132,7 @@ def test_training_flops_count_a_seed_while_it_lives_and_every_look():
 
 
 def test_scores_charge_the_rent_and_choosing_uses_validation():
-    trial = make_trial(examine=lambda garden: torch.full((garden.num_envs,), 0.5))
+    trial = make_trial(examine=lambda host_batch: torch.full((host_batch.num_envs,), 0.5))
     (grown,) = trial.run([Arm("plan", ConstantPlan([(0, 0, 1)]))])
     size = torch.log1p(grown.added_params / grown.host_params)
     torch.testing.assert_close(
@@ -206,17 +206,17 @@ def test_larger_hosts_train_in_smaller_companies():
 
 
 def every_plan():
-    rows = torch.tensor(list(product(range(-1, KnownGains.num_blueprints), repeat=3)))
+    rows = torch.tensor(list(product(range(-1, SyntheticHosts.num_blueprints), repeat=3)))
     return Plans(torch.where(rows < 0, NEVER, 0), rows.clamp(min=0))
 
 
 def grow_known(arms, num_hosts):
     lanes = Lanes(arms, num_hosts)
-    garden = KnownGains(len(lanes.rent))
-    environment = GrowthEnvironment(garden)
-    environment.begin(garden.reset(torch.Generator()), lanes.rent)
+    host_batch = SyntheticHosts(len(lanes.rent))
+    environment = GrowthEnvironment(host_batch)
+    environment.begin(host_batch.reset(torch.Generator()), lanes.rent)
     final = play(environment, lanes)
-    return garden, [harvest(final, ids, 1, 1) for ids in lanes.env_ids]
+    return host_batch, [harvest(final, ids, 1, 1) for ids in lanes.env_ids]
 
 
 class KnownTrial:
@@ -238,14 +238,14 @@ def test_the_best_constant_plan_is_the_optimum_where_gains_are_known(num_types, 
     plans, rents, trial = every_plan(), (0.02, 0.06, 0.12, 0.3), KnownTrial(2)
     found = search_plans(trial, plans, rents, num_types=num_types, finalists=finalists)
     assert found.best.shape == (4, num_types)
-    garden = KnownGains(1)
+    host_batch = SyntheticHosts(1)
     for kind in range(num_types):
         scores = [
             found.pool.validation_scores([rent])[best, 0]
             for rent, best in zip(rents, found.best[:, kind], strict=True)
         ]
         torch.testing.assert_close(
-            torch.stack(scores).float(), garden.best_scores(torch.tensor(rents))
+            torch.stack(scores).float(), host_batch.best_scores(torch.tensor(rents))
         )
     assert len(set(found.best[:, 0].tolist())) > 2  # rents want different plans
     assert len(set(trial.seeds)) == (1 if finalists == 1 else 2)

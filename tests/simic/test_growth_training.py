@@ -6,13 +6,13 @@ import pytest
 import torch
 from simic.small_runs import NETWORKS, ORACLE
 
+from esper.leyline.files import UnreadableFile, write_file
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.rewards import growth_score
-from esper.simic.training.checkpoint import CheckpointMismatch, write_checkpoint
 from esper.simic.training.growth_training import GrowthTraining
 from esper.tamiyo.learned import LearnedController
-from esper.tolaria.oracle import BLUEPRINT_PARAMS, HOST_ACCURACY, HOST_PARAMS
+from esper.tolaria.synthetic_hosts import BLUEPRINT_PARAMS, HOST_ACCURACY, HOST_PARAMS
 
 PHASES = {"observe", "features", "masks", "act", "hosts", "buffer", "update", "telemetry"}
 
@@ -95,8 +95,8 @@ def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
         "agent": training.agent.state_dict(),
         "rng_states": {},
     }
-    write_checkpoint(tmp_path / "other.pt", "growth run", contents, version=2)
-    with pytest.raises(CheckpointMismatch, match="policy.*expected float32"):
+    write_file(tmp_path / "other.pt", "growth run", contents, version=2)
+    with pytest.raises(UnreadableFile, match="policy.*expected float32"):
         GrowthTraining.resume(tmp_path / "other.pt")
 
 

@@ -181,14 +181,14 @@ def test_masks_are_those_of_the_observation_at_hand(make, mode):
         choices = torch.stack(
             [
                 m.float().multinomial(1)[:, 0]
-                for m in world.masks.action_space.split(world.masks.runs[0]).values()
+                for m in world.masks.action_space.split(world.masks.groups[0]).values()
             ],
             dim=1,
         )
         world.step(choices)
         expected = np.stack([env.masks() for env in envs.envs]).astype(bool)
         expected[world.pending] = True
-        np.testing.assert_array_equal(world.masks.runs[0], expected)
+        np.testing.assert_array_equal(world.masks.groups[0], expected)
         seen_pending += world.pending.sum()
     assert (seen_pending > 0) == (mode == AutoresetMode.NEXT_STEP)
 

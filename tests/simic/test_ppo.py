@@ -162,16 +162,16 @@ def slow_loss(agent, buffer, parameters):
             logits = {"op": both[:3]} if "op" in space.names else {"move": both[:3]}
             if "op" in space.names:
                 slot = (
-                    linear("heads.runs.0.mix", core)
-                    + parameters["heads.runs.0.chosen.0.weight"][actions[0]]
+                    linear("heads.groups.0.mix", core)
+                    + parameters["heads.groups.0.chosen.0.weight"][actions[0]]
                 )
-                logits["slot"] = linear("heads.runs.0.readout", torch.tanh(slot))
+                logits["slot"] = linear("heads.groups.0.readout", torch.tanh(slot))
                 kind = (
-                    linear("heads.runs.1.mix", core)
-                    + parameters["heads.runs.1.chosen.0.weight"][actions[0]]
-                    + parameters["heads.runs.1.chosen.1.weight"][actions[1]]
+                    linear("heads.groups.1.mix", core)
+                    + parameters["heads.groups.1.chosen.0.weight"][actions[0]]
+                    + parameters["heads.groups.1.chosen.1.weight"][actions[1]]
                 )
-                logits["kind"] = linear("heads.runs.1.readout", torch.tanh(kind))
+                logits["kind"] = linear("heads.groups.1.readout", torch.tanh(kind))
             entropy = torch.zeros((), dtype=torch.float64)
             log_ratios = []
             had_a_choice = False

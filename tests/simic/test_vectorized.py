@@ -1,8 +1,8 @@
-"""Vectorised training: gardens with known gains are solved; rewards telescope; ended envs sit out."""
+"""Vectorised training: host batches with known gains are solved; rewards telescope; ended envs sit out."""
 
 import torch
 
-from esper.kasmina.lifecycle import uproot
+from esper.kasmina.lifecycle import remove_live_seeds
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.rewards import ROLLBACK_PENALTY, growth_score
 from esper.simic.training.config import PRESETS
@@ -10,14 +10,14 @@ from esper.simic.training.vectorized import VectorizedTrainer
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
-from esper.tolaria.oracle import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, KnownGains
+from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
 
 
-def make_trainer(num_envs, garden=None, *, rng_seed=0, **settings):
+def make_trainer(num_envs, host_batch=None, *, rng_seed=0, **settings):
     torch.manual_seed(rng_seed)
-    environment = GrowthEnvironment(garden or KnownGains(num_envs), rng_seed=rng_seed)
-    garden = environment.garden
-    layout = FeatureLayout(garden.num_slots, garden.num_blueprints)
+    environment = GrowthEnvironment(host_batch or SyntheticHosts(num_envs), rng_seed=rng_seed)
+    host_batch = environment.host_batch
+    layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
     policy = FactoredRecurrentActorCritic(
         environment.action_space, layout, PolicyConfig(lstm_hidden_dim=64)
     )
@@ -42,7 +42,7 @@ def test_the_oracle_environment_is_solved():
     found = possible = 0.0
     for _ in range(4):
         episodes = trainer.collect(deterministic=True)
-        best = trainer.environment.garden.best_scores(episodes.rent)
+        best = trainer.environment.host_batch.best_scores(episodes.rent)
         found += (episodes.scores - HOST_ACCURACY).sum()
         possible += (best - HOST_ACCURACY).sum()
     assert found / possible >= 0.95, f"reached {found / possible:.3f} of the optimum"
@@ -50,8 +50,8 @@ def test_the_oracle_environment_is_solved():
 
 def test_what_to_grow_is_learned_by_type_of_data():
     """Knowing the type trebles what the best constant plan gains; most of that is found."""
-    garden = KnownGains(64, FOUR_TYPES)
-    trainer = make_trainer(64, garden, **vars(PRESETS["oracle"].ppo))
+    host_batch = SyntheticHosts(64, FOUR_TYPES)
+    trainer = make_trainer(64, host_batch, **vars(PRESETS["oracle"].ppo))
     for number in range(70):
         trainer.collect()
         trainer.learn(progress=number / 70)
@@ -59,8 +59,8 @@ def test_what_to_grow_is_learned_by_type_of_data():
     for _ in range(4):
         episodes = trainer.collect(deterministic=True)
         found += (episodes.scores - HOST_ACCURACY).sum()
-        blind += (garden.best_blind_scores(episodes.rent) - HOST_ACCURACY).sum()
-        possible += (garden.best_scores(episodes.rent) - HOST_ACCURACY).sum()
+        blind += (host_batch.best_blind_scores(episodes.rent) - HOST_ACCURACY).sum()
+        possible += (host_batch.best_scores(episodes.rent) - HOST_ACCURACY).sum()
     share = (found - blind) / (possible - blind)
     assert possible > 2.5 * blind > 0
     assert share > 0.5, f"reached {share:.2f} of what knowing the type is worth"
@@ -84,10 +84,10 @@ def test_features_are_scaled_after_the_first_update_and_never_again():
 def test_rewards_sum_to_the_score_of_the_committed_network():
     trainer = make_trainer(16)
     rent = trainer.collect().rent
-    garden, rewards = trainer.environment.garden, trainer.buffer._fields["rewards"]
+    host_batch, rewards = trainer.environment.host_batch, trainer.buffer._fields["rewards"]
     committed = trainer.environment._committed_params()
     expected = growth_score(
-        garden.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
+        host_batch.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
     )
     torch.testing.assert_close(rewards.sum(dim=1), expected - HOST_ACCURACY)
     torch.testing.assert_close(trainer.reward.scores, expected)
@@ -95,7 +95,7 @@ def test_rewards_sum_to_the_score_of_the_committed_network():
     assert trainer.buffer._fields["terminated"][:, -1].all()
 
 
-class BreaksAtStep(KnownGains):
+class BreaksAtStep(SyntheticHosts):
     """Env 1 is rolled back at step 3."""
 
     def reset(self, generator):
@@ -106,7 +106,7 @@ class BreaksAtStep(KnownGains):
         evidence = super().grow(states)
         self.steps += 1
         if self.steps == 3:
-            self._states = uproot(self._states, torch.tensor([1]))
+            self._states = remove_live_seeds(self._states, torch.tensor([1]))
             evidence.rolled_back[1] = True
         return evidence
 
@@ -142,11 +142,11 @@ def test_an_env_is_compared_with_all_of_its_siblings_episode_even_if_its_own_end
 
 
 def test_a_budget_is_never_exceeded_and_compute_is_charged():
-    garden = KnownGains(32)
+    host_batch = SyntheticHosts(32)
     environment = GrowthEnvironment(
-        garden, GrowthConfig(params_budget=0.3, max_germinations=2, compute_price=0.5)
+        host_batch, GrowthConfig(params_budget=0.3, max_germinations=2, compute_price=0.5)
     )
-    layout = FeatureLayout(garden.num_slots, garden.num_blueprints)
+    layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
     policy = FactoredRecurrentActorCritic(
         environment.action_space, layout, PolicyConfig(lstm_hidden_dim=16)
     )
@@ -157,7 +157,7 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     assert (reports.seeds_left >= 0).all()
     assert (reports.params > reports.host_params).any()
     uncharged = growth_score(
-        garden.committed_accuracy(), environment._committed_params(), reports.host_params, reports.rent
+        host_batch.committed_accuracy(), environment._committed_params(), reports.host_params, reports.rent
     )  # fmt: skip
     used = environment._compute > 0
     assert used.any()

@@ -106,7 +106,7 @@ def test_the_number_of_tensor_operations_does_not_depend_on_the_number_of_envs()
 
 def test_masks_compile_without_a_graph_break() -> None:
     def packed(reports: Reports, space: FactoredActionSpace) -> tuple[Tensor, ...]:
-        return compute_batch_masks(reports, space).runs
+        return compute_batch_masks(reports, space).groups
 
     torch._dynamo.reset()
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
@@ -126,4 +126,4 @@ def test_an_action_space_of_another_host_is_refused() -> None:
 def test_rows_of_the_masks_are_found_without_copying_them() -> None:
     reports = random_reports(4)
     masks: ActionMasks = compute_batch_masks(reports, space_of(reports))
-    assert all(run.is_contiguous() for run in masks.runs)
+    assert all(run.is_contiguous() for run in masks.groups)

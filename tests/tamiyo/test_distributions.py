@@ -243,7 +243,7 @@ def test_decided_actions_are_legal_given_each_other_and_rescore_alike(seed, name
         return tables + actions[:, :known].float() @ coupling[:known]
 
     def logits_of(run, actions):
-        heads = space.runs[run]
+        heads = space.head_groups[run]
         packed = packed_logits(actions, heads.start)
         return packed[:, space.slices[heads.start].start : space.slices[heads.stop - 1].stop]
 
@@ -261,7 +261,11 @@ def test_decided_actions_are_legal_given_each_other_and_rescore_alike(seed, name
                 assert actions[env, h] == 0
                 assert log_probs[env, h] == 0
     logits = torch.cat(
-        [packed_logits(actions, run.start)[:, space.slices[i]] for run in space.runs for i in run],
+        [
+            packed_logits(actions, run.start)[:, space.slices[i]]
+            for run in space.head_groups
+            for i in run
+        ],
         dim=-1,
     )
     rescored = MaskedFactoredCategorical(space, logits, rows, floor=0.05).log_prob(actions)

@@ -138,7 +138,7 @@ def test_evaluate_agrees_with_act_step_by_step(name, layers, device):
         (evaluation.log_probs, rollout.log_probs),
         (evaluation.values, rollout.values),
     ):
-        torch.testing.assert_close(got, rollout.layout.take(stored), rtol=0, atol=1e-5)
+        torch.testing.assert_close(got, rollout.layout.gather(stored), rtol=0, atol=1e-5)
     assert (evaluation.log_probs != 0).any(0).all()
 
 
@@ -174,7 +174,7 @@ def test_gradients_equal_those_of_a_loop_over_time_in_float64():
         output, _ = policy.core(encoded.unsqueeze(1), tuple(state))
         values[env, start : start + length] = policy.readout(output[:, 0] + encoded)[:, -1]
     expected = torch.autograd.grad(
-        (weights * layout.take(values)).sum(), list(policy.core.parameters())
+        (weights * layout.gather(values)).sum(), list(policy.core.parameters())
     )
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)

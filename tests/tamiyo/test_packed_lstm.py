@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from esper.kernels.lstm import numba_lstm
 from esper.leyline.sequences import SequenceLayout
 from esper.tamiyo.policy import packed_lstm as module
-from esper.tamiyo.policy.kernels import numba_lstm
 from esper.tamiyo.policy.network import full_precision
 from esper.tamiyo.policy.packed_lstm import packed_lstm
 

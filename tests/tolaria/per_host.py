@@ -59,7 +59,7 @@ class SlotLife:
     style: int = 0
     blueprint: int = -1
 
-    def act(self, choice: dict[str, int], behind_host: bool = False) -> None:
+    def act(self, choice: dict[str, int], shadow_training: bool = False) -> None:
         """One factored action on this slot, its choices by the names of Tamiyo's heads."""
         target = ALPHA_TARGETS[choice["alpha_target"]]
         speed = ALPHA_SPEED_STEPS[choice["alpha_speed"]]
@@ -67,7 +67,7 @@ class SlotLife:
             case LifecycleOp.GERMINATE:
                 tempo, curve = TEMPO_STEPS[choice["tempo"]], choice["alpha_curve"]
                 kind = choice["blueprint"], choice["style"]
-                self.germinate(*kind, tempo, target, curve, behind_host)
+                self.germinate(*kind, tempo, target, curve, shadow_training)
             case LifecycleOp.SET_ALPHA_TARGET:
                 self.set_alpha_target(target, speed, choice["alpha_curve"])
             case LifecycleOp.PRUNE:
@@ -77,12 +77,12 @@ class SlotLife:
             case LifecycleOp.ADVANCE:
                 self.advance()
 
-    def germinate(self, blueprint, style, ramp_steps, alpha_target, curve, behind_host=False):
+    def germinate(self, blueprint, style, ramp_steps, alpha_target, curve, shadow_training=False):
         self._require(self.stage == SeedStage.DORMANT)
         self.blueprint, self.style, self.curve = blueprint, style, curve
         self.alpha_target = alpha_target
         self.ramp_steps = ramp_steps
-        self._enter(SeedStage.TRAINING if behind_host else SeedStage.BLENDING)
+        self._enter(SeedStage.TRAINING if shadow_training else SeedStage.BLENDING)
 
     def advance(self):
         if self.stage == SeedStage.TRAINING:
@@ -99,7 +99,7 @@ class SlotLife:
     def prune(self, ramp_steps):
         self._require(self.stage in LIVE and self.total_age >= 1)
         if self.stage == SeedStage.TRAINING:
-            self.uproot()
+            self.remove_live_seeds()
         else:
             self._ramp(0.0, ramp_steps)
 
@@ -107,7 +107,7 @@ class SlotLife:
         self._require(self.stage == SeedStage.HOLDING)
         self._enter(SeedStage.FOSSILIZED)
 
-    def uproot(self):
+    def remove_live_seeds(self):
         """The seed is gone; the slot rests."""
         self.__init__(stage=SeedStage.EMBARGOED)
 
@@ -137,7 +137,7 @@ class SlotLife:
 
     def _arrive(self):
         if self.alpha_target == 0.0:
-            self.uproot()
+            self.remove_live_seeds()
         else:
             self.alpha = self.alpha_target
             self._enter(SeedStage.HOLDING)
@@ -180,14 +180,14 @@ class PerHost:
         self.seeds: list[nn.Module | None] = [None for _ in host.sites]
         self.seed_optimizers: list[torch.optim.Optimizer | None] = [None for _ in host.sites]
 
-    def act(self, choice: dict[str, int], behind_host: bool = False) -> None:
+    def act(self, choice: dict[str, int], shadow_training: bool = False) -> None:
         """One factored action."""
-        self.slots[choice["slot"]].act(choice, behind_host)
+        self.slots[choice["slot"]].act(choice, shadow_training)
         if choice["op"] == LifecycleOp.GERMINATE:
-            self.plant(choice["slot"])
+            self.new_hosts(choice["slot"])
         self._drop_removed_seeds()
 
-    def plant(self, slot: int) -> None:
+    def new_hosts(self, slot: int) -> None:
         """A module, its last layer zero, and an optimiser for the seed that germinated in a slot."""
         program = self.menu[self.slots[slot].blueprint].program(self.sites[slot])
         seed = program.module().to(next(self.module.parameters()).dtype)
@@ -245,7 +245,7 @@ class PerHost:
         self.__dict__.update(copy.deepcopy(saved))
         for life in self.slots:
             if life.stage in LIVE:
-                life.uproot()
+                life.remove_live_seeds()
         self._drop_removed_seeds()
 
     def _forward(self, x: Tensor, alphas: Sequence[float | None]) -> Tensor:

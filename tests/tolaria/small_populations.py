@@ -41,7 +41,9 @@ def rows_for(population, first=0, count=2):
     return minibatch_indices(0, population.host_ids, steps, BATCH, num_rows)
 
 
-def grow(population, hosts, slots, blueprint=0, style=BlendStyle.ADD, behind_host=False, ramp=1):
+def grow(
+    population, hosts, slots, blueprint=0, style=BlendStyle.ADD, shadow_training=False, ramp=1
+):
     """New seeds that stand at alpha 1 from the coming step on (ramp 1)."""
     states = lifecycle.germinate(
         population.states,
@@ -52,7 +54,7 @@ def grow(population, hosts, slots, blueprint=0, style=BlendStyle.ADD, behind_hos
         ramp_steps=ramp,
         alpha_target=1.0,
         curve=AlphaCurve.LINEAR,
-        behind_host=behind_host,
+        shadow_training=shadow_training,
     )
     population.adopt(states)
 

@@ -26,7 +26,7 @@ def alone(population, host, without=None):
     """A host's logits on its validation rows `[rows, classes]`, segment by segment."""
     view = population.view_ids[host]
     x = population.task.validation_x[view].movedim(0, -1).unsqueeze(0)
-    row = population.arena.params[host : host + 1]
+    row = population.parameter_table.params[host : host + 1]
     start = 0
     for slot, program in enumerate(population.host.programs):
         x = program.forward(row[:, start : start + program.num_params], x)
@@ -36,7 +36,7 @@ def alone(population, host, without=None):
             seed = population.menu[states.blueprint[host, slot]].program(
                 population.host.sites[slot]
             )
-            columns = population.arena.layout.seed_columns(slot, seed.num_params)
+            columns = population.parameter_table.layout.seed_columns(slot, seed.num_params)
             output, alpha = seed.forward(row[:, columns], x), states.alpha[host, slot]
             match int(states.style[host, slot]):
                 case 0:
@@ -73,7 +73,7 @@ def test_hosts_and_seeds_are_judged_as_one_by_one(chunk, monkeypatch):
 
 def test_a_seed_behind_its_host_has_no_contribution_yet():
     population = small_population()
-    grow(population, [0], [1], blueprint=5, behind_host=True)
+    grow(population, [0], [1], blueprint=5, shadow_training=True)
     grow(population, [1], [1], blueprint=5)
     take_step(population)
     assert evaluate(population).contribution_known.nonzero().tolist() == [[1, 1]]
@@ -88,10 +88,10 @@ def test_fewer_rows_are_the_first_ones():
 
 def test_evaluation_changes_nothing():
     population = grown_population()
-    before = population.arena.params.clone(), population.arena.grads.clone()
+    before = population.parameter_table.params.clone(), population.parameter_table.grads.clone()
     evaluate(population)
-    assert torch.equal(population.arena.params, before[0])
-    assert torch.equal(population.arena.grads, before[1])
+    assert torch.equal(population.parameter_table.params, before[0])
+    assert torch.equal(population.parameter_table.grads, before[1])
 
 
 def test_accuracy_on_other_rows_is_that_of_each_host_on_its_view():

@@ -12,10 +12,9 @@ from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, blueprint_menu
 from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv, MixPositions, Norm, Relu
+from esper.kernels.hosts import fused, fused_build, steps
 from esper.leyline.constants import BlendStyle, SiteKind
-from esper.tolaria import fused, steps
 from esper.tolaria.evaluation import evaluate
-from esper.tolaria.kernels import fused_build
 from esper.tolaria.population import Population
 
 DEVICES = (
@@ -35,9 +34,11 @@ def grow_at_once(population, hosts, slots, **choice):
     sizes = population.seed_params()
     for host, slot in zip(hosts, slots, strict=True):
         size = int(sizes[host, slot])
-        columns = population.arena.layout.seed_columns(slot, size)
+        columns = population.parameter_table.layout.seed_columns(slot, size)
         noise = 0.1 * torch.arange(size).sin()  # a last layer is zero at birth
-        population.arena.params[host, columns] += noise.to(population.arena.params)
+        population.parameter_table.params[host, columns] += noise.to(
+            population.parameter_table.params
+        )
 
 
 def assert_one_step_agrees(first, second, rows):
@@ -46,7 +47,7 @@ def assert_one_step_agrees(first, second, rows):
     losses = [population.train(rows.to(population.task.device)) for population in (first, second)]
     torch.testing.assert_close(*losses, **close)
     for table in ("grads", "params"):
-        tables = [getattr(population.arena, table)[:-1] for population in (first, second)]
+        tables = [getattr(population.parameter_table, table)[:-1] for population in (first, second)]
         torch.testing.assert_close(*tables, **close)
     found = [evaluate(population) for population in (first, second)]
     torch.testing.assert_close(found[0].loss, found[1].loss, **close)
@@ -54,17 +55,17 @@ def assert_one_step_agrees(first, second, rows):
 
 
 @on_every_device
-@pytest.mark.parametrize("behind_host", [False, True], ids=["in host", "behind host"])
+@pytest.mark.parametrize("shadow_training", [False, True], ids=["in host", "behind host"])
 @pytest.mark.parametrize("kind", HOSTS)
-def test_it_trains_as_batched_operations_do(kind, behind_host, device):
+def test_it_trains_as_batched_operations_do(kind, shadow_training, device):
     pair = [build(kind, "adamw", kernels, device) for kernels in ("fused", "eager")]
-    assert_agree(*pair, num_steps=8, behind_host=behind_host)
+    assert_agree(*pair, num_steps=8, shadow_training=shadow_training)
 
 
 @on_every_device
 def test_it_knows_sgd(device):
     pair = [build("conv1d", "sgd", kernels, device) for kernels in ("fused", "eager")]
-    assert_agree(*pair, num_steps=4, behind_host=True)
+    assert_agree(*pair, num_steps=4, shadow_training=True)
 
 
 @on_every_device
@@ -117,7 +118,7 @@ def test_layers_may_come_in_any_order(device):
 def test_a_minibatch_may_be_worked_on_in_pieces(monkeypatch, device):
     monkeypatch.setattr(fused, "MOST_EXAMPLES", 5)  # 8 rows: 4 and 4; 60: many
     pair = [build("conv1d", "adamw", kernels, device) for kernels in ("fused", "eager")]
-    assert_agree(*pair, num_steps=3, behind_host=True)
+    assert_agree(*pair, num_steps=3, shadow_training=True)
 
 
 @on_every_device
@@ -139,12 +140,12 @@ def test_a_broken_host_changes_no_other(device):
     populations = [build("conv1d", "adamw", "fused", device) for _ in range(2)]
     for population in populations:
         grow_at_once(population, [0, 1, 2, 4], [0, 0, 0, 1], blueprint=torch.tensor([2, 2, 5, 5]))
-    populations[1].arena.params[0] = torch.nan
+    populations[1].parameter_table.params[0] = torch.nan
     for population in populations:
         population.train(rows_for(population, count=5).to(device))
-    sound, broken = (population.arena.params[1:-1] for population in populations)
+    sound, broken = (population.parameter_table.params[1:-1] for population in populations)
     assert torch.equal(sound, broken)
-    assert bool(populations[1].arena.params[0, :4].isnan().all())
+    assert bool(populations[1].parameter_table.params[0, :4].isnan().all())
 
 
 def test_it_is_chosen_on_cuda_where_it_has_room(monkeypatch):
@@ -154,7 +155,7 @@ def test_it_is_chosen_on_cuda_where_it_has_room(monkeypatch):
         host=population.host,
         menu=population.menu,
         optimizer=population.optimizer,
-        arena=SimpleNamespace(params=on_cuda, layout=population.arena.layout),
+        parameter_table=SimpleNamespace(params=on_cuda, layout=population.parameter_table.layout),
     )
     monkeypatch.setattr(fused, "shared_bytes", lambda device: 2**17)
     monkeypatch.setattr(fused, "max_blocks", lambda device: 100)
@@ -188,7 +189,7 @@ def test_runs_are_the_same_to_the_bit_on_any_stream():
             population.train(rows)
     torch.cuda.synchronize()
     for one, other in zip(alone, beside, strict=True):
-        assert torch.equal(one.arena.params, other.arena.params)
+        assert torch.equal(one.parameter_table.params, other.parameter_table.params)
 
 
 @pytest.mark.gpu

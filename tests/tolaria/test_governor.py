@@ -23,13 +23,13 @@ def grown(num_steps=0, **options):
 @pytest.mark.parametrize("breakage", [Breakage.LOSS_NOT_FINITE, Breakage.WEIGHTS_NOT_FINITE])
 def test_a_host_that_is_not_finite_goes_back_to_its_snapshot_alone(breakage):
     population, governor = grown(num_steps=2)  # a snapshot was taken at the end of the second
-    saved = population.arena.params[1].clone()
+    saved = population.parameter_table.params[1].clone()
     twin, _ = grown(num_steps=2)
     losses, _ = take_step(population, 2), take_step(twin, 2)
     if breakage == Breakage.LOSS_NOT_FINITE:
         losses[1, 1] = math.inf
     else:
-        population.arena.moments[0][1, 5] = math.nan
+        population.parameter_table.moments[0][1, 5] = math.nan
     (event,) = governor.watch(losses)
     assert (event.host, event.breakage, event.steps_lost) == (1, breakage, 1)
     assert population.states.stage[1].tolist() == [
@@ -37,14 +37,18 @@ def test_a_host_that_is_not_finite_goes_back_to_its_snapshot_alone(breakage):
         SeedStage.DORMANT,
         SeedStage.EMBARGOED,
     ]
-    host = population.arena.layout.host_columns()
-    assert torch.equal(population.arena.params[1, host], saved[host])
-    assert bool((population.arena.params[1, host.stop :] == 0).all())
+    host = population.parameter_table.layout.host_columns()
+    assert torch.equal(population.parameter_table.params[1, host], saved[host])
+    assert bool((population.parameter_table.params[1, host.stop :] == 0).all())
     others = [0, 2, 3]
-    assert torch.equal(population.arena.params[others], twin.arena.params[others])
+    assert torch.equal(
+        population.parameter_table.params[others], twin.parameter_table.params[others]
+    )
     after, twins = take_step(population, 3), take_step(twin, 3)
     assert torch.equal(after[:, others], twins[:, others])
-    assert torch.equal(population.arena.params[others], twin.arena.params[others])
+    assert torch.equal(
+        population.parameter_table.params[others], twin.parameter_table.params[others]
+    )
 
 
 def test_a_host_that_runs_away_from_its_history_goes_back():

@@ -47,15 +47,17 @@ class Run:
     ops: set[LifecycleOp] = field(default_factory=set)
     minibatches: int = 0
 
-    def act(self, actions: torch.Tensor, behind_host: bool) -> None:
+    def act(self, actions: torch.Tensor, shadow_training: bool) -> None:
         states = self.population.states
         space = action_space(self.population)
         self.population.adopt(
-            lifecycle.begin_step(lifecycle.apply(states, actions, space, behind_host=behind_host))
+            lifecycle.begin_step(
+                lifecycle.apply(states, actions, space, shadow_training=shadow_training)
+            )
         )
         for host, row in enumerate(actions.tolist()):
             choice = dict(zip(space.names, row, strict=True))
-            self.alone[host].act(choice, behind_host)
+            self.alone[host].act(choice, shadow_training)
             self.ops.add(LifecycleOp(choice["op"]))
             if choice["op"] == LifecycleOp.GERMINATE:  # both start from the same birth
                 slot = choice["slot"]
@@ -91,7 +93,7 @@ def start(kind: str, optimizer: str, kernels: str | None = None) -> Run:
         view_ids=VIEWS,
         kernels=kernels,
     )
-    rows = population.arena.params[:, population.arena.layout.host_columns()]
+    rows = population.parameter_table.params[:, population.parameter_table.layout.host_columns()]
     alone = [PerHost(host, population.menu, stock, rows[i].clone()) for i in range(NUM_HOSTS)]
     return Run(population, alone)
 
@@ -107,7 +109,9 @@ def action_space(population: Population):
 
 def seed_weights(population: Population, host: int, slot: int) -> torch.Tensor:
     count = int(population.seed_params()[host, slot])
-    return population.arena.params[host, population.arena.layout.seed_columns(slot, count)].clone()
+    return population.parameter_table.params[
+        host, population.parameter_table.layout.seed_columns(slot, count)
+    ].clone()
 
 
 def assert_same(run: Run, tolerance: float = 1e-9) -> None:
@@ -115,10 +119,10 @@ def assert_same(run: Run, tolerance: float = 1e-9) -> None:
     population = run.population
     x = population.task.train_x[population.view_ids]
     logits = population.logits(x.movedim(1, -1)).movedim(-1, 1)
-    host_columns = population.arena.layout.host_columns()
+    host_columns = population.parameter_table.layout.host_columns()
     close = {"rtol": 0, "atol": tolerance}
     for host, alone in enumerate(run.alone):
-        weights = population.arena.params[host, host_columns]
+        weights = population.parameter_table.params[host, host_columns]
         torch.testing.assert_close(weights, alone.weights(), **close)
         torch.testing.assert_close(logits[host], alone.logits(x[host]).detach(), **close)
         for slot, life in enumerate(alone.slots):
@@ -134,25 +138,25 @@ def assert_same_life(states: SlotStates, host: int, slot: int, life) -> None:
         assert batched == pytest.approx(getattr(life, entry.name), abs=1e-12), entry.name
 
 
-@pytest.mark.parametrize("behind_host", [False, True], ids=["in host", "behind host"])
+@pytest.mark.parametrize("shadow_training", [False, True], ids=["in host", "behind host"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", HOSTS)
-def test_a_population_trains_as_its_hosts_would_alone(kind, optimizer, behind_host):
-    live_through_everything(start(kind, optimizer), behind_host)
+def test_a_population_trains_as_its_hosts_would_alone(kind, optimizer, shadow_training):
+    live_through_everything(start(kind, optimizer), shadow_training)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_so_does_one_run_by_the_fused_kernel():
-    live_through_everything(start("conv1d", "adamw", "fused"), behind_host=True)
+    live_through_everything(start("conv1d", "adamw", "fused"), shadow_training=True)
 
 
-def live_through_everything(run: Run, behind_host: bool) -> None:
+def live_through_everything(run: Run, shadow_training: bool) -> None:
     """Random legal actions and a rollback, 25 steps long."""
     rng = torch.Generator().manual_seed(7)
     saved = None
     for step in range(25):
         space = action_space(run.population)
-        run.act(legal_actions(run.population.states, space, rng), behind_host)
+        run.act(legal_actions(run.population.states, space, rng), shadow_training)
         run.train(2)
         run.end_step()
         if step == 8:
@@ -160,7 +164,7 @@ def live_through_everything(run: Run, behind_host: bool) -> None:
         if step == 14:
             host = torch.tensor([1])
             run.population.restore(saved[0], host)
-            run.population.adopt(lifecycle.uproot(run.population.states, host))
+            run.population.adopt(lifecycle.remove_live_seeds(run.population.states, host))
             run.alone[1].roll_back(saved[1])
         if step % 4 == 0:
             assert_same(run)
@@ -182,15 +186,15 @@ def test_one_step_agrees_in_float32_too(kind):
     )
     grow = torch.zeros(NUM_HOSTS, len(action_space(population)), dtype=torch.int64)
     grow[:, 0] = LifecycleOp.GERMINATE
-    run.act(grow, behind_host=False)
+    run.act(grow, shadow_training=False)
     single.adopt(population.states)
-    single.arena.params.copy_(population.arena.params)
+    single.parameter_table.params.copy_(population.parameter_table.params)
     rows = minibatch_indices(0, torch.arange(NUM_HOSTS), range(1), BATCH, NUM_ROWS)
     single.train(rows)
     run.train(1)
-    columns = population.arena.layout.host_columns()
+    columns = population.parameter_table.layout.host_columns()
     for host, alone in enumerate(run.alone):
-        weights = single.arena.params[host, columns].double()
+        weights = single.parameter_table.params[host, columns].double()
         torch.testing.assert_close(weights, alone.weights(), rtol=0, atol=1e-5)
 
 
@@ -216,4 +220,6 @@ def test_a_host_does_not_depend_on_the_others():
             hosts.train(minibatch_indices(0, ids, range(2 * step, 2 * step + 2), BATCH, NUM_ROWS))
             hosts.adopt(lifecycle.end_step(hosts.states))
     assert (population.states.stage[2] != SeedStage.DORMANT).any()
-    torch.testing.assert_close(population.arena.params[2], alone.arena.params[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        population.parameter_table.params[2], alone.parameter_table.params[0], rtol=0, atol=1e-9
+    )

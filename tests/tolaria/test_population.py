@@ -20,12 +20,14 @@ NUM_BLUEPRINTS = len(small_population().menu)
 
 
 def columns(population, slot):
-    return population.arena.layout.seed_columns(slot)
+    return population.parameter_table.layout.seed_columns(slot)
 
 
 def storage(population):
     """Parameters and moments of all hosts, `[kinds, P, D]`."""
-    return torch.stack((population.arena.params, *population.arena.moments))[:, :-1].clone()
+    return torch.stack((population.parameter_table.params, *population.parameter_table.moments))[
+        :, :-1
+    ].clone()
 
 
 @pytest.mark.parametrize("style", BlendStyle)
@@ -45,7 +47,7 @@ def test_a_new_seed_leaves_every_other_weight_and_moment_as_it_was():
     grow(population, [0, 2], [1, 1], blueprint=5)
     for step in range(2):
         take_step(population, step)
-    before, steps = storage(population), population.arena.steps.clone()
+    before, steps = storage(population), population.parameter_table.steps.clone()
     grow(population, [0, 1], [0, 1], blueprint=3)
     after = storage(population)
     born = torch.zeros_like(before[0], dtype=torch.bool)
@@ -53,9 +55,9 @@ def test_a_new_seed_leaves_every_other_weight_and_moment_as_it_was():
     born[1, columns(population, 1)] = True
     assert torch.equal(after[:, ~born], before[:, ~born])
     assert bool((after[1:, born] == 0).all())  # fresh moments
-    assert torch.equal(population.arena.steps, steps)
+    assert torch.equal(population.parameter_table.steps, steps)
     take_step(population, 2)
-    assert population.arena.steps[0].tolist() == [6, 2, 6, 0]
+    assert population.parameter_table.steps[0].tolist() == [6, 2, 6, 0]
 
 
 def test_a_pruned_seed_leaves_the_host_as_if_it_were_switched_off():
@@ -88,13 +90,13 @@ def test_a_seed_behind_its_host_moves_its_own_weights_and_no_other(slot):
         grow(population, [0], [(slot + 1) % 3], blueprint=2)  # another seed, felt by the host
         take_step(population)
     before = logits(watched)
-    grow(watched, [0, 1], [slot, slot], blueprint=5, behind_host=True)
+    grow(watched, [0, 1], [slot, slot], blueprint=5, shadow_training=True)
     assert torch.equal(logits(watched), before)
     at_birth = storage(watched)[0, :2, columns(watched, slot)].clone()
     for step in range(1, 4):
         for population in (watched, free):
             take_step(population, step)
-    seed = torch.zeros_like(watched.arena.params[:-1], dtype=torch.bool)
+    seed = torch.zeros_like(watched.parameter_table.params[:-1], dtype=torch.bool)
     seed[:2, columns(watched, slot)] = True
     assert torch.equal(storage(watched)[:, ~seed], storage(free)[:, ~seed])
     moved = storage(watched)[0, :2, columns(watched, slot)] != at_birth
@@ -103,16 +105,16 @@ def test_a_seed_behind_its_host_moves_its_own_weights_and_no_other(slot):
 
 def test_a_seed_behind_its_host_stays_of_the_hosts_order_of_magnitude():
     population = small_population()
-    grow(population, range(4), [0] * 4, blueprint=5, behind_host=True)
+    grow(population, range(4), [0] * 4, blueprint=5, shadow_training=True)
     for step in range(10):
         take_step(population, step, count=20)
     host = population.host
     x = population.task.train_x.expand(4, -1, -1, -1).movedim(1, -1)
-    rows = population.arena.params[:-1, : host.segments[0].num_params]
+    rows = population.parameter_table.params[:-1, : host.segments[0].num_params]
     activations = host.segments[0].forward(rows, x)
     program = population.menu[5].program(host.sites[0])
-    layout = population.arena.layout
-    seeds = population.arena.params[:-1, layout.seed_columns(0, program.num_params)]
+    layout = population.parameter_table.layout
+    seeds = population.parameter_table.params[:-1, layout.seed_columns(0, program.num_params)]
     output = program.forward(seeds, activations)
     ratio = output.square().mean((1, 2, 3)).sqrt() / activations.square().mean((1, 2, 3)).sqrt()
     assert bool((ratio < 5).all())
@@ -142,21 +144,21 @@ def test_a_diverging_host_changes_no_other_host_by_a_bit():
     for population in (sound, broken):
         grow(population, [0, 1, 2, 3, 0], [0, 0, 0, 1, 2], blueprint=torch.tensor([2, 2, 5, 5, 8]))
         take_step(population)
-    broken.arena.params[0] = torch.nan  # host 0 is the one that padding reads
+    broken.parameter_table.params[0] = torch.nan  # host 0 is the one that padding reads
     for population in (sound, broken):
         take_step(population, 1)
-    assert bool(broken.arena.params[0].isnan().any())
+    assert bool(broken.parameter_table.params[0].isnan().any())
     assert torch.equal(storage(broken)[:, 1:], storage(sound)[:, 1:])
 
 
 def test_hosts_are_born_from_their_ids():
     many = small_population(num_hosts=4)
     few = small_population(num_hosts=2, host_ids=torch.tensor([3, 1]))
-    assert torch.equal(few.arena.params[0], many.arena.params[3])
-    assert torch.equal(few.arena.params[1], many.arena.params[1])
+    assert torch.equal(few.parameter_table.params[0], many.parameter_table.params[3])
+    assert torch.equal(few.parameter_table.params[1], many.parameter_table.params[1])
     grow(many, [3], [2], blueprint=5)
     grow(few, [0], [2], blueprint=5)
-    assert torch.equal(few.arena.params[0], many.arena.params[3])
+    assert torch.equal(few.parameter_table.params[0], many.parameter_table.params[3])
 
 
 def test_a_slots_second_seed_differs_from_its_first():
@@ -164,7 +166,7 @@ def test_a_slots_second_seed_differs_from_its_first():
     births = []
     for _ in range(2):
         grow(population, [0], [0], blueprint=5)
-        births.append(population.arena.params[0, columns(population, 0)].clone())
+        births.append(population.parameter_table.params[0, columns(population, 0)].clone())
         take_step(population)
         states = lifecycle.prune(population.states, torch.tensor([0]), torch.tensor([0]))
         for _ in range(3):
@@ -206,7 +208,7 @@ def test_gradient_norms_are_those_of_the_seeds():
     grow(population, [0, 2], [1, 0], blueprint=torch.tensor([3, 5]))
     take_step(population)
     norms = population.gradient_norms()
-    grads = population.arena.grads[2, columns(population, 0)]
+    grads = population.parameter_table.grads[2, columns(population, 0)]
     params = population.seed_params()[2, 0]
     assert norms[2, 0] == pytest.approx((grads.square().sum() / params).sqrt().item())
     assert (norms > 0).nonzero().tolist() == [[0, 1], [2, 0]]

@@ -8,9 +8,9 @@ from tolaria.small_populations import grow, random_task, rows_for, small_populat
 
 from esper.kasmina import lifecycle
 from esper.kasmina.layers import Conv
+from esper.kernels.hosts.layer_table import has_kernels
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.governor import Governor
-from esper.tolaria.kernels.layer_table import has_kernels
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.tasks import few_rows, mnist1d, stack
 
@@ -88,9 +88,9 @@ def test_a_slot_sown_again_between_two_calls_gets_a_new_seed(population):
     states = lifecycle.germinate(states, torch.tensor([0]), torch.tensor([0]), blueprint=1, style=0,
                                  ramp_steps=1, alpha_target=1.0, curve=0)  # fmt: skip
     population.adopt(states)
-    assert population.arena.steps[0, 1] == 0
-    columns = population.arena.layout.seed_columns(0)
-    assert all(not moment[0, columns].any() for moment in population.arena.moments)
+    assert population.parameter_table.steps[0, 1] == 0
+    columns = population.parameter_table.layout.seed_columns(0)
+    assert all(not moment[0, columns].any() for moment in population.parameter_table.moments)
 
 
 @pytest.mark.parametrize(

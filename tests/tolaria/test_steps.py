@@ -9,11 +9,11 @@ from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, blueprint_menu, menu_for
 from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv
+from esper.kernels.hosts import compiled
+from esper.kernels.hosts.graphs import choose_signature
 from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import tamiyo_action_space
-from esper.tolaria import compiled
 from esper.tolaria.evaluation import evaluate
-from esper.tolaria.graphs import choose_signature
 from esper.tolaria.groups import Grouping, GroupKey, Signature
 from esper.tolaria.optimizers import SGD, AdamW
 from esper.tolaria.population import Population
@@ -44,7 +44,7 @@ def build(kind, optimizer, kernels, device="cpu", num_hosts=6, dtype=torch.float
     )
 
 
-def assert_agree(first, second, num_steps, behind_host=False, atol=1e-9):
+def assert_agree(first, second, num_steps, shadow_training=False, atol=1e-9):
     """Two populations under the same random actions keep the same weights, losses and worth."""
     space = tamiyo_action_space(first.num_slots, len(first.menu))
     rng = torch.Generator().manual_seed(2)
@@ -53,14 +53,16 @@ def assert_agree(first, second, num_steps, behind_host=False, atol=1e-9):
         actions = legal_actions(first.states, space, rng)
         losses = []
         for population in (first, second):
-            states = lifecycle.apply(population.states, actions, space, behind_host=behind_host)
+            states = lifecycle.apply(
+                population.states, actions, space, shadow_training=shadow_training
+            )
             population.adopt(lifecycle.begin_step(states))
             rows = rows_for(population, 3 * step, 3).to(population.task.device)
             losses.append(population.train(rows).cpu())
         torch.testing.assert_close(*losses, **close)
-        weights = [population.arena.params[:-1].cpu() for population in (first, second)]
+        weights = [population.parameter_table.params[:-1].cpu() for population in (first, second)]
         torch.testing.assert_close(*weights, **close)
-        grads = [population.arena.grads[:-1].cpu() for population in (first, second)]
+        grads = [population.parameter_table.grads[:-1].cpu() for population in (first, second)]
         torch.testing.assert_close(*grads, **close)
         found = [evaluate(population) for population in (first, second)]
         torch.testing.assert_close(found[0].loss.cpu(), found[1].loss.cpu(), **close)
@@ -71,12 +73,12 @@ def assert_agree(first, second, num_steps, behind_host=False, atol=1e-9):
     assert bool(first.states.has_seed.any())
 
 
-@pytest.mark.parametrize("behind_host", [False, True], ids=["in host", "behind host"])
+@pytest.mark.parametrize("shadow_training", [False, True], ids=["in host", "behind host"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", HOSTS)
-def test_compiled_code_trains_as_batched_operations_do(kind, optimizer, behind_host):
+def test_compiled_code_trains_as_batched_operations_do(kind, optimizer, shadow_training):
     fast, eager = build(kind, optimizer, "compiled"), build(kind, optimizer, "eager")
-    assert_agree(fast, eager, num_steps=12, behind_host=behind_host)
+    assert_agree(fast, eager, num_steps=12, shadow_training=shadow_training)
 
 
 def test_threads_change_nothing():
@@ -90,7 +92,7 @@ def test_threads_change_nothing():
         three.train(rows_for(three))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(one.arena.params, three.arena.params)
+    assert torch.equal(one.parameter_table.params, three.parameter_table.params)
 
 
 @pytest.mark.parametrize("kind", HOSTS)
@@ -111,20 +113,22 @@ def test_what_was_in_the_memory_before_changes_nothing(kind):
         population.train(minibatch_indices(0, population.host_ids, range(1, 3), batch, 60))
         compiled._threads.memory.fill(remains)
         loss = evaluate(population, num_rows=11).loss
-        populations.append((population.arena.params, loss))
+        populations.append((population.parameter_table.params, loss))
     assert torch.equal(*(params for params, _ in populations))
     assert torch.equal(*(loss for _, loss in populations))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("behind_host", [False, True], ids=["in host", "behind host"])
+@pytest.mark.parametrize("shadow_training", [False, True], ids=["in host", "behind host"])
 @pytest.mark.parametrize("kind", HOSTS)
-def test_graphs_train_as_single_operations_do(kind, behind_host):
+def test_graphs_train_as_single_operations_do(kind, shadow_training):
     graphs = build(kind, "adamw", "graphs", device="cuda")
     eager = build(kind, "adamw", "eager", device="cuda")
-    assert_agree(graphs, eager, num_steps=12, behind_host=behind_host)
+    assert_agree(graphs, eager, num_steps=12, shadow_training=shadow_training)
     assert graphs.steps.num_captures >= 1
-    assert behind_host or graphs.steps.num_captures < 12  # fewer kinds of groups: some come again
+    assert (
+        shadow_training or graphs.steps.num_captures < 12
+    )  # fewer kinds of groups: some come again
 
 
 @pytest.mark.gpu
@@ -132,10 +136,10 @@ def test_a_broken_host_changes_no_other_on_cuda():
     populations = [build("conv1d", "adamw", "graphs", device="cuda") for _ in range(2)]
     for population in populations:
         grow(population, [0, 1, 2, 4], [0, 0, 0, 1], blueprint=torch.tensor([2, 2, 5, 5]))
-    populations[1].arena.params[0] = torch.nan
+    populations[1].parameter_table.params[0] = torch.nan
     for population in populations:
         population.train(rows_for(population, count=5).cuda())
-    sound, broken = (population.arena.params[1:-1] for population in populations)
+    sound, broken = (population.parameter_table.params[1:-1] for population in populations)
     assert torch.equal(sound, broken)
 
 

@@ -9,7 +9,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from esper.grow.sites import count_macs, count_params, site_table, trace_sites
+from esper.growing.sites import count_macs, count_params, site_table, trace_sites
 
 EXAMPLES = 2  # in a batch made up from --shape
 

@@ -22,10 +22,10 @@ from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import evaluate_run
 from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.distribution import choice_names, describe_garden
+from esper.simic.training.distribution import choice_names, describe_hosts
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder
-from esper.tolaria.oracle import HOST_ACCURACY, KnownGains
+from esper.tolaria.synthetic_hosts import HOST_ACCURACY, SyntheticHosts
 
 PresetName = Literal["quick", "full", "oracle"]
 SHOWN = {
@@ -96,9 +96,9 @@ def run_training(folder: RunFolder) -> None:
                 f"with\n  esper train --resume {files.path}"
             )
             return
-    garden = training.environment.garden
-    if isinstance(garden, KnownGains):
-        share = share_of_best(training, garden)
+    host_batch = training.environment.host_batch
+    if isinstance(host_batch, SyntheticHosts):
+        share = share_of_best(training, host_batch)
         print(f"frozen, the controller gains {share:.1%} of what the best plans gain")
     else:
         show_arms(files)
@@ -114,10 +114,10 @@ def describe(training: GrowthTraining, files: RunFiles) -> str:
     weights = sum(weight.numel() for weight in policy.parameters())
     begins = f"from round {training.rounds_done + 1} " if training.rounds_done else ""
     return (
-        f"{describe_garden(config, training.environment.garden)}\n"
+        f"{describe_hosts(config, training.environment.host_batch)}\n"
         f"controller: {weights:,} weights on {training.agent.device}, torch {torch.__version__}\n"
         f"{config.rounds} rounds {begins}of {config.num_envs} hosts x {config.growth.num_steps} "
-        f"decisions x {config.garden.minibatches} minibatches; writing to {files.path}"
+        f"decisions x {config.host_batch.minibatches} minibatches; writing to {files.path}"
     )
 
 
@@ -164,12 +164,12 @@ def show_arms(files: RunFiles) -> None:
     show(report, files.path, console)
 
 
-def share_of_best(training: GrowthTraining, garden: KnownGains) -> float:
+def share_of_best(training: GrowthTraining, host_batch: SyntheticHosts) -> float:
     """What the frozen controller gains over all rents, as a share of what can be gained."""
     episodes = training.trainer.collect(deterministic=True)
     assert episodes is not None
     gained = (episodes.scores - HOST_ACCURACY).sum()
-    possible = (garden.best_scores(episodes.rent) - HOST_ACCURACY).sum()
+    possible = (host_batch.best_scores(episodes.rent) - HOST_ACCURACY).sum()
     return float(gained / possible)
 
 

@@ -130,7 +130,7 @@ def apply(
     actions: Tensor,
     action_space: FactoredActionSpace,
     *,
-    behind_host: bool = False,
+    shadow_training: bool = False,
 ) -> SlotStates:
     """The states after one factored action `[P, H]` per host, in Tamiyo's eight heads."""
     choice = dict(zip(action_space.names, actions.to(states.device).unbind(-1), strict=True))
@@ -151,7 +151,7 @@ def apply(
             ramp_steps=torch.where(germinates, tempo, speed),
             curve=choice["alpha_curve"],
         ),
-        behind_host,
+        shadow_training,
     )
 
 
@@ -165,11 +165,11 @@ def germinate(
     ramp_steps: Tensor | int,
     alpha_target: Tensor | float,
     curve: Tensor | int,
-    behind_host: bool = False,
+    shadow_training: bool = False,
 ) -> SlotStates:
     """A new seed in each of K slots, alpha 0, on its ramp from the coming step on.
 
-    `ramp_steps=1` gives it the whole target in its first step. `behind_host` puts it in
+    `ramp_steps=1` gives it the whole target in its first step. `shadow_training` puts it in
     TRAINING instead; target, ramp and curve then wait for its ADVANCE.
     """
     request = _Request(
@@ -184,7 +184,7 @@ def germinate(
     _check_choice("blueprint", blueprint, None)
     _check_choice("style", style, len(BlendStyle))
     _check_choice("curve", curve, len(AlphaCurve))
-    return _request(states, host_ids, slot_ids, LifecycleOp.GERMINATE, request, behind_host)
+    return _request(states, host_ids, slot_ids, LifecycleOp.GERMINATE, request, shadow_training)
 
 
 def advance(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> SlotStates:
@@ -226,7 +226,7 @@ def fossilize(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> SlotSta
     return _request(states, host_ids, slot_ids, LifecycleOp.FOSSILIZE, _Request())
 
 
-def uproot(states: SlotStates, host_ids: Tensor) -> SlotStates:
+def remove_live_seeds(states: SlotStates, host_ids: Tensor) -> SlotStates:
     """Every live seed of K hosts removed at once, whatever its age: what a rollback does."""
     rows = states.at(host_ids)
     return states.put(_remove(rows, rows.is_live), host_ids)
@@ -272,7 +272,7 @@ def _request(
     slot_ids: Tensor,
     op: Tensor | LifecycleOp,
     asked: _Request,
-    behind_host: bool = False,
+    shadow_training: bool = False,
 ) -> SlotStates:
     """The states after K requests, each for a slot of its own; WAIT changes nothing."""
     if isinstance(op, LifecycleOp):
@@ -300,7 +300,7 @@ def _request(
     jumps |= prunes & (old.stage == SeedStage.TRAINING)
     stage = _destinations(states.device)[old.stage, op]
     stage = torch.where(ramps & ~jumps, SeedStage.BLENDING, stage)
-    if behind_host:
+    if shadow_training:
         stage = torch.where(germinates, SeedStage.TRAINING, stage)
     return states.put(_settle(_enter(new, stage), jumps), host_ids, slot_ids)
 

@@ -1,13 +1,14 @@
-"""Checks of values that lie on a device, without making the host wait for it.
+"""Checks of configs, and of values on a device without waiting for it.
 
     checks.require(log_probs.isfinite(), lambda env, head: f"env {env}, head {head}: not finite")
     ...                          # the rest of the rollout or update
     checks.raise_if_failed()     # one wait for all of them
 
-Shapes are known to the host and are checked where they arrive; this is for what only the device
-knows. On a CPU there is nothing to wait for, so a failed check raises at once.
+`DeferredChecks` is for values that only the device knows; shapes are checked where they arrive. On
+a CPU a failed check raises at once.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -44,6 +45,27 @@ class DeferredChecks:
         if not all(passed):
             _, ok, describe = pending[passed.index(False)]
             raise ValueError(describe(*_first_failure(ok)))
+
+
+def require_at_least(config: object, least: float, *names: str) -> None:
+    """Raise unless each named field of `config` is `least` or more; NaN is refused."""
+    for name in names:
+        if not getattr(config, name) >= least:
+            raise ValueError(f"{name}={getattr(config, name)}; use {least} or more")
+
+
+def require_positive(config: object, *names: str) -> None:
+    """Raise unless each named field of `config` is finite and above 0."""
+    for name in names:
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"{name}={getattr(config, name)}; use a finite number above 0")
+
+
+def require_fraction(config: object, *names: str) -> None:
+    """Raise unless each named field of `config` is from 0 to 1."""
+    for name in names:
+        if not 0.0 <= getattr(config, name) <= 1.0:
+            raise ValueError(f"{name}={getattr(config, name)}; use a number from 0 to 1")
 
 
 def _first_failure(ok: Tensor) -> list[int]:

@@ -57,10 +57,10 @@ class FactoredActionSpace:
     slices: tuple[slice, ...] = _derived()  # where each head's choices lie on the axis of length C
     given_indices: tuple[tuple[int, ...], ...] = _derived()  # the heads that each head is given
     unconditional: tuple[int, ...] = _derived()  # the heads that always have something to choose
-    # A run is heads in a row that are given the same earlier heads: they are decided together.
-    runs: tuple[range, ...] = _derived()
-    run_of: tuple[int, ...] = _derived()  # the run that each head is in
-    run_spaces: tuple["FactoredActionSpace", ...] = _derived()  # a run as a space, nothing given
+    # Consecutive heads that are given the same earlier heads form a group: they are decided together.
+    head_groups: tuple[range, ...] = _derived()
+    group_of: tuple[int, ...] = _derived()  # the group of each head
+    group_spaces: tuple["FactoredActionSpace", ...] = _derived()  # each group as its own space
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", tuple(self.heads))
@@ -69,8 +69,8 @@ class FactoredActionSpace:
         names = tuple(head.name for head in self.heads)
         ends = tuple(accumulate(sizes))
         given = tuple(tuple(names.index(name) for name in head.given) for head in self.heads)
-        groups = [tuple(group) for _, group in groupby(range(len(names)), key=given.__getitem__)]
-        runs = tuple(range(group[0], group[-1] + 1) for group in groups)
+        same_given = [tuple(g) for _, g in groupby(range(len(names)), key=given.__getitem__)]
+        groups = tuple(range(group[0], group[-1] + 1) for group in same_given)
         free = tuple(Head(head.name, head.size) for head in self.heads)
         derived = {
             "names": names,
@@ -79,11 +79,11 @@ class FactoredActionSpace:
             "slices": tuple(slice(e - size, e) for e, size in zip(ends, sizes, strict=True)),
             "given_indices": given,
             "unconditional": tuple(i for i, earlier in enumerate(given) if not earlier),
-            "runs": runs,
-            "run_of": tuple(index for index, run in enumerate(runs) for _ in run),
-            "run_spaces": (self,)
+            "head_groups": groups,
+            "group_of": tuple(index for index, group in enumerate(groups) for _ in group),
+            "group_spaces": (self,)
             if self.heads == free
-            else tuple(FactoredActionSpace(free[run.start : run.stop]) for run in runs),
+            else tuple(FactoredActionSpace(free[g.start : g.stop]) for g in groups),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -167,8 +167,8 @@ class FactoredActionSpace:
 class ActionMasks:
     """What N envs may choose: for each head a bool tensor `[N, *given sizes, size]`.
 
-    The masks of a run of heads lie side by side in one tensor, so that one lookup finds the rows
-    of all of them. Shapes and dtypes are checked here, values are not: they may lie on a GPU.
+    The masks of a head group are concatenated in one tensor, so one lookup finds the rows of all its
+    heads. Shapes and dtypes are checked here; values are not, because they may be on a GPU.
     """
 
     def __init__(self, action_space: FactoredActionSpace, masks: Mapping[str, Tensor]):
@@ -177,20 +177,22 @@ class ActionMasks:
         self.num_envs = masks[action_space.names[0]].shape[0]
         for index, name in enumerate(action_space.names):
             self._check(masks[name], range(index, index + 1))
-        self.runs = tuple(
-            torch.cat([masks[action_space.names[i]] for i in run], dim=-1)
-            for run in action_space.runs
+        self.groups = tuple(
+            torch.cat([masks[action_space.names[i]] for i in group], dim=-1)
+            for group in action_space.head_groups
         )
 
     @classmethod
-    def from_runs(cls, action_space: FactoredActionSpace, runs: Sequence[Tensor]) -> "ActionMasks":
-        """Masks that already lie side by side, `[N, *given sizes, choices]` for each run."""
+    def from_groups(
+        cls, action_space: FactoredActionSpace, groups: Sequence[Tensor]
+    ) -> "ActionMasks":
+        """Masks already concatenated per head group, each `[N, *given sizes, choices]`."""
         masks = cls.__new__(cls)
         masks.action_space = action_space
-        masks.num_envs = runs[0].shape[0]
-        masks.runs = tuple(runs)
-        for run, mask in zip(action_space.runs, runs, strict=True):
-            masks._check(mask, run)
+        masks.num_envs = groups[0].shape[0]
+        masks.groups = tuple(groups)
+        for group, mask in zip(action_space.head_groups, groups, strict=True):
+            masks._check(mask, group)
         return masks
 
     @classmethod
@@ -202,22 +204,22 @@ class ActionMasks:
     ) -> "ActionMasks":
         masks = cls.__new__(cls)
         masks.action_space, masks.num_envs = action_space, num_envs
-        shapes = [masks._expected_shape(run) for run in action_space.runs]
-        masks.runs = tuple(torch.ones(s, dtype=torch.bool, device=device) for s in shapes)
+        shapes = [masks._expected_shape(group) for group in action_space.head_groups]
+        masks.groups = tuple(torch.ones(s, dtype=torch.bool, device=device) for s in shapes)
         return masks
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole mask of a head, `[N, *given sizes, size]`, without a copy."""
         index = self.action_space.index(name)
-        run = self.action_space.run_of[index]
-        return self.action_space.run_spaces[run].view(self.runs[run], name)
+        group = self.action_space.group_of[index]
+        return self.action_space.group_spaces[group].view(self.groups[group], name)
 
     @property
     def device(self) -> torch.device:
-        return self.runs[0].device
+        return self.groups[0].device
 
     def to(self, device: torch.device | str) -> "ActionMasks":
-        return self.from_runs(self.action_space, [mask.to(device) for mask in self.runs])
+        return self.from_groups(self.action_space, [mask.to(device) for mask in self.groups])
 
     def row(self, head_index: int, actions: Tensor | Sequence[Tensor]) -> Tensor:
         """A head's legal choices `[N, size]` given the earlier heads' actions.
@@ -225,14 +227,14 @@ class ActionMasks:
         `actions` holds at least the heads before `head_index`: a tensor `[N, H]` or one `[N]`
         per head. It may be read while it is being filled, head by head.
         """
-        space, run = self.action_space, self.action_space.run_of[head_index]
-        rows = self.rows(space.runs[run], actions)
-        return space.run_spaces[run].view(rows, space.names[head_index])
+        space, group = self.action_space, self.action_space.group_of[head_index]
+        rows = self.rows(space.head_groups[group], actions)
+        return space.group_spaces[group].view(rows, space.names[head_index])
 
-    def rows(self, run: range, actions: Tensor | Sequence[Tensor]) -> Tensor:
-        """The legal choices of a run's heads, packed `[N, their choices]`, as `row` gives one's."""
-        given = self.action_space.given_indices[run.start]
-        mask = self.runs[self.action_space.run_of[run.start]]
+    def rows(self, group: range, actions: Tensor | Sequence[Tensor]) -> Tensor:
+        """The legal choices of a group's heads, packed `[N, their choices]`, as `row` gives one's."""
+        given = self.action_space.given_indices[group.start]
+        mask = self.groups[self.action_space.group_of[group.start]]
         if not given:
             return mask
         chosen = [actions[:, g] if isinstance(actions, Tensor) else actions[g] for g in given]
@@ -246,7 +248,9 @@ class ActionMasks:
 
     def applied(self, actions: Tensor) -> Tensor:
         """The mask rows that applied to a finished action, packed `[N, C]`: what a rollout stores."""
-        return torch.cat([self.rows(run, actions) for run in self.action_space.runs], dim=-1)
+        return torch.cat(
+            [self.rows(group, actions) for group in self.action_space.head_groups], dim=-1
+        )
 
     def _expected_shape(self, heads: range) -> tuple[int, ...]:
         given = self.action_space.given_indices[heads.start]

@@ -78,19 +78,19 @@ class SequenceLayout:
             return torch.zeros(0, dtype=torch.int64)
         first = (self.env_ids * self.max_steps + self.starts)[self.order]
         steps = torch.arange(len(self.batch_sizes))[:, None]
-        places = first + steps
-        if places.numel() == self.num_rows:  # all of one length
-            return places.flatten()
-        return places[steps < self.lengths[self.order]]
+        padded_index = first + steps
+        if padded_index.numel() == self.num_rows:  # all of one length
+            return padded_index.flatten()
+        return padded_index[steps < self.lengths[self.order]]
 
     @cached_property
-    def places(self) -> Tensor:
+    def padded_index(self) -> Tensor:
         """Where the rows lie when every episode is padded to the longest, flat in [steps, episodes]."""
         running = torch.arange(self.num_episodes) < self.batch_sizes[:, None]
         return running.flatten().nonzero().squeeze(1)
 
     @cached_property
-    def continues(self) -> Tensor:
+    def has_prior_state(self) -> Tensor:
         """Which packed episodes go on from a state stored before the rollout, bool `[episodes]`.
 
         The others begin right after an episode's end, with a zero state.
@@ -110,9 +110,9 @@ class SequenceLayout:
             self.lengths[keep],
         )
 
-    def take(self, field: Tensor) -> Tensor:
+    def gather(self, field: Tensor) -> Tensor:
         """A stored field `[N, T, ...]` as `[R, ...]`, the stored steps in packed order."""
-        return self._alone.take(field)
+        return self._alone.gather(field)
 
     def initial(self, stored: Tensor) -> Tensor:
         """What each packed episode starts from, `[episodes, ...]`: its env's state or zeros.
@@ -125,9 +125,9 @@ class SequenceLayout:
         """`rows` on a device."""
         return self._alone.on(device).rows
 
-    def places_on(self, device: torch.device) -> Tensor:
-        """`places` on a device."""
-        return self.places.to(device)
+    def padded_index_on(self, device: torch.device) -> Tensor:
+        """`padded_index` on a device."""
+        return self.padded_index.to(device)
 
     def steps_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`step_starts` and the lengths of the packed episodes, on a device."""
@@ -158,7 +158,7 @@ class SequenceParts:
         """`SequenceLayout.rows` of all parts, `[R]`."""
         return torch.cat([layout.rows for layout in self.layouts])
 
-    def take(self, field: Tensor) -> Tensor:
+    def gather(self, field: Tensor) -> Tensor:
         """A stored field `[N, T, ...]` as `[R, ...]`."""
         return field.flatten(0, 1).index_select(0, self.on(field.device).rows)
 
@@ -166,8 +166,8 @@ class SequenceParts:
         """What each episode starts from, `[episodes, ...]`, as `SequenceLayout.initial` has it."""
         tables = self.on(stored.device)
         states = stored.index_select(0, tables.env_ids)
-        continues = tables.continues.view(-1, *[1] * (stored.dim() - 1))
-        return torch.where(continues.bool(), states, 0.0)
+        has_prior_state = tables.has_prior_state.view(-1, *[1] * (stored.dim() - 1))
+        return torch.where(has_prior_state.bool(), states, 0.0)
 
     def split_rows(self, gathered: Tensor) -> tuple[Tensor, ...]:
         """What was taken, part by part."""
@@ -182,12 +182,12 @@ class SequenceParts:
         if device not in self._tables:
             layouts = self.layouts
             env_ids = torch.cat([layout.env_ids[layout.order] for layout in layouts])
-            continues = torch.cat([layout.continues for layout in layouts])
+            has_prior_state = torch.cat([layout.has_prior_state for layout in layouts])
             starts = [layout.step_starts for layout in layouts]
             lengths = [layout.lengths[layout.order] for layout in layouts]
-            tensors = [self.rows, env_ids, continues.long(), *starts, *lengths]
-            rows, env_ids, continues, *steps = _copies(tensors, device)
-            self._tables[device] = _Tables(rows, env_ids, continues)
+            tensors = [self.rows, env_ids, has_prior_state.long(), *starts, *lengths]
+            rows, env_ids, has_prior_state, *steps = _copies(tensors, device)
+            self._tables[device] = _Tables(rows, env_ids, has_prior_state)
             pairs = zip(steps[: len(layouts)], steps[len(layouts) :], strict=True)
             for layout, pair in zip(layouts, pairs, strict=True):
                 layout._steps[device] = pair
@@ -203,7 +203,7 @@ class _Tables(NamedTuple):
 
     rows: Tensor  # [R]
     env_ids: Tensor  # [episodes]
-    continues: Tensor  # [episodes]: 1 or 0
+    has_prior_state: Tensor  # [episodes]: 1 or 0
 
 
 def _copies(tensors: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
+from esper.leyline.files import read_file, write_file
 from esper.leyline.reports import Reports
-from esper.leyline.whole_files import replace_file
 from esper.tamiyo.policy.features import FeatureLayout, feature_list
 from esper.tamiyo.policy.network import (
     FactoredRecurrentActorCritic,
@@ -22,7 +22,7 @@ from esper.tamiyo.policy.network import (
     RecurrentState,
 )
 
-_FORMAT = "esper controller 3"
+_KIND, _VERSION = "controller", 4
 
 
 class LearnedController:
@@ -86,12 +86,11 @@ class LearnedController:
     def save(self, path: str | Path) -> None:
         """What the policy sees, its sizes and weights, in one file that is replaced at once."""
         contents = {
-            "format": _FORMAT,
             "features": feature_list(),
             "policy": asdict(self.policy.config),
             "weights": {name: weight.cpu() for name, weight in self.policy.state_dict().items()},
         }
-        replace_file(Path(path), lambda file: torch.save(contents, file))
+        write_file(path, _KIND, contents, version=_VERSION)
 
     @classmethod
     def load(
@@ -102,13 +101,7 @@ class LearnedController:
         deterministic: bool = True,
         generator: torch.Generator | None = None,
     ) -> Self:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-        found = contents.get("format") if isinstance(contents, dict) else None
-        if found != _FORMAT:
-            raise ValueError(
-                f"{path} is not a controller that this version can read: its format is {found!r}, "
-                f"not {_FORMAT!r}, which says what features it was trained on; train one anew"
-            )
+        contents = read_file(path, _KIND, version=_VERSION)
         _require_same_features(contents["features"], path)
         policy = _policy(1, 1, PolicyConfig(**contents["policy"]))
         policy.load_state_dict(contents["weights"])

@@ -31,7 +31,7 @@ class RandomController:
         space = masks.action_space
         even = [
             torch.zeros(masks.num_envs, part.num_choices, device=masks.device)
-            for part in space.run_spaces
+            for part in space.group_spaces
         ]
         actions, _, _ = decide(space, masks, lambda run, _: even[run], generator=self.generator)
         return actions

@@ -18,10 +18,10 @@ from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates
 from esper.kasmina.programs import Program
 from esper.leyline.stages import SeedStage
-from esper.tolaria.arena import Arena
 from esper.tolaria.feed import Feed
 from esper.tolaria.groups import GroupKey, Membership, Signature
 from esper.tolaria.optimizers import Optimizer
+from esper.tolaria.parameter_table import ParameterTable
 
 
 class SeedGroup(NamedTuple):
@@ -139,7 +139,7 @@ class TrainingSetup:
 
     host: Host
     menu: tuple[Blueprint, ...]
-    arena: Arena
+    parameter_table: ParameterTable
     optimizer: Optimizer
     blend_inputs: BlendInputs
     feed: Feed
@@ -151,7 +151,7 @@ class TrainingSetup:
     def arithmetic(self, signature: Signature) -> int:
         """Multiply-adds of one example's forward pass through all hosts and groups."""
         seeds = (size * self.seed_program(key).macs for key, size in signature.capacities)
-        return self.arena.num_hosts * self.host.macs + sum(seeds)
+        return self.parameter_table.num_hosts * self.host.macs + sum(seeds)
 
 
 class Minibatch:
@@ -160,32 +160,32 @@ class Minibatch:
     def __init__(self, setup: TrainingSetup, signature: Signature):
         self.signature = signature
         self._setup = setup
-        self._arena, self._inputs = setup.arena, setup.blend_inputs
+        self._parameter_table, self._inputs = setup.parameter_table, setup.blend_inputs
         self._programs = {key: setup.seed_program(key) for key, _ in signature.capacities}
-        device = setup.arena.params.device
-        self.members = Membership(signature, setup.arena.num_hosts, device)
-        self._part_of_column = setup.arena.layout.part_of_column().to(device)
+        device = setup.parameter_table.params.device
+        self.members = Membership(signature, setup.parameter_table.num_hosts, device)
+        self._part_of_column = setup.parameter_table.layout.part_of_column().to(device)
 
     def train(self) -> None:
         """The feed's next minibatch: every host and seed takes a step."""
-        arena, feed = self._arena, self._setup.feed
+        parameter_table, feed = self._parameter_table, self._setup.feed
         x, labels = feed.next()
         host_rows = self._host_rows().requires_grad_()
         in_host = {key: self._seed_rows(key).requires_grad_() for key in self._keys(behind=False)}
         losses = self._losses(host_rows, in_host, self._inputs.alpha, x, labels)
         leaves = [host_rows, *in_host.values()]
         host_grads, *seed_grads = torch.autograd.grad(losses.sum(), leaves)
-        arena.grads.zero_()
-        arena.grads[:-1, arena.layout.host_columns()] = host_grads
+        parameter_table.grads.zero_()
+        parameter_table.grads[:-1, parameter_table.layout.host_columns()] = host_grads
         self._collect(dict(zip(in_host, seed_grads, strict=True)))
         if behind := self._keys(behind=True):
             self._train_behind_hosts(behind, x, labels)
-        arena.steps.add_(self._inputs.trains)
+        parameter_table.steps.add_(self._inputs.trains)
         self._setup.optimizer.update(
-            arena.params[:-1],
-            arena.grads[:-1],
-            [moment[:-1] for moment in arena.moments],
-            arena.steps.clamp(min=1),
+            parameter_table.params[:-1],
+            parameter_table.grads[:-1],
+            [moment[:-1] for moment in parameter_table.moments],
+            parameter_table.steps.clamp(min=1),
             self._part_of_column,
             self._setup.learning_rates.unsqueeze(1),
         )
@@ -240,18 +240,24 @@ class Minibatch:
         return slots
 
     def _keys(self, behind: bool) -> list[GroupKey]:
-        return [key for key in self._programs if key.behind_host == behind]
+        return [key for key in self._programs if key.shadow_training == behind]
 
     def _host_rows(self) -> Tensor:
-        return self._arena.params[:-1, self._arena.layout.host_columns()].detach()
+        return self._parameter_table.params[
+            :-1, self._parameter_table.layout.host_columns()
+        ].detach()
 
     def _seed_rows(self, key: GroupKey) -> Tensor:
-        return self._columns(self._arena.params, key).index_select(0, self.members.destination[key])
+        return self._columns(self._parameter_table.params, key).index_select(
+            0, self.members.destination[key]
+        )
 
     def _collect(self, grads: dict[GroupKey, Tensor]) -> None:
         for key, grad in grads.items():
-            columns = self._columns(self._arena.grads, key)
+            columns = self._columns(self._parameter_table.grads, key)
             columns.index_copy_(0, self.members.destination[key], grad)
 
     def _columns(self, table: Tensor, key: GroupKey) -> Tensor:
-        return table[:, self._arena.layout.seed_columns(key.slot, self._programs[key].num_params)]
+        return table[
+            :, self._parameter_table.layout.seed_columns(key.slot, self._programs[key].num_params)
+        ]

@@ -1,11 +1,11 @@
 """Growing hosts as an environment: what a controller may do to them, and what it gets to see.
 
-    environment = GrowthEnvironment(garden, GrowthConfig(), rng_seed=0)
+    environment = GrowthEnvironment(host_batch, GrowthConfig(), rng_seed=0)
     environment.reset()
     reports = environment.observe()
     outcome = environment.step(actions)
 
-What actually grows is a `Garden`: a population of networks, or one whose gains are known.
+What actually grows is a `HostBatch`: a population of networks, or one whose gains are known.
 Slots, budgets, prices, the clock and the reports are the same for both, and are here.
 """
 
@@ -42,7 +42,7 @@ class GrowthConfig:
     """Multiply-adds that may be added, as a share of the host's."""
     max_germinations: int = 100
     """Seeds that may be tried in one episode."""
-    behind_host: bool = False
+    shadow_training: bool = False
     """New seeds train behind the host before they blend."""
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class GrowthConfig:
                 raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
 
 
-class GardenPlan(NamedTuple):
+class HostFacts(NamedTuple):
     """What is known of the hosts and their data before they train; S slots, B blueprints."""
 
     host_params: Tensor  # [N], as are the multiply-adds
@@ -88,7 +88,7 @@ class Evidence(NamedTuple):
     rolled_back: Tensor  # [N]
 
 
-class Garden(Protocol):
+class HostBatch(Protocol):
     """Hosts that train while seeds grow in their slots."""
 
     num_envs: int
@@ -99,11 +99,11 @@ class Garden(Protocol):
     @property
     def states(self) -> SlotStates: ...
 
-    def reset(self, generator: torch.Generator) -> GardenPlan:
+    def reset(self, generator: torch.Generator) -> HostFacts:
         """New hosts in every env."""
         ...
 
-    def grow(self, states: SlotStates) -> Evidence:
+    def train_step(self, states: SlotStates) -> Evidence:
         """Take in requested states, train for one step, let timed moves happen, validate."""
         ...
 
@@ -113,35 +113,37 @@ class Garden(Protocol):
 
 
 class GrowthEnvironment:
-    """N episodes side by side, on the CPU whatever the garden uses.
+    """N episodes side by side, on the CPU whatever the host_batch uses.
 
     What slots accept is checked here; budgets and the seed limit are the masks' to enforce.
     """
 
-    def __init__(self, garden: Garden, config: GrowthConfig | None = None, *, rng_seed: int = 0):
-        self.garden = garden
+    def __init__(
+        self, host_batch: HostBatch, config: GrowthConfig | None = None, *, rng_seed: int = 0
+    ):
+        self.host_batch = host_batch
         self.config = config or GrowthConfig()
-        self.num_envs, self.siblings = garden.num_envs, garden.siblings
-        self.action_space = tamiyo_action_space(garden.num_slots, garden.num_blueprints)
+        self.num_envs, self.siblings = host_batch.num_envs, host_batch.siblings
+        self.action_space = tamiyo_action_space(host_batch.num_slots, host_batch.num_blueprints)
         self.generator = torch.Generator().manual_seed(rng_seed)  # of all that episodes draw
 
     def reset(self) -> None:
         config = self.config
-        plan = self.garden.reset(self.generator)
+        facts = self.host_batch.reset(self.generator)
         uniform = torch.rand(self.num_envs // self.siblings, generator=self.generator)
         rent = config.min_rent * (config.max_rent / config.min_rent) ** uniform
-        self.begin(plan, rent.repeat_interleave(self.siblings))
+        self.begin(facts, rent.repeat_interleave(self.siblings))
 
-    def begin(self, plan: GardenPlan, rent: Tensor) -> None:
-        """Start an episode with the hosts that the garden holds, at these rents `[N]`."""
+    def begin(self, facts: HostFacts, rent: Tensor) -> None:
+        """Start an episode with the hosts that the host_batch holds, at these rents `[N]`."""
         num_envs = self.num_envs
-        self._plan, self._rent = plan, rent
+        self._facts, self._rent = facts, rent
         self._step = 0
         self._is_over = torch.zeros(num_envs, dtype=torch.bool)
         self._germinations = torch.zeros(num_envs, dtype=torch.int64)
         self._compute = torch.zeros(num_envs)
         self._evidence: Evidence | None = None
-        self._contribution_age = torch.zeros_like(self._plan.site_kind)
+        self._contribution_age = torch.zeros_like(self._facts.site_kind)
         self._history = torch.zeros(num_envs, ACCURACY_HISTORY)
         self._last_action = torch.zeros(num_envs, self.action_space.num_heads, dtype=torch.int64)
 
@@ -150,17 +152,20 @@ class GrowthEnvironment:
             raise ValueError(f"the episode is over after {self._step} steps; call reset()")
         actions = actions.cpu() * ~self._is_over.unsqueeze(-1)  # WAIT where nothing goes on
         states = apply(
-            self.garden.states, actions, self.action_space, behind_host=self.config.behind_host
+            self.host_batch.states,
+            actions,
+            self.action_space,
+            shadow_training=self.config.shadow_training,
         )
         self._germinations += actions[:, 0] == LifecycleOp.GERMINATE
-        evidence = self.garden.grow(states)
+        evidence = self.host_batch.train_step(states)
         self._remember(actions, evidence)
         self._step += 1
         is_last = self._step == self.config.num_steps
-        seed_params, seed_macs = self._sizes_of_seeds(self.garden.states)
-        self._compute += seed_macs.sum(dim=-1) / self._plan.host_macs
+        seed_params, seed_macs = self._sizes_of_seeds(self.host_batch.states)
+        self._compute += seed_macs.sum(dim=-1) / self._facts.host_macs
         outcome = StepOutcome(
-            accuracy=self.garden.committed_accuracy() if is_last else evidence.accuracy,
+            accuracy=self.host_batch.committed_accuracy() if is_last else evidence.accuracy,
             added_params=self._committed_params() if is_last else seed_params.sum(dim=-1),
             added_compute=self._compute / self.config.num_steps,
             terminated=torch.full_like(self._is_over, is_last) | evidence.rolled_back,
@@ -171,12 +176,12 @@ class GrowthEnvironment:
         return outcome
 
     def observe(self) -> Reports:
-        plan, states, config = self._plan, self.garden.states, self.config
+        facts, states, config = self._facts, self.host_batch.states, self.config
         per_env = (self.num_envs,)
         seed_params, seed_macs = self._sizes_of_seeds(states)
         added, added_macs = seed_params.sum(dim=-1), seed_macs.sum(dim=-1)
         is_known = torch.full(per_env, self._evidence is not None)
-        evidence = self._evidence or _no_evidence(plan)
+        evidence = self._evidence or _no_evidence(facts)
         return Reports(
             step=torch.full(per_env, self._step),
             steps_left=torch.full(per_env, config.num_steps - self._step),
@@ -187,21 +192,21 @@ class GrowthEnvironment:
             accuracy_history_known=(torch.arange(ACCURACY_HISTORY) < self._step).expand_as(
                 self._history
             ),
-            host_params=plan.host_params,
-            host_macs=plan.host_macs,
-            params=plan.host_params + added,
-            macs=plan.host_macs + added_macs,
-            params_left=config.params_budget * plan.host_params - added,
-            macs_left=config.macs_budget * plan.host_macs - added_macs,
+            host_params=facts.host_params,
+            host_macs=facts.host_macs,
+            params=facts.host_params + added,
+            macs=facts.host_macs + added_macs,
+            params_left=config.params_budget * facts.host_params - added,
+            macs_left=config.macs_budget * facts.host_macs - added_macs,
             seeds_left=config.max_germinations - self._germinations,
-            train_rows=plan.train_rows,
-            locality=plan.locality,
+            train_rows=facts.train_rows,
+            locality=facts.locality,
             rent=self._rent,
             compute_price=torch.full(per_env, config.compute_price),
             last_action=self._last_action,
             last_action_known=is_known,
             last_action_succeeded=is_known,  # what a mask allows, a slot accepts
-            slot_exists=plan.slot_exists,
+            slot_exists=facts.slot_exists,
             stage=states.stage,
             stage_age=states.stage_age,
             total_age=states.total_age,
@@ -210,20 +215,20 @@ class GrowthEnvironment:
             blueprint=states.blueprint,
             seed_params=seed_params,
             seed_macs=seed_macs,
-            site_kind=plan.site_kind,
-            site_width=plan.site_width,
-            site_depth=plan.site_depth,
+            site_kind=facts.site_kind,
+            site_width=facts.site_width,
+            site_depth=facts.site_depth,
             gradient_norm=evidence.gradient_norm,
             gradient_known=evidence.gradient_known,
             contribution=evidence.contribution,
             contribution_error=evidence.contribution_error,
             contribution_known=evidence.contribution_known & states.has_seed,
             contribution_age=self._contribution_age,
-            fits=plan.fits,
-            cost_params=plan.cost_params,
-            cost_macs=plan.cost_macs,
-            reach=plan.reach,
-            depth=plan.depth,
+            fits=facts.fits,
+            cost_params=facts.cost_params,
+            cost_macs=facts.cost_macs,
+            reach=facts.reach,
+            depth=facts.depth,
         )
 
     def _remember(self, actions: Tensor, evidence: Evidence) -> None:
@@ -235,13 +240,13 @@ class GrowthEnvironment:
 
     def _sizes_of_seeds(self, states: SlotStates) -> tuple[Tensor, Tensor]:
         """Parameters and multiply-adds `[N, S]` of the seeds that are there."""
-        plan = self._plan
-        return _of_seeds(plan.cost_params, states), _of_seeds(plan.cost_macs, states)
+        facts = self._facts
+        return _of_seeds(facts.cost_params, states), _of_seeds(facts.cost_macs, states)
 
     def _committed_params(self) -> Tensor:
-        states = self.garden.states
+        states = self.host_batch.states
         is_committed = states.stage == SeedStage.FOSSILIZED
-        return (_of_seeds(self._plan.cost_params, states) * is_committed).sum(dim=-1)
+        return (_of_seeds(self._facts.cost_params, states) * is_committed).sum(dim=-1)
 
 
 def _of_seeds(per_blueprint: Tensor, states: SlotStates) -> Tensor:
@@ -250,10 +255,10 @@ def _of_seeds(per_blueprint: Tensor, states: SlotStates) -> Tensor:
     return per_blueprint.gather(-1, chosen).squeeze(-1) * states.has_seed
 
 
-def _no_evidence(plan: GardenPlan) -> Evidence:
+def _no_evidence(facts: HostFacts) -> Evidence:
     """Before the first step: zeros, all flagged as missing."""
-    per_env, per_slot = torch.zeros_like(plan.host_params), torch.zeros_like(plan.site_width)
-    missing = torch.zeros_like(plan.slot_exists)
+    per_env, per_slot = torch.zeros_like(facts.host_params), torch.zeros_like(facts.site_width)
+    missing = torch.zeros_like(facts.slot_exists)
     return Evidence(
         per_env, per_env, per_slot, per_slot, missing, per_slot, missing, per_env.bool()
     )

@@ -67,7 +67,7 @@ class _Totals:
 
     def __init__(self, population: Population):
         self._population = population
-        weights = population.arena.params
+        weights = population.parameter_table.params
         per_host = weights.new_zeros(2, population.num_hosts)
         self._loss, self._correct = per_host.unbind()
         # of correct answers lost without a slot's seed, and of their squares

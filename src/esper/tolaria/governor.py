@@ -65,7 +65,7 @@ class Governor:
         if len(losses) == 0:
             raise ValueError("a step without a minibatch has nothing to watch")
         self._age += 1
-        weights_finite = self._population.arena.finite_rows()
+        weights_finite = self._population.parameter_table.finite_rows()
         loss, finite = torch.stack((losses.mean(0), weights_finite.to(losses))).cpu()
         usual = self._usual_loss(loss)
         broken = self._find_broken(loss, usual, finite.bool())
@@ -108,7 +108,7 @@ class Governor:
     def _roll_back(self, hosts: Tensor) -> None:
         population = self._population
         population.restore(self._snapshot, hosts)
-        population.adopt(lifecycle.uproot(population.states, hosts))
+        population.adopt(lifecycle.remove_live_seeds(population.states, hosts))
 
     def _remember(self, loss: Tensor, rolled_back: Tensor) -> None:
         remembered = loss.clone()

@@ -22,7 +22,7 @@ class GroupKey(NamedTuple):
 
     slot: int
     blueprint: int
-    behind_host: bool  # trained in the shadow pass, and not part of the host's own
+    shadow_training: bool  # trained in the shadow pass, and not part of the host's own
 
 
 @dataclass(frozen=True)

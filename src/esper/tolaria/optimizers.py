@@ -1,4 +1,4 @@
-"""Optimisers as row operations: one update for all hosts and seeds of an arena.
+"""Optimisers as row operations: one update for all hosts and seeds of an parameter_table.
 
 They follow `torch.optim.AdamW` and `torch.optim.SGD`, with a learning rate per host and a step
 count per part of it: the host itself and the seed in each slot. Columns without a seed are zero in parameters, gradients and moments, and an update

@@ -20,11 +20,11 @@ from esper.kasmina.blueprints.registry import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.stages import SeedStage
-from esper.tolaria.arena import Arena, ArenaLayout, ArenaSnapshot
 from esper.tolaria.batched import BlendInputs, TrainingSetup
-from esper.tolaria.births import Births
 from esper.tolaria.feed import CHUNK, Feed
+from esper.tolaria.initialization import InitDistributions
 from esper.tolaria.optimizers import AdamW, Optimizer
+from esper.tolaria.parameter_table import ParameterTable, TableLayout, TableSnapshot
 from esper.tolaria.randomness import fold
 from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
 from esper.tolaria.tasks import Task
@@ -34,7 +34,7 @@ from esper.tolaria.tasks import Task
 class Snapshot:
     """A population as it was: weights, optimiser state and slots of every host."""
 
-    arena: ArenaSnapshot
+    parameter_table: TableSnapshot
     states: SlotStates
 
 
@@ -80,9 +80,11 @@ class Population:
         self.view_ids = self._checked_views(
             torch.zeros(num_hosts, dtype=torch.int64) if view_ids is None else view_ids
         )
-        layout = ArenaLayout.of(host, menu)
-        self.arena = Arena(layout, num_hosts, self.optimizer.num_moments, device, dtype)
-        self._newborn = Births(host, menu, layout, device)
+        layout = TableLayout.of(host, menu)
+        self.parameter_table = ParameterTable(
+            layout, num_hosts, self.optimizer.num_moments, device, dtype
+        )
+        self._newborn = InitDistributions(host, menu, layout, device)
         self.learning_rates = torch.full(
             (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
         )
@@ -91,7 +93,7 @@ class Population:
         setup = TrainingSetup(
             host,
             self.menu,
-            self.arena,
+            self.parameter_table,
             self.optimizer,
             self._blend_inputs,
             self._feed,
@@ -123,11 +125,11 @@ class Population:
         self._rng_seed = rng_seed
         self._num_births = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
-        self.arena.clear(everyone, slice(None))
-        self.arena.steps.zero_()
+        self.parameter_table.clear(everyone, slice(None))
+        self.parameter_table.steps.zero_()
         keys = fold(rng_seed, self.host_ids)
-        columns = self.arena.layout.host_columns()
-        self.arena.place(everyone, columns, self._newborn.hosts(keys))
+        columns = self.parameter_table.layout.host_columns()
+        self.parameter_table.place(everyone, columns, self._newborn.hosts(keys))
         self._regroup()
 
     def adopt(self, states: SlotStates) -> None:
@@ -142,8 +144,8 @@ class Population:
         self._states = states
         for slot in is_gone.any(dim=0).nonzero().flatten().tolist():
             hosts = is_gone[:, slot].nonzero().flatten()
-            self.arena.clear(hosts, self.arena.layout.seed_columns(slot))
-            self.arena.steps[hosts, 1 + slot] = 0
+            self.parameter_table.clear(hosts, self.parameter_table.layout.seed_columns(slot))
+            self.parameter_table.steps[hosts, 1 + slot] = 0
         for slot in is_new.any(dim=0).nonzero().flatten().tolist():
             self._give_birth(slot, is_new[:, slot].nonzero().flatten())
         self._regroup()
@@ -178,22 +180,22 @@ class Population:
         return self._states.has_seed & (self._states.stage != SeedStage.TRAINING)
 
     def save(self) -> Snapshot:
-        return Snapshot(self.arena.save(), self._states)
+        return Snapshot(self.parameter_table.save(), self._states)
 
     def restore(self, snapshot: Snapshot, host_ids: Tensor) -> None:
         """Some hosts as they were, seeds and optimiser state too; no other host is touched."""
-        self.arena.restore(snapshot.arena, host_ids)
+        self.parameter_table.restore(snapshot.parameter_table, host_ids)
         self._states = self._states.put(snapshot.states.at(host_ids), host_ids)
         self._regroup()
 
     def gradient_norms(self) -> Tensor:
         """Root mean square `[P, S]` of each seed's gradient in the last minibatch; 0 without one."""
-        layout = self.arena.layout
+        layout = self.parameter_table.layout
         squares = [
-            self.arena.grads[:-1, layout.seed_columns(slot)].square().sum(1)
+            self.parameter_table.grads[:-1, layout.seed_columns(slot)].square().sum(1)
             for slot in range(self.num_slots)
         ]
-        sizes = self.seed_params().clamp(min=1).to(self.arena.grads)
+        sizes = self.seed_params().clamp(min=1).to(self.parameter_table.grads)
         return (torch.stack(squares, 1) / sizes).sqrt()
 
     def seed_params(self) -> Tensor:
@@ -236,9 +238,9 @@ class Population:
 
     def _check_inputs(self, x: Tensor) -> None:
         expected = (self.num_hosts, *self.host.input_shape)
-        if tuple(x.shape[:-1]) != expected or x.dtype != self.arena.params.dtype:
+        if tuple(x.shape[:-1]) != expected or x.dtype != self.parameter_table.params.dtype:
             raise ValueError(
-                f"inputs are {x.dtype} {tuple(x.shape)}; expected {self.arena.params.dtype} "
+                f"inputs are {x.dtype} {tuple(x.shape)}; expected {self.parameter_table.params.dtype} "
                 f"[hosts, *shape, batch] = {(*expected, 'batch')}"
             )
 
@@ -267,8 +269,8 @@ class Population:
         self._num_births[hosts, slot] += 1
         keys = fold(self._rng_seed, self.host_ids[hosts], 1 + slot, self._num_births[hosts, slot])
         blueprints = self._states.blueprint[hosts, slot]
-        columns = self.arena.layout.seed_columns(slot)
-        self.arena.place(hosts, columns, self._newborn.seeds(slot, blueprints, keys))
+        columns = self.parameter_table.layout.seed_columns(slot)
+        self.parameter_table.place(hosts, columns, self._newborn.seeds(slot, blueprints, keys))
 
     def _regroup(self) -> None:
         """Bring what the next minibatch reads up to date with the slots."""

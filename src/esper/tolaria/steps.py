@@ -14,12 +14,12 @@ from typing import Literal, Protocol, get_args
 from torch import Tensor
 
 from esper.kasmina.lifecycle import SlotStates
+from esper.kernels.hosts.compiled import CompiledSteps
+from esper.kernels.hosts.fused import FusedSteps, has_room
+from esper.kernels.hosts.graphs import GraphedSteps
+from esper.kernels.hosts.layer_table import has_kernels
 from esper.tolaria.batched import Minibatch, TrainingSetup
-from esper.tolaria.compiled import CompiledSteps
-from esper.tolaria.fused import FusedSteps, has_room
-from esper.tolaria.graphs import GraphedSteps
 from esper.tolaria.groups import Grouping
-from esper.tolaria.kernels.layer_table import has_kernels
 from esper.tolaria.optimizers import SGD, AdamW
 
 Kernels = Literal["eager", "graphs", "compiled", "fused"]
@@ -62,7 +62,7 @@ class EagerSteps:
 
 def fastest_kernels(setup: TrainingSetup) -> Kernels:
     """The fastest way that knows every layer and the optimiser."""
-    on_cuda = setup.arena.params.device.type == "cuda"
+    on_cuda = setup.parameter_table.params.device.type == "cuda"
     seeds = (e.program(s) for e in setup.menu for s in setup.host.sites if e.fits(s))
     knows_layers = all(map(has_kernels, (*setup.host.programs, *seeds)))
     knows_optimizer = type(setup.optimizer) in (AdamW, SGD)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.constants import SiteKind
-from esper.leyline.whole_files import replace_file
+from esper.leyline.files import atomic_write
 from esper.tolaria.locality import locality
 from esper.tolaria.randomness import fold
 
@@ -318,7 +318,7 @@ def _generate_mnist1d(path: Path, num_rows: int, rng_seed: int) -> None:
     np.random.set_state(numpy_state)  # noqa: NPY002
     x = np.concatenate([made["x"], made["x_test"]]).astype(np.float32)
     y = np.concatenate([made["y"], made["y_test"]]).astype(np.int64)
-    replace_file(path, lambda file: np.savez(file, x=x, y=y))
+    atomic_write(path, lambda file: np.savez(file, x=x, y=y))
 
 
 def _idx_rows(folder: Path, split: str) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from esper.kernels.gae import GaeKernel
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
-from esper.simic.agent.kernels import GaeKernel
 
 
 def compute_gae(
@@ -135,7 +135,7 @@ def _load(kernel: str, device: torch.device, dtype: torch.dtype) -> GaeKernel:
             f"expected one of {', '.join(map(repr, ('auto', *available)))}"
         )
     module = {"numba": "numba_cpu", "triton": "triton_cuda", "reference": "reference"}[name]
-    return cast(GaeKernel, import_module(f"esper.simic.agent.kernels.{module}").gae)
+    return cast(GaeKernel, import_module(f"esper.kernels.gae.{module}").gae)
 
 
 def _check(

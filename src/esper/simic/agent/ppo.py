@@ -171,7 +171,7 @@ class PPOAgent:
 
         before = self._snapshot()
         self._set_schedules(progress)
-        returns = layout.take(batch.returns)
+        returns = layout.gather(batch.returns)
         if config.normalize_values:
             self._rescale_values(returns)
         rollout = replace(
@@ -190,10 +190,10 @@ class PPOAgent:
         if is_finite:
             self.failed_updates = 0
             if config.normalize_features:
-                self._rescale_features(layout.take(batch.states))
+                self._rescale_features(layout.gather(batch.states))
         else:
             self._undo(before)
-        explained = _explained_variance(layout.take(batch.values), returns)
+        explained = _explained_variance(layout.gather(batch.values), returns)
         scalars = torch.stack([advantage.mean, advantage.std, returns.mean(), explained]).tolist()
         names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
         return meter.means() | {
@@ -363,7 +363,7 @@ class RolloutRows(NamedTuple):
 
 
 def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
-    return RolloutRows._make(layout.take(getattr(rollout, name)) for name in RolloutRows._fields)
+    return RolloutRows._make(layout.gather(getattr(rollout, name)) for name in RolloutRows._fields)
 
 
 def ppo_loss(
@@ -376,7 +376,7 @@ def ppo_loss(
     """The loss of a minibatch, and what there is to say about it."""
     legal = evaluation.distribution.legal
     # steps with a single legal action had nothing to decide: they teach the critic only
-    decided = legal.decides
+    decided = legal.has_choice
     share = decided / decided.sum().clamp_min(1.0)  # of a row in the mean over those that decided
 
     log_ratios = evaluation.log_probs - rows.log_probs  # 0 for heads that did not matter

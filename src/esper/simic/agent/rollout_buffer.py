@@ -28,8 +28,8 @@ from esper.leyline.constants import (
 )
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout
-from esper.simic.agent.field_arena import FieldArena
 from esper.simic.agent.gae import compute_gae
+from esper.simic.agent.packed_tensors import PackedTensors
 
 ADVANTAGE_STD_FLOOR = 1e-8
 PROBLEMS_SHOWN = 5  # bad values that one error message lists
@@ -131,8 +131,8 @@ class TamiyoRolloutBuffer:
             "initial_hidden_h": (torch.float32, (num_envs, *hidden)),
             "initial_hidden_c": (torch.float32, (num_envs, *hidden)),
         }
-        self._arena = FieldArena(stored, self.device)
-        self._hidden_arena = FieldArena(hidden_fields, self.device)
+        self._arena = PackedTensors(stored, self.device)
+        self._hidden_arena = PackedTensors(hidden_fields, self.device)
         fields = self._arena.views | self._hidden_arena.views
         self._rows = {s.name: fields[s.name].flatten(0, 1) for s in self._step_specs}
         self._fields = fields

@@ -52,7 +52,7 @@ from esper.simic.training.distribution import load_hosts, load_menu, load_task
 from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.run_folder import RunFiles
 from esper.tamiyo.learned import LearnedController
-from esper.tolaria.garden import PopulationGarden
+from esper.tolaria.host_batch import PopulationBatch
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.tasks import HeldOut
 
@@ -174,8 +174,8 @@ def host_training(config: TrainConfig) -> Cost:
     if config.task == "known_gains":
         raise ValueError("a run on known_gains has no networks to evaluate")
     hosts = load_hosts(config, load_task(config, config.variants[:1]), config.training_widths)
-    networks, garden = config.rounds * config.num_envs, config.garden
-    rows = garden.minibatches * garden.batch_size * config.growth.num_steps
+    networks, host_batch = config.rounds * config.num_envs, config.host_batch
+    rows = host_batch.minibatches * host_batch.batch_size * config.growth.num_steps
     macs = sum(host.macs for host in hosts) / len(hosts)
     return Cost(networks, networks * rows * TRAINING_FLOPS * macs)
 
@@ -187,8 +187,8 @@ class Examiner:
         self._x, labels = held_out.open()
         self._labels = labels.to(self._x.device)
 
-    def __call__(self, garden: PopulationGarden) -> Tensor:
-        return garden.accuracy_on(self._x, self._labels)
+    def __call__(self, host_batch: PopulationBatch) -> Tensor:
+        return host_batch.accuracy_on(self._x, self._labels)
 
 
 def _trials(config: TrainConfig, settings: EvaluationConfig) -> tuple[Trial, Trial]:
@@ -203,17 +203,17 @@ def _trials(config: TrainConfig, settings: EvaluationConfig) -> tuple[Trial, Tri
     held_out = [tuple(map(int, name.split("-"))) for name in config.held_out_widths]
     spread = len(config.training_widths) / settings.training_widths
     trained_on = [config.training_widths[int(i * spread)] for i in range(settings.training_widths)]
-    garden = settings.garden or config.garden
-    rows = min(garden.validation_rows, task.validation_y.shape[1])
+    host_batch = settings.host_batch or config.host_batch
+    rows = min(host_batch.validation_rows, task.validation_y.shape[1])
     steps = config.growth.num_steps
-    garden = replace(garden, validation_rows=rows, episode_steps=steps, siblings=1)
+    host_batch = replace(host_batch, validation_rows=rows, episode_steps=steps, siblings=1)
     training = Trial(
         hosts=load_hosts(config, task, tuple(trained_on)),
         view_ids=tuple(range(len(seen))),
         repeats=settings.training_repeats,
         task=task,
         menu=load_menu(config, task),
-        garden=garden,
+        host_batch=host_batch,
         growth=config.growth,
         max_macs=settings.max_macs,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from esper.leyline.whole_files import replace_file
+from esper.leyline.files import atomic_write
 from esper.simic.evaluation.arms import (
     CONSTANT,
     CONSTANT_PER_TYPE,
@@ -177,7 +177,7 @@ class EvaluationReport:
         folder = Path(folder)
         paths = folder / f"{self.file_name}.json", folder / f"{self.file_name}.md"
         for path, text in zip(paths, (json.dumps(self.plain()), self.markdown()), strict=True):
-            replace_file(path, methodcaller("write", text.encode()))
+            atomic_write(path, methodcaller("write", text.encode()))
         return paths
 
     @property

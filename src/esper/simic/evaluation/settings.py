@@ -3,7 +3,7 @@ data that a controller was not trained on."""
 
 from dataclasses import dataclass
 
-from esper.tolaria.garden import GardenConfig
+from esper.tolaria.host_batch import HostBatchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class EvaluationConfig:
     may spend, the frontiers included. There may be fewer such hosts than that would pay for."""
     reference_seeds: tuple[str, ...] = ("conv_conv", "dense_dense")
     """Grown in every slot from the start: the first of these that the menu has, or its largest."""
-    garden: GardenConfig | None = GardenConfig(minibatches=40, validation_rows=800)
+    host_batch: HostBatchConfig | None = HostBatchConfig(minibatches=40, validation_rows=800)
     """How hosts train, but for their numbers; None: as in the controller's training."""
     max_macs: float = 5e7
     """Multiply-adds of one row through all hosts that train side by side; 8,000 of MNIST-1D's."""
@@ -87,7 +87,7 @@ PRESETS: dict[str, EvaluationConfig] = {
         frontier_widths=(4, 6, 8, 12, 16),
         widening_factors=(1.0, 1.5, 2.0),  # a size takes three seconds
         width_search_share=0.05,
-        garden=None,
+        host_batch=None,
     ),
     # one GPU, some minutes: 256 hosts an arm
     "full": EvaluationConfig(),

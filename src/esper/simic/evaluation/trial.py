@@ -25,14 +25,14 @@ from esper.leyline.stages import SeedStage
 from esper.simic.rewards import growth_score
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
-from esper.tolaria.garden import GardenConfig, PopulationGarden
+from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch
 from esper.tolaria.optimizers import AdamW, Optimizer
 from esper.tolaria.tasks import Task
 
 FORWARD_FLOPS = 2  # of a multiply-add: a multiply and an add
 TRAINING_FLOPS = 3 * FORWARD_FLOPS  # twice as much backward
 
-Examine = Callable[[PopulationGarden], Tensor]
+Examine = Callable[[PopulationBatch], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class Trial:
     repeats: int
     task: Task
     menu: tuple[Blueprint, ...]
-    garden: GardenConfig = GardenConfig()
+    host_batch: HostBatchConfig = HostBatchConfig()
     growth: GrowthConfig = GrowthConfig()
     optimizer: Optimizer = AdamW()
     examine: Examine | None = None  # reads the test rows; left out where something is chosen
@@ -170,10 +170,10 @@ class Trial:
     def _run_wave(self, arms: Sequence[Arm], rng_seed: int) -> list[Harvest]:
         num_lanes = sum(len(arm.rents) for arm in arms)
         each = self.num_hosts // len(self.hosts)
-        config = replace(self.garden, num_types=len(self.hosts), envs_per_type=num_lanes * each)
+        config = replace(self.host_batch, num_types=len(self.hosts), envs_per_type=num_lanes * each)
         names = torch.arange(self.num_hosts).view(len(self.hosts), 1, each)
         views = torch.tensor(self.view_ids).repeat_interleave(self.repeats)
-        garden = PopulationGarden(
+        host_batch = PopulationBatch(
             self.hosts,
             self.menu,
             self.task,
@@ -181,14 +181,14 @@ class Trial:
             optimizer=self.optimizer,
             host_ids=names.expand(-1, num_lanes, -1).flatten(),
         )
-        garden.plant(self.hosts, views.repeat(len(self.hosts) * num_lanes), rng_seed)
+        host_batch.new_hosts(self.hosts, views.repeat(len(self.hosts) * num_lanes), rng_seed)
         lanes = Lanes(arms, self.num_hosts, len(self.hosts))
-        garden.sow(lanes.born(garden.states))
-        environment = GrowthEnvironment(garden, self.growth)
-        environment.begin(garden.plan(), lanes.rent)
+        host_batch.preset_seeds(lanes.born(host_batch.states))
+        environment = GrowthEnvironment(host_batch, self.growth)
+        environment.begin(host_batch.facts(), lanes.rent)
         final = play(environment, lanes)
         if self.examine:
-            final = final._replace(test=self.examine(garden))
+            final = final._replace(test=self.examine(host_batch))
         return [
             harvest(final, ids, self.rows_read, config.validation_rows) for ids in lanes.env_ids
         ]
@@ -196,11 +196,11 @@ class Trial:
     @property
     def rows_read(self) -> int:
         """Examples that a network trains on."""
-        return self.garden.minibatches * self.garden.batch_size * self.growth.num_steps
+        return self.host_batch.minibatches * self.host_batch.batch_size * self.growth.num_steps
 
     def flops_of(self, host: Host) -> float:
         """What it takes to train a host that nothing grows in, on every view and repeat."""
-        looks = (1 + self.growth.num_steps) * self.garden.validation_rows
+        looks = (1 + self.growth.num_steps) * self.host_batch.validation_rows
         each = self.rows_read * TRAINING_FLOPS + looks * FORWARD_FLOPS
         return float(len(self.view_ids) * self.repeats * each * host.macs)
 
@@ -268,7 +268,7 @@ def play(environment: GrowthEnvironment, lanes: Lanes) -> Final:
         watched_macs += reports.macs * (1 + counterfactuals)
     watched_macs += reports.macs  # once more, with what is committed
     unread = torch.full((num_envs,), torch.nan)
-    style = environment.garden.states.style
+    style = environment.host_batch.states.style
     return Final(reports, outcome, rolled_back, style, watched_macs, unread)
 
 

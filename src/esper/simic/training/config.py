@@ -18,7 +18,7 @@ from esper.leyline.factored_actions import tamiyo_action_space
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tolaria.environment import GrowthConfig
-from esper.tolaria.garden import GardenConfig
+from esper.tolaria.host_batch import HostBatchConfig
 
 TaskName = Literal["mnist1d", "digits", "fashion_mnist", "known_gains"]
 VARIANT_KINDS = ("permuted", "rows", "noise")
@@ -64,7 +64,7 @@ class TrainConfig:
     host_learning_rate: float = 1e-2
     """AdamW's step size in the hosts, before it falls."""
     growth: GrowthConfig = GrowthConfig()
-    garden: GardenConfig = GardenConfig()
+    host_batch: HostBatchConfig = HostBatchConfig()
     policy: PolicyConfig = PolicyConfig(lstm_hidden_dim=64)
     ppo: PPOConfig = _PPO
     rounds: int = 60
@@ -86,14 +86,14 @@ class TrainConfig:
             raise ValueError(f"observed_share={self.observed_share}; use a number from 0 to 1")
         if not self.host_learning_rate > 0:
             raise ValueError(f"host_learning_rate={self.host_learning_rate}; use a number above 0")
-        if self.growth.num_steps != self.garden.episode_steps:
+        if self.growth.num_steps != self.host_batch.episode_steps:
             raise ValueError(
-                f"growth.num_steps={self.growth.num_steps}, but garden.episode_steps="
-                f"{self.garden.episode_steps}; an episode has one length, set both"
+                f"growth.num_steps={self.growth.num_steps}, but host_batch.episode_steps="
+                f"{self.host_batch.episode_steps}; an episode has one length, set both"
             )
         if self.num_envs % self.ppo.num_minibatches:
             raise ValueError(
-                f"garden.num_types x garden.envs_per_type = {self.num_envs} hosts do not split "
+                f"host_batch.num_types x host_batch.envs_per_type = {self.num_envs} hosts do not split "
                 f"into ppo.num_minibatches={self.ppo.num_minibatches}; use a divisor"
             )
         self._check_distribution()
@@ -111,16 +111,16 @@ class TrainConfig:
                 f"held_out_widths {strange} are never drawn from widths={self.widths} in "
                 f"{self.num_layers} layers"
             )
-        if self.task != "known_gains" and len(self.training_widths) < self.garden.num_types:
+        if self.task != "known_gains" and len(self.training_widths) < self.host_batch.num_types:
             raise ValueError(
-                f"{len(self.training_widths)} hosts to draw from, but garden.num_types="
-                f"{self.garden.num_types}; widen widths or lower num_types"
+                f"{len(self.training_widths)} hosts to draw from, but host_batch.num_types="
+                f"{self.host_batch.num_types}; widen widths or lower num_types"
             )
 
     @property
     def num_envs(self) -> int:
         """Hosts that grow side by side."""
-        return self.garden.num_types * self.garden.envs_per_type
+        return self.host_batch.num_types * self.host_batch.envs_per_type
 
     @property
     def training_widths(self) -> tuple[tuple[int, ...], ...]:
@@ -156,7 +156,7 @@ PRESETS: dict[str, TrainConfig] = {
         menu=("depthwise7", "separable", "conv_bottleneck", "conv_conv"),
         host_learning_rate=2e-2,
         growth=GrowthConfig(num_steps=12),
-        garden=GardenConfig(
+        host_batch=HostBatchConfig(
             num_types=6,
             envs_per_type=8,
             siblings=4,
@@ -184,7 +184,7 @@ PRESETS: dict[str, TrainConfig] = {
         held_out_variants=("permuted:3", "rows:450", "noise:0.1", "noise:0.7"),
         norm=True,
         host_learning_rate=2e-2,
-        garden=GardenConfig(
+        host_batch=HostBatchConfig(
             num_types=8, envs_per_type=64, siblings=8, minibatches=40, validation_rows=800
         ),
         policy=PolicyConfig(lstm_hidden_dim=128),

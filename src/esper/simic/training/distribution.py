@@ -1,4 +1,4 @@
-"""What episodes are drawn from: the gardens that a config describes, to train in or held out."""
+"""What episodes are drawn from: the host batches that a config describes, to train in or held out."""
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from esper.leyline.constants import (
 )
 from esper.leyline.stages import LifecycleOp
 from esper.simic.training.config import TrainConfig, widths_name
-from esper.tolaria.environment import Garden, GrowthEnvironment
-from esper.tolaria.garden import PopulationGarden
+from esper.tolaria.environment import GrowthEnvironment, HostBatch
+from esper.tolaria.host_batch import PopulationBatch
 from esper.tolaria.optimizers import AdamW
-from esper.tolaria.oracle import HOST_ACCURACY, KnownGains
+from esper.tolaria.synthetic_hosts import HOST_ACCURACY, SyntheticHosts
 from esper.tolaria.tasks import (
     Task,
     digits,
@@ -34,16 +34,16 @@ _TASKS = {"mnist1d": mnist1d, "digits": digits, "fashion_mnist": fashion_mnist}
 _NOISE_RNG_SEED = 1
 
 
-def training_garden(config: TrainConfig) -> Garden:
+def training_hosts(config: TrainConfig) -> HostBatch:
     """The hosts and data that a controller learns on."""
     if config.task == "known_gains":
-        return KnownGains(config.num_envs)
+        return SyntheticHosts(config.num_envs)
     task = load_task(config, config.variants)
-    return PopulationGarden(
+    return PopulationBatch(
         load_hosts(config, task, config.training_widths),
         load_menu(config, task),
         task,
-        config.garden,
+        config.host_batch,
         optimizer=AdamW(learning_rate=config.host_learning_rate),
     )
 
@@ -73,37 +73,39 @@ def load_menu(config: TrainConfig, task: Task) -> tuple[Blueprint, ...]:
     return blueprint_menu(*config.menu) if config.menu else menu_for(task.site_kind)
 
 
-def start_score(garden: Garden) -> float:
+def start_score(host_batch: HostBatch) -> float:
     """What a network scores that has learned nothing."""
-    if isinstance(garden, PopulationGarden):
-        return 1.0 / garden.task.num_classes
+    if isinstance(host_batch, PopulationBatch):
+        return 1.0 / host_batch.task.num_classes
     return HOST_ACCURACY
 
 
-def host_names(garden: Garden) -> list[str]:
+def host_names(host_batch: HostBatch) -> list[str]:
     """The architecture in each env of this episode, by its widths."""
-    if not isinstance(garden, PopulationGarden):
-        return ["known gains"] * garden.num_envs
-    names = [widths_name(tuple(site.width for site in host.sites)) for host in garden.types]
-    return [name for name in names for _ in range(garden.config.envs_per_type)]
+    if not isinstance(host_batch, PopulationBatch):
+        return ["known gains"] * host_batch.num_envs
+    names = [widths_name(tuple(site.width for site in host.sites)) for host in host_batch.types]
+    return [name for name in names for _ in range(host_batch.config.envs_per_type)]
 
 
-def variant_names(config: TrainConfig, garden: Garden) -> list[str]:
+def variant_names(config: TrainConfig, host_batch: HostBatch) -> list[str]:
     """The variant of the data in each env of this episode."""
-    views = garden.view_ids if isinstance(garden, PopulationGarden) else _first_view(garden)
+    views = (
+        host_batch.view_ids if isinstance(host_batch, PopulationBatch) else _first_view(host_batch)
+    )
     return [config.variants[view] for view in views.tolist()]
 
 
 def choice_names(environment: GrowthEnvironment) -> dict[str, list[str]]:
     """What the choices of each head are called."""
-    garden = environment.garden
-    if isinstance(garden, PopulationGarden):
-        blueprints = [blueprint.name for blueprint in garden.menu]
+    host_batch = environment.host_batch
+    if isinstance(host_batch, PopulationBatch):
+        blueprints = [blueprint.name for blueprint in host_batch.menu]
     else:
-        blueprints = [f"seed {number}" for number in range(garden.num_blueprints)]
+        blueprints = [f"seed {number}" for number in range(host_batch.num_blueprints)]
     return {
         "op": [op.name for op in LifecycleOp],
-        "slot": [f"slot {number}" for number in range(garden.num_slots)],
+        "slot": [f"slot {number}" for number in range(host_batch.num_slots)],
         "blueprint": blueprints,
         "style": [style.name for style in BlendStyle],
         "tempo": [f"{steps} steps" for steps in TEMPO_STEPS],
@@ -113,13 +115,13 @@ def choice_names(environment: GrowthEnvironment) -> dict[str, list[str]]:
     }
 
 
-def describe_garden(config: TrainConfig, garden: Garden) -> str:
+def describe_hosts(config: TrainConfig, host_batch: HostBatch) -> str:
     """What is trained on, on what, and what is held out."""
-    if not isinstance(garden, PopulationGarden):
+    if not isinstance(host_batch, PopulationBatch):
         return f"{config.task}: no networks, what every seed gains is known"
-    names = ", ".join(blueprint.name for blueprint in garden.menu)
+    names = ", ".join(blueprint.name for blueprint in host_batch.menu)
     return (
-        f"{config.task} on {garden.task.device}, {garden.kernels} kernels; "
+        f"{config.task} on {host_batch.task.device}, {host_batch.kernels} kernels; "
         f"seeds: {names}\n"
         f"trained on {len(config.training_widths)} {config.host} hosts with "
         f"{config.num_layers} layers of {', '.join(map(str, config.widths))} and "
@@ -128,8 +130,8 @@ def describe_garden(config: TrainConfig, garden: Garden) -> str:
     )
 
 
-def _first_view(garden: Garden) -> Tensor:
-    return torch.zeros(garden.num_envs, dtype=torch.int64)
+def _first_view(host_batch: HostBatch) -> Tensor:
+    return torch.zeros(host_batch.num_envs, dtype=torch.int64)
 
 
 def _variant(task: Task, name: str) -> Task:

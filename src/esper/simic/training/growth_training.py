@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.leyline.files import read_file, require_same_layout, write_file
 from esper.leyline.records import RoundRecord
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
-from esper.simic.training.checkpoint import read_checkpoint, require_same_layout, write_checkpoint
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import (
     host_names,
     start_score,
-    training_garden,
+    training_hosts,
     variant_names,
 )
 from esper.simic.training.plain_config import from_plain, to_plain
@@ -42,14 +42,14 @@ class GrowthTraining:
 
     def __init__(self, config: TrainConfig | None = None):
         self.config = config = config or TrainConfig()
-        garden = training_garden(config)
-        self.environment = GrowthEnvironment(garden, config.growth, rng_seed=config.rng_seed)
+        host_batch = training_hosts(config)
+        self.environment = GrowthEnvironment(host_batch, config.growth, rng_seed=config.rng_seed)
         self.agent = _new_agent(self.environment, config)
         self.trainer = VectorizedTrainer(
             self.environment,
             self.agent,
             max_steps=config.growth.num_steps,
-            start_score=start_score(garden),
+            start_score=start_score(host_batch),
             rng_seed=config.rng_seed,
         )
         self.rounds_done = 0
@@ -86,12 +86,12 @@ class GrowthTraining:
 
     def _record(self, episodes: Episodes, learned: dict[str, float]) -> RoundRecord:
         rollout = self.trainer.buffer.get_batched_sequences()
-        garden, observed = self.environment.garden, self._observed_envs()
+        host_batch, observed = self.environment.host_batch, self._observed_envs()
         return RoundRecord(
             round=self.rounds_done,
             metrics=self._metrics(episodes, learned),
-            hosts=host_names(garden),
-            variants=variant_names(self.config, garden),
+            hosts=host_names(host_batch),
+            variants=variant_names(self.config, host_batch),
             rent=episodes.rent,
             host_params=episodes.host_params,
             scores=episodes.scores,
@@ -150,12 +150,12 @@ class GrowthTraining:
             "agent": self.agent.state_dict(),
             "rng_states": self._rng_states,
         }
-        write_checkpoint(path, _KIND, contents, version=_VERSION)
+        write_file(path, _KIND, contents, version=_VERSION)
 
     @classmethod
     def resume(cls, path: str | Path) -> "GrowthTraining":
         """The run as it was saved; it goes on as if it had never stopped."""
-        saved = read_checkpoint(path, _KIND, version=_VERSION)
+        saved = read_file(path, _KIND, version=_VERSION)
         training = cls(from_plain(TrainConfig, saved["config"]))
         training._load(saved, path)
         return training
@@ -185,8 +185,8 @@ _KIND, _VERSION = "growth run", 2
 
 
 def _new_agent(environment: GrowthEnvironment, config: TrainConfig) -> PPOAgent:
-    space, garden = environment.action_space, environment.garden
-    layout = FeatureLayout(garden.num_slots, garden.num_blueprints)
+    space, host_batch = environment.action_space, environment.host_batch
+    layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
     with torch.random.fork_rng(devices=[]):  # weights depend on rng_seed alone
         torch.manual_seed(config.rng_seed)
         policy = FactoredRecurrentActorCritic(space, layout, config.policy)

@@ -10,8 +10,8 @@ import torch
 
 from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import ActionMasks
+from esper.leyline.files import read_file, require_same_layout, write_file
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.training.checkpoint import read_checkpoint, require_same_layout, write_checkpoint
 from esper.simic.training.gym_spaces import GymSpaces
 from esper.simic.training.plain_config import from_plain, to_plain
 from esper.tamiyo.policy.network import (
@@ -100,11 +100,11 @@ class GymAgent:
             "spaces": self.spaces.to_plain(),
             "weights": self._weights(),
         }
-        write_checkpoint(path, "gymnasium agent", contents)
+        write_file(path, "gymnasium agent", contents)
 
     @classmethod
     def load(cls, path: str | Path, device: str = "cpu") -> "GymAgent":
-        contents = read_checkpoint(path, "gymnasium agent")
+        contents = read_file(path, "gymnasium agent")
         config = from_plain(GymConfig, contents["config"] | {"device": device})
         agent = cls(GymSpaces.from_plain(contents["spaces"]), config)
         weights = contents["weights"]

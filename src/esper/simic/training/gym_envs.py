@@ -168,7 +168,7 @@ class GymEnvs:
             )
         for run in runs:
             run[self.pending] = True  # nothing depends on a filler's action
-        self.masks = ActionMasks.from_runs(
+        self.masks = ActionMasks.from_groups(
             self.spaces.action_space, [torch.from_numpy(run) for run in runs]
         )
 
@@ -178,13 +178,13 @@ class GymEnvs:
             masks: Any = _sub_environments(self._envs).call("action_masks")
             if isinstance(masks[0], Mapping):
                 masks = {name: [mask[name] for mask in masks] for name in masks[0]}
-            return self.spaces.mask_runs(masks), np.ones(self.num_envs, dtype=bool)
+            return self.spaces.mask_groups(masks), np.ones(self.num_envs, dtype=bool)
         given = infos.get("_action_mask", np.full(self.num_envs, "action_mask" in infos))
         if given.all():
-            return self.spaces.mask_runs(_rows(infos["action_mask"], given)), given
-        runs = [run.numpy().copy() for run in self._all_legal.runs]
+            return self.spaces.mask_groups(_rows(infos["action_mask"], given)), given
+        runs = [run.numpy().copy() for run in self._all_legal.groups]
         if given.any():
-            given_runs = self.spaces.mask_runs(_rows(infos["action_mask"], given))
+            given_runs = self.spaces.mask_groups(_rows(infos["action_mask"], given))
             for run, given_run in zip(runs, given_runs, strict=True):
                 run[given] = given_run
         return runs, given
@@ -210,14 +210,14 @@ class GymEnvs:
         """The observation at hand and the environments themselves; needs `can_save_state`."""
         return {
             "features": self.features,
-            "masks": list(self.masks.runs),
+            "masks": list(self.masks.groups),
             "pending": torch.from_numpy(self.pending),
             "environments": [_environment_state(env) for env in self._sync().envs],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.features = state["features"]
-        self.masks = ActionMasks.from_runs(self.spaces.action_space, state["masks"])
+        self.masks = ActionMasks.from_groups(self.spaces.action_space, state["masks"])
         self.pending = state["pending"].numpy()
         sync = self._sync()
         for env, env_state in zip(sync.envs, state["environments"], strict=True):

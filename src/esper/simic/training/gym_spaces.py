@@ -81,7 +81,7 @@ class GymSpaces:
             actions = actions + np.array(self.first_actions)
         return actions[:, 0] if self.is_scalar_action else actions
 
-    def mask_runs(self, masks: Any) -> list[Array]:
+    def mask_groups(self, masks: Any) -> list[Array]:
         """Masks of N envs, one bool array `[N, *given sizes, choices]` for each run of heads.
 
         `masks` is a mapping from head to `[N, *given sizes, size]`, or, where no head is given
@@ -94,8 +94,10 @@ class GymSpaces:
                 name: _mask_array(f"mask of head {name!r}", masks[name], space.mask_shape(name))
                 for name in space.names
             }
-            return [np.concatenate([arrays[space.names[i]] for i in r], -1) for r in space.runs]
-        if len(space.runs) > 1:
+            return [
+                np.concatenate([arrays[space.names[i]] for i in r], -1) for r in space.head_groups
+            ]
+        if len(space.head_groups) > 1:
             raise ValueError(
                 f"heads {list(space.names)} depend on each other, so their masks are a mapping "
                 f"from head to array; got {type(masks).__name__}"
@@ -104,8 +106,8 @@ class GymSpaces:
         return [_mask_array(f"action mask of heads {heads}", masks, (space.num_choices,))]
 
     def masks(self, masks: Any) -> ActionMasks:
-        runs = [torch.from_numpy(run) for run in self.mask_runs(masks)]
-        return ActionMasks.from_runs(self.action_space, runs)
+        runs = [torch.from_numpy(run) for run in self.mask_groups(masks)]
+        return ActionMasks.from_groups(self.action_space, runs)
 
     def require_same(
         self, observation_space: "gymnasium.Space[Any]", action_space: "gymnasium.Space[Any]"

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import FactoredActionSpace
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
-from esper.simic.training.checkpoint import (
-    CheckpointMismatch,
-    read_checkpoint,
+from esper.leyline.files import (
+    UnreadableFile,
+    read_file,
     require_same_layout,
-    write_checkpoint,
+    write_file,
 )
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 from esper.simic.training.gym_agent import GymAgent, GymConfig
 from esper.simic.training.gym_envs import (
     Episode,
@@ -297,7 +297,7 @@ class GymTraining:
             "recent_episodes": [list(episode) for episode in self.recent],
             "collecting": self._collecting() if self.envs.can_save_state else None,
         }
-        write_checkpoint(path, _KIND, contents, version=_VERSION)
+        write_file(path, _KIND, contents, version=_VERSION)
 
     @classmethod
     def resume(
@@ -307,7 +307,7 @@ class GymTraining:
 
         On another kind of `device` than it was saved on, it goes on with another generator.
         """
-        saved = read_checkpoint(path, _KIND, version=_VERSION)
+        saved = read_file(path, _KIND, version=_VERSION)
         config = from_plain(GymConfig, saved["config"])
         spaces = GymSpaces.from_plain(saved["spaces"])
         _require_spaces(envs, spaces)
@@ -318,7 +318,7 @@ class GymTraining:
             action_space=spaces.action_space,
         )
         if saved["num_envs"] != training.envs.num_envs:
-            raise CheckpointMismatch(
+            raise UnreadableFile(
                 f"{path} holds a run of {saved['num_envs']} envs; {training.envs.num_envs} were given"
             )
         training._load(saved, path)
@@ -362,7 +362,7 @@ class GymTraining:
 
     def _load_collecting(self, saved: dict[str, Any], path: str | Path) -> None:
         if not self.envs.can_save_state:
-            raise CheckpointMismatch(
+            raise UnreadableFile(
                 f"{path} holds the state of environments with get_state() and set_state(); "
                 "the environments given do not have them"
             )

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from esper.leyline.whole_files import replace_file
-from esper.simic.training.checkpoint import CheckpointMismatch
+from esper.leyline.files import UnreadableFile, atomic_write
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.locked_folder import LockedFolder
@@ -82,7 +81,7 @@ class RunFolder:
                 "or choose another folder with --out"
             )
         text = json.dumps(to_plain(config), indent=2, allow_nan=False) + "\n"
-        replace_file(folder.files.config, lambda file: file.write(text.encode()))
+        atomic_write(folder.files.config, lambda file: file.write(text.encode()))
         return folder
 
     @classmethod
@@ -97,7 +96,7 @@ class RunFolder:
             return GrowthTraining(self.files.read_config())
         try:
             return GrowthTraining.resume(self.files.checkpoint)
-        except CheckpointMismatch as error:
+        except UnreadableFile as error:
             raise ValueError(f"{error}; {self._way_out()}") from error
 
     def _way_out(self) -> str:
@@ -105,7 +104,7 @@ class RunFolder:
         previous = self.files.previous_checkpoint
         try:
             GrowthTraining.resume(previous)
-        except (CheckpointMismatch, FileNotFoundError):
+        except (UnreadableFile, FileNotFoundError):
             return "train anew, in another folder"
         return (
             f"{previous.name} is the checkpoint before it: copy it to {self.files.checkpoint} to go "
@@ -119,7 +118,7 @@ class RunFolder:
             return
         if files.checkpoint.exists():
             before = files.checkpoint.read_bytes()
-            replace_file(files.previous_checkpoint, lambda file: file.write(before))
+            atomic_write(files.previous_checkpoint, lambda file: file.write(before))
         training.save(files.checkpoint)
         training.controller().save(files.controller)
         self._saved_round = training.rounds_done

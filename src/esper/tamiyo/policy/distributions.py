@@ -84,7 +84,7 @@ class MaskedFactoredCategorical:
     def legal(self) -> "LegalChoices":
         """What there is to choose from."""
         if self._legal is None:
-            self._legal = LegalChoices.under(self.masks, self.action_space)
+            self._legal = LegalChoices.from_masks(self.masks, self.action_space)
         return self._legal
 
     def kl(self, other: "MaskedFactoredCategorical") -> Tensor:
@@ -110,10 +110,10 @@ class LegalChoices(NamedTuple):
     grid: Tensor  # bool [..., H, M]: the masks, with a row for each head
     counts: Tensor  # float [..., H]: how many choices each head has
     log_counts: Tensor  # [..., H]: the entropy of an even choice; log 2 where there is no choice
-    decides: Tensor  # float [...]: 1 where some head has more than one choice, 0 elsewhere
+    has_choice: Tensor  # float [...]: 1 where some head has more than one choice, 0 elsewhere
 
     @classmethod
-    def under(cls, masks: Tensor, action_space: FactoredActionSpace) -> "LegalChoices":
+    def from_masks(cls, masks: Tensor, action_space: FactoredActionSpace) -> "LegalChoices":
         grid = _tables(action_space, masks.device).mask_grid(masks)
         counts = grid.sum(dim=-1, dtype=torch.float32)
         log_counts = counts.clamp(min=2.0).log()
@@ -131,14 +131,14 @@ def decide(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choices `[N, H]`, their log-probs `[N, H]` and the mask rows that applied `[N, C]`.
 
-    Heads are decided in order, a run of them (`action_space.runs`) at a time:
+    Heads are decided in order, a run of them (`action_space.head_groups`) at a time:
     `logits_of(run, actions)` returns the logits `[N, choices of the run]`, from the choices
     `[N, heads before the run]` made so far.
     """
     actions = torch.empty(masks.num_envs, 0, dtype=torch.int64, device=masks.device)
     chosen, log_probs, rows = [], [], []
     for run, (heads, part) in enumerate(
-        zip(action_space.runs, action_space.run_spaces, strict=True)
+        zip(action_space.head_groups, action_space.group_spaces, strict=True)
     ):
         row = masks.rows(heads, actions)
         chances = MaskedFactoredCategorical(part, logits_of(run, actions), row, floor=floor)

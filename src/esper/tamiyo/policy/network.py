@@ -25,7 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
-from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.factored_actions import (
+    ActionMasks,
+    FactoredActionSpace,
+    tamiyo_action_space,
+)
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.distributions import LegalChoices, MaskedFactoredCategorical, decide
@@ -132,7 +136,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.core = nn.LSTM(width, width, config.lstm_layers)
         init_lstm(self.core)
         # one layer for the first run of heads, which is given nothing, and for the value
-        self.readout = linear(width, action_space.run_spaces[0].num_choices + 1, gain=POLICY_GAIN)
+        self.readout = linear(width, action_space.group_spaces[0].num_choices + 1, gain=POLICY_GAIN)
         # no value before anything is learned: a guess would be noise in the first returns, large
         # beside small rewards
         nn.init.zeros_(self.readout.weight.data[-1:])
@@ -244,14 +248,14 @@ class FactoredRecurrentActorCritic(nn.Module):
     ) -> tuple[StoredSteps, ...]:
         """The steps of each part of a rollout, to be scored; arguments as those of `evaluate`."""
         self._check_rollout(features, actions, masks, parts, initial)
-        taken, masks = parts.take(actions), parts.take(masks)
+        taken, masks = parts.gather(actions), parts.gather(masks)
         actions = self.choice_checks.in_range(taken, masks, parts.rows, parts.layouts[0].max_steps)
-        legal = LegalChoices.under(masks, self.action_space)
+        legal = LegalChoices.from_masks(masks, self.action_space)
         states = (parts.initial(state) for state in initial)
         return tuple(
             map(
                 StoredSteps,
-                *map(parts.split_rows, (parts.take(features), actions, masks)),
+                *map(parts.split_rows, (parts.gather(features), actions, masks)),
                 map(LegalChoices, *map(parts.split_rows, legal)),
                 map(RecurrentState, *map(parts.split_episodes, states)),
             )
@@ -265,7 +269,7 @@ class FactoredRecurrentActorCritic(nn.Module):
             first_logits, values = self._read(core)
             later_logits = [
                 self.heads.logits(run, core, scene, steps.actions)
-                for run in range(1, len(self.action_space.runs))
+                for run in range(1, len(self.action_space.head_groups))
             ]
         distribution = MaskedFactoredCategorical(
             self.action_space,
@@ -360,3 +364,18 @@ def full_precision(device: torch.device) -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision, rnn.fp32_precision = before
+
+
+def flat_policy(
+    action_space: FactoredActionSpace, num_features: int, config: PolicyConfig | None = None
+) -> FactoredRecurrentActorCritic:
+    """A policy for any action space, with `num_features` flat features."""
+    return FactoredRecurrentActorCritic(action_space, num_features, config)
+
+
+def tamiyo_policy(
+    layout: FeatureLayout, config: PolicyConfig | None = None
+) -> FactoredRecurrentActorCritic:
+    """Tamiyo's policy; its weights fit any number of slots and any menu of blueprints."""
+    space = tamiyo_action_space(layout.num_slots, layout.num_blueprints)
+    return FactoredRecurrentActorCritic(space, layout, config)

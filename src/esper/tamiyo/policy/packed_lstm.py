@@ -34,9 +34,9 @@ def packed_lstm(
         padded = len(layout.batch_sizes) * layout.num_episodes
         if padded <= _PADDING_LIMIT * layout.num_rows or rows.dtype != torch.float32:
             return _padded_lstm(lstm, rows, layout, state)
-        from esper.tamiyo.policy.kernels import numba_lstm as kernel
+        from esper.kernels.lstm import numba_lstm as kernel
     elif _fits_triton(rows.device, rows.dtype, lstm.hidden_size):
-        from esper.tamiyo.policy.kernels import triton_lstm as kernel
+        from esper.kernels.lstm import triton_lstm as kernel
     else:
         packed, _ = lstm(PackedSequence(rows, layout.batch_sizes), state)
         output = packed.data
@@ -60,11 +60,13 @@ def _padded_lstm(
 ) -> Tensor:
     """Every sequence padded to the longest; sequences of one length already are a rectangle."""
     num_steps, num_episodes = len(layout.batch_sizes), layout.num_episodes
-    places = layout.places_on(rows.device)
+    padded_index = layout.padded_index_on(rows.device)
     if is_ragged := num_steps * num_episodes > len(rows):
-        rows = rows.new_zeros(num_steps * num_episodes, rows.shape[1]).index_copy(0, places, rows)
+        rows = rows.new_zeros(num_steps * num_episodes, rows.shape[1]).index_copy(
+            0, padded_index, rows
+        )
     outputs: Tensor = lstm(rows.view(num_steps, num_episodes, -1), state)[0].flatten(0, 1)
-    return outputs.index_select(0, places) if is_ragged else outputs
+    return outputs.index_select(0, padded_index) if is_ragged else outputs
 
 
 class _PackedLayer(torch.autograd.Function):

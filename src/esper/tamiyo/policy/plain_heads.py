@@ -22,14 +22,16 @@ class PlainHeads(nn.Module):
     ):
         super().__init__()
         self.encoder = mlp(feature_size, width, layers)
-        self.runs = nn.ModuleList(
+        self.groups = nn.ModuleList(
             _PlainRun(
                 [action_space.sizes[g] for g in action_space.given_indices[run.start]],
                 list(action_space.given_indices[run.start]),
                 space.num_choices,
                 width,
             )
-            for run, space in zip(action_space.runs[1:], action_space.run_spaces[1:], strict=True)
+            for run, space in zip(
+                action_space.head_groups[1:], action_space.group_spaces[1:], strict=True
+            )
         )
 
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
@@ -45,7 +47,7 @@ class PlainHeads(nn.Module):
 
     def logits(self, run: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
         """The logits of a run of heads after the first, `[B, choices of the run]`."""
-        logits: Tensor = self.runs[run - 1](core, actions)
+        logits: Tensor = self.groups[run - 1](core, actions)
         return logits
 
 

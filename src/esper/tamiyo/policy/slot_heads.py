@@ -71,7 +71,7 @@ class SlotHeads(nn.Module):
         self.where_op = embedding(num_ops, width)
         self.where_slot = linear(slot_dim, width, bias=False)
         self.blueprint_pointer = _Pointer(width, blueprint_dim)
-        plain_choices = action_space.run_spaces[2].num_choices - layout.num_blueprints
+        plain_choices = action_space.group_spaces[2].num_choices - layout.num_blueprints
         self.readout = linear(width, plain_choices, gain=POLICY_GAIN)
 
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:

@@ -1,0 +1,345 @@
+"""A grown model as files that need no Esper: a torch.export program, ONNX, and plain source code.
+
+    export(model, example, "grown/")
+
+    model.pt2     torch.export.load("model.pt2").module()
+    model.onnx    onnxruntime.InferenceSession("model.onnx")
+    model.py      a readable nn.Module; from model import load; load() reads model.pt beside it
+
+The model is traced once, in evaluation mode, with a free batch size; every format is made from
+that trace, read back, and compared with the model at two batch sizes. Files that do not pass are
+not left behind: of an export that fails there is none, and an earlier one stays as it was.
+"""
+
+import contextlib
+import copy
+import importlib.util
+import logging
+import runpy
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.utils import _pytree as pytree
+
+from esper.growing.export_source import NO_END, ExportError, source_of
+from esper.growing.folding import folded
+from esper.growing.sites import batch_size, forward
+
+_FILES = {"torch": "model.pt2", "onnx": "model.onnx", "source": "model.py"}
+FORMATS = tuple(_FILES)
+TOLERANCE = 1e-5  # largest difference, absolute and relative, between the model and its files
+
+aten = torch.ops.aten
+
+_ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_LARGEST_ONNX_FILE = 2**31 - 2**20  # a protobuf's limit; larger models keep their weights beside
+
+
+def export(
+    model: nn.Module, example: Any, path: str | Path, formats: Sequence[str] = FORMATS
+) -> dict[str, Path]:
+    """Writes `model` to the folder `path`; the file of each format (or of the one named).
+
+    `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them.
+    The batch size is free in all formats, every other axis is that of the example.
+    """
+    formats = (formats,) if isinstance(formats, str) else formats
+    _check_formats(formats)
+    plain = folded(model).cpu().eval()
+    plain.register_forward_hook(_plain_output)
+    example = _batch_of_two_or_more(_on_cpu(example))
+    program = _traced(plain, example)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".unchecked-") as unchecked:
+        files = {name: _WRITERS[name](program, plain, Path(unchecked)) for name in formats}
+        for name, file in files.items():
+            _check_equal(name, _READERS[name](file), plain, example)
+        for file in Path(unchecked).iterdir():
+            file.replace(folder / file.name)
+    _warn_of_others(folder, formats)
+    return {name: folder / file.name for name, file in files.items()}
+
+
+def _warn_of_others(folder: Path, formats: Sequence[str]) -> None:
+    """Files of the formats that were not made now may be of another network."""
+    names = (name for made, name in _FILES.items() if made not in formats)
+    if others := [name for name in names if (folder / name).exists()]:
+        warnings.warn(
+            f"{folder} also holds {', '.join(others)} of an earlier export, perhaps of another "
+            "network: delete it, or export that format too",
+            stacklevel=4,
+        )
+
+
+def _check_formats(formats: Sequence[str]) -> None:
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise ValueError(f"no formats {unknown}; there are {list(FORMATS)}")
+    missing = [name for name in _ONNX_PACKAGES if importlib.util.find_spec(name) is None]
+    if "onnx" in formats and missing:
+        raise ExportError(
+            f"ONNX needs {', '.join(missing)}: pip install 'esper-lite[export]', or leave it out "
+            "with formats=('torch', 'source')"
+        )
+
+
+def _on_cpu(example: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example)
+
+
+def _batch_of_two_or_more(example: Any) -> Any:
+    """A batch of one would be taken for a constant."""
+    return example if batch_size(example) > 1 else _repeated(example, 2)
+
+
+def _repeated(example: Any, times: int) -> Any:
+    rows = batch_size(example)
+    return pytree.tree_map_only(
+        Tensor,
+        lambda tensor: tensor.repeat_interleave(times, 0) if _has_rows(tensor, rows) else tensor,
+        example,
+    )
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+
+
+def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """A mapping or tuple of a class of its own as a plain one, which loads anywhere."""
+    if isinstance(output, Mapping):
+        return {key: value for key, value in output.items() if value is not None}
+    return tuple(output) if isinstance(output, tuple) else output
+
+
+def _traced(model: nn.Module, example: Any) -> ExportedProgram:
+    rows = batch_size(example)
+    args, kwargs = _arguments(example)
+    shapes = ShapesCollection()  # type: ignore[no-untyped-call]
+    for leaf in pytree.tree_leaves(example):
+        if _has_rows(leaf, rows):
+            shapes[leaf] = {0: Dim.DYNAMIC}
+    free_batch = shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
+    try:
+        with _quiet():
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=free_batch)
+    except Exception as error:
+        raise ExportError(
+            f"torch.export cannot trace {_part_that_fails(model, example)}: "
+            f"{str(error).strip().splitlines()[0]}\nEvery format is made from that trace. Rewrite "
+            "that part without Python decisions on tensor values and with a free batch size, or "
+            "keep the model in memory: torch.save(model.state_dict(), ...) always works."
+        ) from error
+    _tidy(program)
+    return program
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and keyword arguments, as `forward` hands them to a model."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's notes to itself."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # which optional packages it does without
+    try:
+        with warnings.catch_warnings():
+            # copying a program touches a name that torch is about to rename
+            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _part_that_fails(model: nn.Module, example: Any) -> str:
+    """The innermost module that a trace has entered and not left."""
+    model, entered = copy.deepcopy(model), [""]
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
+        module.register_forward_hook(lambda *_: entered.pop() and None)
+    args, kwargs = _arguments(example)
+    with contextlib.suppress(Exception), _quiet():
+        torch.export.export(model, args, kwargs)
+    kind = type(model.get_submodule(entered[-1])).__name__
+    return f"{entered[-1]!r} ({kind})" if entered[-1] else f"the model ({kind})"
+
+
+def _tidy(program: ExportedProgram) -> None:
+    """The graph without checks and conversions that do nothing, and without traces of where it
+    was made: paths of files, and classes that a reader of the file does not have.
+    """
+    _inline_regions(program.graph_module)
+    graph = program.graph
+    for node in list(graph.nodes):
+        for note in ("stack_trace", "torch_fn", "custom"):
+            node.meta.pop(note, None)
+        if stack := node.meta.get("nn_module_stack"):
+            node.meta["nn_module_stack"] = {
+                key: (path, _without_own_classes(kind)) for key, (path, kind) in stack.items()
+            }
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif _changes_nothing(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target is aten.scaled_dot_product_attention.default:
+            _give_a_head(node)
+    program.graph_module.recompile()
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Code under no_grad, or with autocast switched off, among the rest: it computes the same."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if not _is_plain_region(node):
+            continue
+        place = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node))
+        region = module.get_submodule(node.args[place].target)
+        assert isinstance(region, fx.GraphModule)
+        _inline_regions(region)
+        inputs = [entry for entry in region.graph.nodes if entry.op == "placeholder"]
+        with graph.inserting_before(node):
+            given = dict(zip(inputs, node.args[place + 1 :], strict=True))
+            outputs: Any = graph.graph_copy(region.graph, given)
+        for user in list(node.users):  # each takes one of the outputs
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
+
+
+def _is_plain_region(node: fx.Node) -> bool:
+    higher_order = torch.ops.higher_order
+    if node.target is higher_order.wrap_with_autocast:
+        return node.args[2] is False  # (device, dtype, enabled, ...)
+    return node.target is higher_order.wrap_with_set_grad_enabled
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    if node.target is aten.to.dtype:
+        return bool(node.args[0].meta["val"].dtype == node.args[1])  # type: ignore[union-attr]
+    is_whole = node.args[2:] in ((0, NO_END), (None, NO_END), ())
+    return node.target is aten.slice.Tensor and is_whole
+
+
+def _without_own_classes(kind: str) -> str:
+    return "torch.nn.modules.module.Module" if kind.startswith("esper.") else kind
+
+
+def _give_a_head(node: fx.Node) -> None:
+    """Attention over `[batch, tokens, width]` as one head of `[batch, heads, tokens, width]`.
+
+    ONNX knows attention with an axis of heads only.
+    """
+    if node.meta["val"].dim() != 3:
+        return
+    graph = node.graph
+
+    def insert(target: Any, source: fx.Node) -> fx.Node:
+        new = graph.call_function(target, (source, 1))
+        new.meta = {**node.meta, "val": target(source.meta["val"], 1)}
+        return new
+
+    with graph.inserting_before(node):
+        node.args = tuple(
+            insert(aten.unsqueeze.default, arg)
+            if isinstance(arg, fx.Node) and arg.meta["val"].dim() == 3
+            else arg
+            for arg in node.args
+        )
+    node.meta["val"] = node.meta["val"].unsqueeze(1)
+    with graph.inserting_after(node):
+        squeezed = insert(aten.squeeze.dim, node)
+    node.replace_all_uses_with(squeezed, lambda user: user is not squeezed)
+
+
+def _write_torch(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+    file = folder / _FILES["torch"]
+    torch.export.save(program, file)
+    return file
+
+
+def _write_onnx(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+    size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
+    file = folder / _FILES["onnx"]
+    try:
+        with _quiet():
+            torch.onnx.export(
+                program, f=file, verbose=False, external_data=size > _LARGEST_ONNX_FILE
+            )
+    except torch.onnx.OnnxExporterError as error:
+        cause = error.__cause__ or error
+        raise ExportError(
+            f"no ONNX file: {str(cause).strip().splitlines()[0]}\n"
+            "formats=('torch', 'source') do without it"
+        ) from error
+    return file
+
+
+def _write_source(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+    source = source_of(program, model)
+    file = folder / _FILES["source"]
+    file.write_text(source.text, encoding="utf-8")
+    torch.save(source.state, folder / "model.pt")
+    return file
+
+
+def _read_torch(file: Path) -> Callable[[Any], Any]:
+    module = torch.export.load(file).module()
+    return lambda example: forward(module, example)
+
+
+def _read_onnx(file: Path) -> Callable[[Any], Any]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+
+    def run(example: Any) -> list[Tensor]:
+        leaves = [leaf.numpy() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+        outputs = session.run(None, dict(zip(names, leaves, strict=True)))
+        return [torch.from_numpy(output) for output in outputs]
+
+    return run
+
+
+def _read_source(file: Path) -> Callable[[Any], Any]:
+    model = runpy.run_path(str(file))["load"]()
+    return lambda example: model(*(x for x in pytree.tree_leaves(example) if isinstance(x, Tensor)))
+
+
+_WRITERS = {"torch": _write_torch, "onnx": _write_onnx, "source": _write_source}
+_READERS = {"torch": _read_torch, "onnx": _read_onnx, "source": _read_source}
+
+
+def _check_equal(name: str, exported: Callable[[Any], Any], model: nn.Module, example: Any) -> None:
+    """The file computes what the model does, at the example's batch size and at another."""
+    for batch in (example, _repeated(example, 2)):
+        with torch.no_grad():
+            expected, got = (
+                [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+                for output in (forward(model, batch), exported(batch))
+            )
+        for want, have in zip(expected, got, strict=True):
+            rounding = torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
+            tolerance = max(TOLERANCE, 4 * rounding)
+            want, have = want.double(), have.double()
+            if not torch.allclose(have, want, tolerance, tolerance, equal_nan=True):
+                off = (have - want).abs().max().item()
+                others = tuple(other for other in FORMATS if other != name)
+                raise ExportError(
+                    f"the {name} file is off by {off:.2g} at {batch_size(batch)} rows; "
+                    f"formats={others} do without it"
+                )

@@ -1,0 +1,290 @@
+"""A user's model with its slots and its optimiser: what happens to them when slots change.
+
+`adopt` carries out what the lifecycle decided; `capture` and `restore` keep a whole state of
+network and optimiser, for a rollback or a checkpoint.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from esper.growing.randomness import untouched_randomness
+from esper.growing.seed_groups import AnyScheduler, SeedGroups
+from esper.growing.sites import ModelSite
+from esper.growing.slots import Slot, new_seed
+from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.lifecycle import NO_BLUEPRINT, SlotStates
+from esper.leyline.constants import BlendStyle
+from esper.leyline.stages import SeedStage
+
+_STATISTICS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # what they are kept in
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkState:
+    """Weights, seeds and optimiser state as they were; copies, nothing is shared."""
+
+    weights: dict[str, Tensor]  # the model's; by name, since a state_dict may leave some out
+    buffers: dict[str, Tensor]
+    extras: dict[str, Any]  # the extra states of its modules
+    others: dict[str, Tensor]  # weights that the optimiser trains beside the model's
+    seeds: dict[int, dict[str, Tensor]]  # by slot
+    moments: dict[str, dict[str, Any]]  # the optimiser's state by parameter name
+    slots: SlotStates  # one host
+
+
+class GrowingNetwork:
+    """The model, its slots as one host of the lifecycle, and the optimiser that trains them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        sites: Sequence[ModelSite],
+        menu: Sequence[Blueprint],
+        *,
+        scheduler: AnyScheduler | None = None,
+        generator: torch.Generator,
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self.menu = tuple(menu)
+        self.slots = tuple(Slot(site, model.get_submodule(site.name)) for site in sites)
+        self.states = SlotStates.dormant(1, len(self.slots))
+        self.behind: list[int] = []  # slots whose seeds train behind the host
+        self.generator = generator  # of the seeds' weights at birth
+        self._sound = finite_buffers(model)
+        self._groups = SeedGroups(optimizer, scheduler)
+        self._owners = [
+            self._groups.owner(model.get_submodule(site.weights).parameters()) for site in sites
+        ]
+        own = {id(parameter) for parameter in model.parameters()}
+        self._others = {  # such as a loss with weights of its own
+            f"other.{number}.{index}": parameter
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if id(parameter) not in own
+        }
+        self.made = {
+            "weights per group": [len(g["params"]) for g in optimizer.param_groups],
+            "weights": {n: tuple(p.shape) for n, p in model.named_parameters()},
+            "weights outside the model": {n: tuple(p.shape) for n, p in self._others.items()},
+        }
+
+    def adopt(self, states: SlotStates) -> None:
+        """Take in the states of the slots: seeds are born and removed, alphas move."""
+        self.states = states
+        self.behind = (states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
+        for index, slot in enumerate(self.slots):
+            blueprint = int(states.blueprint[0, index])
+            stage = SeedStage(int(states.stage[0, index]))
+            if blueprint == NO_BLUEPRINT and slot.seed is not None:
+                self._remove(slot)
+            elif blueprint != NO_BLUEPRINT and slot.seed is None:
+                self._plant(index, blueprint)
+            # a seed behind its host is felt in the shadow pass alone
+            slot.alpha = 0.0 if stage == SeedStage.TRAINING else float(states.alpha[0, index])
+            slot.is_committed = stage == SeedStage.FOSSILIZED
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's weights and those of every seed in it."""
+        yield from self.named_parameters().values()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        named = {f"model.{name}": p for name, p in self.model.named_parameters()}
+        for slot in self.slots:
+            if slot.seed is not None:
+                named |= {f"seed.{slot.site.name}.{n}": p for n, p in slot.seed.named_parameters()}
+        return named
+
+    def seed(self, index: int) -> nn.Module:
+        """The seed in a slot that has one."""
+        seed = self.slots[index].seed
+        assert seed is not None, f"slot {index} is empty"
+        return seed
+
+    @property
+    def learning(self) -> list[nn.Module]:
+        """The seeds that a step should move."""
+        return [self.seed(index) for index in (*self.felt, *self.behind)]
+
+    @property
+    def called(self) -> list[nn.Module]:
+        """Those of them that the last step has reached: a model may skip modules at random."""
+        felt = [index for index in self.felt if self.slots[index].calls > 0]
+        return [self.seed(index) for index in (*felt, *self.behind)]
+
+    def forget_calls(self) -> None:
+        """Those of validation, which are no step."""
+        for slot in self.slots:
+            slot.calls = 0
+
+    @contextmanager
+    def without(self, slots: Collection[int]) -> Iterator[None]:
+        """The network with some slots switched off."""
+        with ExitStack() as stack:
+            for index in slots:
+                stack.enter_context(self.slots[index].at(0.0))
+            yield
+
+    @property
+    def felt(self) -> list[int]:
+        """Slots whose seeds change the output."""
+        return [index for index, slot in enumerate(self.slots) if slot.alpha != 0.0]
+
+    @property
+    def uncommitted(self) -> list[int]:
+        """Slots whose seeds change the output and are not committed."""
+        return [index for index in self.felt if not self.slots[index].is_committed]
+
+    def is_finite(self) -> bool:
+        return are_finite(self.model, self._trained().values(), self._sound)
+
+    def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
+        """Gradients for the seeds behind the host, from a second pass that no one else notices."""
+        if not self.behind:
+            return
+        weights = [p for index in self.behind for p in self.seed(index).parameters()]
+        with ExitStack() as stack:
+            stack.enter_context(_undisturbed(self.model))
+            for index in self.behind:
+                target = float(self.states.alpha_target[0, index])
+                stack.enter_context(self.slots[index].at(target))
+            gradients = torch.autograd.grad(compute_loss(), weights, allow_unused=True)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+    def capture(self, *, committed_only: bool = False) -> NetworkState:
+        """Copies of all that is there; or without the seeds that are not committed."""
+        state = self.optimizer.state
+        return NetworkState(
+            weights={name: p.detach().clone() for name, p in self.model.named_parameters()},
+            buffers={name: b.detach().clone() for name, b in self.model.named_buffers()},
+            extras=_extra_states(self.model),
+            others={name: p.detach().clone() for name, p in self._others.items()},
+            seeds={
+                index: copy.deepcopy(slot.seed.state_dict())
+                for index, slot in enumerate(self.slots)
+                if slot.seed is not None and (slot.is_committed or not committed_only)
+            },
+            moments={
+                name: copy.deepcopy(state[p]) for name, p in self._trained().items() if p in state
+            },
+            slots=self.states,
+        )
+
+    def restore(self, state: NetworkState) -> None:
+        """Everything as it was captured, optimiser included; its settings (rates) stay as now."""
+        with torch.no_grad():
+            for name, value in state.weights.items():
+                self.model.get_parameter(name).copy_(value)
+            for name, value in state.buffers.items():
+                _set_buffer(self.model, name, value)
+            for name, value in state.others.items():
+                self._others[name].copy_(value)
+        for name, extra in state.extras.items():
+            self.model.get_submodule(name).set_extra_state(copy.deepcopy(extra))
+        self.adopt(state.slots)
+        for index, weights in state.seeds.items():
+            self.seed(index).load_state_dict(weights)
+        for name, parameter in self._trained().items():
+            self.optimizer.state.pop(parameter, None)
+            if name in state.moments:
+                moments = copy.deepcopy(state.moments[name])
+                self.optimizer.state[parameter] = {
+                    key: _beside(parameter, value) for key, value in moments.items()
+                }
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """All that the optimiser may hold."""
+        return self.named_parameters() | self._others
+
+    def _plant(self, index: int, blueprint: int) -> None:
+        slot = self.slots[index]
+        program = self.menu[blueprint].program(slot.site.seed_site)
+        seed = new_seed(program, slot.site, self.generator)
+        slot.new_hosts(seed, BlendStyle(int(self.states.style[0, index])))
+        named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
+        self._groups.join(self._owners[index], named)
+
+    def _remove(self, slot: Slot) -> None:
+        assert slot.seed is not None
+        self._groups.leave(slot.seed.parameters())
+        slot.clear()
+
+
+def finite_buffers(model: nn.Module) -> dict[str, torch.Size]:
+    """Names and sizes of the buffers that are finite now, as the statistics of a norm are.
+
+    Others, such as a mask of -inf or a place that waits for its value, say nothing of health.
+    """
+    return {
+        name: buffer.shape
+        for name, buffer in model.named_buffers()
+        if buffer.dtype in _STATISTICS and buffer.layout == torch.strided
+        if bool(buffer.isfinite().all())
+    }
+
+
+def are_finite(model: nn.Module, weights: Iterable[Tensor], sound: dict[str, torch.Size]) -> bool:
+    """Whether weights are finite, and buffers that were so, unless their size has changed."""
+    buffers = [b for name, b in model.named_buffers() if b.shape == sound.get(name)]
+    flags = [tensor.detach().isfinite().all() for tensor in (*weights, *buffers)]
+    return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+
+
+def _extra_states(model: nn.Module) -> dict[str, Any]:
+    """Copies of what modules have to keep beside tensors, by name."""
+    return {
+        name: copy.deepcopy(module.get_extra_state())
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    """A buffer as it was; one that has another size now, such as a cache, is replaced.
+
+    So is an expanded one: torch does not write to numbers that stand in several places.
+    """
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    present = dict(owner.named_buffers(recurse=False)).get(leaf)
+    if present is not None and present.shape == value.shape and not _is_expanded(present):
+        present.copy_(value)
+    else:
+        is_saved = leaf not in owner._non_persistent_buffers_set
+        owner.register_buffer(leaf, value.clone(), persistent=is_saved)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return False
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
+
+
+def _beside(parameter: nn.Parameter, value: Any) -> Any:
+    """Optimiser state on its weight's device; a count may stay on the CPU, where they are kept."""
+    if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cuda):
+        return value.to(parameter.device)
+    return value
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Running statistics and randomness are afterwards as they were."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with untouched_randomness(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, before in buffers.items():
+                    _set_buffer(model, name, before)

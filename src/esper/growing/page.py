@@ -1,0 +1,137 @@
+"""The ledger as a page: one HTML file that needs nothing but a browser, and its JSON beside it.
+
+    write_page(ledger, "run.html")  # and run.json, the ledger itself
+
+The page is put together from `page_parts/` and fetches nothing. Everything it shows comes from
+`page_data`; names reach it as text, never as markup.
+"""
+
+import html
+import json
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from esper.growing.ledger import NO_REASON, DecisionRecord, Ledger, SeedRecord
+
+_SCRIPTS = ("basics.js", "chart.js", "sections.js", "network.js", "start.js")  # in this order
+
+
+def write_page(ledger: Ledger, path: str | Path) -> Path:
+    """Writes the page, and the ledger as JSON beside it under the same name."""
+    page = Path(path)
+    page = page if page.suffix == ".html" else page.with_name(f"{page.name}.html")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(page_html(ledger), encoding="utf-8")
+    ledger.write(page.with_suffix(".json"))
+    return page
+
+
+def page_html(ledger: Ledger) -> str:
+    """The whole page."""
+    parts = {"css": _part("page.css"), "js": "\n".join(_part(name) for name in _SCRIPTS)}
+    # "<" would let a name end the script that holds the data
+    data = json.dumps(page_data(ledger), allow_nan=False, separators=(",", ":"))
+    parts["data"] = data.replace("<", "\\u003c")
+    parts["title"] = html.escape(f"{ledger.model}, grown")
+    parts["summary"] = html.escape(ledger.summary())
+    head, *tails = _part("page.html").split("{{")
+    filled = (parts[key] + text for key, _, text in (tail.partition("}}") for tail in tails))
+    return head + "".join(filled)
+
+
+def _part(name: str) -> str:
+    return resources.files("esper.grow").joinpath("page_parts", name).read_text(encoding="utf-8")
+
+
+def page_data(ledger: Ledger) -> dict[str, Any]:
+    """What the page draws: the ledger without repetition, lives and outcomes worked out."""
+    verdict, after = ledger.verdict, ledger.after
+    return {
+        "model": ledger.model,
+        "summary": ledger.summary(),
+        "metric": {"name": ledger.metric, "isShare": ledger.is_share},
+        "controller": ledger.controller,
+        "facts": ledger.facts,
+        "budget": {"params": ledger.budget.params, "macs": ledger.budget.macs},
+        "before": {"params": ledger.before.params, "macs": ledger.before.macs},
+        "after": None if after is None else {"params": after.params, "macs": after.macs},
+        "verdict": None
+        if verdict is None
+        else {
+            "grown": verdict.grown,
+            "ungrown": verdict.ungrown,
+            "error": verdict.difference_error,
+            "returned": verdict.returned,
+        },
+        "steps": [
+            [r.step, r.metric, r.params, r.macs, r.train_loss, r.optimizer_steps]
+            for r in ledger.steps
+        ],
+        "twin": [[record.step, record.metric] for record in ledger.twin],
+        "events": [_event(ledger, entry) for entry in ledger.decisions if entry.op != "WAIT"],
+        "waits": sum(entry.op == "WAIT" for entry in ledger.decisions),
+        "rollbacks": [[entry.step, entry.to_step, entry.reason] for entry in ledger.rollbacks],
+        "seeds": [_seed(ledger, record) for record in ledger.seeds],
+        "blocks": [
+            {"name": b.name, "kind": b.kind, "shape": b.shape, "site": b.site_kind is not None}
+            for b in ledger.before.blocks
+        ],
+    }
+
+
+def _event(ledger: Ledger, decision: DecisionRecord) -> dict[str, Any]:
+    metrics = [(r.step, r.metric) for r in ledger.steps if r.metric is not None]
+    return {
+        "step": decision.step,
+        "op": decision.op,
+        "site": decision.site,
+        "seed": decision.seed,
+        "details": decision.details,
+        "legal": {op: len(sites) for op, sites in decision.legal.items()},
+        "reason": decision.reason or _no_reason(ledger, decision),
+        "params": decision.params,
+        "macs": decision.macs,
+        "before": next((m for step, m in reversed(metrics) if step <= decision.step), None),
+        "next": next((m for step, m in metrics if step > decision.step), None),
+    }
+
+
+def _no_reason(ledger: Ledger, decision: DecisionRecord) -> str:
+    """What was known of the seed when it was decided on."""
+    states = ledger.states_of(decision.seed) if decision.seed else []
+    gains = [
+        ledger.show_gain(state.contribution, state.contribution_error)
+        for step, state in states
+        if step <= decision.step and state.contribution is not None
+    ]
+    return NO_REASON + (f"; the seed's gain was {gains[-1]}" if gains else "")
+
+
+def _seed(ledger: Ledger, record: SeedRecord) -> dict[str, Any]:
+    states, fate = ledger.states_of(record.seed), ledger.fate_of(record.seed)
+    measured = ((step, s.contribution, s.contribution_error) for step, s in states)
+    return {
+        "id": record.seed,
+        "site": record.site,
+        "blueprint": record.blueprint,
+        "style": record.style,
+        "params": record.params,
+        "macs": record.macs,
+        "born": record.born,
+        "fate": None if fate is None else fate.fate,
+        "fateStep": None if fate is None else fate.step,
+        "why": "" if fate is None else fate.reason,
+        "life": ledger.life_of(record.seed),
+        "alphas": list(_corners([(record.born, 0.0), *((t, s.alpha) for t, s in states)])),
+        "gains": [entry for entry in measured if entry[1] is not None],
+    }
+
+
+def _corners(points: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+    """A curve without the points inside its level stretches."""
+    for index, (step, value) in enumerate(points):
+        around = {points[i][1] for i in (index - 1, index + 1) if 0 <= i < len(points)}
+        if around != {value} or index in (0, len(points) - 1):
+            yield step, value

@@ -1,0 +1,300 @@
+"""Where a user's model can grow, found by tracing one forward pass on an example batch.
+
+A seed keeps the shape of what it sees, so every module whose output is a tensor with channels is
+a candidate. The sites offered are those that *everything flows through*: the output of a residual
+block, not of a layer that its skip connection goes around; the output of a transformer block, not
+of its queries. Of a layer and the norm and activation after it, the last is the site. The output
+layer itself is none: a seed after it could only relabel the answer.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.growing.tracing import Call, Run, at_rest, is_cut, trace, watched
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
+from esper.leyline.constants import SiteKind
+
+
+@dataclass(frozen=True)
+class ModelSite:
+    """A module of the user's model after which a seed can grow."""
+
+    name: str  # as in model.named_modules()
+    module_class: str
+    kind: SiteKind
+    shape: tuple[int, ...]  # of the output, without the batch
+    tokens: float  # vectors per example that a TOKENS seed works on; 1 elsewhere
+    weights: str  # the module whose weights made the output: new weights follow its settings
+    dtype: torch.dtype  # of those weights
+    device: torch.device
+
+    @property
+    def seed_site(self) -> Site:
+        """What one seed sees: at a TOKENS site a single token's vector."""
+        return Site(self.shape[-1:] if self.kind == SiteKind.TOKENS else self.shape)
+
+    @property
+    def width(self) -> int:
+        return self.seed_site.width
+
+    def blueprints(self) -> tuple[Blueprint, ...]:
+        """What could grow here."""
+        return tuple(entry for entry in BLUEPRINTS.values() if entry.fits(self.seed_site))
+
+    def params_of(self, blueprint: Blueprint) -> int:
+        return blueprint.program(self.seed_site).num_params
+
+    def macs_of(self, blueprint: Blueprint) -> int:
+        """Multiply-adds per example."""
+        return round(blueprint.program(self.seed_site).macs * self.tokens)
+
+    def check(self, x: Tensor) -> None:
+        """Raise if the site's output is not what it was in the example."""
+        given = x.shape[-1:] if self.kind == SiteKind.TOKENS else x.shape[1:]
+        if tuple(given) != self.seed_site.shape:
+            raise ValueError(
+                f"site {self.name!r} gave {self.shape} per example when it was traced, and now "
+                f"{tuple(x.shape[1:])}; a seed needs one shape: resize the inputs, or leave this "
+                f"site out with exclude=[{self.name!r}]"
+            )
+
+
+def forward(model: nn.Module, inputs: Any) -> Any:
+    """The model on a batch's inputs: one tensor, a tuple of arguments, or a dict of them."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def batch_size(inputs: Any) -> int:
+    """Examples in a batch: the length of its first tensor."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if not tensors or tensors[0].dim() == 0:
+        raise ValueError(
+            f"inputs of type {type(inputs).__name__} hold no tensor with a batch axis; give a "
+            "tensor, a tuple of the model's arguments or a dict of them"
+        )
+    if len(tensors[0]) == 0:
+        raise ValueError("a batch of inputs without an example in it; give one or more")
+    return len(tensors[0])
+
+
+def count_macs(model: nn.Module, inputs: Any) -> int:
+    """Multiply-adds per example, as torch counts them: matrix products and convolutions."""
+    counter = FlopCounterMode(display=False)
+    # with gradients and without fused attention: some fused paths torch does not count
+    with at_rest(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        forward(model, inputs)
+    return round(counter.get_total_flops() / 2 / batch_size(inputs))
+
+
+def count_params(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def find_sites(model: nn.Module, example: Any, *others: Any) -> tuple[ModelSite, ...]:
+    """The places where `model` can grow, in the order in which a forward pass reaches them."""
+    return trace_sites(model, example, *others).sites
+
+
+def site_table(sites: Sequence[ModelSite]) -> str:
+    """Name, kind, shape and what could grow there, a line for each site."""
+    rows = [("site", "module", "kind", "shape", "what could grow (parameters)")]
+    for site in sites:
+        grows = ", ".join(f"{b.name} {site.params_of(b):,}" for b in site.blueprints())
+        rows.append((site.name, site.module_class, site.kind.name, str(site.shape), grows))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    )
+
+
+@dataclass(frozen=True)
+class SiteTrace:
+    """What a forward pass showed."""
+
+    sites: tuple[ModelSite, ...]  # those offered
+    candidates: dict[str, ModelSite]  # those possible, by name, in the order of their calls
+    refused: dict[str, str]  # the other modules, and why not
+
+    def choose(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[ModelSite]:
+        """The sites offered; or those of them with these names or under them.
+
+        A name that has none of them under it may be any candidate.
+        """
+        for name in (*(include or ()), *exclude):
+            self._check_name(name)
+        if include is None:
+            chosen = list(self.sites)
+        else:
+            chosen = [site for site in self.candidates.values() if self._is_named(site, include)]
+        kept = [s for s in chosen if s.name not in exclude and not _is_under(s.name, exclude)]
+        if not kept:
+            raise ValueError(self._nothing_found(include, exclude))
+        return kept
+
+    def _is_named(self, site: ModelSite, names: Sequence[str]) -> bool:
+        if site in self.sites:
+            return site.name in names or _is_under(site.name, names)
+        return site.name in names and not any(_is_under(s.name, [site.name]) for s in self.sites)
+
+    def _check_name(self, name: str) -> None:
+        if name in self.candidates or any(_is_under(site.name, [name]) for site in self.sites):
+            return
+        if name in self.refused:
+            raise ValueError(f"nothing can grow at {name!r}: {self.refused[name]}")
+        near = difflib.get_close_matches(name, [*self.candidates, *self.refused], n=1, cutoff=0.0)
+        raise ValueError(
+            f"the model has no module {name!r}; did you mean {near[0]!r}? "
+            f"Sites: {[site.name for site in self.sites]}"
+        )
+
+    def _nothing_found(self, include: Sequence[str] | None, exclude: Sequence[str]) -> str:
+        if self.sites:
+            found = [site.name for site in self.sites]
+            return f"no site is left of {found} with sites={include}, exclude={list(exclude)}"
+        looked = "".join(f"\n  {name}: {why}" for name, why in self.refused.items())
+        looked += "".join(
+            f"\n  {name}: no layer with weights comes after it" for name in self.candidates
+        )
+        return (
+            "the model has no site: no module's output is a tensor that a seed could keep the "
+            f"shape of, with a layer after it. Looked at:{looked or ' no submodule was called'}"
+        )
+
+
+def _is_under(name: str, prefixes: Sequence[str]) -> bool:
+    return any(name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
+    """Traces every example, the first one twice: do shapes hold still?"""
+    if type(model).__module__.startswith("torch._dynamo"):  # torch.compile made it
+        raise ValueError(
+            "the model is compiled: its modules are no longer called one by one, so that nothing "
+            "can grow in between. Grow the model itself and compile the result"
+        )
+    batch = batch_size(example)
+    runs = [
+        trace(model, lambda inputs=inputs: forward(model, watched(inputs)))  # type: ignore[misc]
+        for inputs in (example, example, *others)
+    ]
+    if runs[0].output_shapes != runs[1].output_shapes:
+        raise ValueError(
+            f"the model's output changes shape on one and the same batch: "
+            f"{runs[0].output_shapes}, then {runs[1].output_shapes}; growth needs a fixed one"
+        )
+    first = runs[0]
+    candidates: dict[str, ModelSite] = {}
+    refused: dict[str, str] = {}
+    for name, calls in first.calls.items():
+        site, why_not = _candidate(name, calls, batch)
+        for other in runs[1:]:
+            site, why_not = _if_stable(site, why_not, other.calls.get(name, []))
+        if site is None:
+            refused[name] = why_not
+        else:
+            candidates[name] = site
+    for name, _ in model.named_modules():
+        if name and name not in first.calls:
+            refused[name] = "it is not called in a forward pass"
+    return SiteTrace(_offered(first, candidates), candidates, refused)
+
+
+def _candidate(name: str, calls: list[Call], batch: int) -> tuple[ModelSite | None, str]:
+    """The site after a module, or why there is none."""
+    call = calls[0]
+    if len(calls) > 1:
+        return None, f"it is called {len(calls)} times in a forward pass"
+    if not isinstance(call.output, tuple):
+        return None, f"its output is a {call.output}, not a tensor of floats"
+    if not call.is_learning:
+        return None, "the model calls it without gradients, so nothing could learn there"
+    if not call.weights:
+        return None, "no layer with weights comes before it"
+    kinds = {2: SiteKind.VECTOR, 3: SiteKind.SERIES, 4: SiteKind.IMAGE}
+    kind = SiteKind.TOKENS if call.channels_last else kinds.get(len(call.output))
+    if kind is None:
+        return None, f"its output has shape {call.output}, which no blueprint fits"
+    if kind != SiteKind.TOKENS and call.output[0] != batch:
+        return None, f"its output has shape {call.output}, whose first axis is not the batch"
+    width = call.output[-1] if kind == SiteKind.TOKENS else call.output[1]
+    tokens = torch.Size(call.output).numel() / width / batch if kind == SiteKind.TOKENS else 1.0
+    return (
+        ModelSite(
+            name=name,
+            module_class=call.module_class,
+            kind=kind,
+            shape=call.output[1:],
+            tokens=tokens,
+            weights=call.weights,
+            dtype=call.dtype,
+            device=call.device,
+        ),
+        "",
+    )
+
+
+def _if_stable(
+    site: ModelSite | None, why_not: str, calls: list[Call]
+) -> tuple[ModelSite | None, str]:
+    """The site, if another run shows the same one."""
+    if site is None:
+        return None, why_not
+    shapes = [call.output for call in calls]
+    if len(calls) != 1 or not isinstance(shapes[0], tuple):
+        return None, f"it is called once in one forward pass and {len(calls)} times in another"
+    same = shapes[0][1:] == site.shape
+    if site.kind == SiteKind.TOKENS:
+        same = len(shapes[0]) == len(site.shape) + 1 and shapes[0][-1] == site.width
+    if not same:
+        return None, f"its output changes shape: {site.shape}, then {shapes[0][1:]}"
+    return site, why_not
+
+
+def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...]:
+    """The candidates that everything flows through, one for each layer with weights.
+
+    A model that has none (skip connections from end to end) offers all its layers.
+    """
+    last = run.num_weight_calls
+    places = [
+        names
+        for names in _places(run, candidates)
+        if run.calls[names[0]][0].num_weight_calls < last
+    ]
+    cuts = [names for names in places if is_cut(run.calls[names[0]][0].node, run)]
+    stages: list[list[str]] = []
+    for names in cuts or places:
+        call = run.calls[names[0]][0]
+        before = run.calls[stages[-1][0]][0] if stages else None
+        if before is None or call.num_weight_calls > before.num_weight_calls:
+            stages.append(names)
+        elif call.output == before.output:  # the norm or the activation after a layer
+            stages[-1] = names
+    return tuple(candidates[_best_name(names, run)] for names in stages)
+
+
+def _places(run: Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
+    """The candidates in the order of their calls; modules that hand on one tensor are one place."""
+    places: dict[Any, list[str]] = {}
+    for name in sorted(candidates, key=lambda name: run.calls[name][0].order):
+        places.setdefault(run.calls[name][0].node, []).append(name)
+    return list(places.values())
+
+
+def _best_name(names: list[str], run: Run) -> str:
+    """The block of a stack if there is one, else the innermost module."""
+    blocks = [name for name in names if run.calls[name][0].is_block]
+    return (blocks or names)[0]

@@ -1,0 +1,163 @@
+"""How a seed sits in a user's model: a forward hook on the site, and nothing in the module tree.
+
+The model's classes, names and state_dict stay as they are. While a slot is empty, or its seed has
+alpha 0, there is no hook either: the model is the user's own and costs what it always did.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from esper.growing.sites import ModelSite
+from esper.kasmina.blending import gate
+from esper.kasmina.programs import Program
+from esper.leyline.constants import BlendStyle, SiteKind
+
+# a module that is skipped at random (LayerDrop, stochastic depth) was called once by then
+PATIENCE = 16  # steps
+
+
+class Seed(nn.Module):
+    """A blueprint's layers at a site, for one network; they keep the shape of what they see.
+
+    At a TOKENS site, where the channels come last, every token is a vector of its own: the seed
+    works for any number of tokens, and sees no later token than the one it writes. It works in
+    the dtype of its weights, or in that of the autocast around it.
+    """
+
+    def __init__(self, layers: nn.Sequential, per_token: bool):
+        super().__init__()
+        self.layers = layers
+        self.per_token = per_token
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(next(self.parameters(), x).dtype)
+        if self.per_token:
+            return self.layers(x.flatten(0, -2)).view_as(x)  # type: ignore[no-any-return]
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def new_seed(program: Program, site: ModelSite, generator: torch.Generator) -> Seed:
+    """A seed with the weights of its birth: its last layer is zero.
+
+    The weights come from `generator` alone: the user's own randomness does not notice.
+    """
+    with torch.device("meta"):
+        layers = program.module()
+    layers = layers.to_empty(device="cpu")
+    centre, spread = program.birth()
+    uniform = torch.rand(len(centre), dtype=torch.float64, generator=generator)
+    nn.utils.vector_to_parameters(centre + spread * (2 * uniform - 1), layers.parameters())
+    seed = Seed(layers, per_token=site.kind == SiteKind.TOKENS)
+    return seed.to(device=site.device, dtype=site.dtype)
+
+
+def blend_one(x: Tensor, seed: Tensor, alpha: float, style: BlendStyle) -> Tensor:
+    """`kasmina.blending.blend` for a single network: only the style that is needed is computed."""
+    seed = seed.to(x.dtype)
+    if style == BlendStyle.MULTIPLY:
+        return torch.addcmul(x, x, torch.tanh(seed), value=alpha)
+    if style == BlendStyle.GATE:
+        return torch.addcmul(x, gate(x), seed, value=alpha)
+    return torch.add(x, seed, alpha=alpha)
+
+
+def hand_on_whole_tensors(model: nn.Module, sites: Iterable[ModelSite]) -> None:
+    """Torch's encoders with a site inside do without nested tensors, for good.
+
+    In evaluation they would give them to their layers, where only torch's own may compute.
+    """
+    names = [site.name for site in sites]
+    for path, module in model.named_modules():
+        inside = f"{path}." if path else ""
+        if isinstance(module, nn.TransformerEncoder) and any(n.startswith(inside) for n in names):
+            module.use_nested_tensor = False
+
+
+def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A module's output with its tensor changed: the first of a tuple, which keeps its class."""
+    if not isinstance(output, tuple):
+        return change(output)
+    parts = (change(output[0]), *output[1:])
+    if type(output) is tuple:
+        return parts
+    return type(output)._make(parts)  # type: ignore[attr-defined]
+
+
+class Slot:
+    """A site of the user's model, empty or with a seed in it."""
+
+    def __init__(self, site: ModelSite, module: nn.Module):
+        self.site = site
+        self.module = module
+        self.seed: Seed | None = None
+        self.style = BlendStyle.ADD
+        self.is_committed = False
+        self.calls = 0  # how often the model has felt the seed since the last step
+        self._alpha = 0.0
+        self._has_been_called = False
+        self._steps_felt = 0
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def alpha(self) -> float:
+        """The seed's weight in the blend; setting it to 0 takes the hook away."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self._alpha = value
+        is_felt = value != 0.0 and self.seed is not None
+        if is_felt and self._hook is None:
+            self._hook = self.module.register_forward_hook(self)
+        elif not is_felt and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def new_hosts(self, seed: Seed, style: BlendStyle) -> None:
+        assert self.seed is None, f"site {self.site.name!r} has a seed"
+        self.seed, self.style = seed, style
+        self._has_been_called, self._steps_felt = False, 0
+
+    def clear(self) -> None:
+        self.alpha = 0.0
+        self.seed = None
+        self.is_committed = False
+
+    def note_step(self) -> None:
+        """After a step of the optimiser with the seed in it; raises if it was never called."""
+        self._has_been_called |= self.calls > 0
+        self._steps_felt += 1
+        self.calls = 0
+        if self._steps_felt >= PATIENCE and not self._has_been_called:
+            raise ValueError(
+                f"the model has not called its site {self.site.name!r} in {PATIENCE} steps, so the "
+                "seed there does nothing; a model that is compiled or goes around a module cannot "
+                "grow there: compile the result instead, or leave the site out"
+            )
+
+    @contextmanager
+    def at(self, alpha: float) -> Iterator[None]:
+        """The model as it is with the seed at another alpha; 0: without it."""
+        before, calls = self.alpha, self.calls
+        self.alpha = alpha
+        try:
+            yield
+        finally:
+            self.alpha, self.calls = before, calls
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward hook: the site's output with the seed blended in."""
+        assert self.seed is not None
+        self.calls += 1
+        return with_first(output, self._blended)
+
+    def _blended(self, x: Tensor) -> Tensor:
+        self.site.check(x)
+        assert self.seed is not None
+        return blend_one(x, self.seed(x), self.alpha, self.style)

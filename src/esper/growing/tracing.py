@@ -1,0 +1,189 @@
+"""One forward pass, watched: which modules were called, and what flowed where.
+
+Hooks note every call; the autograd graph of the output says what each tensor was made of.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
+
+from esper.growing.randomness import untouched_randomness
+
+# a step of the autograd graph, and which of its outputs: recurrent layers have several
+Edge = tuple[Any, int]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One module was called once."""
+
+    order: int
+    module_class: str
+    output: Any  # its shape, or the type of what is not a tensor
+    dtype: torch.dtype  # of the weights that made the output, which autocast may give another
+    device: torch.device
+    node: Edge | None  # in the autograd graph
+    is_learning: bool  # it runs with gradients
+    channels_last: bool
+    weights: str
+    num_weight_calls: int  # layers with weights that have run so far
+    is_source: bool  # it looks its output up instead of computing it
+    is_block: bool  # one of a row of modules that are made of others
+
+
+@dataclass
+class Run:
+    """One forward pass."""
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    output_nodes: list[Edge] = field(default_factory=list)
+    output_shapes: list[tuple[int, ...]] = field(default_factory=list)
+    # of the layer with weights that ran last: its name and dtype, whether it puts channels last,
+    # its sizes
+    weights: str = ""
+    dtype: torch.dtype | None = None  # None: not one that a seed could have
+    prefers_last: bool = True
+    sizes: frozenset[int] = frozenset()
+    num_weight_calls: int = 0
+
+    def record(self, name: str, module: nn.Module, output: Any) -> None:
+        own = _weights(module)
+        if own:
+            self.weights, self.prefers_last = name, not isinstance(module, _ConvNd)
+            self.sizes = frozenset(size for p in own for size in p.shape)
+            self.dtype = own[0].dtype if own[0].is_floating_point() else None
+            self.num_weight_calls += 1
+        tensor = output[0] if isinstance(output, tuple) and output else output
+        is_tensor = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        self.calls.setdefault(name, []).append(
+            Call(
+                order=sum(map(len, self.calls.values())),
+                module_class=type(module).__name__,
+                output=tuple(tensor.shape) if is_tensor else type(output).__name__,
+                dtype=self.dtype or (tensor.dtype if is_tensor else torch.float32),
+                device=tensor.device if is_tensor else torch.device("cpu"),
+                node=_edge(tensor) if is_tensor else None,
+                is_learning=torch.is_grad_enabled(),
+                channels_last=is_tensor and self._puts_channels_last(tensor.shape),
+                weights=self.weights,
+                num_weight_calls=self.num_weight_calls,
+                is_source=isinstance(module, nn.Embedding | nn.EmbeddingBag),
+                is_block=_is_block(name, module),
+            )
+        )
+
+    def _puts_channels_last(self, shape: torch.Size) -> bool:
+        """By the layer that ran last, unless only the other axis has a size of its weights."""
+        if len(shape) < 3:
+            return False
+        first, last = shape[1] in self.sizes, shape[-1] in self.sizes
+        return last if first != last else self.prefers_last
+
+
+def trace(model: nn.Module, call: Callable[[], Any]) -> Run:
+    """What happens in the model when `call` calls it."""
+    run = Run()
+    handles = [
+        module.register_forward_hook(
+            lambda module, _args, output, name=name: run.record(name, module, output)
+        )
+        for name, module in model.named_modules()
+        if name and not _makes_weights(name)
+    ]
+    try:
+        with at_rest(model), torch.enable_grad():
+            output = call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    run.output_nodes = [edge for edge in map(_edge, tensors) if edge is not None]
+    run.output_shapes = [tuple(t.shape) for t in tensors]
+    return run
+
+
+def watched(inputs: Any) -> Any:
+    """Inputs whose float tensors the autograd graph knows as steps of their own."""
+    return pytree.tree_map_only(
+        Tensor,
+        lambda x: x.detach().requires_grad_().clone() if x.is_floating_point() else x,
+        inputs,
+    )
+
+
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, every weight in the graph; afterwards all is as it was.
+
+    Torch's encoder calls all its modules: its fast path would skip some, and hand others nested
+    tensors.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    has_fast_path = torch.backends.mha.get_fastpath_enabled()
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    with untouched_randomness(model):
+        try:
+            model.eval()
+            torch.backends.mha.set_fastpath_enabled(False)
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(has_fast_path)
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            for module, training in modes:
+                module.training = training
+
+
+def is_cut(node: Edge | None, run: Run) -> bool:
+    """Whether every path from what `node` was made of to the outputs goes through it."""
+    if node is None:
+        return False
+    around = _reachable(run.output_nodes, avoiding=node)
+    before = _reachable(node[0].next_functions)
+    sources = [c.node[0] for calls in run.calls.values() for c in calls if c.is_source and c.node]
+    # weights may be used twice; what came of the inputs may not go around
+    computed = {n for n in before if n.name() != _LEAF}
+    return not any(n in around for n in (*computed, *sources))
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    """The matrices that a layer has of its own; vectors only scale or shift."""
+    if isinstance(module, nn.Linear | _ConvNd):
+        return [module.weight]  # a matrix even where it has one output
+    return [p for p in module.parameters(recurse=False) if sum(n > 1 for n in p.shape) > 1]
+
+
+def _makes_weights(name: str) -> bool:
+    """Whether a module computes a layer's weights (torch's parametrizations), not activations."""
+    return "parametrizations" in name.split(".")
+
+
+def _edge(tensor: Tensor) -> Edge | None:
+    return None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+
+def _is_block(name: str, module: nn.Module) -> bool:
+    is_composed = not isinstance(module, nn.Sequential) and any(True for _ in module.children())
+    return is_composed and name.rpartition(".")[2].isdigit()
+
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+def _reachable(edges: Iterable[Edge], avoiding: Edge | None = None) -> set[Any]:
+    seen: set[Any] = set()
+    stack = list(edges)
+    while stack:
+        edge = stack.pop()
+        if edge[0] is not None and edge[0] not in seen and edge != avoiding:
+            seen.add(edge[0])
+            stack.extend(edge[0].next_functions)
+    return seen

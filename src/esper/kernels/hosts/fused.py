@@ -1,0 +1,215 @@
+"""Training by one kernel: a block of threads takes a host through all its minibatches.
+
+Hosts of a population differ in their seeds, and batched operations run them group by group in
+hundreds of small launches. Here a launch is a whole call, each block walks its own host's tables
+(see `kernels.fused_plan`), and hosts that all differ cost no more than hosts that are all alike.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.lifecycle import SlotStates
+from esper.kernels.hosts.compiled import optimizer_numbers
+from esper.kernels.hosts.fused_build import NUM_PARTS, THREADS, library, shared_bytes
+from esper.kernels.hosts.fused_plan import Plan, plan
+from esper.leyline.stages import SeedStage
+from esper.tolaria.batched import TrainingSetup
+
+MOST_EXAMPLES = 128  # worked on at a time
+MAX_WORKSPACE_BYTES = 8 * 2**30
+
+
+# fmt: off
+_POINTERS = (
+    "programs", "lengths", "host_starts", "seed_programs", "seed_sizes", "part_starts", "homes",
+    "home_starts", "slot_rows",
+    "params", "grads", "moments", "steps", "rates", "alpha", "alpha_behind", "style", "blueprint",
+    "behind", "inputs", "labels", "first_row", "batch_rows", "losses", "ablated", "logits",
+    "workspace",
+)
+_DOUBLES = ("beta_mean", "beta_square", "epsilon", "weight_decay")
+_INTS = (
+    "is_adamw", "longest", "num_hosts", "num_slots", "num_blueprints", "columns", "features",
+    "classes", "host_size", "minibatches", "batch", "rows", "num_ablated", "n", "room", "grad_rows", "grad_size",
+    "score_rows", "transposed_at", "parts_at", "parts_in_shared", "transposed_size",
+)
+# fmt: on
+
+
+class Arguments(ctypes.Structure):
+    """Field by field what the kernel's `Args` are; what is not given is null or 0."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_double) for name in _DOUBLES),
+        *((name, ctypes.c_int) for name in _INTS),
+    ]
+
+
+class FusedSteps:
+    """Hosts side by side, a block each; see `kernels/fused_hosts.cu`."""
+
+    def __init__(self, setup: TrainingSetup):
+        parameter_table, host = setup.parameter_table, setup.host
+        if not has_room(setup):
+            raise ValueError(
+                f"hosts of {host.num_params} parameters on inputs {host.input_shape} need more "
+                f"than {MAX_WORKSPACE_BYTES >> 30} GiB to work in; use kernels='graphs'"
+            )
+        self._setup = setup
+        self._device = parameter_table.params.device
+        self._plan = plan(setup)
+        self._tables = {
+            name: torch.from_numpy(table).to(self._device)
+            for name, table in self._plan.tables.items()
+        }
+        shape = (2, parameter_table.num_hosts, host.num_slots)
+        self._slots = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._ablated = torch.zeros(host.num_slots, dtype=torch.int32, device=self._device)
+        self._fixed = {**self._places(), **self._sizes()}
+
+    def prepare(self, states: SlotStates) -> None:
+        behind = states.stage == SeedStage.TRAINING
+        slots = torch.stack((states.blueprint, behind.to(states.blueprint.dtype)))
+        self._slots.copy_(slots.to(torch.int32), non_blocking=True)
+        felt = (states.has_seed & ~behind).any(0).nonzero().flatten()
+        self._ablated[: len(felt)].copy_(felt, non_blocking=True)
+        self._felt_slots: list[int] = felt.tolist()
+
+    def run(self, count: int) -> None:
+        feed = self._setup.feed
+        num_hosts, batch = feed.rows.shape[1:]
+        _, n = _pieces(batch)
+        inputs = feed.inputs.data_ptr()
+        self._launch("train", num_hosts, n, inputs=inputs, minibatches=count, batch=batch)
+
+    def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
+        felt = self._felt_slots if ablate else []
+        num_hosts, rows = x.shape[0], x.shape[-1]
+        logits = x.new_empty(num_hosts, self._setup.host.num_classes, (1 + len(felt)) * rows)
+        x = x.contiguous()
+        num_pieces, n = _pieces(rows)
+        self._launch(
+            "logits",
+            num_hosts * num_pieces,
+            n,
+            inputs=x.data_ptr(),
+            logits=logits.data_ptr(),
+            rows=rows,
+            num_ablated=len(felt),
+        )
+        return logits, felt
+
+    def _launch(self, kernel: str, num_tasks: int, n: int, **arguments: int) -> None:
+        """On the current stream; the workspace goes back to it and is used again."""
+        blocks = min(num_tasks, max_blocks(self._device))
+        memory, params = _Memory(self._plan, self._setup, n), self._setup.parameter_table.params
+        workspace = params.new_empty(blocks * memory.workspace)
+        filled = Arguments(
+            **self._fixed,
+            workspace=workspace.data_ptr(),
+            n=n,
+            room=memory.workspace,
+            transposed_at=memory.weights_at,
+            parts_at=memory.parts_at,
+            parts_in_shared=memory.parts_in_shared,
+            **arguments,
+        )
+        kernels = library(self._device, params.dtype, memory.weights_in_shared)
+        kernels.launch(kernel, filled, blocks, memory.shared_bytes)
+
+    def _places(self) -> dict[str, int]:
+        """Where tensors are that stay in their place."""
+        parameter_table, feed, blend = (
+            self._setup.parameter_table,
+            self._setup.feed,
+            self._setup.blend_inputs,
+        )
+        tensors = {
+            **self._tables,
+            "params": parameter_table.params,
+            "grads": parameter_table.grads,
+            "moments": parameter_table.all_moments,
+            "steps": parameter_table.steps,
+            "rates": self._setup.learning_rates,
+            "alpha": blend.alpha,
+            "alpha_behind": blend.alpha_behind,
+            "style": blend.style,
+            "blueprint": self._slots[0],
+            "behind": self._slots[1],
+            "labels": feed.labels,
+            "first_row": feed.first_row,
+            "batch_rows": feed.rows,
+            "losses": feed.losses,
+            "ablated": self._ablated,
+        }
+        return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def _sizes(self) -> dict[str, float]:
+        parameter_table, host, plan = self._setup.parameter_table, self._setup.host, self._plan
+        is_adamw, beta_mean, beta_square, epsilon, weight_decay = optimizer_numbers(
+            self._setup.optimizer
+        )
+        return {
+            "is_adamw": int(is_adamw),
+            "beta_mean": beta_mean,
+            "beta_square": beta_square,
+            "epsilon": epsilon,
+            "weight_decay": weight_decay,
+            "longest": plan.programs.shape[1],
+            "num_hosts": parameter_table.num_hosts,
+            "num_slots": host.num_slots,
+            "num_blueprints": len(self._setup.menu),
+            "columns": parameter_table.layout.num_columns,
+            "features": self._setup.feed.inputs[0].numel(),
+            "classes": host.num_classes,
+            "host_size": parameter_table.layout.host_size,
+            "transposed_size": plan.transposed_size,
+            "grad_rows": plan.grad_rows,
+            "grad_size": plan.grad_size,
+            "score_rows": plan.score_rows,
+        }
+
+
+def _pieces(examples: int) -> tuple[int, int]:
+    """How many pieces the examples are worked on in, and how many are in each: fours of them."""
+    count = -(-examples // MOST_EXAMPLES)
+    return count, -(-examples // (4 * count)) * 4
+
+
+def has_room(setup: TrainingSetup) -> bool:
+    """Whether the workspaces of as many hosts as run at a time are of a bearable size."""
+    memory = _Memory(plan(setup), setup, MOST_EXAMPLES)
+    num_bytes = memory.workspace * setup.parameter_table.params.element_size()
+    return num_bytes * max_blocks(setup.parameter_table.params.device) <= MAX_WORKSPACE_BYTES
+
+
+def max_blocks(device: torch.device) -> int:
+    """As many as run at a time: each has a workspace of its own."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 1
+
+
+class _Memory:
+    """What lies in a block's shared memory, most wanted first, and what in its workspace."""
+
+    def __init__(self, plan: Plan, setup: TrainingSetup, n: int):
+        itemsize = setup.parameter_table.params.element_size()
+        most = shared_bytes(setup.parameter_table.params.device) // itemsize
+        self._shared, self.workspace = 8 * max(THREADS, n) + n, plan.num_rows * n
+        self.weights_at, self.weights_in_shared = self._place(plan.transposed_size, most)
+        num_columns = setup.parameter_table.layout.num_columns
+        self.parts_at, self.parts_in_shared = self._place(NUM_PARTS * num_columns, most)
+        self.shared_bytes = self._shared * itemsize
+
+    def _place(self, size: int, most_shared: int) -> tuple[int, bool]:
+        """Where it begins, and whether that is in shared memory."""
+        size = -(-size // 4) * 4
+        if self._shared + size <= most_shared:
+            self._shared += size
+            return self._shared - size, True
+        self.workspace += size
+        return self.workspace - size, False

@@ -1,0 +1,554 @@
+"""Whole hosts with their seeds, compiled: logits, and training minibatch by minibatch.
+
+Hosts do not depend on one another, so a host runs all its minibatches before the next one
+starts; its weights, moments and activations stay in the processor's cache. What a host runs
+is read from tables, and no two hosts need to be alike.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from esper.kernels.hosts import layer_table, numba_layers
+from esper.kernels.hosts.layer_table import Column
+from esper.kernels.hosts.numba_layers import (
+    CHANNELS,
+    HEIGHT,
+    OUT_CHANNELS,
+    OUT_HEIGHT,
+    OUT_WIDTH,
+    PAD_HEIGHT,
+    PAD_WIDTH,
+    STRIDE,
+    WIDTH,
+    attention_backward,
+    attention_forward,
+    compiled,
+    conv_backward,
+    conv_forward,
+    copy,
+    depthwise_backward,
+    depthwise_forward,
+    exp,
+    fill,
+    inlined,
+    mix_backward,
+    mix_forward,
+    norm_backward,
+    norm_forward,
+    pad,
+    padded_size,
+    relu_backward,
+    relu_forward,
+    unpad,
+)
+from esper.leyline.constants import BlendStyle
+
+CONV, DEPTHWISE, NORM = layer_table.CONV, layer_table.DEPTHWISE, layer_table.NORM
+RELU, MIX_POSITIONS = layer_table.RELU, layer_table.MIX_POSITIONS
+KIND, PARAMS = int(Column.KIND), int(Column.PARAMS)
+ADD, MULTIPLY = int(BlendStyle.ADD), int(BlendStyle.MULTIPLY)
+
+NO_SLOT = -1
+
+
+class Tables(NamedTuple):
+    """What hosts of one population can run."""
+
+    programs: np.ndarray  # [programs, layers, columns]: segments, head, then seeds
+    lengths: np.ndarray  # [programs]: layers of each
+    host_starts: np.ndarray  # [S + 1]: where the parameters of segments and head begin
+    seed_programs: np.ndarray  # [S, B]: which program a blueprint runs in a slot
+    seed_sizes: np.ndarray  # [S, B]: its parameters
+    part_starts: np.ndarray  # [S + 2]: where host, seeds and the row itself begin and end
+    room: int  # of the workspace, for one example
+    widest: int  # rows that a layer works on at a time
+
+
+class Weights(NamedTuple):
+    params: np.ndarray  # [P + 1, D]
+    grads: np.ndarray
+    moments: np.ndarray  # [moments, P + 1, D]
+    steps: np.ndarray  # [P, 1 + S]
+    rates: np.ndarray  # [P]
+
+
+class Slots(NamedTuple):
+    """`[P, S]` each."""
+
+    alpha: np.ndarray
+    alpha_behind: np.ndarray
+    style: np.ndarray
+    blueprint: np.ndarray
+    behind: np.ndarray
+
+
+class Data(NamedTuple):
+    inputs: np.ndarray  # [rows, features]
+    labels: np.ndarray  # [rows]
+    first_row: np.ndarray  # [P]
+
+
+class OptimizerNumbers(NamedTuple):
+    is_adamw: bool
+    beta_mean: float  # or SGD's momentum
+    beta_square: float
+    epsilon: float
+    weight_decay: float
+
+
+class Workspace(NamedTuple):
+    ws: np.ndarray  # all activations and their gradients; whatever was in it before
+    tape: np.ndarray  # [layers run, 3]: where input, output and what was saved lie
+    frame: np.ndarray  # [S, 5]: the same for each slot
+    xs: np.ndarray
+    ys: np.ndarray
+
+
+# what a slot's blend leaves for the way back: where things lie in the workspace and on the tape
+X, SEED, AUX, SEGMENT_END, SEED_END = range(5)
+
+
+@inlined
+def _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer):
+    """Train hosts `first` to `last - 1` on minibatch rows `[M, P, batch]`; losses `[M, P]`."""
+    batch = rows.shape[2]
+    n = (batch + 7) // 8 * 8
+    work = _workspace(tables, memory)
+    shadow = np.zeros_like(weights.params[0])
+    ids = np.zeros(batch, dtype=np.int64)
+    in_host = np.zeros(len(tables.seed_programs), dtype=np.int64)
+    for p in range(first, last):
+        w, g = weights.params[p], weights.grads[p]
+        _felt(slots, p, in_host)
+        for step in range(rows.shape[0]):
+            _load(work.ws, data, p, rows[step, p], ids, n)
+            fill(g, 0)
+            losses[step, p] = _gradients(
+                tables, w, g, slots.alpha[p], slots.style[p], in_host, work, data.labels, ids, n
+            )
+            if _any(slots.behind[p]):
+                fill(shadow, 0)
+                _gradients(
+                    tables, w, shadow, slots.alpha_behind[p], slots.style[p], slots.blueprint[p],
+                    work, data.labels, ids, n,
+                )  # fmt: skip
+                _copy_behind(tables, slots.blueprint[p], slots.behind[p], shadow, g)
+            _update_parts(tables, weights, p, slots.blueprint[p], optimizer)
+
+
+@inlined
+def _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out):
+    """Logits `[P, classes, copies, batch]` on inputs `[P, features, batch]`.
+
+    Copy 0 has all seeds on; copy 1 + k has those in slot `ablated[k]` off.
+    """
+    classes, n = out.shape[1], out.shape[3]
+    features = inputs.shape[1]
+    work = _workspace(tables, memory)
+    in_host, before = np.zeros((2, len(tables.seed_programs)), dtype=np.int64)
+    for p in range(first, last):
+        w, alpha, style = params[p], slots.alpha[p], slots.style[p]
+        _felt(slots, p, in_host)
+        for f in range(features):
+            copy(inputs[p, f], work.ws[f * n : (f + 1) * n])
+        logits, top, _ = _forward(
+            tables, w, alpha, style, in_host, work, n, 0, NO_SLOT, 0, features * n
+        )
+        for c in range(classes):
+            copy(work.ws[logits + c * n : logits + (c + 1) * n], out[p, c, 0])
+        copy(work.frame[:, X], before)
+        for k in range(len(ablated)):
+            slot = ablated[k]
+            again = logits
+            if in_host[slot] >= 0:
+                again, _, _ = _forward(
+                    tables, w, alpha, style, in_host, work, n, slot, slot, before[slot], top
+                )
+            for c in range(classes):
+                copy(work.ws[again + c * n : again + (c + 1) * n], out[p, c, 1 + k])
+
+
+@inlined
+def _any(flags):
+    for flag in flags:  # noqa: SIM110
+        if flag:
+            return True
+    return False
+
+
+@inlined
+def _felt(slots, p, in_host):
+    """The blueprints of the seeds that a host feels, -1 elsewhere."""
+    for s in range(len(in_host)):
+        in_host[s] = -1 if slots.behind[p, s] else slots.blueprint[p, s]
+
+
+@inlined
+def _workspace(tables, memory):
+    num_programs, longest, _ = tables.programs.shape
+    return Workspace(
+        memory,
+        np.zeros((num_programs * longest, 3), dtype=np.int64),
+        np.zeros((len(tables.seed_programs), 5), dtype=np.int64),
+        np.zeros(tables.widest, dtype=np.int64),
+        np.zeros(tables.widest, dtype=np.int64),
+    )
+
+
+@inlined
+def _load(ws, data, p, rows, ids, n):
+    """A minibatch at the beginning of the workspace, examples last; beyond the batch 0."""
+    for b in range(len(rows)):
+        ids[b] = data.first_row[p] + rows[b]
+    features = data.inputs.shape[1]
+    fill(ws[: features * n], 0)
+    for b in range(len(rows)):
+        for f in range(features):
+            ws[f * n + b] = data.inputs[ids[b], f]
+
+
+@compiled
+def _gradients(tables, w, g, alpha, style, blueprint, work, labels, ids, n):
+    """The mean loss of the minibatch that is loaded; its gradient is added to `g`."""
+    head = tables.programs[len(alpha)]
+    last = head[tables.lengths[len(alpha)] - 1]
+    x = tables.programs[0, 0]
+    top = x[CHANNELS] * x[HEIGHT] * x[WIDTH] * n
+    logits, top, t = _forward(tables, w, alpha, style, blueprint, work, n, 0, NO_SLOT, 0, top)
+    loss, grad, top = _cross_entropy(work.ws, logits, labels, ids, n, last[OUT_CHANNELS], top)
+    _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t)
+    return loss
+
+
+@inlined
+def _copy_behind(tables, blueprint, behind, shadow, g):
+    """Of the shadow pass's gradients, those of the seeds that are behind their host."""
+    for s in range(len(behind)):
+        if behind[s]:
+            start = tables.part_starts[1 + s]
+            end = start + tables.seed_sizes[s, blueprint[s]]
+            copy(shadow[start:end], g[start:end])
+
+
+@inlined
+def _update_parts(tables, weights, p, blueprint, optimizer):
+    """The host and each of its seeds take a step."""
+    for part in range(1 + len(blueprint)):
+        start, end = tables.part_starts[part], tables.part_starts[part + 1]
+        if part > 0:
+            if blueprint[part - 1] < 0:
+                continue
+            end = start + tables.seed_sizes[part - 1, blueprint[part - 1]]
+        weights.steps[p, part] += 1
+        step, rate = weights.steps[p, part], weights.rates[p]
+        mean, square = weights.moments[0, p, start:end], weights.moments[-1, p, start:end]
+        w, g = weights.params[p, start:end], weights.grads[p, start:end]
+        if optimizer.is_adamw:
+            _adamw(w, g, mean, square, step, rate, optimizer)
+        else:
+            _sgd(w, g, mean, rate, optimizer)
+
+
+@inlined
+def _adamw(w, g, mean, square, step, rate, optimizer):
+    real = w.dtype.type
+    scale = real(rate / (1 - optimizer.beta_mean**step))
+    inverse = real(1 / np.sqrt(1 - optimizer.beta_square**step))
+    shrink = real(1 - rate * optimizer.weight_decay)
+    keep, small = real(optimizer.beta_square), real(optimizer.epsilon)
+    a, b = real(1 - optimizer.beta_mean), real(1 - optimizer.beta_square)
+    for i in range(w.size):
+        mean[i] += a * (g[i] - mean[i])
+        square[i] = keep * square[i] + b * g[i] * g[i]
+        w[i] = shrink * w[i] - scale * mean[i] / (np.sqrt(square[i]) * inverse + small)
+
+
+@inlined
+def _sgd(w, g, velocity, rate, optimizer):
+    real = w.dtype.type
+    momentum, decay, rate = real(optimizer.beta_mean), real(optimizer.weight_decay), real(rate)
+    for i in range(w.size):
+        velocity[i] = momentum * velocity[i] + g[i] + decay * w[i]
+        w[i] -= rate * velocity[i]
+
+
+@inlined
+def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
+    """A host from slot `slot` on, with the seed in slot `off` switched off.
+
+    `x` is the input at slot 0, or the output of segment `slot` if it is `off` that starts.
+    """
+    ws, frame = work.ws, work.frame
+    num_slots = len(alpha)
+    t = 0
+    for s in range(slot, num_slots):
+        if s != off:
+            x, top, t = _run_forward(
+                tables.programs[s], tables.lengths[s], w, tables.host_starts[s], x, top, t, n, work
+            )
+        frame[s, X] = x
+        frame[s, SEGMENT_END] = t
+        if blueprint[s] < 0 or s == off:
+            continue
+        program = tables.seed_programs[s, blueprint[s]]
+        row = tables.programs[s, tables.lengths[s] - 1]
+        seed, top, t = _run_forward(
+            tables.programs[program],
+            tables.lengths[program],
+            w,
+            tables.part_starts[1 + s],
+            x,
+            top,
+            t,
+            n,
+            work,
+        )
+        frame[s, SEED] = seed
+        frame[s, SEED_END] = t
+        frame[s, AUX] = top
+        size = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+        y = top + size
+        top = _grown(ws, top, 2 * size)
+        _blend(ws, x, seed, y, frame[s, AUX], size, ws.dtype.type(alpha[s]), style[s])
+        x = y
+    return _run_forward(
+        tables.programs[num_slots],
+        tables.lengths[num_slots],
+        w,
+        tables.host_starts[num_slots],
+        x,
+        top,
+        t,
+        n,
+        work,
+    )
+
+
+@inlined
+def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
+    """Adds every gradient of a host and its seeds to `g`."""
+    ws, frame = work.ws, work.frame
+    num_slots = len(alpha)
+    grad, top = _run_backward(
+        tables.programs[num_slots], tables.lengths[num_slots], w, g, tables.host_starts[num_slots], grad, top, t, True,
+        n, work,
+    )  # fmt: skip
+    for s in range(num_slots - 1, -1, -1):
+        if blueprint[s] >= 0:
+            row = tables.programs[s, tables.lengths[s] - 1]
+            size = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+            grad_seed = top
+            top = _grown(ws, top, size)
+            x, seed, aux = frame[s, X], frame[s, SEED], frame[s, AUX]
+            weight = ws.dtype.type(alpha[s])
+            _blend_backward(ws, x, seed, aux, grad, grad_seed, size, weight, style[s])
+            program = tables.seed_programs[s, blueprint[s]]
+            through, top = _run_backward(
+                tables.programs[program], tables.lengths[program], w, g, tables.part_starts[1 + s], grad_seed, top,
+                frame[s, SEED_END], True, n, work,
+            )  # fmt: skip
+            _add(ws[grad : grad + size], ws[through : through + size])
+        grad, top = _run_backward(
+            tables.programs[s], tables.lengths[s], w, g, tables.host_starts[s], grad, top, frame[s, SEGMENT_END], s > 0,
+            n, work,
+        )  # fmt: skip
+
+
+@inlined
+def _grown(ws, top, size):
+    """The workspace's new top with room for `size` more."""
+    if top + size > ws.size:
+        raise MemoryError("the workspace of a host is too small")
+    return top + size
+
+
+@compiled
+def _run_forward(rows, count, w, base, x, top, t, n, work):
+    """A program's output, the new top of the workspace and the new end of the tape."""
+    ws, tape, xs, ys = work.ws, work.tape, work.xs, work.ys
+    for number in range(count):
+        row = rows[number]
+        at = base + row[PARAMS]
+        inputs = row[CHANNELS] * row[HEIGHT] * row[WIDTH] * n
+        outputs = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+        y, saved = top, top + outputs
+        if row[KIND] == RELU:
+            if number > 0:
+                y = x  # in place: no layer needs its output as it was before
+            else:
+                top = _grown(ws, top, outputs)
+                copy(ws[x : x + inputs], ws[y : y + outputs])
+            relu_forward(ws[y : y + outputs])
+        elif row[KIND] == CONV or row[KIND] == DEPTHWISE:
+            top = _grown(ws, top, outputs)
+            saved = x
+            if _has_border(row):
+                saved = top
+                top = _grown(ws, top, padded_size(row, n))
+                pad(row, ws, x, n, saved)
+            if row[KIND] == CONV:
+                conv_forward(row, ws, w, at, saved, y, xs, ys, n)
+            else:
+                depthwise_forward(row, ws, w, at, saved, y, xs, ys, n)
+        elif row[KIND] == NORM:
+            top = _grown(ws, top, 2 * outputs + 3 * n)
+            norm_forward(row, ws, w, at, x, y, saved, saved + outputs, n)
+        elif row[KIND] == MIX_POSITIONS:
+            top = _grown(ws, top, outputs)
+            mix_forward(row, ws, w, at, x, y, xs, ys, n)
+        else:
+            top = _grown(ws, top, inputs + 4 * outputs + row[WIDTH] * row[WIDTH] * n)
+            attention_forward(row, ws, w, at, x, y, saved, xs, ys, n)
+        tape[t, 0], tape[t, 1], tape[t, 2] = x, y, saved
+        x, t = y, t + 1
+    return x, top, t
+
+
+@compiled
+def _run_backward(rows, count, w, g, base, grad, top, t, needs_input_grad, n, work):
+    """The gradient of a program's input from that of its output, and the new top."""
+    ws, tape, xs, ys = work.ws, work.tape, work.xs, work.ys
+    for number in range(count - 1, -1, -1):
+        row = rows[number]
+        t -= 1
+        x, y, saved = tape[t, 0], tape[t, 1], tape[t, 2]
+        at = base + row[PARAMS]
+        inputs = row[CHANNELS] * row[HEIGHT] * row[WIDTH] * n
+        outputs = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+        grad_x = top
+        if row[KIND] == RELU:
+            grad_x = grad
+            relu_backward(ws[y : y + outputs], ws[grad : grad + outputs])
+        elif row[KIND] == CONV:
+            wanted = needs_input_grad or number > 0
+            padded = top
+            if wanted:
+                top = _grown(ws, top, padded_size(row, n))
+                fill(ws[padded:top], 0)
+            conv_backward(row, ws, w, g, at, saved, grad, padded, wanted, xs, ys, n)
+            if wanted and _has_border(row):
+                grad_x = top
+                top = _grown(ws, top, inputs)
+                unpad(row, ws, padded, n, grad_x)
+        elif row[KIND] == DEPTHWISE:
+            top = _grown(ws, top, inputs)
+            padded = top
+            top = _grown(ws, top, padded_size(row, n))
+            pad(row, ws, grad, n, padded)
+            depthwise_backward(row, ws, w, g, at, saved, grad, padded, grad_x, xs, ys, n)
+        elif row[KIND] == NORM:
+            top = _grown(ws, top, inputs)
+            norm_backward(row, ws, w, g, at, saved, saved + outputs, grad, grad_x, n)
+        elif row[KIND] == MIX_POSITIONS:
+            top = _grown(ws, top, inputs)
+            mix_backward(row, ws, w, g, at, x, grad, grad_x, xs, ys, n)
+        else:
+            scratch = top + inputs
+            top = _grown(ws, top, inputs + 3 * outputs + row[WIDTH] * n)
+            attention_backward(row, ws, w, g, at, saved, grad, grad_x, scratch, xs, ys, n)
+        grad = grad_x
+    return grad, top
+
+
+@inlined
+def _has_border(row):
+    """Whether a convolution reads a copy of its input, not the input itself."""
+    return row[PAD_HEIGHT] + row[PAD_WIDTH] > 0 or row[STRIDE] > 1
+
+
+@inlined
+def _add(y, x):
+    for i in range(y.size):
+        y[i] += x[i]
+
+
+@compiled
+def _blend(ws, x_at, seed_at, y_at, aux_at, size, alpha, style):
+    """x + alpha * change; `aux` keeps tanh(seed) or the gate for the way back."""
+    x, seed = ws[x_at : x_at + size], ws[seed_at : seed_at + size]
+    y, aux = ws[y_at : y_at + size], ws[aux_at : aux_at + size]
+    if style == ADD:
+        for i in range(size):
+            y[i] = x[i] + alpha * seed[i]
+    elif style == MULTIPLY:
+        for i in range(size):
+            e = exp(-2 * abs(seed[i]))
+            th = (1 - e) / (1 + e)
+            aux[i] = th if seed[i] >= 0 else -th
+            y[i] = x[i] + alpha * x[i] * aux[i]
+    else:
+        for i in range(size):
+            aux[i] = 1 / (1 + exp(-x[i]))
+            y[i] = x[i] + alpha * aux[i] * seed[i]
+
+
+@compiled
+def _blend_backward(ws, x_at, seed_at, aux_at, grad_at, grad_seed_at, size, alpha, style):
+    """The gradient of y becomes that of x in place; that of the seed is written."""
+    x, seed, aux = ws[x_at : x_at + size], ws[seed_at : seed_at + size], ws[aux_at : aux_at + size]
+    grad, grad_seed = ws[grad_at : grad_at + size], ws[grad_seed_at : grad_seed_at + size]
+    if style == ADD:
+        for i in range(size):
+            grad_seed[i] = alpha * grad[i]
+    elif style == MULTIPLY:
+        for i in range(size):
+            grad_seed[i] = alpha * grad[i] * x[i] * (1 - aux[i] * aux[i])
+            grad[i] *= 1 + alpha * aux[i]
+    else:
+        for i in range(size):
+            grad_seed[i] = alpha * grad[i] * aux[i]
+            grad[i] *= 1 + alpha * seed[i] * aux[i] * (1 - aux[i])
+
+
+@inlined
+def _cross_entropy(ws, logits, labels, ids, n, classes, top):
+    """Mean loss over the batch, and the gradient of the logits, 0 beyond the batch."""
+    batch = len(ids)
+    grad = top
+    top = _grown(ws, top, classes * n)
+    fill(ws[grad:top], 0)
+    loss = 0.0
+    for b in range(batch):
+        highest = ws[logits + b]
+        for k in range(1, classes):
+            highest = max(highest, ws[logits + k * n + b])
+        total = 0.0
+        for k in range(classes):
+            e = np.exp(ws[logits + k * n + b] - highest)
+            ws[grad + k * n + b] = e
+            total += e
+        for k in range(classes):
+            ws[grad + k * n + b] /= total * batch
+        label = labels[ids[b]]
+        ws[grad + label * n + b] -= 1 / batch
+        loss += np.log(total) + highest - ws[logits + label * n + b]
+    return loss / batch, grad, top
+
+
+def _entry_points(source_of_layers: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The two functions that are called from Python, kept compiled on disk.
+
+    numba compiles a kept function anew when its own file has changed. That the layers' file must
+    not have changed either is said by naming its text, which thereby becomes part of the key.
+    """
+
+    @njit(nogil=True, cache=True)
+    def train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer):
+        source_of_layers  # noqa: B018
+        _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer)
+
+    @njit(nogil=True, cache=True)
+    def logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out):
+        source_of_layers  # noqa: B018
+        _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out)
+
+    return train_hosts, logits_of_hosts
+
+
+train_hosts, logits_of_hosts = _entry_points(Path(numba_layers.__file__).read_text())

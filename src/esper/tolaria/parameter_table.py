@@ -1,0 +1,114 @@
+"""One `[P + 1, D]` tensor for the parameters of a population, and its like for each moment.
+
+A row is a host: its own parameters, then a range of columns for each slot, as wide as the
+largest seed that can grow there. The last row belongs to nobody: what pads a group is written to
+it. Columns that hold no seed are zero everywhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.hosts import Host
+
+ALIGNMENT = 8  # elements; matrix kernels are faster on aligned rows
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Which columns belong to the host (part 0) and to the seed in each slot (part 1 + slot)."""
+
+    host_size: int
+    widths: tuple[int, ...]  # of the parts, each a multiple of `ALIGNMENT`
+
+    @classmethod
+    def of(cls, host: Host, menu: Sequence[Blueprint]) -> "TableLayout":
+        """Room for the host and, in each slot, for the largest seed of the menu that fits."""
+        seeds = (
+            max((entry.program(site).num_params for entry in menu if entry.fits(site)), default=0)
+            for site in host.sites
+        )
+        sizes = (host.num_params, *seeds)
+        return cls(host.num_params, tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.widths)
+
+    @property
+    def num_columns(self) -> int:
+        """D."""
+        return sum(self.widths)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.widths[:-1]))
+
+    def host_columns(self) -> slice:
+        return slice(0, self.host_size)
+
+    def seed_columns(self, slot: int, num_params: int | None = None) -> slice:
+        """All columns of a slot, or the first ones, where a seed of this size lies."""
+        start, width = self.starts[1 + slot], self.widths[1 + slot]
+        return slice(start, start + (width if num_params is None else num_params))
+
+    def part_of_column(self) -> Tensor:
+        """`[D]`."""
+        return torch.arange(self.num_parts).repeat_interleave(torch.tensor(self.widths))
+
+
+class ParameterTable:
+    """Parameters, gradients and moments of P hosts and their seeds, and optimiser step counts."""
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        num_hosts: int,
+        num_moments: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.layout = layout
+        self.num_hosts = num_hosts
+        rows = (num_hosts + 1, layout.num_columns)
+        # parameters and moments are one tensor, so that a snapshot of a host is one row copy
+        self._storage = torch.zeros(1 + num_moments, *rows, device=device, dtype=dtype)
+        self.params = self._storage[0]
+        self.all_moments = self._storage[1:]
+        self.moments = tuple(self.all_moments.unbind())
+        self.grads = torch.zeros(*rows, device=device, dtype=dtype)
+        self.steps = torch.zeros(num_hosts, layout.num_parts, device=device, dtype=dtype)
+
+    def place(self, host_ids: Tensor, columns: slice, values: Tensor) -> None:
+        """New parameters `[K, ..]` for columns of some hosts; their moments are zero already."""
+        self.params[host_ids, columns] = values.to(self.params)
+
+    def clear(self, host_ids: Tensor, columns: slice) -> None:
+        """Columns of some hosts back to zero, as if nothing had ever been there."""
+        self._storage[:, host_ids, columns] = 0
+        self.grads[host_ids, columns] = 0
+
+    def finite_rows(self) -> Tensor:
+        """Hosts `[P]` without a nan or an infinity in parameters and moments."""
+        return self._storage[:, :-1].isfinite().all(2).all(0)
+
+    def save(self) -> "TableSnapshot":
+        """What every host is now: parameters, moments and step counts."""
+        return TableSnapshot(self._storage.clone(), self.steps.clone())
+
+    def restore(self, snapshot: "TableSnapshot", host_ids: Tensor) -> None:
+        """Some hosts as they were; the others are not touched."""
+        self._storage[:, host_ids] = snapshot.storage[:, host_ids]
+        self.steps[host_ids] = snapshot.steps[host_ids]
+        self.grads[host_ids] = 0
+
+
+@dataclass(frozen=True, eq=False)
+class TableSnapshot:
+    storage: Tensor
+    steps: Tensor

@@ -1,0 +1,149 @@
+"""A host_batch without networks: what every seed gains is known, and so is the best that can be done.
+
+    accuracy = host accuracy + sum over seeds of alpha * gain[type of data, slot, blueprint]
+
+Lifecycle, costs and prices are the real ones, so a learner must find what to grow where at which
+rent, blend it in and commit it in time. Gains and costs are the same in every episode; rent is not.
+With several types of data, it must also read from the reports which seeds these data want.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.lifecycle import SlotStates, begin_step, end_step
+from esper.leyline.constants import SiteKind
+from esper.leyline.stages import SeedStage
+from esper.tolaria.environment import Evidence, HostFacts
+
+HOST_PARAMS, HOST_MACS = 858.0, 4000.0
+HOST_ACCURACY = 0.77
+SITE_SHARES = (1.0, 0.6, 0.3)  # a seed gains most early in the host
+BLUEPRINT_PARAMS = (64.0, 120.0, 200.0, 416.0, 672.0, 300.0)
+
+
+class DataType(NamedTuple):
+    """What a controller is told of data, and what each blueprint gains on them."""
+
+    locality: float
+    train_rows: int
+    gains: tuple[float, ...]  # in the first slot
+
+
+PLAIN = DataType(0.5, 3200, (0.020, 0.035, 0.050, 0.075, 0.090, 0.005))  # the last one is a dud
+FOUR_TYPES = (
+    PLAIN._replace(locality=0.8),
+    DataType(0.1, 3200, (0.005, 0.005, 0.010, 0.010, 0.020, 0.070)),  # no dud here
+    DataType(0.8, 450, (0.030, 0.010, 0.000, -0.020, -0.030, -0.010)),  # large seeds overfit
+    DataType(0.5, 3200, (0.010, 0.050, 0.030, 0.020, 0.020, 0.010)),
+)
+
+
+class SyntheticHosts:
+    """N envs of one host with three slots and a menu of six.
+
+    Types of data take turns from one family of siblings to the next. `noise` is the standard
+    deviation of every accuracy that is measured, drawn anew for each env and each time.
+    """
+
+    num_slots = len(SITE_SHARES)
+    num_blueprints = len(BLUEPRINT_PARAMS)
+
+    def __init__(
+        self,
+        num_envs: int,
+        types: Sequence[DataType] = (PLAIN,),
+        *,
+        siblings: int = 1,
+        noise: float = 0.0,
+    ):
+        if num_envs % siblings:
+            raise ValueError(f"num_envs={num_envs} does not split into siblings={siblings}")
+        self.num_envs, self.siblings, self.noise = num_envs, siblings, noise
+        self.type_ids = torch.arange(num_envs) // siblings % len(types)
+        self.train_rows = torch.tensor([each.train_rows for each in types])
+        self.locality = torch.tensor([each.locality for each in types])
+        in_first_slot = torch.tensor([each.gains for each in types])
+        self.gains = torch.tensor(SITE_SHARES).unsqueeze(1) * in_first_slot.unsqueeze(1)  # by type
+        self._states = SlotStates.dormant(num_envs, self.num_slots)
+
+    @property
+    def states(self) -> SlotStates:
+        return self._states
+
+    def reset(self, generator: torch.Generator) -> HostFacts:
+        self._states = SlotStates.dormant(self.num_envs, self.num_slots)
+        self._generator = generator
+        per_env, per_slot = (self.num_envs,), (self.num_envs, self.num_slots)
+        per_choice = (*per_slot, self.num_blueprints)
+        cost = torch.tensor(BLUEPRINT_PARAMS).expand(per_choice)
+        return HostFacts(
+            host_params=torch.full(per_env, HOST_PARAMS),
+            host_macs=torch.full(per_env, HOST_MACS),
+            train_rows=self.train_rows[self.type_ids],
+            locality=self.locality[self.type_ids],
+            slot_exists=torch.ones(per_slot, dtype=torch.bool),
+            site_kind=torch.full(per_slot, int(SiteKind.SERIES)),
+            site_width=torch.full(per_slot, 8.0),
+            site_depth=torch.linspace(0, 1, self.num_slots).expand(per_slot),
+            fits=torch.ones(per_choice, dtype=torch.bool),
+            cost_params=cost,
+            cost_macs=10 * cost,
+            reach=torch.linspace(0, 1, self.num_blueprints).expand(per_choice),
+            depth=torch.ones(per_choice),
+        )
+
+    def train_step(self, states: SlotStates) -> Evidence:
+        self._states = end_step(begin_step(states))
+        effect = self._effect()
+        accuracy = self._measured(effect)
+        zeros, none = torch.zeros_like(effect), torch.zeros_like(effect, dtype=torch.bool)
+        return Evidence(
+            loss=1 - accuracy,
+            accuracy=accuracy,
+            contribution=effect,
+            contribution_error=zeros,
+            contribution_known=self._states.has_seed,
+            gradient_norm=zeros,
+            gradient_known=none,
+            rolled_back=torch.zeros(self.num_envs, dtype=torch.bool),
+        )
+
+    def committed_accuracy(self) -> Tensor:
+        is_committed = self._states.stage == SeedStage.FOSSILIZED
+        return self._measured(self._effect() * is_committed)
+
+    def best_scores(self, rent: Tensor) -> Tensor:
+        """The score of the best set of seeds for each env's data and rent `[N]`."""
+        scores = self._scores_of_all_sets(rent)
+        return scores[self.type_ids, torch.arange(len(rent))].amax(dim=-1)
+
+    def best_blind_scores(self, rent: Tensor) -> Tensor:
+        """As `best_scores`, of the set that is best for the rent over all types alike."""
+        scores = self._scores_of_all_sets(rent)
+        best = scores.mean(dim=0).argmax(dim=-1)
+        return scores[self.type_ids, torch.arange(len(rent)), best]
+
+    def _scores_of_all_sets(self, rent: Tensor) -> Tensor:
+        """What every set of seeds scores on each type of data, at each rent, `[types, N, sets]`."""
+        gains = torch.cat((torch.zeros_like(self.gains[..., :1]), self.gains), dim=-1)
+        params = torch.tensor((0.0, *BLUEPRINT_PARAMS))
+        sets = torch.tensor(list(product(range(len(params)), repeat=self.num_slots)))
+        gain = gains[:, torch.arange(self.num_slots), sets].sum(dim=-1)
+        size = torch.log1p(params[sets].sum(dim=-1) / HOST_PARAMS)
+        return HOST_ACCURACY + gain.unsqueeze(1) - rent.unsqueeze(-1) * size
+
+    def _measured(self, effect: Tensor) -> Tensor:
+        """The accuracy `[N]` that validation shows where seeds have this effect `[N, S]`."""
+        accuracy = HOST_ACCURACY + effect.sum(dim=-1)
+        if self.noise:
+            accuracy += self.noise * torch.randn(self.num_envs, generator=self._generator)
+        return accuracy
+
+    def _effect(self) -> Tensor:
+        chosen = self._states.blueprint.clamp(min=0).unsqueeze(-1)
+        gain = self.gains[self.type_ids].gather(-1, chosen).squeeze(-1)
+        return gain * self._states.alpha.float() * self._states.has_seed

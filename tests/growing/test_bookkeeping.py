@@ -1,0 +1,106 @@
+"""Why a seed was kept or pruned stands in the ledger, in the controller's words."""
+
+import warnings
+
+import pytest
+import torch
+from growing.small_models import WAIT, Script, act, germinate
+from growing.small_runs import new_growth, train
+
+from esper.growing.page import page_data
+from esper.leyline.stages import LifecycleOp
+
+LIFE = (germinate(0, blueprint=1, tempo=0), WAIT, WAIT)
+ENDS = {
+    "pruned": act(LifecycleOp.PRUNE, 0, alpha_speed=1),  # over two steps
+    "kept": act(LifecycleOp.FOSSILIZE, 0),
+}
+
+
+class Talker(Script):
+    """Says at which step it did what."""
+
+    def reasons(self, reports, masks, actions):
+        op = LifecycleOp(int(actions[0, 0])).name
+        return [f"{op} at {int(reports.step)}"]
+
+
+def run(controller):
+    growth = new_growth(controller, decisions=12)
+    for _ in range(8):
+        train(growth)
+        growth.decide(0.5)
+    return growth.ledger
+
+
+@pytest.mark.parametrize("fate", ENDS)
+def test_a_fate_has_the_reason_that_the_controller_gave(fate):
+    ledger = run(Talker(*LIFE, ENDS[fate]))
+    said = f"{'PRUNE' if fate == 'pruned' else 'FOSSILIZE'} at 3"
+    assert [ledger.decisions[step].reason for step in (0, 3)] == ["GERMINATE at 0", said]
+    told = ledger.fate_of("s1")
+    assert (told.fate, told.reason) == (fate, said)
+    assert page_data(ledger)["seeds"][0]["why"] == said
+    assert [event["reason"] for event in page_data(ledger)["events"]] == ["GERMINATE at 0", said]
+
+
+@pytest.mark.parametrize("fate", ENDS)
+def test_without_one_ledger_and_page_say_so_and_what_was_known(fate):
+    ledger = run(Script(*LIFE, ENDS[fate]))
+    assert ledger.fate_of("s1").reason == "the controller gave no reason; never measured"
+    assert page_data(ledger)["events"][1]["reason"] == "the controller gave no reason"
+
+
+def test_what_was_known_is_what_was_measured_until_then():
+    growth = new_growth(Script(*LIFE, ENDS["kept"]), measures_itself=True)
+    for _ in range(6):
+        train(growth)
+        growth.decide()
+    ledger = growth.ledger
+    known = next(state for step, state in ledger.states_of("s1") if step == 3)
+    gain = ledger.show_gain(known.contribution, known.contribution_error)
+    reason = f"the controller gave no reason; the seed's gain was {gain}"
+    assert page_data(ledger)["events"][1]["reason"] == reason
+
+
+def test_the_heuristic_gives_a_reason_for_all_that_it_does():
+    torch.manual_seed(0)
+    growth = new_growth("heuristic", decisions=15)
+    while not growth.is_closed:
+        train(growth)
+        growth.decide(0.5)
+    acted = [decision for decision in growth.ledger.decisions if decision.op != "WAIT"]
+    assert acted
+    assert all(decision.reason for decision in acted)
+
+
+def test_the_reason_for_a_prune_is_that_of_the_prune():
+    """Not that of hurrying it along afterwards."""
+    slowly = act(LifecycleOp.PRUNE, 0, alpha_speed=3)
+    ledger = run(Talker(*LIFE, slowly, act(LifecycleOp.ADVANCE, 0)))
+    assert [decision.op for decision in ledger.decisions[3:5]] == ["PRUNE", "ADVANCE"]
+    assert ledger.fate_of("s1").reason == "PRUNE at 3"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "losses", "is_told"),
+    [
+        ([0.64, 0.5, 0.45, 0.42, 0.4, 0.4], [1.1, 0.9, 0.8, 0.7, 0.7, 0.6], True),  # an error
+        ([0.64, 0.5, 0.45, 0.42], [1.1, 0.9, 0.8, 0.7], True),  # told as early as that
+        ([0.64, 0.5, 0.45, 0.5, 0.4], [1.1, 0.9, 1.2, 1.0, 0.9], True),  # of one that overfits
+        ([0.64, 0.5, 0.45, 0.42], [1.1, 0.9, 0.8, 1.7], False),  # a network that gets worse
+        ([0.64, 0.7, 0.45, 0.42, 0.4], [1.1, 0.9, 0.8, 0.7, 0.6], False),  # it has been better
+        ([0.64, 0.5, 0.53, 0.42, 0.5], [1.1, 0.9, 0.8, 0.7, 0.6], False),  # noise, perhaps
+        ([0.64, 0.3, 0.3], [1.1, 0.9, 0.8], False),  # a dip, perhaps
+        ([0.64, 0.5, 0.45, 0.42], [None] * 4, False),  # nobody knows
+    ],
+)
+def test_a_metric_that_falls_with_the_loss_is_told_once(metrics, losses, is_told):
+    growth = new_growth(Script())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for pair in zip(metrics, losses, strict=True):
+            growth.decide(*pair)
+    assert [(w.filename, "lower is better" in str(w.message)) for w in told] == (
+        [(__file__, True)] if is_told else []
+    )

@@ -1,0 +1,328 @@
+"""`esper.grow`: the one call, its twin and its verdict."""
+
+import math
+import multiprocessing
+import os
+import signal
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from growing.one_call import DECISIONS, STEPS, accuracy, adamw, plain_training, refused, run
+from growing.small_models import Script, TokenEncoder, build, loaders, mlp
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+import esper
+from esper import Budget
+from esper.growing import progress
+from esper.tamiyo.scripted import FixedSchedule, RandomController
+
+
+@pytest.mark.parametrize("rng_seed", range(6))
+def test_the_result_is_never_worse_than_what_was_seen_without_growth(rng_seed):
+    controller = RandomController(torch.Generator().manual_seed(rng_seed))
+    result = run(controller, rng_seed)
+    seen = [twin.metric for twin in result.ledger.twin]
+    seen += [step.metric for step in result.ledger.steps if not step.seeds]
+    assert accuracy(result.model) >= max(seen)
+    assert accuracy(result.model) == max(result.verdict.grown, result.verdict.ungrown)
+
+
+def test_a_grown_network_is_plain_and_within_budget(tmp_path):
+    own = sum(p.numel() for p in mlp().parameters())
+    result = run(FixedSchedule(every=1), budget=Budget(params=own + 60), steps=48)
+    grown = sum(p.numel() for p in result.growth.plain_model().parameters())
+    assert own < grown <= own + 60
+    assert not any(module._forward_hooks for module in result.model.modules())
+    assert result.ledger.verdict is result.verdict
+    assert result.ledger.summary()
+    files = result.export(tmp_path, formats=("source",))
+    assert "esper" not in files["source"].read_text()
+
+
+def test_behind_the_host():
+    result = run(FixedSchedule(every=2), shadow_training=True, steps=60, decisions=12)
+    stages = {state.stage for step in result.ledger.steps for state in step.seeds}
+    assert "TRAINING" in stages
+    assert "FOSSILIZED" in stages
+
+
+@pytest.mark.parametrize("name", ["residual", "series"])
+def test_other_models_grow_too(name):
+    model, example = build(name)
+    targets = torch.randint(0, 3, (len(example),))
+    result = run_on(model, [(example, targets)] * 2, FixedSchedule(every=1, size=2.0))
+    assert result.growth.seeds
+
+
+def run_on(model, batches, controller, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = dict(loss=F.cross_entropy, steps=12, decisions=6, progress=False)
+    return esper.grow(
+        model,
+        batches,
+        batches,
+        optimizer=optimizer,
+        controller=controller,
+        **{**settings, **options},
+    )
+
+
+def test_tokens_with_a_dict_of_inputs_and_a_metric_of_ones_own():
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(0, 20, (8, 5)), torch.randint(0, 3, (8,))
+    result = run_on(
+        TokenEncoder(),
+        [({"tokens": tokens}, targets)],
+        FixedSchedule(every=1),
+        metric=lambda output, target: (output.argmax(1) == target).float(),
+    )
+    assert result.growth.seeds
+
+
+def test_numbers_as_targets():
+    torch.manual_seed(0)
+    x = torch.randn(32, 5)
+    result = run_on(mlp(classes=1), [(x, x[:, :1])], FixedSchedule(every=1), loss=F.mse_loss)
+    assert 0 < result.verdict.grown <= 1
+    assert "1 / (1 + squared error / variance) 0." in result.ledger.summary()
+
+
+def test_the_ledger_has_the_metrics_own_name():
+    def top_two(output, target):
+        return (output.topk(2).indices == target.unsqueeze(1)).any(1).float()
+
+    assert run(Script()).ledger.metric == "accuracy"
+    assert run(Script(), metric=top_two).ledger.metric == "top_two"
+    assert run(Script(), metric=lambda *pair: top_two(*pair)).ledger.metric == "score"
+
+
+class ByClass(nn.Sequential):
+    """Rectifies what comes out of a linear layer, and of nothing else."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 6), nn.Linear(6, 3))
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+            x = x.relu() if isinstance(layer, nn.Linear) else x
+        return x
+
+
+def test_mistakes_are_told_before_any_training():
+    refused("the training loader yields nothing", train_loader=[])
+    refused("the validation loader yields nothing", val_loader=[])
+    refused(r"must yield pairs \(inputs, target\)", train_loader=[torch.randn(3, 5)])
+    refused(
+        "training loader is a list_iterator, which can be read only once", train_loader=iter([])
+    )
+    refused("validation loader is a generator", val_loader=(batch for batch in loaders()[1]))
+    empty = [(torch.randn(0, 5), torch.zeros(0, dtype=torch.int64))]
+    refused("a batch of inputs without an example in it", train_loader=empty)
+    refused("a batch of inputs without an example in it", val_loader=empty)
+    refused("decisions=30 for steps=20", decisions=30)
+    refused("steps=0; use 1 or more", steps=0)
+    refused("is below the model's own", budget=Budget(params=5))
+    refused("pass metric=", val_loader=[(torch.randn(4, 5), torch.randn(4, 2, 2))])
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    waits = ReduceLROnPlateau(optimizer)
+    refused("waits for a metric", model=model, optimizer=optimizer, scheduler=waits)
+    nan = lambda output, target: torch.full((len(target),), math.nan)  # noqa: E731
+    refused("the validation metric is nan", metric=nan)
+    flags = [(torch.randn(4, 5), torch.tensor([0, 1, 1, 0]))]
+    one_logit = r"no metric is known for an output \(4, 1\) and a target \(4,\).*For one logit"
+    refused(one_logit, model=mlp(classes=1), val_loader=flags)
+    flat = nn.Sequential(mlp(classes=1), nn.Flatten(0))
+    refused(r"for an output \(4,\) and a target \(4,\)", model=flat, val_loader=flags)
+    per_example = lambda *pair: F.cross_entropy(*pair, reduction="none")  # noqa: E731
+    refused(r"a loss of shape \(32,\); give the batch's mean", loss=per_example)
+    refused("a score of type float", metric=lambda output, target: 0.5)
+    model, of_the_loss = mlp(), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), *of_the_loss.parameters()], 0.1)
+    refused("weights that are not the model's", model=model, optimizer=optimizer)
+    refused("trains none of the model's weights", optimizer=adamw(mlp()))
+    refused("would be lost in the plain model", model=ByClass())
+    refused("wrapped in DataParallel", model=nn.DataParallel(mlp()))
+    refused("the optimizer is AdamW; give one that is made", optimizer=torch.optim.AdamW)
+    refused("loss=None; give a function", loss=None)
+    refused("metric='accuracy'; give a function", metric="accuracy")
+    refused("steps=20.0; use a whole number", steps=20.0)
+    refused("decisions='8'; use a whole number", decisions="8")
+    refused("rng_seed=None; use a whole number", rng_seed=None)
+    some = adamw(mlp())
+    refused("the model is a function; give an nn.Module$", model=lambda x: x, optimizer=some)
+    refused("a TopLevelTracedModule; give the nn.Module that torch.jit made it of", model=traced())
+    refused("Flatten has no parameters", model=nn.Flatten(), optimizer=some)
+
+
+def traced():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of torch would have it gone
+        return torch.jit.trace(mlp().eval(), torch.randn(2, 5))
+
+
+def test_after_a_run_that_failed_the_seeds_that_it_left_are_told():
+    model = mlp()
+    again = dict(model=model, optimizer=adamw(model), controller=FixedSchedule(every=1))
+    calls = 0
+
+    def fails(output, target):
+        nonlocal calls
+        calls += output.requires_grad
+        if calls == 2 * 12:
+            raise ValueError("not today")
+        return F.cross_entropy(output, target)
+
+    refused("not today", loss=fails, **again)
+    refused("seeds of another growth sit in this model, perhaps one that failed", **again)
+
+
+def test_a_loader_that_dries_up_is_noticed():
+    class Stream:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(list(loaders()[0]) if self.passes < 3 else [])
+
+    refused("training loader yields nothing when it is read again", train_loader=Stream())
+
+
+def test_progress_is_shown_with_the_budget(capsys):
+    run(Script(), progress=True, budget=Budget(params=4_000))
+    shown = capsys.readouterr().out
+    assert "at most 4,000 grown" in shown
+    assert "24 / 24 steps" in shown
+
+
+def test_a_metric_that_is_no_number_for_a_while_is_gone_back_from(capsys, monkeypatch):
+    """As when training overflows: growth and its twin go on, and the run ends with a verdict."""
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    calls = 0
+
+    def overflows(output, target):
+        nonlocal calls
+        calls += output.requires_grad  # two networks a step
+        return F.mse_loss(output, target) * (math.inf if calls in (5, 6) else 1.0)
+
+    x = torch.randn(32, 5)
+    result = run_on(
+        mlp(classes=1), [(x, x[:, :1])], FixedSchedule(every=1), loss=overflows, progress=True
+    )
+    assert "1 / (1 + squared error / variance) is not a number" in capsys.readouterr().out
+    assert len(result.ledger.rollbacks) == 1
+    assert [twin.metric is None for twin in result.ledger.twin] == [False] * 2 + [True] * 5
+    assert 0 < result.verdict.grown <= 1
+    result.ledger.to_json()
+
+
+def test_a_metric_that_fails_at_the_very_end_costs_no_result():
+    calls = 0
+
+    def fails(output, target):
+        nonlocal calls
+        calls += 1
+        right = (output.argmax(1) == target).float()
+        return right * (math.nan if calls > 2 + 2 * 2 * (DECISIONS + 1) else 1.0)
+
+    result = run(Script(), metric=fails)  # of two batches: once before, then by both networks
+    assert result.verdict.grown == result.growth.best_metric == accuracy(result.model)
+    assert result.verdict.ungrown == max(twin.metric for twin in result.ledger.twin)
+    assert result.verdict.difference_error is None
+
+
+def test_ctrl_c_finishes_the_step_and_hands_back_what_there_is():
+    def pressed_at(step):
+        calls = 0
+
+        def loss(output, target):
+            nonlocal calls
+            calls += output.requires_grad
+            if calls == 2 * step - 1 and output.requires_grad:  # in the growing model's pass
+                os.kill(os.getpid(), signal.SIGINT)
+            return F.cross_entropy(output, target)
+
+        return loss
+
+    with pytest.warns(UserWarning, match="stopped after 14 of 24 steps"):
+        result = run(FixedSchedule(every=1), loss=pressed_at(14))
+    assert result.growth.is_closed
+    assert result.growth.optimizer_steps == 14
+    assert [twin.metric for twin in result.ledger.twin[:4]] == plain_training()[:4]
+    assert [twin.step for twin in result.ledger.twin] == [0, 1, 2, 3, 4]
+    assert accuracy(result.model) == max(result.verdict.grown, result.verdict.ungrown)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+def test_ctrl_c_leaves_the_workers_of_loaders_alive():
+    """A terminal sends it to all processes; the result is still measured with those workers."""
+
+    def loss(output, target):
+        if output.requires_grad and signal.getsignal(signal.SIGINT) is not before:
+            for process in multiprocessing.active_children():
+                os.kill(process.pid, signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return F.cross_entropy(output, target)
+
+    before = signal.getsignal(signal.SIGINT)
+    options = dict(num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    train, val = (DataLoader(loader.dataset, 32, **options) for loader in loaders())
+    model = mlp()
+    with pytest.warns(UserWarning, match="stopped after 1 of 24 steps"):
+        result = esper.grow(
+            model, train, val, loss=loss, optimizer=adamw(model), steps=STEPS, progress=False,
+            controller=Script(), decisions=DECISIONS,
+        )  # fmt: skip
+    assert len(result.ledger.twin) == 2
+
+
+def test_ctrl_c_twice_interrupts_at_once():
+    pressed = 0
+
+    def loss(output, target):
+        nonlocal pressed
+        if output.requires_grad:
+            pressed += 1
+            os.kill(os.getpid(), signal.SIGINT)
+        return F.cross_entropy(output, target)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Script(), loss=loss)
+    assert pressed == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_users_own_stays_in_place():
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
+    try:
+        with progress.stopped_by_ctrl_c() as is_stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not is_stopped()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert pressed == [1]
+
+
+def test_progress_without_rich(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    run(Script(), progress=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "24 / 24 steps" in lines[-1]
+
+
+def test_the_name_is_the_function_and_the_package_can_still_be_imported():
+    import esper.growing.page as page
+    from esper.growing.sites import find_sites
+
+    assert esper.grow.__name__ == "grow"
+    assert callable(esper.grow)
+    assert callable(find_sites)
+    assert esper.growing.page is page
+    assert callable(page.write_page)

@@ -1,0 +1,142 @@
+"""What cannot work is told when growth is made, before anything is touched."""
+
+import math
+
+import pytest
+import torch
+from growing.small_models import Script, build, germinate, mlp
+from growing.small_runs import X, Y, new_growth
+from torch import nn
+
+from esper import Budget, Growth
+from esper.growing.budget import SeedCost
+from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
+
+
+def refused(message, *, model=None, optimizer=None, **options):
+    model = model or mlp()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=message):
+        Growth(model, optimizer, **{"example": X, "decisions": 8, **options})
+
+
+def test_mistakes_are_told_at_once():
+    own = sum(p.numel() for p in mlp().parameters())
+    refused(rf"Budget\(params=10\) is below the model's own {own}", budget=Budget(params=10))
+    refused(r"Budget\(macs=10\) is below the model's own 84", budget=Budget(macs=10))
+    refused("did you mean '1'", sites=["11"])
+    refused("trains none of the model's", optimizer=torch.optim.SGD(mlp().parameters(), 0.1))
+    refused("decisions=1; use 2 or more", decisions=1)
+    refused("go together", val_loader=[(X, Y)])
+    refused("neither 'heuristic' nor a file", controller="heuristics")
+    refused(r"none of the blueprints \['conv'\] fits", blueprints=["conv"])
+    refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
+    refused("the optimizer is SGD; give one that is made", optimizer=torch.optim.SGD)
+    refused(r"budget=1000; give a Budget", budget=1000)
+    refused("decisions=8.5; use a whole number", decisions=8.5)
+    refused("rng_seed='0'; use a whole number", rng_seed="0")
+    for rent in (math.nan, -0.1, math.inf, "a"):
+        refused(f"rent={rent!r}; use 0 or more", rent=rent)
+    refused("that the optimizer holds are frozen", model=mlp().requires_grad_(False))
+
+
+def test_a_run_too_short_for_the_heuristic_is_refused():
+    refused("HeuristicController needs 7 steps.*there are 4.*give it 3 more decisions", decisions=5)
+    refused("there are 6: nothing would grow; give it 1 more decision$", decisions=7)
+    patient = HeuristicController(HeuristicConfig(patience=9))
+    refused("needs 13 steps", controller=patient, decisions=13)
+
+
+def test_the_least_time_that_the_heuristic_asks_for_is_enough():
+    growth = new_growth("heuristic", decisions=8, rent=0.0)
+    assert growth.decide(0.5).op == "GERMINATE"
+
+
+def test_a_model_with_some_frozen_weights_can_grow():
+    model = mlp()
+    model[0].requires_grad_(False)
+    growth = Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=X, decisions=8)
+    assert growth.sites
+
+
+def test_a_controller_that_is_none_is_refused_and_leaves_nothing_behind():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    refused("is no object with begin and decide", model=model, optimizer=optimizer, controller=None)
+    refused(
+        "is no object with begin and decide", model=model, optimizer=optimizer, controller=Script
+    )
+
+    class Fails(Script):
+        def begin(self, env_ids):
+            raise ValueError("not today")
+
+    refused("not today", model=model, optimizer=optimizer, controller=Fails())
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("limits", [dict(params="1000"), dict(macs=0), dict(macs=math.nan)])
+def test_a_budget_that_is_no_number_is_refused(limits):
+    with pytest.raises(ValueError, match="use a number above 0"):
+        Budget(**limits)
+
+
+@pytest.mark.parametrize(
+    "limits", [dict(params=111), dict(params=152), dict(macs=84 + 35), dict(params=153, macs=119)]
+)
+def test_a_budget_without_room_for_the_smallest_seed_is_refused(limits):
+    """The model has 111 parameters and 84 multiply-adds; a dense seed adds 42 and 36."""
+    refused(r"no room .* 111 .* 84 .* \(dense at '1'\) adds 42 and 36", budget=Budget(**limits))
+
+
+def test_a_budget_with_room_for_the_smallest_seed_is_not_refused():
+    growth = new_growth(Script(germinate(0, blueprint=1)), budget=Budget(params=153, macs=120))
+    growth.decide(0.5)
+    assert (growth.params, growth.macs) == (153, 120)
+
+
+def test_a_budget_that_no_one_seed_keeps_is_refused():
+    """Each limit has room for some seed, but no seed keeps both."""
+    seeds = [SeedCost("wide", 10, 50), SeedCost("long", 50, 10)]
+    Budget(params=120, macs=150).check_room(110, 100, seeds)
+    with pytest.raises(ValueError, match=r"smallest seed \(long\) adds 50 and 10"):
+        Budget(params=120, macs=110).check_room(110, 100, seeds)
+
+
+def test_a_model_that_grows_already_is_refused():
+    growth = new_growth(Script(germinate(0, blueprint=1)))
+    growth.decide(0.5)
+    growth.close(0.6)
+    assert growth.seeds
+    refused("seeds of another growth", model=growth.model)
+
+
+def test_a_model_is_grown_by_one_growth_at_a_time():
+    growth = new_growth(Script())
+    refused("another growth of this model is not closed yet", model=growth.model)
+    refused("another growth of this model", model=nn.Sequential(growth.model, nn.ReLU()))
+    refused("another growth of this model", model=growth.model[3])
+    growth.close(0.5)
+    optimizer = torch.optim.SGD(growth.model.parameters(), 0.1)
+    again = Growth(growth.model, optimizer, example=X, decisions=8)  # nothing had grown
+    assert again.params == growth.params
+
+
+def test_a_growth_that_no_one_holds_any_more_is_none():
+    growth = new_growth(Script())
+    model = growth.model
+    del growth
+    again = Growth(model, torch.optim.SGD(model.parameters(), 0.1), example=X, decisions=8)
+    assert not again.is_closed
+
+
+def test_a_site_must_keep_its_shape_in_every_example():
+    model, example = build("series")
+    model = nn.Sequential(*model[:5], nn.AdaptiveAvgPool1d(4), nn.Flatten(), nn.Linear(16, 3))
+    refused(
+        r"its output changes shape: \(4, 8\), then \(4, 12\)",
+        model=model,
+        example=example,
+        other_examples=[torch.randn(2, 1, 24)],
+        sites=["1"],
+    )
