@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test setup check bench clean
+.PHONY: train test test-portable setup check bench clean
 
 train: $(VENV)/.train
 	$(BIN)/esper train $(FLAGS)
@@ -30,6 +30,12 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# the suite as on older or other CPUs: SSE4.1 alone, AVX2, and one thread
+test-portable: setup
+	ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(BIN)/pytest
+	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'

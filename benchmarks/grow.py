@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import esper
 from esper.growing.sites import count_macs, count_params
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "grow"))
-from small_models import ResidualCNN
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.models import ResidualCNN
 
 OVERHEAD_BAR = 0.03
 CALLS = 10  # steps per measurement

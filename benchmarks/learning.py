@@ -30,7 +30,7 @@ from esper.leyline.factored_actions import FactoredActionSpace
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.gymnasium import GymConfig, evaluate, train
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "simic"))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 MakeEnv = Callable[[], gymnasium.Env]
 FIRST_RNG_SEED = 20  # lower ones were used to choose the defaults
@@ -115,13 +115,13 @@ def repeat_previous() -> gymnasium.Env:
 
 
 def row_then_column(*, conditional: bool) -> gymnasium.Env:
-    from environments import RowThenColumn
+    from support.gym_environments import RowThenColumn
 
     return RowThenColumn(conditional=conditional)
 
 
 def rows() -> dict[str, list[Row]]:
-    from environments import RowThenColumn
+    from support.gym_environments import RowThenColumn
 
     taxi = partial(gymnasium.make, "Taxi-v4")
     short = GymConfig(horizon=16, ppo=PPOConfig(gamma=0.4))

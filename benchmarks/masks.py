@@ -24,8 +24,8 @@ from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tamiyo.per_env import looped_features, looped_masks, unpack
-from tamiyo.random_reports import random_reports
+from support.per_env import looped_features, looped_masks, unpack
+from support.random_reports import random_reports
 
 NUM_BLUEPRINTS = 8
 MASKS_BAR, FEATURES_BAR = 100.0, 50.0

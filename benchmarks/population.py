@@ -23,9 +23,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from kasmina.legal_actions import legal_actions
-from tolaria.per_host import PerHost
-
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
@@ -37,6 +34,8 @@ from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
 from esper.tolaria.steps import Kernels
 from esper.tolaria.tasks import HeldOut, Task, minibatch_indices
+from support.legal_actions import legal_actions
+from support.per_host import PerHost
 
 BATCH, NUM_ROWS, VALIDATION_ROWS = 100, 3200, 800
 STEP_MINIBATCHES = 32

@@ -27,7 +27,7 @@ from esper.tolaria.population import Population
 from esper.tolaria.tasks import DATA_DIR, Task, minibatch_indices, mnist1d
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tolaria.per_host import PerHost, blended
+from support.per_host import PerHost, blended
 
 NUM_STEPS, BIRTH_STEP, BATCH, SLOT = 25, 5, 100, 0
 OPTIMIZER = AdamW(learning_rate=2e-2, weight_decay=0.01)

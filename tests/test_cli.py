@@ -15,7 +15,6 @@ from typing import get_args
 import gymnasium
 import pytest
 import torch
-from simic.small_runs import ORACLE, flags
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper.cli import evaluate, main, train
@@ -30,6 +29,8 @@ from esper.simic.training.gymnasium import GymAgent, GymTraining
 from esper.simic.training.locked_folder import LockedFolder
 from esper.simic.training.run_folder import RunFiles, RunFolder
 from esper.tamiyo.learned import LearnedController
+from support.processes import DEADLINE_S, child_process, wait_until
+from support.training_configs import ORACLE, flags
 
 SMALL = ["--num-envs", "4", "--horizon", "16", "--policy.lstm-hidden-dim", "8"]
 
@@ -45,15 +46,15 @@ def test_gym_trains_evaluates_and_leaves_agent_checkpoint_and_curves(tmp_path, c
     assert {"episode/return", "ppo/kl", "time/env", "progress/rounds"} <= set(curves)
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_saves_and_the_command_it_prints_goes_on(tmp_path):
     arguments = ["gym", "CartPole-v1", *SMALL, "--out", str(tmp_path)]
     command = [sys.executable, "-m", "esper.cli", *arguments, "--total-steps", "1000000"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    first = run.stdout.readline()
-    while not list(tmp_path.glob("events*")):  # training is about to begin
-        time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
-    rest, _ = run.communicate(timeout=120)
+    with child_process(command, stdout=subprocess.PIPE, text=True) as run:
+        first = run.stdout.readline()
+        wait_until(lambda: any(tmp_path.glob("events*")), run)  # training is about to begin
+        run.send_signal(signal.SIGINT)
+        rest, _ = run.communicate()
     assert run.returncode == 0
     assert "4 envs" in first
     assert f"esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume" in " ".join(rest.split())
@@ -66,9 +67,10 @@ def test_ctrl_c_saves_and_the_command_it_prints_goes_on(tmp_path):
 def test_a_reader_that_leaves_early_is_no_error():
     command = [sys.executable, "-m", "esper.cli", "train", "--help"]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipe) as run:
+    with child_process(command, **pipe) as run:
         run.stdout.close()
         assert run.stderr.read() == ""
+        run.wait()
     assert run.returncode == 1
 
 
@@ -231,14 +233,14 @@ def read_all(folder):
 def wait_for_round(folder, number, run):
     """Until the database has so many rounds, read while it is written."""
     path = RunFiles(folder).database
-    for _ in range(3000):
-        assert run.poll() is None, "the run ended by itself"
+
+    def is_there():
         if path.exists():
             with closing(sqlite3.connect(path)) as connection, suppress(sqlite3.OperationalError):
-                if connection.execute("SELECT count(*) FROM rounds").fetchone()[0] >= number:
-                    return
-        time.sleep(0.02)
-    raise AssertionError(f"no round {number}")
+                return connection.execute("SELECT count(*) FROM rounds").fetchone()[0] >= number
+        return False
+
+    wait_until(is_there, run)
 
 
 def test_train_leaves_a_folder_with_everything_in_it(tmp_path, capsys):
@@ -269,22 +271,22 @@ def test_training_without_names_takes_the_next_free_folder(tmp_path, monkeypatch
 def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(tmp_path):
     config = replace(ORACLE, rounds=16, checkpoint_every=1)
     expected = []
-    training = GrowthTraining(config)
+    training, began = GrowthTraining(config), time.perf_counter()
     training.run(lambda record: expected.append(record.scores.tolist()))
+    round_s = (time.perf_counter() - began) / config.rounds
     folder, instants = tmp_path / "run", random.Random(0)
     command = train_command(*flags(config), "--out", str(folder))
     for kill_after in (2, 6):
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for_round(folder, kill_after, run)
-        time.sleep(0.3 * instants.random())
-        run.kill()
-        run.wait()
+        with child_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+            wait_for_round(folder, kill_after, run)
+            time.sleep(2 * round_s * instants.random())
+            run.kill()
         rows = read_all(folder)
         told = max(number for number, *_ in rows)
         saved = GrowthTraining.resume(RunFiles(folder).checkpoint).rounds_done
         assert saved >= told - 1  # at most what came since the last checkpoint is lost
         command = train_command("--resume", str(folder))
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=DEADLINE_S)
     rows = read_all(folder)
     assert len(rows) == 16 * 8
     for number, env, _, score in rows:
@@ -297,13 +299,14 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
     assert not list(folder.glob(".*.partial"))
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_saves_a_growth_run_and_the_command_it_prints_goes_on(tmp_path, capsys):
     folder, config = tmp_path / "run", replace(ORACLE, rounds=2000, checkpoint_every=1000)
     command = train_command(*flags(config), "--out", str(folder))
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    wait_for_round(folder, 2, run)
-    run.send_signal(signal.SIGINT)
-    printed, _ = run.communicate(timeout=120)
+    with child_process(command, stdout=subprocess.PIPE, text=True) as run:
+        wait_for_round(folder, 2, run)
+        run.send_signal(signal.SIGINT)
+        printed, _ = run.communicate()
     assert run.returncode == 0
     assert f"esper train --resume {folder}" in " ".join(printed.split())
     training = GrowthTraining.resume(RunFiles(folder).checkpoint)
@@ -412,7 +415,7 @@ def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "evaluate_run", lambda folder, preset, say: (folder, preset))
     monkeypatch.setattr(train, "show", lambda report, folder, console: asked.append(report))
     main(
-        ["train", "--rounds=1", "--widths", "2", "4", "--held-out-widths", "4-2-4",
+        ["train", "--rounds=1", "--device=cpu", "--widths", "2", "4", "--held-out-widths", "4-2-4",
          "--host_batch.num-types=2", "--host_batch.minibatches=1", "--host_batch.batch-size=8",
          "--host_batch.validation-rows=20", "--host_batch.episode-steps=3", "--growth.num-steps=3",
          "--policy.lstm-hidden-dim=8", f"--out={tmp_path / 'run'}"]

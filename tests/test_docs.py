@@ -6,11 +6,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from simic.small_runs import ORACLE
 
 from esper.nissa.database import RunDatabase
 from esper.simic.training.distribution import choice_names
 from esper.simic.training.growth_training import GrowthTraining
+from support.training_configs import ORACLE
 
 DOCS = Path(__file__).parents[1] / "docs"
 QUERIES = re.findall(r"```sql\n(.*?)```", (DOCS / "training.md").read_text(), flags=re.DOTALL)

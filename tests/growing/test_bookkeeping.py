@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
-from growing.small_models import WAIT, Script, act, germinate
-from growing.small_runs import new_growth, train
 
 from esper.growing.page import page_data
 from esper.leyline.stages import LifecycleOp
+from support.growth_loops import new_growth, train
+from support.models import WAIT, Script, act, germinate
 
 LIFE = (germinate(0, blueprint=1, tempo=0), WAIT, WAIT)
 ENDS = {

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from growing.small_models import Script, blobs, build, germinate, loaders, mlp
 
 import esper
 from esper import Growth
 from esper.leyline.stages import SeedStage
+from support.models import Script, blobs, build, germinate, loaders, mlp
 
 pytestmark = pytest.mark.gpu
 

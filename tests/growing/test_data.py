@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from growing.small_models import Script, build
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -11,6 +10,7 @@ import esper
 from esper import Growth
 from esper.growing.data import LEAST_ROWS, USUAL_TRAIN_ROWS, DataFacts, count_rows
 from esper.tolaria.locality import locality
+from support.models import Script, build
 
 SMOOTH = torch.randn(40, 1, 16, generator=torch.Generator().manual_seed(0)).cumsum(-1)
 LABELS = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from growing.small_models import WAIT, Script, act, build, germinate
-from growing.small_runs import X, Y, new_growth, train
 
 from esper import Growth
 from esper.leyline.stages import LifecycleOp
+from support.growth_loops import X, Y, new_growth, train
+from support.models import WAIT, Script, act, build, germinate
 
 
 def accumulate(growth, parts=2, batches=6):

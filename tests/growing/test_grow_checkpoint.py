@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from growing.small_models import Script, act, blobs, build, germinate, mlp
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
 
@@ -16,6 +15,7 @@ from esper.growing.checkpoint import random_states, set_random_states
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.learned import LearnedController, _policy
 from esper.tamiyo.policy.network import PolicyConfig
+from support.models import Script, act, blobs, build, germinate, mlp
 
 X, Y = blobs()
 SCHEDULERS = {

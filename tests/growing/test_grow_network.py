@@ -4,11 +4,11 @@ import math
 
 import torch
 import torch.nn.functional as F
-from growing.small_models import Script, germinate, mlp
-from growing.small_runs import X, Y, train
 from torch import nn
 
 from esper import Growth
+from support.growth_loops import X, Y, train
+from support.models import Script, germinate, mlp
 
 
 class Partial(nn.Module):

@@ -6,8 +6,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from growing.small_models import WAIT, Script, act, build, germinate, mlp
-from growing.small_runs import X, Y, frozen_state, new_growth, stages, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,6 +13,8 @@ from torch import nn
 from esper import Budget, Growth
 from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage
 from esper.tamiyo.scripted import RandomController
+from support.growth_loops import X, Y, frozen_state, new_growth, stages, train
+from support.models import WAIT, Script, act, build, germinate, mlp
 
 
 def test_a_seeds_whole_life_leaves_the_old_weights_and_their_optimiser_alone():

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from growing.small_ledgers import full_ledger, new_ledger, seed, state, step
 
 from esper.growing.ledger import (
     FateRecord,
@@ -14,6 +13,7 @@ from esper.growing.ledger import (
     StepRecord,
     Verdict,
 )
+from support.ledgers import full_ledger, new_ledger, seed, state, step
 
 
 def test_json_gives_the_same_ledger_back(tmp_path):

@@ -5,14 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from growing.small_models import WAIT, Script, act, blobs, build, germinate
-from growing.small_runs import new_growth
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper import Growth
 from esper.growing.measuring import measure, paired_difference
 from esper.leyline.stages import LifecycleOp
+from support.growth_loops import new_growth
+from support.models import WAIT, Script, act, blobs, build, germinate
 
 X, Y = blobs(60)
 

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from growing.one_call import refused
 from torch import nn
 
 import esper
 from esper.growing.metrics import accuracy, closeness, default_metric
 from esper.tamiyo.scripted import FixedSchedule
+from support.grow_calls import refused
 
 
 def metric_of(*targets):

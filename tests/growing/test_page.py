@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 from importlib import resources
 
 import pytest
-from growing.small_ledgers import NETWORK, full_ledger, new_ledger, seed, state, step
 
 from esper.growing.ledger import (
     BlockRecord,
@@ -20,6 +19,7 @@ from esper.growing.ledger import (
     Verdict,
 )
 from esper.growing.page import page_data, page_html, write_page
+from support.ledgers import NETWORK, full_ledger, new_ledger, seed, state, step
 
 ODD = '</script><script>alert("1")</script><b>&amp; {{data}} \u2028'
 

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from growing.small_models import MODELS, build
 from torch import Tensor, nn
 
 from esper.growing.plain import Grown, check_plain, plain_model
 from esper.growing.sites import ModelSite, find_sites, trace_sites
 from esper.growing.slots import Slot, new_seed
 from esper.leyline.constants import BlendStyle
+from support.models import MODELS, build
 
 
 def fully_grown(name: str, style: BlendStyle = BlendStyle.ADD):

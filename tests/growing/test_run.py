@@ -9,8 +9,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from growing.one_call import DECISIONS, STEPS, accuracy, adamw, plain_training, refused, run
-from growing.small_models import Script, TokenEncoder, build, loaders, mlp
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -19,6 +17,8 @@ import esper
 from esper import Budget
 from esper.growing import progress
 from esper.tamiyo.scripted import FixedSchedule, RandomController
+from support.grow_calls import DECISIONS, STEPS, accuracy, adamw, plain_training, refused, run
+from support.models import Script, TokenEncoder, build, loaders, mlp
 
 
 @pytest.mark.parametrize("rng_seed", range(6))
@@ -236,6 +236,7 @@ def test_a_metric_that_fails_at_the_very_end_costs_no_result():
     assert result.verdict.difference_error is None
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_finishes_the_step_and_hands_back_what_there_is():
     def pressed_at(step):
         calls = 0
@@ -259,6 +260,7 @@ def test_ctrl_c_finishes_the_step_and_hands_back_what_there_is():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("default_sigint")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_ctrl_c_leaves_the_workers_of_loaders_alive():
     """A terminal sends it to all processes; the result is still measured with those workers."""
@@ -282,6 +284,7 @@ def test_ctrl_c_leaves_the_workers_of_loaders_alive():
     assert len(result.ledger.twin) == 2
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_twice_interrupts_at_once():
     pressed = 0
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from growing.small_models import WAIT, Script, act, germinate, mlp
-from growing.small_runs import X, frozen_state, new_growth, stages, train
 from torch import nn
 
 from esper import Growth
 from esper.leyline.stages import LifecycleOp, SeedStage
+from support.growth_loops import X, frozen_state, new_growth, stages, train
+from support.models import WAIT, Script, act, germinate, mlp
 
 GROWN = germinate(0, blueprint=1, tempo=0)
 

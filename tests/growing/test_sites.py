@@ -4,11 +4,11 @@ import re
 
 import pytest
 import torch
-from growing.small_models import MODELS, TokenEncoder, build, mlp
 from torch import Tensor, nn
 
 from esper.growing.sites import count_macs, find_sites, forward, site_table, trace_sites
 from esper.leyline.constants import SiteKind
+from support.models import MODELS, TokenEncoder, build, mlp
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from growing.small_models import MODELS, Script, build, germinate
-from growing.small_runs import X, new_growth, train
 from torch import nn
 
 from esper.growing.sites import find_sites
 from esper.growing.slots import Slot, blend_one, new_seed
 from esper.leyline.constants import BlendStyle
+from support.growth_loops import X, new_growth, train
+from support.models import MODELS, Script, build, germinate
 
 
 def slot_with_seed(name="residual", blueprint=-1, style=BlendStyle.ADD, site=0, awake=True):

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from growing.small_models import Script, build, germinate, mlp
-from growing.small_runs import X, Y, new_growth
 from torch import nn
 
 from esper import Budget, Growth
 from esper.growing.budget import SeedCost
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
+from support.growth_loops import X, Y, new_growth
+from support.models import Script, build, germinate, mlp
 
 
 def refused(message, *, model=None, optimizer=None, **options):

@@ -93,4 +93,5 @@ def test_a_host_blends_the_same_whoever_is_beside_it():
     alone = [
         blend(x[i : i + 1], seed[i : i + 1], alpha[i : i + 1], STYLES[i : i + 1]) for i in range(6)
     ]
-    assert torch.equal(together, torch.cat(alone))
+    # vectorised and scalar float32 arithmetic may differ in the last bit
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=1e-6)

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kasmina.legal_actions import legal_actions
-from tolaria.per_host import SlotLife
 
 from esper.kasmina import lifecycle
 from esper.kasmina.lifecycle import SlotStates
@@ -20,6 +18,8 @@ from esper.leyline.constants import (
 )
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage, slot_accepts
+from support.legal_actions import legal_actions
+from support.per_host import SlotLife
 
 NUM_SLOTS, NUM_BLUEPRINTS = 3, 4
 SPACE = tamiyo_action_space(NUM_SLOTS, NUM_BLUEPRINTS)

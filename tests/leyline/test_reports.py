@@ -4,10 +4,10 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from tamiyo.random_reports import random_reports
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.reports import Reports
+from support.random_reports import random_reports
 
 
 def test_a_wrong_shape_or_type_is_refused_by_name() -> None:

@@ -12,7 +12,6 @@ from zipfile import ZipFile
 import gymnasium
 import pytest
 import torch
-from environments import BestActions, CueMemory, RowThenColumn, vector
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
@@ -25,6 +24,8 @@ from esper.leyline.files import (
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.gymnasium import GymConfig, GymTraining
 from esper.tamiyo.policy.network import PolicyConfig
+from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector
+from support.processes import child_process
 
 NUM_ENVS, HORIZON = 4, 20
 CONFIG = GymConfig(
@@ -250,15 +251,12 @@ while True:
 def test_a_kill_during_writing_leaves_the_last_good_checkpoint(tmp_path):
     path = tmp_path / "a.pt"
     for delay_s in (0.002, 0.006):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
-        )
-        written = [int(writer.stdout.readline()) for _ in range(3)][-1]
-        time.sleep(delay_s)
-        writer.send_signal(signal.SIGKILL)
-        written = max([written, *map(int, writer.stdout.read().split())])
-        writer.wait()
-        writer.stdout.close()
+        command = [sys.executable, "-c", WRITER, str(path)]
+        with child_process(command, stdout=subprocess.PIPE, text=True) as writer:
+            written = [int(writer.stdout.readline()) for _ in range(3)][-1]
+            time.sleep(delay_s)  # into the middle of a write; on any machine some moment will do
+            writer.send_signal(signal.SIGKILL)
+            written = max([written, *map(int, writer.stdout.read().split())])
         contents = read_file(path, "apple")
         assert contents["n"] in (written, written + 1)
         assert bool((contents["same"] == contents["n"]).all())

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from simic.small_runs import NETWORKS, ORACLE
 
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import (
@@ -21,6 +20,7 @@ from esper.simic.training.gymnasium import GymConfig
 from esper.simic.training.plain_config import from_plain, to_plain
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.tasks import mnist1d
+from support.training_configs import NETWORKS, ORACLE
 
 
 @pytest.mark.parametrize("config", [*PRESETS.values(), NETWORKS, ORACLE])

@@ -260,7 +260,8 @@ def test_static_hosts_cost_what_was_reckoned_one_by_one_or_side_by_side():
         train_static(replace(trial, max_macs=macs), hosts, built, lines) for macs in (1e9, 1.0)
     )
     assert together.validation.shape == (3, 2, 2)
-    # hosts are numbered by their place: the first of each part is number 0
+    # hosts are numbered by their place: the first of each part is number 0; it is the same to the
+    # bit because compiled kernels, those of the CPU, run host by host
     assert torch.equal(together.validation[0], apart.validation[0])
     assert torch.equal(together.training_flops, apart.training_flops)
     expected = torch.tensor([trial.flops_of(host) for host in built], dtype=torch.float64)

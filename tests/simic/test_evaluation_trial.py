@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from tolaria.small_populations import random_task
 
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
@@ -26,6 +25,7 @@ from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig
 from esper.tolaria.synthetic_hosts import SyntheticHosts
+from support.populations import random_task
 
 STEPS, MINIBATCHES, BATCH = 6, 3, 20
 MENU = menu_for(SiteKind.SERIES)[:4]
@@ -52,6 +52,18 @@ def make_trial(**options):
 
 def random_arm(rng_seed=0):
     return Arm("random", RandomController(torch.Generator().manual_seed(rng_seed)), (0.1, 0.2))
+
+
+def test_hosts_run_one_by_one_in_compiled_code():
+    """So that what is compared to the bit below does not depend on the hosts beside it."""
+    used = []
+
+    def examine(host_batch):
+        used.append(host_batch.kernels)
+        return host_batch.view_ids.float()
+
+    make_trial(examine=examine).run([Arm("alone", WAIT)])
+    assert used == ["compiled"]
 
 
 def test_a_host_is_the_same_in_every_arm_whatever_grows_beside_it():

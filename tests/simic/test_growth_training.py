@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simic.small_runs import NETWORKS, ORACLE
 
 from esper.leyline.files import UnreadableFile, write_file
 from esper.leyline.stages import LifecycleOp
@@ -13,6 +12,7 @@ from esper.simic.rewards import growth_score
 from esper.simic.training.growth_training import GrowthTraining
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.synthetic_hosts import BLUEPRINT_PARAMS, HOST_ACCURACY, HOST_PARAMS
+from support.training_configs import NETWORKS, ORACLE
 
 PHASES = {"observe", "features", "masks", "act", "hosts", "buffer", "update", "telemetry"}
 
@@ -78,7 +78,7 @@ def test_features_are_not_scaled_by_an_update_that_is_undone():
     scales = agent.policy.heads.scales
     before = {name: value.clone() for name, value in scales.state_dict().items()}
     trainer.collect()
-    trainer.buffer._fields["log_probs"][0, 0] = -3e38  # the ratio is not finite
+    trainer.buffer.fields["log_probs"][0, 0] = -3e38  # the ratio is not finite
     assert trainer.learn()["update_undone"] == 1.0
     for name, value in scales.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -9,7 +9,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from environments import BestActions, CueMemory, RowThenColumn, vector
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
@@ -17,6 +16,7 @@ from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.gym_envs import GymEnvs
 from esper.simic.training.gymnasium import GymAgent, GymConfig, GymTraining, evaluate, train
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
+from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector
 
 CONFIG = GymConfig(
     horizon=16,

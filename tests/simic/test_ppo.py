@@ -71,7 +71,7 @@ def collect(agent, *, num_steps=NUM_STEPS, start_state=None, forced_env=None):
     )
     state = start_state or agent.policy.initial_state(NUM_ENVS)
     for name in ("states", "values", "rewards", "log_probs"):
-        buffer._fields[name].fill_(torch.nan)  # padding may hold anything
+        buffer.fields[name].fill_(torch.nan)  # padding may hold anything
     for t in range(num_steps):
         features = torch.randn(NUM_ENVS, FEATURES) * 3 + 1
         masks = random_masks(space, NUM_ENVS)
@@ -111,10 +111,10 @@ def test_a_state_that_is_not_reset_would_be_noticed():
     agent = make_agent(SPACES["one head"], ppo_epochs=1)
     buffer = collect(agent)
     assert len(buffer.episode_boundaries) > 0
-    buffer._fields["terminated"].zero_()  # as if no episode had ended
-    buffer._fields["truncated"].zero_()
-    buffer._fields["bootstrap_values"].zero_()
-    buffer._forget_derived()
+    state = buffer.state_dict()
+    for name in ("terminated", "truncated", "bootstrap_values"):
+        state["fields"][name].zero_()  # as if no episode had ended
+    buffer.load_state_dict(state)
     assert agent.update(buffer)["first_ratio_error"] > 1e-3
 
 
@@ -129,7 +129,7 @@ def slow_loss(agent, buffer, parameters):
     """The PPO loss of a whole rollout from the formulas: plain loops, float64, no shared code."""
     config, space = agent.config, agent.policy.action_space
     field = {
-        name: view.double() for name, view in buffer._fields.items() if view.is_floating_point()
+        name: view.double() for name, view in buffer.fields.items() if view.is_floating_point()
     }
     mean, std = agent.feature_normalizer.mean, (agent.feature_normalizer.variance + 1e-8).sqrt()
     value_mean = agent.value_normalizer.mean
@@ -143,7 +143,7 @@ def slow_loss(agent, buffer, parameters):
         h, c = (field[f"hidden_{k}"][env, 0, 0] for k in "hc")
         for t in range(int(buffer.step_counts[env])):
             if t > 0 and (
-                buffer._fields["terminated"][env, t - 1] or buffer._fields["truncated"][env, t - 1]
+                buffer.fields["terminated"][env, t - 1] or buffer.fields["truncated"][env, t - 1]
             ):
                 h, c = torch.zeros_like(h), torch.zeros_like(c)
             x = ((field["states"][env, t] - mean) / std).clamp(-10, 10)
@@ -157,8 +157,8 @@ def slow_loss(agent, buffer, parameters):
             h = sigmoid(o) * torch.tanh(c)
             core = encoded + h
             both = linear("readout", core)
-            actions = buffer._fields["actions"][env, t].tolist()
-            mask = buffer._fields["masks"][env, t]
+            actions = buffer.fields["actions"][env, t].tolist()
+            mask = buffer.fields["masks"][env, t]
             logits = {"op": both[:3]} if "op" in space.names else {"move": both[:3]}
             if "op" in space.names:
                 slot = (
@@ -240,9 +240,8 @@ def test_the_gradient_is_that_of_the_formulas(name, settings):
                        entropy_coefficient=0.3, **settings)  # fmt: skip
     agent.update(collect(agent))  # normalisers have seen something
     buffer = collect(agent, forced_env=2)
-    buffer._fields["log_probs"] += torch.where(
-        buffer._fields["log_probs"] < 0, 0.4 * torch.randn(buffer._fields["log_probs"].shape), 0.0
-    )  # an older policy: some ratios are clipped
+    log_probs = buffer.fields["log_probs"]  # of an older policy: some ratios are clipped
+    log_probs += torch.where(log_probs < 0, 0.4 * torch.randn(log_probs.shape), 0.0)
     frozen = copy.deepcopy(agent.feature_normalizer)
     agent.optimizer = KeepGradients(agent.optimizer)
     metrics = agent.update(buffer)
@@ -319,10 +318,10 @@ def test_normalisers_see_stored_rows_only():
     agent = make_agent(SPACES["one head"])
     buffer = collect(agent)
     agent.update(buffer)
-    rows = buffer.sequence_layout().take(buffer._fields["states"]).double()
+    rows = buffer.sequence_layout().take(buffer.fields["states"]).double()
     torch.testing.assert_close(agent.feature_normalizer.mean, rows.mean(dim=0))
     torch.testing.assert_close(agent.feature_normalizer.variance, rows.var(dim=0, correction=0))
-    returns = buffer.sequence_layout().take(buffer._fields["returns"]).double()
+    returns = buffer.sequence_layout().take(buffer.fields["returns"]).double()
     torch.testing.assert_close(agent.value_normalizer.mean[0], returns.mean())
     assert agent.value_normalizer.count == len(buffer)
 
@@ -368,8 +367,7 @@ def test_what_is_learned_does_not_depend_on_the_scale_of_rewards(scale):
             torch.manual_seed(rng_seed)
             buffer = collect(agent)
             for name in ("rewards", "bootstrap_values"):
-                buffer._fields[name].mul_(scale)
-            buffer._forget_derived()
+                buffer.fields[name].mul_(scale)
             agent.update(buffer, generator=torch.Generator().manual_seed(rng_seed))
         return agent.policy.state_dict()
 
@@ -454,7 +452,7 @@ def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several(
     agent.update(collect(agent))
     before = copy.deepcopy(agent.state_dict())
     buffer = collect(agent)
-    buffer._fields[field][0, 0] = bad
+    buffer.fields[field][0, 0] = bad
     metrics = agent.update(buffer)
     assert metrics["update_undone"] == 1.0
     after = agent.state_dict()
@@ -475,7 +473,7 @@ def test_a_rollout_that_cannot_be_scored_leaves_the_agent_as_it_was():
     agent = make_agent(SPACES["one head"])
     before = copy.deepcopy(agent.state_dict())
     buffer = collect(agent)
-    buffer._fields["actions"][3, 0] = 77
+    buffer.fields["actions"][3, 0] = 77
     with pytest.raises(ValueError, match="77"):
         agent.update(buffer)
     for name, tensor in before["policy"].items():

@@ -53,7 +53,7 @@ def row_of(step, i):
 
 def stored(buffer):
     """A copy of everything the buffer holds."""
-    fields = {name: view.clone() for name, view in buffer._fields.items()}
+    fields = {name: view.clone() for name, view in buffer.fields.items()}
     return fields | {"step_counts": buffer.step_counts.clone()}
 
 
@@ -101,9 +101,9 @@ def test_named_envs_advance_and_the_others_do_not():
     buffer.add_batch(step, env_ids=[2, 0])
     buffer.add(2, row_of(step, 1))
     assert buffer.step_counts.tolist() == [1, 0, 2]
-    assert torch.equal(buffer._fields["states"][2, 0], step.state[0])
-    assert torch.equal(buffer._fields["states"][0, 0], step.state[1])
-    assert torch.equal(buffer._fields["states"][2, 1], step.state[1])
+    assert torch.equal(buffer.fields["states"][2, 0], step.state[0])
+    assert torch.equal(buffer.fields["states"][0, 0], step.state[1])
+    assert torch.equal(buffer.fields["states"][2, 1], step.state[1])
 
 
 def test_step_counts_is_one_cpu_tensor_updated_in_place():
@@ -148,16 +148,16 @@ def test_lower_precision_is_stored_as_float32():
     buffer = make_buffer()
     step = random_step(buffer.action_space, 3)
     buffer.add_batch(step._replace(value=step.value.bfloat16(), state=step.state.double()))
-    assert torch.equal(buffer._fields["values"][:, 0], step.value.bfloat16().float())
-    assert torch.equal(buffer._fields["states"][:, 0], step.state)
+    assert torch.equal(buffer.fields["values"][:, 0], step.value.bfloat16().float())
+    assert torch.equal(buffer.fields["states"][:, 0], step.state)
 
 
 def test_python_numbers_do_for_one_env():
     buffer = make_buffer()
     step = row_of(random_step(buffer.action_space, 3), 0)
     buffer.add(1, step._replace(value=0.5, reward=1.0, terminated=True, truncated=False))
-    assert buffer._fields["rewards"][1, 0] == 1.0
-    assert buffer._fields["terminated"][1, 0]
+    assert buffer.fields["rewards"][1, 0] == 1.0
+    assert buffer.fields["terminated"][1, 0]
 
 
 class CountOps(TorchDispatchMode):
@@ -206,7 +206,7 @@ def test_a_move_to_another_device_is_one_copy():
     with CountOps() as ops:
         here = buffer.get_batched_sequences("cpu")
     assert torch.ops.aten._to_copy not in ops.calls
-    assert here.states.data_ptr() == buffer._fields["states"].data_ptr()
+    assert here.states.data_ptr() == buffer.fields["states"].data_ptr()
     with CountOps() as ops:  # the meta device stands for a GPU: same path, no data
         there = buffer.get_batched_sequences("meta")
     assert ops.calls.count(torch.ops.aten._to_copy) == 1
@@ -346,7 +346,7 @@ def test_termination_ignores_the_bootstrap_and_truncation_uses_it():
                        terminated=[True, False], truncated=[False, True])  # fmt: skip
     buffer.add_batch(step)
     buffer.compute_advantages_and_returns(torch.full((2,), 99.0), gamma=0.5)
-    assert buffer._fields["returns"][:, 0].tolist() == [1.0, 6.0]
+    assert buffer.fields["returns"][:, 0].tolist() == [1.0, 6.0]
 
 
 def test_defaults_are_the_constants():
@@ -376,7 +376,7 @@ def test_last_values_leave_the_bootstrap_of_an_ended_row_alone():
     buffer = make_buffer(num_envs=2, space=SPACE)
     buffer.add_batch(random_step(SPACE, 2, bootstrap=3.0, truncated=[False, True]))
     buffer.compute_advantages_and_returns(last_values=torch.tensor([5.0, 5.0]))
-    assert buffer._fields["bootstrap_values"][:, 0].tolist() == [5.0, 3.0]
+    assert buffer.fields["bootstrap_values"][:, 0].tolist() == [5.0, 3.0]
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), ()])
@@ -401,7 +401,7 @@ def test_a_value_that_is_not_finite_is_reported_with_env_and_step(field, word, b
     buffer = make_buffer(space=SPACE)
     for _ in range(3):
         buffer.add_batch(random_step(SPACE, 3))
-    buffer._fields[field][2, 1] = bad
+    buffer.fields[field][2, 1] = bad
     with pytest.raises(ValueError, match=f"env 2, step 1: {word} is not finite"):
         buffer.compute_advantages_and_returns()
 
@@ -410,7 +410,7 @@ def test_an_empty_mask_found_late_is_reported_with_env_step_and_head():
     buffer = make_buffer(space=SPACE)  # on a GPU nothing looks at the values before this
     for _ in range(3):
         buffer.add_batch(random_step(SPACE, 3))
-    SPACE.view(buffer._fields["masks"], "blend")[1, 2] = False
+    SPACE.view(buffer.fields["masks"], "blend")[1, 2] = False
     with pytest.raises(ValueError, match="env 1, step 2: head 'blend' has no legal choice"):
         buffer.compute_advantages_and_returns()
 
@@ -418,8 +418,8 @@ def test_an_empty_mask_found_late_is_reported_with_env_step_and_head():
 def test_rows_past_the_stored_steps_may_hold_anything():
     buffer = make_buffer(space=SPACE)
     for name in ("rewards", "values", "bootstrap_values"):
-        buffer._fields[name].fill_(torch.nan)
-    buffer._fields["masks"].fill_(False)
+        buffer.fields[name].fill_(torch.nan)
+    buffer.fields["masks"].fill_(False)
     buffer.add_batch(random_step(SPACE, 1), env_ids=[1])
     buffer.compute_advantages_and_returns()
     buffer.normalize_advantages()
@@ -435,7 +435,7 @@ def test_normalisation_is_over_stored_rows_only_and_idempotent(counts, rng_seed)
         if envs:
             buffer.add_batch(random_step(SPACE, len(envs)), envs)
     buffer.compute_advantages_and_returns()
-    raw = [buffer._fields["advantages"][env, :count].double() for env, count in enumerate(counts)]
+    raw = [buffer.fields["advantages"][env, :count].double() for env, count in enumerate(counts)]
     statistics = buffer.normalize_advantages()
     once = buffer.get_batched_sequences().advantages.clone()
     if sum(counts) > 1:
@@ -509,7 +509,7 @@ def test_a_penalty_ends_the_episode_and_replaces_the_reward():
     buffer = make_buffer(num_envs=2, max_steps=5, space=SPACE)
     for _ in range(3):
         buffer.add_batch(random_step(SPACE, 2, bootstrap=None, truncated=[False, False]))
-    others = buffer._fields["rewards"][1].clone()
+    others = buffer.fields["rewards"][1].clone()
     buffer.mark_terminal_with_penalty(0, -0.5)
     buffer.compute_advantages_and_returns(last_values=torch.tensor([torch.nan, 1.0]))
     batch = buffer.get_batched_sequences()
@@ -523,7 +523,7 @@ def test_a_penalty_wins_over_a_truncation():
     buffer = make_buffer(num_envs=1, space=SPACE)
     buffer.add_batch(random_step(SPACE, 1, truncated=[True], bootstrap=9.0))
     buffer.mark_terminal_with_penalty(0, -0.5)
-    assert not buffer._fields["truncated"].any()
+    assert not buffer.fields["truncated"].any()
     buffer.compute_advantages_and_returns()
     torch.testing.assert_close(buffer.get_batched_sequences().returns[0, 0], torch.tensor(-0.5))
 
@@ -541,14 +541,14 @@ def test_reset_keeps_the_storage_and_forgets_the_rollout():
     buffer.add_batch(random_step(SPACE, 3, terminated=[True] * 3))
     buffer.compute_advantages_and_returns()
     assert buffer.sequence_layout().num_rows == 3
-    before = buffer._fields["states"].clone()
+    before = buffer.fields["states"].clone()
     buffer.reset()
     assert len(buffer) == 0
     assert len(buffer.episode_boundaries) == 0
     assert buffer.sequence_layout().num_rows == 0
     with pytest.raises(ValueError, match="compute_advantages_and_returns"):
         buffer.get_batched_sequences()
-    assert torch.equal(buffer._fields["states"], before)  # nothing was zeroed
+    assert torch.equal(buffer.fields["states"], before)  # nothing was zeroed
     buffer.add_batch(random_step(SPACE, 3))
     buffer.compute_advantages_and_returns()
     assert buffer.get_batched_sequences().valid_mask.sum() == 3
@@ -582,7 +582,7 @@ def test_collecting_on_a_gpu_never_waits_and_equals_the_cpu():
             assert torch.equal(getattr(moved, name).cpu(), tensor)
     assert (
         buffers[1].get_batched_sequences("cuda").states.data_ptr()
-        == buffers[1]._fields["states"].data_ptr()
+        == buffers[1].fields["states"].data_ptr()
     )
 
 

@@ -3,9 +3,6 @@
 import pytest
 import torch
 from hypothesis import given
-from tamiyo.count_ops import CountOps
-from tamiyo.per_env import looped_masks, unpack
-from tamiyo.random_reports import random_reports, report_batches
 from torch import Tensor
 
 from esper.leyline.constants import MIN_PRUNE_AGE
@@ -13,6 +10,9 @@ from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, tam
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LEGAL_MOVES, LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_action_masks, compute_batch_masks
+from support.count_ops import CountOps
+from support.per_env import looped_masks, unpack
+from support.random_reports import random_reports, report_batches
 
 
 def space_of(reports: Reports) -> FactoredActionSpace:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tamiyo.random_reports import random_reports
 
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tamiyo.policy.feature_scales import LEAST_STD, LIMIT, FeatureScales
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout, Flag
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
+from support.random_reports import random_reports
 
 LAYOUT = FeatureLayout(3, 8)
 

@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from tamiyo.count_ops import CountOps
-from tamiyo.per_env import looped_features, unpack
-from tamiyo.random_reports import random_reports, report_batches
 from torch import Tensor
 
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout
+from support.count_ops import CountOps
+from support.per_env import looped_features, unpack
+from support.random_reports import random_reports, report_batches
 
 
 def layout_of(reports: Reports) -> FeatureLayout:
@@ -105,9 +105,9 @@ def test_permuting_slots_or_blueprints_permutes_their_blocks_and_changes_nothing
     env, slots, blueprints = layout.split(layout.features(reports))
     slot_order, menu_order = torch.tensor([2, 0, 3, 1]), torch.tensor([4, 2, 0, 1, 3])
     moved = layout.split(layout.features(permuted(reports, slot_order, menu_order)))
-    assert torch.equal(moved[0], env)
-    assert torch.equal(moved[1], slots[:, slot_order])
-    assert torch.equal(moved[2], blueprints[:, slot_order][:, :, menu_order])
+    expected = (env, slots[:, slot_order], blueprints[:, slot_order][:, :, menu_order])
+    # vectorised and scalar float32 arithmetic may differ in the last bit
+    torch.testing.assert_close(moved, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_the_last_actions_slot_is_a_flag_on_that_slot_and_waiting_flags_none() -> None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
-from tamiyo.growth_simulator import HOST_MACS, HOST_PARAMS, GrowthSimulator, NoGrowth
-from tamiyo.random_reports import report_batches
 from torch import Tensor
 
 from esper.leyline.constants import SiteKind
@@ -23,6 +21,8 @@ from esper.tamiyo.heuristic import (
 )
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.scripted import ConstantPlan, FixedSchedule, RandomController
+from support.growth_simulator import HOST_MACS, HOST_PARAMS, GrowthSimulator, NoGrowth
+from support.random_reports import report_batches
 
 CONV, CONV_CONV = 3, 5  # blueprints of the simulator
 

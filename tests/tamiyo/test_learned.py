@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tamiyo.random_reports import random_reports
 
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from support.random_reports import random_reports
 
 
 def make_policy(num_slots=3, num_blueprints=8, rng_seed=0):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from tamiyo.growth_simulator import GrowthSimulator
-from tamiyo.random_reports import random_reports
 
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.protocols import Controller
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.scripted import ConstantPlan, FixedSchedule, RandomController
+from support.growth_simulator import GrowthSimulator
+from support.random_reports import random_reports
 
 
 def actions_over_an_episode(sim: GrowthSimulator, controller: Controller) -> list[list[int]]:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tolaria.small_populations import grow, random_task, small_population, take_step
 
 from esper.tolaria import evaluation
 from esper.tolaria.evaluation import accuracy_on, evaluate
+from support.populations import grow, random_task, small_population, take_step
 
 
 def grown_population():

@@ -5,17 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tolaria.small_populations import BATCH, grow, random_task, rows_for
-from tolaria.test_steps import HOSTS, OPTIMIZERS, assert_agree, build
 
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, blueprint_menu
 from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv, MixPositions, Norm, Relu
-from esper.kernels.hosts import fused, fused_build, steps
+from esper.kernels.hosts import fused, fused_build
 from esper.leyline.constants import BlendStyle, SiteKind
+from esper.tolaria import steps
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.population import Population
+from support.kernel_parity import HOSTS, OPTIMIZERS, assert_agree, build
+from support.populations import BATCH, grow, random_task, rows_for
 
 DEVICES = (
     pytest.param(

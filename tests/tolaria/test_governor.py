@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from tolaria.small_populations import grow, small_population, take_step
 
 from esper.kasmina import lifecycle
 from esper.leyline.stages import SeedStage
 from esper.tolaria.governor import Breakage, Governor, GovernorConfig
+from support.populations import grow, small_population, take_step
 
 
 def grown(num_steps=0, **options):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tolaria.small_populations import random_task
 
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
@@ -17,6 +16,7 @@ from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch
 from esper.tolaria.tasks import few_rows, stack
+from support.populations import random_task
 
 STEPS, EACH = 6, 3
 WIDTHS = ((4, 4), (8, 4), (4, 8))
@@ -31,6 +31,7 @@ def make_environment(widths=WIDTHS, *, num_types=2, rng_seed=0, siblings=1, task
         HostBatchConfig(num_types=num_types, envs_per_type=EACH, siblings=siblings, minibatches=3, batch_size=20,
                      validation_rows=40, episode_steps=STEPS),
     )  # fmt: skip
+    assert host_batch.kernels == "compiled"  # host by host: equal to the bit whatever is beside it
     return GrowthEnvironment(host_batch, GrowthConfig(num_steps=STEPS), rng_seed=rng_seed)
 
 
@@ -130,6 +131,7 @@ def test_hosts_of_one_name_and_view_live_alike_and_names_change_them():
                      validation_rows=40, episode_steps=STEPS),
         host_ids=torch.tensor([5, 6, 5, 5]),
     )  # fmt: skip
+    assert host_batch.kernels == "compiled"
     environment = GrowthEnvironment(host_batch, GrowthConfig(num_steps=STEPS))
     host_batch.new_hosts(hosts, torch.tensor([0, 0, 0, 1]), rng_seed=1)
     environment.begin(host_batch.facts(), torch.tensor([0.1, 0.1, 0.2, 0.1]))

@@ -5,9 +5,6 @@ from dataclasses import dataclass, field, fields
 
 import pytest
 import torch
-from kasmina.legal_actions import legal_actions
-from tolaria.per_host import PerHost
-from tolaria.small_populations import random_task
 
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints.registry import menu_for
@@ -18,6 +15,9 @@ from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tolaria import optimizers
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import minibatch_indices
+from support.legal_actions import legal_actions
+from support.per_host import PerHost
+from support.populations import random_task
 
 NUM_HOSTS, NUM_ROWS, BATCH = 4, 60, 8
 VIEWS = torch.tensor([0, 1, 1, 0])

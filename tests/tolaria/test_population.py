@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from tolaria.small_populations import (
+
+from esper.kasmina import lifecycle
+from esper.leyline.constants import BlendStyle
+from esper.tolaria.groups import Grouping, capacity_for
+from esper.tolaria.randomness import fold, uniform
+from support.populations import (
     grow,
     logits,
     random_task,
@@ -10,11 +15,6 @@ from tolaria.small_populations import (
     small_population,
     take_step,
 )
-
-from esper.kasmina import lifecycle
-from esper.leyline.constants import BlendStyle
-from esper.tolaria.groups import Grouping, capacity_for
-from esper.tolaria.randomness import fold, uniform
 
 NUM_BLUEPRINTS = len(small_population().menu)
 

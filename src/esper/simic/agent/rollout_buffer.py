@@ -16,6 +16,7 @@ step never waits for a GPU.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -144,6 +145,11 @@ class TamiyoRolloutBuffer:
     def __len__(self) -> int:
         """Stored steps of all envs together."""
         return int(self.step_counts.sum())
+
+    @property
+    def fields(self) -> Mapping[str, Tensor]:
+        """Every field by name, `[N, T, ...]` or `[N, ...]`: the storage itself, not a copy."""
+        return MappingProxyType(self._fields)
 
     # -- collecting ---------------------------------------------------------------------------
 

@@ -28,11 +28,14 @@ def random_task(input_shape=(1, 20), num_rows=60, num_views=1, dtype=torch.float
     )
 
 
-def small_population(num_hosts=4, task=None, **options):
+def small_population(num_hosts=4, task=None, kernels="compiled", **options):
+    """Compiled kernels run host by host, so no host's numbers depend on the hosts beside it."""
     task = task or random_task()
     host = build_host("conv1d", input_shape=(1, 20), num_classes=5, widths=(4, 6, 4))
     menu = menu_for(host.sites[0].kind)
-    return Population(host, menu, task, num_hosts=num_hosts, batch_size=BATCH, **options)
+    return Population(
+        host, menu, task, num_hosts=num_hosts, batch_size=BATCH, kernels=kernels, **options
+    )
 
 
 def rows_for(population, first=0, count=2):

@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from growing.small_models import Script, blobs, build
 
 from esper import Growth
 from esper.leyline.stages import SeedStage
+from support.models import Script, blobs, build
 
 X, Y = blobs()
 

@@ -17,6 +17,7 @@ ORACLE = replace(
     rounds=4,
     checkpoint_every=2,
     observed_share=0.3,
+    device="cpu",  # runs are compared to the bit
 )
 
 NETWORKS = TrainConfig(
@@ -39,7 +40,7 @@ NETWORKS = TrainConfig(
 def flags(config: TrainConfig) -> list[str]:
     """What `esper train --preset oracle` needs to be `ORACLE`, as far as `config` is."""
     return [
-        "--preset=oracle", f"--rounds={config.rounds}",
+        "--preset=oracle", "--device=cpu", f"--rounds={config.rounds}",
         f"--checkpoint-every={config.checkpoint_every}", "--observed-share=0.3",
         "--host_batch.num-types=2", "--host_batch.envs-per-type=4", "--host_batch.episode-steps=12",
         "--growth.num-steps=12", "--policy.lstm-hidden-dim=8", "--policy.slot-dim=8",

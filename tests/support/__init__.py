@@ -1,0 +1,1 @@
+"""What tests share: small models, runs and environments, and slow but plain oracles."""
