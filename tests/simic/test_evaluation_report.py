@@ -428,7 +428,7 @@ def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
     assert {p.name for p in tmp_path.iterdir()} == {
         "evaluation.json", "evaluation.md", "evaluation.png",
     }  # fmt: skip
-    with pytest.raises(SystemExit, match="name the folder of a run"):
+    with pytest.raises(SystemExit, match="no run given; name its folder"):
         main(["evaluate"])
 
 

@@ -149,7 +149,7 @@ def test_scores_charge_the_rent_and_choosing_uses_validation():
     torch.testing.assert_close(
         grown.scores([0.1, 0.2]), torch.cat((0.5 - 0.1 * size, 0.5 - 0.2 * size))
     )
-    torch.testing.assert_close(grown.validation_scores([0.1]), grown.validation - 0.1 * size)
+    torch.testing.assert_close(grown.scores([0.1], "validation"), grown.validation - 0.1 * size)
 
 
 def test_networks_born_grown_keep_their_seeds_and_train_them():
@@ -251,7 +251,7 @@ def test_the_best_constant_plan_is_the_optimum_where_gains_are_known(num_types, 
     host_batch = SyntheticHosts(1)
     for kind in range(num_types):
         scores = [
-            found.pool.validation_scores([rent])[best, 0]
+            found.pool.scores([rent], "validation")[best, 0]
             for rent, best in zip(rents, found.best[:, kind], strict=True)
         ]
         torch.testing.assert_close(
@@ -281,8 +281,8 @@ def test_each_type_gets_the_plan_that_is_best_for_it(finalists):
     experiment, rent = make_experiment(), 0.05
     plans = candidate_plans(5, 2, len(MENU), STEPS, torch.Generator().manual_seed(0))
     found = search_plans(experiment, plans, (rent, 0.1), num_types=4, finalists=finalists)
-    first = run_plans(experiment, plans, rng_seed=1).validation_scores([rent])
-    second = run_plans(experiment, plans, rng_seed=4).validation_scores([rent])
+    first = run_plans(experiment, plans, rng_seed=1).scores([rent], "validation")
+    second = run_plans(experiment, plans, rng_seed=4).scores([rent], "validation")
     for number in range(4):
         hosts = slice(2 * number, 2 * number + 2)
         worth = first[:, hosts].mean(dim=1)

@@ -1,4 +1,4 @@
-"""`esper evaluate`: was it worth growing? Every honest arm, a verdict per claim, the frontier."""
+"""`esper evaluate`: does growing help? A table of arms, a verdict per claim, and a plot."""
 
 from pathlib import Path
 from typing import Literal
@@ -19,24 +19,24 @@ def evaluate(
     task: Literal["mnist1d", "digits", "fashion_mnist"] | None = None,
     out: Path | None = None,
 ) -> None:
-    """Compare what a run has learned with every honest arm, on types it never saw.
+    """Compare a learned controller with its rivals on hosts and data held out from training.
 
     Args:
-        runs: folders of runs that differ in their rng_seed alone; their controllers count as one arm
-        preset: quick (two CPU cores, a minute or two), full (a GPU), or, for --task, transfer and
-            transfer_large (a GPU; the latter for fashion_mnist, whose networks are large)
-        task: other data than the runs were trained on
-        out: where the report goes; the first run's folder if not given
+        runs: run folders; several must differ only in rng_seed and are evaluated as one arm
+        preset: quick (two CPU cores, a minute or two) or full (GPU). With --task: transfer, or
+            transfer_large for the large networks of fashion_mnist (GPU)
+        task: evaluate on other data than the runs were trained on
+        out: folder for the report; default: the first run's folder
     """
     if not runs:
-        raise ValueError("name the folder of a run: esper evaluate runs/quick-1")
+        raise ValueError("no run given; name its folder, as in: esper evaluate runs/quick-1")
     console = Console()
     report = evaluate_run(runs, preset, task=task, say=lambda text: console.print(f"- {text}"))
     show(report, out or runs[0], console)
 
 
 def show(report: EvaluationReport, folder: Path, console: Console) -> None:
-    """The table, the verdicts, and the paths of what is written."""
+    """Print the table and the verdicts, write the report and the plot, and print their paths."""
     console.print(report.table())
     for verdict in report.verdicts:
         text = f"({verdict.letter}) {verdict.decision}: {verdict.sentence}"

@@ -12,7 +12,7 @@ architecture, initial weights, data and data order.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ FORWARD_FLOPS = 2  # per multiply-add
 TRAINING_FLOPS = 3 * FORWARD_FLOPS  # the backward pass costs two forward passes
 
 MeasureTest = Callable[[PopulationBatch], Tensor]
+Rows = Literal["test", "validation"]
 _Record = TypeVar("_Record")
 
 
@@ -71,19 +72,17 @@ class ArmOutcome:
     rolled_back: Tensor
     seeds: Seeds
 
-    def scores(self, rents: Sequence[float]) -> Tensor:
-        """Test scores at one rent per lane; a single lane is scored at every rent."""
-        return self._scores(self.test, rents)
-
-    def validation_scores(self, rents: Sequence[float]) -> Tensor:
-        """Scores to choose by: as `scores`, on validation rows."""
-        return self._scores(self.validation, rents)
-
-    def _scores(self, accuracy: Tensor, rents: Sequence[float]) -> Tensor:
+    def scores(self, rents: Sequence[float], rows: Rows = "test") -> Tensor:
+        """Scores at one rent per lane; a single lane is scored at every rent."""
+        accuracy = self.test if rows == "test" else self.validation
         rent = torch.tensor(rents, dtype=torch.float64).unsqueeze(1)
         return growth_score(
             accuracy, self.added_params, self.host_params, rent, self.compute_charge
         )
+
+    def at(self, index: Any) -> "ArmOutcome":
+        """The networks at an index of the first dimensions."""
+        return combine(lambda values: values[0][index], [self])
 
 
 def combine(function: Callable[[list[Tensor]], Tensor], records: Sequence[_Record]) -> _Record:
@@ -180,17 +179,15 @@ class PairedExperiment:
     def _run_together(self, arms: Sequence[Arm], rng_seed: int) -> list[ArmOutcome]:
         layout = EnvLayout(arms, self.num_hosts, len(self.hosts))
         copies = self.num_hosts // len(self.hosts)
+        num_envs = layout.num_lanes * copies
+        config = replace(self.host_batch, num_types=len(self.hosts), envs_per_type=num_envs)
         host_ids = torch.arange(self.num_hosts).view(len(self.hosts), 1, copies)
         views = torch.tensor(self.view_ids).repeat_interleave(self.repeats)
         host_batch = PopulationBatch(
             self.hosts,
             self.menu,
             self.task,
-            replace(
-                self.host_batch,
-                num_types=len(self.hosts),
-                envs_per_type=layout.num_lanes * copies,
-            ),
+            config,
             optimizer=self.optimizer,
             host_ids=host_ids.expand(-1, layout.num_lanes, -1).flatten(),
         )
@@ -239,11 +236,7 @@ class EnvLayout:
 
     def split(self, finished: ArmOutcome) -> list[ArmOutcome]:
         """The networks of all envs, `[N]`, as one outcome `[lanes, H]` per arm."""
-
-        def select(ids: Tensor) -> ArmOutcome:
-            return combine(lambda values: values[0][ids], [finished])
-
-        return [select(ids) for ids in self.env_ids]
+        return [finished.at(ids) for ids in self.env_ids]
 
 
 def play(

@@ -75,7 +75,7 @@ def tune_heuristic(
         for settings in tried
     ]
     outcomes = experiment.run(arms, rng_seed=rng_seed)
-    scores = tuple(float(outcome.validation_scores(rents).mean()) for outcome in outcomes)
+    scores = tuple(float(outcome.scores(rents, "validation").mean()) for outcome in outcomes)
     return Sweep(tried, scores, Cost.of(outcomes))
 
 
@@ -158,16 +158,12 @@ def run_plans(experiment: PairedExperiment, plans: Plans, *, rng_seed: int) -> A
 
 @dataclass(frozen=True, eq=False)
 class PlanSearch:
-    """The best of some plans, and all networks that were trained to find them."""
+    """The best of some plans, and how all of them did."""
 
     plans: Plans
     best: Tensor  # index of the best plan, [R, types]
-    pool: ArmOutcome  # [M, H]
-    finals: ArmOutcome | None  # the best plans on other hosts
-
-    @property
-    def cost(self) -> Cost:
-        return Cost.of([self.pool] if self.finals is None else [self.pool, self.finals])
+    pool: ArmOutcome  # every plan on every host, [M, H]
+    cost: Cost
 
     def describe(self, type_index: int, names: Sequence[str]) -> list[str]:
         """The best plan of a type at each rent, in words."""
@@ -175,8 +171,8 @@ class PlanSearch:
 
     def random_search(self, rent: float) -> RandomSearch:
         """Plans tried at random on each host, at a rent."""
-        pool = self.pool
-        return RandomSearch(pool.validation_scores([rent]).numpy(), pool.scores([rent]).numpy())
+        validation, test = (self.pool.scores([rent], rows) for rows in ("validation", "test"))
+        return RandomSearch(validation.numpy(), test.numpy())
 
 
 def search_plans(
@@ -195,18 +191,18 @@ def search_plans(
     pool = run_plans(experiment, plans, rng_seed=FIRST_RNG_SEED)
     per_plan = (len(plans), num_types, -1)
     scores = torch.stack(
-        [pool.validation_scores([rent]).view(per_plan).mean(dim=2) for rent in rents]
+        [pool.scores([rent], "validation").view(per_plan).mean(dim=2) for rent in rents]
     )  # [R, M, types]
     if finalists == 1:
-        return PlanSearch(plans, scores.argmax(dim=1), pool, None)
+        return PlanSearch(plans, scores.argmax(dim=1), pool, Cost.of([pool]))
     first, top = scores.topk(finalists, dim=1)
     choice = top.repeat_interleave(experiment.num_hosts // num_types, dim=2).flatten(0, 1)
     lane_rents = [rent for rent in rents for _ in range(finalists)]
     arm = plan_arm("finals", plans, choice, lane_rents)
     (finals,) = experiment.run([arm], rng_seed=FINAL_RNG_SEED)
-    again = finals.validation_scores(lane_rents).view(len(rents), finalists, num_types, -1)
+    again = finals.scores(lane_rents, "validation").view(len(rents), finalists, num_types, -1)
     winner = (first + again.mean(dim=3)).argmax(dim=1, keepdim=True)
-    return PlanSearch(plans, top.gather(1, winner).squeeze(1), pool, finals)
+    return PlanSearch(plans, top.gather(1, winner).squeeze(1), pool, Cost.of([pool, finals]))
 
 
 # Static networks: hosts of other widths, with and without norm, trained without growth. The uniform
@@ -360,7 +356,7 @@ def width_search(
         ]
     )  # [R, H]
     return replace(
-        combine(lambda values: values[0][chosen, view, repeat], [pool.networks]),
+        pool.networks.at((chosen, view, repeat)),
         host_params=host_params.expand(chosen.shape),
         added_params=added.gather(0, chosen),
         compute_charge=charge.gather(0, chosen),
