@@ -29,6 +29,7 @@ from esper.simic.evaluation.searches import (
     width_search,
 )
 from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
+from esper.simic.evaluation.statistics import Estimate
 from esper.simic.training.config import PRESETS as TRAINING
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task
@@ -299,7 +300,7 @@ def test_sizes_have_intervals_and_stages_their_seconds(report):
     macs = report.arms[arms.HOST_ALONE].array("macs")[0, 0]
     low, high = stats.ttest_1samp(macs, 0).confidence_interval(0.95)
     assert f" {macs.mean():,.0f} ± {(high - low) / 2:,.0f} " in text
-    assert "averaged over the 2 controllers" in text
+    assert "and other controllers trained in the same way" in text
     assert set(report.stages) == {
         "loading data", "learning rate", "heuristic", "constant plans", "arms", "static hosts",
         "statistics",
@@ -337,8 +338,9 @@ def test_every_claim_gets_a_verdict_at_every_rent(report):
     letters = [v.letter for v in report.verdicts]
     assert letters == sorted(letters)
     assert {v.letter for v in report.verdicts} == set("abcde")
-    for verdict in report.verdicts:
-        assert f"At rent {verdict.rent:g}, " in verdict.sentence
+    table = report.claim_table()
+    assert len(table) == 1 + len(claims.CLAIMS)
+    assert table[1] == ["(a) beats the random controller", *map(str, report.verdicts[:2])]
     alone = next(v for v in report.verdicts if v.rival == arms.HOST_ALONE)
     lead = report.arms[arms.LEARNED].scores[:, 0] - report.arms[arms.HOST_ALONE].scores[:, 0]
     assert alone.lead.mean == pytest.approx(lead.mean())
@@ -370,23 +372,31 @@ def test_files_hold_all_of_it(report, tmp_path):
     ]  # fmt: skip
 
 
-def test_the_table_of_a_terminal_names_every_arm(report):
-    from rich.console import Console
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.01, 0.03, "At rent 0.2 growing helped: +2.0 [+1.0, +3.0] points of score."),
+        (-0.03, -0.01, "At rent 0.2 growing did not help: -2.0 [-3.0, -1.0] points of score."),
+        (-0.01, 0.01, "At rent 0.2 it is undecided whether growing helped: +0.0 [-1.0, +1.0]"),
+    ],
+)
+def test_the_headline_reports_whether_growing_helped(report, low, high, words):
+    (claim,) = (c for c in claims.CLAIMS if c.rival == arms.HOST_ALONE)
+    lead = Estimate((low + high) / 2, low, high, 0.01, 7.0)
+    changed = replace(report, verdicts=[claims.judge(claim, 0.2, lead)])
+    assert changed.headline().startswith(words)
 
-    shown = StringIO()
-    Console(width=100, file=shown).print(report.table())
-    assert all(name in shown.getvalue() for name in report.arms)
 
-
-def test_a_terminal_shows_whole_verdicts(report, tmp_path):
+def test_the_terminal_shows_every_arm_and_whole_verdicts(report, tmp_path):
     from rich.console import Console
 
     from esper.cli.evaluate import show
 
-    first = replace(report.verdicts[0], sentence="Runs needed: 5 [more than 5 to more than 5].")
     shown = StringIO()
-    show(replace(report, verdicts=[first]), tmp_path, Console(width=200, file=shown))
-    assert first.sentence in shown.getvalue()
+    show(report, tmp_path, Console(width=220, file=shown))
+    assert all(name in shown.getvalue() for name in report.arms)
+    assert all(str(verdict) in shown.getvalue() for verdict in report.verdicts)
+    assert report.headline() in shown.getvalue().replace("\n", " ")
 
 
 def test_a_line_of_the_picture_is_the_mean_over_hosts_and_data(report):
@@ -423,8 +433,7 @@ def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "- growing" in shown
     assert "This is a small evaluation" in shown
-    for verdict in report.verdicts:
-        assert f"({verdict.letter}) {verdict.decision}: {verdict.sentence}" in shown
+    assert report.headline() in shown
     assert {p.name for p in tmp_path.iterdir()} == {
         "evaluation.json", "evaluation.md", "evaluation.png",
     }  # fmt: skip

@@ -5,6 +5,8 @@ from typing import Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from esper.nissa.frontier_plot import draw_frontier
 from esper.simic.evaluation.evaluate import evaluate_run
@@ -36,12 +38,22 @@ def evaluate(
 
 
 def show(report: EvaluationReport, folder: Path, console: Console) -> None:
-    """Print the table and the verdicts, write the report and the plot, and print their paths."""
-    console.print(report.table())
-    for verdict in report.verdicts:
-        text = f"({verdict.letter}) {verdict.decision}: {verdict.sentence}"
+    """Print the tables and whether growing helped; write the report and the plot."""
+    columns = len(report.settings.rents) + 3
+    arms = [row[:columns] for row in report.arm_table()]
+    console.print(_table("Arms on hosts and data held out from training", arms))
+    console.print(_table("Claims", report.claim_table()))
+    for text in (report.claim_note(), report.summary(), report.headline()):
         console.print(text, highlight=False, markup=False)  # intervals are in square brackets
-    console.print(report.summary(), highlight=False, markup=False)
     written = [*report.save(folder)]
     written.append(draw_frontier(report.plot(), folder / f"{report.file_name}.png"))
     console.print("written: " + ", ".join(map(str, written)), highlight=False)
+
+
+def _table(title: str, rows: list[list[str]]) -> Table:
+    table = Table(title=title)
+    for number, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    return table

@@ -2,7 +2,7 @@
 
 A claim names a rival and the margin by which the learned controller must lead it. It *holds* if the
 whole 95 % interval of the lead is above the margin, *fails* if it is below, and is *undecided*
-otherwise. All p-values of an evaluation are adjusted together by Holm's method.
+otherwise. All p-values of an evaluation are corrected together by Holm's method.
 
 Two frontiers of static networks answer two questions. Uniform hosts: is a plain shape of the same
 size as good? Own hosts: should this host be grown, or widened?
@@ -40,46 +40,33 @@ class Claim:
 
     letter: str
     rival: str
-    if_true: str
-    if_false: str
+    text: str  # follows "the learned controller"
     margin: float = 0.0  # of score or accuracy, both 0 to 1
     measure: Literal["score", "accuracy"] = "score"
     frontier: FrontierName | None = None  # the rival is a static frontier
-
-
-def _beats(letter: str, rival: str, name: str = "") -> Claim:
-    name = name or f"the {rival}"
-    if_false = f"the learned controller does not beat {name}"
-    return Claim(letter, rival, f"the learned controller beats {name}", if_false)
 
 
 def _above_frontier(kind: FrontierKind, norm: bool, by: Size, margin: float) -> Claim:
     hosts = {"uniform": "static hosts of one width", "own": "their own hosts widened"}[kind]
     size = {"params": "parameters", "macs": "multiply-adds"}[by]
     rival = f"{hosts}, {'with' if norm else 'without'} norm, at equal {size}"
-    claimed = f"{f'{100 * margin:g} points ' if margin else ''}more accurate than {rival}"
-    if_true, if_false = f"grown networks are {claimed}", f"grown networks are not {claimed}"
-    return Claim("d", rival, if_true, if_false, margin, "accuracy", (kind, norm, by))
+    more = f"{100 * margin:g} points more accurate" if margin else "more accurate"
+    text = f"grows networks {more} than {rival}"
+    return Claim("d", rival, text, margin, "accuracy", (kind, norm, by))
 
 
 CLAIMS: tuple[Claim, ...] = (
-    _beats("a", arms.RANDOM),
-    _beats("a", arms.SCHEDULE),
-    _beats("a", arms.CONSTANT),
-    _beats("a", arms.HEURISTIC),
+    Claim("a", arms.RANDOM, "beats the random controller"),
+    Claim("a", arms.SCHEDULE, "beats the fixed schedule"),
+    Claim("a", arms.CONSTANT, "beats the best constant plan"),
+    Claim("a", arms.HEURISTIC, "beats the heuristic"),
     Claim(
         "b",
         arms.CONSTANT_PER_TYPE,
-        "the learned controller is at most half a point below the best constant plan per type",
-        "the learned controller is more than half a point below the best constant plan per type",
+        "is at most half a point below the best constant plan per type",
         margin=-0.005,
     ),
-    Claim(
-        "c",
-        RANDOM_SEARCH,
-        "a random search needs more than one run to match the learned controller",
-        "a random search does not need more than one run to match the learned controller",
-    ),
+    Claim("c", RANDOM_SEARCH, "beats one run of a random search over plans"),
     _above_frontier("uniform", False, "params", 0.03),
     _above_frontier("uniform", True, "params", 0.03),
     _above_frontier("uniform", False, "macs", 0.0),
@@ -91,13 +78,12 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "d",
         arms.FROM_SCRATCH,
-        "growing beats training the grown graph from scratch",
-        "growing does not beat training the grown graph from scratch",
+        "grows networks more accurate than the same graphs from scratch",
         measure="accuracy",
     ),
-    _beats("e", arms.ALL_SEEDS, arms.ALL_SEEDS),
-    _beats("e", arms.WIDTH_SEARCH),
-    Claim("e", arms.HOST_ALONE, "growing helped", "growing did not help"),
+    Claim("e", arms.ALL_SEEDS, "beats all seeds from the start"),
+    Claim("e", arms.WIDTH_SEARCH, "beats the width search"),
+    Claim("e", arms.HOST_ALONE, "beats the host alone"),
 )
 
 
@@ -142,11 +128,11 @@ class Verdict:
     rent: float
     margin: float  # that the lead has to exceed
     decision: Decision
-    sentence: str
     lead: Estimate
     p_value: float  # two-sided, for H0: lead == margin
     corrected_p: float | None = None  # by Holm, over all verdicts of the evaluation
-    runs: RunsToMatch | None = None  # of a random search
+    runs: RunsToMatch | None = None  # that a random search needs
+    covered: float = 1.0  # share of the networks within a frontier's range of sizes
 
     @property
     def is_significant(self) -> bool:
@@ -154,52 +140,38 @@ class Verdict:
         is_small = self.corrected_p is not None and self.corrected_p < 1 - LEVEL
         return self.decision != "undecided" and is_small
 
+    def __str__(self) -> str:
+        """Such as "holds +3.7 [+3.2, +4.3]"; a star marks what Holm's correction undoes."""
+        text = f"{self.decision} {self.lead}"
+        if self.decision != "undecided" and not self.is_significant:
+            text += " *"
+        if self.runs:
+            text += f"; k = {self.runs}"
+        if self.covered < 1.0:
+            text += f"; {1 - self.covered:.0%} outside"
+        return text
+
 
 def judge_claims(results: Results, rents: Sequence[float]) -> list[Verdict]:
     """Every claim at every rent, with Holm's correction."""
     verdicts, learned = [], results.arms[arms.LEARNED]
     for claim in CLAIMS:
         for index, rent in enumerate(rents):
-            covered, runs = 1.0, None
+            verdict = judge(claim, rent, results.lead(claim, index))
             if claim.frontier:
                 frontier, groups = results.frontier(claim.frontier)
-                covered = frontier.covers(learned.array(claim.frontier[2])[:, index], groups)
+                size = learned.array(claim.frontier[2])[:, index]
+                verdict = replace(verdict, covered=frontier.covers(size, groups))
             if claim.rival == RANDOM_SEARCH:
                 runs = results.searches[index].runs_to_match(learned.scores[:, index])
-            verdicts.append(judge(claim, rent, results.lead(claim, index), covered, runs))
+                verdict = replace(verdict, runs=runs)
+            verdicts.append(verdict)
     return correct_for_number(verdicts)
 
 
-def judge(
-    claim: Claim,
-    rent: float,
-    lead: Estimate,
-    covered: float = 1.0,
-    runs: RunsToMatch | None = None,
-) -> Verdict:
-    """`covered` is the share of the networks within a frontier's range of sizes."""
-    decision = decide(lead, claim.margin)
-    words = {
-        "holds": claim.if_true,
-        "fails": claim.if_false,
-        "undecided": f"it is undecided whether {claim.if_true}",
-    }
-    sentence = (
-        f"At rent {rent:g}, {words[decision]}: {100 * lead.mean:+.1f} points of {claim.measure} "
-        f"{_points(lead.low, lead.high)}"
-    )
-    if lead.same_controllers:
-        each = ", ".join(f"{100 * mean:+.1f}" for mean in lead.per_controller)
-        sentence += f"; over hosts only {_points(*lead.same_controllers)}, per controller {each}"
-    sentence += "."
-    if runs:
-        sentence += f" Runs needed: {runs}."
-    if covered < 1.0:
-        sentence += f" {1 - covered:.0%} of the networks are outside the frontier's size range."
-    p = lead.p_value(claim.margin)
-    return Verdict(
-        claim.letter, claim.rival, rent, claim.margin, decision, sentence, lead, p, runs=runs
-    )
+def judge(claim: Claim, rent: float, lead: Estimate) -> Verdict:
+    decision, p = decide(lead, claim.margin), lead.p_value(claim.margin)
+    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, lead, p)
 
 
 def decide(lead: Estimate, margin: float) -> Decision:
@@ -209,22 +181,10 @@ def decide(lead: Estimate, margin: float) -> Decision:
     return "fails" if lead.high < margin or is_certain else "undecided"
 
 
-def _points(low: float, high: float) -> str:
-    return f"[{100 * low:+.1f}, {100 * high:+.1f}]"
-
-
 def correct_for_number(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts of one evaluation with Holm's correction, also in words."""
-    found = []
+    """The verdicts of one evaluation with Holm's correction."""
     corrected = holm([verdict.p_value for verdict in verdicts])
-    for verdict, p in zip(verdicts, corrected, strict=True):
-        verdict = replace(verdict, corrected_p=p)
-        if verdict.decision != "undecided":
-            start = "Significant" if verdict.is_significant else "Not significant"
-            note = f"{start} after Holm correction over {len(verdicts)} verdicts."
-            verdict = replace(verdict, sentence=f"{verdict.sentence} {note}")
-        found.append(verdict)
-    return found
+    return [replace(v, corrected_p=p) for v, p in zip(verdicts, corrected, strict=True)]
 
 
 @dataclass(frozen=True)

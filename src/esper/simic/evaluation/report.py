@@ -1,11 +1,11 @@
 """The report of an evaluation as table, Markdown, JSON and plot data."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +26,7 @@ from esper.simic.evaluation.statistics import Array, Estimate, estimate, estimat
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.plain_config import to_plain
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
+Rows = list[list[str]]  # of a table, header first
 _FIELDS = ("validation", "test", "added_params", "params", "macs", "training_flops",
            "validation_flops", "rolled_back")  # fmt: skip
 FEW_HOSTS = 256  # with fewer, differences below a point are noise
@@ -71,48 +69,59 @@ class EvaluationReport:
             )
         return size
 
-    def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows of the table of arms, sorted by score at the middle rent."""
+    def headline(self) -> str:
+        """Whether growing helped, at each rent."""
+        words = {
+            "holds": "growing helped",
+            "fails": "growing did not help",
+            "undecided": "it is undecided whether growing helped",
+        }
+        found = [verdict for verdict in self.verdicts if verdict.rival == HOST_ALONE]
+        return " ".join(
+            f"At rent {v.rent:g} {words[v.decision]}: {v.lead} points of score." for v in found
+        )
+
+    def arm_table(self) -> Rows:
+        """Header and rows, one per arm, sorted by score at the middle rent."""
         header = ["arm", *(f"score, rent {rent:g}" for rent in self.settings.rents)]
         header += ["test accuracy", "params", "multiply-adds", "training GFLOP", "search networks"]
         ranked = sorted(self.arms.values(), key=lambda arm: -arm.scores[:, self._middle].mean())
-        return header, [self._row(arm) for arm in ranked]
+        return [header, *map(self._arm_row, ranked)]
 
-    def table(self) -> "Table":
-        """The first columns of the table of arms, for a terminal."""
-        from rich.table import Table
-
-        header, rows = self.rows()
-        columns = len(self.settings.rents) + 3
-        table = Table(title="Arms on hosts and data held out from training")
-        for number, name in enumerate(header[:columns]):
-            table.add_column(name, justify="right" if number else "left", no_wrap=not number)
-        for row in rows:
-            table.add_row(*row[:columns])
-        return table
+    def claim_table(self) -> Rows:
+        """Header and rows, one per claim, with a verdict at each rent."""
+        rents, verdicts = self.settings.rents, {(v.rival, v.rent): v for v in self.verdicts}
+        header = ["claim: the learned controller ...", *(f"rent {rent:g}" for rent in rents)]
+        rows = [
+            [f"({claim.letter}) {claim.text}", *(str(verdicts[claim.rival, r]) for r in rents)]
+            for claim in CLAIMS
+        ]
+        return [header, *rows]
 
     def markdown(self) -> str:
         rents = self.settings.rents
         curves = [search.curve() for search in self.results.searches]
-        search_rows = [
+        curve_rows = [
             [f"{rent:g}", *map(_with_interval, curve.values())]
             for rent, curve in zip(rents, curves, strict=True)
         ]
         seconds = ", ".join(f"{stage} {s:.1f}" for stage, s in self.stages.items())
         blocks = [
             f"# Evaluation on {self.config.task}",
+            self.headline(),
             self.summary(),
-            self._legend(),
-            _markdown_table(*self.rows()),
+            "## Arms",
+            _markdown_table(self.arm_table()),
+            self._arm_note(),
             self._costs(),
             f"Seconds: {seconds}.",
             "## Claims",
-            self._interval_note(),
-            "\n".join(f"- ({v.letter}) **{v.decision}**: {v.sentence}" for v in self.verdicts),
+            _markdown_table(self.claim_table()),
+            self.claim_note(),
             "## Lead of the learned controller by data variant",
-            self._variant_table(),
+            _markdown_table(self._variant_table()),
             "## Random search over plans: test score of the best of k by validation",
-            _markdown_table(["rent", *(f"k = {k}" for k in curves[0])], search_rows),
+            _markdown_table([["rent", *(f"k = {k}" for k in curves[0])], *curve_rows]),
             "## Tuned on training types",
             f"Learning rate: {_sweep(self.learning_rates)}",
             f"Heuristic: {_sweep(self.heuristic)}",
@@ -183,7 +192,7 @@ class EvaluationReport:
     def _middle(self) -> int:
         return (len(self.settings.rents) - 1) // 2
 
-    def _legend(self) -> str:
+    def _arm_note(self) -> str:
         return (
             "Scores and accuracies are percentage points on test rows, ± half a 95 % interval over "
             "hosts. Arms share their hosts: compare them by the paired claims below, not by these "
@@ -210,19 +219,20 @@ class EvaluationReport:
             f"training FLOPs of learned networks and {validation[1]:.1%} of those of hosts alone."
         )
 
-    def _interval_note(self) -> str:
-        if self.num_controllers == 1:
-            return (
-                "Leads are paired by host. Intervals cover other hosts of these types. They do not "
-                "cover other controllers trained in the same way."
-            )
+    def claim_note(self) -> str:
+        """How to read the table of claims."""
+        covers = "other hosts of these types"
+        if self.num_controllers > 1:
+            covers += " and other controllers trained in the same way"
         return (
-            f"Leads are paired by host and averaged over the {self.num_controllers} controllers. "
-            "The first interval decides: it covers other hosts of these types and other controllers "
-            "trained in the same way. The second covers other hosts only."
+            "Leads are points of score, in (d) of accuracy, paired by host [95 % interval]. A claim "
+            "holds if the interval is above its margin and fails if it is below. Intervals cover "
+            f"{covers}. *: not significant after Holm correction over {len(self.verdicts)} verdicts. "
+            "k: runs a random search needs to match one run. Outside: networks beyond the sizes of "
+            "the static hosts."
         )
 
-    def _variant_table(self) -> str:
+    def _variant_table(self) -> Rows:
         """Leads on each variant, over two arms and the frontiers with the run's norm."""
         shown = [
             claim
@@ -233,11 +243,11 @@ class EvaluationReport:
         header = ["variant", "rent", *(f"{claim.measure} over {claim.rival}" for claim in shown)]
         rows = []
         for found in self.variants:
-            cells = [_with_interval(found.leads[claim.rival], sign="+") for claim in shown]
+            cells = [str(found.leads[claim.rival]) for claim in shown]
             rows.append([found.variant, f"{found.rent:g}", *cells])
-        return _markdown_table(header, rows)
+        return [header, *rows]
 
-    def _row(self, arm: ArmResult) -> list[str]:
+    def _arm_row(self, arm: ArmResult) -> list[str]:
         middle = self._middle
         scores = [estimate(arm.scores[:, index]) for index in range(len(arm.rents))]
         test, params, macs, flops = (
@@ -299,9 +309,9 @@ def _geometric_mean(values: Array) -> Array:
     return mean
 
 
-def _with_interval(found: Estimate, sign: str = "") -> str:
+def _with_interval(found: Estimate) -> str:
     """Mean ± half the interval, in points."""
-    return f"{100 * found.mean:{sign}.1f} ± {100 * found.half_width:.1f}"
+    return f"{100 * found.mean:.1f} ± {100 * found.half_width:.1f}"
 
 
 def _sweep(sweep: Sweep) -> str:
@@ -312,6 +322,6 @@ def _sweep(sweep: Sweep) -> str:
     return f"{'; '.join(tried)} ({sweep.cost.networks:,} networks)."
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+def _markdown_table(rows: Rows) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

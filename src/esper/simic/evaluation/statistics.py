@@ -34,6 +34,11 @@ class Estimate:
     def half_width(self) -> float:
         return (self.high - self.low) / 2
 
+    def __str__(self) -> str:
+        """In percentage points, such as "+3.7 [+3.2, +4.3]"."""
+        mean, low, high = (f"{100 * value:+.1f}" for value in (self.mean, self.low, self.high))
+        return f"{mean} [{low}, {high}]"
+
     def p_value(self, margin: float) -> float:
         """Two-sided p-value for H0: true mean == margin."""
         from scipy.special import stdtr
