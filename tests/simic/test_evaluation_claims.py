@@ -53,12 +53,10 @@ def test_claims_are_those_that_were_asked_for():
 def test_a_frontier_claim_states_its_margin_and_sizes():
     texts = {claim.frontier: claim.text for claim in CLAIMS if claim.frontier}
     assert texts["own", True, "params"] == (
-        "grows networks 3 points more accurate than their own hosts widened, with norm, at equal "
-        "parameters"
+        "is 3 points above their own hosts widened, with norm, at equal parameters"
     )
     assert texts["uniform", False, "macs"] == (
-        "grows networks more accurate than static hosts of one width, without norm, at equal "
-        "multiply-adds"
+        "is above static hosts of one width, without norm, at equal multiply-adds"
     )
 
 

@@ -50,8 +50,7 @@ def _above_frontier(kind: FrontierKind, norm: bool, by: Size, margin: float) -> 
     hosts = {"uniform": "static hosts of one width", "own": "their own hosts widened"}[kind]
     size = {"params": "parameters", "macs": "multiply-adds"}[by]
     rival = f"{hosts}, {'with' if norm else 'without'} norm, at equal {size}"
-    more = f"{100 * margin:g} points more accurate" if margin else "more accurate"
-    text = f"grows networks {more} than {rival}"
+    text = f"is {f'{100 * margin:g} points ' if margin else ''}above {rival}"
     return Claim("d", rival, text, margin, "accuracy", (kind, norm, by))
 
 
@@ -78,7 +77,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "d",
         arms.FROM_SCRATCH,
-        "grows networks more accurate than the same graphs from scratch",
+        "is above the grown graphs trained from scratch",
         measure="accuracy",
     ),
     Claim("e", arms.ALL_SEEDS, "beats all seeds from the start"),
