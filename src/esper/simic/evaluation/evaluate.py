@@ -6,6 +6,7 @@ print(report.markdown())
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -126,6 +127,9 @@ def evaluate_controllers(
     clock.lap("static hosts")
     searches = [plan_per_type.random_search(rent) for rent in settings.rents]
     results = Results(held_out, arms, searches, statics)
+    names = [blueprint.name for blueprint in held_out.menu]
+    plans = plan_for_all.describe(["all types"], names)
+    plans |= plan_per_type.describe(held_out.type_names, names)
     verdicts = judge_claims(results, settings.rents)
     variants = leads_by_variant(results, settings.rents)
     clock.lap("statistics")
@@ -135,7 +139,7 @@ def evaluate_controllers(
         results=results,
         learning_rates=rates,
         heuristic=heuristic,
-        plans=_describe_plans(plan_for_all, plan_per_type, held_out),
+        plans=plans,
         verdicts=verdicts,
         variants=variants,
         stages=clock.take(),
@@ -214,23 +218,8 @@ def _search_plans(
         held_out.growth.num_steps,
         torch.Generator().manual_seed(settings.rng_seed),
     )
-
-    def search(experiment: PairedExperiment, num_types: int) -> PlanSearch:
-        rents, finalists = settings.rents, settings.finalists
-        return search_plans(experiment, plans, rents, num_types=num_types, finalists=finalists)
-
-    return search(training, 1), search(held_out, len(held_out.type_names))
-
-
-def _describe_plans(
-    for_all: PlanSearch, per_type: PlanSearch, experiment: PairedExperiment
-) -> dict[str, list[str]]:
-    """The best constant plans in words, one per rent."""
-    names = [blueprint.name for blueprint in experiment.menu]
-    types = enumerate(experiment.type_names)
-    return {"all types": for_all.describe(0, names)} | {
-        name: per_type.describe(number, names) for number, name in types
-    }
+    search = partial(search_plans, plans=plans, rents=settings.rents, finalists=settings.finalists)
+    return search(training, num_types=1), search(held_out, num_types=len(held_out.type_names))
 
 
 def _reference_seed(settings: EvaluationConfig, experiment: PairedExperiment) -> Blueprint:

@@ -165,9 +165,10 @@ class PlanSearch:
     pool: ArmOutcome  # every plan on every host, [M, H]
     cost: Cost
 
-    def describe(self, type_index: int, names: Sequence[str]) -> list[str]:
-        """The best plan of a type at each rent, in words."""
-        return [self.plans.describe(plan, names) for plan in self.best[:, type_index].tolist()]
+    def describe(self, types: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+        """The best plan of each type at each rent, in words; `names` are those of blueprints."""
+        best = dict(zip(types, self.best.T.tolist(), strict=True))
+        return {name: [self.plans.describe(p, names) for p in best[name]] for name in types}
 
     def random_search(self, rent: float) -> RandomSearch:
         """Plans tried at random on each host, at a rent."""
