@@ -1,19 +1,19 @@
-"""The main result: controllers are trained, frozen, and judged against every honest arm.
+"""The main result: train controllers and compare them with their rivals.
 
-    python benchmarks/growth.py --out runs/full                  # a GPU: three controllers, three tasks
-    python benchmarks/growth.py --tasks --rng-seeds 2            # train one, judge nothing
-    python benchmarks/growth.py --controllers runs/growth/*.pt   # judge those that are there already
-    python benchmarks/growth.py --runs runs/a runs/b             # the same, from folders of runs
-    python benchmarks/growth.py --quick                          # as small as it gets: it runs, no more
+    python benchmarks/growth.py --out runs/full                  # GPU: three controllers, three tasks
+    python benchmarks/growth.py --tasks --rng-seeds 2            # train one, evaluate none
+    python benchmarks/growth.py --controllers runs/growth/*.pt   # evaluate existing controllers
+    python benchmarks/growth.py --runs runs/a runs/b             # the same, from run folders
+    python benchmarks/growth.py --quick                          # smoke test
 
-Controllers in files were trained as `--preset` says. On the task that they were trained on, the
-evaluation is the preset's; on others it is `transfer` or `transfer_large`, which are smaller.
+Controllers from files must have been trained with `--preset`. The task they trained on is evaluated
+with that preset; other tasks with the smaller `transfer` or `transfer_large`.
 
-Only torch and numpy are needed beside the data: MNIST-1D as data/mnist1d_5000_42.npz where its
-package is missing, Fashion-MNIST as four idx files. Reports go to OUT, one for each task; pictures
-are drawn from their JSON by `esper.nissa.frontier_plot.draw_frontier`.
+Needs only torch, numpy, scipy and the data: MNIST-1D as data/mnist1d_5000_42.npz if its package is
+missing, Fashion-MNIST as four idx files. Writes one report per task to OUT. Draw a plot from its
+JSON with `esper.nissa.frontier_plot.draw_frontier`.
 
-Trainings side by side share a GPU well, one process for each rng seed (with NVIDIA's MPS running):
+Several trainings share a GPU well, one process per rng seed (with NVIDIA's MPS running):
 
     for seed in 0 1 2; do python benchmarks/growth.py --tasks --rng-seeds $seed & done; wait
 """
@@ -41,11 +41,13 @@ MOST_OVERHEAD = 0.15  # of that which is not host training
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    judged = parser.add_mutually_exclusive_group()
-    judged.add_argument("--runs", nargs="+", type=Path, help="runs to judge; none: train some")
-    judged.add_argument("--controllers", nargs="+", type=Path, help="files to judge, likewise")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--runs", nargs="+", type=Path, help="run folders to evaluate")
+    source.add_argument("--controllers", nargs="+", type=Path, help="controller files to evaluate")
     parser.add_argument("--preset", choices=("quick", "full"), default="full")
-    parser.add_argument("--rng-seeds", nargs="+", type=int, default=[0, 1, 2], help="to train with")
+    parser.add_argument(
+        "--rng-seeds", nargs="+", type=int, default=[0, 1, 2], help="of controllers to train"
+    )
     parser.add_argument("--tasks", nargs="*", default=["mnist1d", "digits", "fashion_mnist"])
     parser.add_argument("--out", type=Path, default=Path("runs") / "growth")
     parser.add_argument("--quick", action="store_true")
@@ -68,7 +70,7 @@ def main() -> None:
         controllers = [train(config, seed, asked.out, bars) for seed in rng_seeds]
     for task in tasks:
         size = settings if task == config.task else EVALUATIONS[TRANSFER[task]]
-        report = judge(controllers, config, task, size, asked.out)
+        report = evaluate(controllers, config, task, size, asked.out)
         bars |= bars_of(report, task)
     print(json.dumps({"benchmark": "growth", "device": str(device), "bars": bars}))
 
@@ -76,7 +78,7 @@ def main() -> None:
 def train(
     config: TrainConfig, rng_seed: int, out: Path, bars: dict[str, dict[str, object]]
 ) -> LearnedController:
-    """One controller, kept in OUT; its time against the bars."""
+    """Train one controller, save it to OUT, and check its time against the bars."""
     training = GrowthTraining(replace(config, rng_seed=rng_seed))
     rounds: list[dict[str, float]] = []
     begun = time.perf_counter()
@@ -98,14 +100,14 @@ def train(
     return training.controller()
 
 
-def judge(
+def evaluate(
     controllers: list[LearnedController],
     config: TrainConfig,
     task: TaskName,
     settings: EvaluationConfig,
     out: Path,
 ) -> EvaluationReport:
-    """The report on a task, kept in OUT as soon as it is there."""
+    """Evaluate on a task; the report is saved to OUT."""
     begun = time.perf_counter()
 
     def say(text: str) -> None:
@@ -118,12 +120,14 @@ def judge(
 
 
 def bars_of(report: EvaluationReport, task: str) -> dict[str, dict[str, object]]:
-    """Every claim at every rent: what was found, what it takes, and whether it holds for sure."""
+    """Every claim at every rent: the lead (or number of runs), its margin, and whether it holds."""
     bars = {}
     for verdict in report.verdicts:
         name = f"{task}: ({verdict.letter}) {verdict.rival}, rent {verdict.rent:g}"
-        found = verdict.runs.k if verdict.runs else verdict.lead.mean
-        bars[name] = _bar(found, verdict.margin, verdict.decision == "holds")
+        is_met = verdict.decision == "holds"
+        bars[name] = _bar(verdict.lead.mean, verdict.margin, is_met)
+        if verdict.runs:
+            bars[name] = _bar(verdict.runs.k, 1, is_met)  # a search needs more than one run
     return bars
 
 

@@ -16,20 +16,20 @@ from esper.simic.evaluation import arms, claims
 from esper.simic.evaluation.evaluate import (
     evaluate_controllers,
     evaluate_run,
-    host_training,
+    host_training_cost,
     on_task,
 )
-from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
-from esper.simic.evaluation.trial import Trial
-from esper.simic.evaluation.widened import (
-    WidenedHost,
+from esper.simic.evaluation.experiment import PairedExperiment
+from esper.simic.evaluation.searches import (
+    StaticHost,
     candidate_widths,
-    frontier_groups,
     frontier_lines,
     train_static,
     widen,
     width_search,
 )
+from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
+from esper.simic.evaluation.statistics import Estimate
 from esper.simic.training.config import PRESETS as TRAINING
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task
@@ -126,12 +126,12 @@ def test_scratch_networks_are_those_that_were_grown(report):
 
 
 def test_all_seeds_from_the_start_are_all_there(report):
-    born = report.arms[arms.ALL_SEEDS].harvests[0]
+    born = report.arms[arms.ALL_SEEDS].outcome
     assert (born.seeds.blueprint == MENU.index("conv_conv")).all()
 
 
 def test_the_learning_rate_is_the_one_that_hosts_learn_best_with(report):
-    slow, fast = report.learning_rates.worth
+    slow, fast = report.learning_rates.results
     assert fast > slow
     assert report.learning_rates.best == {"learning_rate": 2e-2}
     assert report.learning_rates.cost.networks == 2 * 2
@@ -143,7 +143,9 @@ def test_what_a_search_cost_is_kept_beside_the_arm(report):
     assert report.arms[arms.CONSTANT].search.networks == (4 + 2 * 2) * 2  # plans, finals x rents
     assert report.arms[arms.CONSTANT_PER_TYPE].search.networks == (4 + 2 * 2) * 8
     assert report.arms[arms.LEARNED].search.networks == TRAINED.rounds * 8
-    assert report.arms[arms.WIDTH_SEARCH].search.networks == len(report.statics.hosts) * 2 * 2
+    assert (
+        report.arms[arms.WIDTH_SEARCH].search.networks == len(report.results.statics.hosts) * 2 * 2
+    )
 
 
 def test_a_controllers_cost_counts_seeds_and_looks_as_its_sampled_networks_have_them(report):
@@ -152,7 +154,7 @@ def test_a_controllers_cost_counts_seeds_and_looks_as_its_sampled_networks_have_
     rows = STEPS * SMALL.host_batch.minibatches * SMALL.host_batch.batch_size
     factor = (sampled.array("training_flops") / (6 * rows * alone.array("macs"))).mean()
     assert factor > 1.1
-    expected = factor * host_training(TRAINED).flops
+    expected = factor * host_training_cost(TRAINED).flops
     for name in (arms.LEARNED, arms.SAMPLED):
         assert report.arms[name].search.flops == pytest.approx(expected)
 
@@ -160,8 +162,8 @@ def test_a_controllers_cost_counts_seeds_and_looks_as_its_sampled_networks_have_
 def test_the_width_search_spends_the_share_of_a_controllers_training_that_it_may(report):
     may = SMALL.width_search_share * report.arms[arms.LEARNED].search.flops
     spent = report.arms[arms.WIDTH_SEARCH].search.flops
-    assert 12 < len(report.statics.hosts) < 20  # more than the frontiers, not all
-    assert may - 3 * spent / len(report.statics.hosts) < spent <= may
+    assert 12 < len(report.results.statics.hosts) < 20  # more than the frontiers, not all
+    assert may - 3 * spent / len(report.results.statics.hosts) < spent <= may
 
 
 def by_widths(host):
@@ -205,37 +207,38 @@ def test_presets_widen_every_host_that_they_judge_to_so_many_sizes(preset, count
 
 def test_hosts_are_compared_with_their_own_widened_on_their_own_data(report):
     """Group by group from the pool: host 5 is the second of 8-4-4 on the first variant."""
-    pool = report.statics
-    trial = Trial(hosts=(None,) * 2, view_ids=(1, 2), repeats=2, task=None, menu=())
-    own, uniform = (frontier_groups(kind, trial) for kind in ("own", "uniform"))
+    pool = report.results.statics
+    own, uniform = (
+        report.results.frontier((kind, False, "params"))[1] for kind in ("own", "uniform")
+    )
     assert own.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert uniform.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
     for norm, by in product((False, True), ("params", "macs")):
-        frontier = pool.frontier("own", norm=norm, by=by)
+        frontier = pool.frontier("own", norm, by)
         lines = [[(4, 8, 8), (6, 12, 12)], [(8, 4, 4), (12, 6, 6)]]
         for group, (line, view) in enumerate(product(lines, range(2))):
-            places = [pool.hosts.index(WidenedHost(widths, norm)) for widths in line]
-            assert frontier.sizes[:, group].tolist() == getattr(pool, by)[places].tolist()
-            assert (frontier.accuracies[:, group] == pool.test[places, view].numpy()).all()
-        shared = pool.frontier("uniform", norm=norm, by=by)
-        places = [pool.hosts.index(WidenedHost((width,) * 3, norm)) for width in (4, 8)]
-        assert (shared.sizes == getattr(pool, by)[places].numpy()[:, None]).all()
-        assert (shared.accuracies == pool.test[places].numpy()).all()
-    bare = pool.frontier("own", norm=False, by="params").sizes[0, own]
+            places = [pool.hosts.index(StaticHost(widths, norm)) for widths in line]
+            assert frontier.sizes[:, group].tolist() == pool.sizes(by)[places].tolist()
+            assert (frontier.accuracies[:, group] == pool.networks.test[places, view].numpy()).all()
+        shared = pool.frontier("uniform", norm, by)
+        places = [pool.hosts.index(StaticHost((width,) * 3, norm)) for width in (4, 8)]
+        assert (shared.sizes == pool.sizes(by)[places].numpy()[:, None]).all()
+        assert (shared.accuracies == pool.networks.test[places].numpy()).all()
+    bare = pool.frontier("own", False, "params").sizes[0, own]
     assert (bare == report.arms[arms.HOST_ALONE].array("params")[0, 0]).all()
 
 
 def test_growing_is_judged_against_the_host_made_wider(report):
     """Two lines of two sizes each: the share of the way from one to the other in log size."""
-    pool, learned = report.statics, report.arms[arms.LEARNED]
+    pool, learned = report.results.statics, report.arms[arms.LEARNED]
     excess = np.empty((2, 8))
     for controller, host in np.ndindex(2, 8):
         ends = [(4, 8, 8), (6, 12, 12)] if host < 4 else [(8, 4, 4), (12, 6, 6)]
-        low, high = (pool.hosts.index(WidenedHost(widths, norm=True)) for widths in ends)
+        low, high = (pool.hosts.index(StaticHost(widths, norm=True)) for widths in ends)
         size = learned.array("macs")[controller, 1, host]
-        macs = pool.macs.numpy()
+        macs = pool.sizes("macs").numpy()
         way = np.log(size / macs[low]) / np.log(macs[high] / macs[low])
-        first, second = (float(pool.test[i, host // 2 % 2].mean()) for i in (low, high))
+        first, second = (float(pool.networks.test[i, host // 2 % 2].mean()) for i in (low, high))
         static = first + np.clip(way, 0, 1) * (second - first)
         excess[controller, host] = learned.array("test")[controller, 1, host] - static
     (verdict,) = (
@@ -249,26 +252,26 @@ def test_growing_is_judged_against_the_host_made_wider(report):
 
 def test_static_hosts_cost_what_was_reckoned_one_by_one_or_side_by_side():
     task = load_task(TRAINED, ("plain", "rows:500"))
-    hosts = [WidenedHost(widths, norm=False) for widths in ((4, 4, 4), (8, 4, 4), (4, 8, 8))]
+    hosts = [StaticHost(widths, norm=False) for widths in ((4, 4, 4), (8, 4, 4), (4, 8, 8))]
     built = load_hosts(TRAINED, task, tuple(host.widths for host in hosts))
-    trial = Trial(
+    experiment = PairedExperiment(
         hosts=built[:1], view_ids=(1, 0), repeats=2, task=task, menu=load_menu(TRAINED, task),
         host_batch=replace(SMALL.host_batch, episode_steps=STEPS), growth=GrowthConfig(num_steps=STEPS),
     )  # fmt: skip
     lines = frontier_lines((4,), built[:1], (1.0,))
     together, apart = (
-        train_static(replace(trial, max_macs=macs), hosts, built, lines) for macs in (1e9, 1.0)
+        train_static(replace(experiment, max_macs=macs), hosts, built, lines) for macs in (1e9, 1.0)
     )
-    assert together.validation.shape == (3, 2, 2)
-    # hosts are numbered by their place: the first of each part is number 0; it is the same to the
-    # bit because compiled kernels, those of the CPU, run host by host
-    assert torch.equal(together.validation[0], apart.validation[0])
-    assert torch.equal(together.training_flops, apart.training_flops)
-    expected = torch.tensor([trial.flops_of(host) for host in built], dtype=torch.float64)
-    torch.testing.assert_close(together.training_flops.sum((1, 2)), expected)
+    assert together.networks.validation.shape == (3, 2, 2)
+    # hosts are numbered by their place: the first of each part is number 0;
+    # bit-exact because the compiled CPU kernels train host by host
+    assert torch.equal(together.networks.validation[0], apart.networks.validation[0])
+    assert torch.equal(together.networks.training_flops, apart.networks.training_flops)
+    expected = torch.tensor([experiment.host_flops(host) for host in built], dtype=torch.float64)
+    torch.testing.assert_close(together.networks.training_flops.sum((1, 2)), expected)
 
 
-def test_every_variant_is_looked_at_by_itself(report):
+def test_leads_are_reported_for_each_variant(report):
     assert [(v.variant, v.rent) for v in report.variants] == [
         ("mnist1d, permuted 3", 0.05), ("mnist1d, permuted 3", 0.2), ("mnist1d, 500 rows", 0.05),
         ("mnist1d, 500 rows", 0.2),
@@ -277,15 +280,15 @@ def test_every_variant_is_looked_at_by_itself(report):
     few_rows = [2, 3, 6, 7]  # of the hosts: two of each variant, then the next widths
     lead = (learned.scores[:, 1] - alone.scores[:, 1])[:, few_rows]
     assert report.variants[3].leads[arms.HOST_ALONE].mean == pytest.approx(lead.mean())
-    for claim in claims.FRONTIER_CLAIMS:
+    for claim in (c for c in claims.CLAIMS if c.frontier):
         (overall,) = (v for v in report.verdicts if (v.rival, v.rent) == (claim.rival, 0.2))
-        parts = [v.excesses[claim.rival].mean for v in report.variants if v.rent == 0.2]
+        parts = [v.leads[claim.rival].mean for v in report.variants if v.rent == 0.2]
         assert np.mean(parts) == pytest.approx(overall.lead.mean)  # as many hosts on each
     text = report.markdown()
     assert "| mnist1d, 500 rows | 0.2 | " in text
-    assert "accuracy over static hosts of one width, with norm, at equal multiply-adds" in text
-    assert "accuracy over their own hosts widened, without norm, at equal parameters" in text
-    assert "accuracy over their own hosts widened, with norm" not in text  # the run's have none
+    for hosts in ("static hosts of one width", "their own hosts widened"):
+        assert f"accuracy over {hosts}, without norm, at equal parameters" in text
+        assert f"accuracy over {hosts}, with norm" not in text  # the run's hosts have none
     with_norm = replace(report, config=replace(report.config, norm=True)).markdown()
     assert "accuracy over their own hosts widened, with norm, at equal parameters" in with_norm
     assert "accuracy over their own hosts widened, without norm" not in with_norm
@@ -298,43 +301,47 @@ def test_sizes_have_intervals_and_stages_their_seconds(report):
     macs = report.arms[arms.HOST_ALONE].array("macs")[0, 0]
     low, high = stats.ttest_1samp(macs, 0).confidence_interval(0.95)
     assert f" {macs.mean():,.0f} ± {(high - low) / 2:,.0f} " in text
-    assert "averaged over the 2 controllers" in text
+    assert "and other controllers trained in the same way" in text
     assert set(report.stages) == {
         "loading data", "learning rate", "heuristic", "constant plans", "arms", "static hosts",
         "statistics",
     }  # fmt: skip
     assert all(f"{stage} {seconds:.1f}" in text for stage, seconds in report.stages.items())
-    watching = report.arms[arms.LEARNED].array("watching_flops").sum()
+    watching = report.arms[arms.LEARNED].array("validation_flops").sum()
     share = watching / report.arms[arms.LEARNED].array("training_flops").sum()
-    assert f"is {share:.1%} of the training of the learned arm's networks" in text
+    assert f"is {share:.1%} of the training FLOPs of learned networks" in text
     learned = report.arms[arms.LEARNED]
     networks = learned.search.flops / learned.array("training_flops").mean()
     assert f"as much as growing {networks:,.0f} networks with it" in text
 
 
 def test_the_width_search_takes_the_best_network_that_is_no_smaller(report):
-    found, pool = report.arms[arms.WIDTH_SEARCH], report.statics
-    params = pool.params.numpy()
+    found, pool = report.arms[arms.WIDTH_SEARCH], report.results.statics
+    params = pool.sizes("params").numpy()
     for rent_index, rent in enumerate(SMALL.rents):
         for host in range(8):
             view, own = host // 2 % 2, found.array("host_params")[0, 0, host]
             worth = [
-                pool.validation[i, view].mean().item() - rent * np.log(params[i] / own)
+                pool.networks.validation[i, view].mean().item() - rent * np.log(params[i] / own)
                 if params[i] >= own
                 else -np.inf
                 for i in range(len(params))
             ]
             best = int(np.argmax(worth))
             assert found.array("params")[0, rent_index, host] == params[best]
-            assert found.array("test")[0, rent_index, host] == pool.test[best, view, host % 2]
+            assert (
+                found.array("test")[0, rent_index, host] == pool.networks.test[best, view, host % 2]
+            )
 
 
 def test_every_claim_gets_a_verdict_at_every_rent(report):
-    num_claims = len(claims.CLAIMS) + 1 + len(claims.FRONTIER_CLAIMS)
-    assert len(report.verdicts) == num_claims * 2
+    assert len(report.verdicts) == len(claims.CLAIMS) * 2
+    letters = [v.letter for v in report.verdicts]
+    assert letters == sorted(letters)
     assert {v.letter for v in report.verdicts} == set("abcde")
-    for verdict in report.verdicts:
-        assert f"At rent {verdict.rent:g}" in verdict.sentence
+    table = report.claim_table()
+    assert len(table) == 1 + len(claims.CLAIMS)
+    assert table[1] == ["(a) beats the random controller", *map(str, report.verdicts[:2])]
     alone = next(v for v in report.verdicts if v.rival == arms.HOST_ALONE)
     lead = report.arms[arms.LEARNED].scores[:, 0] - report.arms[arms.HOST_ALONE].scores[:, 0]
     assert alone.lead.mean == pytest.approx(lead.mean())
@@ -366,33 +373,41 @@ def test_files_hold_all_of_it(report, tmp_path):
     ]  # fmt: skip
 
 
-def test_the_table_of_a_terminal_names_every_arm(report):
-    from rich.console import Console
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.01, 0.03, "At rent 0.2 growing helped: +2.0 [+1.0, +3.0] points of score."),
+        (-0.03, -0.01, "At rent 0.2 growing did not help: -2.0 [-3.0, -1.0] points of score."),
+        (-0.01, 0.01, "At rent 0.2 it is undecided whether growing helped: +0.0 [-1.0, +1.0]"),
+    ],
+)
+def test_the_headline_reports_whether_growing_helped(report, low, high, words):
+    (claim,) = (c for c in claims.CLAIMS if c.rival == arms.HOST_ALONE)
+    lead = Estimate((low + high) / 2, low, high, 0.01, 7.0)
+    changed = replace(report, verdicts=[claims.judge(claim, 0.2, lead)])
+    assert changed.headline().startswith(words)
 
-    shown = StringIO()
-    Console(width=100, file=shown).print(report.table())
-    assert all(name in shown.getvalue() for name in report.arms)
 
-
-def test_a_terminal_shows_whole_verdicts(report, tmp_path):
+def test_the_terminal_shows_every_arm_and_whole_verdicts(report, tmp_path):
     from rich.console import Console
 
     from esper.cli.evaluate import show
 
-    first = replace(report.verdicts[0], sentence="It needs 5 runs [more than 5 to more than 5].")
     shown = StringIO()
-    show(replace(report, verdicts=[first]), tmp_path, Console(width=200, file=shown))
-    assert first.sentence in shown.getvalue()
+    show(report, tmp_path, Console(width=220, file=shown))
+    assert all(name in shown.getvalue() for name in report.arms)
+    assert all(str(verdict) in shown.getvalue() for verdict in report.verdicts)
+    assert report.headline() in shown.getvalue().replace("\n", " ")
 
 
 def test_a_line_of_the_picture_is_the_mean_over_hosts_and_data(report):
-    pool = report.statics
+    pool = report.results.statics
     for line, norm in zip(report.plot()["lines"][2:], (False, True), strict=True):
-        wider = [WidenedHost(widths, norm) for widths in ((6, 12, 12), (12, 6, 6))]
+        wider = [StaticHost(widths, norm) for widths in ((6, 12, 12), (12, 6, 6))]
         places = [pool.hosts.index(host) for host in wider]
-        assert line["accuracy"][1] == pytest.approx(float(pool.test[places].mean()))
+        assert line["accuracy"][1] == pytest.approx(float(pool.networks.test[places].mean()))
         for size in ("params", "macs"):
-            sizes = getattr(pool, size)[places].numpy()
+            sizes = pool.sizes(size)[places].numpy()
             assert line[size][1] == pytest.approx(np.sqrt(sizes.prod()))
         assert line["low"][1] < line["accuracy"][1] < line["high"][1]
 
@@ -419,12 +434,11 @@ def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "- growing" in shown
     assert "This is a small evaluation" in shown
-    for verdict in report.verdicts:
-        assert f"({verdict.letter}) {verdict.decision}: {verdict.sentence}" in shown
+    assert report.headline() in shown
     assert {p.name for p in tmp_path.iterdir()} == {
         "evaluation.json", "evaluation.md", "evaluation.png",
     }  # fmt: skip
-    with pytest.raises(SystemExit, match="name the folder of a run"):
+    with pytest.raises(SystemExit, match="no run given; name its folder"):
         main(["evaluate"])
 
 
@@ -465,7 +479,7 @@ def test_a_controller_cost_what_its_own_training_took():
     trained = [w for w in product((4, 8), repeat=3) if w not in ((4, 8, 8), (8, 4, 4))]
     mean = sum(macs(*widths) for widths in trained) / 6
     rows = STEPS * TRAINED.host_batch.minibatches * TRAINED.host_batch.batch_size
-    cost = host_training(TRAINED)
+    cost = host_training_cost(TRAINED)
     assert cost.networks == TRAINED.rounds * 8
     assert cost.flops == pytest.approx(6 * mean * rows * cost.networks)
 
@@ -477,17 +491,17 @@ def test_a_run_that_held_nothing_out_is_refused():
 
 
 def test_the_width_search_is_charged_for_compute_like_grown_networks(report):
-    pool, alone = report.statics, report.arms[arms.HOST_ALONE].harvests[0]
-    trial = Trial(
+    pool, alone = report.results.statics, report.arms[arms.HOST_ALONE].outcome
+    experiment = PairedExperiment(
         hosts=(None,) * 2, view_ids=(1, 2), repeats=2, task=None, menu=(),
         growth=GrowthConfig(compute_price=0.1),
     )  # fmt: skip
-    params, macs, rent = pool.params.numpy(), pool.macs.numpy(), 0.05
-    found = width_search(pool, alone, (rent,), trial)
+    params, macs, rent = pool.sizes("params").numpy(), pool.sizes("macs").numpy(), 0.05
+    found = width_search(pool, alone, (rent,), experiment)
     for host in range(8):
-        view, own = host // 2 % 2, float(alone.host_params[0, host])
-        added = macs / float(alone.macs[0, host]) - 1
-        worth = pool.validation[:, view].mean(1).numpy() - 0.1 * added
+        view, own = host // 2 % 2, float(alone.host_params[0, 0, host])
+        added = macs / float(alone.macs[0, 0, host]) - 1
+        worth = pool.networks.validation[:, view].mean(1).numpy() - 0.1 * added
         worth = np.where(params >= own, worth - rent * np.log(params / own), -np.inf)
         best = int(np.argmax(worth))
         assert found.macs[0, host] == macs[best]
@@ -504,9 +518,9 @@ def test_presets_can_be_told_apart():
     held_out = TRAINING["full"].held_out_variants
     assert PRESETS["full"].repeats * PRESETS["full"].num_widths * len(held_out) >= 256
     assert PRESETS["quick"].num_plans < PRESETS["full"].num_plans
-    with pytest.raises(ValueError, match="two repeats"):
+    with pytest.raises(ValueError, match="repeats=1; use 2 or more"):
         replace(SMALL, repeats=1)
-    with pytest.raises(ValueError, match="use one or more of 0 or above"):
+    with pytest.raises(ValueError, match="use one or more numbers of 0 or above"):
         replace(SMALL, rents=())
 
 
@@ -516,7 +530,7 @@ def test_presets_can_be_told_apart():
         ({"widening_factors": (1.0,)}, "widening_factors=.* two sizes or more, rising"),
         ({"widening_factors": (1.0, 2.0, 1.5)}, "widening_factors=.* two sizes or more, rising"),
         ({"widening_factors": (1.0, 2.0, 2.0)}, "widening_factors=.* two sizes or more, rising"),
-        ({"widening_factors": (1.5, 2.0)}, "begin with 1, the host as it is"),
+        ({"widening_factors": (1.5, 2.0)}, "start with 1, the unchanged host"),
         ({"frontier_widths": (8, 4)}, "frontier_widths=.* two sizes or more, rising"),
         ({"frontier_widths": (0, 4)}, "use widths of 1 or more"),
     ],
@@ -540,5 +554,5 @@ def test_a_menu_without_the_usual_seeds_is_judged_by_its_largest():
     )
     menu = ("depthwise7", "conv_bottleneck", "separable")
     report = evaluate_controllers([make_controller(0)], replace(TRAINED, menu=menu), tiny)
-    seeds = report.arms[arms.ALL_SEEDS].harvests[0].seeds.blueprint
+    seeds = report.arms[arms.ALL_SEEDS].outcome.seeds.blueprint
     assert (seeds == menu.index("conv_bottleneck")).all()

@@ -12,27 +12,14 @@ from esper.simic.evaluation.statistics import (
     estimate,
     estimate_over_groups,
     holm,
-    t_quantile,
-    t_tail,
 )
-
-
-@pytest.mark.parametrize("degrees", [1, 2, 2.7, 9, 31, 255, 5000])
-def test_quantiles_are_students(degrees):
-    assert t_quantile(0.975, degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-5)
-
-
-@pytest.mark.parametrize("degrees", [1, 2.7, 31, 255])
-@pytest.mark.parametrize("t", [0.0, 0.5, 1.96, 4.0, 7.0])
-def test_tails_are_students(t, degrees):
-    assert t_tail(t, degrees) == pytest.approx(stats.t.sf(t, degrees), rel=1e-2)
 
 
 def test_a_p_value_is_that_of_the_paired_test():
     values = np.random.default_rng(0).normal(0.02, 0.03, 40)
     for margin in (0.0, 0.01, 0.03):
         expected = stats.ttest_1samp(values, margin).pvalue
-        assert estimate(values).p_value(margin) == pytest.approx(expected, rel=1e-3)
+        assert estimate(values).p_value(margin) == pytest.approx(expected)
     assert estimate(np.full(8, 0.5)).p_value(0.4) == 0.0
 
 
@@ -49,7 +36,7 @@ def test_several_controllers_are_paired_host_by_host():
     values = rng.normal(0, 0.02, (1, 30)) + rng.normal(0, 0.01, (3, 30)) + [[0.0], [0.03], [0.06]]
     found = estimate(values)
     low, high = stats.ttest_1samp(values.mean(0), 0).confidence_interval(0.95)
-    assert found.same_controllers == pytest.approx((low, high), rel=1e-4)
+    assert found.same_controllers == pytest.approx((low, high), rel=1e-9)
     assert found.per_controller == pytest.approx(values.mean(1))
     assert found.low < low  # other controllers differ, too
     assert estimate(values[0]).same_controllers is None
@@ -61,10 +48,7 @@ def test_one_controllers_interval_is_the_paired_t_interval():
     found = estimate(values)
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert found.mean == pytest.approx(values.mean())
-    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-5)
-    by_bootstrap = stats.bootstrap((values,), np.mean, method="percentile", rng=1)
-    assert found.bootstrap_low == pytest.approx(by_bootstrap.confidence_interval.low, abs=5e-4)
-    assert found.bootstrap_high == pytest.approx(by_bootstrap.confidence_interval.high, abs=5e-4)
+    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-9)
 
 
 def test_controllers_that_differ_widen_the_interval():
@@ -73,9 +57,6 @@ def test_controllers_that_differ_widen_the_interval():
     alike = estimate(hosts + noise)
     differing = estimate(hosts + noise + np.array([[-0.03], [0.03], [0.01], [-0.01]]))
     assert differing.high - differing.low > 3 * (alike.high - alike.low)
-    assert differing.bootstrap_high - differing.bootstrap_low > 2 * (
-        alike.bootstrap_high - alike.bootstrap_low
-    )
 
 
 def test_a_two_way_interval_holds_the_truth_as_often_as_it_says():
@@ -101,9 +82,7 @@ def test_groups_that_differ_do_not_widen_the_interval_of_their_mean():
     degrees = variances.sum() ** 2 / (variances**2 / 7).sum()
     half = stats.t.ppf(0.975, degrees) * variances.sum() ** 0.5
     assert found.mean == pytest.approx(values.mean())
-    assert found.high - found.mean == pytest.approx(half, rel=1e-4)
-    spread = found.bootstrap_high - found.bootstrap_low
-    assert spread == pytest.approx(2 * 1.96 * variances.sum() ** 0.5, rel=0.15)
+    assert found.high - found.mean == pytest.approx(half, rel=1e-9)
 
 
 def test_equal_values_have_no_interval():
@@ -188,10 +167,8 @@ def test_the_excess_over_a_frontier_counts_the_noise_of_both():
     assert found.mean == pytest.approx(grown.mean() - mixture.mean())
     assert found.degrees == pytest.approx(degrees)
     assert (found.low, found.high) == pytest.approx(
-        (found.mean - half, found.mean + half), rel=1e-4
+        (found.mean - half, found.mean + half), rel=1e-9
     )
-    spread = found.bootstrap_high - found.bootstrap_low
-    assert spread == pytest.approx(2 * 1.96 * variance**0.5, rel=0.12)
 
 
 def test_each_group_adds_noise_by_the_share_of_the_networks_that_it_is_compared_with():
@@ -213,9 +190,6 @@ def test_each_group_adds_noise_by_the_share_of_the_networks_that_it_is_compared_
     assert found.mean == pytest.approx(excess.mean())
     assert found.standard_error == pytest.approx(variance**0.5)
     assert found.degrees == pytest.approx(degrees)
-    spread = found.bootstrap_high - found.bootstrap_low
-    from_repeats = of_hosts * 15 / 16 + sum(of_groups) * 4 / 5  # a bootstrap divides by the count
-    assert spread == pytest.approx(2 * 1.96 * from_repeats**0.5, rel=0.06)
 
 
 @pytest.mark.parametrize(("num_groups", "repeats"), [(3, 11), (24, 2), (24, 3)])

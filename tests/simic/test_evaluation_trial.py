@@ -1,4 +1,4 @@
-"""Arms on the same hosts: pairing, costs, seeds from birth, plans whose worth is known."""
+"""Arms on the same hosts: pairing, costs, preset seeds, plans with known scores."""
 
 from dataclasses import replace
 from itertools import product
@@ -12,7 +12,15 @@ from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.constants import ALPHA_TARGETS, SiteKind
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp
-from esper.simic.evaluation.plans import (
+from esper.simic.evaluation.experiment import (
+    Arm,
+    Cost,
+    EnvLayout,
+    PairedExperiment,
+    Seeds,
+    play,
+)
+from esper.simic.evaluation.searches import (
     NEVER,
     PlanPerEnv,
     Plans,
@@ -20,7 +28,6 @@ from esper.simic.evaluation.plans import (
     run_plans,
     search_plans,
 )
-from esper.simic.evaluation.trial import Arm, Cost, Lanes, Seeds, Trial, harvest, play
 from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig
@@ -32,7 +39,7 @@ MENU = menu_for(SiteKind.SERIES)[:4]
 WAIT = ConstantPlan(())
 
 
-def make_trial(**options):
+def make_experiment(**options):
     hosts = [
         build_host("conv1d", input_shape=(1, 20), num_classes=5, widths=widths)
         for widths in ((4, 4), (8, 4))
@@ -47,7 +54,7 @@ def make_trial(**options):
                             episode_steps=STEPS),
         growth=GrowthConfig(num_steps=STEPS),
     )  # fmt: skip
-    return Trial(**(settings | options))
+    return PairedExperiment(**(settings | options))
 
 
 def random_arm(rng_seed=0):
@@ -67,9 +74,11 @@ def test_hosts_run_one_by_one_in_compiled_code():
 
 
 def test_a_host_is_the_same_in_every_arm_whatever_grows_beside_it():
-    trial = make_trial()
-    first, _, third = trial.run([Arm("alone", WAIT, (0.1, 0.2)), random_arm(), Arm("again", WAIT)])
-    (alone,) = trial.run([Arm("alone", WAIT)])
+    experiment = make_experiment()
+    first, _, third = experiment.run(
+        [Arm("alone", WAIT, (0.1, 0.2)), random_arm(), Arm("again", WAIT)]
+    )
+    (alone,) = experiment.run([Arm("alone", WAIT)])
     for other in (first.validation[0], first.validation[1], third.validation[0]):
         assert torch.equal(other, alone.validation[0])
     assert len(set(alone.validation[0].tolist())) > 3  # hosts differ from one another
@@ -77,62 +86,62 @@ def test_a_host_is_the_same_in_every_arm_whatever_grows_beside_it():
 
 def test_waves_change_nothing():
     arms = [random_arm(), Arm("alone", WAIT), Arm("plan", ConstantPlan([(0, 0, 1)]))]
-    together = make_trial().run(arms)
-    apart = make_trial(max_macs=1).run([random_arm(), *arms[1:]])
+    together = make_experiment().run(arms)
+    apart = make_experiment(max_macs=1).run([random_arm(), *arms[1:]])
     for one, other in zip(together, apart, strict=True):
         assert torch.equal(one.validation, other.validation)
         assert torch.equal(one.params, other.params)
 
 
 def test_hosts_of_another_seed_are_others():
-    trial = make_trial()
-    (first,), (second,) = (trial.run([Arm("alone", WAIT)], rng_seed=s) for s in (0, 1))
+    experiment = make_experiment()
+    (first,), (second,) = (experiment.run([Arm("alone", WAIT)], rng_seed=s) for s in (0, 1))
     assert not torch.equal(first.validation, second.validation)
 
 
 def test_hosts_lie_by_architecture_view_and_repeat():
-    trial = make_trial()
-    assert trial.num_hosts == 8
-    assert trial.type_of_host.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert trial.type_names == (
+    experiment = make_experiment()
+    assert experiment.num_hosts == 8
+    assert experiment.type_of_host.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert experiment.type_names == (
         "4-4 on view 1", "4-4 on view 0", "8-4 on view 1", "8-4 on view 0",
     )  # fmt: skip
-    (alone,) = trial.run([Arm("alone", WAIT)])
-    expected = [trial.hosts[0].num_params] * 4 + [trial.hosts[1].num_params] * 4
+    (alone,) = experiment.run([Arm("alone", WAIT)])
+    expected = [experiment.hosts[0].num_params] * 4 + [experiment.hosts[1].num_params] * 4
     assert alone.params[0].tolist() == expected
 
 
 def test_every_finished_network_is_examined_once_on_its_own_view():
     asked = []
 
-    def examine(host_batch):
+    def measure_test(host_batch):
         asked.append(host_batch.num_envs)
         return host_batch.view_ids.float()
 
-    trial = make_trial(examine=examine)
-    alone, grown = trial.run([Arm("alone", WAIT), random_arm()])
-    assert asked == [3 * trial.num_hosts]
+    experiment = make_experiment(measure_test=measure_test)
+    alone, grown = experiment.run([Arm("alone", WAIT), random_arm()])
+    assert asked == [3 * experiment.num_hosts]
     for lane in (*alone.test, *grown.test):
         assert lane.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
-    (unread,) = make_trial().run([Arm("alone", WAIT)])
+    (unread,) = make_experiment().run([Arm("alone", WAIT)])
     assert unread.test.isnan().all()
 
 
 def test_training_flops_count_a_seed_while_it_lives_and_every_look():
-    trial = make_trial()
+    experiment = make_experiment()
     late = ConstantPlan([(2, 0, 1)])
-    alone, grown = trial.run([Arm("alone", WAIT), Arm("late", late)])
+    alone, grown = experiment.run([Arm("alone", WAIT), Arm("late", late)])
     rows = STEPS * MINIBATCHES * BATCH
-    for number, host in enumerate(trial.hosts):
+    for number, host in enumerate(experiment.hosts):
         seed = MENU[1].program(host.sites[0])
         hosts = slice(4 * number, 4 * number + 4)
         looks = (STEPS + 1) * 40 * 2 * host.macs  # after every step, and at the end
-        assert (alone.watching_flops[0, hosts] == looks).all()
+        assert (alone.validation_flops[0, hosts] == looks).all()
         assert (alone.training_flops[0, hosts] == 6 * rows * host.macs + looks).all()
         lived, both = (STEPS - 2) / STEPS, host.macs + seed.macs
         # two steps without the seed, then with it and once more without; at the end only with it
         looks = (2 * host.macs + (STEPS - 2) * 2 * both + both) * 40 * 2
-        assert (grown.watching_flops[0, hosts] == looks).all()
+        assert (grown.validation_flops[0, hosts] == looks).all()
         expected = 6 * rows * (host.macs + lived * seed.macs) + looks
         torch.testing.assert_close(
             grown.training_flops[0, hosts], torch.full((4,), expected, dtype=torch.float64),
@@ -144,32 +153,34 @@ def test_training_flops_count_a_seed_while_it_lives_and_every_look():
 
 
 def test_scores_charge_the_rent_and_choosing_uses_validation():
-    trial = make_trial(examine=lambda host_batch: torch.full((host_batch.num_envs,), 0.5))
-    (grown,) = trial.run([Arm("plan", ConstantPlan([(0, 0, 1)]))])
+    experiment = make_experiment(
+        measure_test=lambda host_batch: torch.full((host_batch.num_envs,), 0.5)
+    )
+    (grown,) = experiment.run([Arm("plan", ConstantPlan([(0, 0, 1)]))])
     size = torch.log1p(grown.added_params / grown.host_params)
     torch.testing.assert_close(
         grown.scores([0.1, 0.2]), torch.cat((0.5 - 0.1 * size, 0.5 - 0.2 * size))
     )
-    torch.testing.assert_close(grown.validation_scores([0.1]), grown.validation - 0.1 * size)
+    torch.testing.assert_close(grown.scores([0.1], "validation"), grown.validation - 0.1 * size)
 
 
 def test_networks_born_grown_keep_their_seeds_and_train_them():
-    trial = make_trial()
+    experiment = make_experiment()
     blueprint = torch.full((1, 8, 2), -1)
     blueprint[0, ::2, 1] = 2
     seeds = Seeds(blueprint, torch.zeros_like(blueprint), torch.ones(blueprint.shape))
-    alone, born = trial.run([Arm("alone", WAIT), Arm("born", WAIT, born=seeds)])
+    alone, born = experiment.run([Arm("alone", WAIT), Arm("born", WAIT, preset=seeds)])
     assert torch.equal(born.seeds.blueprint, blueprint)
     assert torch.equal(born.validation[0, 1::2], alone.validation[0, 1::2])
     assert not torch.equal(born.validation[0, ::2], alone.validation[0, ::2])
-    costs = [float(MENU[2].program(host.sites[1]).num_params) for host in trial.hosts]
+    costs = [float(MENU[2].program(host.sites[1]).num_params) for host in experiment.hosts]
     assert born.added_params[0].tolist() == [costs[0], 0, costs[0], 0, costs[1], 0, costs[1], 0]
 
 
 def test_what_was_grown_can_be_born_again():
-    trial = make_trial()
-    (grown,) = trial.run([Arm("plan", ConstantPlan([(0, 0, 1), (0, 1, 2)]), (0.1, 0.2))])
-    (again,) = trial.run([Arm("again", WAIT, (0.1, 0.2), born=grown.seeds)])
+    experiment = make_experiment()
+    (grown,) = experiment.run([Arm("plan", ConstantPlan([(0, 0, 1), (0, 1, 2)]), (0.1, 0.2))])
+    (again,) = experiment.run([Arm("again", WAIT, (0.1, 0.2), preset=grown.seeds)])
     assert torch.equal(again.params, grown.params)
     assert torch.equal(again.macs, grown.macs)
     assert (again.training_flops >= grown.training_flops).all()
@@ -177,12 +188,12 @@ def test_what_was_grown_can_be_born_again():
 
 @pytest.mark.parametrize("target", [0.5, 1.0])
 def test_what_is_born_again_has_the_weight_it_was_committed_with(target):
-    trial = make_trial()
-    (grown,) = trial.run([Arm("plan", _Halfway(target), (0.1,))])
+    experiment = make_experiment()
+    (grown,) = experiment.run([Arm("plan", _Halfway(target), (0.1,))])
     assert (grown.seeds.alpha[..., 0] == target).all()
     assert (grown.seeds.alpha[..., 1] == 0).all()
-    lanes = Lanes([Arm("again", WAIT, born=grown.seeds)], trial.num_hosts)
-    states = lanes.born(SlotStates.dormant(trial.num_hosts, 2))
+    layout = EnvLayout([Arm("again", WAIT, preset=grown.seeds)], experiment.num_hosts)
+    states = layout.preset_seeds(SlotStates.dormant(experiment.num_hosts, 2))
     assert (states.alpha[:, 0] == target).all()
     assert (states.alpha_target[:, 0] == target).all()
     assert (states.alpha[:, 1] == 0).all()
@@ -204,9 +215,9 @@ class _Halfway(ConstantPlan):
 
 
 def test_larger_hosts_train_in_smaller_companies():
-    trial = make_trial()
-    few = sum(host.macs for host in trial.hosts) * 4  # hosts of each
-    assert [replace(trial, max_macs=few * x).max_lanes for x in (0.5, 1.0, 2.9, 3.0)] == [
+    experiment = make_experiment()
+    few = sum(host.macs for host in experiment.hosts) * 4  # hosts of each
+    assert [replace(experiment, max_macs=few * x).max_lanes for x in (0.5, 1.0, 2.9, 3.0)] == [
         1,
         1,
         2,
@@ -223,16 +234,15 @@ def every_plan():
 
 
 def grow_known(arms, num_hosts):
-    lanes = Lanes(arms, num_hosts)
-    host_batch = SyntheticHosts(len(lanes.rent))
+    layout = EnvLayout(arms, num_hosts)
+    host_batch = SyntheticHosts(len(layout.rent))
     environment = GrowthEnvironment(host_batch)
-    environment.begin(host_batch.reset(torch.Generator()), lanes.rent)
-    final = play(environment, lanes)
-    return host_batch, [harvest(final, ids, 1, 1) for ids in lanes.env_ids]
+    environment.begin(host_batch.reset(torch.Generator()), layout.rent)
+    return host_batch, layout.split(play(environment, layout, 1, 1))
 
 
-class KnownTrial:
-    """Trials whose networks gain what is known; another rng seed changes nothing."""
+class KnownExperiment:
+    """Networks with known gains; another rng seed changes nothing."""
 
     max_lanes = 400
 
@@ -247,20 +257,20 @@ class KnownTrial:
 @pytest.mark.parametrize("finalists", [1, 3])
 @pytest.mark.parametrize("num_types", [1, 2])
 def test_the_best_constant_plan_is_the_optimum_where_gains_are_known(num_types, finalists):
-    plans, rents, trial = every_plan(), (0.02, 0.06, 0.12, 0.3), KnownTrial(2)
-    found = search_plans(trial, plans, rents, num_types=num_types, finalists=finalists)
+    plans, rents, experiment = every_plan(), (0.02, 0.06, 0.12, 0.3), KnownExperiment(2)
+    found = search_plans(experiment, plans, rents, num_types=num_types, finalists=finalists)
     assert found.best.shape == (4, num_types)
     host_batch = SyntheticHosts(1)
     for kind in range(num_types):
         scores = [
-            found.pool.validation_scores([rent])[best, 0]
+            found.pool.scores([rent], "validation")[best, 0]
             for rent, best in zip(rents, found.best[:, kind], strict=True)
         ]
         torch.testing.assert_close(
             torch.stack(scores).float(), host_batch.best_scores(torch.tensor(rents))
         )
     assert len(set(found.best[:, 0].tolist())) > 2  # rents want different plans
-    assert len(set(trial.seeds)) == (1 if finalists == 1 else 2)
+    assert len(set(experiment.seeds)) == (1 if finalists == 1 else 2)
     assert found.cost.networks == 2 * len(plans) + (8 * finalists if finalists > 1 else 0)
 
 
@@ -280,11 +290,11 @@ def test_each_env_follows_the_plan_of_its_number():
 
 @pytest.mark.parametrize("finalists", [1, 2])
 def test_each_type_gets_the_plan_that_is_best_for_it(finalists):
-    trial, rent = make_trial(), 0.05
+    experiment, rent = make_experiment(), 0.05
     plans = candidate_plans(5, 2, len(MENU), STEPS, torch.Generator().manual_seed(0))
-    found = search_plans(trial, plans, (rent, 0.1), num_types=4, finalists=finalists)
-    first = run_plans(trial, plans, rng_seed=1).validation_scores([rent])
-    second = run_plans(trial, plans, rng_seed=4).validation_scores([rent])
+    found = search_plans(experiment, plans, (rent, 0.1), num_types=4, finalists=finalists)
+    first = run_plans(experiment, plans, rng_seed=1).scores([rent], "validation")
+    second = run_plans(experiment, plans, rng_seed=4).scores([rent], "validation")
     for number in range(4):
         hosts = slice(2 * number, 2 * number + 2)
         worth = first[:, hosts].mean(dim=1)
@@ -296,11 +306,11 @@ def test_each_type_gets_the_plan_that_is_best_for_it(finalists):
 
 def test_a_pool_of_plans_is_the_same_in_one_wave_or_many():
     plans = candidate_plans(5, 2, len(MENU), STEPS, torch.Generator().manual_seed(0))
-    one = run_plans(make_trial(), plans, rng_seed=1)
-    trial = make_trial()
-    hosts = sum(host.macs for host in trial.hosts) * 4
-    assert replace(trial, max_macs=2.5 * hosts).max_lanes == 2
-    many = run_plans(replace(trial, max_macs=2.5 * hosts), plans, rng_seed=1)
+    one = run_plans(make_experiment(), plans, rng_seed=1)
+    experiment = make_experiment()
+    hosts = sum(host.macs for host in experiment.hosts) * 4
+    assert replace(experiment, max_macs=2.5 * hosts).max_lanes == 2
+    many = run_plans(replace(experiment, max_macs=2.5 * hosts), plans, rng_seed=1)
     assert torch.equal(one.validation, many.validation)
     assert one.validation.shape == (5, 8)
 
@@ -333,22 +343,22 @@ def test_rents_reach_the_controllers_lane_by_lane():
             seen.append(reports.rent.tolist())
             return super().decide(reports, masks)
 
-    trial = make_trial()
-    trial.run([Arm("other", WAIT), Arm("listens", Listens(()), (0.25, 0.5))])
+    experiment = make_experiment()
+    experiment.run([Arm("other", WAIT), Arm("listens", Listens(()), (0.25, 0.5))])
     assert seen[0] == [0.25] * 8 + [0.5] * 8
     assert len(seen) == STEPS
 
 
 def test_an_optimizer_can_be_exchanged():
-    trial = make_trial()
-    (first,) = trial.run([Arm("alone", WAIT)])
-    slower = replace(trial, optimizer=replace(trial.optimizer, learning_rate=1e-5))
+    experiment = make_experiment()
+    (first,) = experiment.run([Arm("alone", WAIT)])
+    slower = replace(experiment, optimizer=replace(experiment.optimizer, learning_rate=1e-5))
     (second,) = slower.run([Arm("alone", WAIT)])
     assert not torch.equal(first.validation, second.validation)
 
 
 def test_more_lanes_than_fit_are_still_run():
-    trial = make_trial(max_macs=1)
-    (grown,) = trial.run([random_arm()])
+    experiment = make_experiment(max_macs=1)
+    (grown,) = experiment.run([random_arm()])
     assert grown.validation.shape == (2, 8)
-    assert pytest.approx(float(grown.host_params[0, 0])) == trial.hosts[0].num_params
+    assert pytest.approx(float(grown.host_params[0, 0])) == experiment.hosts[0].num_params

@@ -1,10 +1,12 @@
-"""`esper evaluate`: was it worth growing? Every honest arm, a verdict per claim, the frontier."""
+"""`esper evaluate`: does growing help? A table of arms, a verdict per claim, and a plot."""
 
 from pathlib import Path
 from typing import Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from esper.nissa.frontier_plot import draw_frontier
 from esper.simic.evaluation.evaluate import evaluate_run
@@ -19,29 +21,39 @@ def evaluate(
     task: Literal["mnist1d", "digits", "fashion_mnist"] | None = None,
     out: Path | None = None,
 ) -> None:
-    """Compare what a run has learned with every honest arm, on types it never saw.
+    """Compare a learned controller with its rivals on hosts and data held out from training.
 
     Args:
-        runs: folders of runs that differ in their rng_seed alone; their controllers count as one arm
-        preset: quick (two CPU cores, a minute or two), full (a GPU), or, for --task, transfer and
-            transfer_large (a GPU; the latter for fashion_mnist, whose networks are large)
-        task: other data than the runs were trained on
-        out: where the report goes; the first run's folder if not given
+        runs: run folders; several must differ only in rng_seed and are evaluated as one arm
+        preset: quick (two CPU cores, a minute or two) or full (GPU). With --task: transfer, or
+            transfer_large for the large networks of fashion_mnist (GPU)
+        task: evaluate on other data than the runs were trained on
+        out: folder for the report; default: the first run's folder
     """
     if not runs:
-        raise ValueError("name the folder of a run: esper evaluate runs/quick-1")
+        raise ValueError("no run given; name its folder, as in: esper evaluate runs/quick-1")
     console = Console()
     report = evaluate_run(runs, preset, task=task, say=lambda text: console.print(f"- {text}"))
     show(report, out or runs[0], console)
 
 
 def show(report: EvaluationReport, folder: Path, console: Console) -> None:
-    """The table, the verdicts, and the paths of what is written."""
-    console.print(report.table())
-    for verdict in report.verdicts:
-        text = f"({verdict.letter}) {verdict.decision}: {verdict.sentence}"
+    """Print the tables and whether growing helped; write the report and the plot."""
+    columns = len(report.settings.rents) + 3
+    arms = [row[:columns] for row in report.arm_table()]
+    console.print(_table("Arms on hosts and data held out from training", arms))
+    console.print(_table("Claims", report.claim_table()))
+    for text in (report.claim_note(), report.summary(), report.headline()):
         console.print(text, highlight=False, markup=False)  # intervals are in square brackets
-    console.print(report.summary(), highlight=False, markup=False)
     written = [*report.save(folder)]
     written.append(draw_frontier(report.plot(), folder / f"{report.file_name}.png"))
     console.print("written: " + ", ".join(map(str, written)), highlight=False)
+
+
+def _table(title: str, rows: list[list[str]]) -> Table:
+    table = Table(title=title)
+    for number, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    return table

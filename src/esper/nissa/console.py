@@ -1,4 +1,4 @@
-"""A run's progress in the terminal."""
+"""Progress of a run in the terminal."""
 
 from collections.abc import Mapping
 from typing import Self
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class ProgressSink:
-    """A bar that moves with the steps, and the metrics named, as they stand."""
+    """A progress bar with the latest values of some metrics."""
 
     def __init__(
         self,
@@ -19,11 +19,11 @@ class ProgressSink:
         done: int = 0,
         console: Console | None = None,
     ):
-        """`shown` maps a metric's name to the label it gets."""
+        """`shown` maps metric names to labels."""
         self._shown = shown
         self._progress = Progress(
             TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}"),
-            BarColumn(bar_width=None),  # what room the others leave
+            BarColumn(bar_width=None),  # use the remaining width
             TimeRemainingColumn(compact=True),
             TextColumn("{task.description}"),
             console=console,

@@ -1,19 +1,19 @@
-"""A run's rounds, episodes and decisions in SQLite, readable while the run goes on.
+"""A run's rounds, episodes and decisions in SQLite, readable while the run is writing.
 
     with RunDatabase(path, action_space, choices=names, details={...}) as database:
-        database.add(record)            # a round: one transaction, written while the next goes on
-        database.flush()                # it is on the disk
+        database.add(record)            # one round, written in the background in one transaction
+        database.flush()                # wait until it is on disk
 
-| table | a row for each |
+| table | one row per |
 |---|---|
-| `runs` | time that the run was begun or resumed |
-| `rounds` | round: its metrics, as JSON |
-| `episodes` | host that grew |
-| `decisions` | decision: what was chosen, what was legal, what it cost, what came of it |
+| `runs` | start or resume of the run |
+| `rounds` | round: its metrics as JSON |
+| `episodes` | grown host |
+| `decisions` | decision: the choice, the legal choices, its cost and the result |
 | `observations` | observed decision: its features, float32 |
-| `choices` | choice of a head, by its name |
+| `choices` | choice of a head: its name |
 
-A head that had nothing to choose is NULL. `legal_HEAD` has bit c set where choice c was legal.
+A head without legal choices is NULL. `legal_HEAD` has bit c set if choice c was legal.
 """
 
 import json
@@ -33,8 +33,8 @@ from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.records import RoundRecord
 
 Rows = Iterator[tuple[Any, ...]]
-_MOST_BITS = 63  # of a SQLite integer without its sign
-_BUSY_TIMEOUT_S = 30.0  # a reader may hold a checkpoint of the log back, never a write
+_MOST_BITS = 63  # a SQLite integer without its sign bit
+_BUSY_TIMEOUT_S = 30.0  # a reader can delay a WAL checkpoint, never a write
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS runs (
@@ -63,7 +63,7 @@ CREATE TABLE IF NOT EXISTS decisions (
 
 
 class RunDatabase:
-    """Where one run writes; it is opened again where the run is resumed."""
+    """The database of one run; a resumed run opens it again."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class RunDatabase:
         details: Mapping[str, Any],
         rounds_done: int = 0,
     ):
-        """`choices` names the choices of heads; rounds after `rounds_done` are forgotten."""
+        """`choices` names each head's choices; rounds after `rounds_done` are deleted."""
         if max(action_space.sizes) > _MOST_BITS:
             raise ValueError(
                 f"heads of {dict(zip(action_space.names, action_space.sizes, strict=True))} "
-                f"choices; what is legal is kept in {_MOST_BITS} bits"
+                f"choices; legal choices are stored in {_MOST_BITS} bits, so use at most {_MOST_BITS}"
             )
         self._space = action_space
         self._connection = sqlite3.connect(
@@ -88,7 +88,7 @@ class RunDatabase:
         self._writing: Future[None] | None = None
         execute = self._connection.execute
         execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = FULL")  # a round that was told is never lost
+        execute("PRAGMA synchronous = FULL")  # a flushed round survives a power loss
         with _transaction(self._connection):
             for statement in self._schema().split(";\n"):
                 execute(statement)
@@ -101,18 +101,18 @@ class RunDatabase:
             self._connection.executemany("INSERT OR REPLACE INTO choices VALUES (?, ?, ?)", named)
 
     def add(self, record: RoundRecord) -> None:
-        """Write a round, beside what comes next; raises what went wrong with the one before."""
+        """Write a round in the background; raises if the round before it failed."""
         self.flush()
         self._writing = self._writer.submit(self._write, record)
 
     def flush(self) -> None:
-        """Every round that was added is on the disk, or an error says why not."""
+        """Wait until every added round is on disk; raises if one failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
     def _write(self, record: RoundRecord) -> None:
-        """All of a round, or none of it."""
+        """Write a round in one transaction."""
         with _transaction(self._connection):
             self._insert("rounds", iter([_round_row(record)]))
             self._insert("episodes", _episode_rows(record))
@@ -174,7 +174,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # SQLite ends it by itself where the disk is full
+        if connection.in_transaction:  # SQLite rolls back by itself if the disk is full
             connection.execute("ROLLBACK")
         raise
 
@@ -212,7 +212,7 @@ def _observation_rows(record: RoundRecord) -> Rows:
 
 
 def _stored(record: RoundRecord) -> tuple[Tensor, Tensor]:
-    """Env and step of every decision that was made."""
+    """Env and step of every decision."""
     steps = torch.arange(record.accuracy.shape[1])
     envs, stored = (steps < record.step_counts.unsqueeze(1)).nonzero(as_tuple=True)
     return envs, stored

@@ -1,4 +1,4 @@
-"""Where grown networks lie beside static ones: accuracy against parameters and multiply-adds."""
+"""Plot grown and static networks: test accuracy by parameters and by multiply-adds."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _AXES = {"params": "parameters", "macs": "multiply-adds of one prediction"}
-_LEARNED = "learned"  # what the picture is about: drawn last, and larger
+_LEARNED = "learned"  # drawn last and larger
 _LEARNED_COLOUR = "#c1121f"
 _LINE_STYLES = (("#8a8a8a", "-"), ("#333333", "-"), ("#8a8a8a", "--"), ("#333333", "--"))
 _COLOURS = ("C0", "C1", "C2", "C4", "C5", "C6", "C8", "C9", "#1b4332", "#3a0ca3")
@@ -16,17 +16,17 @@ _MARKERS = "osD^vPX<>h"
 
 
 def draw_frontier(plot: Mapping[str, Any], path: Path | str) -> Path:
-    """Draw what an evaluation's JSON has under "plot": lines with bands, arms with intervals.
+    """Draw the "plot" entry of an evaluation's JSON as a PNG; returns its path.
 
-    Each line has a label and lists "params", "macs", "accuracy", "low", "high"; the first two are
-    drawn solid, the others dashed. Each point has a label, a rent and the same as numbers. Points
-    of one label are joined from rent to rent.
+    Each line has a label and the lists "params", "macs", "accuracy", "low" and "high". The first
+    two lines are solid, the others dashed. Each point has a label, a rent and the same keys as
+    numbers. Points with the same label are joined in order of rent.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, no global state
+    FigureCanvasAgg(figure)  # no window and no pyplot state
     panels = figure.subplots(1, 2, sharey=True)
     for axes, size in zip(panels, _AXES, strict=True):
         _draw_lines(axes, plot["lines"], size)
@@ -77,7 +77,7 @@ def _draw_points(axes: "Axes", points: Sequence[Mapping[str, Any]], size: str) -
 
 
 def _label_sizes(axes: "Axes") -> None:
-    """Logarithmic, with 500, 1k, 2k, 5k as marks."""
+    """Logarithmic axis with ticks at 500, 1k, 2k, 5k, ..."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log")
@@ -89,7 +89,7 @@ def _label_sizes(axes: "Axes") -> None:
 
 
 def _limits(plot: Mapping[str, Any]) -> tuple[float, float]:
-    """Room for every mean; a wide interval may run out of the picture."""
+    """A y range that shows every mean; wide intervals may be cut off."""
     means = [point["accuracy"] for point in plot["points"]]
     means += [accuracy for line in plot["lines"] for accuracy in line["accuracy"]]
     margin = max(0.03, 0.15 * (max(means) - min(means)))

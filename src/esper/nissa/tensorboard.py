@@ -1,4 +1,4 @@
-"""A run's metrics as TensorBoard curves."""
+"""Metrics of a run as TensorBoard curves."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,10 +8,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoardSink:
-    """Every metric becomes a curve of its own name over the steps."""
+    """Logs every metric as a scalar of the same name."""
 
     def __init__(self, folder: str | Path, *, first_step: int | None = None):
-        """What an earlier run wrote for `first_step` and later is hidden: it is told again."""
+        """Purge events from `first_step` on; a resumed run logs them again."""
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,1 +1,1 @@
-"""Whether growing helped: every arm on the same hosts, differences with intervals, plain verdicts."""
+"""Does growing help? Compares a learned controller with its rivals on the same hosts."""

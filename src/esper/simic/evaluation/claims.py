@@ -1,119 +1,121 @@
-"""What is claimed of the learned controller, written down before anything is measured.
+"""The claims about the learned controller, fixed before any result, and their verdicts.
 
-A claim names a rival, a measure and the margin that the learned controller's lead over it must
-exceed. It holds where the whole 95 % interval lies above the margin, fails where it lies below,
-and is undecided otherwise. Many claims are judged at once: each verdict says whether it stands
-when all of them are counted.
+A claim names a rival and the margin by which the learned controller must lead it. It *holds* if the
+whole 95 % interval of the lead is above the margin, *fails* if it is below, and is *undecided*
+otherwise. All p-values of an evaluation are corrected together by Holm's method.
 
-Two frontiers of static networks answer two questions. "Would a network of a plain shape, chosen for
-this size, be as good?" is that of hosts of one width: a host of an odd shape starts below it.
-"I have this host: should I grow it, or make it wider?" is that of the host itself, every layer
-widened by the same factor.
+Two frontiers of static networks answer two questions. Uniform hosts: is a plain shape of the same
+size as good? Own hosts: should this host be grown, or widened?
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from esper.simic.evaluation import arms
 from esper.simic.evaluation.arms import ArmResult
-from esper.simic.evaluation.statistics import LEVEL, Estimate, RunsToMatch, estimate, holm
-from esper.simic.evaluation.widened import FrontierKind
+from esper.simic.evaluation.experiment import PairedExperiment
+from esper.simic.evaluation.searches import FrontierKind, Size, StaticPool
+from esper.simic.evaluation.statistics import (
+    LEVEL,
+    Estimate,
+    Frontier,
+    Groups,
+    RandomSearch,
+    RunsToMatch,
+    estimate,
+    holm,
+)
 
 Decision = Literal["holds", "fails", "undecided"]
+FrontierName = tuple[FrontierKind, bool, Size]  # the bool is True for hosts with norm
+RANDOM_SEARCH = "random search"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A lead over a rival arm, at every rent; `says` and `denies` are its verdict in words."""
+    """The learned controller leads a rival by more than `margin`."""
 
     letter: str
     rival: str
-    says: str
-    denies: str
+    text: str  # follows "the learned controller"
     margin: float = 0.0  # of score or accuracy, both 0 to 1
     measure: Literal["score", "accuracy"] = "score"
+    frontier: FrontierName | None = None  # the rival is a static frontier
 
 
-@dataclass(frozen=True)
-class FrontierClaim:
-    """Networks lie above a static frontier at equal size by more than a margin of accuracy."""
-
-    letter: str
-    kind: FrontierKind
-    norm: bool
-    size: Literal["params", "macs"]
-    margin: float
-
-    @property
-    def rival(self) -> str:
-        hosts = {"uniform": "static hosts of one width", "own": "their own hosts widened"}
-        size = {"params": "parameters", "macs": "multiply-adds"}[self.size]
-        norm = "with" if self.norm else "without"
-        return f"{hosts[self.kind]}, {norm} norm, at equal {size}"
-
-    def words(self, negation: str) -> str:
-        by = f"{100 * self.margin:g} points " if self.margin else ""
-        return f"grown networks {negation} {by}above {self.rival}"
-
-
-@dataclass(frozen=True)
-class SearchClaim:
-    """A random search needs more than `runs` full runs to match a single one."""
-
-    letter: str
-    runs: int
-
-
-def _beats(letter: str, rival: str) -> Claim:
-    return Claim(
-        letter,
-        rival,
-        says=f"the learned controller beats the {rival}",
-        denies=f"the learned controller does not beat the {rival}",
-    )
+def _above_frontier(kind: FrontierKind, norm: bool, by: Size, margin: float) -> Claim:
+    hosts = {"uniform": "static hosts of one width", "own": "their own hosts widened"}[kind]
+    size = {"params": "parameters", "macs": "multiply-adds"}[by]
+    rival = f"{hosts}, {'with' if norm else 'without'} norm, at equal {size}"
+    text = f"is {f'{100 * margin:g} points ' if margin else ''}above {rival}"
+    return Claim("d", rival, text, margin, "accuracy", (kind, norm, by))
 
 
 CLAIMS: tuple[Claim, ...] = (
-    _beats("a", arms.RANDOM),
-    _beats("a", arms.SCHEDULE),
-    _beats("a", arms.CONSTANT),
-    _beats("a", arms.HEURISTIC),
+    Claim("a", arms.RANDOM, "beats the random controller"),
+    Claim("a", arms.SCHEDULE, "beats the fixed schedule"),
+    Claim("a", arms.CONSTANT, "beats the best constant plan"),
+    Claim("a", arms.HEURISTIC, "beats the heuristic"),
     Claim(
         "b",
         arms.CONSTANT_PER_TYPE,
-        says="the learned controller is within half a point of the best constant plan per type",
-        denies="the learned controller is more than half a point below the best constant plan "
-        "per type",
+        "is at most half a point below the best constant plan per type",
         margin=-0.005,
     ),
+    Claim("c", RANDOM_SEARCH, "beats one run of a random search over plans"),
+    _above_frontier("uniform", False, "params", 0.03),
+    _above_frontier("uniform", True, "params", 0.03),
+    _above_frontier("uniform", False, "macs", 0.0),
+    _above_frontier("uniform", True, "macs", 0.0),
+    _above_frontier("own", False, "params", 0.03),
+    _above_frontier("own", True, "params", 0.03),
+    _above_frontier("own", False, "macs", 0.0),
+    _above_frontier("own", True, "macs", 0.0),
     Claim(
         "d",
         arms.FROM_SCRATCH,
-        says="growing is better than training the grown graph from scratch",
-        denies="growing is no better than training the grown graph from scratch",
+        "is above the grown graphs trained from scratch",
         measure="accuracy",
     ),
-    Claim("e", arms.HOST_ALONE, says="growing helped", denies="growing did not help here"),
-    Claim(
-        "e",
-        arms.ALL_SEEDS,
-        says="the learned controller beats all seeds from the start",
-        denies="the learned controller does not beat all seeds from the start",
-    ),
-    _beats("e", arms.WIDTH_SEARCH),
+    Claim("e", arms.ALL_SEEDS, "beats all seeds from the start"),
+    Claim("e", arms.WIDTH_SEARCH, "beats the width search"),
+    Claim("e", arms.HOST_ALONE, "beats the host alone"),
 )
-SEARCH_CLAIM = SearchClaim("c", runs=1)
-FRONTIER_CLAIMS: tuple[FrontierClaim, ...] = (
-    FrontierClaim("d", "uniform", norm=False, size="params", margin=0.03),
-    FrontierClaim("d", "uniform", norm=True, size="params", margin=0.03),
-    FrontierClaim("d", "uniform", norm=False, size="macs", margin=0.0),
-    FrontierClaim("d", "uniform", norm=True, size="macs", margin=0.0),
-    FrontierClaim("d", "own", norm=False, size="params", margin=0.03),
-    FrontierClaim("d", "own", norm=True, size="params", margin=0.03),
-    FrontierClaim("d", "own", norm=False, size="macs", margin=0.0),
-    FrontierClaim("d", "own", norm=True, size="macs", margin=0.0),
-)
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Everything that was measured on the held-out hosts."""
+
+    experiment: PairedExperiment
+    arms: Mapping[str, ArmResult]
+    searches: Sequence[RandomSearch]  # one per rent
+    statics: StaticPool
+
+    def lead(self, claim: Claim, rent: int, hosts: Groups | slice = slice(None)) -> Estimate:
+        """The learned controller's lead at the rent of index `rent`, over some or all hosts."""
+        learned = self.arms[arms.LEARNED]
+        if claim.frontier:
+            frontier, groups = self.frontier(claim.frontier)
+            test, size = (learned.array(name)[:, rent] for name in ("test", claim.frontier[2]))
+            return frontier.excess(test[:, hosts], size[:, hosts], groups[hosts])
+        if claim.rival == RANDOM_SEARCH:
+            ours, theirs = learned.scores[:, rent], self.searches[rent].best_of(1)[None]
+        else:
+            ours, theirs = (
+                (arm.scores if claim.measure == "score" else arm.array("test"))[:, rent]
+                for arm in (learned, self.arms[claim.rival])
+            )
+        return estimate((ours - theirs)[:, hosts])
+
+    def frontier(self, name: FrontierName) -> tuple[Frontier, Groups]:
+        """A frontier, and the group in it that each host is compared with, `[H]`."""
+        is_own = name[0] == "own"
+        groups = self.experiment.type_of_host if is_own else self.experiment.view_of_host
+        return self.statics.frontier(*name), groups.numpy()
 
 
 @dataclass(frozen=True)
@@ -123,85 +125,52 @@ class Verdict:
     letter: str
     rival: str
     rent: float
-    margin: float  # what the lead, or the number of runs, had to exceed
+    margin: float  # that the lead has to exceed
     decision: Decision
-    sentence: str
     lead: Estimate
-    p_value: float  # of the lead, two-sided, against what it had to exceed
-    corrected_p: float | None = None  # by Holm, for all verdicts of an evaluation
-    runs: RunsToMatch | None = None
+    p_value: float  # two-sided, for H0: lead == margin
+    corrected_p: float | None = None  # by Holm, over all verdicts of the evaluation
+    runs: RunsToMatch | None = None  # that a random search needs
+    covered: float = 1.0  # share of the networks within a frontier's range of sizes
 
     @property
-    def stands(self) -> bool:
-        """It is decided, and would be with all verdicts of the evaluation counted."""
-        is_sure = self.corrected_p is not None and self.corrected_p < 1 - LEVEL
-        return self.decision != "undecided" and is_sure
+    def is_significant(self) -> bool:
+        """Decided, also after Holm's correction."""
+        is_small = self.corrected_p is not None and self.corrected_p < 1 - LEVEL
+        return self.decision != "undecided" and is_small
+
+    def __str__(self) -> str:
+        """Such as "holds +3.7 [+3.2, +4.3]"; a star marks what Holm's correction undoes."""
+        text = f"{self.decision} {self.lead}"
+        if self.decision != "undecided" and not self.is_significant:
+            text += " *"
+        if self.runs:
+            text += f"; k = {self.runs}"
+        if self.covered < 1.0:
+            text += f"; {1 - self.covered:.0%} outside"
+        return text
 
 
-def judge_claims(results: Mapping[str, ArmResult], rents: Sequence[float]) -> list[Verdict]:
-    """Every claim about a rival arm, at every rent, hosts paired."""
-    return [
-        judge(claim, rent, _lead(claim, results, index))
-        for claim in CLAIMS
-        for index, rent in enumerate(rents)
-    ]
+def judge_claims(results: Results, rents: Sequence[float]) -> list[Verdict]:
+    """Every claim at every rent, with Holm's correction."""
+    verdicts, learned = [], results.arms[arms.LEARNED]
+    for claim in CLAIMS:
+        for index, rent in enumerate(rents):
+            verdict = judge(claim, rent, results.lead(claim, index))
+            if claim.frontier:
+                frontier, groups = results.frontier(claim.frontier)
+                size = learned.array(claim.frontier[2])[:, index]
+                verdict = replace(verdict, covered=frontier.covers(size, groups))
+            if claim.rival == RANDOM_SEARCH:
+                runs = results.searches[index].runs_to_match(learned.scores[:, index])
+                verdict = replace(verdict, runs=runs)
+            verdicts.append(verdict)
+    return correct_for_number(verdicts)
 
 
 def judge(claim: Claim, rent: float, lead: Estimate) -> Verdict:
-    decision = decide(lead, claim.margin)
-    sentence = _sentence(rent, decision, claim.says, claim.denies, lead, claim.measure)
-    p = lead.p_value(claim.margin)
-    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, sentence, lead, p)
-
-
-def judge_frontier(claim: FrontierClaim, rent: float, excess: Estimate, covered: float) -> Verdict:
-    """`covered`: the share of the networks whose size the frontier reaches."""
-    decision = decide(excess, claim.margin)
-    says, denies = claim.words("lie"), claim.words("do not lie")
-    sentence = _sentence(rent, decision, says, denies, excess, "accuracy")
-    if covered < 1.0:
-        sentence += f" {1 - covered:.0%} of the networks lie beyond the frontier's ends."
-    p = excess.p_value(claim.margin)
-    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, sentence, excess, p)
-
-
-def judge_search(claim: SearchClaim, rent: float, needed: RunsToMatch, lead: Estimate) -> Verdict:
-    """`lead`: over the best of the claim's number of runs."""
-    decision: Decision = "undecided"
-    if needed.low is None or needed.low > claim.runs:
-        decision = "holds"
-    elif needed.high is not None and needed.high <= claim.runs:
-        decision = "fails"
-    k, low, high = (
-        f"more than {needed.tried}" if count is None else str(count)
-        for count in (needed.k, needed.low, needed.high)
-    )
-    sentence = (
-        f"At rent {rent:g} a random search over plans needs {k} full runs to match the learned "
-        f"controller's one [{low} to {high}]."
-    )
-    p = lead.p_value(0.0)
-    return Verdict(
-        claim.letter, "random search", rent, claim.runs, decision, sentence, lead, p, runs=needed
-    )
-
-
-def correct_for_number(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts of one evaluation, each told whether it stands with all of them counted."""
-    corrected = holm([verdict.p_value for verdict in verdicts])
-    return [
-        _with_note(replace(verdict, corrected_p=p), len(verdicts))
-        for verdict, p in zip(verdicts, corrected, strict=True)
-    ]
-
-
-def _with_note(verdict: Verdict, count: int) -> Verdict:
-    if verdict.decision == "undecided":
-        return verdict
-    note = f"It stands with all {count} verdicts counted."
-    if not verdict.stands:
-        note = f"With all {count} verdicts counted it is undecided."
-    return replace(verdict, sentence=f"{verdict.sentence} {note}")
+    decision, p = decide(lead, claim.margin), lead.p_value(claim.margin)
+    return Verdict(claim.letter, claim.rival, rent, claim.margin, decision, lead, p)
 
 
 def decide(lead: Estimate, margin: float) -> Decision:
@@ -211,30 +180,28 @@ def decide(lead: Estimate, margin: float) -> Decision:
     return "fails" if lead.high < margin or is_certain else "undecided"
 
 
-def _lead(claim: Claim, results: Mapping[str, ArmResult], rent_index: int) -> Estimate:
-    """Of the learned controller over the claim's rival, on the same hosts."""
-    ours, theirs = (
-        arm.scores if claim.measure == "score" else arm.array("test")
-        for arm in (results[arms.LEARNED], results[claim.rival])
-    )
-    return estimate(ours[:, rent_index] - theirs[:, rent_index])
+def correct_for_number(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of one evaluation with Holm's correction."""
+    corrected = holm([verdict.p_value for verdict in verdicts])
+    return [replace(v, corrected_p=p) for v, p in zip(verdicts, corrected, strict=True)]
 
 
-def _sentence(
-    rent: float, decision: Decision, says: str, denies: str, lead: Estimate, measure: str
-) -> str:
-    words = {"holds": says, "fails": denies, "undecided": f"it is undecided whether {says}"}
-    sentence = (
-        f"At rent {rent:g} {words[decision]}: {100 * lead.mean:+.1f} points of {measure} "
-        f"[{100 * lead.low:+.1f}, {100 * lead.high:+.1f}]"
-    )
-    return f"{sentence}{_controllers(lead)}."
+@dataclass(frozen=True)
+class VariantLeads:
+    """The learned controller's leads on one variant of the data, by rival."""
+
+    variant: str
+    rent: float
+    leads: dict[str, Estimate]
 
 
-def _controllers(lead: Estimate) -> str:
-    """What each of several controllers leads by, and how sure that is of these very ones."""
-    if lead.same_controllers is None:
-        return ""
-    low, high = lead.same_controllers
-    each = ", ".join(f"{100 * mean:+.1f}" for mean in lead.per_controller)
-    return f"; of these controllers [{100 * low:+.1f}, {100 * high:+.1f}], each {each}"
+def leads_by_variant(results: Results, rents: Sequence[float]) -> list[VariantLeads]:
+    """Leads over the host alone, the best constant and the frontiers, on each variant."""
+    claims = [c for c in CLAIMS if c.frontier or c.rival in (arms.HOST_ALONE, arms.CONSTANT)]
+    experiment, found = results.experiment, []
+    for number, view in enumerate(experiment.view_ids):
+        hosts = np.flatnonzero(experiment.view_of_host.numpy() == number)
+        for index, rent in enumerate(rents):
+            leads = {claim.rival: results.lead(claim, index, hosts) for claim in claims}
+            found.append(VariantLeads(experiment.task.names[view], rent, leads))
+    return found

@@ -1,11 +1,11 @@
-"""What an evaluation found: every network's figures, the table, and a sentence for each claim."""
+"""The report of an evaluation as table, Markdown, JSON and plot data."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,141 +19,149 @@ from esper.simic.evaluation.arms import (
     WIDTH_SEARCH,
     ArmResult,
 )
-from esper.simic.evaluation.claims import FRONTIER_CLAIMS, Verdict
+from esper.simic.evaluation.claims import CLAIMS, Results, VariantLeads, Verdict
+from esper.simic.evaluation.searches import FrontierKind, Sweep
 from esper.simic.evaluation.settings import EvaluationConfig
 from esper.simic.evaluation.statistics import Array, Estimate, estimate, estimate_over_groups
-from esper.simic.evaluation.tuning import Sweep
-from esper.simic.evaluation.variants import OnVariant
-from esper.simic.evaluation.widened import FrontierKind, StaticPool
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.plain_config import to_plain
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_FIELDS = (
-    "validation",
-    "test",
-    "added_params",
-    "params",
-    "macs",
-    "training_flops",
-    "watching_flops",
-    "rolled_back",
-)
-FEW_HOSTS = 256  # below, differences of less than a point are not to be read
+Rows = list[list[str]]  # of a table, header first
+_FIELDS = ("validation", "test", "added_params", "params", "macs", "training_flops",
+           "validation_flops", "rolled_back")  # fmt: skip
+FEW_HOSTS = 256  # with fewer, differences below a point are noise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationReport:
+    """Every network's figures, the verdicts, and how long it took."""
+
     config: TrainConfig
     settings: EvaluationConfig
-    num_controllers: int
-    device: str
-    types: tuple[str, ...]
-    arms: dict[str, ArmResult]
+    results: Results
     learning_rates: Sweep
     heuristic: Sweep
     plans: dict[str, list[str]]  # the best constant plans, one per rent
-    searches: list[dict[int, Estimate]]  # for each rent, what the best of k random plans scores
-    statics: StaticPool
     verdicts: list[Verdict]
-    variants: list[OnVariant]
+    variants: list[VariantLeads]
     stages: dict[str, float]  # seconds
 
     @property
-    def num_hosts(self) -> int:
-        return int(next(iter(self.arms.values())).scores.shape[-1])
+    def arms(self) -> Mapping[str, ArmResult]:
+        return self.results.arms
 
     @property
-    def seconds(self) -> float:
-        return sum(self.stages.values())
+    def num_controllers(self) -> int:
+        return len(self.arms[LEARNED].scores)
 
     def summary(self) -> str:
-        """How much was measured, and how far that goes."""
+        """How much was measured, and what differences it can show."""
+        experiment = self.results.experiment
         size = (
-            f"{self.num_hosts} hosts an arm of {len(self.types)} types held out from training, "
-            f"{self.num_controllers} controller(s), {self.seconds:.0f} s on {self.device}."
+            f"{experiment.num_hosts} hosts per arm of {len(experiment.type_names)} types held out "
+            f"from training, {self.num_controllers} controller(s), "
+            f"{sum(self.stages.values()):.0f} s on {experiment.task.device}."
         )
-        if self.num_hosts < FEW_HOSTS or self.num_controllers < 3:
+        if experiment.num_hosts < FEW_HOSTS or self.num_controllers < 3:
             size += (
-                " This is a small evaluation: read differences of several points, not of one, and "
-                f"use --preset full ({FEW_HOSTS} hosts, three controllers or more) for claims."
+                " This is a small evaluation: only differences of several points are reliable. Use "
+                f"--preset full ({FEW_HOSTS} hosts) with three or more controllers for claims."
             )
         return size
 
-    def rows(self) -> tuple[list[str], list[list[str]]]:
-        """The table of arms: its header, and a row for each, best at the middle rent first."""
+    def headline(self) -> str:
+        """Whether growing helped, at each rent."""
+        words = {
+            "holds": "growing helped",
+            "fails": "growing did not help",
+            "undecided": "it is undecided whether growing helped",
+        }
+        found = [verdict for verdict in self.verdicts if verdict.rival == HOST_ALONE]
+        return " ".join(
+            f"At rent {v.rent:g} {words[v.decision]}: {v.lead} points of score." for v in found
+        )
+
+    def arm_table(self) -> Rows:
+        """Header and rows, one per arm, sorted by score at the middle rent."""
         header = ["arm", *(f"score, rent {rent:g}" for rent in self.settings.rents)]
-        header += ["test accuracy", "params", "multiply-adds", "training GFLOP", "spent before"]
+        header += ["test accuracy", "params", "multiply-adds", "training GFLOP", "search networks"]
         ranked = sorted(self.arms.values(), key=lambda arm: -arm.scores[:, self._middle].mean())
-        return header, [self._row(arm) for arm in ranked]
+        return [header, *map(self._arm_row, ranked)]
+
+    def claim_table(self) -> Rows:
+        """Header and rows, one per claim, with a verdict at each rent."""
+        rents, verdicts = self.settings.rents, {(v.rival, v.rent): v for v in self.verdicts}
+        header = ["claim: the learned controller ...", *(f"rent {rent:g}" for rent in rents)]
+        rows = [
+            [f"({claim.letter}) {claim.text}", *(str(verdicts[claim.rival, r]) for r in rents)]
+            for claim in CLAIMS
+        ]
+        return [header, *rows]
 
     def markdown(self) -> str:
-        header, rows = self.rows()
-        lines = [f"# Evaluation on {self.config.task}", "", self.summary(), "", self._legend(), ""]
-        lines += _markdown_table(header, rows)
-        lines += ["", self._costs(), "", self._seconds(), "", "## Claims", "", self._coverage(), ""]
-        lines += [f"- ({v.letter}) **{v.decision}**: {v.sentence}" for v in self.verdicts]
-        lines += ["", "## Where growing helps", "", *self._variant_lines()]
-        lines += ["", "## Random search over plans, best of k by validation", ""]
-        lines += _markdown_table(
-            ["rent", *(f"k = {k}" for k in self.searches[0])],
-            [
-                [f"{rent:g}", *map(_with_interval, curve.values())]
-                for rent, curve in zip(self.settings.rents, self.searches, strict=True)
-            ],
-        )
-        lines += ["", "## Settled before", "", f"Learning rate: {_sweep(self.learning_rates)}"]
-        lines += ["", f"Heuristic: {_sweep(self.heuristic)}", "", "## Best constant plans", ""]
-        rents = ", ".join(f"{rent:g}" for rent in self.settings.rents)
-        lines += [f"At the rents {rents}:", ""]
-        lines += [f"- {name}: {'; '.join(plans)}" for name, plans in self.plans.items()]
-        return "\n".join(lines) + "\n"
-
-    def table(self) -> "Table":
-        """The first columns of the table of arms, for a terminal."""
-        from rich.table import Table
-
-        header, rows = self.rows()
-        columns = len(self.settings.rents) + 3
-        table = Table(title="Arms on hosts and data held out from training")
-        for number, name in enumerate(header[:columns]):
-            table.add_column(name, justify="right" if number else "left", no_wrap=not number)
-        for row in rows:
-            table.add_row(*row[:columns])
-        return table
+        rents = self.settings.rents
+        curves = [search.curve() for search in self.results.searches]
+        curve_rows = [
+            [f"{rent:g}", *map(_with_interval, curve.values())]
+            for rent, curve in zip(rents, curves, strict=True)
+        ]
+        seconds = ", ".join(f"{stage} {s:.1f}" for stage, s in self.stages.items())
+        blocks = [
+            f"# Evaluation on {self.config.task}",
+            self.headline(),
+            self.summary(),
+            "## Arms",
+            _markdown_table(self.arm_table()),
+            self._arm_note(),
+            self._costs(),
+            f"Seconds: {seconds}.",
+            "## Claims",
+            _markdown_table(self.claim_table()),
+            self.claim_note(),
+            "## Lead of the learned controller by data variant",
+            _markdown_table(self._variant_table()),
+            "## Random search over plans: test score of the best of k by validation",
+            _markdown_table([["rent", *(f"k = {k}" for k in curves[0])], *curve_rows]),
+            "## Tuned on training types",
+            f"Learning rate: {_sweep(self.learning_rates)}",
+            f"Heuristic: {_sweep(self.heuristic)}",
+            f"## Best constant plans at rents {', '.join(f'{rent:g}' for rent in rents)}",
+            "\n".join(f"- {name}: {'; '.join(plans)}" for name, plans in self.plans.items()),
+        ]
+        return "\n\n".join(blocks) + "\n"
 
     def plain(self) -> dict[str, Any]:
-        """Everything, every network's figures too, as JSON has it."""
+        """Everything as JSON values, with the figures of every network."""
+        experiment, statics = self.results.experiment, self.results.statics
         return {
             "config": to_plain(self.config),
             "settings": to_plain(self.settings),
-            "device": self.device,
+            "device": str(experiment.task.device),
             "seconds": self.stages,
-            "types": list(self.types),
+            "types": list(experiment.type_names),
             "learning_rates": asdict(self.learning_rates),
             "heuristic": asdict(self.heuristic),
             "plans": self.plans,
             "random_search": [
-                {k: asdict(found) for k, found in curve.items()} for curve in self.searches
+                {k: asdict(found) for k, found in search.curve().items()}
+                for search in self.results.searches
             ],
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
             "variants": [asdict(found) for found in self.variants],
             "arms": {name: _plain_arm(arm) for name, arm in self.arms.items()},
             "statics": {
-                "hosts": [asdict(host) for host in self.statics.hosts],
-                "lines": self.statics.lines,
-                "params": self.statics.params.tolist(),
-                "macs": self.statics.macs.tolist(),
-                "validation": self.statics.validation.tolist(),
-                "test": self.statics.test.tolist(),
+                "hosts": [host._asdict() for host in statics.hosts],
+                "lines": statics.lines,
+                "params": statics.sizes("params").tolist(),
+                "macs": statics.sizes("macs").tolist(),
+                "validation": statics.networks.validation.tolist(),
+                "test": statics.networks.test.tolist(),
             },
             "plot": self.plot(),
         }
 
     def plot(self) -> dict[str, Any]:
-        """Frontier lines and arms as points: what `nissa.frontier_plot` draws."""
+        """Frontier lines, and arms as points, for `nissa.frontier_plot`."""
         names: dict[FrontierKind, str] = {"uniform": "one width", "own": "own host widened"}
         lines = [
             {"label": f"{name}, {'with' if norm else 'without'} norm", **self._line(kind, norm)}
@@ -169,11 +177,11 @@ class EvaluationReport:
 
     @property
     def file_name(self) -> str:
-        """What files about it are called: by the task, where it is not MNIST-1D."""
+        """Name of its files; the task is part of it unless it is MNIST-1D."""
         return "evaluation" if self.config.task == "mnist1d" else f"evaluation_{self.config.task}"
 
     def save(self, folder: Path | str) -> tuple[Path, Path]:
-        """Write it as JSON and as Markdown; the two paths."""
+        """Write JSON and Markdown; returns the two paths."""
         folder = Path(folder)
         paths = folder / f"{self.file_name}.json", folder / f"{self.file_name}.md"
         for path, text in zip(paths, (json.dumps(self.plain()), self.markdown()), strict=True):
@@ -184,87 +192,80 @@ class EvaluationReport:
     def _middle(self) -> int:
         return (len(self.settings.rents) - 1) // 2
 
-    def _legend(self) -> str:
+    def _arm_note(self) -> str:
         return (
-            "Scores and accuracies are points on test rows with half their 95 % interval over "
-            "hosts; arms are paired, so the claims below tell them apart far better than these "
-            f"do. All but the scores are at rent {self.settings.rents[self._middle]:g}. Training counts "
-            "seeds as long as they live, and validation. Spent before: networks that were trained "
-            "to tune, search or learn."
+            "Scores and accuracies are percentage points on test rows, ± half a 95 % interval over "
+            "hosts. Arms share their hosts: compare them by the paired claims below, not by these "
+            "intervals. Columns other than the scores are at rent "
+            f"{self.settings.rents[self._middle]:g}. Training GFLOP includes removed seeds and "
+            "validation. Search networks were trained before, to tune, search or learn."
         )
 
     def _costs(self) -> str:
-        """What searches took beside what training a controller took, in arithmetic."""
+        """The cost of searches relative to that of training a controller."""
         learned = self.arms[LEARNED]
         controller, grown = learned.search.flops, learned.array("training_flops").mean()
         names = (WIDTH_SEARCH, CONSTANT, CONSTANT_PER_TYPE, HEURISTIC)
         parts = [f"{name} {self.arms[name].search.flops / controller:.1%}" for name in names]
+        validation = [
+            self.arms[name].array("validation_flops").sum()
+            / self.arms[name].array("training_flops").sum()
+            for name in (LEARNED, HOST_ALONE)
+        ]
         return (
             f"Training a controller took {controller / 1e12:,.2f} TFLOP, as much as growing "
-            f"{controller / grown:,.0f} networks with it: grown once, a network costs that and its "
-            "own training; grown more often, its share. Of as much, the searches spent: "
-            f"{', '.join(parts)}. Validation, with all seeds and without each in turn, is "
-            f"{self._watching(LEARNED):.1%} of the training of the learned arm's networks and "
-            f"{self._watching(HOST_ALONE):.1%} of that of hosts alone."
+            f"{controller / grown:,.0f} networks with it. Searches, relative to that: "
+            f"{', '.join(parts)}. Validation, ablations included, is {validation[0]:.1%} of the "
+            f"training FLOPs of learned networks and {validation[1]:.1%} of those of hosts alone."
         )
 
-    def _watching(self, name: str) -> float:
-        arm = self.arms[name]
-        return float(arm.array("watching_flops").sum() / arm.array("training_flops").sum())
-
-    def _seconds(self) -> str:
-        return f"Seconds: {', '.join(f'{stage} {s:.1f}' for stage, s in self.stages.items())}."
-
-    def _coverage(self) -> str:
-        """What the intervals of the claims cover."""
-        if self.num_controllers == 1:
-            return (
-                "Differences are paired by host. Intervals cover which hosts were drawn, of these "
-                "types; they say nothing about other controllers trained in the same way."
-            )
+    def claim_note(self) -> str:
+        """How to read the table of claims."""
+        covers = "other hosts of these types"
+        if self.num_controllers > 1:
+            covers += " and other controllers trained in the same way"
         return (
-            f"Differences are paired by host and averaged over the {self.num_controllers} "
-            "controllers. The first interval, which decides, covers which hosts were drawn, of "
-            "these types, and which controllers were trained; the second covers hosts alone. After "
-            "it comes each controller's own mean."
+            "Leads are points of score, in (d) of accuracy, paired by host [95 % interval]. A claim "
+            "holds if the interval is above its margin and fails if it is below. Intervals cover "
+            f"{covers}. *: not significant after Holm correction over {len(self.verdicts)} verdicts. "
+            "k: runs a random search needs to match one run. Outside: networks beyond the sizes of "
+            "the static hosts."
         )
 
-    def _variant_lines(self) -> list[str]:
-        """The leads and excesses on each variant, in points; not all of them, for a page's width."""
+    def _variant_table(self) -> Rows:
+        """Leads on each variant, over two arms and the frontiers with the run's norm."""
         shown = [
-            claim.rival
-            for claim in FRONTIER_CLAIMS
-            if claim.kind == "uniform"
-            or (claim.norm == self.config.norm and claim.size == "params")
+            claim
+            for claim in CLAIMS
+            if claim.rival in self.variants[0].leads
+            and (not claim.frontier or claim.frontier[1:] == (self.config.norm, "params"))
         ]
-        header = ["variant", "rent", *(f"score over {rival}" for rival in self.variants[0].leads)]
-        header += [f"accuracy over {rival}" for rival in shown]
+        header = ["variant", "rent", *(f"{claim.measure} over {claim.rival}" for claim in shown)]
         rows = []
         for found in self.variants:
-            leads = [*found.leads.values(), *(found.excesses[rival] for rival in shown)]
-            cells = [_with_interval(lead, sign="+") for lead in leads]
+            cells = [str(found.leads[claim.rival]) for claim in shown]
             rows.append([found.variant, f"{found.rent:g}", *cells])
-        return _markdown_table(header, rows)
+        return [header, *rows]
 
-    def _row(self, arm: ArmResult) -> list[str]:
+    def _arm_row(self, arm: ArmResult) -> list[str]:
         middle = self._middle
-        scores = [_points(arm.scores[:, index]) for index in range(len(arm.rents))]
-        sizes = [estimate(arm.array(name)[:, middle]) for name in ("params", "macs")]
-        gflops = estimate(arm.array("training_flops")[:, middle] / 1e9)
+        scores = [estimate(arm.scores[:, index]) for index in range(len(arm.rents))]
+        test, params, macs, flops = (
+            estimate(arm.array(name)[:, middle])
+            for name in ("test", "params", "macs", "training_flops")
+        )
         return [
             arm.name,
-            *scores,
-            _points(arm.array("test")[:, middle]),
-            *(f"{size.mean:,.0f} ± {_half(size):,.0f}" for size in sizes),
-            f"{gflops.mean:,.2f} ± {_half(gflops):,.2f}",
+            *map(_with_interval, [*scores, test]),
+            *(f"{size.mean:,.0f} ± {size.half_width:,.0f}" for size in (params, macs)),
+            f"{flops.mean / 1e9:,.2f} ± {flops.half_width / 1e9:,.2f}",
             f"{arm.search.networks:,}",
         ]
 
     def _line(self, kind: FrontierKind, norm: bool) -> dict[str, list[float]]:
-        """Means over a frontier's groups: of accuracy, and geometric ones of the sizes."""
-        by_params, by_macs = (
-            self.statics.frontier(kind, norm=norm, by=by) for by in ("params", "macs")
-        )
+        """Mean accuracy and geometric mean size over a frontier's groups."""
+        by_params = self.results.statics.frontier(kind, norm, "params")
+        by_macs = self.results.statics.frontier(kind, norm, "macs")
         estimates = [estimate_over_groups(of_size) for of_size in by_params.accuracies]
         return {
             "params": _geometric_mean(by_params.sizes).tolist(),
@@ -276,20 +277,18 @@ class EvaluationReport:
 
 
 def _plain_arm(arm: ArmResult) -> dict[str, Any]:
-    arrays = {name: arm.array(name).tolist() for name in _FIELDS}
-    seeds = [h.seeds.blueprint.tolist() for h in arm.harvests]
     return {
         "rents": list(arm.rents),
         "searched": asdict(arm.search),
         "axes": ["controller", "rent", "host"],
         "score": arm.scores.tolist(),
-        **arrays,
-        "seeds": seeds,
+        **{name: arm.array(name).tolist() for name in _FIELDS},
+        "seeds": arm.outcome.seeds.blueprint.tolist(),
     }
 
 
 def _point(arm: ArmResult, index: int) -> dict[str, float]:
-    """Where an arm lies at one rent; sizes are geometric means over the hosts."""
+    """An arm at one rent: mean accuracy and geometric mean sizes over hosts."""
     found = estimate(arm.array("test")[:, index])
     params, macs = (
         float(_geometric_mean(arm.array(name)[:, index].flatten())) for name in ("params", "macs")
@@ -310,30 +309,19 @@ def _geometric_mean(values: Array) -> Array:
     return mean
 
 
-def _points(values: Array) -> str:
-    return _with_interval(estimate(values))
-
-
-def _with_interval(found: Estimate, sign: str = "") -> str:
-    """A mean and half its interval, in points."""
-    return f"{100 * found.mean:{sign}.1f} ± {100 * _half(found):.1f}"
-
-
-def _half(found: Estimate) -> float:
-    return (found.high - found.low) / 2
+def _with_interval(found: Estimate) -> str:
+    """Mean ± half the interval, in points."""
+    return f"{100 * found.mean:.1f} ± {100 * found.half_width:.1f}"
 
 
 def _sweep(sweep: Sweep) -> str:
     tried = [
-        f"{', '.join(f'{name} {value:g}' for name, value in settings.items())}: {100 * worth:.1f}"
-        for settings, worth in zip(sweep.tried, sweep.worth, strict=True)
+        f"{', '.join(f'{name} {value:g}' for name, value in settings.items())}: {100 * result:.1f}"
+        for settings, result in zip(sweep.tried, sweep.results, strict=True)
     ]
     return f"{'; '.join(tried)} ({sweep.cost.networks:,} networks)."
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [_markdown_row(header), _markdown_row(["---"] * len(header)), *map(_markdown_row, rows)]
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _markdown_table(rows: Rows) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,108 +1,122 @@
-"""Differences with intervals: pairs of hosts, several controllers, a frontier with its own noise.
+"""Means with 95 % intervals: over paired hosts, over several controllers, over a frontier.
 
-Arrays are float64 numpy, `[H]` or `[K, H]`: K controllers that met the same H hosts.
+Arrays are float64 numpy, `[H]` or `[K, H]`: K controllers on the same H hosts.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Groups = NDArray[np.int64]
+Variance = tuple[float, float]  # a part of a mean's variance, and its degrees of freedom
 
 LEVEL = 0.95
-BOOTSTRAP_DRAWS = 4000
-MOST_DEGREES = 1e4  # of freedom: beyond, Student's t is as good as normal
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its 95 % intervals: by Student's t, and by the bootstrap."""
+    """A mean and its 95 % Student-t interval."""
 
     mean: float
     low: float
     high: float
-    bootstrap_low: float
-    bootstrap_high: float
     standard_error: float
     degrees: float  # of freedom
-    per_controller: tuple[float, ...] = ()  # the mean of each, where there are several
+    per_controller: tuple[float, ...] = ()  # each controller's mean, if there are several
     same_controllers: tuple[float, float] | None = None
-    """The interval for these very controllers on other hosts; the others cover controllers too."""
+    """The interval if only hosts vary: these controllers, on other hosts."""
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+    def __str__(self) -> str:
+        """In percentage points, such as "+3.7 [+3.2, +4.3]"."""
+        mean, low, high = (f"{100 * value:+.1f}" for value in (self.mean, self.low, self.high))
+        return f"{mean} [{low}, {high}]"
 
     def p_value(self, margin: float) -> float:
-        """How probable a mean this far from `margin`, on either side, is where it is the truth."""
+        """Two-sided p-value for H0: true mean == margin."""
+        from scipy.special import stdtr
+
         if self.standard_error == 0:
-            return 0.0  # nothing varies: it is certain
-        return 2 * t_tail(abs(self.mean - margin) / self.standard_error, self.degrees)
+            return 0.0  # nothing varies: the difference is certain
+        return float(2 * stdtr(self.degrees, -abs(self.mean - margin) / self.standard_error))
 
 
-def estimate(values: Array) -> Estimate:
-    """The mean of `[H]` or `[K, H]` over hosts and controllers, both taken as samples of more.
+def estimate(values: Array, other_variances: Sequence[Variance] = ()) -> Estimate:
+    """The mean of `[H]` or `[K, H]`; both hosts and controllers are samples of a population.
 
-    Controllers and hosts are crossed, so a mean over all cells varies with either: variances of
-    the means over each are added, and what both contain is taken off once (Cameron, Gelbach and
-    Miller 2011). The bootstrap draws rows and columns apart (Owen 2007).
+    Hosts and controllers are crossed. The variances of the means over each are added and the
+    variance that both contain is subtracted once (Cameron, Gelbach and Miller 2011).
+    `other_variances` are added, such as those of a frontier that was subtracted from the values.
     """
     values = np.atleast_2d(values)
-    found = _interval(float(values.mean()), _spreads(values), _draw_means(values))
-    return _with_controllers(found, values, ())
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for being many: with those below 0.05 all true, one is wrong in 20 sets.
-
-    The smallest of m is multiplied by m, the next by m - 1, and so on; none falls below one that
-    was smaller (Holm 1979).
-    """
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    found = _interval(float(values.mean()), [*_variances(values), *other_variances])
+    if len(values) == 1:
+        return found
+    of_hosts = _variances(values.mean(0, keepdims=True))
+    same = _interval(found.mean, [*of_hosts, *other_variances])
+    return replace(
+        found,
+        per_controller=tuple(values.mean(1).tolist()),
+        same_controllers=(same.low, same.high),
+    )
 
 
 def estimate_over_groups(values: Array) -> Estimate:
-    """The mean of `[G, repeats]`, where the groups are all there are and the repeats a sample."""
-    num_groups, repeats = values.shape
-    parts = values / num_groups
-    spreads = [(float(row.var(ddof=1)) / repeats, repeats - 1.0) for row in parts]
-    draws = [_draw_shares(repeats, rng_seed) @ row for rng_seed, row in enumerate(parts)]
-    return _interval(float(values.mean()), spreads, np.sum(draws, axis=0))
+    """The mean of `[G, repeats]`; groups are fixed and repeats are samples."""
+    return _interval(float(values.mean()), [_variance(row) for row in values / len(values)])
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values adjusted for multiple comparisons by Holm's method (1979)."""
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
 
 
 @dataclass(frozen=True)
 class RunsToMatch:
-    """Runs that a search needs to do as well as a rival; None: more than there were."""
+    """Runs that a search needs to match a rival, with a 95 % interval; None: more than `tried`."""
 
     k: int | None
-    low: int | None  # fewer are worse for sure, as far as 95 % go
-    high: int | None  # as many are as good for sure
+    low: int | None
+    high: int | None
     tried: int
+
+    def __str__(self) -> str:
+        k, low, high = (
+            f"more than {self.tried}" if count is None else str(count)
+            for count in (self.k, self.low, self.high)
+        )
+        return f"{k} [{low} to {high}]"
 
 
 @dataclass(frozen=True, eq=False)
 class RandomSearch:
-    """M runs on each of H hosts: the score that runs are chosen by, and the one that counts."""
+    """M runs on each of H hosts, chosen by validation score and measured by test score."""
 
-    validation_scores: Array  # [M, H], as the other
+    validation_scores: Array  # [M, H], as the test scores
     test_scores: Array
 
     def best_of(self, k: int) -> Array:
-        """The test score of the best of k runs by validation: its exact mean over all subsets.
+        """Expected test score of the best of k runs by validation, exact over all subsets, `[H]`.
 
-        The run of rank i (from 0, the worst) is the best of k in C(i, k - 1) of the C(M, k)
-        subsets of a host's M runs.
+        The run of rank i (0 is the worst) is the best of k in C(i, k - 1) of the C(M, k) subsets.
         """
         num_runs = len(self.test_scores)
         if not 1 <= k <= num_runs:
             raise ValueError(f"the best of k={k} runs; there are {num_runs}: use 1 to {num_runs}")
-        subsets = [math.comb(i, k - 1) / math.comb(num_runs, k) for i in range(num_runs)]
+        shares = [math.comb(i, k - 1) / math.comb(num_runs, k) for i in range(num_runs)]
         order = np.argsort(self.validation_scores, axis=0, kind="stable")
-        mean: Array = np.asarray(subsets) @ np.take_along_axis(self.test_scores, order, axis=0)
+        mean: Array = np.asarray(shares) @ np.take_along_axis(self.test_scores, order, axis=0)
         return mean
 
     def curve(self) -> dict[int, Estimate]:
@@ -111,7 +125,7 @@ class RandomSearch:
         return {2**power: estimate(self.best_of(2**power)) for power in range(doublings)}
 
     def runs_to_match(self, rival: Array) -> RunsToMatch:
-        """How many runs the best of which is as good as a rival's scores, `[H]` or `[K, H]`."""
+        """The smallest k whose best run matches a rival's scores, `[H]` or `[K, H]`."""
         num_runs = len(self.test_scores)
         gaps = [estimate(self.best_of(k) - rival) for k in range(1, num_runs + 1)]
 
@@ -127,9 +141,9 @@ class RandomSearch:
 
 
 class Frontier:
-    """Accuracy of networks by their size, in each of G groups; straight lines over log size.
+    """Accuracy by network size in each of G groups, linear in log size and flat beyond the ends.
 
-    A network names the group that it is compared with: its data, or its data and its host.
+    A group is the data, or the data and the host, that a network is compared on.
     """
 
     def __init__(self, sizes: Array, accuracies: Array):
@@ -141,134 +155,63 @@ class Frontier:
             )
         self.sizes, self.accuracies = sizes, accuracies
 
-    def at(self, size: Array, group: NDArray[np.int64]) -> Array:
-        """Accuracy at each size `[..., H]` in its group `[H]`; clamped at both ends."""
+    def at(self, size: Array, group: Groups) -> Array:
+        """Accuracy at each size `[..., H]` in its group `[H]`."""
         means = self.accuracies.mean(-1)[:, group]
         found: Array = np.einsum("n...h,nh->...h", self._weights(size, group), means)
         return found
 
-    def excess(self, accuracy: Array, size: Array, group: NDArray[np.int64]) -> Estimate:
-        """How far networks `[H]` or `[K, H]` lie above it, at their sizes in their groups `[H]`.
+    def excess(self, accuracy: Array, size: Array, group: Groups) -> Estimate:
+        """Accuracy of networks `[H]` or `[K, H]` minus the frontier's at their sizes and groups.
 
-        Noise of the frontier counts with the share of the networks that meet it. Where groups are
-        small it also shows as a spread between hosts: the interval is then rather too wide.
+        The frontier's own noise enters with the weights of the interpolation. With small groups it
+        also appears as a spread between hosts; the interval is then slightly too wide.
         """
         accuracy, size = np.atleast_2d(accuracy), np.atleast_2d(size)
-        excess = accuracy - self.at(size, group)
-        own = self._mean_on_frontier(size, group)  # [G, repeats]
-        repeats = own.shape[1]
-        of_frontier = [(float(row.var(ddof=1)) / repeats, repeats - 1.0) for row in own]
-        shift = sum(
-            (_draw_shares(repeats, rng_seed) - 1 / repeats) @ row
-            for rng_seed, row in enumerate(own, start=2)
-        )
-        spreads = [*_spreads(excess), *of_frontier]
-        found = _interval(float(excess.mean()), spreads, _draw_means(excess) - shift)
-        return _with_controllers(found, excess, of_frontier)
+        in_group = np.eye(self.sizes.shape[1])[group]  # [H, G]
+        weights = np.einsum("nkh,hg->ng", self._weights(size, group), in_group) / size.size
+        parts = np.einsum("ng,ngr->gr", weights, self.accuracies)
+        return estimate(accuracy - self.at(size, group), [_variance(part) for part in parts])
 
-    def covers(self, size: Array, group: NDArray[np.int64]) -> float:
-        """Share of the sizes `[..., H]` that lie between the ends of their groups `[H]`."""
+    def covers(self, size: Array, group: Groups) -> float:
+        """Share of the sizes `[..., H]` within the size range of their groups `[H]`."""
         first, last = self.sizes[0, group], self.sizes[-1, group]
         return float(((size >= first) & (size <= last)).mean())
 
-    def _mean_on_frontier(self, size: Array, group: NDArray[np.int64]) -> Array:
-        """What each repeat of the frontier adds to the mean over all networks, `[G, repeats]`."""
-        is_in = np.eye(self.sizes.shape[1])[group]  # [H, G]
-        shares = np.einsum("nkh,hg->ng", self._weights(size, group), is_in) / size.size
-        parts: Array = np.einsum("ng,ngr->gr", shares, self.accuracies)
-        return parts
-
-    def _weights(self, size: Array, group: NDArray[np.int64]) -> Array:
-        """Of each of a group's n networks in the interpolation at `size [..., H]`, `[n, ..., H]`."""
+    def _weights(self, size: Array, group: Groups) -> Array:
+        """Interpolation weights of a group's n networks at `size [..., H]`, `[n, ..., H]`."""
         logs = np.log(self.sizes)[:, np.broadcast_to(group, size.shape)]
         passed = np.clip((np.log(size) - logs[:-1]) / np.diff(logs, axis=0), 0.0, 1.0)
-        return -np.diff(passed, axis=0, prepend=1.0, append=0.0)  # of each stretch between two
+        return -np.diff(passed, axis=0, prepend=1.0, append=0.0)
 
 
-def t_quantile(probability: float, degrees: float) -> float:
-    """Of Student's t."""
-    degrees = min(degrees, MOST_DEGREES)
-    angles, below = _angles(degrees)
-    return math.sqrt(degrees) * math.tan(float(np.interp(probability, below, angles)))
+def _variance(values: Array) -> Variance:
+    """Of the mean of `[n]`."""
+    return float(values.var(ddof=1)) / len(values), len(values) - 1.0
 
 
-def t_tail(t: float, degrees: float) -> float:
-    """The probability that Student's t lies above `t`, which is 0 or more."""
-    degrees = min(degrees, MOST_DEGREES)
-    angles, below = _angles(degrees)
-    return float(np.interp(-math.atan(t / math.sqrt(degrees)), angles, below))
-
-
-def _angles(degrees: float) -> tuple[Array, Array]:
-    """With t = sqrt(degrees) tan(angle): angles, and the probability of a smaller one.
-
-    The angle's density is cos^(degrees - 1).
-    """
-    angles = np.linspace(-np.pi / 2, np.pi / 2, 40_001)
-    density = np.cos(angles) ** (degrees - 1)
-    below = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
-    return angles, below / below[-1]
-
-
-def _with_controllers(
-    found: Estimate, values: Array, of_others: Sequence[tuple[float, float]]
-) -> Estimate:
-    """With each controller's mean of `[K, H]`, and the interval where only hosts are a sample."""
-    if len(values) == 1:
-        return found
-    half, *_ = _half_interval([*_spreads(values.mean(0, keepdims=True)), *of_others])
-    return replace(
-        found,
-        per_controller=tuple(values.mean(1).tolist()),
-        same_controllers=(found.mean - half, found.mean + half),
-    )
-
-
-def _spreads(values: Array) -> list[tuple[float, float]]:
-    """Parts of the variance of the mean of `[K, H]`, each with its degrees of freedom."""
-    num_rows, num_columns = values.shape
-    if num_columns < 2:
+def _variances(values: Array) -> list[Variance]:
+    """Of the mean of `[K, H]`."""
+    if values.shape[1] < 2:
         raise ValueError("an interval needs two hosts or more")
-    of_columns = float(values.mean(0).var(ddof=1)) / num_columns
-    if num_rows == 1:
-        return [(of_columns, num_columns - 1.0)]
-    of_rows = float(values.mean(1).var(ddof=1)) / num_rows
-    of_cells = float(values.var(ddof=1)) / values.size
-    both = max(of_rows + of_columns - of_cells, of_rows, of_columns)
-    rows_share = of_rows / max(of_rows + of_columns, 1e-300)
-    return [
-        (both * rows_share, num_rows - 1.0),
-        (both * (1 - rows_share), num_columns - 1.0),
-    ]
+    of_hosts, host_degrees = _variance(values.mean(0))
+    if len(values) == 1:
+        return [(of_hosts, host_degrees)]
+    of_controllers, controller_degrees = _variance(values.mean(1))
+    of_cells, _ = _variance(values.ravel())
+    total = max(of_controllers + of_hosts - of_cells, of_controllers, of_hosts)
+    share = of_controllers / max(of_controllers + of_hosts, 1e-300)
+    return [(total * share, controller_degrees), (total * (1 - share), host_degrees)]
 
 
-def _draw_means(values: Array) -> Array:
-    """Bootstrap means of `[K, H]`, rows and columns drawn apart."""
-    rows, columns = (_draw_shares(count, rng_seed) for rng_seed, count in enumerate(values.shape))
-    means: Array = np.einsum("bk,kh,bh->b", rows, values, columns, optimize=True)
-    return means
+def _interval(mean: float, variances: Sequence[Variance]) -> Estimate:
+    """Student's t interval; degrees of freedom by Satterthwaite's formula."""
+    from scipy.special import stdtrit
 
-
-@cache
-def _draw_shares(count: int, rng_seed: int) -> Array:
-    """How much each of `count` things weighs in each bootstrap sample of them, `[draws, count]`."""
-    rng = np.random.default_rng((rng_seed, count))
-    drawn = rng.multinomial(count, np.full(count, 1 / count), BOOTSTRAP_DRAWS)
-    return drawn / count
-
-
-def _interval(mean: float, spreads: Sequence[tuple[float, float]], draws: Array) -> Estimate:
-    half, error, degrees = _half_interval(spreads)
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(draws, [tail, 1 - tail])
-    return Estimate(mean, mean - half, mean + half, float(low), float(high), error, degrees)
-
-
-def _half_interval(spreads: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Half an interval, the standard error and its degrees of freedom, by Satterthwaite's rule."""
-    variance = sum(part for part, _ in spreads)
+    variance = sum(part for part, _ in variances)
     if variance == 0:
-        return 0.0, 0.0, MOST_DEGREES
-    degrees = variance**2 / sum(part**2 / df for part, df in spreads)
+        return Estimate(mean, mean, mean, 0.0, 0.0)
+    degrees = variance**2 / sum(part**2 / df for part, df in variances)
     error = math.sqrt(variance)
-    return t_quantile((1 + LEVEL) / 2, degrees) * error, error, degrees
+    half = float(stdtrit(degrees, (1 + LEVEL) / 2)) * error
+    return Estimate(mean, mean - half, mean + half, error, degrees)

@@ -1,0 +1,286 @@
+"""Train several arms on the same hosts.
+
+An *arm* is one way to build networks: a controller, or seeds that are present from the start. An arm
+has one *lane* per rent, and every lane trains all H hosts. Host h is identical in every lane:
+architecture, initial weights, data and data order.
+
+    experiment = PairedExperiment(hosts=hosts, view_ids=(0, 1), repeats=4, task=task, menu=menu)
+    alone, grown = experiment.run([Arm("host alone", ConstantPlan(())), Arm("heuristic", heuristic)])
+    (grown.validation - alone.validation).mean()
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.hosts import Host
+from esper.kasmina.lifecycle import SlotStates
+from esper.leyline.protocols import Controller
+from esper.leyline.stages import SeedStage
+from esper.simic.rewards import growth_score
+from esper.tamiyo.policy.action_masks import compute_batch_masks
+from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
+from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch
+from esper.tolaria.optimizers import AdamW, Optimizer
+from esper.tolaria.tasks import Task
+
+FORWARD_FLOPS = 2  # per multiply-add
+TRAINING_FLOPS = 3 * FORWARD_FLOPS  # the backward pass costs two forward passes
+
+MeasureTest = Callable[[PopulationBatch], Tensor]
+Rows = Literal["test", "validation"]
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True, eq=False)
+class Seeds:
+    """The committed seeds of finished networks, each `[lanes, H, S]`."""
+
+    blueprint: Tensor  # -1: empty slot
+    style: Tensor  # BlendStyle
+    alpha: Tensor  # blend weight
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """One way to build networks."""
+
+    name: str
+    controller: Controller
+    rents: tuple[float, ...] = (0.1,)  # one per lane, shown to the controller
+    preset: Seeds | None = None  # seeds that are committed before training starts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ArmOutcome:
+    """The finished networks of an arm, each field `[lanes, H]`; accuracies are 0 to 1."""
+
+    validation: Tensor
+    test: Tensor  # NaN unless the experiment measures it
+    host_params: Tensor
+    added_params: Tensor  # of committed seeds
+    params: Tensor
+    macs: Tensor  # multiply-adds of one prediction
+    compute_charge: Tensor
+    training_flops: Tensor  # includes removed seeds and validation
+    validation_flops: Tensor  # the part of it spent on validation, ablations included
+    rolled_back: Tensor
+    seeds: Seeds
+
+    def scores(self, rents: Sequence[float], rows: Rows = "test") -> Tensor:
+        """Scores at one rent per lane; a single lane is scored at every rent."""
+        accuracy = self.test if rows == "test" else self.validation
+        rent = torch.tensor(rents, dtype=torch.float64).unsqueeze(1)
+        return growth_score(
+            accuracy, self.added_params, self.host_params, rent, self.compute_charge
+        )
+
+    def at(self, index: Any) -> "ArmOutcome":
+        """The networks at an index of the first dimensions."""
+        return combine(lambda values: values[0][index], [self])
+
+
+def combine(function: Callable[[list[Tensor]], Tensor], records: Sequence[_Record]) -> _Record:
+    """A record like `records`; each tensor is `function` of the same field of all of them."""
+
+    def combined(values: list[Any]) -> Any:
+        return function(values) if isinstance(values[0], Tensor) else combine(function, values)
+
+    first: Any = records[0]
+    values = {f.name: combined([getattr(r, f.name) for r in records]) for f in fields(first)}
+    result: _Record = type(first)(**values)
+    return result
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Networks trained, and the floating-point operations of their training."""
+
+    networks: int = 0
+    flops: float = 0.0
+
+    @classmethod
+    def of(cls, outcomes: Sequence[ArmOutcome]) -> "Cost":
+        return cls(
+            sum(outcome.validation.numel() for outcome in outcomes),
+            sum(float(outcome.training_flops.sum()) for outcome in outcomes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairedExperiment:
+    """Hosts, data and training shared by all arms; H = hosts x views x repeats, in this order."""
+
+    hosts: tuple[Host, ...]
+    view_ids: tuple[int, ...]
+    repeats: int
+    task: Task
+    menu: tuple[Blueprint, ...]
+    host_batch: HostBatchConfig = HostBatchConfig()
+    growth: GrowthConfig = GrowthConfig()
+    optimizer: Optimizer = AdamW()
+    measure_test: MeasureTest | None = None  # leave out in experiments that choose something
+    max_macs: float = 5e7
+    """Multiply-adds of one row through all hosts that train in parallel; other arms train later."""
+
+    @property
+    def num_hosts(self) -> int:
+        """H."""
+        return len(self.hosts) * len(self.view_ids) * self.repeats
+
+    @property
+    def max_lanes(self) -> int:
+        """Lanes that train in parallel."""
+        copies = self.num_hosts // len(self.hosts)
+        return max(1, int(self.max_macs // (copies * sum(host.macs for host in self.hosts))))
+
+    @property
+    def type_of_host(self) -> Tensor:
+        """Index of each host's type (architecture and view), `[H]`."""
+        return torch.arange(self.num_hosts) // self.repeats
+
+    @property
+    def view_of_host(self) -> Tensor:
+        """Index of each host's view in `view_ids`, `[H]`."""
+        return self.type_of_host % len(self.view_ids)
+
+    @property
+    def type_names(self) -> tuple[str, ...]:
+        widths = ["-".join(str(site.width) for site in host.sites) for host in self.hosts]
+        views = [self.task.names[view] for view in self.view_ids]
+        return tuple(f"{w} on {view}" for w, view in product(widths, views))
+
+    @property
+    def training_rows(self) -> int:
+        """Examples that each network trains on."""
+        return self.host_batch.minibatches * self.host_batch.batch_size * self.growth.num_steps
+
+    def host_flops(self, host: Host) -> float:
+        """FLOPs to train a host without seeds on every view and repeat, validation included."""
+        validation_rows = (1 + self.growth.num_steps) * self.host_batch.validation_rows
+        each = self.training_rows * TRAINING_FLOPS + validation_rows * FORWARD_FLOPS
+        return float(len(self.view_ids) * self.repeats * each * host.macs)
+
+    def run(self, arms: Sequence[Arm], *, rng_seed: int = 0) -> list[ArmOutcome]:
+        """The outcome of every arm; another `rng_seed` gives other hosts of the same types."""
+        outcomes, together = [], list[Arm]()
+        for arm in arms:
+            if together and sum(len(a.rents) for a in (*together, arm)) > self.max_lanes:
+                outcomes += self._run_together(together, rng_seed)
+                together = []
+            together.append(arm)
+        return outcomes + self._run_together(together, rng_seed)
+
+    def _run_together(self, arms: Sequence[Arm], rng_seed: int) -> list[ArmOutcome]:
+        layout = EnvLayout(arms, self.num_hosts, len(self.hosts))
+        copies = self.num_hosts // len(self.hosts)
+        num_envs = layout.num_lanes * copies
+        config = replace(self.host_batch, num_types=len(self.hosts), envs_per_type=num_envs)
+        host_ids = torch.arange(self.num_hosts).view(len(self.hosts), 1, copies)
+        views = torch.tensor(self.view_ids).repeat_interleave(self.repeats)
+        host_batch = PopulationBatch(
+            self.hosts,
+            self.menu,
+            self.task,
+            config,
+            optimizer=self.optimizer,
+            host_ids=host_ids.expand(-1, layout.num_lanes, -1).flatten(),
+        )
+        view_of_env = views.repeat(len(self.hosts) * layout.num_lanes)
+        host_batch.new_hosts(self.hosts, view_of_env, rng_seed)
+        host_batch.preset_seeds(layout.preset_seeds(host_batch.states))
+        environment = GrowthEnvironment(host_batch, self.growth)
+        environment.begin(host_batch.facts(), layout.rent)
+        finished = play(environment, layout, self.training_rows, self.host_batch.validation_rows)
+        if self.measure_test:
+            finished = replace(finished, test=self.measure_test(host_batch).double())
+        return layout.split(finished)
+
+
+class EnvLayout:
+    """Maps envs to the hosts of each arm; envs are ordered by (architecture, lane, copy)."""
+
+    def __init__(self, arms: Sequence[Arm], num_hosts: int, num_architectures: int = 1):
+        self.arms = tuple(arms)
+        rents = torch.tensor([rent for arm in arms for rent in arm.rents])
+        self.num_lanes = len(rents)
+        copies, host = num_hosts // num_architectures, torch.arange(num_hosts)
+        lane = torch.arange(self.num_lanes).unsqueeze(1)
+        ids = (host // copies) * (self.num_lanes * copies) + lane * copies + host % copies
+        self.env_ids = torch.split(ids, [len(arm.rents) for arm in arms])  # [lanes, H] per arm
+        self.rent = torch.empty(ids.numel())
+        self.rent[ids] = rents.unsqueeze(1).expand_as(ids)
+
+    def preset_seeds(self, states: SlotStates) -> SlotStates:
+        """Dormant `states` with the arms' preset seeds, committed at their blend weights."""
+        for arm, ids in zip(self.arms, self.env_ids, strict=True):
+            if arm.preset is not None:
+                blueprint = arm.preset.blueprint.flatten(0, 1)
+                is_there = blueprint >= 0
+                weight = (arm.preset.alpha.flatten(0, 1) * is_there).to(states.alpha.dtype)
+                seeds = replace(
+                    states.at(ids.flatten()),
+                    blueprint=blueprint,
+                    style=arm.preset.style.flatten(0, 1),
+                    stage=torch.where(is_there, int(SeedStage.FOSSILIZED), int(SeedStage.DORMANT)),
+                    alpha=weight,
+                    alpha_target=weight,
+                )
+                states = states.put(seeds, ids.flatten())
+        return states
+
+    def split(self, finished: ArmOutcome) -> list[ArmOutcome]:
+        """The networks of all envs, `[N]`, as one outcome `[lanes, H]` per arm."""
+        return [finished.at(ids) for ids in self.env_ids]
+
+
+def play(
+    environment: GrowthEnvironment, layout: EnvLayout, training_rows: int, validation_rows: int
+) -> ArmOutcome:
+    """Play one episode, each arm's envs under its own controller; the networks of all envs, `[N]`.
+
+    `training_rows` is the number of examples a network trains on, `validation_rows` that of one
+    validation pass.
+    """
+    for arm, ids in zip(layout.arms, layout.env_ids, strict=True):
+        arm.controller.begin(torch.arange(ids.numel()))
+    space, num_envs = environment.action_space, environment.num_envs
+    actions = torch.zeros(num_envs, space.num_heads, dtype=torch.int64)
+    rolled_back = torch.zeros(num_envs, dtype=torch.bool)
+    validation_macs, reports = torch.zeros(num_envs), environment.observe()
+    for _ in range(environment.config.num_steps):
+        for arm, ids in zip(layout.arms, layout.env_ids, strict=True):
+            part = reports.select(ids.flatten())
+            masks = compute_batch_masks(part, space)
+            actions[ids.flatten()] = arm.controller.decide(part, masks).cpu()
+        outcome = environment.step(actions)
+        rolled_back |= outcome.rolled_back
+        reports = environment.observe()
+        ablations = (reports.contribution_known & (reports.contribution_age == 0)).sum(dim=-1)
+        validation_macs += reports.macs * (1 + ablations)
+    validation_macs += reports.macs  # the final network is validated again
+    trained_macs = reports.host_macs * (1 + outcome.added_compute)
+    validation_flops = validation_macs.double() * validation_rows * FORWARD_FLOPS
+    committed = reports.stage == SeedStage.FOSSILIZED
+    return ArmOutcome(
+        validation=outcome.accuracy.double(),
+        test=torch.full((num_envs,), torch.nan, dtype=torch.float64),
+        host_params=reports.host_params.double(),
+        added_params=outcome.added_params.double(),
+        params=(reports.host_params + outcome.added_params).double(),
+        macs=(reports.host_macs + (reports.seed_macs * committed).sum(dim=-1)).double(),
+        compute_charge=(reports.compute_price * outcome.added_compute).double(),
+        training_flops=trained_macs.double() * training_rows * TRAINING_FLOPS + validation_flops,
+        validation_flops=validation_flops,
+        rolled_back=rolled_back,
+        seeds=Seeds(
+            torch.where(committed, reports.blueprint, -1),
+            torch.where(committed, environment.host_batch.states.style, 0),
+            torch.where(committed, reports.alpha, 0.0),
+        ),
+    )
