@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper.leyline.arrays import copy_together
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
@@ -121,10 +123,6 @@ class SequenceLayout:
         """
         return self._alone.initial(stored)
 
-    def rows_on(self, device: torch.device) -> Tensor:
-        """`rows` on a device."""
-        return self._alone.on(device).rows
-
     def padded_index_on(self, device: torch.device) -> Tensor:
         """`padded_index` on a device."""
         return self.padded_index.to(device)
@@ -186,7 +184,7 @@ class SequenceParts:
             starts = [layout.step_starts for layout in layouts]
             lengths = [layout.lengths[layout.order] for layout in layouts]
             tensors = [self.rows, env_ids, has_prior_state.long(), *starts, *lengths]
-            rows, env_ids, has_prior_state, *steps = _copies(tensors, device)
+            rows, env_ids, has_prior_state, *steps = copy_together(tensors, device)
             self._tables[device] = _Tables(rows, env_ids, has_prior_state)
             pairs = zip(steps[: len(layouts)], steps[len(layouts) :], strict=True)
             for layout, pair in zip(layouts, pairs, strict=True):
@@ -204,19 +202,3 @@ class _Tables(NamedTuple):
     rows: Tensor  # [R]
     env_ids: Tensor  # [episodes]
     has_prior_state: Tensor  # [episodes]: 1 or 0
-
-
-def _copies(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Int64 tensors on a device, in one copy that the host does not wait for.
-
-    Each begins at a multiple of 16 bytes: for other pointers kernels are compiled once more.
-    """
-    if device.type == "cpu":
-        return tensors
-    padded = [torch.nn.functional.pad(tensor, (0, len(tensor) % 2)) for tensor in tensors]
-    packed = torch.cat(padded)
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    packed = packed.to(device, non_blocking=True)
-    copies = torch.split(packed, [len(tensor) for tensor in padded])
-    return [copy[: len(tensor)] for copy, tensor in zip(copies, tensors, strict=True)]
