@@ -355,6 +355,7 @@ class RolloutRows(NamedTuple):
 
 
 def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
+    """The stored steps of a rollout, in packed order."""
     return RolloutRows._make(layout.gather(getattr(rollout, name)) for name in RolloutRows._fields)
 
 
