@@ -151,7 +151,7 @@ def check(
     for way, score in ways.items():
         if way == "evaluate()":
             continue
-        rows = layout.rows_on(expected[0].device)
+        rows = layout.rows.to(expected[0].device)
         for mine, theirs in zip(expected, score(), strict=True):
             torch.testing.assert_close(theirs[rows], mine, rtol=0, atol=1e-5, msg=way)
         learn(policy, score)
@@ -209,7 +209,7 @@ def padded_to_longest(
 ) -> Tensor:
     layout = rollout.layout
     longest = len(layout.batch_sizes)
-    rows, places = layout.rows_on(encoded.device), layout.padded_index_on(encoded.device)
+    rows, places = layout.rows.to(encoded.device), layout.padded_index_on(encoded.device)
     padded = encoded.new_zeros(longest * layout.num_episodes, encoded.shape[1])
     padded = padded.index_copy(0, places, encoded[rows]).view(longest, layout.num_episodes, -1)
     h, c = (layout.initial(state).transpose(0, 1).contiguous() for state in rollout.initial)

@@ -62,14 +62,14 @@ def random_arm(rng_seed=0):
 
 
 def test_hosts_run_one_by_one_in_compiled_code():
-    """So that what is compared to the bit below does not depend on the hosts beside it."""
+    """Bit-exact comparisons below rely on this: no host depends on the others."""
     used = []
 
     def examine(host_batch):
         used.append(host_batch.kernels)
         return host_batch.view_ids.float()
 
-    make_trial(examine=examine).run([Arm("alone", WAIT)])
+    make_experiment(measure_test=examine).run([Arm("alone", WAIT)])
     assert used == ["compiled"]
 
 

@@ -135,7 +135,7 @@ def test_fillers_leave_the_normaliser_alone():
     training = GymTraining(counters(AutoresetMode.NEXT_STEP), 1000, CONFIG)
     for _ in range(CONFIG.horizon):
         training.step()
-    seen = training.buffer._fields["states"][training.buffer._valid_mask()]
+    seen = training.buffer.fields["states"][training.buffer._valid_mask()]
     training.learn()
     normalizer = training.agent.ppo.feature_normalizer
     assert normalizer.count == len(seen)

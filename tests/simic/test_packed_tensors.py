@@ -1,4 +1,4 @@
-"""Fields that lie in one allocation."""
+"""PackedTensors: fields in one allocation."""
 
 import torch
 
@@ -12,17 +12,17 @@ FIELDS = {
 
 
 def test_fields_do_not_touch_one_another():
-    arena = PackedTensors(FIELDS, torch.device("cpu"))
-    for name, view in arena.views.items():
+    packed = PackedTensors(FIELDS, torch.device("cpu"))
+    for name, view in packed.views.items():
         assert (view.dtype, tuple(view.shape)) == FIELDS[name]
-        assert view.data_ptr() % PackedTensors.ALIGNMENT == arena.views["flags"].data_ptr() % 64
+        assert view.data_ptr() % PackedTensors.ALIGNMENT == packed.views["flags"].data_ptr() % 64
         view.fill_(1)
-    assert all(bool((view == 1).all()) for view in arena.views.values())
-    assert arena.views_on(torch.device("cpu")) is arena.views
+    assert all(bool((view == 1).all()) for view in packed.views.values())
+    assert packed.views_on(torch.device("cpu")) is packed.views
 
 
-def test_memory_is_pinned_only_for_who_uses_a_gpu_already(monkeypatch):
-    """Pinning starts CUDA, and a process that was forked from one that uses it cannot."""
+def test_memory_is_pinned_only_if_cuda_is_initialised(monkeypatch):
+    """Pinning initialises CUDA, and a process that uses CUDA cannot fork."""
     asked = []
     zeros = torch.zeros
 

@@ -318,10 +318,10 @@ def test_normalisers_see_stored_rows_only():
     agent = make_agent(SPACES["one head"])
     buffer = collect(agent)
     agent.update(buffer)
-    rows = buffer.sequence_layout().take(buffer.fields["states"]).double()
+    rows = buffer.sequence_layout().gather(buffer.fields["states"]).double()
     torch.testing.assert_close(agent.feature_normalizer.mean, rows.mean(dim=0))
     torch.testing.assert_close(agent.feature_normalizer.variance, rows.var(dim=0, correction=0))
-    returns = buffer.sequence_layout().take(buffer.fields["returns"]).double()
+    returns = buffer.sequence_layout().gather(buffer.fields["returns"]).double()
     torch.testing.assert_close(agent.value_normalizer.mean[0], returns.mean())
     assert agent.value_normalizer.count == len(buffer)
 

@@ -28,6 +28,7 @@ from esper.leyline.constants import (
     BlendStyle,
 )
 from esper.leyline.device_constant import multiples
+from esper.leyline.devices import same_device
 from esper.leyline.stages import LifecycleOp
 
 
@@ -219,6 +220,9 @@ class ActionMasks:
         return self.groups[0].device
 
     def to(self, device: torch.device | str) -> "ActionMasks":
+        """The masks on a device: these masks themselves if they are on it already."""
+        if same_device(torch.device(device), self.device):
+            return self
         return self.from_groups(self.action_space, [mask.to(device) for mask in self.groups])
 
     def row(self, head_index: int, actions: Tensor | Sequence[Tensor]) -> Tensor:

@@ -1,10 +1,10 @@
-"""Where the episodes of a rollout lie, on the host, so that a recurrent policy can score them.
+"""The episodes of a rollout as packed sequences, for a recurrent policy.
 
 A rollout is stored `[N, T, ...]`; one env's row may hold several episodes. A recurrent network
-wants each episode as a sequence of its own, all of them in one call, with no padding. Sorting
-the episodes by falling length and reading them time step by time step gives exactly the order
-of torch's `PackedSequence`; `SequenceLayout.rows` lists the stored rows in that order. Gather any
-stored field with it and everything downstream (encoder, LSTM, losses) sees valid rows only.
+needs each episode as a separate sequence, all of them in one call, without padding. The packed
+order sorts episodes by decreasing length and reads them time step by time step, like torch's
+`PackedSequence`. `SequenceLayout.gather` brings any stored field into this order, so everything
+downstream (encoder, LSTM, losses) sees stored steps only.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper.leyline.arrays import copy_together
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """Episodes (or the pieces of them that a rollout holds) as CPU int64 tensors `[episodes]`."""
+    """The episodes of a rollout, complete or cut by its ends, as CPU int64 tensors `[episodes]`."""
 
     num_envs: int
     max_steps: int
     env_ids: Tensor
     starts: Tensor  # the first stored step
-    lengths: Tensor  # one or more
+    lengths: Tensor  # 1 or more
 
     @classmethod
     def from_flags(cls, ended: Tensor, step_counts: Tensor) -> "SequenceLayout":
-        """The layout of a rollout from `ended` (bool, `[N, T]`) and the stored steps per env."""
+        """The layout of a rollout from `ended` (bool `[N, T]`) and the stored steps per env."""
         num_envs, max_steps = ended.shape
         counts = step_counts.to("cpu", torch.int64)
         if counts.shape != (num_envs,) or bool(((counts < 0) | (counts > max_steps)).any()):
@@ -50,17 +52,17 @@ class SequenceLayout:
 
     @cached_property
     def num_rows(self) -> int:
-        """R: stored steps in all, known without asking the device."""
+        """R: the number of stored steps, known without a synchronisation."""
         return int(self.lengths.sum())
 
     @cached_property
     def order(self) -> Tensor:
-        """Episodes by falling length: the order of the packed batch."""
+        """Episodes by decreasing length: the packed order."""
         return torch.argsort(self.lengths, descending=True, stable=True)
 
     @cached_property
     def batch_sizes(self) -> Tensor:
-        """How many episodes are still running at each time step: `PackedSequence.batch_sizes`."""
+        """Number of episodes that have each time step: `PackedSequence.batch_sizes`."""
         if self.num_episodes == 0:
             return torch.zeros(0, dtype=torch.int64)
         steps = torch.arange(int(self.lengths.max()))
@@ -73,7 +75,7 @@ class SequenceLayout:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Flat positions (env * max_steps + step) of the stored steps in packed order, `[R]`."""
+        """Flat indices (env * max_steps + step) of the stored steps in packed order, `[R]`."""
         if self.num_episodes == 0:
             return torch.zeros(0, dtype=torch.int64)
         first = (self.env_ids * self.max_steps + self.starts)[self.order]
@@ -85,20 +87,20 @@ class SequenceLayout:
 
     @cached_property
     def padded_index(self) -> Tensor:
-        """Where the rows lie when every episode is padded to the longest, flat in [steps, episodes]."""
+        """Flat indices of the rows in `[steps, episodes]`, episodes padded to the longest, `[R]`."""
         running = torch.arange(self.num_episodes) < self.batch_sizes[:, None]
         return running.flatten().nonzero().squeeze(1)
 
     @cached_property
     def has_prior_state(self) -> Tensor:
-        """Which packed episodes go on from a state stored before the rollout, bool `[episodes]`.
+        """Whether a packed episode starts from its env's stored state, bool `[episodes]`.
 
-        The others begin right after an episode's end, with a zero state.
+        The others start with a zero state, after the end of another episode.
         """
         return self.starts[self.order] == 0
 
     def select(self, env_ids: Tensor) -> "SequenceLayout":
-        """The episodes of some envs only, for a minibatch of whole rows; positions stay the same."""
+        """The episodes of some envs only, for a minibatch of whole rows; flat indices stay valid."""
         chosen = torch.zeros(self.num_envs, dtype=torch.bool)
         chosen[env_ids] = True
         keep = chosen[self.env_ids]
@@ -112,18 +114,14 @@ class SequenceLayout:
 
     def gather(self, field: Tensor) -> Tensor:
         """A stored field `[N, T, ...]` as `[R, ...]`, the stored steps in packed order."""
-        return self._alone.gather(field)
+        return self._as_parts.gather(field)
 
     def initial(self, stored: Tensor) -> Tensor:
-        """What each packed episode starts from, `[episodes, ...]`: its env's state or zeros.
+        """The initial state of each packed episode, `[episodes, ...]`: its env's state or zeros.
 
         `stored` `[N, ...]` are the states before the envs' first stored steps.
         """
-        return self._alone.initial(stored)
-
-    def rows_on(self, device: torch.device) -> Tensor:
-        """`rows` on a device."""
-        return self._alone.on(device).rows
+        return self._as_parts.initial(stored)
 
     def padded_index_on(self, device: torch.device) -> Tensor:
         """`padded_index` on a device."""
@@ -132,11 +130,11 @@ class SequenceLayout:
     def steps_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`step_starts` and the lengths of the packed episodes, on a device."""
         if device not in self._steps:
-            self._alone.on(device)
+            self._as_parts.on(device)
         return self._steps[device]
 
     @cached_property
-    def _alone(self) -> "SequenceParts":
+    def _as_parts(self) -> "SequenceParts":
         return SequenceParts((self,))
 
     @cached_property
@@ -146,9 +144,9 @@ class SequenceLayout:
 
 @dataclass(frozen=True, eq=False)
 class SequenceParts:
-    """Parts of one rollout, gathered together: one operation a field, then views.
+    """Parts of one rollout (minibatches), gathered with one operation per field.
 
-    What is gathered lies part after part, each in its packed order.
+    Gathered rows are concatenated part by part, each part in its packed order.
     """
 
     layouts: tuple[SequenceLayout, ...]
@@ -163,22 +161,22 @@ class SequenceParts:
         return field.flatten(0, 1).index_select(0, self.on(field.device).rows)
 
     def initial(self, stored: Tensor) -> Tensor:
-        """What each episode starts from, `[episodes, ...]`, as `SequenceLayout.initial` has it."""
+        """The initial state of each episode, `[episodes, ...]`; see `SequenceLayout.initial`."""
         tables = self.on(stored.device)
         states = stored.index_select(0, tables.env_ids)
         has_prior_state = tables.has_prior_state.view(-1, *[1] * (stored.dim() - 1))
         return torch.where(has_prior_state.bool(), states, 0.0)
 
     def split_rows(self, gathered: Tensor) -> tuple[Tensor, ...]:
-        """What was taken, part by part."""
+        """Gathered rows, as one view per part."""
         return torch.split(gathered, [layout.num_rows for layout in self.layouts])
 
     def split_episodes(self, gathered: Tensor) -> tuple[Tensor, ...]:
-        """What episodes start from, part by part."""
+        """Initial states, as one view per part."""
         return torch.split(gathered, [layout.num_episodes for layout in self.layouts])
 
     def on(self, device: torch.device) -> "_Tables":
-        """The index tensors on a device; time steps of each part are left with its layout."""
+        """The index tensors on a device, cached; also fills `steps_on` of each layout."""
         if device not in self._tables:
             layouts = self.layouts
             env_ids = torch.cat([layout.env_ids[layout.order] for layout in layouts])
@@ -186,7 +184,7 @@ class SequenceParts:
             starts = [layout.step_starts for layout in layouts]
             lengths = [layout.lengths[layout.order] for layout in layouts]
             tensors = [self.rows, env_ids, has_prior_state.long(), *starts, *lengths]
-            rows, env_ids, has_prior_state, *steps = _copies(tensors, device)
+            rows, env_ids, has_prior_state, *steps = copy_together(tensors, device)
             self._tables[device] = _Tables(rows, env_ids, has_prior_state)
             pairs = zip(steps[: len(layouts)], steps[len(layouts) :], strict=True)
             for layout, pair in zip(layouts, pairs, strict=True):
@@ -199,24 +197,8 @@ class SequenceParts:
 
 
 class _Tables(NamedTuple):
-    """What gathering needs, int64 on a device."""
+    """Index tensors of `SequenceParts`, int64 on a device."""
 
     rows: Tensor  # [R]
     env_ids: Tensor  # [episodes]
     has_prior_state: Tensor  # [episodes]: 1 or 0
-
-
-def _copies(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Int64 tensors on a device, in one copy that the host does not wait for.
-
-    Each begins at a multiple of 16 bytes: for other pointers kernels are compiled once more.
-    """
-    if device.type == "cpu":
-        return tensors
-    padded = [torch.nn.functional.pad(tensor, (0, len(tensor) % 2)) for tensor in tensors]
-    packed = torch.cat(padded)
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    packed = packed.to(device, non_blocking=True)
-    copies = torch.split(packed, [len(tensor) for tensor in padded])
-    return [copy[: len(tensor)] for copy, tensor in zip(copies, tensors, strict=True)]

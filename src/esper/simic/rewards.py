@@ -1,4 +1,4 @@
-"""What growing is worth: rewards that add up to the score of the network that is committed."""
+"""Rewards for growing: over an episode they add up to the gain in score."""
 
 import torch
 from torch import Tensor
@@ -16,16 +16,16 @@ def growth_score(
     rent: Tensor,
     compute_charge: Tensor | float = 0.0,
 ) -> Tensor:
-    """Accuracy less the rent for what was added and the charge for the compute it used."""
+    """Accuracy minus the rent for added parameters and the charge for added compute."""
     return accuracy - rent * torch.log1p(added_params / host_params) - compute_charge
 
 
 def siblings_mean(rewards: Tensor, siblings: int) -> Tensor:
-    """For each env the mean reward `[N]` of its siblings, 0 where there are none.
+    """The mean reward of each env's siblings, `[N]`; 0 if there are none.
 
-    What a host would have reached anyway, its data and its luck are the same for all siblings: an
-    env is rewarded less this mean, and they cancel. What it is compared with does not depend on
-    what it did, as long as it is compared over the whole episode, however early its own ends.
+    Siblings share the host, its data and its random numbers. Subtracting their mean reward cancels
+    what the host would have reached anyway. The mean does not depend on the env's own actions, so
+    it is a valid baseline if it covers the whole episode, even after the env's own episode ended.
     """
     if siblings == 1:
         return torch.zeros_like(rewards)
@@ -35,11 +35,11 @@ def siblings_mean(rewards: Tensor, siblings: int) -> Tensor:
 
 
 class GrowthReward:
-    """The change of score in each step: rewards sum to an episode's last score less its start.
+    """The change of score in each step: rewards sum to the last score minus `start_score`.
 
-    The start is `start_score`, what a network scores that has learned nothing, so that the first
-    step is paid like any other. A step's reward comes after its action took effect and the host
-    trained, and no sequence of actions can farm it: what one step gains, undoing it loses.
+    `start_score` is the score of an untrained network, so that the first step is rewarded like any
+    other. The reward is measured after the action took effect and the host trained. No sequence of
+    actions can farm it: undoing an action loses what the action gained.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GrowthReward:
         self.scores = torch.full_like(self.scores, self.start_score)
 
     def of(self, reports: Reports, outcome: StepOutcome) -> Tensor:
-        """Rewards `[N]` of the step that led from `reports` to `outcome`."""
+        """Rewards `[N]` of the step from `reports` to `outcome`; a rollback gets the penalty."""
         scores = growth_score(
             outcome.accuracy,
             outcome.added_params,

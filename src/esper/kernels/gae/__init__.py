@@ -1,35 +1,35 @@
-"""Kernels behind `compute_gae`, one file each, all with the signature of `GaeKernel`.
+"""Kernels behind `compute_gae`, one file each: `gae(inputs) -> (advantages, returns)`.
 
-A kernel is handed tensors whose shapes, dtypes and devices have been checked. It returns
-contiguous `[N, T]` advantages and returns, writes exact zeros past `step_counts`, and leaves by
-selection, never by multiplication, what must not matter: that may be NaN.
+The shapes, dtypes and devices of the inputs have been checked. A kernel returns contiguous `[N, T]`
+tensors with exact zeros past `step_counts`. It masks padding with `where`: padding may contain NaN,
+so it must never be multiplied by 0.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class GaeKernel(Protocol):
-    """Advantages and returns of a rollout; `step_counts` None means that every row is stored."""
+class GaeInputs(NamedTuple):
+    """The arguments of `compute_gae`; without `step_counts` every row is stored."""
 
-    def __call__(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        terminated: Tensor,
-        truncated: Tensor,
-        bootstrap_values: Tensor,
-        step_counts: Tensor | None,
-        gamma: float,
-        gae_lambda: float,
-        /,
-    ) -> tuple[Tensor, Tensor]: ...
+    rewards: Tensor  # [N, T]
+    values: Tensor  # [N, T]
+    terminated: Tensor  # [N, T] bool
+    truncated: Tensor  # [N, T] bool
+    bootstrap_values: Tensor  # [N, T]
+    step_counts: Tensor | None  # [N] int64
+    gamma: float
+    gae_lambda: float
+
+
+GaeKernel = Callable[[GaeInputs], tuple[Tensor, Tensor]]
 
 
 def check_step_counts(step_counts: Tensor, num_steps: int) -> None:
-    """Raise for the first count outside [0, T]; counts on a GPU are not looked at, only clamped."""
+    """Raise for the first count outside [0, T]. Counts on a GPU are not read, only clamped."""
     if step_counts.device.type != "cpu":
         return
     wrong = (step_counts < 0) | (step_counts > num_steps)
@@ -41,13 +41,17 @@ def check_step_counts(step_counts: Tensor, num_steps: int) -> None:
         )
 
 
-def step_counts_on(device: torch.device, step_counts: Tensor) -> Tensor:
-    """The counts on the data's device, without making the host wait for a GPU.
+def counts_on_device(inputs: GaeInputs) -> Tensor | None:
+    """The checked `step_counts` on the device of the rewards, without a synchronisation.
 
-    They are copied from a pinned snapshot: a copy from pageable memory may wait, and the caller
-    may change its counts before the copy has run.
+    They are copied from a pinned snapshot: a copy from pageable memory may block, and the caller
+    may change its counts before a non-blocking copy has run.
     """
-    if step_counts.device == device:
-        return step_counts
-    snapshot = torch.empty(step_counts.shape, dtype=step_counts.dtype, pin_memory=True)
-    return snapshot.copy_(step_counts).to(device, non_blocking=True)
+    counts, device = inputs.step_counts, inputs.rewards.device
+    if counts is None:
+        return None
+    check_step_counts(counts, inputs.rewards.shape[1])
+    if counts.device == device:
+        return counts
+    snapshot = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    return snapshot.copy_(counts).to(device, non_blocking=True)

@@ -1,9 +1,9 @@
 """GAE compiled by numba for one CPU thread, called with raw addresses.
 
-Small rollouts cost what the call costs: a C function called through ctypes takes a third of the
-time of a numba function, which unboxes every array. Large ones cost what the memory costs. Rows
-lie contiguous along time, so a row's recurrence is a serial chain; eight rows at once keep the
-processor busy while each waits for itself.
+On small rollouts the call dominates: a C function called through ctypes takes a third of the time
+of a numba function, which unboxes every array. On large ones memory dominates. Rows are contiguous
+along time, so a row's recurrence is a serial chain; eight rows are processed in parallel to hide
+its latency.
 
 Float32 data are accumulated in float32, as in the reference.
 """
@@ -17,20 +17,14 @@ import torch
 from numba import cfunc, njit, types
 from torch import Tensor
 
-from esper.kernels.gae import check_step_counts
+from esper.kernels.gae import GaeInputs, check_step_counts
 
 
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    bootstrap_values: Tensor,
-    step_counts: Tensor | None,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[Tensor, Tensor]:
-    # every tensor keeps a name until the call is over: the addresses are only borrowed
+def gae(inputs: GaeInputs) -> tuple[Tensor, Tensor]:
+    rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda = (
+        inputs
+    )
+    # every tensor keeps a name until the call returns: an address alone does not keep it alive
     rewards, values = rewards.contiguous(), values.contiguous()
     terminated, truncated = terminated.contiguous(), truncated.contiguous()
     bootstrap_values = bootstrap_values.contiguous()
@@ -67,7 +61,7 @@ _REALS: dict[torch.dtype, tuple[Any, Any]] = {
 
 @cache
 def _compiled(dtype: torch.dtype) -> Callable[..., bool]:
-    """`_gae_rows` for float32 or float64 as a C function, from numba's cache if it is there."""
+    """`_gae_rows` for float32 or float64 as a C function, from numba's cache if possible."""
     real, c_real = _REALS[dtype]
     pointer: Any = types.CPointer
     reals, flags, ints = pointer(real), pointer(types.uint8), pointer(types.int64)
@@ -78,7 +72,7 @@ def _compiled(dtype: torch.dtype) -> Callable[..., bool]:
     )
     try:
         compiled: Any = cfunc(signature, cache=True)(_gae_rows)
-    except (RuntimeError, OSError):  # nowhere to write a cache: compile in every process
+    except (RuntimeError, OSError):  # no writable cache folder: compile in every process
         compiled = cfunc(signature)(_gae_rows)
     prototype = ctypes.CFUNCTYPE(
         ctypes.c_bool,
@@ -92,7 +86,7 @@ def _compiled(dtype: torch.dtype) -> Callable[..., bool]:
     return prototype(compiled.address)
 
 
-_KEEP_ALIVE: list[Any] = []  # numba frees the machine code with its owner
+_KEEP_ALIVE: list[Any] = []  # numba frees the machine code with its Python object
 
 
 def _gae_rows(  # type: ignore[no-untyped-def]
@@ -116,23 +110,14 @@ def _gae_rows(  # type: ignore[no-untyped-def]
             if step_counts[env] < 0 or step_counts[env] > num_steps:
                 return False
     zero = type(gamma)(0)
+    rows = (rewards, values, terminated, truncated, bootstrap_values)
     for first in range(0, num_envs, 8):
         end = min(first + 8, num_envs)
         for env in range(first, end):
             count = step_counts[env] if has_counts else num_steps
+            start = env * num_steps
             _write_deltas_and_decays(
-                rewards,
-                values,
-                terminated,
-                truncated,
-                bootstrap_values,
-                advantages,
-                returns,
-                env * num_steps,
-                count,
-                num_steps,
-                gamma,
-                decay,
+                rows, advantages, returns, start, count, num_steps, gamma, decay
             )
         if end - first == 8:
             _accumulate_eight_rows(advantages, returns, first * num_steps, num_steps, zero)
@@ -149,20 +134,10 @@ def _gae_rows(  # type: ignore[no-untyped-def]
 
 @njit
 def _write_deltas_and_decays(  # type: ignore[no-untyped-def]
-    rewards,
-    values,
-    terminated,
-    truncated,
-    bootstrap_values,
-    deltas,
-    decays,
-    start,
-    count,
-    num_steps,
-    gamma,
-    decay,
+    rows, deltas, decays, start, count, num_steps, gamma, decay
 ):
     """One row's delta and the factor that carries the next advantage into it; 0 past `count`."""
+    rewards, values, terminated, truncated, bootstrap_values = rows
     zero = type(gamma)(0)
     last = start + count - 1
     for i in range(start, last):
@@ -190,7 +165,7 @@ def _accumulate_row(sums, decays, start, num_steps, zero):  # type: ignore[no-un
 
 @njit
 def _accumulate_eight_rows(sums, decays, start, num_steps, zero):  # type: ignore[no-untyped-def]
-    """Eight neighbouring rows at once: eight chains, none waiting for another."""
+    """Eight neighbouring rows in parallel: eight independent chains."""
     a = b = c = d = e = f = g = h = zero
     for i in range(start + num_steps - 1, start - 1, -1):
         a = _carry(sums, decays, i, a)
@@ -205,7 +180,7 @@ def _accumulate_eight_rows(sums, decays, start, num_steps, zero):  # type: ignor
 
 @njit
 def _carry(sums, decays, i, running):  # type: ignore[no-untyped-def]
-    """One step back in time; a shut gate drops `running` even if it is NaN."""
+    """One step back in time; a decay of 0 drops `running` even if it is NaN."""
     kept = decays[i] * running if decays[i] != 0 else type(running)(0)
     running = sums[i] + kept
     sums[i] = running

@@ -3,22 +3,17 @@
 import torch
 from torch import Tensor
 
-from esper.kernels.gae import check_step_counts, step_counts_on
+from esper.kernels.gae import GaeInputs, counts_on_device
 
 
 @torch.no_grad()
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    bootstrap_values: Tensor,
-    step_counts: Tensor | None,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[Tensor, Tensor]:
+def gae(inputs: GaeInputs) -> tuple[Tensor, Tensor]:
+    rewards, values, terminated, truncated, bootstrap_values, _, gamma, gae_lambda = inputs
     num_envs, num_steps = rewards.shape
-    counts = _counts_column(step_counts, num_envs, num_steps, rewards.device)
+    step_counts = counts_on_device(inputs)
+    if step_counts is None:
+        step_counts = torch.full((num_envs,), num_steps, device=rewards.device)
+    counts = step_counts[:, None].clamp(0, num_steps)
     steps = torch.arange(num_steps, device=rewards.device)
     stored = steps < counts
     ended = terminated | truncated | (steps == counts - 1)
@@ -35,13 +30,3 @@ def gae(
         advantages[:, t] = running
     returns = (advantages + values).masked_fill_(~stored, 0.0)
     return advantages, returns
-
-
-def _counts_column(
-    step_counts: Tensor | None, num_envs: int, num_steps: int, device: torch.device
-) -> Tensor:
-    """The stored steps of every env on the data's device, `[N, 1]`."""
-    if step_counts is None:
-        return torch.full((num_envs, 1), num_steps, device=device)
-    check_step_counts(step_counts, num_steps)
-    return step_counts_on(device, step_counts)[:, None].clamp(0, num_steps)

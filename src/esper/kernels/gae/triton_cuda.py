@@ -2,10 +2,10 @@
 
 The recurrence a[t] = delta[t] + decay[t] * a[t+1] is a composition of maps x -> delta + decay * x,
 and composing them is associative: (decay, delta) pairs are scanned from the last step back. A
-program takes a few rows and walks them in tiles from the end, handing the first advantage of a
-tile to the one before it, so a row may have any length.
+program processes a few rows in tiles, from the end. It carries the first advantage of a tile into
+the tile before it, so a row may have any length.
 
-Bootstraps are loaded only where they are needed: a sector of memory without one is never fetched.
+Bootstraps are loaded only where they are needed: memory sectors without one are never fetched.
 Float32 data are accumulated in float32, as in the reference, though in the order of the scan.
 """
 
@@ -14,24 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from esper.kernels.gae import check_step_counts, step_counts_on
+from esper.kernels.gae import GaeInputs, counts_on_device
 
 
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    bootstrap_values: Tensor,
-    step_counts: Tensor | None,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[Tensor, Tensor]:
+def gae(inputs: GaeInputs) -> tuple[Tensor, Tensor]:
+    rewards, *data = (tensor.contiguous() for tensor in inputs[:5])
     num_envs, num_steps = rewards.shape
-    if step_counts is not None:
-        check_step_counts(step_counts, num_steps)
-        step_counts = step_counts_on(rewards.device, step_counts).contiguous()
-    rewards = rewards.contiguous()
+    step_counts = counts_on_device(inputs)
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     if rewards.numel() == 0:
         return advantages, returns
@@ -39,17 +28,14 @@ def gae(
     with torch.cuda.device(rewards.device):
         _gae_tiles[(triton.cdiv(num_envs, rows),)](
             rewards,
-            values.contiguous(),
-            terminated.contiguous(),
-            truncated.contiguous(),
-            bootstrap_values.contiguous(),
-            step_counts,
+            *data,
+            None if step_counts is None else step_counts.contiguous(),
             advantages,
             returns,
             num_envs,
             num_steps,
-            float(gamma),
-            float(gamma * gae_lambda),
+            float(inputs.gamma),
+            float(inputs.gamma * inputs.gae_lambda),
             ROWS=rows,
             STEPS=steps,
             num_warps=num_warps,
@@ -61,10 +47,10 @@ def tile_shape(num_envs: int, num_steps: int) -> tuple[int, int, int]:
     """Rows and steps of a program's tile, and its warps; measured on an H200."""
     steps = max(triton.next_power_of_2(num_steps), 16)
     if num_envs >= MANY_ROWS:
-        # memory is the limit: small tiles, four steps a thread, so that loads are 16 bytes wide
+        # bound by memory: small tiles, four steps per thread, so that loads are 16 bytes wide
         steps = min(steps, 128)
         return 256 // steps, steps, 2
-    # waiting is the limit: a row per program, as much of it at once as pays
+    # bound by latency: one row per program, in long tiles
     steps = min(steps, 512)
     return 1, steps, min(max(1, steps // 64), 4)
 
@@ -106,7 +92,7 @@ def _gae_tiles(  # type: ignore[no-untyped-def]
         first = (num_tiles - 1 - tile) * STEPS
         step = first + tl.arange(0, STEPS)[None, :]
         at = env * num_steps + step
-        # loads are masked by the shape alone, so that they stay wide; padding is dropped after
+        # loads are masked by the shape alone, so that they stay wide; padding is dropped later
         inside = is_env & (step < num_steps)
         reward = tl.load(rewards + at, mask=inside, other=0)
         value = tl.load(values + at, mask=inside, other=0)
@@ -132,5 +118,5 @@ def _gae_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _compose(keep_later, sum_later, keep, delta):  # type: ignore[no-untyped-def]
-    """The map of a step after that of the later steps; a shut gate drops them even if NaN."""
+    """A step's map after that of the later steps; a `keep` of 0 drops them even if NaN."""
     return keep * keep_later, delta + tl.where(keep == 0, 0.0, keep * sum_later)

@@ -15,12 +15,13 @@ Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantag
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from esper.kernels.gae import GaeKernel
+from esper.kernels.gae import GaeInputs, GaeKernel
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 
 
@@ -47,31 +48,16 @@ def compute_gae(
 
     Under `torch.compile` the whole call is one opaque operator, so its caller has no graph break.
     """
-    if torch.compiler.is_compiling():
-        with torch.no_grad():
-            advantages, returns = _operator(
-                rewards,
-                values,
-                terminated,
-                truncated,
-                bootstrap_values,
-                step_counts,
-                gamma,
-                gae_lambda,
-                kernel,
-            )
-        return advantages, returns
-    return _compute(
-        rewards,
-        values,
-        terminated,
-        truncated,
-        bootstrap_values,
-        step_counts,
-        gamma,
-        gae_lambda,
-        kernel,
+    inputs = GaeInputs(
+        rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda
     )
+    # Dispatching an operator costs as much as the whole kernel on a small rollout, so only
+    # compiled callers use it.
+    if is_compiling():
+        with torch.no_grad():
+            advantages, returns = _operator(*inputs, kernel)
+        return advantages, returns
+    return _kernel_for(inputs, kernel)(inputs)
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
@@ -85,70 +71,31 @@ def available_kernels(device: torch.device, dtype: torch.dtype) -> tuple[str, ..
     return (*names, "reference")
 
 
-def _compute(
-    rewards: Tensor,
-    values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    bootstrap_values: Tensor,
-    step_counts: Tensor | None,
-    gamma: float,
-    gae_lambda: float,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    _check(rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda)
-    run = _load(kernel, rewards.device, rewards.dtype)
-    return run(
-        rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda
-    )
-
-
-# Dispatching an operator costs as much as the whole kernel on a small rollout, so only compiled
-# callers go through it.
-_operator = torch.library.custom_op("esper::compute_gae", _compute, mutates_args=())
+@torch.library.custom_op(
+    "esper::compute_gae",
+    mutates_args=(),
+    schema="(Tensor rewards, Tensor values, Tensor terminated, Tensor truncated, "
+    "Tensor bootstrap_values, Tensor? step_counts, float gamma, float gae_lambda, str kernel) "
+    "-> (Tensor, Tensor)",
+)
+def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, kernel = GaeInputs(*arguments[:-1]), arguments[-1]
+    return _kernel_for(inputs, kernel)(inputs)
 
 
 @_operator.register_fake
-def _(
-    rewards: Tensor,
-    values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    bootstrap_values: Tensor,
-    step_counts: Tensor | None,
-    gamma: float,
-    gae_lambda: float,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    _check(rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda)
-    return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, kernel = GaeInputs(*arguments[:-1]), arguments[-1]
+    _kernel_for(inputs, kernel)
+    shape = inputs.rewards.shape
+    return inputs.rewards.new_empty(shape), inputs.rewards.new_empty(shape)
 
 
-@cache
-def _load(kernel: str, device: torch.device, dtype: torch.dtype) -> GaeKernel:
-    """The function of a kernel; its compiler is imported here and not before."""
-    available = available_kernels(device, dtype)
-    name = available[0] if kernel == "auto" else kernel
-    if name not in available:
-        raise ValueError(
-            f"kernel={kernel!r} is not available for {dtype} on {device}; "
-            f"expected one of {', '.join(map(repr, ('auto', *available)))}"
-        )
-    module = {"numba": "numba_cpu", "triton": "triton_cuda", "reference": "reference"}[name]
-    return cast(GaeKernel, import_module(f"esper.kernels.gae.{module}").gae)
-
-
-def _check(
-    rewards: Tensor,
-    values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    bootstrap_values: Tensor,
-    step_counts: Tensor | None,
-    gamma: float,
-    gae_lambda: float,
-) -> None:
-    """Raise for what can be seen without reading a tensor's content."""
+def _kernel_for(inputs: GaeInputs, kernel: str) -> GaeKernel:
+    """The kernel for these inputs; raises for errors that show without reading a tensor's content."""
+    rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda = (
+        inputs
+    )
     shape, dtype, device = rewards.shape, rewards.dtype, rewards.device
     if len(shape) != 2 or not dtype.is_floating_point:
         raise ValueError(
@@ -169,10 +116,9 @@ def _check(
     ):
         where = "cpu" if device.type == "cpu" else f"cpu or {device}"
         raise _mismatch("step_counts", step_counts, torch.int64, list(shape[:1]), where)
-    if not 0.0 <= gamma <= 1.0:
-        raise ValueError(f"gamma={gamma} is outside [0, 1]")
-    if not 0.0 <= gae_lambda <= 1.0:
-        raise ValueError(f"gae_lambda={gae_lambda} is outside [0, 1]")
+    if not (0.0 <= gamma <= 1.0 and 0.0 <= gae_lambda <= 1.0):
+        raise ValueError(f"gamma={gamma}, gae_lambda={gae_lambda}; use numbers from 0 to 1")
+    return _load(kernel, device, dtype)
 
 
 def _mismatch(
@@ -180,5 +126,19 @@ def _mismatch(
 ) -> ValueError:
     return ValueError(
         f"{name} is {given.dtype} {list(given.shape)} on {given.device}; "
-        f"expected {dtype} {shape} on {where}, to go with rewards"
+        f"expected {dtype} {shape} on {where}, to match rewards"
     )
+
+
+@cache
+def _load(kernel: str, device: torch.device, dtype: torch.dtype) -> GaeKernel:
+    """The function of a kernel; its compiler is imported here and not before."""
+    available = available_kernels(device, dtype)
+    name = available[0] if kernel == "auto" else kernel
+    if name not in available:
+        raise ValueError(
+            f"kernel={kernel!r} is not available for {dtype} on {device}; "
+            f"expected one of {', '.join(map(repr, ('auto', *available)))}"
+        )
+    module = {"numba": "numba_cpu", "triton": "triton_cuda", "reference": "reference"}[name]
+    return cast(GaeKernel, import_module(f"esper.kernels.gae.{module}").gae)

@@ -1,4 +1,4 @@
-"""Several tensors in one allocation, so that moving all of them is one copy."""
+"""Persistent storage for several tensors in one allocation."""
 
 import math
 from typing import Any
@@ -10,7 +10,11 @@ from esper.leyline.devices import same_device
 
 
 class PackedTensors:
-    """One allocation that holds several tensors, each contiguous."""
+    """One zeroed allocation that holds several named tensors, each contiguous.
+
+    The fields are written in place and moved without packing them first. Tensors that already
+    exist elsewhere are moved by `leyline.arrays.copy_together`.
+    """
 
     ALIGNMENT = 64  # bytes: a cache line, and more than any dtype or vector load asks for
 
@@ -24,7 +28,8 @@ class PackedTensors:
             self._offsets.append(size)
             num_bytes = math.prod(shape) * dtype.itemsize
             size += -(-num_bytes // self.ALIGNMENT) * self.ALIGNMENT
-        # pinned memory is copied to a GPU at full speed; whoever has not used one may still fork
+        # Pinned memory is copied to a GPU faster, but pinning starts CUDA: not before the caller does,
+        # because a process that uses CUDA cannot fork.
         pinned = device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._storage = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.views = self._views_of(self._storage)
@@ -33,7 +38,7 @@ class PackedTensors:
         """The fields on `device`, after at most one copy."""
         if same_device(device, self._storage.device):
             return self.views
-        # the host waits: this storage is about to be read, or written again
+        # blocking: the caller may write to this storage right after
         return self._views_of(self._storage.to(device))
 
     def _views_of(self, storage: Tensor) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from esper.leyline.checks import require_at_least, require_fraction, require_positive
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
@@ -35,76 +36,68 @@ from esper.tamiyo.policy.network import (
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Every hyper-parameter of the update, with the defaults that all published results use."""
+    """Hyper-parameters of the update; all published results use the defaults."""
 
     learning_rate: float = 2e-3
     """Adam's step size at the start."""
     learning_rate_schedule: Literal["constant", "linear"] = "linear"
-    """"linear" falls to 0 at the end of training."""
+    """"linear" decays the learning rate to 0 at the end of training."""
     gamma: float = DEFAULT_GAMMA
-    """Discount per step."""
+    """Discount factor per step."""
     gae_lambda: float = DEFAULT_GAE_LAMBDA
-    """Decay of the advantage's trace."""
+    """Lambda of generalised advantage estimation."""
     clip: float = 0.2
-    """How far a ratio may move from 1 before it stops paying."""
+    """Ratios are clipped to 1 - clip .. 1 + clip."""
     clip_per_head: bool = False
-    """Clip each head's ratio by itself instead of the joint ratio of the relevant heads."""
+    """Clip each head's ratio separately instead of the joint ratio of all heads."""
     ppo_epochs: int = 10
-    """Passes over a rollout."""
+    """Passes over a rollout per update."""
     num_minibatches: int = 4
-    """Minibatches per pass, each made of whole rows."""
+    """Minibatches per pass, each made of all steps of some envs."""
     value_coefficient: float = 0.25
     """Weight of the value loss."""
     value_clip: float | None = None
-    """How far a value may move from the stored one, in normalised units; None: as far as it likes."""
+    """Clip the change of a value to this, in normalised units; None: no clipping."""
     normalize_values: bool = True
-    """Let the critic predict returns scaled to mean 0 and variance 1; what it predicts in units of
-    the reward does not change with the scale."""
+    """Train the critic on returns scaled to mean 0 and variance 1. When the scale changes, the
+    critic is adjusted so that its predictions in units of the reward stay the same."""
     normalize_features: bool = True
     """Scale features to mean 0 and variance 1; what the policy makes of an observation does not
     change with the mean. Features of slots and blueprints are scaled once, after the first
     update, and all of a kind alike."""
     entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus, entropy being scaled to 0..1 per head."""
+    """Weight of the entropy bonus; entropy is scaled to 0..1 per head."""
     entropy_schedule: Literal["constant", "linear"] = "constant"
-    """"linear" lets the entropy bonus fall to 0 at the end of training."""
+    """"linear" decays the entropy bonus to 0 at the end of training."""
     head_entropy_weights: Mapping[str, float] = field(default_factory=dict)
     """Relative weight of a head's entropy, by name; heads not named have weight 1."""
     target_kl: float | None = 0.03
-    """Stop the passes over a rollout when the policy has moved this far; None: never."""
+    """Stop the update after a pass with a mean KL above this; None: never."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients are clipped to this norm."""
     max_failed_updates: int = 3
-    """Undone updates in a row after which training stops."""
+    """Stop training after this many failed updates in a row."""
 
     def __post_init__(self) -> None:
-        for name in ("ppo_epochs", "num_minibatches", "max_failed_updates"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
-        for name in ("learning_rate", "clip", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}; use a number above 0")
-        for name in ("value_coefficient", "entropy_coefficient"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
-        for name in ("value_clip", "target_kl"):
+        require_at_least(self, 1, "ppo_epochs", "num_minibatches", "max_failed_updates")
+        require_at_least(self, 0, "value_coefficient", "entropy_coefficient")
+        require_fraction(self, "gamma", "gae_lambda")
+        require_positive(self, "learning_rate")
+        for name in ("clip", "max_grad_norm", "value_clip", "target_kl"):  # infinite: no limit
             limit = getattr(self, name)
             if limit is not None and not limit > 0:
-                raise ValueError(f"{name}={limit}; use a number above 0, or None")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}; use a number from 0 to 1")
+                raise ValueError(f"{name}={limit}; use a number above 0")
         for name in ("learning_rate_schedule", "entropy_schedule"):
             if getattr(self, name) not in ("constant", "linear"):
                 raise ValueError(f"{name}={getattr(self, name)!r}; use 'constant' or 'linear'")
 
 
 class TrainingFailed(RuntimeError):
-    """Updates failed several times in a row; the weights are those of the last good one."""
+    """Several updates in a row failed; the weights are those of the last successful update."""
 
 
 class PPOAgent:
-    """A policy, its optimiser and its normalisers, and how experience changes them."""
+    """A policy with its optimiser and normalisers: acts, and learns from rollouts."""
 
     def __init__(self, policy: FactoredRecurrentActorCritic, config: PPOConfig | None = None):
         self.policy = policy
@@ -118,7 +111,7 @@ class PPOAgent:
         self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
         self.failed_updates = 0
         self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
-        self._entropy_share = 1.0  # of the bonus, as the schedule has it
+        self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
 
     # -- acting -------------------------------------------------------------------------------
 
@@ -155,10 +148,10 @@ class PPOAgent:
         progress: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> dict[str, float]:
-        """Learn from a rollout; returns what happened, by the names in docs/metrics.md.
+        """Learn from a rollout and return the metrics that docs/metrics.md lists.
 
-        `progress` (0 to 1) drives the schedules, `generator` (on the CPU) the shuffling. An
-        update that turns out not finite is undone.
+        `progress` (0 to 1) sets the schedules, `generator` (on the CPU) the minibatches. An update
+        with a loss or gradient that is not finite is undone.
         """
         config = self.config
         self.check_split(buffer.num_envs)
@@ -167,7 +160,7 @@ class PPOAgent:
         advantage = buffer.normalize_advantages()
         batch, layout = buffer.get_batched_sequences(self.device), buffer.sequence_layout()
         if layout.num_rows == 0:
-            raise ValueError("the rollout holds no steps to learn from")
+            raise ValueError("the rollout has no steps; add some before the update")
 
         before = self._snapshot()
         self._set_schedules(progress)
@@ -184,7 +177,7 @@ class PPOAgent:
         try:
             epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator)
             self.policy.raise_on_bad_values()
-        except ValueError:  # the rollout holds what cannot be scored: nothing was learned from it
+        except ValueError:  # the rollout has illegal actions: nothing may be learned from it
             self.load_state_dict(before)
             raise
         if is_finite:
@@ -211,7 +204,7 @@ class PPOAgent:
         meter: "_Meter",
         generator: torch.Generator | None,
     ) -> tuple[int, bool]:
-        """Passes over the rollout: how many were made, and whether all was finite."""
+        """Train on the rollout; returns the passes made and whether all losses were finite."""
         for ppo_epoch in range(self.config.ppo_epochs):
             for piece, steps, rows in self._minibatches(rollout, layout, generator):
                 evaluation = self.policy.score(steps, piece)
@@ -228,12 +221,12 @@ class PPOAgent:
                     loss.backward()  # type: ignore[no-untyped-call]
                 norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
                 measured["gradient_norm"] = norm
-                # the fused step leaves weights alone where this is 1, without a wait: they stay
-                # finite, so that the next minibatch can be scored, until the update is undone
+                # With found_inf 1 the fused step does not change the weights, and needs no
+                # synchronisation. They stay finite until the update is undone.
                 self.optimizer.found_inf = (~(norm < torch.inf)).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
                 meter.add(measured, evaluation, rows)
-            kl, is_finite = meter.close_epoch()  # the one wait for the device in a pass
+            kl, is_finite = meter.close_epoch()  # the only synchronisation of a pass
             if not is_finite:
                 return ppo_epoch + 1, False
             if self.config.target_kl is not None and kl > self.config.target_kl:
@@ -243,7 +236,7 @@ class PPOAgent:
     def _minibatches(
         self, rollout: RolloutBatch, layout: SequenceLayout, generator: torch.Generator | None
     ) -> Iterator[tuple[SequenceLayout, StoredSteps, "RolloutRows"]]:
-        """The rollout in random order, whole rows at a time, gathered once for the whole pass."""
+        """Random minibatches of whole env rows; one gather per field for the whole pass."""
         order = torch.randperm(layout.num_envs, generator=generator)
         pieces = (layout.select(ids) for ids in order.chunk(self.config.num_minibatches))
         parts = SequenceParts(tuple(piece for piece in pieces if piece.num_rows))
@@ -253,7 +246,7 @@ class PPOAgent:
         return zip(parts.layouts, steps, map(RolloutRows._make, rows), strict=True)
 
     def check_split(self, num_envs: int) -> None:
-        """Refuse a number of envs that minibatches of whole rows do not divide."""
+        """Raise if the envs do not split into minibatches of equal size."""
         if num_envs % self.config.num_minibatches:
             raise ValueError(
                 f"num_envs={num_envs} does not split into num_minibatches="
@@ -262,11 +255,10 @@ class PPOAgent:
 
     @torch.no_grad()
     def _rescale_values(self, returns: Tensor) -> None:
-        """Take returns into the scale of values; what is predicted in units of the reward stays.
+        """Update the statistics of returns; the critic's unscaled predictions stay the same.
 
-        Otherwise every change of the scale would spoil the critic (van Hasselt et al. 2016). The
-        first statistics of all are taken as they come: the critic has predicted nothing yet, and
-        so begins with the mean.
+        The critic's last layer compensates for the new scale (PopArt, van Hasselt et al. 2016). The
+        first update is applied as is, so that a new critic predicts the mean return.
         """
         normalizer = self.value_normalizer
         old_mean, old_std, is_first = normalizer.mean.clone(), normalizer.std, normalizer.count == 0
@@ -306,13 +298,13 @@ class PPOAgent:
         if self.failed_updates >= self.config.max_failed_updates:
             raise TrainingFailed(
                 f"{self.failed_updates} updates in a row were not finite and have been undone; "
-                "lower learning_rate, or look for extreme rewards and features"
+                "lower learning_rate, or check for extreme rewards and features"
             )
 
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that learning changes: what a checkpoint keeps and an undone update restores."""
+        """Everything that learning changes, for checkpoints and for undoing an update."""
         return {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -322,7 +314,7 @@ class PPOAgent:
         }
 
     def _snapshot(self) -> dict[str, Any]:
-        """A copy of `state_dict`; weights and their moments are copied together."""
+        """A copy of `state_dict`; weights and optimiser moments in one `_foreach` copy."""
         state = self.state_dict()
         moments = state["optimizer"]["state"].values()
         many = [*state["policy"].values(), *(m for each in moments for m in each.values())]
@@ -354,7 +346,7 @@ class PPOAgent:
 
 
 class RolloutRows(NamedTuple):
-    """What the loss needs of R stored steps, values and returns as the critic predicts them."""
+    """The stored data of R steps that the loss needs; values and returns are normalised."""
 
     log_probs: Tensor  # [R, H]
     advantages: Tensor  # [R]
@@ -363,6 +355,7 @@ class RolloutRows(NamedTuple):
 
 
 def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
+    """The stored steps of a rollout, in packed order."""
     return RolloutRows._make(layout.gather(getattr(rollout, name)) for name in RolloutRows._fields)
 
 
@@ -373,41 +366,41 @@ def ppo_loss(
     entropy_weights: Tensor,
     config: PPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a minibatch, and what there is to say about it."""
+    """The loss of a minibatch, and its metrics."""
     legal = evaluation.distribution.legal
-    # steps with a single legal action had nothing to decide: they teach the critic only
-    decided = legal.has_choice
-    share = decided / decided.sum().clamp_min(1.0)  # of a row in the mean over those that decided
+    # steps with a single legal action train the critic only
+    has_choice = legal.has_choice
+    weights = has_choice / has_choice.sum().clamp_min(1.0)  # mean over the steps with a choice
 
-    log_ratios = evaluation.log_probs - rows.log_probs  # 0 for heads that did not matter
-    joint = log_ratios.sum(dim=-1)
-    gain = rows.advantages.unsqueeze(-1)
+    log_ratios = evaluation.log_probs - rows.log_probs  # 0 for heads with nothing to choose
+    joint_log_ratio = log_ratios.sum(dim=-1)
+    advantages = rows.advantages.unsqueeze(-1)
     if config.clip_per_head:
-        gain = gain * (legal.counts > 0)
+        advantages = advantages * (legal.counts > 0)
     else:
-        log_ratios = joint.unsqueeze(-1)
+        log_ratios = joint_log_ratio.unsqueeze(-1)
     ratios = log_ratios.exp()
-    with torch.no_grad():  # a ratio that has moved far enough for its gain pays no more
-        limits = ratios.clamp(1 - config.clip, 1 + config.clip)
-        pays = (ratios - limits) * gain <= 0
-    surrogate = (torch.where(pays, ratios, limits) * gain).sum(dim=-1)
+    with torch.no_grad():
+        clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
+        is_unclipped = (ratios - clipped) * advantages <= 0  # min(ratio * A, clipped * A)
+    surrogate = (torch.where(is_unclipped, ratios, clipped) * advantages).sum(dim=-1)
 
-    policy_loss = -(share @ surrogate)
-    entropy_bonus = share @ (evaluation.normalized_entropies @ entropy_weights)
+    policy_loss = -(weights @ surrogate)
+    entropy_bonus = weights @ (evaluation.normalized_entropies @ entropy_weights)
     value_loss = _value_loss(evaluation.values, rows, config.value_clip)
     loss = torch.add(policy_loss, value_loss, alpha=config.value_coefficient)
     loss = torch.sub(loss, entropy_bonus, alpha=config.entropy_coefficient)
     with torch.no_grad():
-        is_outside = (ratios != limits).any(dim=-1)
-        # Schulman's k3 estimate of the KL
-        kl, clip_fraction = torch.stack([joint.expm1() - joint, is_outside.float()]) @ share
+        is_outside = (ratios != clipped).any(dim=-1)
+        kl_k3 = joint_log_ratio.expm1() - joint_log_ratio  # Schulman's k3 estimate of the KL
+        kl, clip_fraction = torch.stack([kl_k3, is_outside.float()]) @ weights
         measured = {
             "loss": loss.detach(),
             "policy_loss": policy_loss.detach(),
             "value_loss": value_loss.detach(),
             "kl": kl,
             "clip_fraction": clip_fraction,
-            "decided_fraction": decided.mean(),
+            "decided_fraction": has_choice.mean(),
         }
         for kind, values in (
             ("entropy", evaluation.entropies),
@@ -421,13 +414,13 @@ def ppo_loss(
 def _value_loss(values: Tensor, rows: RolloutRows, clip: float | None) -> Tensor:
     if clip is None:
         return 0.5 * mse_loss(values, rows.returns)
-    near = rows.values + (values - rows.values).clamp(-clip, clip)
-    errors = torch.maximum((values - rows.returns).square(), (near - rows.returns).square())
+    clipped = rows.values + (values - rows.values).clamp(-clip, clip)
+    errors = torch.maximum((values - rows.returns).square(), (clipped - rows.returns).square())
     return 0.5 * errors.mean()
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """1: the critic foresaw every return; 0: no better than their mean."""
+    """1: the critic predicts every return; 0: no better than their mean."""
     variance = returns.var(correction=0)
     unexplained = (returns - values).var(correction=0)
     return torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
@@ -435,28 +428,28 @@ def _explained_variance(values: Tensor, returns: Tensor) -> Tensor:
 
 def _entropy_weights(action_space: FactoredActionSpace, config: PPOConfig) -> Tensor:
     for name in config.head_entropy_weights:
-        action_space.index(name)  # a name that is not a head is a mistake
+        action_space.index(name)  # raises for a name that is not a head
     return torch.tensor([config.head_entropy_weights.get(n, 1.0) for n in action_space.names])
 
 
 class _Meter:
-    """Collects what minibatches measure without waiting for the device."""
+    """Collects the metrics of minibatches, with one synchronisation per pass."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._open: list[Tensor] = []  # this pass over the rollout, one [metrics] row a minibatch
-        self._closed: list[Tensor] = []
+        self._open: list[Tensor] = []  # [metrics] of each minibatch of the current pass
+        self._closed: list[Tensor] = []  # [minibatches, metrics] of each earlier pass
 
     def add(self, measured: dict[str, Tensor], evaluation: Evaluation, rows: RolloutRows) -> None:
         if not self._names:
-            # before the first optimiser step every ratio is 1, or acting and scoring differ
+            # before the first optimiser step every ratio is 1, unless `act` and `score` differ
             log_ratios = (evaluation.log_probs.detach() - rows.log_probs).sum(dim=-1)
             self._first_ratio_error = log_ratios.expm1().abs().max()
             self._names = list(measured)
         self._open.append(torch.stack(list(measured.values())))
 
     def close_epoch(self) -> tuple[float, bool]:
-        """Mean KL of the pass, and whether all its losses and gradients were finite."""
+        """End a pass; returns its mean KL and whether its losses and gradients were finite."""
         rows = torch.stack(self._open)
         loss, norm, kl = (
             rows[:, self._names.index(name)] for name in ("loss", "gradient_norm", "kl")

@@ -1,15 +1,15 @@
-"""Where a rollout is kept between collecting it and learning from it.
+"""Storage for a rollout, from collecting it to learning from it.
 
 Storage is `[num_envs, max_steps, ...]`, allocated once. All fields but the per-step hidden
-states are views of one arena, so that moving a rollout to another device is one copy. What
-steers the buffer (`step_counts`, env ids, episode boundaries) lives on the CPU, so that adding a
-step never waits for a GPU.
+states are views of one allocation, so moving a rollout to another device is one copy. Control
+data (`step_counts`, env ids, episode boundaries) is on the CPU, so adding a step never
+synchronises with a GPU.
 
     buffer.add_batch(step)                            # one step of every env, or of some
     buffer.compute_advantages_and_returns(last_values)
     buffer.normalize_advantages()
     batch = buffer.get_batched_sequences(device)      # [N, T, ...] and a valid_mask
-    layout = buffer.sequence_layout()                 # where each episode lies
+    layout = buffer.sequence_layout()                 # where each episode is stored
     buffer.reset()
 """
 
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from esper.leyline.checks import require_at_least
 from esper.leyline.constants import (
     DEFAULT_GAE_LAMBDA,
     DEFAULT_GAMMA,
@@ -45,17 +46,17 @@ class TamiyoRolloutStep(NamedTuple):
     state: Tensor  # [F]
     actions: Tensor  # [H] integers
     log_probs: Tensor  # [H]
-    masks: Tensor  # [C] bool: the rows that applied, packed as the action space packs them
+    masks: Tensor  # [C] bool: the mask rows that applied to the action, all heads concatenated
     value: Tensor  # []
     reward: Tensor  # []
     terminated: Tensor  # [] bool: the task ended
     truncated: Tensor  # [] bool: a limit cut the episode
-    bootstrap_value: Tensor | None  # [] V(final observation); None where it is not known (yet)
+    bootstrap_value: Tensor | None  # [] V(final observation); None if it is not known yet
     hidden_h: Tensor  # [L, hidden]: the recurrent state before the step
     hidden_c: Tensor  # [L, hidden]
 
     def select(self, envs: Tensor) -> "TamiyoRolloutStep":
-        """The step of some envs of a batch, by their places in it."""
+        """The step of some envs of a batch, by their indices in it."""
         devices = {part.device for part in self if part is not None}
         places = {device: envs.to(device, non_blocking=True) for device in devices}
         parts = (None if part is None else part[places[part.device]] for part in self)
@@ -64,28 +65,28 @@ class TamiyoRolloutStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutBatch:
-    """A rollout as tensors on one device; on the buffer's own device they are its storage."""
+    """A rollout as tensors on one device; on the buffer's device they are its storage."""
 
     states: Tensor  # [N, T, F]
     actions: Tensor  # [N, T, H]
     log_probs: Tensor  # [N, T, H]
     masks: Tensor  # [N, T, C]
-    values: Tensor  # [N, T], and so are those below
+    values: Tensor  # [N, T], like the fields below
     rewards: Tensor
     terminated: Tensor
     truncated: Tensor
     bootstrap_values: Tensor
     advantages: Tensor
     returns: Tensor
-    valid_mask: Tensor  # [N, T]: False on rows that were never written
+    valid_mask: Tensor  # [N, T]: True for stored steps
     initial_hidden_h: Tensor  # [N, L, hidden]: the state before each env's first row
     initial_hidden_c: Tensor
-    hidden_h: Tensor | None = None  # [N, T, L, hidden], when asked for
+    hidden_h: Tensor | None = None  # [N, T, L, hidden], only if requested
     hidden_c: Tensor | None = None
 
 
 class AdvantageStatistics(NamedTuple):
-    """What `normalize_advantages` subtracted and divided by, as tensors on the buffer's device."""
+    """Mean and standard deviation before `normalize_advantages`, on the buffer's device."""
 
     mean: Tensor
     std: Tensor
@@ -104,17 +105,13 @@ class TamiyoRolloutBuffer:
         lstm_layers: int = 1,
         device: torch.device | str = "cpu",
     ):
-        for name, size in (
-            ("num_envs", num_envs),
-            ("max_steps_per_env", max_steps_per_env),
-            ("state_dim", state_dim),
-            ("lstm_hidden_dim", lstm_hidden_dim),
-            ("lstm_layers", lstm_layers),
-        ):
-            if size < 1:
-                raise ValueError(f"{name}={size}; use 1 or more")
         self.num_envs = num_envs
         self.max_steps_per_env = max_steps_per_env
+        self.state_dim = state_dim
+        self.lstm_hidden_dim = lstm_hidden_dim
+        self.lstm_layers = lstm_layers
+        require_at_least(self, 1, "num_envs", "max_steps_per_env", "state_dim")
+        require_at_least(self, 1, "lstm_hidden_dim", "lstm_layers")
         self.action_space = action_space
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.step_counts = torch.zeros(num_envs, dtype=torch.int64, device="cpu")
@@ -132,9 +129,9 @@ class TamiyoRolloutBuffer:
             "initial_hidden_h": (torch.float32, (num_envs, *hidden)),
             "initial_hidden_c": (torch.float32, (num_envs, *hidden)),
         }
-        self._arena = PackedTensors(stored, self.device)
-        self._hidden_arena = PackedTensors(hidden_fields, self.device)
-        fields = self._arena.views | self._hidden_arena.views
+        self._storage = PackedTensors(stored, self.device)
+        self._hidden_storage = PackedTensors(hidden_fields, self.device)
+        fields = self._storage.views | self._hidden_storage.views
         self._rows = {s.name: fields[s.name].flatten(0, 1) for s in self._step_specs}
         self._fields = fields
 
@@ -163,10 +160,10 @@ class TamiyoRolloutBuffer:
     def add_batch(
         self, step: TamiyoRolloutStep, env_ids: Tensor | Sequence[int] | None = None
     ) -> None:
-        """Store the next step of every env, or of the envs named: one write per field.
+        """Store the next step of every env, or of `env_ids` only: one write per field.
 
-        Everything is checked before anything is written. The inputs may lie on the CPU or on
-        the buffer's device.
+        The inputs may be on the CPU or on the buffer's device. Shapes, dtypes and devices are
+        checked before anything is written.
         """
         envs = self._checked_env_ids(env_ids)
         steps = self.step_counts[envs]
@@ -176,10 +173,10 @@ class TamiyoRolloutBuffer:
                 f"envs {full} already hold max_steps_per_env={self.max_steps_per_env} steps; "
                 "call reset() first or make the buffer longer"
             )
-        values = self._checked_values(step, envs)
+        values = self._checked_values(step, len(envs))
 
         first = int(steps[0]) if len(steps) else 0
-        if envs is self._all_envs and bool((steps == first).all()):  # all are at one step
+        if envs is self._all_envs and bool((steps == first).all()):
             column = [self._fields[name][:, first] for name in values]
             torch._foreach_copy_(column, list(values.values()))
         else:
@@ -190,11 +187,11 @@ class TamiyoRolloutBuffer:
         self._forget_derived()
 
     def mark_terminal_with_penalty(self, env_id: int, penalty: float) -> None:
-        """The env's last stored row becomes terminated, with the penalty as its reward."""
+        """Mark the env's last stored row as terminated, with the penalty as its reward."""
         (env,) = self._checked_env_ids([env_id]).tolist()
         count = int(self.step_counts[env])
         if count == 0:
-            raise ValueError(f"env {env} has no stored step that could end with a penalty")
+            raise ValueError(f"env {env} has no stored step; add one before a penalty")
         if not math.isfinite(penalty):
             raise ValueError(f"penalty={penalty} for env {env}; use a finite number")
         self._fields["rewards"][env, count - 1] = penalty
@@ -203,17 +200,17 @@ class TamiyoRolloutBuffer:
         self._forget_derived()
 
     def reset(self) -> None:
-        """Empty the buffer. Nothing is zeroed: `step_counts` says what is valid."""
+        """Empty the buffer. Only `step_counts` is zeroed; rows past it are never read."""
         self.step_counts.zero_()
         self._forget_derived()
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the steps stored so far; advantages are computed from them, not kept."""
+        """A copy of the steps stored so far; advantages are not included."""
         stored = {spec.name: self._fields[spec.name].clone() for spec in self._step_specs}
         return {"fields": stored, "step_counts": self.step_counts.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with stored steps, of a buffer of the same sizes."""
+        """Restore the steps of a buffer of the same sizes."""
         for name, saved in (state["fields"] | {"step_counts": state["step_counts"]}).items():
             expected = self.step_counts if name == "step_counts" else self._fields[name]
             if saved.shape != expected.shape or saved.dtype != expected.dtype:
@@ -234,11 +231,13 @@ class TamiyoRolloutBuffer:
         gamma: float = DEFAULT_GAMMA,
         gae_lambda: float = DEFAULT_GAE_LAMBDA,
     ) -> None:
-        """Fill in advantages and returns of every stored row.
+        """Compute the advantages and returns of every stored row.
 
-        `last_values` `[N]` are the values of the observations that followed each env's last row;
-        they are the bootstraps of rows that have not ended. Bad values in the rollout (an empty
-        mask, a non-finite reward, value or needed bootstrap) are found here, once per rollout.
+        `last_values` `[N]` are the values of the observations that followed each env's last row.
+        They are the bootstraps of the episodes that have not ended.
+
+        Raises a ValueError for bad values in the rollout: an empty mask of an unconditional head,
+        or a state, log-prob, reward, value or needed bootstrap that is not finite.
         """
         if last_values is not None:
             self._store_last_values(last_values)
@@ -260,15 +259,15 @@ class TamiyoRolloutBuffer:
         self._advantage_statistics = None
 
     def normalize_advantages(self) -> AdvantageStatistics:
-        """Give the advantages of the stored rows mean 0 and standard deviation 1.
+        """Scale the advantages of the stored rows to mean 0 and standard deviation 1.
 
         A second call changes nothing and returns the same statistics.
         """
         self._require_advantages()
         if self._advantage_statistics is None:
             advantages, valid = self._fields["advantages"], self._valid_mask()
-            count = max(len(self), 1)  # known on the host: no wait
-            exact = advantages.double()  # the spread of equal advantages must not be rounding
+            count = max(len(self), 1)  # on the CPU: no synchronisation
+            exact = advantages.double()  # so that rounding does not spread equal advantages
             mean = torch.where(valid, exact, 0.0).sum() / count
             variance = torch.where(valid, exact - mean, 0.0).square().sum() / count
             std = variance.sqrt().clamp_min(ADVANTAGE_STD_FLOOR)
@@ -279,10 +278,10 @@ class TamiyoRolloutBuffer:
     def get_batched_sequences(
         self, device: torch.device | str | None = None, *, with_hidden: bool = False
     ) -> RolloutBatch:
-        """The rollout on `device`: one copy to another device, none to the buffer's own.
+        """The rollout on `device` (default: the buffer's device, without a copy).
 
-        On the buffer's own device the tensors are its storage, valid until `reset()`. The
-        hidden states of single steps stay where they are unless asked for.
+        On another device it is one copy; on the buffer's device the tensors are its storage,
+        valid until `reset()`. `with_hidden` adds the hidden states of every step.
         """
         self._require_advantages()
         field = self._fields
@@ -290,13 +289,13 @@ class TamiyoRolloutBuffer:
         field["initial_hidden_h"].copy_(field["hidden_h"][:, 0])
         field["initial_hidden_c"].copy_(field["hidden_c"][:, 0])
         target = self.device if device is None else torch.device(device)
-        views = self._arena.views_on(target)
+        views = self._storage.views_on(target)
         if with_hidden:
-            views = views | self._hidden_arena.views_on(target)
+            views = views | self._hidden_storage.views_on(target)
         return RolloutBatch(**views)
 
     def sequence_layout(self) -> SequenceLayout:
-        """Where each episode lies, on the host. One wait for a GPU per rollout, then kept."""
+        """Where each episode is stored, on the CPU. Cached: one synchronisation per rollout."""
         if self._layout is None:
             ended = self._fields["terminated"] | self._fields["truncated"]
             self._layout = SequenceLayout.from_flags(ended, self.step_counts)
@@ -322,7 +321,7 @@ class TamiyoRolloutBuffer:
                 f"env_ids: got {envs.dtype} {tuple(envs.shape)}, expected integers of shape [K]"
             )
         if envs.device.type != "cpu":
-            raise ValueError(f"env_ids are on {envs.device}; they steer the buffer: pass CPU ones")
+            raise ValueError(f"env_ids are on {envs.device}; pass them on the CPU")
         envs = envs.long()
         if outside := [e for e in envs.tolist() if not 0 <= e < self.num_envs]:
             raise ValueError(f"env_ids {outside} are out of range for num_envs={self.num_envs}")
@@ -331,16 +330,14 @@ class TamiyoRolloutBuffer:
             raise ValueError(f"env_ids {repeated} appear more than once in one batch")
         return envs
 
-    def _checked_values(self, step: TamiyoRolloutStep, envs: Tensor) -> dict[str, Tensor]:
-        """The step's tensors by field name, as the buffer stores them, or a ValueError."""
-        values, num_rows = {}, len(envs)
+    def _checked_values(self, step: TamiyoRolloutStep, num_rows: int) -> dict[str, Tensor]:
+        """The step's tensors by field name, with the buffer's dtypes and device."""
+        values = {}
         for spec, value in zip(self._step_specs, step, strict=True):
             if value is None and spec.name == "bootstrap_values":
-                # found later where it is needed
+                # NaN: `_raise_on_bad_values` reports it if it is needed
                 value = torch.full((num_rows,), torch.nan, device=self.device)
             values[spec.name] = self._checked_value(spec, torch.as_tensor(value), num_rows)
-        if self.device.type == "cpu":
-            self._refuse_empty_masks(values["masks"], envs)
         return values
 
     def _checked_value(self, spec: "_StepSpec", value: Tensor, num_rows: int) -> Tensor:
@@ -359,18 +356,9 @@ class TamiyoRolloutBuffer:
             )
         if value.requires_grad:
             value = value.detach()
-        # the caller may change pinned memory before a copy that nobody waits for has run
-        waits = value.device != self.device and value.is_pinned()
-        return value.to(self.device, spec.dtype, non_blocking=not waits)
-
-    def _refuse_empty_masks(self, masks: Tensor, envs: Tensor) -> None:
-        for head in self.action_space.unconditional:
-            has_choice = masks[:, self.action_space.slices[head]].any(dim=-1)
-            if not bool(has_choice.all()):
-                raise ValueError(
-                    f"masks: head {self.action_space.names[head]!r} has no legal choice in "
-                    f"envs {envs[~has_choice].tolist()}; an unconditional head needs at least one"
-                )
+        # block for pinned memory: the caller may change it before a non-blocking copy has run
+        must_block = value.device != self.device and value.is_pinned()
+        return value.to(self.device, spec.dtype, non_blocking=not must_block)
 
     def _store_last_values(self, last_values: Tensor) -> None:
         spec = next(s for s in self._step_specs if s.name == "bootstrap_values")
@@ -384,7 +372,7 @@ class TamiyoRolloutBuffer:
         bootstraps.index_put_((rows,), torch.where(ended, bootstraps[rows], last_values[envs]))
 
     def _raise_on_bad_values(self) -> None:
-        """One look at all values that steer learning; one wait for a GPU."""
+        """Check all values that learning uses, with one synchronisation."""
         field = self._fields
         steps = torch.arange(self.max_steps_per_env, device=self.device)
         counts = self.step_counts.to(self.device, non_blocking=True)[:, None]
@@ -414,8 +402,8 @@ class TamiyoRolloutBuffer:
     def _require_advantages(self) -> None:
         if not self._has_advantages:
             raise ValueError(
-                "no advantages for the rollout as it stands; "
-                "call compute_advantages_and_returns() after the last step was added"
+                "no advantages for this rollout; "
+                "call compute_advantages_and_returns() after adding the last step"
             )
 
     # -- derived ------------------------------------------------------------------------------
@@ -434,14 +422,14 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class _StepSpec(NamedTuple):
-    """How one field of a `TamiyoRolloutStep` is stored and checked; rows in the step's order."""
+    """How one field of a `TamiyoRolloutStep` is stored and checked."""
 
-    argument: str  # the step's word for it
-    name: str  # the buffer's
+    argument: str  # its name in the step
+    name: str  # its name in the buffer
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    letters: str
-    note: str = ""
+    shape: tuple[int, ...]  # of one env
+    letters: str  # names of the axes, for errors
+    note: str = ""  # more about the axes, for errors
 
     @property
     def kind(self) -> str:
@@ -458,6 +446,7 @@ class _StepSpec(NamedTuple):
 def _step_specs(
     action_space: FactoredActionSpace, state_dim: int, hidden: tuple[int, int]
 ) -> tuple[_StepSpec, ...]:
+    """One row per field of `TamiyoRolloutStep`, in its order."""
     number, integer, flag = torch.float32, torch.int64, torch.bool
     heads = (action_space.num_heads,)
     names = f", heads {', '.join(action_space.names)}"
