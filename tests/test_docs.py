@@ -9,7 +9,7 @@ import pytest
 from simic.small_runs import ORACLE
 
 from esper.nissa.database import RunDatabase
-from esper.simic.training.distribution import choice_names
+from esper.simic.training.distribution import choice_labels
 from esper.simic.training.growth_training import GrowthTraining
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -22,7 +22,7 @@ def finished_run(tmp_path_factory):
     training, records = GrowthTraining(ORACLE), []
     path = tmp_path_factory.mktemp("run") / "run.sqlite"
     environment = training.environment
-    names = choice_names(environment)
+    names = choice_labels(environment)
     with RunDatabase(path, environment.action_space, choices=names, details={}) as database:
 
         def on_round(record):

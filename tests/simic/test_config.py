@@ -9,16 +9,15 @@ import pytest
 import torch
 from simic.small_runs import NETWORKS, ORACLE
 
+from esper.leyline.plain_config import from_plain, to_plain
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import (
-    host_names,
     load_hosts,
     load_task,
     training_hosts,
     variant_names,
 )
 from esper.simic.training.gymnasium import GymConfig
-from esper.simic.training.plain_config import from_plain, to_plain
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.tasks import mnist1d
 
@@ -103,7 +102,7 @@ def test_held_out_hosts_are_never_drawn_and_all_others_are():
     for _ in range(20):
         environment.reset()
         host_batch = environment.host_batch
-        seen |= set(zip(host_names(host_batch), variant_names(config, host_batch), strict=True))
+        seen |= set(zip(host_batch.host_names, variant_names(config, host_batch), strict=True))
     every = {"-".join(map(str, widths)) for widths in product((2, 4), repeat=3)}
     assert {host for host, _ in seen} == every - {"4-2-4"}
     assert {variant for _, variant in seen} == {"plain", "rows:50"}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from esper.cli.interruption import interruption
+from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import EventSink
 from esper.nissa.console import ProgressSink
 from esper.nissa.tensorboard import TensorBoardSink
@@ -112,7 +112,7 @@ def _train(training: GymTraining, checkpoint: Path, out: Path, save_every: int) 
     """Whether training came to its end; if not, the checkpoint holds all of it."""
     shown = {"episode/return": "return", "time/steps_per_second": "steps/s"}
     done = training.progress.steps
-    with ExitStack() as stack, interruption() as interrupted:
+    with ExitStack() as stack, stop_on_interrupt() as should_stop:
         sinks: list[EventSink] = [
             stack.enter_context(ProgressSink(training.total_steps, shown, done=done)),
             stack.enter_context(TensorBoardSink(out, first_step=done + 1)),
@@ -124,6 +124,6 @@ def _train(training: GymTraining, checkpoint: Path, out: Path, save_every: int) 
             if training.progress.rounds % save_every == 0:
                 training.save(checkpoint)
 
-        training.run(on_round, should_stop=interrupted)
+        training.run(on_round, should_stop=should_stop)
         training.save(checkpoint)
     return training.is_finished

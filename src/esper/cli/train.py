@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from esper.cli.evaluate import show
-from esper.cli.interruption import interruption
+from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import EventSink
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
@@ -22,7 +22,7 @@ from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import evaluate_run
 from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.distribution import choice_names, describe_hosts
+from esper.simic.training.distribution import choice_labels, describe_hosts
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder
 from esper.tolaria.synthetic_hosts import HOST_ACCURACY, SyntheticHosts
@@ -125,12 +125,12 @@ def _train(training: GrowthTraining, folder: RunFolder) -> None:
     """To the last round or to Ctrl-C; the folder then holds all of it."""
     config, files = training.config, folder.files
     environment = training.environment
-    with ExitStack() as stack, interruption() as interrupted:
+    with ExitStack() as stack, stop_on_interrupt() as should_stop:
         database = stack.enter_context(
             RunDatabase(
                 files.database,
                 environment.action_space,
-                choices=choice_names(environment),
+                choices=choice_labels(environment),
                 details={"device": str(training.agent.device), "torch": torch.__version__},
                 rounds_done=training.rounds_done,
             )
@@ -153,7 +153,7 @@ def _train(training: GrowthTraining, folder: RunFolder) -> None:
             if record.round % config.checkpoint_every == 0:
                 save()
 
-        training.run(on_round, should_stop=interrupted)
+        training.run(on_round, should_stop=should_stop)
         save()
 
 

@@ -51,6 +51,8 @@ class SyntheticHosts:
 
     num_slots = len(SITE_SHARES)
     num_blueprints = len(BLUEPRINT_PARAMS)
+    blueprint_names = tuple(f"seed {number}" for number in range(len(BLUEPRINT_PARAMS)))
+    untrained_accuracy = HOST_ACCURACY
 
     def __init__(
         self,
@@ -73,6 +75,14 @@ class SyntheticHosts:
     @property
     def states(self) -> SlotStates:
         return self._states
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        return ("known gains",) * self.num_envs
+
+    @property
+    def view_ids(self) -> Tensor:
+        return torch.zeros(self.num_envs, dtype=torch.int64)
 
     def reset(self, generator: torch.Generator) -> HostFacts:
         self._states = SlotStates.dormant(self.num_envs, self.num_slots)

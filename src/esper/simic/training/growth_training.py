@@ -18,16 +18,11 @@ import torch
 from torch import Tensor
 
 from esper.leyline.files import read_file, require_same_layout, write_file
+from esper.leyline.plain_config import from_plain, to_plain
 from esper.leyline.records import RoundRecord
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.distribution import (
-    host_names,
-    start_score,
-    training_hosts,
-    variant_names,
-)
-from esper.simic.training.plain_config import from_plain, to_plain
+from esper.simic.training.distribution import training_hosts, variant_names
 from esper.simic.training.vectorized import Episodes, VectorizedTrainer
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
@@ -49,7 +44,7 @@ class GrowthTraining:
             self.environment,
             self.agent,
             max_steps=config.growth.num_steps,
-            start_score=start_score(host_batch),
+            start_score=host_batch.untrained_accuracy,
             rng_seed=config.rng_seed,
         )
         self.rounds_done = 0
@@ -90,7 +85,7 @@ class GrowthTraining:
         return RoundRecord(
             round=self.rounds_done,
             metrics=self._metrics(episodes, learned),
-            hosts=host_names(host_batch),
+            hosts=host_batch.host_names,
             variants=variant_names(self.config, host_batch),
             rent=episodes.rent,
             host_params=episodes.host_params,
