@@ -19,7 +19,7 @@ import torch
 from hidden_cartpole import hidden_cartpole_envs
 
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.gymnasium import GymConfig, evaluate, train
+from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
 
 STEPS, NUM_ENVS, EPISODES, EVALUATION_SEED = 50_000, 8, 40, 10_000
 BAR = 490.0
@@ -39,10 +39,11 @@ SETTINGS = {
 
 def score(config: GymConfig, rng_seed: int) -> tuple[float, float]:
     """The mean return of the likeliest actions, and of drawn ones."""
-    agent = train(hidden_cartpole_envs(NUM_ENVS), STEPS, replace(config, rng_seed=rng_seed))
+    config = replace(config, rng_seed=rng_seed)
+    model = PPO.from_config(hidden_cartpole_envs(NUM_ENVS), config).learn(STEPS)
     likeliest, drawn = (
         evaluate(
-            agent,
+            model,
             hidden_cartpole_envs(NUM_ENVS),
             EPISODES,
             rng_seed=EVALUATION_SEED,

@@ -17,7 +17,7 @@ from esper.simic.training.distribution import (
     training_hosts,
     variant_names,
 )
-from esper.simic.training.gymnasium import GymConfig
+from esper.simic.training.ppo_model import GymConfig
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.tasks import mnist1d
 

@@ -1,4 +1,4 @@
-"""Vectorised training: host batches with known gains are solved; rewards telescope; ended envs sit out."""
+"""Training on growing hosts: known gains are found, rewards telescope, ended envs sit out."""
 
 import torch
 
@@ -6,29 +6,33 @@ from esper.kasmina.lifecycle import remove_live_seeds
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.rewards import ROLLBACK_PENALTY, growth_score
 from esper.simic.training.config import PRESETS
-from esper.simic.training.vectorized import VectorizedTrainer
+from esper.simic.training.growth_envs import GrowthEnvs
+from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tamiyo.policy.network import PolicyConfig, tamiyo_policy
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
 
 
 def make_trainer(num_envs, host_batch=None, *, rng_seed=0, **settings):
-    torch.manual_seed(rng_seed)
     environment = GrowthEnvironment(host_batch or SyntheticHosts(num_envs), rng_seed=rng_seed)
+    ppo = PPOConfig(**({"gamma": 1.0} | settings))
+    return trainer_on(environment, PolicyConfig(lstm_hidden_dim=64), ppo, rng_seed)
+
+
+def trainer_on(environment, policy, ppo, rng_seed=0):
+    torch.manual_seed(rng_seed)
     host_batch = environment.host_batch
     layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
-    policy = FactoredRecurrentActorCritic(
-        environment.action_space, layout, PolicyConfig(lstm_hidden_dim=64)
-    )
-    config = PPOConfig(**({"gamma": 1.0} | settings))
-    return VectorizedTrainer(
-        environment,
-        PPOAgent(policy, config),
-        max_steps=25,
-        start_score=HOST_ACCURACY,
-        rng_seed=rng_seed,
-    )
+    agent = PPOAgent(tamiyo_policy(layout, policy), ppo)
+    envs = GrowthEnvs(environment, "cpu", start_score=HOST_ACCURACY)
+    return Trainer(envs, agent, horizon=25, rng_seed=rng_seed)
+
+
+def play(trainer):
+    """One round with the most likely actions."""
+    trainer.collect(deterministic=True)
+    return trainer.envs.episodes()
 
 
 def test_the_oracle_environment_is_solved():
@@ -38,11 +42,11 @@ def test_the_oracle_environment_is_solved():
     )
     for number in range(70):
         trainer.collect()
-        assert trainer.learn(progress=number / 70)["first_ratio_error"] < 1e-5
+        assert trainer.learn(number / 70)["ppo/first_ratio_error"] < 1e-5
     found = possible = 0.0
     for _ in range(4):
-        episodes = trainer.collect(deterministic=True)
-        best = trainer.environment.host_batch.best_scores(episodes.rent)
+        episodes = play(trainer)
+        best = trainer.envs.environment.host_batch.best_scores(episodes.rent)
         found += (episodes.scores - HOST_ACCURACY).sum()
         possible += (best - HOST_ACCURACY).sum()
     assert found / possible >= 0.95, f"reached {found / possible:.3f} of the optimum"
@@ -54,10 +58,10 @@ def test_what_to_grow_is_learned_by_type_of_data():
     trainer = make_trainer(64, host_batch, **vars(PRESETS["oracle"].ppo))
     for number in range(70):
         trainer.collect()
-        trainer.learn(progress=number / 70)
+        trainer.learn(number / 70)
     found = blind = possible = 0.0
     for _ in range(4):
-        episodes = trainer.collect(deterministic=True)
+        episodes = play(trainer)
         found += (episodes.scores - HOST_ACCURACY).sum()
         blind += (host_batch.best_blind_scores(episodes.rent) - HOST_ACCURACY).sum()
         possible += (host_batch.best_scores(episodes.rent) - HOST_ACCURACY).sum()
@@ -76,21 +80,22 @@ def test_features_are_scaled_after_the_first_update_and_never_again():
     assert after_one["is_fitted"]
     assert after_one["env_center"].any()
     trainer.collect()
-    assert trainer.learn()["first_ratio_error"] < 1e-5
+    assert trainer.learn()["ppo/first_ratio_error"] < 1e-5
     for name, value in scales.state_dict().items():
         assert torch.equal(value, after_one[name]), name
 
 
 def test_rewards_sum_to_the_score_of_the_committed_network():
     trainer = make_trainer(16)
-    rent = trainer.collect().rent
-    host_batch, rewards = trainer.environment.host_batch, trainer.buffer._fields["rewards"]
-    committed = trainer.environment._committed_params()
+    trainer.collect()
+    environment, rewards = trainer.envs.environment, trainer.buffer._fields["rewards"]
+    host_batch, committed = environment.host_batch, environment._committed_params()
+    rent = trainer.envs.episodes().rent
     expected = growth_score(
         host_batch.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
     )
     torch.testing.assert_close(rewards.sum(dim=1), expected - HOST_ACCURACY)
-    torch.testing.assert_close(trainer.reward.scores, expected)
+    torch.testing.assert_close(trainer.envs.reward.scores, expected)
     assert trainer.buffer._fields["terminated"].sum(dim=1).tolist() == [1] * 16
     assert trainer.buffer._fields["terminated"][:, -1].all()
 
@@ -102,8 +107,8 @@ class BreaksAtStep(SyntheticHosts):
         self.steps = 0
         return super().reset(generator)
 
-    def grow(self, states):
-        evidence = super().grow(states)
+    def train_step(self, states):
+        evidence = super().train_step(states)
         self.steps += 1
         if self.steps == 3:
             self._states = remove_live_seeds(self._states, torch.tensor([1]))
@@ -113,7 +118,8 @@ class BreaksAtStep(SyntheticHosts):
 
 def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
     trainer = make_trainer(4, BreaksAtStep(4))
-    scores = trainer.collect().scores
+    trainer.collect()
+    scores = trainer.envs.episodes().scores
     assert scores.isnan().tolist() == [False, True, False, False]
     assert trainer.buffer.step_counts.tolist() == [25, 3, 25, 25]
     torch.testing.assert_close(
@@ -125,13 +131,13 @@ def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
 
 def test_an_env_is_compared_with_all_of_its_siblings_episode_even_if_its_own_ends_early():
     trainer, own_rewards = make_trainer(4, BreaksAtStep(4, siblings=2)), []
-    of = trainer.reward.of
+    of = trainer.envs.reward.of
 
     def remembered(*step):
         own_rewards.append(of(*step))
         return own_rewards[-1]
 
-    trainer.reward.of = remembered
+    trainer.envs.reward.of = remembered
     trainer.collect()
     own = torch.stack(own_rewards, 1)  # [N, T], on after the end of env 1
     learned_from = trainer.buffer._fields["rewards"]
@@ -146,11 +152,7 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     environment = GrowthEnvironment(
         host_batch, GrowthConfig(params_budget=0.3, max_germinations=2, compute_price=0.5)
     )
-    layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
-    policy = FactoredRecurrentActorCritic(
-        environment.action_space, layout, PolicyConfig(lstm_hidden_dim=16)
-    )
-    trainer = VectorizedTrainer(environment, PPOAgent(policy, PPOConfig(gamma=1.0)), max_steps=25)
+    trainer = trainer_on(environment, PolicyConfig(lstm_hidden_dim=16), PPOConfig(gamma=1.0))
     trainer.collect()
     reports = environment.observe()
     assert (reports.params - reports.host_params <= 0.3 * HOST_PARAMS).all()
@@ -161,4 +163,29 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     )  # fmt: skip
     used = environment._compute > 0
     assert used.any()
-    assert (trainer.reward.scores[used] < uncharged[used]).all()
+    assert (trainer.envs.reward.scores[used] < uncharged[used]).all()
+
+
+class Truncating(GrowthEnvironment):
+    """Env 2 is cut off after step 4, the others end after 25 steps."""
+
+    def step(self, actions):
+        outcome = super().step(actions)
+        outcome.truncated[2] = self._step == 4
+        self._is_over = self._is_over | outcome.truncated
+        return outcome
+
+
+def test_a_truncated_env_bootstraps_from_its_final_reports_and_sits_out():
+    environment = Truncating(SyntheticHosts(4))
+    trainer = trainer_on(environment, PolicyConfig(lstm_hidden_dim=16), PPOConfig(gamma=1.0))
+    seen, value = [], trainer.agent.value
+    trainer.agent.value = lambda features, state: seen.append(features) or value(features, state)
+    trainer.collect()
+    stored = trainer.buffer._fields
+    assert trainer.buffer.step_counts.tolist() == [25, 25, 4, 25]
+    assert stored["truncated"][2, :4].tolist() == [False, False, False, True]
+    assert stored["bootstrap_values"][2, 3].isfinite()
+    (final,) = seen
+    torch.testing.assert_close(final[0], stored["states"][0, 4])
+    trainer.learn()
