@@ -87,7 +87,7 @@ def test_the_core_imports_only_torch_and_numpy(package):
 
 
 def test_every_public_name_is_listed_and_resolves():
-    assert sorted([*esper._PUBLIC, "__version__"]) == esper.__all__
+    assert sorted(esper.__all__) == sorted([*esper._PUBLIC, "__version__"])
     assert set(esper.__all__) <= set(dir(esper))
     for name in esper._PUBLIC:
         assert getattr(esper, name) is not None
