@@ -151,7 +151,7 @@ def test_a_run_continues_on_another_device_if_its_own_is_missing(tmp_path):
     file = torch.load(path, weights_only=True)
     file["contents"]["config"]["device"] = "cuda:99"
     file["contents"]["trainer"]["device"] = "cuda"
-    file["contents"]["trainer"]["position"]["action_rng"] = torch.zeros(16, dtype=torch.uint8)
+    file["contents"]["trainer"]["action_rng"] = torch.zeros(16, dtype=torch.uint8)
     torch.save(file, path)
     with pytest.raises(ValueError, match="device=cuda:99 cannot be used here"):
         PPO.load(path, vector(CueMemory, NUM_ENVS))

@@ -137,17 +137,13 @@ class GrowthEnvs:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def round_state(self) -> dict[str, Any]:
+    can_save_state = False
+
+    def state_dict(self) -> dict[str, Any]:
         return {"generator": self.environment.generator.get_state()}  # determines all of a round
 
-    def load_round_state(self, state: dict[str, Any], generator: torch.Generator) -> None:
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         self.environment.generator.set_state(state["generator"])
-
-    def step_state(self) -> None:
-        return None
-
-    def load_step_state(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("rounds of growth are collected again from their start")
 
 
 class _TracedStep(NamedTuple):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.files import UnreadableFile
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.phase_clock import PhaseClock
@@ -199,19 +200,6 @@ class GymEnvs:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def round_state(self) -> dict[str, Any]:
-        return {"recent_episodes": [list(episode) for episode in self.log.recent]}
-
-    def load_round_state(self, state: dict[str, Any], generator: torch.Generator) -> None:
-        """Start new episodes, other ones than at the start of the run."""
-        observations, infos = self._envs.reset(
-            seed=int(torch.randint(2**31, (), generator=generator))
-        )
-        self.pending = np.zeros(self.num_envs, dtype=bool)
-        self._observe(observations, infos)
-        self.log = EpisodeLog(self.num_envs)
-        self.log.recent.extend(Episode(*episode) for episode in state["recent_episodes"])
-
     @property
     def can_save_state(self) -> bool:
         """Whether every sub-environment has `get_state()` and `set_state(state)`.
@@ -222,29 +210,43 @@ class GymEnvs:
         """
         from gymnasium.vector import SyncVectorEnv
 
-        if not isinstance(self._envs, SyncVectorEnv):
-            return False
-        return all(_state_holders(env) is not None for env in self._envs.envs)
+        return isinstance(self._envs, SyncVectorEnv) and all(
+            _state_holders(env) is not None for env in self._envs.envs
+        )
 
-    def step_state(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any]:
+        log = self.log
+        state: dict[str, Any] = {"recent_episodes": [list(episode) for episode in log.recent]}
+        if self.can_save_state:
+            state |= {
+                "features": self.features,
+                "masks": list(self.masks.groups),
+                "pending": torch.from_numpy(self.pending),
+                "episode_rewards": torch.from_numpy(log.total_rewards),
+                "episode_lengths": torch.from_numpy(log.lengths),
+                "environments": [_environment_state(env) for env in self._sync().envs],
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
+        """Without the environments' state, start new episodes: not those of the run's start."""
+        self.log = log = EpisodeLog(self.num_envs)
+        log.recent.extend(Episode(*episode) for episode in state["recent_episodes"])
+        if "environments" not in state:
+            seed = int(torch.randint(2**31, (), generator=generator))
+            self.pending = np.zeros(self.num_envs, dtype=bool)
+            self._observe(*self._envs.reset(seed=seed))
+            return
         if not self.can_save_state:
-            return None
-        return self.round_state() | {
-            "features": self.features,
-            "masks": list(self.masks.groups),
-            "pending": torch.from_numpy(self.pending),
-            "episode_rewards": torch.from_numpy(self.log.total_rewards),
-            "episode_lengths": torch.from_numpy(self.log.lengths),
-            "environments": [_environment_state(env) for env in self._sync().envs],
-        }
-
-    def load_step_state(self, state: dict[str, Any]) -> None:
+            raise UnreadableFile(
+                "the run holds the state of environments with get_state() and set_state(); the "
+                "environments given do not have these methods"
+            )
         self.features = state["features"]
         self.masks = ActionMasks.from_groups(self.action_space, state["masks"])
         self.pending = state["pending"].numpy()
-        self.log.recent.extend(Episode(*episode) for episode in state["recent_episodes"])
-        self.log.total_rewards[:] = state["episode_rewards"].numpy()
-        self.log.lengths[:] = state["episode_lengths"].numpy()
+        log.total_rewards[:] = state["episode_rewards"].numpy()
+        log.lengths[:] = state["episode_lengths"].numpy()
         sync = self._sync()
         for env, env_state in zip(sync.envs, state["environments"], strict=True):
             _set_environment_state(env, env_state)
@@ -315,12 +317,10 @@ def _rows(masks: Any, envs: Array) -> Any:
     return np.asarray(masks)[envs]
 
 
-# -- state of one environment ----------------------------------------------------------------------
+# -- state of one environment ---------------------------------------------------------------------
 
 
-def _state_holders(
-    env: "gymnasium.Env[Any, Any]",
-) -> "tuple[list[TimeLimit[Any, Any]], Any] | None":
+def _state_holders(env: Any) -> "tuple[list[TimeLimit[Any, Any]], Any] | None":
     """Time limits, and the env below them with `get_state` and `set_state`; None if there is none."""
     from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
@@ -334,20 +334,14 @@ def _state_holders(
     return limits, env
 
 
-def _environment_state(env: "gymnasium.Env[Any, Any]") -> dict[str, Any]:
-    holders = _state_holders(env)
-    assert holders is not None, "environment without get_state()"
-    limits, inner = holders
-    return {
-        "elapsed_steps": [limit._elapsed_steps for limit in limits],
-        "environment": inner.get_state(),
-    }
+def _environment_state(env: Any) -> dict[str, Any]:
+    limits, inner = _state_holders(env) or ([], env)
+    elapsed = [limit._elapsed_steps for limit in limits]
+    return {"elapsed_steps": elapsed, "environment": inner.get_state()}
 
 
-def _set_environment_state(env: "gymnasium.Env[Any, Any]", state: dict[str, Any]) -> None:
-    holders = _state_holders(env)
-    assert holders is not None, "environment without set_state()"
-    limits, inner = holders
+def _set_environment_state(env: Any, state: dict[str, Any]) -> None:
+    limits, inner = _state_holders(env) or ([], env)
     for limit, elapsed in zip(limits, state["elapsed_steps"], strict=True):
         limit._elapsed_steps = elapsed
     inner.set_state(state["environment"])

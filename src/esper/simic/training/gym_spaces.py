@@ -114,23 +114,19 @@ class GymSpaces:
         self, observation_space: "gymnasium.Space[Any]", action_space: "gymnasium.Space[Any]"
     ) -> None:
         """Raise if an environment's spaces are not those that the policy was made for."""
-        others = GymSpaces.of(observation_space, action_space)
-        pairs = {
-            "num_features": (others.num_features, self.num_features),
-            "first_observation": (others.first_observation, self.first_observation),
-            "head sizes": (others.action_space.sizes, self.action_space.sizes),
-            "first_actions": (others.first_actions, self.first_actions),
-            "is_scalar_action": (others.is_scalar_action, self.is_scalar_action),
-        }
+        found = GymSpaces.of(observation_space, action_space)._layout()
         different = [
-            f"{n} is {found}, expected {mine}"
-            for n, (found, mine) in pairs.items()
-            if found != mine
+            f"{name} is {found[name]}, expected {mine}"
+            for name, mine in self._layout().items()
+            if found[name] != mine
         ]
         if different:
             raise ValueError(
                 "the environment's spaces are not those of the policy: " + "; ".join(different)
             )
+
+    def _layout(self) -> dict[str, Any]:
+        return vars(self) | {"action_space": None, "head sizes": self.action_space.sizes}
 
 
 def _mask_array(what: str, masks: Any, expected: tuple[int, ...]) -> Array:

@@ -62,19 +62,18 @@ class TrainingEnvs(Protocol):
         """Metrics of the episodes of a round that took so long, by the names in docs/metrics.md."""
         ...
 
-    def round_state(self) -> dict[str, Any]:
-        """What has to be restored to collect again the round that begins now."""
+    @property
+    def can_save_state(self) -> bool:
+        """Whether a saved run can continue within a round; if not, it collects the round again."""
         ...
 
-    def load_round_state(self, state: dict[str, Any], generator: torch.Generator) -> None:
-        """Restore a `round_state`; `generator` seeds episodes that have to start again."""
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the environments, or what the current round depends on at its start."""
         ...
 
-    def step_state(self) -> dict[str, Any] | None:
-        """All that is needed to continue at this very step; None if that cannot be saved."""
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
+        """Restore a state; `generator` seeds episodes that have to start again."""
         ...
-
-    def load_step_state(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -110,7 +109,7 @@ class Trainer:
         self.progress = Progress()
         self.clock = envs.clock
         self._in_round = False
-        self._round_start = self._position()
+        self._round_start = {} if envs.can_save_state else self._position()
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -180,7 +179,7 @@ class Trainer:
         num_steps = progress.steps - progress.steps_before_round
         progress.rounds += 1
         progress.round_steps, progress.steps_before_round = 0, progress.steps
-        self._round_start = self._position()
+        self._round_start = {} if envs.can_save_state else self._position()
         seconds = self.clock.take()
         total = sum(seconds.values())
         return {
@@ -221,66 +220,46 @@ class Trainer:
         for name, weight in self.agent.policy.state_dict().items():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
-        step_state = self.envs.step_state()
+        position = self._position() if self.envs.can_save_state else self._round_start
         return {
             "num_envs": self.envs.num_envs,
             "device": self.agent.device.type,
             "agent": self.agent.state_dict(),
-            "position": self._round_start if step_state is None else self._position(),
-            "round": None if step_state is None else self._unfinished_round(step_state),
+            **position,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
-        """Continue a saved run; `path` is named in errors."""
+        """Continue a saved run; errors name `path`."""
         if saved["num_envs"] != self.envs.num_envs:
             raise UnreadableFile(
                 f"{path} holds a run of {saved['num_envs']} envs; {self.envs.num_envs} were given"
             )
         load_agent(self.agent, saved["agent"], path)
-        position = saved["position"]
-        self.progress = Progress(**position["progress"])
-        self.shuffle_rng.set_state(position["shuffle_rng"])
+        self.progress = Progress(**saved["progress"])
+        self.shuffle_rng.set_state(saved["shuffle_rng"])
         if self.agent.device.type == saved["device"]:
-            self.action_rng.set_state(position["action_rng"])
+            self.action_rng.set_state(saved["action_rng"])
         else:  # generators of another kind of device have another state
             seed = torch.randint(2**31, (), generator=self.shuffle_rng)
             self.action_rng.manual_seed(int(seed))
-        if saved["round"] is None:
-            self.envs.load_round_state(position["envs"], self.shuffle_rng)
-        else:
-            self._load_unfinished_round(saved["round"], path)
-        self._round_start = self._position()
+        self.envs.load_state_dict(saved["envs"], self.shuffle_rng)
+        if saved["rollout"] is not None:
+            self.buffer.load_state_dict(saved["rollout"])
+            self.state = RecurrentState(*(part.to(self.agent.device) for part in saved["state"]))
+            self._in_round = self.progress.round_steps > 0
+        self._round_start = {} if self.envs.can_save_state else self._position()
 
     def _position(self) -> dict[str, Any]:
+        """Where the run is: all that changes while a round is collected."""
+        is_exact = self.envs.can_save_state
         return {
             "progress": asdict(self.progress),
             "action_rng": self.action_rng.get_state(),
             "shuffle_rng": self.shuffle_rng.get_state(),
-            "envs": self.envs.round_state(),
+            "envs": self.envs.state_dict(),
+            "rollout": self.buffer.state_dict() if is_exact else None,
+            "state": list(self.state) if is_exact else None,
         }
-
-    def _unfinished_round(self, step_state: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "buffer": self.buffer.state_dict(),
-            "recurrent_state": self.state._asdict(),
-            "envs": step_state,
-        }
-
-    def _load_unfinished_round(self, saved: Mapping[str, Any], path: str | Path) -> None:
-        if self.envs.step_state() is None:
-            raise UnreadableFile(
-                f"{path} holds the state of environments with get_state() and set_state(); "
-                "the environments given do not have these methods"
-            )
-        expected = self._unfinished_round(saved["envs"])  # environments check their own state
-        require_same_layout(saved, expected, path)
-        self.buffer.load_state_dict(saved["buffer"])
-        state = {
-            name: part.to(self.agent.device) for name, part in saved["recurrent_state"].items()
-        }
-        self.state = RecurrentState(**state)
-        self.envs.load_step_state(saved["envs"])
-        self._in_round = self.progress.round_steps > 0
 
 
 def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> None:
