@@ -25,7 +25,7 @@ from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import choice_labels, describe_hosts
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder
-from esper.tolaria.synthetic_hosts import HOST_ACCURACY, SyntheticHosts
+from esper.tolaria.synthetic_hosts import SyntheticHosts
 
 PresetName = Literal["quick", "full", "oracle"]
 SHOWN = {
@@ -98,10 +98,13 @@ def run_training(folder: RunFolder) -> None:
             return
     host_batch = training.environment.host_batch
     if isinstance(host_batch, SyntheticHosts):
-        share = share_of_best(training, host_batch)
+        episodes = training.play_round()
+        share = host_batch.share_of_best(episodes.scores, episodes.rent)
         print(f"the frozen controller gains {share:.1%} of what the best plans gain")
     else:
-        show_arms(files)
+        console = Console()
+        report = evaluate_run(files.path, "quick", say=lambda text: console.print(f"- {text}"))
+        show(report, files.path, console)
     print(_written(files))
     learned_from, full = _num_episodes(training.config), _num_episodes(PRESETS["full"])
     if learned_from < full:
@@ -155,21 +158,6 @@ def _train(training: GrowthTraining, folder: RunFolder) -> None:
 
         training.run(on_round, should_stop=should_stop)
         save()
-
-
-def show_arms(files: RunFiles) -> None:
-    """A small comparison of controllers, on hosts and data held out of training."""
-    console = Console()
-    report = evaluate_run(files.path, "quick", say=lambda text: console.print(f"- {text}"))
-    show(report, files.path, console)
-
-
-def share_of_best(training: GrowthTraining, host_batch: SyntheticHosts) -> float:
-    """The frozen controller's gain over all rents, as a share of the best possible gain."""
-    episodes = training.play_round()
-    gained = (episodes.scores - HOST_ACCURACY).sum()
-    possible = (host_batch.best_scores(episodes.rent) - HOST_ACCURACY).sum()
-    return float(gained / possible)
 
 
 def _written(files: RunFiles) -> str:

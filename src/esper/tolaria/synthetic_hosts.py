@@ -131,6 +131,11 @@ class SyntheticHosts:
         scores = self._scores_of_all_sets(rent)
         return scores[self.type_ids, torch.arange(len(rent))].amax(dim=-1)
 
+    def share_of_best(self, scores: Tensor, rent: Tensor) -> float:
+        """The gain of these scores `[N]` over ungrown hosts, as a share of the best possible gain."""
+        possible = (self.best_scores(rent) - HOST_ACCURACY).sum()
+        return float((scores - HOST_ACCURACY).sum() / possible)
+
     def best_blind_scores(self, rent: Tensor) -> Tensor:
         """As `best_scores`, of the set that is best for the rent over all types alike."""
         scores = self._scores_of_all_sets(rent)

@@ -26,7 +26,6 @@ from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.trainer import Outcome
 
 if TYPE_CHECKING:
-    import gymnasium
     from gymnasium.vector import VectorEnv
     from gymnasium.wrappers import TimeLimit
 
@@ -87,7 +86,7 @@ class GymEnvs:
         self.num_features, self.action_space = self.spaces.num_features, self.spaces.action_space
         self.log = EpisodeLog(self.num_envs)
         self.clock = PhaseClock()
-        self._envs = envs
+        self._envs: Any = envs
         self._autoreset = _autoreset_mode(envs)
         self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
         observations, infos = envs.reset(seed=rng_seed)
@@ -184,7 +183,7 @@ class GymEnvs:
     def _read_masks(self, infos: dict[str, Any]) -> tuple[list[Array], Array]:
         """The masks of each head group, all legal where an env gave none, and which envs gave one."""
         if self.mask_source == "method":
-            masks: Any = _sub_environments(self._envs).call("action_masks")
+            masks: Any = self._envs.unwrapped.call("action_masks")
             if isinstance(masks[0], Mapping):
                 masks = {name: [mask[name] for mask in masks] for name in masks[0]}
             return self.spaces.mask_groups(masks), np.ones(self.num_envs, dtype=bool)
@@ -224,7 +223,7 @@ class GymEnvs:
                 "pending": torch.from_numpy(self.pending),
                 "episode_rewards": torch.from_numpy(log.total_rewards),
                 "episode_lengths": torch.from_numpy(log.lengths),
-                "environments": [_environment_state(env) for env in self._sync().envs],
+                "environments": [_environment_state(env) for env in self._envs.envs],
             }
         return state
 
@@ -247,13 +246,9 @@ class GymEnvs:
         self.pending = state["pending"].numpy()
         log.total_rewards[:] = state["episode_rewards"].numpy()
         log.lengths[:] = state["episode_lengths"].numpy()
-        sync = self._sync()
-        for env, env_state in zip(sync.envs, state["environments"], strict=True):
+        for env, env_state in zip(self._envs.envs, state["environments"], strict=True):
             _set_environment_state(env, env_state)
-        sync._autoreset_envs = self.pending.copy()  # the vector environment's own pending resets
-
-    def _sync(self) -> "gymnasium.vector.SyncVectorEnv":
-        return self._envs  # type: ignore[return-value]
+        self._envs._autoreset_envs = self.pending.copy()  # its own record of pending resets
 
 
 def require_vector_env(envs: Any) -> None:
@@ -300,12 +295,6 @@ def _mask_source(
             "info['action_mask'] (masks='info')"
         )
     return "none"
-
-
-def _sub_environments(
-    envs: "VectorEnv[Any, Any, Any]",
-) -> "gymnasium.vector.SyncVectorEnv | gymnasium.vector.AsyncVectorEnv":
-    return envs.unwrapped  # type: ignore[return-value]
 
 
 def _rows(masks: Any, envs: Array) -> Any:

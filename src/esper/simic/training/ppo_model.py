@@ -11,7 +11,7 @@ modes and action masks are supported. For choices whose legal values depend on e
 `heads` with `given`; the environment then gives its masks as a mapping from head to array.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -67,20 +67,17 @@ class PPO:
 
     Args:
         envs: a Gymnasium vector environment; it is reset with `rng_seed`
-        heads: names of the choices of an action and what they depend on, such as
+        heads: the choices of an action and what they depend on, such as
             `(Head("row", 3), Head("column", 4, given=("row",)))`; by default independent
-        config: the PPO algorithm
-        policy: the network
-        horizon: steps per env between two updates
-        masks: where legal actions come from, see `GymConfig.masks`
-        rng_seed: seeds the weights, the sampling, the shuffling and the environments
-        device: where the policy acts and learns
+        config: settings of the PPO algorithm
+
+    The other arguments are the fields of `GymConfig`.
     """
 
     def __init__(
         self,
         envs: "VectorEnv[Any, Any, Any]",
-        heads: Sequence[Head] | FactoredActionSpace | None = None,
+        heads: Iterable[Head] | None = None,
         config: PPOConfig | None = None,
         *,
         policy: PolicyConfig | None = None,
@@ -104,7 +101,7 @@ class PPO:
         cls,
         envs: "VectorEnv[Any, Any, Any]",
         config: GymConfig,
-        heads: Sequence[Head] | FactoredActionSpace | None = None,
+        heads: Iterable[Head] | None = None,
     ) -> Self:
         """A model with all its settings in one config."""
         model = cls.__new__(cls)
@@ -124,7 +121,7 @@ class PPO:
             self._trainer = Trainer(
                 envs, self.agent, horizon=config.horizon, rng_seed=config.rng_seed
             )
-        self._first_step = self._last_step = 0  # of the current or last `learn`
+        self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
         self._loaded_trainer: dict[str, Any] = {}  # of a model without environments
 
     # -- learning -----------------------------------------------------------------------------
@@ -147,14 +144,9 @@ class PPO:
         return self.trainer.progress.steps
 
     @property
-    def total_steps(self) -> int:
-        """The number of steps at which the current call of `learn` ends."""
-        return self._last_step
-
-    @property
     def is_finished(self) -> bool:
         progress = self.trainer.progress
-        return progress.round_steps == 0 and progress.steps >= self._last_step
+        return progress.round_steps == 0 and progress.steps >= self.total_steps
 
     def learn(
         self,
@@ -174,11 +166,11 @@ class PPO:
         if total_steps is not None:
             if not isinstance(total_steps, int) or total_steps < 1:
                 raise ValueError(f"total_steps={total_steps!r}; use a whole number, 1 or more")
-            self._first_step, self._last_step = progress.steps, progress.steps + total_steps
+            self._first_step, self.total_steps = progress.steps, progress.steps + total_steps
         trainer.clock.start()
         while not self.is_finished:
             done = max(progress.steps_before_round - self._first_step, 0)
-            schedule = min(done / (self._last_step - self._first_step), 1.0)
+            schedule = min(done / (self.total_steps - self._first_step), 1.0)
             metrics = trainer.run_round(schedule, should_stop)
             if metrics is None:
                 break
@@ -243,7 +235,7 @@ class PPO:
         contents = {
             "config": to_plain(self.config),
             "spaces": to_plain(self.spaces),
-            "learn": [self._first_step, self._last_step],
+            "learn": [self._first_step, self.total_steps],
             "trainer": self._trainer.state_dict() if self._trainer else self._loaded_trainer,
         }
         write_file(path, _KIND, contents)
@@ -274,7 +266,7 @@ class PPO:
             _require_spaces(envs, spaces)
             model._build(config, _open(envs, config, spaces.action_space, config.rng_seed))
             model.trainer.load_state_dict(saved["trainer"], path)
-        model._first_step, model._last_step = saved["learn"]
+        model._first_step, model.total_steps = saved["learn"]
         return model
 
 
@@ -330,12 +322,11 @@ def evaluate(
 def _open(
     envs: "VectorEnv[Any, Any, Any]",
     config: GymConfig,
-    heads: Sequence[Head] | FactoredActionSpace | None,
+    heads: Iterable[Head] | None,
     rng_seed: int,
 ) -> GymEnvs:
-    if heads is not None and not isinstance(heads, FactoredActionSpace):
-        heads = FactoredActionSpace(tuple(heads))
-    return GymEnvs(envs, rng_seed=rng_seed, heads=heads, mask_source=config.masks)
+    space = None if heads is None else FactoredActionSpace(tuple(heads))
+    return GymEnvs(envs, rng_seed=rng_seed, heads=space, mask_source=config.masks)
 
 
 def _require_spaces(envs: "VectorEnv[Any, Any, Any]", spaces: GymSpaces) -> None:

@@ -15,7 +15,6 @@
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -26,31 +25,16 @@ from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.locked_folder import LockedFolder
 
 
-@dataclass(frozen=True)
 class RunFiles:
     """Paths of a run's files."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoint.pt"
-
-    @property
-    def previous_checkpoint(self) -> Path:
-        return self.path / "checkpoint.previous.pt"
-
-    @property
-    def controller(self) -> Path:
-        return self.path / "controller.pt"
-
-    @property
-    def database(self) -> Path:
-        return self.path / "run.sqlite"
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.json"
+        self.checkpoint = path / "checkpoint.pt"
+        self.previous_checkpoint = path / "checkpoint.previous.pt"
+        self.controller = path / "controller.pt"
+        self.database = path / "run.sqlite"
 
     def read_config(self) -> TrainConfig:
         if not self.config.exists():
