@@ -2,13 +2,14 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
 import torch
 from simic.small_runs import NETWORKS, ORACLE
 
+from esper.leyline.factored_actions import FactoredActionSpace, Head
 from esper.leyline.plain_config import from_plain, to_plain
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import (
@@ -38,6 +39,29 @@ def test_numbers_without_a_word_in_json_survive_too():
 def test_other_configs_are_kept_the_same_way():
     config = GymConfig(horizon=7, ppo=replace(GymConfig().ppo, head_entropy_weights={"op": 0.5}))
     assert from_plain(GymConfig, json.loads(json.dumps(to_plain(config)))) == config
+
+
+def test_derived_fields_are_computed_again():
+    space = FactoredActionSpace((Head("row", 3), Head("column", 4, given=("row",))))
+    plain = json.loads(json.dumps(to_plain(space)))
+    assert list(plain) == ["heads"]
+    assert from_plain(FactoredActionSpace, plain) == space
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The types of fields that no config has."""
+
+    names: list[str]
+    details: dict[str, str | float]
+    inner: Head | None = None
+
+
+def test_lists_dicts_and_unions_are_decoded():
+    for mixed in (Mixed(["a"], {"b": 1.5, "c": "d"}), Mixed([], {}, Head("row", 3))):
+        assert from_plain(Mixed, json.loads(json.dumps(to_plain(mixed)))) == mixed
+    with pytest.raises(ValueError, match="details.b=None; expected float"):
+        from_plain(Mixed, {"names": [], "details": {"b": None}})
 
 
 @pytest.mark.parametrize(

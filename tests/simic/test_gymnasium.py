@@ -133,6 +133,25 @@ def test_evaluation_counts_whole_episodes_of_every_env(mode):
     assert sorted(result.returns) == [1, 1, 6, 6, 6, 10, 10]
 
 
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_model_evaluated_in_its_own_environments_continues_with_new_episodes(mode):
+    envs = counters(mode)
+    model = PPO.from_config(envs, CONFIG)
+    model.learn(100, should_stop=iter([False] * 20 + [True]).__next__)  # within the second round
+    steps, episodes = model.trainer.progress.steps_before_round, list(model.envs.log.recent)
+    evaluate(model, envs, episodes=4)
+    assert model.num_steps == steps
+    assert list(model.envs.log.recent) == episodes
+    trainer = model.trainer
+    trainer.collect()
+    stored, counts = trainer.buffer._fields, trainer.buffer.step_counts
+    for env, count in enumerate(counts.tolist()):
+        assert stored["states"][env, 0, 0] == 1
+        assert not stored["hidden_h"][env, 0].any()
+        # Counter pays the number that it shows
+        assert torch.equal(stored["states"][env, :count, 0], stored["rewards"][env, :count])
+
+
 def test_autoreset_steps_do_not_enter_the_normaliser():
     trainer = PPO.from_config(counters(AutoresetMode.NEXT_STEP), CONFIG).trainer
     trainer.collect()

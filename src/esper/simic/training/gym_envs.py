@@ -11,7 +11,7 @@ Three modes, read from `metadata["autoreset_mode"]`:
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -45,11 +45,11 @@ class Episode(NamedTuple):
 class EpisodeLog:
     """Returns and lengths of episodes."""
 
-    def __init__(self, num_envs: int):
+    def __init__(self, num_envs: int, recent: Iterable[Episode] = ()):
         self.total_rewards = np.zeros(num_envs)  # of the unfinished episodes, as are the lengths
         self.lengths = np.zeros(num_envs, dtype=np.int64)
         self.ended: list[Episode] = []  # by the last step
-        self.recent: deque[Episode] = deque(maxlen=RECENT_EPISODES)
+        self.recent = deque(recent, maxlen=RECENT_EPISODES)
 
     def add(self, rewards: Array, ended: Array, is_real_step: Array) -> None:
         self.total_rewards += rewards * is_real_step
@@ -86,13 +86,20 @@ class GymEnvs:
         self.num_features, self.action_space = self.spaces.num_features, self.spaces.action_space
         self.log = EpisodeLog(self.num_envs)
         self.clock = PhaseClock()
-        self._envs: Any = envs
+        self.vector_env: Any = envs
         self._autoreset = _autoreset_mode(envs)
         self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
         observations, infos = envs.reset(seed=rng_seed)
         self.mask_source = _mask_source(envs, infos, mask_source)
         self.pending = np.zeros(self.num_envs, dtype=bool)
         self._observe(observations, infos)
+
+    def restart(self, generator: torch.Generator) -> None:
+        """Start new episodes, seeded by `generator`."""
+        self.log = EpisodeLog(self.num_envs, self.log.recent)
+        self.pending = np.zeros(self.num_envs, dtype=bool)
+        rng_seed = int(torch.randint(2**31, (), generator=generator))
+        self._observe(*self.vector_env.reset(seed=rng_seed))
 
     def begin_round(self) -> Tensor:
         return torch.zeros(self.num_envs, dtype=torch.bool)
@@ -103,7 +110,7 @@ class GymEnvs:
     def step(self, choices: Tensor) -> Outcome:
         """Take the heads' choices `[N, H]` in every env."""
         was_pending = self.pending
-        observations, rewards, terminated, truncated, infos = self._envs.step(
+        observations, rewards, terminated, truncated, infos = self.vector_env.step(
             self.spaces.actions(choices)
         )
         truncated = truncated & ~terminated
@@ -117,7 +124,7 @@ class GymEnvs:
             if ended.any():
                 final_features = self._final_features(observations, infos, ended)
                 if self._autoreset == "DISABLED":
-                    observations, reset_infos = self._envs.reset(
+                    observations, reset_infos = self.vector_env.reset(
                         options={"reset_mask": ended.copy()}
                     )
         self._observe(observations, infos, ended, reset_infos)
@@ -183,7 +190,7 @@ class GymEnvs:
     def _read_masks(self, infos: dict[str, Any]) -> tuple[list[Array], Array]:
         """The masks of each head group, all legal where an env gave none, and which envs gave one."""
         if self.mask_source == "method":
-            masks: Any = self._envs.unwrapped.call("action_masks")
+            masks: Any = self.vector_env.unwrapped.call("action_masks")
             if isinstance(masks[0], Mapping):
                 masks = {name: [mask[name] for mask in masks] for name in masks[0]}
             return self.spaces.mask_groups(masks), np.ones(self.num_envs, dtype=bool)
@@ -209,8 +216,8 @@ class GymEnvs:
         """
         from gymnasium.vector import SyncVectorEnv
 
-        return isinstance(self._envs, SyncVectorEnv) and all(
-            _state_holders(env) is not None for env in self._envs.envs
+        return isinstance(self.vector_env, SyncVectorEnv) and all(
+            _state_holders(env) is not None for env in self.vector_env.envs
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,18 +230,16 @@ class GymEnvs:
                 "pending": torch.from_numpy(self.pending),
                 "episode_rewards": torch.from_numpy(log.total_rewards),
                 "episode_lengths": torch.from_numpy(log.lengths),
-                "environments": [_environment_state(env) for env in self._envs.envs],
+                "environments": [_environment_state(env) for env in self.vector_env.envs],
             }
         return state
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         """Without the environments' state, start new episodes: not those of the run's start."""
-        self.log = log = EpisodeLog(self.num_envs)
-        log.recent.extend(Episode(*episode) for episode in state["recent_episodes"])
+        recent = (Episode(*episode) for episode in state["recent_episodes"])
+        self.log = log = EpisodeLog(self.num_envs, recent)
         if "environments" not in state:
-            seed = int(torch.randint(2**31, (), generator=generator))
-            self.pending = np.zeros(self.num_envs, dtype=bool)
-            self._observe(*self._envs.reset(seed=seed))
+            self.restart(generator)
             return
         if not self.can_save_state:
             raise UnreadableFile(
@@ -246,9 +251,9 @@ class GymEnvs:
         self.pending = state["pending"].numpy()
         log.total_rewards[:] = state["episode_rewards"].numpy()
         log.lengths[:] = state["episode_lengths"].numpy()
-        for env, env_state in zip(self._envs.envs, state["environments"], strict=True):
+        for env, env_state in zip(self.vector_env.envs, state["environments"], strict=True):
             _set_environment_state(env, env_state)
-        self._envs._autoreset_envs = self.pending.copy()  # its own record of pending resets
+        self.vector_env._autoreset_envs = self.pending.copy()  # its own record of pending resets
 
 
 def require_vector_env(envs: Any) -> None:

@@ -138,6 +138,10 @@ class PPO:
         assert isinstance(envs, GymEnvs)
         return envs
 
+    def learns_in(self, envs: "VectorEnv[Any, Any, Any]") -> bool:
+        """Whether these are the environments of the model."""
+        return self._trainer is not None and self.envs.vector_env.unwrapped is envs.unwrapped
+
     @property
     def num_steps(self) -> int:
         """Steps learned from so far, of all environments together."""
@@ -288,7 +292,8 @@ def evaluate(
     """Play whole episodes without learning.
 
     Every env plays the same number of episodes (to within one). Counting those that end first
-    would favour short episodes.
+    would favour short episodes. `envs` may be those that the model learns in: its next steps are
+    then the first of new episodes.
     """
     if episodes < 1:
         raise ValueError(f"episodes={episodes}; use 1 or more")
@@ -314,6 +319,9 @@ def evaluate(
             if quota[episode.env]:
                 quota[episode.env] -= 1
                 counted.append(episode)
+    if model.learns_in(envs):
+        model.envs.restart(model.trainer.shuffle_rng)
+        model.trainer.abandon_round()
     return EvaluationResult(
         np.array([e.total_reward for e in counted]), np.array([e.length for e in counted])
     )

@@ -109,7 +109,8 @@ class Trainer:
         self.progress = Progress()
         self.clock = envs.clock
         self._in_round = False
-        self._round_start = {} if envs.can_save_state else self._position()
+        self._round_start: dict[str, Any] = {}
+        self._mark_round_start()
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class Trainer:
         num_steps = progress.steps - progress.steps_before_round
         progress.rounds += 1
         progress.round_steps, progress.steps_before_round = 0, progress.steps
-        self._round_start = {} if envs.can_save_state else self._position()
+        self._mark_round_start()
         seconds = self.clock.take()
         total = sum(seconds.values())
         return {
@@ -192,9 +193,16 @@ class Trainer:
             "progress/episodes": progress.episodes,
         }
 
+    def abandon_round(self) -> None:
+        """Forget the current round and start from zero states: the episodes were started again."""
+        self.state = self.agent.policy.initial_state(self.envs.num_envs)
+        self.progress.round_steps, self.progress.steps = 0, self.progress.steps_before_round
+        self._in_round = False
+        self._mark_round_start()
+
     def _begin_round(self) -> None:
         self.buffer.reset()
-        self.progress.round_steps = 0
+        self.progress.round_steps, self.progress.steps = 0, self.progress.steps_before_round
         self.state = zero_rows(self.state, self.envs.begin_round())
         self._in_round = True
 
@@ -247,7 +255,12 @@ class Trainer:
             self.buffer.load_state_dict(saved["rollout"])
             self.state = RecurrentState(*(part.to(self.agent.device) for part in saved["state"]))
             self._in_round = self.progress.round_steps > 0
-        self._round_start = {} if self.envs.can_save_state else self._position()
+        self._mark_round_start()
+
+    def _mark_round_start(self) -> None:
+        """Keep what is needed to collect the round again, if it cannot be saved within."""
+        if not self.envs.can_save_state:
+            self._round_start = self._position()
 
     def _position(self) -> dict[str, Any]:
         """Where the run is: all that changes while a round is collected."""
