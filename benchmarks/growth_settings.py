@@ -99,7 +99,7 @@ SETTINGS: dict[str, Callable[[SyntheticHosts, int], Trainer]] = {
 def measure(
     host_batch: SyntheticHosts, name: str, rng_seed: int, rounds: int
 ) -> tuple[float, float]:
-    """The share of a trained and frozen controller, by likeliest and by drawn actions."""
+    """The share of a trained and frozen controller, by most likely and by sampled actions."""
     trainer = SETTINGS[name](host_batch, rng_seed)
     for number in range(rounds):
         trainer.collect()

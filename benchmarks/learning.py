@@ -215,9 +215,7 @@ def main() -> None:
     parser.add_argument(
         "--rng-seeds", type=int, help="how many per row; as the row says if left out"
     )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="rng seeds side by side, a process each"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="rng seeds in parallel, a process each")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 

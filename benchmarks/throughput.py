@@ -1,4 +1,4 @@
-"""Environment steps per second, learning included, beside sb3-contrib's RecurrentPPO.
+"""Environment steps per second, learning included, compared with sb3-contrib's RecurrentPPO.
 
     python benchmarks/throughput.py [--quick]
 

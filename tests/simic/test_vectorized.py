@@ -189,3 +189,9 @@ def test_a_truncated_env_bootstraps_from_its_final_reports_and_sits_out():
     (final,) = seen
     torch.testing.assert_close(final[0], stored["states"][0, 4])
     trainer.learn()
+
+
+def test_the_share_of_the_best_is_0_for_ungrown_hosts_and_1_for_the_best():
+    host_batch, rent = SyntheticHosts(3), torch.tensor([0.02, 0.05, 0.1])
+    assert host_batch.share_of_best(host_batch.best_scores(rent), rent) == 1.0
+    assert host_batch.share_of_best(torch.full((3,), HOST_ACCURACY), rent) == 0.0
