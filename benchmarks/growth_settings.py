@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.training.config import PRESETS
-from esper.simic.training.vectorized import VectorizedTrainer
+from esper.simic.training.growth_envs import GrowthEnvs
+from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, tamiyo_policy
 from esper.tamiyo.policy.plain_heads import POLICY_GAIN, linear
 from esper.tolaria.environment import GrowthEnvironment
 from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, SyntheticHosts
@@ -72,24 +73,20 @@ def trainer_of(
     rng_seed: int,
     change: Callable[[FactoredRecurrentActorCritic], None] | None = None,
     **ppo: object,
-) -> VectorizedTrainer:
+) -> Trainer:
     """A trainer with the presets' settings, except for what is changed in the policy or in PPO."""
     environment = GrowthEnvironment(host_batch, CONFIG.growth, rng_seed=rng_seed)
     torch.manual_seed(rng_seed)
     layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
-    policy = FactoredRecurrentActorCritic(environment.action_space, layout, CONFIG.policy)
+    policy = tamiyo_policy(layout, CONFIG.policy)
     if change:
         change(policy)
-    return VectorizedTrainer(
-        environment,
-        PPOAgent(policy, replace(CONFIG.ppo, **ppo)),
-        max_steps=CONFIG.growth.num_steps,
-        start_score=HOST_ACCURACY,
-        rng_seed=rng_seed,
-    )
+    envs = GrowthEnvs(environment, "cpu", start_score=HOST_ACCURACY)
+    agent = PPOAgent(policy, replace(CONFIG.ppo, **ppo))
+    return Trainer(envs, agent, horizon=CONFIG.growth.num_steps, rng_seed=rng_seed)
 
 
-SETTINGS: dict[str, Callable[[SyntheticHosts, int], VectorizedTrainer]] = {
+SETTINGS: dict[str, Callable[[SyntheticHosts, int], Trainer]] = {
     "as in the presets": trainer_of,
     "features not scaled": partial(trainer_of, normalize_features=False),
     "pointers that add": partial(trainer_of, change=with_sums),
@@ -102,11 +99,11 @@ SETTINGS: dict[str, Callable[[SyntheticHosts, int], VectorizedTrainer]] = {
 def measure(
     host_batch: SyntheticHosts, name: str, rng_seed: int, rounds: int
 ) -> tuple[float, float]:
-    """The share of a trained and frozen controller, by likeliest and by drawn actions."""
+    """The share of a trained and frozen controller, by most likely and by sampled actions."""
     trainer = SETTINGS[name](host_batch, rng_seed)
     for number in range(rounds):
         trainer.collect()
-        trainer.learn(progress=number / rounds)
+        trainer.learn(number / rounds)
     noise, host_batch.noise = host_batch.noise, 0.0
     greedy, sampled = (
         share_of_knowing(trainer, host_batch, is_greedy) for is_greedy in (True, False)
@@ -115,13 +112,13 @@ def measure(
     return greedy, sampled
 
 
-def share_of_knowing(
-    trainer: VectorizedTrainer, host_batch: SyntheticHosts, is_greedy: bool
-) -> float:
+def share_of_knowing(trainer: Trainer, host_batch: SyntheticHosts, is_greedy: bool) -> float:
     """Score over the best constant, as a share of what the best plan per type has over it."""
     gained = worth = 0.0
     for _ in range(EVALUATION_ROUNDS):
-        episodes = trainer.collect(deterministic=is_greedy)
+        trainer.collect(deterministic=is_greedy)
+        assert isinstance(trainer.envs, GrowthEnvs)
+        episodes = trainer.envs.episodes()
         blind = host_batch.best_blind_scores(episodes.rent)
         gained += float((episodes.scores - blind).sum())
         worth += float((host_batch.best_scores(episodes.rent) - blind).sum())

@@ -28,7 +28,7 @@ from hidden_cartpole import hidden_cartpole
 
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.gymnasium import GymConfig, evaluate, train
+from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
@@ -56,8 +56,8 @@ class Row:
     def score(self, rng_seed: int) -> float:
         np.random.seed(rng_seed)  # noqa: NPY002 -- sb3's environments draw from the global generator
         config = replace(self.config, rng_seed=rng_seed)
-        agent = train(self.envs(), self.total_steps, config, action_space=self.heads)
-        result = evaluate(agent, self.envs(), self.eval_episodes, rng_seed=EVALUATION_SEED)
+        model = PPO.from_config(self.envs(), config, self.heads).learn(self.total_steps)
+        result = evaluate(model, self.envs(), self.eval_episodes, rng_seed=EVALUATION_SEED)
         return float(result.returns.mean())
 
     def envs(self) -> SyncVectorEnv:
@@ -215,9 +215,7 @@ def main() -> None:
     parser.add_argument(
         "--rng-seeds", type=int, help="how many per row; as the row says if left out"
     )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="rng seeds side by side, a process each"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="rng seeds in parallel, a process each")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""Environment steps per second, learning included, beside sb3-contrib's RecurrentPPO.
+"""Environment steps per second, learning included, compared with sb3-contrib's RecurrentPPO.
 
     python benchmarks/throughput.py [--quick]
 
@@ -17,7 +17,7 @@ import torch
 from hidden_cartpole import hidden_cartpole, hidden_cartpole_envs
 
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.gymnasium import GymConfig, GymTraining
+from esper.simic.training.ppo_model import PPO, GymConfig
 from esper.tamiyo.policy.network import PolicyConfig
 
 NUM_ENVS, HORIZON, HIDDEN, EPOCHS, MINIBATCHES = 8, 128, 128, 4, 4
@@ -62,14 +62,13 @@ class Ours:
             policy=PolicyConfig(lstm_hidden_dim=HIDDEN),
             ppo=PPOConfig(ppo_epochs=EPOCHS, num_minibatches=MINIBATCHES, target_kl=None),
         )
-        self.training = GymTraining(hidden_cartpole_envs(NUM_ENVS), 10**9, config)
+        self.trainer = PPO.from_config(hidden_cartpole_envs(NUM_ENVS), config).trainer
         self.seconds: dict[str, float] = defaultdict(float)
 
     def round(self) -> None:
-        self.training.clock.start()
-        for _ in range(HORIZON):
-            self.training.step()
-        for name, value in self.training.learn().items():
+        self.trainer.clock.start()
+        self.trainer.collect()
+        for name, value in self.trainer.learn().items():
             if name.startswith("time/") and name != "time/steps_per_second":
                 self.seconds[name.removeprefix("time/")] += value
 

@@ -25,9 +25,10 @@ from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.training import locked_folder
 from esper.simic.training.config import PRESETS as TRAININGS
 from esper.simic.training.growth_training import GrowthTraining
-from esper.simic.training.gymnasium import GymAgent, GymTraining
 from esper.simic.training.locked_folder import LockedFolder
+from esper.simic.training.ppo_model import PPO
 from esper.simic.training.run_folder import RunFiles, RunFolder
+from esper.simic.training.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
 from support.processes import DEADLINE_S, child_process, wait_until
 from support.training_configs import ORACLE, flags
@@ -40,14 +41,14 @@ def test_gym_trains_evaluates_and_leaves_agent_checkpoint_and_curves(tmp_path, c
     printed = capsys.readouterr().out
     assert "heads action[2], masks: none, all legal" in printed
     assert "return " in printed
-    assert GymAgent.load(tmp_path / "agent.pt").spaces.num_features == 4
+    assert PPO.load(tmp_path / "agent.pt").spaces.num_features == 4
     assert (tmp_path / "checkpoint.pt").exists()
     curves = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
     assert {"episode/return", "ppo/kl", "time/env", "progress/rounds"} <= set(curves)
 
 
 @pytest.mark.usefixtures("default_sigint")
-def test_ctrl_c_saves_and_the_command_it_prints_goes_on(tmp_path):
+def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path):
     arguments = ["gym", "CartPole-v1", *SMALL, "--out", str(tmp_path)]
     command = [sys.executable, "-m", "esper.cli", *arguments, "--total-steps", "1000000"]
     with child_process(command, stdout=subprocess.PIPE, text=True) as run:
@@ -58,13 +59,13 @@ def test_ctrl_c_saves_and_the_command_it_prints_goes_on(tmp_path):
     assert run.returncode == 0
     assert "4 envs" in first
     assert f"esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume" in " ".join(rest.split())
-    resumed = GymTraining.resume(
+    resumed = PPO.load(
         tmp_path / "checkpoint.pt", gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="sync")
     )
     assert resumed.total_steps == 1_000_000
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     command = [sys.executable, "-m", "esper.cli", "train", "--help"]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with child_process(command, **pipe) as run:
@@ -72,6 +73,11 @@ def test_a_reader_that_leaves_early_is_no_error():
         assert run.stderr.read() == ""
         run.wait()
     assert run.returncode == 1
+
+
+def test_an_unknown_command_is_refused():
+    with pytest.raises(SystemExit, match="no command 'trane'; use one of train, evaluate"):
+        main(["trane"])
 
 
 def test_an_unknown_flag_is_refused():
@@ -88,7 +94,7 @@ def test_an_unknown_flag_is_refused():
         ("CartPole-v1 --save-every 0", "save_every=0; use 1 or more"),
         ("CartPole-v1 --episodes 0", "episodes=0; use 1 or more"),
         ("CartPole-v1 --num-envs 0", "num_envs=0; use 1 or more"),
-        ("CartPole-v1 --total-steps 0", "total_steps=0; use a whole number, 1 or more"),
+        ("CartPole-v1 --total-steps 0", "total_steps=0; use 1 or more"),
         ("CartPole-v1 --device cuda:99", "device=cuda:99 cannot be used here"),
         ("CartPole-v1 --device gpu", "device=gpu cannot be used here"),
     ],
@@ -110,7 +116,7 @@ def test_a_resumed_gym_run_has_its_own_settings_and_environment(tmp_path):
     main(["gym", "CartPole-v1", *SMALL, "--total-steps", "64", "--out", str(tmp_path)])
     resume = ["--num-envs", "4", "--out", str(tmp_path), "--resume"]
     for other in (["--total-steps", "3000"], ["--horizon", "64"]):
-        with pytest.raises(SystemExit, match="--resume goes on with the settings in .*; leave"):
+        with pytest.raises(SystemExit, match="--resume uses the settings in .*; leave"):
             main(["gym", "CartPole-v1", *resume, *other])
     with pytest.raises(SystemExit, match="not those of the policy: .*head sizes is .3,., expected"):
         main(["gym", "Acrobot-v1", *resume])
@@ -118,7 +124,7 @@ def test_a_resumed_gym_run_has_its_own_settings_and_environment(tmp_path):
 
 
 def test_gym_has_nothing_to_resume_without_a_checkpoint(tmp_path):
-    with pytest.raises(SystemExit, match=r"esper: no .*checkpoint.pt to go on from"):
+    with pytest.raises(SystemExit, match=r"esper: no .*checkpoint.pt to resume from"):
         main(["gym", "CartPole-v1", "--out", str(tmp_path), "--resume"])
 
 
@@ -127,7 +133,7 @@ def test_gym_refuses_a_folder_that_holds_a_run(tmp_path):
     main(command)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     again = f"esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume"
-    with pytest.raises(SystemExit, match=f"holds a run already; go on with `{again}`"):
+    with pytest.raises(SystemExit, match=f"already holds a run; resume it with `{again}`"):
         main(command)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -137,7 +143,7 @@ def test_gym_keeps_out_of_a_folder_at_work_and_clears_what_a_killed_run_left(tmp
     command = ["gym", "CartPole-v1", *SMALL, "--total-steps", "64", "--out", str(tmp_path)]
     with (
         LockedFolder(tmp_path),
-        pytest.raises(SystemExit, match=rf"another run \(process {os.getpid()}\) is at work"),
+        pytest.raises(SystemExit, match=rf"another run \(process {os.getpid()}\) is using"),
     ):
         main(command)
     partial.write_bytes(b"half")
@@ -146,13 +152,13 @@ def test_gym_keeps_out_of_a_folder_at_work_and_clears_what_a_killed_run_left(tmp
 
 
 def test_gym_saves_many_times_on_its_way(tmp_path, monkeypatch):
-    saved, save = [], GymTraining.save
+    saved, save = [], PPO.save
 
-    def save_and_note(training, path):
-        saved.append(training.progress.rounds)
-        save(training, path)
+    def save_and_note(model, path):
+        saved.append(model.trainer.progress.rounds)
+        save(model, path)
 
-    monkeypatch.setattr(GymTraining, "save", save_and_note)
+    monkeypatch.setattr(PPO, "save", save_and_note)
     main(["gym", "CartPole-v1", *SMALL, "--total-steps", "704", "--out", str(tmp_path)])
     assert saved[0] == 10
     assert saved[-1] > 10
@@ -160,14 +166,14 @@ def test_gym_saves_many_times_on_its_way(tmp_path, monkeypatch):
 
 def fail_after(rounds, monkeypatch):
     """Let the update of the next round fail."""
-    learn = GymTraining.learn
+    learn = Trainer.learn
 
-    def learn_or_fail(training):
-        if training.progress.rounds == rounds:
+    def learn_or_fail(trainer, schedule):
+        if trainer.progress.rounds == rounds:
             raise TrainingFailed("not finite")
-        return learn(training)
+        return learn(trainer, schedule)
 
-    monkeypatch.setattr(GymTraining, "learn", learn_or_fail)
+    monkeypatch.setattr(Trainer, "learn", learn_or_fail)
 
 
 @pytest.mark.parametrize("save_every", [1, 50])
@@ -181,7 +187,7 @@ def test_a_failed_gym_run_leaves_its_agent_and_names_the_last_checkpoint(
              "--save-every", str(save_every)]
         )  # fmt: skip
     assert f"saved as {tmp_path / 'agent.pt'}" in str(stop.value)
-    GymAgent.load(tmp_path / "agent.pt")
+    PPO.load(tmp_path / "agent.pt")
     is_saved = (tmp_path / "checkpoint.pt").exists()
     assert is_saved == (save_every == 1) == ("--resume" in str(stop.value))
 
@@ -300,7 +306,7 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
 
 
 @pytest.mark.usefixtures("default_sigint")
-def test_ctrl_c_saves_a_growth_run_and_the_command_it_prints_goes_on(tmp_path, capsys):
+def test_ctrl_c_saves_a_growth_run_and_prints_the_command_that_continues(tmp_path, capsys):
     folder, config = tmp_path / "run", replace(ORACLE, rounds=2000, checkpoint_every=1000)
     command = train_command(*flags(config), "--out", str(folder))
     with child_process(command, stdout=subprocess.PIPE, text=True) as run:
@@ -317,16 +323,18 @@ def test_ctrl_c_saves_a_growth_run_and_the_command_it_prints_goes_on(tmp_path, c
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     with (
         RunFolder.create(tmp_path / "run", ORACLE),
-        pytest.raises(SystemExit, match=rf"another run \(process {os.getpid()}\) is at work"),
+        pytest.raises(SystemExit, match=rf"another run \(process {os.getpid()}\) is using"),
     ):
         main(["train", "--resume", str(tmp_path / "run")])
-    with pytest.raises(SystemExit, match="holds a run already; go on with `esper train --resume"):
+    with pytest.raises(
+        SystemExit, match="already holds a run; resume it with `esper train --resume"
+    ):
         main(["train", *flags(ORACLE), "--out", str(tmp_path / "run")])
 
 
 def test_settings_of_a_resumed_run_cannot_be_changed(tmp_path):
     RunFolder.create(tmp_path / "run", ORACLE).close()
-    with pytest.raises(SystemExit, match="leave other flags out"):
+    with pytest.raises(SystemExit, match="leave out other flags"):
         main(["train", "--resume", str(tmp_path / "run"), "--rounds", "9"])
 
 
@@ -344,7 +352,7 @@ def test_a_run_of_another_version_is_not_sent_to_a_checkpoint_that_is_no_better(
     files = RunFiles(tmp_path / "run")
     for path in (files.checkpoint, files.previous_checkpoint):
         write_file(path, "growth run", {}, version=1)
-        with pytest.raises(SystemExit, match="reads version 2; train anew, in another folder"):
+        with pytest.raises(SystemExit, match="reads version 3; start a new run in another folder"):
             main(["train", "--resume", str(files.path)])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from esper.nissa.database import RunDatabase
-from esper.simic.training.distribution import choice_names
+from esper.simic.training.distribution import choice_labels
 from esper.simic.training.growth_training import GrowthTraining
 from support.training_configs import ORACLE
 
@@ -22,7 +22,7 @@ def finished_run(tmp_path_factory):
     training, records = GrowthTraining(ORACLE), []
     path = tmp_path_factory.mktemp("run") / "run.sqlite"
     environment = training.environment
-    names = choice_names(environment)
+    names = choice_labels(environment)
     with RunDatabase(path, environment.action_space, choices=names, details={}) as database:
 
         def on_round(record):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import esper
+
 SOURCE = Path(__file__).parents[1] / "src" / "esper"
 
 # package -> the packages it may import
@@ -82,3 +84,28 @@ def test_the_core_imports_only_torch_and_numpy(package):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_listed_and_resolves():
+    assert sorted(esper.__all__) == sorted([*esper._PUBLIC, "__version__"])
+    assert set(esper.__all__) <= set(dir(esper))
+    for name in esper._PUBLIC:
+        assert getattr(esper, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        esper.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import esper",
+        "from esper.cli import main; main(['--help'])",
+        "from esper.cli import main; main([])",
+    ],
+)
+def test_importing_esper_and_listing_its_commands_does_not_import_torch(code):
+    code += "\nimport sys\nassert not {'torch', 'tyro', 'numpy'} & set(sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "main" not in code or "gym " in result.stdout

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from esper.kasmina.hosts import host as host
     from esper.leyline.factored_actions import FactoredActionSpace as ActionSpace
     from esper.leyline.factored_actions import Head as Head
+    from esper.simic.agent.ppo import PPOConfig as PPOConfig
+    from esper.simic.training.ppo_model import PPO as PPO
+    from esper.simic.training.ppo_model import evaluate as evaluate
+    from esper.tamiyo.policy.network import PolicyConfig as PolicyConfig
     from esper.tolaria import tasks as tasks
     from esper.tolaria.population import Population as Population
 
@@ -30,8 +34,12 @@ _PUBLIC = {
     "Growth": ("esper.growing.growth", "Growth"),
     "GrowthResult": ("esper.growing.run", "GrowthResult"),
     "Head": ("esper.leyline.factored_actions", "Head"),
+    "PPO": ("esper.simic.training.ppo_model", "PPO"),
+    "PPOConfig": ("esper.simic.agent.ppo", "PPOConfig"),
+    "PolicyConfig": ("esper.tamiyo.policy.network", "PolicyConfig"),
     "Population": ("esper.tolaria.population", "Population"),
     "blueprint": ("esper.kasmina.blueprints.registry", "blueprint"),
+    "evaluate": ("esper.simic.training.ppo_model", "evaluate"),
     "find_sites": ("esper.growing.sites", "find_sites"),
     "grow": ("esper.growing.run", "grow"),
     "host": ("esper.kasmina.hosts", "host"),
@@ -40,14 +48,18 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "PPO",
     "ActionSpace",
     "Budget",
     "Growth",
     "GrowthResult",
     "Head",
+    "PPOConfig",
+    "PolicyConfig",
     "Population",
     "__version__",
     "blueprint",
+    "evaluate",
     "find_sites",
     "grow",
     "host",

@@ -2,22 +2,22 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
 import torch
 
+from esper.leyline.factored_actions import FactoredActionSpace, Head
+from esper.leyline.plain_config import from_plain, to_plain
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import (
-    host_names,
     load_hosts,
     load_task,
     training_hosts,
     variant_names,
 )
-from esper.simic.training.gymnasium import GymConfig
-from esper.simic.training.plain_config import from_plain, to_plain
+from esper.simic.training.ppo_model import GymConfig
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.tasks import mnist1d
 from support.training_configs import NETWORKS, ORACLE
@@ -39,6 +39,29 @@ def test_numbers_without_a_word_in_json_survive_too():
 def test_other_configs_are_kept_the_same_way():
     config = GymConfig(horizon=7, ppo=replace(GymConfig().ppo, head_entropy_weights={"op": 0.5}))
     assert from_plain(GymConfig, json.loads(json.dumps(to_plain(config)))) == config
+
+
+def test_derived_fields_are_computed_again():
+    space = FactoredActionSpace((Head("row", 3), Head("column", 4, given=("row",))))
+    plain = json.loads(json.dumps(to_plain(space)))
+    assert list(plain) == ["heads"]
+    assert from_plain(FactoredActionSpace, plain) == space
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The types of fields that no config has."""
+
+    names: list[str]
+    details: dict[str, str | float]
+    inner: Head | None = None
+
+
+def test_lists_dicts_and_unions_are_decoded():
+    for mixed in (Mixed(["a"], {"b": 1.5, "c": "d"}), Mixed([], {}, Head("row", 3))):
+        assert from_plain(Mixed, json.loads(json.dumps(to_plain(mixed)))) == mixed
+    with pytest.raises(ValueError, match="details.b=None; expected float"):
+        from_plain(Mixed, {"names": [], "details": {"b": None}})
 
 
 @pytest.mark.parametrize(
@@ -64,15 +87,15 @@ def test_what_a_config_does_not_know_is_refused_by_name(plain, message):
     [
         ({"rounds": 0}, "rounds=0; use 1 or more"),
         ({"observed_share": 1.5}, "observed_share=1.5; use a number from 0 to 1"),
-        ({"growth": GrowthConfig(num_steps=9)}, "an episode has one length"),
+        ({"growth": GrowthConfig(num_steps=9)}, "set both to the same number"),
         ({"variants": ("plain", "rows")}, "no variant 'rows'; use plain"),
         ({"variants": ("rows:1.5",)}, "no variant 'rows:1.5'"),
         ({"variants": ()}, "variants is empty"),
-        ({"held_out_variants": ("plain",)}, r"\['plain'\] are trained on and held out"),
-        ({"held_out_widths": ("4-4",)}, r"\['4-4'\] are never drawn"),
+        ({"held_out_variants": ("plain",)}, r"\['plain'\] are both trained on and held out"),
+        ({"held_out_widths": ("4-4",)}, r"\['4-4'\] cannot occur"),
         (
             {"widths": (4,), "held_out_widths": ()},
-            "1 hosts to draw from, but host_batch.num_types=3",
+            "1 hosts to choose from, but host_batch.num_types=3",
         ),
         ({"ppo": replace(NETWORKS.ppo, num_minibatches=5)}, "12 hosts do not split"),
         ({"host_learning_rate": 0.0}, "host_learning_rate=0.0"),
@@ -103,7 +126,7 @@ def test_held_out_hosts_are_never_drawn_and_all_others_are():
     for _ in range(20):
         environment.reset()
         host_batch = environment.host_batch
-        seen |= set(zip(host_names(host_batch), variant_names(config, host_batch), strict=True))
+        seen |= set(zip(host_batch.host_names, variant_names(config, host_batch), strict=True))
     every = {"-".join(map(str, widths)) for widths in product((2, 4), repeat=3)}
     assert {host for host, _ in seen} == every - {"4-2-4"}
     assert {variant for _, variant in seen} == {"plain", "rows:50"}

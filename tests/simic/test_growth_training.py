@@ -79,23 +79,19 @@ def test_features_are_not_scaled_by_an_update_that_is_undone():
     before = {name: value.clone() for name, value in scales.state_dict().items()}
     trainer.collect()
     trainer.buffer.fields["log_probs"][0, 0] = -3e38  # the ratio is not finite
-    assert trainer.learn()["update_undone"] == 1.0
+    assert trainer.learn()["ppo/update_undone"] == 1.0
     for name, value in scales.state_dict().items():
         assert torch.equal(value, before[name]), name
     trainer.collect()
-    assert trainer.learn()["update_undone"] == 0.0
+    assert trainer.learn()["ppo/update_undone"] == 0.0
     assert scales.is_fitted
 
 
 def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
     training = GrowthTraining(ORACLE)
-    contents = {
-        "config": {"task": "known_gains"},
-        "rounds_done": 0,
-        "agent": training.agent.state_dict(),
-        "rng_states": {},
-    }
-    write_file(tmp_path / "other.pt", "growth run", contents, version=2)
+    other = {"task": "known_gains", "host_batch": {"num_types": 2, "envs_per_type": 4}}
+    contents = {"config": other, "trainer": training.trainer.state_dict()}
+    write_file(tmp_path / "other.pt", "growth run", contents, version=3)
     with pytest.raises(UnreadableFile, match="policy.*expected float32"):
         GrowthTraining.resume(tmp_path / "other.pt")
 

@@ -1,7 +1,6 @@
 """The loop over Gymnasium environments: what is stored, what is not, and what is refused."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,7 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.gym_envs import GymEnvs
-from esper.simic.training.gymnasium import GymAgent, GymConfig, GymTraining, evaluate, train
+from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector
 
@@ -23,6 +22,10 @@ CONFIG = GymConfig(
     policy=PolicyConfig(lstm_hidden_dim=8),
     ppo=PPOConfig(num_minibatches=1, ppo_epochs=1),
 )
+
+
+def train(envs, total_steps, config=CONFIG, heads=None, callback=None):
+    return PPO.from_config(envs, config, heads).learn(total_steps, callback)
 
 
 class Counter(gymnasium.Env):
@@ -57,12 +60,11 @@ def counters(mode: AutoresetMode) -> SyncVectorEnv:
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_rollout_holds_exactly_the_steps_taken_in_every_autoreset_mode(mode):
-    training = GymTraining(counters(mode), 1000, CONFIG)
-    for _ in range(CONFIG.horizon):
-        training.step()
-    stored, counts = training.buffer._fields, training.buffer.step_counts
+    trainer = PPO.from_config(counters(mode), CONFIG).trainer
+    trainer.collect()
+    stored, counts = trainer.buffer.fields, trainer.buffer.step_counts
     for env, length in enumerate((3, 4, 1)):
-        # with NEXT_STEP one call in length + 1 is a filler
+        # with NEXT_STEP one call in length + 1 is an autoreset step
         calls = np.arange(CONFIG.horizon)
         taken = calls[calls % (length + 1) != length] if mode == AutoresetMode.NEXT_STEP else calls
         assert counts[env] == len(taken)
@@ -77,24 +79,25 @@ def test_a_rollout_holds_exactly_the_steps_taken_in_every_autoreset_mode(mode):
         hidden = stored["hidden_h"][env, rows].flatten(1)
         assert bool((hidden[begins] == 0).all())
         assert bool((hidden[~begins] != 0).any(dim=1).all())
-    assert training.progress.steps == int(counts.sum())
+    assert trainer.progress.steps == int(counts.sum())
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
 @pytest.mark.parametrize("make", [CueMemory, RowThenColumn])
-def test_every_autoreset_mode_stores_the_same_rows_to_the_bit(make, mode):
+def test_every_autoreset_mode_stores_bit_exact_the_same_rows(make, mode):
     def collected(mode):
         heads = RowThenColumn.action_heads if make is RowThenColumn else None
-        training = GymTraining(vector(make, 3, mode), 1000, replace(CONFIG, horizon=40), action_space=heads)  # fmt: skip
-        training.agent.ppo.act = partial(training.agent.ppo.act, deterministic=True)
-        for _ in range(40):
-            training.step()
-        return training.buffer.state_dict()
+        config = replace(CONFIG, horizon=40)
+        trainer = PPO.from_config(vector(make, 3, mode), config, heads).trainer
+        trainer.collect(deterministic=True)
+        return trainer.buffer.state_dict()
 
     rows, same_step = collected(mode), collected(AutoresetMode.SAME_STEP)
     assert int(same_step["fields"]["truncated"].sum()) >= 9
     for env, count in enumerate(rows["step_counts"].tolist()):
-        assert count == (40 if mode == AutoresetMode.DISABLED else 36)  # 4 of 40 are fillers
+        assert count == (
+            40 if mode == AutoresetMode.DISABLED else 36
+        )  # 4 of 40 are autoreset steps
         for name, field in rows["fields"].items():
             expected = same_step["fields"][name][env, :count]
             if name == "bootstrap_values":  # asked for where a row was cut
@@ -109,13 +112,12 @@ def test_every_autoreset_mode_stores_the_same_rows_to_the_bit(make, mode):
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_cut_row_bootstraps_from_the_final_observation_and_the_state_that_saw_it(mode):
-    training = GymTraining(counters(mode), 1000, CONFIG)
-    for _ in range(CONFIG.horizon):
-        training.step()
-    stored, ppo = training.buffer._fields, training.agent.ppo
+    model = PPO.from_config(counters(mode), CONFIG)
+    model.trainer.collect()
+    stored, ppo = model.trainer.buffer.fields, model.agent
     # env 0, its first episode: rows 0 to 2; replay it from a zero state
     state = ppo.policy.initial_state(1)
-    masks = training.agent.spaces.masks(np.ones((1, 2)))
+    masks = model.spaces.masks(np.ones((1, 2)))
     for age in range(3):
         state = ppo.act(torch.tensor([[age + 1.0]]), masks, state).state
     expected = ppo.value(torch.tensor([[4.0]]), state)
@@ -124,20 +126,38 @@ def test_a_cut_row_bootstraps_from_the_final_observation_and_the_state_that_saw_
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_evaluation_counts_whole_episodes_of_every_env(mode):
-    agent = train(counters(AutoresetMode.SAME_STEP), 48, CONFIG)
-    result = evaluate(agent, counters(mode), episodes=7)
+    model = train(counters(AutoresetMode.SAME_STEP), 48)
+    result = evaluate(model, counters(mode), episodes=7)
     # three of env 0, two each of the others, whichever ends first
     assert sorted(result.lengths) == [1, 1, 3, 3, 3, 4, 4]
     assert sorted(result.returns) == [1, 1, 6, 6, 6, 10, 10]
 
 
-def test_fillers_leave_the_normaliser_alone():
-    training = GymTraining(counters(AutoresetMode.NEXT_STEP), 1000, CONFIG)
-    for _ in range(CONFIG.horizon):
-        training.step()
-    seen = training.buffer.fields["states"][training.buffer._valid_mask()]
-    training.learn()
-    normalizer = training.agent.ppo.feature_normalizer
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_model_evaluated_in_its_own_environments_continues_with_new_episodes(mode):
+    envs = counters(mode)
+    model = PPO.from_config(envs, CONFIG)
+    model.learn(100, should_stop=iter([False] * 20 + [True]).__next__)  # within the second round
+    steps, episodes = model.trainer.progress.steps_before_round, list(model.envs.log.recent)
+    evaluate(model, envs, episodes=4)
+    assert model.num_steps == steps
+    assert list(model.envs.log.recent) == episodes
+    trainer = model.trainer
+    trainer.collect()
+    stored, counts = trainer.buffer.fields, trainer.buffer.step_counts
+    for env, count in enumerate(counts.tolist()):
+        assert stored["states"][env, 0, 0] == 1
+        assert not stored["hidden_h"][env, 0].any()
+        # Counter pays the number that it shows
+        assert torch.equal(stored["states"][env, :count, 0], stored["rewards"][env, :count])
+
+
+def test_autoreset_steps_do_not_enter_the_normaliser():
+    trainer = PPO.from_config(counters(AutoresetMode.NEXT_STEP), CONFIG).trainer
+    trainer.collect()
+    seen = trainer.buffer.fields["states"][trainer.buffer._valid_mask()]
+    trainer.learn()
+    normalizer = trainer.agent.feature_normalizer
     assert normalizer.count == len(seen)
     torch.testing.assert_close(normalizer.mean, seen.double().mean(dim=0))
 
@@ -173,7 +193,7 @@ def test_the_source_of_masks_is_found_at_the_first_reset(make, source):
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("make", [CueMemory, MethodMasks, BestActions])
-def test_masks_are_those_of_the_observation_at_hand(make, mode):
+def test_masks_are_those_of_the_current_observation(make, mode):
     envs = vector(make, 5, mode)
     world = GymEnvs(envs, rng_seed=0)
     seen_pending = 0
@@ -195,7 +215,7 @@ def test_masks_are_those_of_the_observation_at_hand(make, mode):
 
 def test_conditional_masks_come_as_a_mapping():
     envs = vector(RowThenColumn, 3)
-    world = GymEnvs(envs, rng_seed=0, action_space=RowThenColumn.action_heads)
+    world = GymEnvs(envs, rng_seed=0, heads=RowThenColumn.action_heads)
     for name in ("row", "column"):
         expected = np.stack([env.masks()[name] for env in envs.envs])
         np.testing.assert_array_equal(world.masks[name], expected)
@@ -232,12 +252,12 @@ class AnySpaces(gymnasium.Env):
 def test_spaces_that_do_not_work_are_refused_with_those_that_do(observation, action, message):
     envs = SyncVectorEnv([lambda: AnySpaces(observation, action)])
     with pytest.raises(ValueError, match=message):
-        GymTraining(envs, 100)
+        PPO(envs)
 
 
 def test_heads_that_do_not_match_the_environment_are_refused():
     with pytest.raises(ValueError, match=r"sizes \(3, 4\).* needs \(3, 4, 2\)"):
-        GymTraining(vector(BestActions, 2), 100, action_space=RowThenColumn.action_heads)
+        PPO(vector(BestActions, 2), RowThenColumn.action_heads)
 
 
 def test_a_mask_of_the_wrong_shape_is_refused():
@@ -246,7 +266,7 @@ def test_a_mask_of_the_wrong_shape_is_refused():
             return np.ones(2, dtype=bool)
 
     with pytest.raises(ValueError, match=r"'action': 3.*got shape \(2, 2\), expected \(envs, 3\)"):
-        GymTraining(vector(Wrong, 2), 100)
+        PPO(vector(Wrong, 2))
 
 
 def test_masks_of_heads_one_by_one_are_refused_with_what_works():
@@ -255,7 +275,7 @@ def test_masks_of_heads_one_by_one_are_refused_with_what_works():
             return [np.ones(size) for size in self.sizes]
 
     with pytest.raises(ValueError, match=r"'action_2': 2.*expected one array \(envs, 9\)"):
-        GymTraining(vector(Apart, 2), 100)
+        PPO(vector(Apart, 2))
 
 
 def test_a_missing_mask_names_the_env():
@@ -264,9 +284,9 @@ def test_a_missing_mask_names_the_env():
             *rest, info = super().step(action)
             return *rest, info if self.np_random_seed == 0 else {}
 
-    training = GymTraining(vector(Sometimes, 2), 100, CONFIG)
+    model = PPO.from_config(vector(Sometimes, 2), CONFIG)
     with pytest.raises(ValueError, match=r"envs \[1\] gave no info\['action_mask'\]"):
-        training.step()
+        model.learn(100)
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
@@ -282,13 +302,12 @@ def test_an_episodes_last_step_needs_no_mask(mode, as_list):
             return *rest, truncated, {} if truncated else info
 
     envs = vector(Lasts, 3, mode)
-    training = GymTraining(envs, 100, CONFIG)
-    for _ in range(5):
-        training.step()
-    training.run(should_stop=lambda: training.progress.episodes >= 3)  # all end together
+    model = PPO.from_config(envs, CONFIG)
+    progress = model.trainer.progress
+    model.learn(100, should_stop=lambda: progress.episodes >= 3)  # all end together
     envs.envs[1].elapsed = 4
-    training.run()  # one ends alone; the environments assert that every choice is legal
-    assert training.progress.episodes >= 9
+    model.learn()  # one ends alone; the environments assert that every choice is legal
+    assert progress.episodes >= 9
 
 
 @pytest.mark.parametrize(
@@ -305,52 +324,81 @@ def test_mistakes_in_the_settings_are_named(settings, message):
 
 def test_mistakes_are_found_before_the_first_step():
     with pytest.raises(ValueError, match="num_envs=6 does not split into num_minibatches=4"):
-        GymTraining(vector(CueMemory, 6), 100)
+        PPO(vector(CueMemory, 6))
     for total_steps in (0, 1e3):
         with pytest.raises(ValueError, match=f"total_steps={total_steps}; use a whole number"):
-            GymTraining(vector(CueMemory, 4), total_steps)
+            PPO(vector(CueMemory, 4)).learn(total_steps)
     with pytest.raises(ValueError, match="not a vector environment; use gymnasium.make_vec"):
-        GymTraining(CueMemory(), 100)
+        PPO(CueMemory())
     with pytest.raises(ValueError, match=r"no sub-environments with an action_masks\(\) method"):
-        GymTraining(vector(NoMasks, 4), 100, GymConfig(masks="method"))
+        PPO(vector(NoMasks, 4), masks="method")
     with pytest.raises(ValueError, match=r"envs \[0, 1, 2, 3\] gave no info"):
-        GymTraining(vector(NoMasks, 4), 100, GymConfig(masks="info"))
+        PPO(vector(NoMasks, 4), masks="info")
     with pytest.raises(ValueError, match="episodes=0"):
-        evaluate(train(vector(CueMemory, 2), 32, CONFIG), vector(CueMemory, 2), 0)
+        evaluate(train(vector(CueMemory, 2), 32), vector(CueMemory, 2), 0)
 
 
-def test_an_environment_that_does_not_say_how_it_resets_is_refused():
+def test_an_environment_without_an_autoreset_mode_is_refused():
     envs = vector(CueMemory, 2)
     envs.metadata = {}
     with pytest.raises(ValueError, match="autoreset_mode"):
-        GymTraining(envs, 100)
+        PPO(envs)
 
 
-# -- the agent --------------------------------------------------------------------------------
+# -- the model --------------------------------------------------------------------------------
 
 
-def test_a_saved_agent_predicts_the_same(tmp_path):
-    agent = train(vector(RowThenColumn, 2), 64, CONFIG, action_space=RowThenColumn.action_heads)
-    agent.save(tmp_path / "agent.pt")
-    loaded = GymAgent.load(tmp_path / "agent.pt")
+def test_a_saved_model_predicts_the_same(tmp_path):
+    model = train(vector(RowThenColumn, 2), 64, heads=RowThenColumn.action_heads.heads)
+    model.save(tmp_path / "model.pt")
+    PPO.load(tmp_path / "model.pt").save(tmp_path / "again.pt")
+    loaded = PPO.load(tmp_path / "again.pt")
     env, state, loaded_state = RowThenColumn(), None, None
     observation, info = env.reset(seed=3)
     for _ in range(5):
-        action, state = agent.predict(observation, state, info["action_mask"])
+        action, state = model.predict(observation, state, mask=info["action_mask"])
         mask = MappingProxyType(info["action_mask"])  # any mapping does
-        again, loaded_state = loaded.predict(observation, loaded_state, mask)
+        again, loaded_state = loaded.predict(observation, loaded_state, mask=mask)
         np.testing.assert_array_equal(action, again)
         observation, _, _, _, info = env.step(action)  # asserts that the action is legal
     torch.testing.assert_close(tuple(state), tuple(loaded_state), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"loaded without environments; use PPO.load\(path, envs"):
+        loaded.learn(100)
+
+
+def test_an_episode_start_resets_the_state_of_its_env_alone():
+    model = train(vector(CueMemory, 2), 32)
+    first, second = np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[::-1].copy()
+    _, before = model.predict(first)
+    _, state = model.predict(second, before, episode_start=[False, True, False])
+    _, continued = model.predict(second, before)
+    _, restarted = model.predict(second)
+    for part, expected, fresh in zip(state, continued, restarted, strict=True):
+        torch.testing.assert_close(part[[0, 2]], expected[[0, 2]])
+        torch.testing.assert_close(part[1], fresh[1])
+        assert not torch.equal(part[1], expected[1])
+    _, alone = model.predict(second[0], RecurrentState(*(p[:1] for p in before)), True)
+    torch.testing.assert_close(alone.h[0], restarted.h[0])
+
+
+def test_learning_again_adds_steps_and_restarts_the_schedules():
+    rates = []
+    config = replace(CONFIG, ppo=replace(CONFIG.ppo, learning_rate_schedule="linear"))
+    model = PPO.from_config(vector(CueMemory, 2, AutoresetMode.SAME_STEP), config)
+    for total in (64, 65):
+        model.learn(total, lambda _, metrics: rates.append(metrics["ppo/learning_rate"]))
+    assert model.num_steps == 64 + 96
+    expected = [1, 0.5, 1, 1 - 32 / 65, 1 - 64 / 65]
+    np.testing.assert_allclose(rates, np.multiply(expected, config.ppo.learning_rate))
 
 
 def test_predicting_for_one_env_or_for_many_is_the_same():
-    agent = train(vector(CueMemory, 2), 64, CONFIG)
+    model = train(vector(CueMemory, 2), 64)
     observations = np.eye(3, dtype=np.float32)
     masks = np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]])
-    together, state = agent.predict(observations, None, masks)
+    together, state = model.predict(observations, mask=masks)
     for row in range(3):
-        alone, alone_state = agent.predict(observations[row], None, masks[row])
+        alone, alone_state = model.predict(observations[row], mask=masks[row])
         assert alone == together[row]
         assert masks[row][alone - 1]  # actions start at 1
         torch.testing.assert_close(
@@ -358,30 +406,30 @@ def test_predicting_for_one_env_or_for_many_is_the_same():
         )
 
 
-def test_an_agent_is_not_evaluated_on_other_spaces():
-    agent = train(vector(CueMemory, 2), 32, CONFIG)
+def test_a_model_is_not_evaluated_on_other_spaces():
+    model = train(vector(CueMemory, 2), 32)
     with pytest.raises(
         ValueError, match=r"not those of the policy: .*head sizes is \(3, 4, 2\), expected \(3,\)"
     ):
-        evaluate(agent, vector(BestActions, 2), 1)
+        evaluate(model, vector(BestActions, 2), 1)
     with pytest.raises(ValueError, match="not a vector environment"):
-        evaluate(agent, CueMemory(), 1)
+        evaluate(model, CueMemory(), 1)
 
 
 def test_an_observation_of_another_space_is_refused():
-    agent = train(vector(CueMemory, 2), 32, CONFIG)
+    model = train(vector(CueMemory, 2), 32)
     with pytest.raises(ValueError, match=r"got shape \(1, 4\), expected \(envs, 3\)"):
-        agent.predict(np.zeros(4))
-    agent = train(vector(BestActions, 2), 32, CONFIG)
+        model.predict(np.zeros(4))
+    model = train(vector(BestActions, 2), 32)
     for outside in (-1, 3):
         with pytest.raises(ValueError, match=rf"\[{outside}\] are not all within 0 to 2"):
-            agent.predict(outside)
+            model.predict(outside)
 
 
 def test_runs_with_the_same_seed_are_the_same_and_with_another_are_not():
     def weights(rng_seed: int) -> torch.Tensor:
-        config = GymConfig(horizon=16, rng_seed=rng_seed, policy=CONFIG.policy, ppo=CONFIG.ppo)
-        return train(vector(CueMemory, 2), 64, config).ppo.policy.readout.weight
+        model = train(vector(CueMemory, 2), 64, replace(CONFIG, rng_seed=rng_seed))
+        return model.agent.policy.readout.weight
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
@@ -389,7 +437,7 @@ def test_runs_with_the_same_seed_are_the_same_and_with_another_are_not():
 
 def test_every_logged_name_is_explained_in_the_docs():
     rounds = []
-    train(vector(CueMemory, 2), 64, CONFIG, on_round=lambda _, metrics: rounds.append(metrics))
+    train(vector(CueMemory, 2), 64, callback=lambda _, metrics: rounds.append(metrics))
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     for name in {name for metrics in rounds for name in metrics}:
         assert f"`{name.replace('/action', '/HEAD')}`" in page, name

@@ -14,7 +14,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.gymnasium import GymAgent, GymConfig, GymTraining, evaluate, train
+from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
 from esper.tamiyo.policy.network import PolicyConfig
 from support.gym_environments import BestActions, CueMemory, RowThenColumn, TwoStates, vector
 
@@ -54,17 +54,18 @@ def test_two_of_three_rng_seeds_come_close_to_the_best_policy(make, mode):
 def learn(make, mode, total_steps, rng_seed=0) -> tuple[float, float]:
     """Share of the best return that is earned, and the largest relative error of a value."""
     heads = RowThenColumn.action_heads if make is RowThenColumn else None
-    config = replace(CONFIG, rng_seed=rng_seed)
-    training = GymTraining(vector(make, NUM_ENVS, mode), total_steps, config, action_space=heads)
+    model = PPO.from_config(vector(make, NUM_ENVS, mode), replace(CONFIG, rng_seed=rng_seed), heads)
     ratio_errors, remembered = [], []
 
     def watch() -> bool:
-        begins = (training.log.lengths == 0) & ~training.envs.pending
-        remembered.append(training.state.h[torch.from_numpy(begins)].abs().sum())
+        is_first = (model.envs.log.lengths == 0) & ~model.envs.pending
+        remembered.append(model.trainer.state.h[torch.from_numpy(is_first)].abs().sum())
         return False
 
-    training.run(lambda _, metrics: ratio_errors.append(metrics["ppo/first_ratio_error"]), watch)
-    earned, foreseen = play(training.agent, make())
+    model.learn(
+        total_steps, lambda _, metrics: ratio_errors.append(metrics["ppo/first_ratio_error"]), watch
+    )
+    earned, foreseen = play(model, make())
     assert max(ratio_errors) < 1e-5
     assert max(remembered) == 0.0
     return earned / make.limit, float(np.abs(foreseen / TRUE_VALUE - 1).max())
@@ -74,12 +75,12 @@ def test_independent_masks_cannot_express_columns_that_depend_on_the_row():
     def independent():
         return RowThenColumn(conditional=False)
 
-    agent = train(vector(independent, NUM_ENVS), 3_000, CONFIG)
-    returns = evaluate(agent, vector(independent, NUM_ENVS), episodes=64).returns
+    model = PPO.from_config(vector(independent, NUM_ENVS), CONFIG).learn(3_000)
+    returns = evaluate(model, vector(independent, NUM_ENVS), episodes=64).returns
     assert returns.mean() < 0.7 * RowThenColumn.limit
 
 
-def play(agent: GymAgent, env, episodes: int = 16) -> tuple[float, np.ndarray]:
+def play(model: PPO, env, episodes: int = 16) -> tuple[float, np.ndarray]:
     """Mean return, and the values foreseen at every step but the first."""
     returns, foreseen = [], []
     for episode in range(episodes):
@@ -87,9 +88,9 @@ def play(agent: GymAgent, env, episodes: int = 16) -> tuple[float, np.ndarray]:
         state, truncated, total = None, False, 0.0
         while not truncated:
             if state is not None:
-                features = agent.spaces.features(np.asarray(observation)[None])
-                foreseen.append(agent.ppo.value(features, state).item())
-            action, state = agent.predict(observation, state, info["action_mask"])
+                features = model.spaces.features(np.asarray(observation)[None])
+                foreseen.append(model.agent.value(features, state).item())
+            action, state = model.predict(observation, state, mask=info["action_mask"])
             observation, reward, _, truncated, info = env.step(action)
             total += reward
         returns.append(total)

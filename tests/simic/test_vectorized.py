@@ -1,4 +1,4 @@
-"""Vectorised training: host batches with known gains are solved; rewards telescope; ended envs sit out."""
+"""Training on growing hosts: known gains are found, rewards telescope, ended envs sit out."""
 
 import pytest
 import torch
@@ -7,29 +7,33 @@ from esper.kasmina.lifecycle import remove_live_seeds
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.rewards import ROLLBACK_PENALTY, growth_score
 from esper.simic.training.config import PRESETS
-from esper.simic.training.vectorized import VectorizedTrainer
+from esper.simic.training.growth_envs import GrowthEnvs
+from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tamiyo.policy.network import PolicyConfig, tamiyo_policy
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
 
 
 def make_trainer(num_envs, host_batch=None, *, rng_seed=0, **settings):
-    torch.manual_seed(rng_seed)
     environment = GrowthEnvironment(host_batch or SyntheticHosts(num_envs), rng_seed=rng_seed)
+    ppo = PPOConfig(**({"gamma": 1.0} | settings))
+    return trainer_on(environment, PolicyConfig(lstm_hidden_dim=64), ppo, rng_seed)
+
+
+def trainer_on(environment, policy, ppo, rng_seed=0):
+    torch.manual_seed(rng_seed)
     host_batch = environment.host_batch
     layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
-    policy = FactoredRecurrentActorCritic(
-        environment.action_space, layout, PolicyConfig(lstm_hidden_dim=64)
-    )
-    config = PPOConfig(**({"gamma": 1.0} | settings))
-    return VectorizedTrainer(
-        environment,
-        PPOAgent(policy, config),
-        max_steps=25,
-        start_score=HOST_ACCURACY,
-        rng_seed=rng_seed,
-    )
+    agent = PPOAgent(tamiyo_policy(layout, policy), ppo)
+    envs = GrowthEnvs(environment, "cpu", start_score=HOST_ACCURACY)
+    return Trainer(envs, agent, horizon=25, rng_seed=rng_seed)
+
+
+def play(trainer):
+    """One round with the most likely actions."""
+    trainer.collect(deterministic=True)
+    return trainer.envs.episodes()
 
 
 def test_the_oracle_environment_is_learned():
@@ -53,11 +57,11 @@ def share_of_the_best_plan(num_envs, *, rounds, rng_seed):
     )  # fmt: skip
     for number in range(rounds):
         trainer.collect()
-        assert trainer.learn(progress=number / rounds)["first_ratio_error"] < 1e-5
+        assert trainer.learn(number / rounds)["ppo/first_ratio_error"] < 1e-5
     found = possible = 0.0
     for _ in range(4):
-        episodes = trainer.collect(deterministic=True)
-        best = trainer.environment.host_batch.best_scores(episodes.rent)
+        episodes = play(trainer)
+        best = trainer.envs.environment.host_batch.best_scores(episodes.rent)
         found += float((episodes.scores - HOST_ACCURACY).sum())
         possible += float((best - HOST_ACCURACY).sum())
     return found / possible
@@ -76,10 +80,10 @@ def share_of_knowing_the_type(rng_seed, rounds=70):
     trainer = make_trainer(64, host_batch, rng_seed=rng_seed, **vars(PRESETS["oracle"].ppo))
     for number in range(rounds):
         trainer.collect()
-        trainer.learn(progress=number / rounds)
+        trainer.learn(number / rounds)
     found = blind = possible = 0.0
     for _ in range(4):
-        episodes = trainer.collect(deterministic=True)
+        episodes = play(trainer)
         found += float((episodes.scores - HOST_ACCURACY).sum())
         blind += float((host_batch.best_blind_scores(episodes.rent) - HOST_ACCURACY).sum())
         possible += float((host_batch.best_scores(episodes.rent) - HOST_ACCURACY).sum())
@@ -97,21 +101,22 @@ def test_features_are_scaled_after_the_first_update_and_never_again():
     assert after_one["is_fitted"]
     assert after_one["env_center"].any()
     trainer.collect()
-    assert trainer.learn()["first_ratio_error"] < 1e-5
+    assert trainer.learn()["ppo/first_ratio_error"] < 1e-5
     for name, value in scales.state_dict().items():
         assert torch.equal(value, after_one[name]), name
 
 
 def test_rewards_sum_to_the_score_of_the_committed_network():
     trainer = make_trainer(16)
-    rent = trainer.collect().rent
-    host_batch, rewards = trainer.environment.host_batch, trainer.buffer.fields["rewards"]
-    committed = trainer.environment._committed_params()
+    trainer.collect()
+    environment, rewards = trainer.envs.environment, trainer.buffer.fields["rewards"]
+    host_batch, committed = environment.host_batch, environment._committed_params()
+    rent = trainer.envs.episodes().rent
     expected = growth_score(
         host_batch.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
     )
     torch.testing.assert_close(rewards.sum(dim=1), expected - HOST_ACCURACY)
-    torch.testing.assert_close(trainer.reward.scores, expected)
+    torch.testing.assert_close(trainer.envs.reward.scores, expected)
     assert trainer.buffer.fields["terminated"].sum(dim=1).tolist() == [1] * 16
     assert trainer.buffer.fields["terminated"][:, -1].all()
 
@@ -123,8 +128,8 @@ class BreaksAtStep(SyntheticHosts):
         self.steps = 0
         return super().reset(generator)
 
-    def grow(self, states):
-        evidence = super().grow(states)
+    def train_step(self, states):
+        evidence = super().train_step(states)
         self.steps += 1
         if self.steps == 3:
             self._states = remove_live_seeds(self._states, torch.tensor([1]))
@@ -134,7 +139,8 @@ class BreaksAtStep(SyntheticHosts):
 
 def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
     trainer = make_trainer(4, BreaksAtStep(4))
-    scores = trainer.collect().scores
+    trainer.collect()
+    scores = trainer.envs.episodes().scores
     assert scores.isnan().tolist() == [False, True, False, False]
     assert trainer.buffer.step_counts.tolist() == [25, 3, 25, 25]
     torch.testing.assert_close(
@@ -146,13 +152,13 @@ def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
 
 def test_an_env_is_compared_with_all_of_its_siblings_episode_even_if_its_own_ends_early():
     trainer, own_rewards = make_trainer(4, BreaksAtStep(4, siblings=2)), []
-    of = trainer.reward.of
+    of = trainer.envs.reward.of
 
     def remembered(*step):
         own_rewards.append(of(*step))
         return own_rewards[-1]
 
-    trainer.reward.of = remembered
+    trainer.envs.reward.of = remembered
     trainer.collect()
     own = torch.stack(own_rewards, 1)  # [N, T], on after the end of env 1
     learned_from = trainer.buffer.fields["rewards"]
@@ -167,11 +173,7 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     environment = GrowthEnvironment(
         host_batch, GrowthConfig(params_budget=0.3, max_germinations=2, compute_price=0.5)
     )
-    layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
-    policy = FactoredRecurrentActorCritic(
-        environment.action_space, layout, PolicyConfig(lstm_hidden_dim=16)
-    )
-    trainer = VectorizedTrainer(environment, PPOAgent(policy, PPOConfig(gamma=1.0)), max_steps=25)
+    trainer = trainer_on(environment, PolicyConfig(lstm_hidden_dim=16), PPOConfig(gamma=1.0))
     trainer.collect()
     reports = environment.observe()
     assert (reports.params - reports.host_params <= 0.3 * HOST_PARAMS).all()
@@ -182,4 +184,35 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     )  # fmt: skip
     used = environment._compute > 0
     assert used.any()
-    assert (trainer.reward.scores[used] < uncharged[used]).all()
+    assert (trainer.envs.reward.scores[used] < uncharged[used]).all()
+
+
+class Truncating(GrowthEnvironment):
+    """Env 2 is cut off after step 4, the others end after 25 steps."""
+
+    def step(self, actions):
+        outcome = super().step(actions)
+        outcome.truncated[2] = self._step == 4
+        self._is_over = self._is_over | outcome.truncated
+        return outcome
+
+
+def test_a_truncated_env_bootstraps_from_its_final_reports_and_sits_out():
+    environment = Truncating(SyntheticHosts(4))
+    trainer = trainer_on(environment, PolicyConfig(lstm_hidden_dim=16), PPOConfig(gamma=1.0))
+    seen, value = [], trainer.agent.value
+    trainer.agent.value = lambda features, state: seen.append(features) or value(features, state)
+    trainer.collect()
+    stored = trainer.buffer._fields
+    assert trainer.buffer.step_counts.tolist() == [25, 25, 4, 25]
+    assert stored["truncated"][2, :4].tolist() == [False, False, False, True]
+    assert stored["bootstrap_values"][2, 3].isfinite()
+    (final,) = seen
+    torch.testing.assert_close(final[0], stored["states"][0, 4])
+    trainer.learn()
+
+
+def test_the_share_of_the_best_is_0_for_ungrown_hosts_and_1_for_the_best():
+    host_batch, rent = SyntheticHosts(3), torch.tensor([0.02, 0.05, 0.1])
+    assert host_batch.share_of_best(host_batch.best_scores(rent), rent) == 1.0
+    assert host_batch.share_of_best(torch.full((3,), HOST_ACCURACY), rent) == 0.0

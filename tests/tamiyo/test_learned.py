@@ -80,11 +80,11 @@ def test_a_controller_that_was_trained_on_other_features_is_refused_by_their_nam
     path = tmp_path / "controller.pt"
     LearnedController(make_policy()).save(path)
     saved = torch.load(path)
-    here = saved["features"]
+    here = saved["contents"]["features"]
     assert len(here) == len(FEATURES)
 
     def trained_on(features):
-        torch.save({**saved, "features": features}, path)
+        torch.save({**saved, "contents": saved["contents"] | {"features": features}}, path)
         with pytest.raises(ValueError, match="was trained on other features") as refusal:
             LearnedController.load(path)
         return str(refusal.value)
@@ -95,14 +95,14 @@ def test_a_controller_that_was_trained_on_other_features_is_refused_by_their_nam
     assert "it never saw env train_rows [1]: 0.25 log(1 + x / 100), " in rescaled
     assert "and there is no more env train_rows [1]: 0.25 log(1 + x); train" in rescaled
     assert "their order was another" in trained_on(here[::-1])
-    torch.save({**saved, "format": "esper controller 1"}, path)
-    with pytest.raises(ValueError, match="its format is 'esper controller 1', not"):
+    torch.save({**saved, "version": 1}, path)
+    with pytest.raises(ValueError, match="holds version 1 of a controller"):
         LearnedController.load(path)
 
 
 def test_what_is_not_a_controller_is_refused(tmp_path):
     torch.save({"weights": {}}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="not a controller"):
+    with pytest.raises(ValueError, match="not a file that Esper wrote"):
         LearnedController.load(tmp_path / "other.pt")
     flat = FactoredRecurrentActorCritic(tamiyo_action_space(3, 8), 7)
     with pytest.raises(ValueError, match="plain heads"):

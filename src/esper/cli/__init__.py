@@ -2,31 +2,57 @@
 
 import os
 import sys
+from importlib import import_module
+
+# command -> summary; each is a function in the module of its name
+_COMMANDS = {
+    "train": "Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.",
+    "evaluate": "Compare a trained controller with other ways to grow, on held-out hosts and data.",
+    "sites": "List where a model can grow, and what could grow there.",
+    "gym": "Train PPO on a Gymnasium environment, then evaluate it.",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Flags are made from the fields of the configs: code and command line cannot disagree."""
-    import tyro
-
-    from esper.cli import evaluate, gym, sites, train
-
+    """Run a command line; flags are generated from the fields of the configs."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {
-                "train": train.command(arguments),
-                "evaluate": evaluate.evaluate,
-                "sites": sites.sites,
-                "gym": gym.gym,
-            },
-            prog="esper",
-            description="Esper grows neural networks while they train.",
-            args=arguments,
-        )
-    except ValueError as error:  # a user's mistake: what came and what works, without a traceback
+        _run(arguments)
+    except ValueError as error:  # a user's mistake: no traceback
         sys.exit(f"esper: {error}")
     except KeyboardInterrupt:
         sys.exit("esper: interrupted")
-    except BrokenPipeError:  # whoever read what is printed, such as head, has read enough
+    except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _run(arguments: list[str]) -> None:
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return
+    if name not in _COMMANDS:
+        raise ValueError(f"no command {name!r}; use one of {', '.join(_COMMANDS)}")
+    import tyro  # after the help: with torch, it takes seconds
+
+    module = import_module(f"esper.cli.{name}")
+    # the defaults of `train` are those of its --preset
+    command = module.command(arguments) if name == "train" else getattr(module, name)
+    tyro.cli(command, prog=f"esper {name}", args=arguments[1:])
+
+
+def _help() -> str:
+    """The list of commands, without importing any of them."""
+    lines = (f"  {name:10} {what}" for name, what in _COMMANDS.items())
+    return "\n".join(
+        (
+            "usage: esper COMMAND [FLAGS]",
+            "",
+            "Esper grows neural networks while they train.",
+            "",
+            *lines,
+            "",
+            "`esper COMMAND --help` lists the flags of a command.",
+        )
+    )

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from esper.cli.interruption import interruption
+from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import EventSink
 from esper.nissa.console import ProgressSink
 from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.training.gymnasium import GymConfig, GymTraining, evaluate
 from esper.simic.training.locked_folder import LockedFolder
+from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
 
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
@@ -33,53 +33,55 @@ def gym(
 ) -> None:
     """Train PPO on a Gymnasium environment, then evaluate it.
 
-    Ctrl-C finishes the step, saves, and says how to go on.
+    Ctrl-C finishes the step, saves, and prints the command that continues.
 
     Args:
         env_id: a registered environment, or "module:EnvId"
         total_steps: environment steps to learn from
-        num_envs: environments side by side
+        num_envs: environments in parallel
         episodes: played at the end, without learning
         save_every: rounds between checkpoints
-        out: where checkpoint, agent and TensorBoard curves go; runs/ENV_ID if not given
-        resume: go on from the checkpoint in `out`, with the settings saved there, on --device
+        out: folder for checkpoint, agent and TensorBoard curves; runs/ENV_ID by default
+        resume: continue from the checkpoint in `out`, with its settings, on --device
     """
-    for name, count in (("num_envs", num_envs), ("episodes", episodes), ("save_every", save_every)):
+    counts = {"num_envs": num_envs, "episodes": episodes, "save_every": save_every}
+    for name, count in (counts | {"total_steps": total_steps}).items():
         if count < 1:
             raise ValueError(f"{name}={count}; use 1 or more")
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
     checkpoint = out / "checkpoint.pt"
     device = "" if config.device == _DEFAULTS.device else f" --device {config.device}"
-    again = f"esper gym {env_id} --num-envs {num_envs}{device} --out {out} --resume"
+    resume_command = f"esper gym {env_id} --num-envs {num_envs}{device} --out {out} --resume"
     if resume and not checkpoint.exists():
-        raise ValueError(f"no {checkpoint} to go on from; leave --resume out to begin")
+        raise ValueError(f"no {checkpoint} to resume from; leave out --resume to start a new run")
     settings = (replace(config, device=_DEFAULTS.device), total_steps)
     if resume and settings != (_DEFAULTS, _TOTAL_STEPS):
-        raise ValueError(f"--resume goes on with the settings in {checkpoint}; leave others out")
+        raise ValueError(f"--resume uses the settings in {checkpoint}; leave out other flags")
     envs = _make(env_id, num_envs)
-    training = None if resume else GymTraining(envs, total_steps, config)
+    model = None if resume else PPO.from_config(envs, config)
     with LockedFolder(out):
-        if training is None:
-            training = GymTraining.resume(checkpoint, envs, device=config.device)
+        if model is None:
+            model = PPO.load(checkpoint, envs, device=config.device)
         elif checkpoint.exists():
             raise ValueError(
-                f"{out} holds a run already; go on with `{again}`, or choose another folder with "
-                "--out"
+                f"{out} already holds a run; resume it with `{resume_command}`, or choose another "
+                "folder with --out"
             )
-        print(describe(training, out))
+        print(describe(model, out))
         try:
-            is_finished = _train(training, checkpoint, out, save_every)
+            _train(model, None if resume else total_steps, out, save_every)
         except TrainingFailed as error:
-            training.agent.save(out / "agent.pt")
-            last = f"; its last checkpoint goes on with\n  {again}" if checkpoint.exists() else ""
+            model.save(out / "agent.pt")
+            last = f"; resume from the last checkpoint with\n  {resume_command}"
             raise ValueError(
-                f"{error}\nthe agent before that is saved as {out / 'agent.pt'}{last}"
+                f"{error}\nthe last good agent is saved as {out / 'agent.pt'}"
+                + (last if checkpoint.exists() else "")
             ) from error
-        if not is_finished:
-            print(f"stopped after {training.progress.steps:,} steps; go on with\n  {again}")
+        if not model.is_finished:
+            print(f"stopped after {model.num_steps:,} steps; resume with\n  {resume_command}")
             return
-        training.agent.save(out / "agent.pt")
-    result = evaluate(training.agent, envs, episodes)
+        model.save(out / "agent.pt")
+    result = evaluate(model, envs, episodes)
     print(
         f"return {result.returns.mean():.2f} +- {result.returns.std():.2f} over {episodes} "
         f"episodes; agent saved as {out / 'agent.pt'}"
@@ -92,38 +94,37 @@ def _make(env_id: str, num_envs: int) -> "VectorEnv[Any, Any, Any]":
     try:
         return gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync")
     except gymnasium.error.UnregisteredEnv as error:
-        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists what there is") from error
+        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
     except (gymnasium.error.Error, ImportError) as error:
         raise ValueError(f"{env_id} cannot be made: {error}") from error
 
 
-def describe(training: GymTraining, out: Path) -> str:
-    """What runs where: nothing is chosen in silence."""
-    envs, config = training.envs, training.config
+def describe(model: PPO, out: Path) -> str:
+    """Environments, heads, masks and device of a run."""
+    envs = model.envs
     sources = {"info": "info['action_mask']", "method": "action_masks()", "none": "none, all legal"}
-    heads = ", ".join(f"{head.name}[{head.size}]" for head in envs.spaces.action_space)
+    heads = ", ".join(f"{head.name}[{head.size}]" for head in envs.action_space)
     return (
-        f"{envs.num_envs} envs, {envs.spaces.num_features} features, heads {heads}, masks: "
-        f"{sources[envs.mask_source]}; policy on {config.device}; writing to {out}"
+        f"{envs.num_envs} envs, {envs.num_features} features, heads {heads}, masks: "
+        f"{sources[envs.mask_source]}; policy on {model.config.device}; writing to {out}"
     )
 
 
-def _train(training: GymTraining, checkpoint: Path, out: Path, save_every: int) -> bool:
-    """Whether training came to its end; if not, the checkpoint holds all of it."""
+def _train(model: PPO, total_steps: int | None, out: Path, save_every: int) -> None:
+    """Train to the end or to Ctrl-C, then write the checkpoint."""
     shown = {"episode/return": "return", "time/steps_per_second": "steps/s"}
-    done = training.progress.steps
-    with ExitStack() as stack, interruption() as interrupted:
+    done, end = model.num_steps, total_steps or model.total_steps
+    with ExitStack() as stack, stop_on_interrupt() as should_stop:
         sinks: list[EventSink] = [
-            stack.enter_context(ProgressSink(training.total_steps, shown, done=done)),
+            stack.enter_context(ProgressSink(end, shown, done=done)),
             stack.enter_context(TensorBoardSink(out, first_step=done + 1)),
         ]
 
-        def on_round(step: int, metrics: dict[str, float]) -> None:
+        def callback(step: int, metrics: dict[str, float]) -> None:
             for sink in sinks:
                 sink.record(step, metrics)
-            if training.progress.rounds % save_every == 0:
-                training.save(checkpoint)
+            if metrics["progress/rounds"] % save_every == 0:
+                model.save(out / "checkpoint.pt")
 
-        training.run(on_round, should_stop=interrupted)
-        training.save(checkpoint)
-    return training.is_finished
+        model.learn(total_steps, callback, should_stop)
+        model.save(out / "checkpoint.pt")

@@ -1,4 +1,4 @@
-"""`esper train`: Tamiyo learns to grow networks, and is compared with what needs no learning."""
+"""`esper train`: train Tamiyo to grow networks, then compare it with other controllers."""
 
 import sqlite3
 from argparse import ArgumentParser
@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from esper.cli.evaluate import show
-from esper.cli.interruption import interruption
+from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import EventSink
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
@@ -22,10 +22,10 @@ from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import evaluate_run
 from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.distribution import choice_names, describe_hosts
+from esper.simic.training.distribution import choice_labels, describe_hosts
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder
-from esper.tolaria.synthetic_hosts import HOST_ACCURACY, SyntheticHosts
+from esper.tolaria.synthetic_hosts import SyntheticHosts
 
 PresetName = Literal["quick", "full", "oracle"]
 SHOWN = {
@@ -37,7 +37,7 @@ SHOWN = {
 
 
 def command(arguments: list[str]) -> Callable[..., None]:
-    """The command with the flags of a preset: which one, the command line itself says."""
+    """The command, with the defaults of the preset that `arguments` name."""
     chosen, defaults = preset_of(arguments)
 
     def train(
@@ -46,23 +46,23 @@ def command(arguments: list[str]) -> Callable[..., None]:
         out: Path | None = None,
         resume: Path | None = None,
     ) -> None:
-        """Teach Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.
+        """Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.
 
-        Ctrl-C finishes the step, saves, and says how to go on.
+        Ctrl-C finishes the step, saves, and prints the command that continues.
 
         Args:
             preset: quick (two CPU cores), full (a GPU) or oracle (no networks); other flags change it
-            out: the run's folder; runs/PRESET-NUMBER if not given
-            resume: the folder of a run to go on with, exactly as it would have
+            out: the run's folder; runs/PRESET-NUMBER by default
+            resume: the folder of a run to continue, bit-exact
         """
         if resume is None:
-            config.resolved_device()  # one that is not there is refused before there is a folder
+            config.resolved_device()  # raises before the folder is made
             run_training(RunFolder.create(out or _free_folder(preset), config))
             return
         if config != defaults or out is not None:
             raise ValueError(
-                f"--resume {resume} goes on with the settings in {RunFiles(resume).config}; "
-                "leave other flags out"
+                f"--resume {resume} uses the settings in {RunFiles(resume).config}; leave out "
+                "other flags"
             )
         run_training(RunFolder.reopen(resume))
 
@@ -70,11 +70,11 @@ def command(arguments: list[str]) -> Callable[..., None]:
 
 
 def preset_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
-    """The preset that a command line asks for, and what it sets."""
+    """The name of the preset on a command line, and its config."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="quick")
     named = parser.parse_known_args(arguments)[0].preset
-    name: PresetName = named if named in PRESETS else "quick"  # a wrong one is refused later
+    name: PresetName = named if named in PRESETS else "quick"  # tyro refuses an unknown one
     return name, PRESETS[name]
 
 
@@ -87,21 +87,24 @@ def run_training(folder: RunFolder) -> None:
             _train(training, folder)
         except (OSError, sqlite3.Error, TrainingFailed, ValueError) as error:
             raise ValueError(
-                f"{error}\nthe run stopped in round {training.rounds_done + 1}; go on from its "
+                f"{error}\nthe run stopped in round {training.rounds_done + 1}; resume from its "
                 f"last checkpoint with\n  esper train --resume {files.path}"
             ) from error
         if not training.is_finished:
             print(
-                f"stopped after {training.rounds_done} of {training.config.rounds} rounds; go on "
+                f"stopped after {training.rounds_done} of {training.config.rounds} rounds; resume "
                 f"with\n  esper train --resume {files.path}"
             )
             return
     host_batch = training.environment.host_batch
     if isinstance(host_batch, SyntheticHosts):
-        share = share_of_best(training, host_batch)
-        print(f"frozen, the controller gains {share:.1%} of what the best plans gain")
+        episodes = training.play_round()
+        share = host_batch.share_of_best(episodes.scores, episodes.rent)
+        print(f"the frozen controller gains {share:.1%} of what the best plans gain")
     else:
-        show_arms(files)
+        console = Console()
+        report = evaluate_run(files.path, "quick", say=lambda text: console.print(f"- {text}"))
+        show(report, files.path, console)
     print(_written(files))
     learned_from, full = _num_episodes(training.config), _num_episodes(PRESETS["full"])
     if learned_from < full:
@@ -109,28 +112,28 @@ def run_training(folder: RunFolder) -> None:
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:
-    """What runs where: nothing is chosen in silence."""
+    """Hosts, controller, device and size of a run."""
     config, policy = training.config, training.agent.policy
     weights = sum(weight.numel() for weight in policy.parameters())
-    begins = f"from round {training.rounds_done + 1} " if training.rounds_done else ""
+    start = f"from round {training.rounds_done + 1} " if training.rounds_done else ""
     return (
         f"{describe_hosts(config, training.environment.host_batch)}\n"
         f"controller: {weights:,} weights on {training.agent.device}, torch {torch.__version__}\n"
-        f"{config.rounds} rounds {begins}of {config.num_envs} hosts x {config.growth.num_steps} "
+        f"{config.rounds} rounds {start}of {config.num_envs} hosts x {config.growth.num_steps} "
         f"decisions x {config.host_batch.minibatches} minibatches; writing to {files.path}"
     )
 
 
 def _train(training: GrowthTraining, folder: RunFolder) -> None:
-    """To the last round or to Ctrl-C; the folder then holds all of it."""
+    """Train to the last round or to Ctrl-C, then write the checkpoint."""
     config, files = training.config, folder.files
     environment = training.environment
-    with ExitStack() as stack, interruption() as interrupted:
+    with ExitStack() as stack, stop_on_interrupt() as should_stop:
         database = stack.enter_context(
             RunDatabase(
                 files.database,
                 environment.action_space,
-                choices=choice_names(environment),
+                choices=choice_labels(environment),
                 details={"device": str(training.agent.device), "torch": torch.__version__},
                 rounds_done=training.rounds_done,
             )
@@ -143,7 +146,7 @@ def _train(training: GrowthTraining, folder: RunFolder) -> None:
         ]
 
         def save() -> None:
-            database.flush()  # what the checkpoint is to go on from
+            database.flush()  # first: a resumed run needs the rounds before its checkpoint
             folder.save(training)
 
         def on_round(record: RoundRecord) -> None:
@@ -153,30 +156,14 @@ def _train(training: GrowthTraining, folder: RunFolder) -> None:
             if record.round % config.checkpoint_every == 0:
                 save()
 
-        training.run(on_round, should_stop=interrupted)
+        training.run(on_round, should_stop=should_stop)
         save()
-
-
-def show_arms(files: RunFiles) -> None:
-    """The table of arms in small, on hosts and data that the controller never saw."""
-    console = Console()
-    report = evaluate_run(files.path, "quick", say=lambda text: console.print(f"- {text}"))
-    show(report, files.path, console)
-
-
-def share_of_best(training: GrowthTraining, host_batch: SyntheticHosts) -> float:
-    """What the frozen controller gains over all rents, as a share of what can be gained."""
-    episodes = training.trainer.collect(deterministic=True)
-    assert episodes is not None
-    gained = (episodes.scores - HOST_ACCURACY).sum()
-    possible = (host_batch.best_scores(episodes.rent) - HOST_ACCURACY).sum()
-    return float(gained / possible)
 
 
 def _written(files: RunFiles) -> str:
     rows = (
         (files.controller, "the controller, frozen"),
-        (files.checkpoint, "all of the run"),
+        (files.checkpoint, "the run, to resume"),
         (files.database, "rounds, episodes, decisions: docs/training.md has queries"),
         (files.config, "its settings"),
         (files.path, f"curves: tensorboard --logdir {files.path}"),

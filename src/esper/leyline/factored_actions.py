@@ -304,6 +304,24 @@ def tamiyo_action_space(num_slots: int, num_blueprints: int) -> FactoredActionSp
     )
 
 
+def choice_names(
+    action_space: FactoredActionSpace, blueprints: Sequence[str], slots: Sequence[str]
+) -> dict[str, tuple[str | int | float, ...]]:
+    """The name of each choice of Tamiyo's heads; a number where the choice is one (int: steps)."""
+    names: dict[str, tuple[str | int | float, ...]] = {
+        "op": tuple(op.name for op in LifecycleOp),
+        "slot": tuple(slots),
+        "blueprint": tuple(blueprints),
+        "style": tuple(style.name for style in BlendStyle),
+        "tempo": TEMPO_STEPS,
+        "alpha_target": ALPHA_TARGETS,
+        "alpha_speed": ALPHA_SPEED_STEPS,
+        "alpha_curve": tuple(curve.name for curve in AlphaCurve),
+    }
+    assert tuple(map(len, names.values())) == action_space.sizes
+    return names
+
+
 def audit_action_space(
     num_slots: int = 3, num_blueprints: int = 5, num_blends: int = 3, num_ops: int = 4
 ) -> FactoredActionSpace:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
@@ -43,6 +44,7 @@ class Environment(Protocol):
     num_envs: int
     siblings: int  # envs in a row that differ in nothing but what is done to them
     action_space: FactoredActionSpace
+    generator: torch.Generator  # of everything that an episode samples
 
     def reset(self) -> None:
         """Start a new episode in every env."""

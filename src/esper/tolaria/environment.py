@@ -99,6 +99,24 @@ class HostBatch(Protocol):
     @property
     def states(self) -> SlotStates: ...
 
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """The architecture in each env of this episode."""
+        ...
+
+    @property
+    def view_ids(self) -> Tensor:
+        """The view of the data that each env learns from, `[N]`."""
+        ...
+
+    @property
+    def blueprint_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def untrained_accuracy(self) -> float:
+        """Accuracy that is expected before any training."""
+        ...
+
     def reset(self, generator: torch.Generator) -> HostFacts:
         """New hosts in every env."""
         ...

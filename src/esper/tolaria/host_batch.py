@@ -111,6 +111,20 @@ class PopulationBatch:
         return torch.cat([member.population.view_ids for member in self._members])
 
     @property
+    def host_names(self) -> tuple[str, ...]:
+        """The host in each env, by its widths: "4-8-16"."""
+        names = ["-".join(str(site.width) for site in host.sites) for host in self.types]
+        return tuple(name for name in names for _ in range(self.config.envs_per_type))
+
+    @property
+    def blueprint_names(self) -> tuple[str, ...]:
+        return tuple(blueprint.name for blueprint in self.menu)
+
+    @property
+    def untrained_accuracy(self) -> float:
+        return 1.0 / self.task.num_classes
+
+    @property
     def kernels(self) -> Kernels:
         """The way in which the populations are run."""
         (member,) = self._members_for(self.hosts[:1])

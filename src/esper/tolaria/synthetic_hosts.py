@@ -51,6 +51,8 @@ class SyntheticHosts:
 
     num_slots = len(SITE_SHARES)
     num_blueprints = len(BLUEPRINT_PARAMS)
+    blueprint_names = tuple(f"seed {number}" for number in range(len(BLUEPRINT_PARAMS)))
+    untrained_accuracy = HOST_ACCURACY
 
     def __init__(
         self,
@@ -73,6 +75,14 @@ class SyntheticHosts:
     @property
     def states(self) -> SlotStates:
         return self._states
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        return ("known gains",) * self.num_envs
+
+    @property
+    def view_ids(self) -> Tensor:
+        return torch.zeros(self.num_envs, dtype=torch.int64)
 
     def reset(self, generator: torch.Generator) -> HostFacts:
         self._states = SlotStates.dormant(self.num_envs, self.num_slots)
@@ -120,6 +130,11 @@ class SyntheticHosts:
         """The score of the best set of seeds for each env's data and rent `[N]`."""
         scores = self._scores_of_all_sets(rent)
         return scores[self.type_ids, torch.arange(len(rent))].amax(dim=-1)
+
+    def share_of_best(self, scores: Tensor, rent: Tensor) -> float:
+        """The gain of these scores `[N]` over ungrown hosts, as a share of the best possible gain."""
+        possible = (self.best_scores(rent) - HOST_ACCURACY).sum()
+        return float((scores - HOST_ACCURACY).sum() / possible)
 
     def best_blind_scores(self, rent: Tensor) -> Tensor:
         """As `best_scores`, of the set that is best for the rent over all types alike."""

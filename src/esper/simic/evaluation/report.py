@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from esper.leyline.files import atomic_write
+from esper.leyline.plain_config import to_plain
 from esper.simic.evaluation.arms import (
     CONSTANT,
     CONSTANT_PER_TYPE,
@@ -24,7 +25,6 @@ from esper.simic.evaluation.searches import FrontierKind, Sweep
 from esper.simic.evaluation.settings import EvaluationConfig
 from esper.simic.evaluation.statistics import Array, Estimate, estimate, estimate_over_groups
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.plain_config import to_plain
 
 Rows = list[list[str]]  # of a table, header first
 _FIELDS = ("validation", "test", "added_params", "params", "macs", "training_flops",

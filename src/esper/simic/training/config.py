@@ -1,10 +1,10 @@
-"""What a run of `esper train` does: one config, composed of those beside the code they configure.
+"""The config of `esper train`, composed of the configs of its parts, and the presets.
 
     config = PRESETS["quick"]
     config = replace(config, rng_seed=1, ppo=replace(config.ppo, learning_rate=1e-3))
 
-Hosts and data are named as they are in the run's database: a host by its widths, "4-8-16", a
-variant of the data by what was done to it, "rows:600".
+Hosts and data have the names that the run's database uses: a host its widths, "4-8-16"; a variant
+of the data its change, "rows:600".
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from esper.leyline.checks import require_at_least, require_fraction, require_positive
 from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.simic.agent.ppo import PPOConfig
@@ -26,13 +27,13 @@ VARIANT_KINDS = ("permuted", "rows", "noise")
 
 _PPO = PPOConfig(
     learning_rate=2e-3,
-    gamma=1.0,  # an episode is the task: what counts is its last score
+    gamma=1.0,  # an episode is the task: only its last score counts
     gae_lambda=0.99,
     ppo_epochs=4,
     value_coefficient=0.5,
     entropy_coefficient=0.02,
     entropy_schedule="linear",
-    # of blueprints most, or the cheapest seed is all that is tried; every head has its flag
+    # blueprints most, or only the cheapest seed is tried; all heads, so that each has a flag
     head_entropy_weights=dict.fromkeys(tamiyo_action_space(1, 1).names, 1.0) | {"blueprint": 10.0},
 )
 
@@ -42,11 +43,11 @@ class TrainConfig:
     """A run in which Tamiyo learns to grow networks."""
 
     task: TaskName = "mnist1d"
-    """What hosts learn; "known_gains" has no networks: what every seed gains is known."""
+    """The data; "known_gains" has no networks: the gain of every seed is known."""
     variants: tuple[str, ...] = ("plain", "permuted:1", "permuted:2", "rows:600", "noise:0.3")
-    """Of the data, each host draws one: permuted:RNG_SEED, rows:COUNT, noise:SCALE or plain."""
+    """Of the data; each host samples one: permuted:RNG_SEED, rows:COUNT, noise:SCALE or plain."""
     held_out_variants: tuple[str, ...] = ("permuted:3", "rows:1000", "noise:0.2")
-    """Never trained on: what a controller is judged by."""
+    """Not trained on; controllers are evaluated on them."""
     host: str = "conv1d"
     """The kind of host, by its name in `kasmina.hosts`."""
     num_layers: int = 3
@@ -54,42 +55,38 @@ class TrainConfig:
     norm: bool = False
     """Hosts normalise after every layer."""
     widths: tuple[int, ...] = (4, 8, 12, 16)
-    """Each layer of a host draws one."""
+    """Each layer of a host samples one."""
     held_out_widths: tuple[str, ...] = (
         "4-8-16", "16-8-4", "12-4-12", "8-8-8", "4-16-8", "16-4-16", "8-12-4", "12-12-16",
     )  # fmt: skip
-    """Hosts that are never trained on."""
+    """Hosts that are not trained on; controllers are evaluated on them."""
     menu: tuple[str, ...] = ()
-    """Blueprints to choose from, by name; none named: all that fit."""
+    """Blueprints to choose from, by name; by default all that fit."""
     host_learning_rate: float = 1e-2
-    """AdamW's step size in the hosts, before it falls."""
+    """Learning rate of AdamW in the hosts, before it falls."""
     growth: GrowthConfig = GrowthConfig()
     host_batch: HostBatchConfig = HostBatchConfig()
     policy: PolicyConfig = PolicyConfig(lstm_hidden_dim=64)
     ppo: PPOConfig = _PPO
     rounds: int = 60
-    """Updates; in each, every env lives one episode."""
+    """Updates; each follows one episode in every env."""
     rng_seed: int = 0
-    """Seeds the weights, the sampling, the shuffling and what episodes draw."""
+    """Seeds the weights, the sampling, the shuffling and the episodes."""
     device: str = "auto"
-    """Where hosts and policy are: "cpu", "cuda" or "auto", a GPU if there is one."""
+    """Of hosts and policy: "cpu", "cuda", or "auto" for a GPU if there is one."""
     checkpoint_every: int = 5
     """Rounds between checkpoints."""
     observed_share: float = 0.05
-    """Share of the envs whose observations the database keeps, others every round."""
+    """Share of the envs whose observations the database keeps; they take turns."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "rounds", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
-        if not 0.0 <= self.observed_share <= 1.0:
-            raise ValueError(f"observed_share={self.observed_share}; use a number from 0 to 1")
-        if not self.host_learning_rate > 0:
-            raise ValueError(f"host_learning_rate={self.host_learning_rate}; use a number above 0")
+        require_at_least(self, 1, "num_layers", "rounds", "checkpoint_every")
+        require_fraction(self, "observed_share")
+        require_positive(self, "host_learning_rate")
         if self.growth.num_steps != self.host_batch.episode_steps:
             raise ValueError(
                 f"growth.num_steps={self.growth.num_steps}, but host_batch.episode_steps="
-                f"{self.host_batch.episode_steps}; an episode has one length, set both"
+                f"{self.host_batch.episode_steps}; set both to the same number"
             )
         if self.num_envs % self.ppo.num_minibatches:
             raise ValueError(
@@ -102,29 +99,31 @@ class TrainConfig:
         for variant in (*self.variants, *self.held_out_variants):
             check_variant(variant)
         if both := set(self.variants) & set(self.held_out_variants):
-            raise ValueError(f"variants {sorted(both)} are trained on and held out; choose one")
+            raise ValueError(
+                f"variants {sorted(both)} are both trained on and held out; choose one"
+            )
         if not self.variants:
             raise ValueError("variants is empty; name at least one, such as plain")
-        drawn = {widths_name(widths) for widths in product(self.widths, repeat=self.num_layers)}
-        if strange := [name for name in self.held_out_widths if name not in drawn]:
+        possible = {widths_name(widths) for widths in product(self.widths, repeat=self.num_layers)}
+        if unknown := [name for name in self.held_out_widths if name not in possible]:
             raise ValueError(
-                f"held_out_widths {strange} are never drawn from widths={self.widths} in "
+                f"held_out_widths {unknown} cannot occur with widths={self.widths} in "
                 f"{self.num_layers} layers"
             )
         if self.task != "known_gains" and len(self.training_widths) < self.host_batch.num_types:
             raise ValueError(
-                f"{len(self.training_widths)} hosts to draw from, but host_batch.num_types="
+                f"{len(self.training_widths)} hosts to choose from, but host_batch.num_types="
                 f"{self.host_batch.num_types}; widen widths or lower num_types"
             )
 
     @property
     def num_envs(self) -> int:
-        """Hosts that grow side by side."""
+        """Hosts that grow in parallel."""
         return self.host_batch.num_types * self.host_batch.envs_per_type
 
     @property
     def training_widths(self) -> tuple[tuple[int, ...], ...]:
-        """The widths of the hosts that are trained on."""
+        """The widths of the hosts to train on."""
         every = product(self.widths, repeat=self.num_layers)
         return tuple(w for w in every if widths_name(w) not in self.held_out_widths)
 
@@ -165,11 +164,11 @@ PRESETS: dict[str, TrainConfig] = {
             validation_rows=300,
             episode_steps=12,
         ),
-        ppo=replace(_PPO, learning_rate=5e-3, ppo_epochs=8),  # few rounds: each has to tell
+        ppo=replace(_PPO, learning_rate=5e-3, ppo_epochs=8),  # few rounds, so each learns more
         rounds=50,
         checkpoint_every=10,
     ),
-    # one H200, three minutes: hosts train as those that a controller is judged by
+    # one H200, three minutes: hosts train as they do in the evaluation
     "full": TrainConfig(
         variants=(
             "plain",
@@ -193,7 +192,7 @@ PRESETS: dict[str, TrainConfig] = {
         checkpoint_every=10,
         observed_share=0.01,
     ),
-    # no networks: a minute on one core, and the best that can be reached is known
+    # no networks: a minute on one core, and the best possible score is known
     "oracle": TrainConfig(
         task="known_gains",
         variants=("plain",),

@@ -1,16 +1,17 @@
-"""A Gymnasium vector environment as a learner wants it: the same whatever its autoreset mode.
+"""Gymnasium vector environments for the training loop, with one behaviour for all autoreset modes.
 
     envs = GymEnvs(vector_env, rng_seed=0)
     outcome = envs.step(choices)             # for the observation in envs.features, envs.masks
 
 Three modes, read from `metadata["autoreset_mode"]`:
-- NEXT_STEP: the step after an episode's end only resets; its action is ignored. Such a filler is
-  reported as not `taken`, and must not reach storage, statistics or the recurrent state.
+- NEXT_STEP: the step after an episode's end only resets, and its action is ignored. Such an
+  autoreset step is reported with `is_real_step` False.
 - SAME_STEP: the reset happens within the step that ends the episode.
 - DISABLED: the envs that have ended are reset here.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,25 +19,19 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.files import UnreadableFile
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_spaces import Array, GymSpaces
+from esper.simic.training.phase_clock import PhaseClock
+from esper.simic.training.trainer import Outcome
 
 if TYPE_CHECKING:
-    import gymnasium
     from gymnasium.vector import VectorEnv
     from gymnasium.wrappers import TimeLimit
 
 MaskSource = Literal["info", "method", "none"]
 
-
-class Outcome(NamedTuple):
-    """What a step led to. Flags are numpy: they steer the host and never touch a device."""
-
-    rewards: Tensor  # [N] float32
-    terminated: Array  # [N] bool
-    truncated: Array  # [N] bool, never where terminated
-    taken: Array  # [N] bool; False: a filler, the action was ignored
-    begins: Array  # [N] bool: the observation at hand is the first of an episode
-    final_features: Tensor  # [N, F]: of the observation that followed, before any reset
+RECENT_EPISODES = 100  # that the reported means are over
 
 
 class Episode(NamedTuple):
@@ -48,66 +43,74 @@ class Episode(NamedTuple):
 
 
 class EpisodeLog:
-    """Rewards and lengths of the episodes under way; tells when one is over."""
+    """Returns and lengths of episodes."""
 
-    def __init__(self, num_envs: int):
-        self.total_rewards = np.zeros(num_envs)
+    def __init__(self, num_envs: int, recent: Iterable[Episode] = ()):
+        self.total_rewards = np.zeros(num_envs)  # of the unfinished episodes, as are the lengths
         self.lengths = np.zeros(num_envs, dtype=np.int64)
+        self.ended: list[Episode] = []  # by the last step
+        self.recent = deque(recent, maxlen=RECENT_EPISODES)
 
-    def add(self, outcome: Outcome) -> list[Episode]:
-        """The episodes that this step ended."""
-        self.total_rewards += outcome.rewards.numpy() * outcome.taken
-        self.lengths += outcome.taken
-        ended = outcome.terminated | outcome.truncated
-        if not ended.any():
-            return []
-        over = [
+    def add(self, rewards: Array, ended: Array, is_real_step: Array) -> None:
+        self.total_rewards += rewards * is_real_step
+        self.lengths += is_real_step
+        self.ended = [
             Episode(int(env), float(self.total_rewards[env]), int(self.lengths[env]))
             for env in np.flatnonzero(ended)
         ]
-        self.total_rewards[ended] = 0.0
-        self.lengths[ended] = 0
-        return over
+        if self.ended:
+            self.recent.extend(self.ended)
+            self.total_rewards[ended] = 0.0
+            self.lengths[ended] = 0
 
 
 class GymEnvs:
-    """N environments side by side, each with an observation and masks that wait for a decision."""
+    """N environments, each with a current observation and its masks."""
 
     features: Tensor  # [N, F]
     masks: ActionMasks
-    pending: Array  # [N] bool: the next step is a filler
+    pending: Array  # [N] bool: the next step is an autoreset step
+    round_over = False  # episodes continue from one round to the next
 
     def __init__(
         self,
         envs: "VectorEnv[Any, Any, Any]",
         *,
         rng_seed: int | None,
-        action_space: FactoredActionSpace | None = None,
+        heads: FactoredActionSpace | None = None,
         mask_source: Literal["auto", "info", "method", "none"] = "auto",
     ):
         require_vector_env(envs)
-        self.spaces = GymSpaces.of(
-            envs.single_observation_space, envs.single_action_space, action_space
-        )
+        self.spaces = GymSpaces.of(envs.single_observation_space, envs.single_action_space, heads)
         self.num_envs = envs.num_envs
-        self._envs = envs
+        self.num_features, self.action_space = self.spaces.num_features, self.spaces.action_space
+        self.log = EpisodeLog(self.num_envs)
+        self.clock = PhaseClock()
+        self.vector_env: Any = envs
         self._autoreset = _autoreset_mode(envs)
-        self._all_legal = ActionMasks.all_legal(self.spaces.action_space, self.num_envs)
+        self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
         observations, infos = envs.reset(seed=rng_seed)
         self.mask_source = _mask_source(envs, infos, mask_source)
         self.pending = np.zeros(self.num_envs, dtype=bool)
-        self._arrive(observations, infos)
+        self._observe(observations, infos)
 
-    def restart(self, rng_seed: int) -> None:
-        """Begin a new episode in every env."""
-        observations, infos = self._envs.reset(seed=rng_seed)
+    def restart(self, generator: torch.Generator) -> None:
+        """Start new episodes, seeded by `generator`."""
+        self.log = EpisodeLog(self.num_envs, self.log.recent)
         self.pending = np.zeros(self.num_envs, dtype=bool)
-        self._arrive(observations, infos)
+        rng_seed = int(torch.randint(2**31, (), generator=generator))
+        self._observe(*self.vector_env.reset(seed=rng_seed))
+
+    def begin_round(self) -> Tensor:
+        return torch.zeros(self.num_envs, dtype=torch.bool)
+
+    def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
+        pass
 
     def step(self, choices: Tensor) -> Outcome:
         """Take the heads' choices `[N, H]` in every env."""
         was_pending = self.pending
-        observations, rewards, terminated, truncated, infos = self._envs.step(
+        observations, rewards, terminated, truncated, infos = self.vector_env.step(
             self.spaces.actions(choices)
         )
         truncated = truncated & ~terminated
@@ -115,24 +118,36 @@ class GymEnvs:
         final_features: Tensor | None = None
         reset_infos = None
         if self._autoreset == "NEXT_STEP":
-            begins, self.pending = was_pending, ended
+            is_first, self.pending = was_pending, ended
         else:
-            begins = ended
+            is_first = ended
             if ended.any():
                 final_features = self._final_features(observations, infos, ended)
                 if self._autoreset == "DISABLED":
-                    observations, reset_infos = self._envs.reset(
+                    observations, reset_infos = self.vector_env.reset(
                         options={"reset_mask": ended.copy()}
                     )
-        self._arrive(observations, infos, ended, reset_infos)
+        self._observe(observations, infos, ended, reset_infos)
+        rewards = rewards.astype(np.float32)
+        self.log.add(rewards, ended, ~was_pending)
+        self.clock.lap("env")
         return Outcome(
-            torch.from_numpy(rewards.astype(np.float32)),
-            terminated,
-            truncated,
-            ~was_pending,
-            begins,
-            self.features if final_features is None else final_features,
+            rewards=torch.from_numpy(rewards),
+            terminated=torch.from_numpy(terminated),
+            truncated=torch.from_numpy(truncated),
+            is_real_step=torch.from_numpy(~was_pending),
+            is_first=torch.from_numpy(is_first),
+            final_features=self.features if final_features is None else final_features,
         )
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        recent = self.log.recent
+        if not recent:
+            return {}
+        return {
+            "episode/return": float(np.mean([episode.total_reward for episode in recent])),
+            "episode/length": float(np.mean([episode.length for episode in recent])),
+        }
 
     def _final_features(self, observations: Any, infos: dict[str, Any], ended: Array) -> Tensor:
         features = self.spaces.features(observations)
@@ -142,91 +157,103 @@ class GymEnvs:
             )
         return features
 
-    def _arrive(
+    def _observe(
         self,
         observations: Any,
         infos: dict[str, Any],
         ended: Array | None = None,
         reset_infos: dict[str, Any] | None = None,
     ) -> None:
-        """Make these the observation and masks at hand."""
+        """Set the current observation and masks."""
         self.features = self.spaces.features(observations)
         if self.mask_source == "none":
             self.masks = self._all_legal
             return
-        runs, given = self._read_masks(infos)
-        if reset_infos is not None:  # after an end, the reset's word counts
+        groups, given = self._read_masks(infos)
+        if reset_infos is not None:  # the first masks of a new episode come with its reset
             assert ended is not None
-            reset_runs, reset_given = self._read_masks(reset_infos)
-            for run, reset_run in zip(runs, reset_runs, strict=True):
-                run[ended] = reset_run[ended]
+            reset_groups, reset_given = self._read_masks(reset_infos)
+            for group, reset_group in zip(groups, reset_groups, strict=True):
+                group[ended] = reset_group[ended]
             given = np.where(ended, reset_given, given)
         if not (given | self.pending).all():
             raise ValueError(
                 f"envs {np.flatnonzero(~(given | self.pending)).tolist()} gave no "
                 "info['action_mask']; with masks from info, every reset and step must give one"
             )
-        for run in runs:
-            run[self.pending] = True  # nothing depends on a filler's action
+        for group in groups:
+            group[self.pending] = True  # the action of an autoreset step is ignored
         self.masks = ActionMasks.from_groups(
-            self.spaces.action_space, [torch.from_numpy(run) for run in runs]
+            self.action_space, [torch.from_numpy(group) for group in groups]
         )
 
     def _read_masks(self, infos: dict[str, Any]) -> tuple[list[Array], Array]:
-        """The runs' masks, all legal where an env gave none, and which envs gave one."""
+        """The masks of each head group, all legal where an env gave none, and which envs gave one."""
         if self.mask_source == "method":
-            masks: Any = _sub_environments(self._envs).call("action_masks")
+            masks: Any = self.vector_env.unwrapped.call("action_masks")
             if isinstance(masks[0], Mapping):
                 masks = {name: [mask[name] for mask in masks] for name in masks[0]}
             return self.spaces.mask_groups(masks), np.ones(self.num_envs, dtype=bool)
         given = infos.get("_action_mask", np.full(self.num_envs, "action_mask" in infos))
         if given.all():
             return self.spaces.mask_groups(_rows(infos["action_mask"], given)), given
-        runs = [run.numpy().copy() for run in self._all_legal.groups]
+        groups = [group.numpy().copy() for group in self._all_legal.groups]
         if given.any():
-            given_runs = self.spaces.mask_groups(_rows(infos["action_mask"], given))
-            for run, given_run in zip(runs, given_runs, strict=True):
-                run[given] = given_run
-        return runs, given
+            given_groups = self.spaces.mask_groups(_rows(infos["action_mask"], given))
+            for group, given_group in zip(groups, given_groups, strict=True):
+                group[given] = given_group
+        return groups, given
 
-    # -- state --------------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------
 
     @property
     def can_save_state(self) -> bool:
         """Whether every sub-environment has `get_state()` and `set_state(state)`.
 
-        `get_state` returns all that the environment's future depends on (its random generator
-        too) as plain containers, numbers, strings and tensors. A wrapper around it may remember
-        things of its own, so it needs the two methods as well; only those that
-        `gymnasium.make` adds are known.
+        `get_state` returns all that the environment's future depends on, its random generator
+        included, as plain containers, numbers, strings and tensors. A wrapper may hold state too,
+        so it needs the two methods as well, unless `gymnasium.make` adds it.
         """
         from gymnasium.vector import SyncVectorEnv
 
-        if not isinstance(self._envs, SyncVectorEnv):
-            return False
-        return all(_state_holders(env) is not None for env in self._envs.envs)
+        return isinstance(self.vector_env, SyncVectorEnv) and all(
+            _state_holders(env) is not None for env in self.vector_env.envs
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The observation at hand and the environments themselves; needs `can_save_state`."""
-        return {
-            "features": self.features,
-            "masks": list(self.masks.groups),
-            "pending": torch.from_numpy(self.pending),
-            "environments": [_environment_state(env) for env in self._sync().envs],
-        }
+        log = self.log
+        state: dict[str, Any] = {"recent_episodes": [list(episode) for episode in log.recent]}
+        if self.can_save_state:
+            state |= {
+                "features": self.features,
+                "masks": list(self.masks.groups),
+                "pending": torch.from_numpy(self.pending),
+                "episode_rewards": torch.from_numpy(log.total_rewards),
+                "episode_lengths": torch.from_numpy(log.lengths),
+                "environments": [_environment_state(env) for env in self.vector_env.envs],
+            }
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
+        """Without the environments' state, start new episodes: not those of the run's start."""
+        recent = (Episode(*episode) for episode in state["recent_episodes"])
+        self.log = log = EpisodeLog(self.num_envs, recent)
+        if "environments" not in state:
+            self.restart(generator)
+            return
+        if not self.can_save_state:
+            raise UnreadableFile(
+                "the run holds the state of environments with get_state() and set_state(); the "
+                "environments given do not have these methods"
+            )
         self.features = state["features"]
-        self.masks = ActionMasks.from_groups(self.spaces.action_space, state["masks"])
+        self.masks = ActionMasks.from_groups(self.action_space, state["masks"])
         self.pending = state["pending"].numpy()
-        sync = self._sync()
-        for env, env_state in zip(sync.envs, state["environments"], strict=True):
+        log.total_rewards[:] = state["episode_rewards"].numpy()
+        log.lengths[:] = state["episode_lengths"].numpy()
+        for env, env_state in zip(self.vector_env.envs, state["environments"], strict=True):
             _set_environment_state(env, env_state)
-        # what the vector environment itself remembers: whose next step only resets
-        sync._autoreset_envs = self.pending.copy()
-
-    def _sync(self) -> "gymnasium.vector.SyncVectorEnv":
-        return self._envs  # type: ignore[return-value]
+        self.vector_env._autoreset_envs = self.pending.copy()  # its own record of pending resets
 
 
 def require_vector_env(envs: Any) -> None:
@@ -246,7 +273,7 @@ def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
         return AutoresetMode(envs.metadata.get("autoreset_mode")).name
     except ValueError as error:
         raise ValueError(
-            f"{envs} does not say how it resets; set metadata['autoreset_mode'] to a "
+            f"{envs} does not declare how it resets; set metadata['autoreset_mode'] to a "
             "gymnasium.vector.AutoresetMode"
         ) from error
 
@@ -256,7 +283,7 @@ def _mask_source(
     infos: dict[str, Any],
     asked: Literal["auto", "info", "method", "none"],
 ) -> MaskSource:
-    """Where masks come from: as asked, or the first source that is there."""
+    """Where masks come from: as asked, or the first source that the environment offers."""
     if asked in ("info", "none"):
         return asked
     if asked == "auto" and "action_mask" in infos:
@@ -275,28 +302,20 @@ def _mask_source(
     return "none"
 
 
-def _sub_environments(
-    envs: "VectorEnv[Any, Any, Any]",
-) -> "gymnasium.vector.SyncVectorEnv | gymnasium.vector.AsyncVectorEnv":
-    return envs.unwrapped  # type: ignore[return-value]
-
-
 def _rows(masks: Any, envs: Array) -> Any:
     """The masks of some envs out of a vector environment's info."""
-    if isinstance(masks, Mapping):  # beside each head, gymnasium notes who gave it as "_head"
+    if isinstance(masks, Mapping):  # for each head, gymnasium adds which envs gave it as "_head"
         return {
             name: np.asarray(mask)[envs] for name, mask in masks.items() if not name.startswith("_")
         }
     return np.asarray(masks)[envs]
 
 
-# -- the state of one environment -----------------------------------------------------------------
+# -- state of one environment ---------------------------------------------------------------------
 
 
-def _state_holders(
-    env: "gymnasium.Env[Any, Any]",
-) -> "tuple[list[TimeLimit[Any, Any]], Any] | None":
-    """Time limits, and what has `get_state` and `set_state` below them; None: it cannot be saved."""
+def _state_holders(env: Any) -> "tuple[list[TimeLimit[Any, Any]], Any] | None":
+    """Time limits, and the env below them with `get_state` and `set_state`; None if there is none."""
     from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
     limits: list[TimeLimit[Any, Any]] = []
@@ -309,20 +328,14 @@ def _state_holders(
     return limits, env
 
 
-def _environment_state(env: "gymnasium.Env[Any, Any]") -> dict[str, Any]:
-    holders = _state_holders(env)
-    assert holders is not None, "asked for the state of an environment that cannot save it"
-    limits, inner = holders
-    return {
-        "elapsed_steps": [limit._elapsed_steps for limit in limits],
-        "environment": inner.get_state(),
-    }
+def _environment_state(env: Any) -> dict[str, Any]:
+    limits, inner = _state_holders(env) or ([], env)
+    elapsed = [limit._elapsed_steps for limit in limits]
+    return {"elapsed_steps": elapsed, "environment": inner.get_state()}
 
 
-def _set_environment_state(env: "gymnasium.Env[Any, Any]", state: dict[str, Any]) -> None:
-    holders = _state_holders(env)
-    assert holders is not None, "given the state of an environment that cannot take it"
-    limits, inner = holders
+def _set_environment_state(env: Any, state: dict[str, Any]) -> None:
+    limits, inner = _state_holders(env) or ([], env)
     for limit, elapsed in zip(limits, state["elapsed_steps"], strict=True):
         limit._elapsed_steps = elapsed
     inner.set_state(state["environment"])

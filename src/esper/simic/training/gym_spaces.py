@@ -1,4 +1,4 @@
-"""How an environment's observations become features, and how choices become its actions."""
+"""Conversion between Gymnasium spaces and the policy: observations to features, choices to actions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class GymSpaces:
-    """The spaces of one environment, in the policy's terms."""
+    """Observation and action space of one environment, as the policy needs them."""
 
     num_features: int
-    first_observation: int | None  # the lowest value of a Discrete observation; None: a Box
+    first_observation: int | None  # lowest value of a Discrete observation; None for a Box
     action_space: FactoredActionSpace
-    first_actions: tuple[int, ...]  # the lowest value of each head
-    is_scalar_action: bool  # Discrete: one number, not an array of one
+    first_actions: tuple[int, ...]  # lowest value of each head
+    is_scalar_action: bool  # Discrete: a number, not an array
 
     @classmethod
     def of(
@@ -34,7 +34,7 @@ class GymSpaces:
         action_space: "gymnasium.Space[Any]",
         heads: FactoredActionSpace | None = None,
     ) -> "GymSpaces":
-        """The spaces of a single environment; `heads` says which choices depend on which."""
+        """Read the spaces of a single environment; `heads` declares which choices depend on which."""
         num_features, first_observation = _read_observation_space(observation_space)
         sizes, firsts, is_scalar = _read_action_space(action_space)
         if heads is None:
@@ -42,8 +42,8 @@ class GymSpaces:
             heads = FactoredActionSpace(tuple(map(Head, names, sizes)))
         if heads.sizes != sizes:
             raise ValueError(
-                f"action_space has heads of sizes {heads.sizes}, but the environment's "
-                f"{action_space} needs {sizes}"
+                f"the heads have sizes {heads.sizes}, but the environment's {action_space} "
+                f"needs {sizes}"
             )
         return cls(
             num_features=num_features,
@@ -54,7 +54,7 @@ class GymSpaces:
         )
 
     def features(self, observations: Any) -> Tensor:
-        """Observations of N envs as float32 `[N, F]`: always a copy, envs reuse their arrays."""
+        """Observations of N envs as float32 `[N, F]`; a copy, because envs reuse their arrays."""
         if self.first_observation is None:
             features = torch.tensor(observations, dtype=torch.float32)
             if features.shape[1:] != (self.num_features,):
@@ -75,17 +75,17 @@ class GymSpaces:
         return torch.from_numpy(one_hot)
 
     def actions(self, choices: Tensor) -> Array:
-        """Choices `[N, H]` as what the vector environment's `step` takes."""
+        """Choices `[N, H]` as actions for the vector environment's `step`."""
         actions: Array = choices.cpu().numpy()
         if any(self.first_actions):
             actions = actions + np.array(self.first_actions)
         return actions[:, 0] if self.is_scalar_action else actions
 
     def mask_groups(self, masks: Any) -> list[Array]:
-        """Masks of N envs, one bool array `[N, *given sizes, choices]` for each run of heads.
+        """Masks of N envs: one bool array `[N, *given sizes, choices]` per head group.
 
-        `masks` is a mapping from head to `[N, *given sizes, size]`, or, where no head is given
-        another, the heads' masks side by side `[N, choices]`.
+        `masks` maps each head to `[N, *given sizes, size]`. If no head depends on another, it may
+        also be the concatenated masks of all heads, `[N, choices]`.
         """
         space = self.action_space
         if isinstance(masks, Mapping):
@@ -95,70 +95,45 @@ class GymSpaces:
                 for name in space.names
             }
             return [
-                np.concatenate([arrays[space.names[i]] for i in r], -1) for r in space.head_groups
+                np.concatenate([arrays[space.names[i]] for i in group], -1)
+                for group in space.head_groups
             ]
         if len(space.head_groups) > 1:
             raise ValueError(
-                f"heads {list(space.names)} depend on each other, so their masks are a mapping "
-                f"from head to array; got {type(masks).__name__}"
+                f"heads {list(space.names)} depend on each other, so masks must be a mapping from "
+                f"head to array; got {type(masks).__name__}"
             )
         heads = dict(zip(space.names, space.sizes, strict=True))
         return [_mask_array(f"action mask of heads {heads}", masks, (space.num_choices,))]
 
     def masks(self, masks: Any) -> ActionMasks:
-        runs = [torch.from_numpy(run) for run in self.mask_groups(masks)]
-        return ActionMasks.from_groups(self.action_space, runs)
+        groups = [torch.from_numpy(group) for group in self.mask_groups(masks)]
+        return ActionMasks.from_groups(self.action_space, groups)
 
     def require_same(
         self, observation_space: "gymnasium.Space[Any]", action_space: "gymnasium.Space[Any]"
     ) -> None:
-        """Refuse an environment with other spaces than those the policy was made for."""
-        others = GymSpaces.of(observation_space, action_space)
-        pairs = {
-            "num_features": (others.num_features, self.num_features),
-            "first_observation": (others.first_observation, self.first_observation),
-            "head sizes": (others.action_space.sizes, self.action_space.sizes),
-            "first_actions": (others.first_actions, self.first_actions),
-            "is_scalar_action": (others.is_scalar_action, self.is_scalar_action),
-        }
+        """Raise if an environment's spaces are not those that the policy was made for."""
+        found = GymSpaces.of(observation_space, action_space)._layout()
         different = [
-            f"{n} is {found}, expected {mine}"
-            for n, (found, mine) in pairs.items()
-            if found != mine
+            f"{name} is {found[name]}, expected {mine}"
+            for name, mine in self._layout().items()
+            if found[name] != mine
         ]
         if different:
             raise ValueError(
                 "the environment's spaces are not those of the policy: " + "; ".join(different)
             )
 
-    def to_plain(self) -> dict[str, Any]:
-        """Plain containers, for a checkpoint."""
-        heads = [[head.name, head.size, list(head.given)] for head in self.action_space]
-        return {
-            "num_features": self.num_features,
-            "first_observation": self.first_observation,
-            "heads": heads,
-            "first_actions": list(self.first_actions),
-            "is_scalar_action": self.is_scalar_action,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "GymSpaces":
-        heads = tuple(Head(name, size, tuple(given)) for name, size, given in plain["heads"])
-        return cls(
-            num_features=plain["num_features"],
-            first_observation=plain["first_observation"],
-            action_space=FactoredActionSpace(heads),
-            first_actions=tuple(plain["first_actions"]),
-            is_scalar_action=plain["is_scalar_action"],
-        )
+    def _layout(self) -> dict[str, Any]:
+        return vars(self) | {"action_space": None, "head sizes": self.action_space.sizes}
 
 
 def _mask_array(what: str, masks: Any, expected: tuple[int, ...]) -> Array:
-    """The masks of all envs as a bool array of its own: environments reuse theirs."""
+    """The masks of all envs as a bool array; a copy, because environments reuse theirs."""
     shape = f"(envs, {', '.join(map(str, expected))})"
     try:
-        array = np.array(list(masks), dtype=bool)  # a list: an object array of lists becomes plain
+        array = np.array(list(masks), dtype=bool)  # a list: unpacks an object array of lists
     except ValueError as error:
         raise ValueError(f"{what}: {error}; expected one array {shape}") from error
     if array.shape[1:] != expected:
@@ -167,7 +142,7 @@ def _mask_array(what: str, masks: Any, expected: tuple[int, ...]) -> Array:
 
 
 def _read_observation_space(space: "gymnasium.Space[Any]") -> tuple[int, int | None]:
-    """How many features there are, and the first value of a Discrete space."""
+    """Number of features, and the lowest value of a Discrete space."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):
@@ -176,14 +151,14 @@ def _read_observation_space(space: "gymnasium.Space[Any]") -> tuple[int, int | N
         return space.shape[0], None
     raise ValueError(
         f"observation space {space} is not supported: use a Box of one dimension or a Discrete "
-        "(gymnasium.wrappers.FlattenObservation makes a flat Box of most spaces)"
+        "(gymnasium.wrappers.FlattenObservation turns most spaces into a flat Box)"
     )
 
 
 def _read_action_space(
     space: "gymnasium.Space[Any]",
 ) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """The heads' sizes, their first values, and whether an action is a plain number."""
+    """Head sizes, their lowest values, and whether an action is a plain number."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):

@@ -1,4 +1,4 @@
-"""A folder that one process writes at a time.
+"""A folder that only one process writes to.
 
 with LockedFolder("runs/first"):
     ...
@@ -10,21 +10,21 @@ import shutil
 from pathlib import Path
 from typing import Self
 
-LEAST_FREE_BYTES = 100 * 2**20  # without which a run does not begin
+LEAST_FREE_BYTES = 100 * 2**20  # that a run needs to start
 
 
 class LockedFolder:
-    """A folder that can be written and that others are kept out of, made where there is none."""
+    """A writable folder, made if missing, locked against other processes."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         _check_writable(self.path)
         self._lock = _locked(self.path)
-        for unfinished in self.path.glob(".*.partial"):  # of a run that was killed
+        for unfinished in self.path.glob(".*.partial"):  # left by a killed run
             unfinished.unlink()
 
     def close(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         os.close(self._lock)
 
     def __enter__(self) -> Self:
@@ -50,14 +50,14 @@ def _check_writable(path: Path) -> None:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that holds the folder's lock; it is let go with the process, however that ends."""
+    """A file descriptor that holds the lock; the system releases it when the process ends."""
     descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         owner = os.read(descriptor, 32).decode().strip()
         os.close(descriptor)
-        raise ValueError(f"another run (process {owner}) is at work in {path}") from error
+        raise ValueError(f"another run (process {owner}) is using {path}") from error
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor

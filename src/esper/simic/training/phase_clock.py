@@ -1,18 +1,18 @@
-"""Where the time of a loop goes, by name."""
+"""Time spent in the named phases of a loop."""
 
 from collections import defaultdict
 from time import perf_counter
 
 
 class PhaseClock:
-    """Each lap adds the time since the last one to a named phase."""
+    """Each lap adds the time since the previous one to a named phase."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._last = perf_counter()
 
     def start(self) -> None:
-        """Forget the time since the last lap: it belongs to nobody."""
+        """Discard the time since the last lap."""
         self._last = perf_counter()
 
     def lap(self, phase: str) -> None:

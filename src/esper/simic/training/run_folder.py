@@ -1,56 +1,40 @@
-"""A run's folder: what lies where in it, one process at a time, and checkpoints that survive.
+"""The folder of a growth run: its files, a lock, and the current and previous checkpoint.
 
     with RunFolder.create("runs/first", config) as folder:
         folder.save(training)
     with RunFolder.reopen("runs/first") as folder:
         training = folder.resume()
 
-| file | what |
+| file | contents |
 |---|---|
 | `config.json` | every setting of the run |
-| `checkpoint.pt` | the run after its last saved round, `checkpoint.previous.pt` the one before |
-| `controller.pt` | the controller as it was then |
+| `checkpoint.pt` | the run after its last saved round; `checkpoint.previous.pt`: the save before |
+| `controller.pt` | the controller at that round |
 | `run.sqlite` | rounds, episodes and decisions |
-| `events.out.*` | TensorBoard's curves |
+| `events.out.*` | TensorBoard curves |
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from esper.leyline.files import UnreadableFile, atomic_write
+from esper.leyline.plain_config import from_plain, to_plain
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.locked_folder import LockedFolder
-from esper.simic.training.plain_config import from_plain, to_plain
 
 
-@dataclass(frozen=True)
 class RunFiles:
-    """Where a run keeps what."""
+    """Paths of a run's files."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoint.pt"
-
-    @property
-    def previous_checkpoint(self) -> Path:
-        return self.path / "checkpoint.previous.pt"
-
-    @property
-    def controller(self) -> Path:
-        return self.path / "controller.pt"
-
-    @property
-    def database(self) -> Path:
-        return self.path / "run.sqlite"
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.json"
+        self.checkpoint = path / "checkpoint.pt"
+        self.previous_checkpoint = path / "checkpoint.previous.pt"
+        self.controller = path / "controller.pt"
+        self.database = path / "run.sqlite"
 
     def read_config(self) -> TrainConfig:
         if not self.config.exists():
@@ -63,7 +47,7 @@ class RunFiles:
 
 
 class RunFolder:
-    """The folder of a run that is going on here; a lock keeps others out of it."""
+    """The folder of a run in this process, locked against other processes."""
 
     def __init__(self, path: str | Path):
         self.files = RunFiles(Path(path))
@@ -72,13 +56,13 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig) -> Self:
-        """A folder for a new run; one that holds a run already is refused."""
+        """A folder for a new run; raises if it already holds one."""
         folder = cls(path)
         if folder.files.config.exists():
             folder.close()
             raise ValueError(
-                f"{path} holds a run already; go on with `esper train --resume {path}`, "
-                "or choose another folder with --out"
+                f"{path} already holds a run; resume it with `esper train --resume {path}`, or "
+                "choose another folder with --out"
             )
         text = json.dumps(to_plain(config), indent=2, allow_nan=False) + "\n"
         atomic_write(folder.files.config, lambda file: file.write(text.encode()))
@@ -86,33 +70,33 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: str | Path) -> Self:
-        """The folder of a run to go on with."""
-        RunFiles(Path(path)).read_config()  # a folder without a run is not touched
+        """The folder of a run to resume."""
+        RunFiles(Path(path)).read_config()  # raises before a folder without a run is locked
         return cls(path)
 
     def resume(self) -> GrowthTraining:
-        """The run after its last checkpoint, or from the beginning if it never came to one."""
+        """The run after its last checkpoint, or from the start if there is none."""
         if not self.files.checkpoint.exists():
             return GrowthTraining(self.files.read_config())
         try:
             return GrowthTraining.resume(self.files.checkpoint)
         except UnreadableFile as error:
-            raise ValueError(f"{error}; {self._way_out()}") from error
+            raise ValueError(f"{error}; {self._advice()}") from error
 
-    def _way_out(self) -> str:
-        """What to do about a checkpoint that cannot be gone on from."""
+    def _advice(self) -> str:
+        """What to do about a checkpoint that cannot be resumed."""
         previous = self.files.previous_checkpoint
         try:
             GrowthTraining.resume(previous)
         except (UnreadableFile, FileNotFoundError):
-            return "train anew, in another folder"
+            return "start a new run in another folder"
         return (
-            f"{previous.name} is the checkpoint before it: copy it to {self.files.checkpoint} to go "
-            "on from there"
+            f"{previous.name} is the checkpoint before it: copy it to {self.files.checkpoint} to "
+            "resume from there"
         )
 
     def save(self, training: GrowthTraining) -> None:
-        """Checkpoint and controller; the checkpoint of an earlier round is kept beside it."""
+        """Write checkpoint and controller; the previous checkpoint is kept."""
         files = self.files
         if training.rounds_done == self._saved_round:
             return
@@ -124,7 +108,7 @@ class RunFolder:
         self._saved_round = training.rounds_done
 
     def close(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         self._folder.close()
 
     def __enter__(self) -> Self:

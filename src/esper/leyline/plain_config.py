@@ -1,13 +1,14 @@
-"""Configs as plain containers and back: what a file or a checkpoint keeps of them.
+"""Dataclasses as plain containers and back, for JSON files and checkpoints.
 
     plain = to_plain(TrainConfig())
     config = from_plain(TrainConfig, plain)
 
-A key that no field has, and a value of another type than its field's, are refused by name.
+An unknown key or a value of the wrong type raises a ValueError that names the field.
 """
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from types import UnionType
@@ -17,12 +18,12 @@ Config = TypeVar("Config")
 
 
 def to_plain(config: Any) -> Any:
-    """Dicts, lists, numbers and strings; a number that JSON has no word for becomes its name."""
+    """Dicts, lists, numbers and strings; inf and NaN become strings, which JSON can hold."""
     if is_dataclass(config):
-        return {entry.name: to_plain(getattr(config, entry.name)) for entry in fields(config)}
+        return {f.name: to_plain(getattr(config, f.name)) for f in fields(config) if f.init}
     if isinstance(config, Mapping):
         return {name: to_plain(value) for name, value in config.items()}
-    if isinstance(config, tuple):
+    if isinstance(config, list | tuple):
         return [to_plain(value) for value in config]
     if isinstance(config, float) and not math.isfinite(config):
         return str(config)
@@ -30,11 +31,11 @@ def to_plain(config: Any) -> Any:
 
 
 def from_plain(kind: type[Config], plain: Mapping[str, Any], where: str = "") -> Config:
-    """The config of a kind; fields that are left out have their defaults."""
+    """A dataclass of type `kind`; missing fields take their defaults."""
     if not isinstance(plain, Mapping):
         raise ValueError(f"{where or 'the config'} is {plain!r}, expected a {kind.__name__}")
     hints = get_type_hints(kind)
-    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    names = [entry.name for entry in fields(kind) if entry.init]  # type: ignore[arg-type]
     for name in plain:
         if name not in names:
             raise ValueError(f"no setting {_path(where, name)!r}{_nearest(name, names)}")
@@ -42,26 +43,36 @@ def from_plain(kind: type[Config], plain: Mapping[str, Any], where: str = "") ->
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """A plain value as its field wants it."""
+    """A plain value as the type that its field declares."""
     origin, choices = get_origin(hint), get_args(hint)
     if is_dataclass(hint) and isinstance(hint, type):
         return from_plain(hint, value, where)
     if origin in (Union, UnionType):
-        if value is None and type(None) in choices:
-            return None
-        (hint,) = (choice for choice in choices if choice is not type(None))
-        return _value(hint, value, where)
+        return _one_of(choices, value, where)
     if origin is Literal and value in choices:
         return value
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_value(choices[0], item, where) for item in value)
-    if origin is Mapping and isinstance(value, Mapping):
+    if origin in (list, tuple) and isinstance(value, list | tuple):
+        return origin(_value(choices[0], item, where) for item in value)
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
         return {name: _value(choices[1], item, _path(where, name)) for name, item in value.items()}
     if hint is float and (type(value) in (int, float) or value in ("inf", "-inf", "nan")):
         return float(value)
-    if type(value) is hint:
+    if type(value) is hint or hint is Any:
         return value
     raise ValueError(f"{where}={value!r}; expected {getattr(hint, '__name__', hint)}")
+
+
+def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
+    """A plain value as one of the types of a union."""
+    if value is None and type(None) in choices:
+        return None
+    others = [choice for choice in choices if choice is not type(None)]
+    if type(value) in others:
+        return value
+    for choice in others[:-1]:
+        with suppress(ValueError):
+            return _value(choice, value, where)
+    return _value(others[-1], value, where)
 
 
 def _path(where: str, name: str) -> str:

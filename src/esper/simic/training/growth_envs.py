@@ -1,0 +1,166 @@
+"""Growing hosts as environments of the training loop: a round is one episode in every env."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline.protocols import Environment, StepOutcome
+from esper.leyline.reports import Reports
+from esper.leyline.stages import LifecycleOp
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.rewards import GrowthReward, siblings_mean
+from esper.simic.training.phase_clock import PhaseClock
+from esper.simic.training.trainer import Outcome
+from esper.tamiyo.policy.action_masks import compute_batch_masks
+from esper.tamiyo.policy.features import FeatureLayout
+
+
+class Episodes(NamedTuple):
+    """Results of a round's episodes; the decisions themselves are in the buffer."""
+
+    scores: Tensor  # [N] of the committed networks, NaN where the governor ended the episode
+    rent: Tensor  # [N]
+    host_params: Tensor  # [N]
+    lengths: Tensor  # [N] steps
+    rolled_back: Tensor  # [N]
+    accuracy: Tensor  # [N, T] after each step, as are those below
+    added_params: Tensor
+    cost_params: Tensor  # of the seed that the step germinated, or 0
+
+
+class GrowthEnvs:
+    """Reports become features and masks; scores become rewards, relative to the siblings' mean.
+
+    An env whose episode has ended, because its host was rolled back, sits out the rest of the
+    round: its steps are not real and are not stored.
+    """
+
+    def __init__(
+        self, environment: Environment, device: torch.device | str, *, start_score: float = 0.0
+    ):
+        space = environment.action_space
+        self.environment, self.device = environment, device
+        self.num_envs, self.action_space = environment.num_envs, space
+        self.layout = FeatureLayout(space.heads[1].size, space.heads[2].size)
+        self.num_features = self.layout.width
+        self.reward = GrowthReward(self.num_envs, start_score=start_score)
+        self.clock = PhaseClock()
+        self.round_over = True
+        self._trace: list[_TracedStep] = []
+
+    def begin_round(self) -> Tensor:
+        self.environment.reset()
+        self.reward.begin()
+        self.clock.lap("hosts")
+        self.round_over = False
+        self._is_running = torch.ones(self.num_envs, dtype=torch.bool)
+        self._lengths = torch.zeros(self.num_envs, dtype=torch.int64)
+        # siblings' rewards after the governor ended an episode: the env is compared with them too
+        self._sibling_correction = torch.zeros(self.num_envs)
+        self._trace = []
+        self._observe()
+        return torch.ones(self.num_envs, dtype=torch.bool)
+
+    def step(self, actions: Tensor) -> Outcome:
+        reports, is_real_step = self.reports, self._is_running
+        result = self.environment.step(actions)
+        self.clock.lap("hosts")
+        rewards = self.reward.of(reports, result)
+        sibling_mean = siblings_mean(rewards, self.environment.siblings)
+        self._sibling_correction += torch.where(
+            is_real_step & ~result.rolled_back, 0.0, sibling_mean
+        )
+        self.clock.lap("buffer")
+        self._is_running = is_real_step & ~(result.terminated | result.truncated)
+        self._lengths += is_real_step
+        self.round_over = not self._is_running.any()
+        self._trace.append(_traced(reports, actions, result))
+        self.clock.lap("telemetry")
+        if not self.round_over or result.truncated.any():
+            self._observe()
+        return Outcome(
+            rewards=rewards - sibling_mean,
+            terminated=result.terminated,
+            truncated=result.truncated & ~result.terminated,
+            is_real_step=is_real_step,
+            is_first=torch.zeros_like(is_real_step),
+            final_features=self.features,
+        )
+
+    def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
+        """Give the rolled back their penalty, relative to the whole episode of their siblings."""
+        rolled_back = torch.stack([step.rolled_back for step in self._trace]).any(dim=0)
+        for env in rolled_back.nonzero().flatten().tolist():
+            penalty = self.reward.penalty - float(self._sibling_correction[env])
+            buffer.mark_terminal_with_penalty(env, penalty)
+
+    def _observe(self) -> None:
+        self.reports = self.environment.observe()
+        self.clock.lap("observe")
+        reports = self.reports.to(self.device)
+        self.features = self.layout.features(reports)
+        self.clock.lap("features")
+        self.masks = compute_batch_masks(reports, self.action_space)
+        self.clock.lap("masks")
+
+    # -- results ------------------------------------------------------------------------------
+
+    def episodes(self) -> Episodes:
+        """The episodes of the round that has ended."""
+        rollbacks, *per_step = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
+        rolled_back = rollbacks.any(dim=1)
+        return Episodes(
+            torch.where(rolled_back, torch.nan, self.reward.scores),
+            self.reports.rent,
+            self.reports.host_params,
+            self._lengths,
+            rolled_back,
+            *per_step,
+        )
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        episodes = self.episodes()
+        finished = ~episodes.rolled_back
+        last = (torch.arange(self.num_envs), episodes.lengths - 1)
+        growth = episodes.added_params[last] / episodes.host_params
+        return {
+            "episode/score": _mean(episodes.scores[finished]),
+            "episode/accuracy": _mean(episodes.accuracy[last][finished]),
+            "episode/added_params": _mean(episodes.added_params[last][finished]),
+            "episode/growth": _mean(growth[finished]),
+            "episode/germinations": _mean((episodes.cost_params > 0).float().sum(dim=1)),
+            "episode/rolled_back": _mean(episodes.rolled_back.float()),
+            "time/hosts_per_second": self.num_envs / seconds,
+        }
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    can_save_state = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.environment.generator.get_state()}  # determines all of a round
+
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
+        self.environment.generator.set_state(state["generator"])
+
+
+class _TracedStep(NamedTuple):
+    """Kept of a step for telemetry, each `[N]`."""
+
+    rolled_back: Tensor
+    accuracy: Tensor
+    added_params: Tensor
+    cost_params: Tensor
+
+
+def _traced(reports: Reports, actions: Tensor, outcome: StepOutcome) -> _TracedStep:
+    op, slot, blueprint = actions[:, :3].unbind(dim=-1)
+    price = reports.cost_params[torch.arange(reports.num_envs), slot, blueprint]
+    cost = torch.where(op == LifecycleOp.GERMINATE, price, 0.0)
+    return _TracedStep(outcome.rolled_back, outcome.accuracy, outcome.added_params, cost)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else math.nan

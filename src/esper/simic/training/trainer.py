@@ -1,0 +1,291 @@
+"""The training loop: collect a round in N environments, learn from it, save, resume.
+
+    trainer = Trainer(envs, agent, horizon=128)
+    while trainer.progress.steps < 50_000:
+        trainer.collect()
+        metrics = trainer.learn()
+
+Gymnasium environments and growing hosts use the same loop. Both meet it behind `TrainingEnvs`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.files import UnreadableFile, require_same_layout
+from esper.simic.agent.ppo import PPOAgent, TrainingFailed
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
+from esper.simic.training.phase_clock import PhaseClock
+from esper.tamiyo.policy.network import RecurrentState
+
+
+class Outcome(NamedTuple):
+    """The result of one step. Flags are CPU tensors, so reading them never waits for a GPU."""
+
+    rewards: Tensor  # [N] float32
+    terminated: Tensor  # [N] bool: the task ended
+    truncated: Tensor  # [N] bool: a limit cut the episode; never where terminated
+    is_real_step: Tensor  # [N] bool; False: the action was ignored and the step is not stored
+    is_first: Tensor  # [N] bool: the current observation is the first of an episode
+    final_features: Tensor  # [N, F] of the observation that followed, before any reset
+
+
+class TrainingEnvs(Protocol):
+    """N environments, each with a current observation that an action is chosen for."""
+
+    num_envs: int
+    num_features: int
+    action_space: FactoredActionSpace
+    features: Tensor  # [N, F] of the current observation
+    masks: ActionMasks
+    round_over: bool  # whether no env has a step left in this round
+    clock: PhaseClock  # times the trainer's phases and those of the environments
+
+    def begin_round(self) -> Tensor:
+        """Called before a round; returns which envs start a new episode, `[N]` bool."""
+        ...
+
+    def step(self, actions: Tensor) -> Outcome:
+        """Take the heads' choices `[N, H]` (on the CPU) in every env."""
+        ...
+
+    def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
+        """Called after a round, to correct what only the whole round shows."""
+        ...
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Metrics of the episodes of a round that took so long, by the names in docs/metrics.md."""
+        ...
+
+    @property
+    def can_save_state(self) -> bool:
+        """Whether a saved run can continue within a round; if not, it collects the round again."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the environments, or what the current round depends on at its start."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
+        """Restore a state; `generator` seeds episodes that have to start again."""
+        ...
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    steps: int = 0  # of all envs together, stored ones only
+    rounds: int = 0
+    episodes: int = 0
+    round_steps: int = 0  # calls of `envs.step` in this round
+    steps_before_round: int = 0
+
+
+class Trainer:
+    """Environments, an agent and the rollout buffer between them."""
+
+    def __init__(self, envs: TrainingEnvs, agent: PPOAgent, *, horizon: int, rng_seed: int = 0):
+        agent.check_split(envs.num_envs)
+        config = agent.policy.config
+        self.envs, self.agent, self.horizon = envs, agent, horizon
+        self.buffer = TamiyoRolloutBuffer(
+            envs.num_envs,
+            horizon,
+            envs.num_features,
+            envs.action_space,
+            config.lstm_hidden_dim,
+            config.lstm_layers,
+            agent.device,
+        )
+        self.state = agent.policy.initial_state(envs.num_envs)
+        self.action_rng = torch.Generator(agent.device).manual_seed(rng_seed)
+        self.shuffle_rng = torch.Generator().manual_seed(rng_seed)
+        self.progress = Progress()
+        self.clock = envs.clock
+        self._in_round = False
+        self._round_start: dict[str, Any] = {}
+        self._mark_round_start()
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    def run_round(
+        self, schedule: float = 0.0, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Collect and learn; returns the metrics, or None if stopped before the round's end."""
+        return self.learn(schedule) if self.collect(should_stop) else None
+
+    def collect(
+        self, should_stop: Callable[[], bool] = lambda: False, *, deterministic: bool = False
+    ) -> bool:
+        """Fill the buffer with one round; False if `should_stop()`, checked before each step.
+
+        A round is `horizon` steps, or fewer if the environments end it.
+        """
+        envs, agent, lap = self.envs, self.agent, self.clock.lap
+        if not self._in_round:
+            self._begin_round()
+        while self.progress.round_steps < self.horizon and not envs.round_over:
+            if should_stop():
+                return False
+            features, masks = envs.features.to(agent.device), envs.masks.to(agent.device)
+            decision = agent.act(
+                features, masks, self.state, generator=self.action_rng, deterministic=deterministic
+            )
+            actions = decision.actions.cpu()
+            lap("act")
+            outcome = envs.step(actions)
+            bootstrap = None
+            if outcome.truncated.any():  # V of the final observation, before the state is reset
+                bootstrap = agent.value(outcome.final_features.to(agent.device), decision.state)
+                lap("act")
+            step = TamiyoRolloutStep(
+                state=features,
+                actions=decision.actions,
+                log_probs=decision.log_probs,
+                masks=decision.masks,
+                value=decision.values,
+                reward=outcome.rewards,
+                terminated=outcome.terminated,
+                truncated=outcome.truncated,
+                bootstrap_value=bootstrap,
+                hidden_h=self.state.h,
+                hidden_c=self.state.c,
+            )
+            self._store(step, outcome.is_real_step)
+            self.state = zero_rows(decision.state, outcome.is_first)
+            lap("buffer")
+        envs.end_round(self.buffer)
+        self._in_round = False
+        return True
+
+    def learn(self, schedule: float = 0.0) -> dict[str, float]:
+        """Update the agent from the round; returns metrics, by the names in docs/metrics.md.
+
+        `schedule` is the share of training that is over, from 0 to 1.
+        """
+        agent, envs, progress = self.agent, self.envs, self.progress
+        last_values = None  # no row is unfinished
+        if not envs.round_over:
+            last_values = agent.value(envs.features.to(agent.device), self.state)
+        learned = agent.update(
+            self.buffer, last_values, progress=schedule, generator=self.shuffle_rng
+        )
+        self.clock.lap("update")
+        num_steps = progress.steps - progress.steps_before_round
+        progress.rounds += 1
+        progress.round_steps, progress.steps_before_round = 0, progress.steps
+        self._mark_round_start()
+        seconds = self.clock.take()
+        total = sum(seconds.values())
+        return {
+            **envs.metrics(total),
+            **{f"ppo/{name}": value for name, value in learned.items()},
+            **{f"time/{phase}": s for phase, s in seconds.items()},
+            **{f"time_share/{phase}": s / total for phase, s in seconds.items()},
+            "time/steps_per_second": num_steps / total,
+            "progress/rounds": progress.rounds,
+            "progress/episodes": progress.episodes,
+        }
+
+    def abandon_round(self) -> None:
+        """Forget the current round and start from zero states: the episodes were started again."""
+        self.state = self.agent.policy.initial_state(self.envs.num_envs)
+        self.progress.round_steps, self.progress.steps = 0, self.progress.steps_before_round
+        self._in_round = False
+        self._mark_round_start()
+
+    def _begin_round(self) -> None:
+        self.buffer.reset()
+        self.progress.round_steps, self.progress.steps = 0, self.progress.steps_before_round
+        self.state = zero_rows(self.state, self.envs.begin_round())
+        self._in_round = True
+
+    def _store(self, step: TamiyoRolloutStep, is_real_step: Tensor) -> None:
+        if is_real_step.all():
+            self.buffer.add_batch(step)
+        else:
+            rows = is_real_step.nonzero().squeeze(1)
+            self.buffer.add_batch(step.select(rows), rows)
+        self.progress.round_steps += 1
+        self.progress.steps += int(is_real_step.sum())
+        ended = (step.terminated | step.truncated) & is_real_step
+        self.progress.episodes += int(ended.sum())
+
+    # -- files --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the run, for a checkpoint.
+
+        Environments that can save their state resume at this very step; others collect the round
+        again.
+        """
+        for name, weight in self.agent.policy.state_dict().items():
+            if not weight.isfinite().all():
+                raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
+        position = self._position() if self.envs.can_save_state else self._round_start
+        return {
+            "num_envs": self.envs.num_envs,
+            "device": self.agent.device.type,
+            "agent": self.agent.state_dict(),
+            **position,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
+        """Continue a saved run; errors name `path`."""
+        if saved["num_envs"] != self.envs.num_envs:
+            raise UnreadableFile(
+                f"{path} holds a run of {saved['num_envs']} envs; {self.envs.num_envs} were given"
+            )
+        load_agent(self.agent, saved["agent"], path)
+        self.progress = Progress(**saved["progress"])
+        self.shuffle_rng.set_state(saved["shuffle_rng"])
+        if self.agent.device.type == saved["device"]:
+            self.action_rng.set_state(saved["action_rng"])
+        else:  # generators of another kind of device have another state
+            seed = torch.randint(2**31, (), generator=self.shuffle_rng)
+            self.action_rng.manual_seed(int(seed))
+        self.envs.load_state_dict(saved["envs"], self.shuffle_rng)
+        if saved["rollout"] is not None:
+            self.buffer.load_state_dict(saved["rollout"])
+            self.state = RecurrentState(*(part.to(self.agent.device) for part in saved["state"]))
+            self._in_round = self.progress.round_steps > 0
+        self._mark_round_start()
+
+    def _mark_round_start(self) -> None:
+        """Keep what is needed to collect the round again, if it cannot be saved within."""
+        if not self.envs.can_save_state:
+            self._round_start = self._position()
+
+    def _position(self) -> dict[str, Any]:
+        """Where the run is: all that changes while a round is collected."""
+        is_exact = self.envs.can_save_state
+        return {
+            "progress": asdict(self.progress),
+            "action_rng": self.action_rng.get_state(),
+            "shuffle_rng": self.shuffle_rng.get_state(),
+            "envs": self.envs.state_dict(),
+            "rollout": self.buffer.state_dict() if is_exact else None,
+            "state": list(self.state) if is_exact else None,
+        }
+
+
+def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> None:
+    """Load weights, normalisers and optimiser; another layout raises an error that names `path`."""
+    # the optimiser's state is empty before the first update, so its layout is not compared
+    expected = agent.state_dict() | {"optimizer": saved["optimizer"]}
+    require_same_layout(saved, expected, path)
+    agent.load_state_dict(saved)
+
+
+def zero_rows(state: RecurrentState, rows: Tensor) -> RecurrentState:
+    """The recurrent state with zeros in `rows` `[N]` bool: every episode starts from zeros."""
+    if not rows.any():
+        return state
+    keep = ~rows.to(state.h.device)[:, None, None]
+    return RecurrentState(torch.where(keep, state.h, 0.0), torch.where(keep, state.c, 0.0))
