@@ -24,8 +24,9 @@ from esper.simic.agent.ppo import PPOAgent
 from esper.simic.training.config import PRESETS
 from esper.simic.training.vectorized import VectorizedTrainer
 from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.layers import POLICY_GAIN, linear
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
-from esper.tamiyo.policy.plain_heads import POLICY_GAIN, linear
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
 from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, SyntheticHosts
 
@@ -77,7 +78,7 @@ def trainer_of(
     environment = GrowthEnvironment(host_batch, CONFIG.growth, rng_seed=rng_seed)
     torch.manual_seed(rng_seed)
     layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
-    policy = FactoredRecurrentActorCritic(environment.action_space, layout, CONFIG.policy)
+    policy = tamiyo_policy(layout, CONFIG.policy)
     if change:
         change(policy)
     return VectorizedTrainer(

@@ -18,14 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper.leyline import (
-    ActionMasks,
-    FactoredActionSpace,
-    Head,
-    audit_action_space,
-    tamiyo_action_space,
-)
-from esper.leyline.sequences import SequenceLayout
+from esper.leyline import ActionMasks, FactoredActionSpace, Head, audit_action_space
+from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import (
@@ -33,12 +27,14 @@ from esper.tamiyo.policy.network import (
     RecurrentState,
     full_precision,
 )
+from esper.tamiyo.policy.plain_heads import flat_policy
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 
 NUM_ENVS, NUM_STEPS, EPISODE_LENGTH = 64, 128, 20
-POLICIES: dict[str, tuple[FactoredActionSpace, int | FeatureLayout]] = {
-    "one head": (FactoredActionSpace((Head("move", 2),)), 4),
-    "four heads": (audit_action_space(), 32),
-    "Tamiyo, 3 slots": (tamiyo_action_space(3, 8), FeatureLayout(3, 8)),
+POLICIES: dict[str, Callable[[], FactoredRecurrentActorCritic]] = {
+    "one head": lambda: flat_policy(FactoredActionSpace((Head("move", 2),)), 4),
+    "four heads": lambda: flat_policy(audit_action_space(), 32),
+    "Tamiyo, 3 slots": lambda: tamiyo_policy(FeatureLayout(3, 8)),
 }
 BARS = {"cpu": 1.0, "cuda": 10.0}
 
@@ -100,12 +96,13 @@ class Rollout:
 def measure_evaluate(name: str, device: str, budget_s: float) -> float:
     """Prints a table; returns how many times the loop over time takes as long as `evaluate`."""
     torch.manual_seed(0)
-    policy = FactoredRecurrentActorCritic(*POLICIES[name]).to(device)
+    policy = POLICIES[name]().to(device)
     rollout = Rollout.random(policy, device)
 
     def ours() -> Scores:
-        r = rollout
-        scores = policy.evaluate(r.features, r.actions, r.masks, r.layout, r.initial)
+        r, parts = rollout, SequenceParts((rollout.layout,))
+        (steps,) = policy.gather(r.features, r.actions, r.masks, parts, r.initial)
+        scores = policy.evaluate(steps, r.layout)
         return scores.log_probs, scores.values
 
     def rival(unroll: Unroll) -> Callable[[], Scores]:
@@ -168,12 +165,12 @@ def score_in_rows(policy: FactoredRecurrentActorCritic, rollout: Rollout, unroll
         core = encoded + unroll(rollout, policy, encoded)
         both = policy.readout(core)
         later = [
-            policy.heads.logits(run, core, scene, actions)
-            for run in range(1, len(space.head_groups))
+            policy.heads.logits(group, core, scene, actions)
+            for group in range(1, len(space.head_groups))
         ]
     logits = torch.cat([both[:, :-1], *later], dim=-1)
     distribution = MaskedFactoredCategorical(space, logits, rollout.masks.flatten(0, 1))
-    distribution.normalized_entropy()
+    distribution.normalize(distribution.entropy())
     return distribution.log_prob(actions), both[:, -1]
 
 
@@ -221,9 +218,9 @@ def measure_act(device: str, budget_s: float) -> None:
     print(f"\nact, microseconds per step\n  {'envs':>20}" + "".join(f"{n:>18}" for n in POLICIES))
     for num_envs in (1, 8, 64, 512):
         ways = {}
-        for name, (space, features) in POLICIES.items():
-            policy = FactoredRecurrentActorCritic(space, features).to(device)
-            masks = ActionMasks.all_legal(space, num_envs, device)
+        for name, new_policy in POLICIES.items():
+            policy = new_policy().to(device)
+            masks = ActionMasks.all_legal(policy.action_space, num_envs, device)
             state = policy.initial_state(num_envs)
             inputs = torch.rand(num_envs, policy.feature_size, device=device)
             rng = torch.Generator(device)

@@ -137,7 +137,7 @@ def test_fillers_leave_the_normaliser_alone():
         training.step()
     seen = training.buffer._fields["states"][training.buffer._valid_mask()]
     training.learn()
-    normalizer = training.agent.ppo.feature_normalizer
+    normalizer = training.agent.ppo.policy.heads.scales
     assert normalizer.count == len(seen)
     torch.testing.assert_close(normalizer.mean, seen.double().mean(dim=0))
 

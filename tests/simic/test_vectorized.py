@@ -8,7 +8,8 @@ from esper.simic.rewards import ROLLBACK_PENALTY, growth_score
 from esper.simic.training.config import PRESETS
 from esper.simic.training.vectorized import VectorizedTrainer
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
 
@@ -18,9 +19,7 @@ def make_trainer(num_envs, host_batch=None, *, rng_seed=0, **settings):
     environment = GrowthEnvironment(host_batch or SyntheticHosts(num_envs), rng_seed=rng_seed)
     host_batch = environment.host_batch
     layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
-    policy = FactoredRecurrentActorCritic(
-        environment.action_space, layout, PolicyConfig(lstm_hidden_dim=64)
-    )
+    policy = tamiyo_policy(layout, PolicyConfig(lstm_hidden_dim=64))
     config = PPOConfig(**({"gamma": 1.0} | settings))
     return VectorizedTrainer(
         environment,
@@ -147,9 +146,7 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
         host_batch, GrowthConfig(params_budget=0.3, max_germinations=2, compute_price=0.5)
     )
     layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
-    policy = FactoredRecurrentActorCritic(
-        environment.action_space, layout, PolicyConfig(lstm_hidden_dim=16)
-    )
+    policy = tamiyo_policy(layout, PolicyConfig(lstm_hidden_dim=16))
     trainer = VectorizedTrainer(environment, PPOAgent(policy, PPOConfig(gamma=1.0)), max_steps=25)
     trainer.collect()
     reports = environment.observe()

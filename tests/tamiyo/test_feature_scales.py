@@ -4,10 +4,9 @@ import pytest
 import torch
 from tamiyo.random_reports import random_reports
 
-from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tamiyo.policy.feature_scales import LEAST_STD, LIMIT, FeatureScales
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout, Flag
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 
 LAYOUT = FeatureLayout(3, 8)
 
@@ -70,13 +69,11 @@ def test_what_does_not_fit_stays_zero():
 
 
 def test_a_policy_takes_its_scales_once_and_keeps_them_with_its_weights():
-    policy, other = (
-        FactoredRecurrentActorCritic(tamiyo_action_space(3, 8), LAYOUT) for _ in range(2)
-    )
-    policy.fit_scales(some_features())
+    policy, other = tamiyo_policy(LAYOUT), tamiyo_policy(LAYOUT)
+    policy.update_scales(some_features())
     first = policy.heads.scales.env_center.clone()
     assert first.any()
-    policy.fit_scales(some_features(rng_seed=1))
+    policy.update_scales(some_features(rng_seed=1))
     assert torch.equal(policy.heads.scales.env_center, first)
     other.load_state_dict(policy.state_dict())
     features = some_features(rng_seed=2)

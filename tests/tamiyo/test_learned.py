@@ -8,20 +8,19 @@ from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.policy.plain_heads import flat_policy
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 
 
 def make_policy(num_slots=3, num_blueprints=8, rng_seed=0):
     torch.manual_seed(rng_seed)
-    policy = FactoredRecurrentActorCritic(
-        tamiyo_action_space(num_slots, num_blueprints),
-        FeatureLayout(num_slots, num_blueprints),
-        PolicyConfig(lstm_hidden_dim=16),
-    )
+    layout = FeatureLayout(num_slots, num_blueprints)
+    policy = tamiyo_policy(layout, PolicyConfig(lstm_hidden_dim=16))
     for weight in policy.parameters():  # as far from indifferent as a trained one
         torch.nn.init.normal_(weight, std=0.5)
     reports = random_reports(50, num_slots=num_slots, num_blueprints=num_blueprints)
-    policy.fit_scales(FeatureLayout(num_slots, num_blueprints).features(reports))
+    policy.update_scales(layout.features(reports))
     return policy
 
 
@@ -104,8 +103,8 @@ def test_what_is_not_a_controller_is_refused(tmp_path):
     torch.save({"weights": {}}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="not a controller"):
         LearnedController.load(tmp_path / "other.pt")
-    flat = FactoredRecurrentActorCritic(tamiyo_action_space(3, 8), 7)
-    with pytest.raises(ValueError, match="plain heads"):
+    flat = flat_policy(tamiyo_action_space(3, 8), 7)
+    with pytest.raises(ValueError, match="no slot heads"):
         LearnedController(flat)
     controller = LearnedController(make_policy())
     reports = random_reports(3)

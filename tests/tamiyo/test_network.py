@@ -11,17 +11,17 @@ from esper.leyline import (
     audit_action_space,
     tamiyo_action_space,
 )
-from esper.leyline.sequences import SequenceLayout
+from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import (
-    FactoredRecurrentActorCritic,
     PolicyConfig,
     RecurrentState,
     full_precision,
 )
-from esper.tamiyo.policy.slot_heads import SlotHeads
+from esper.tamiyo.policy.plain_heads import flat_policy
+from esper.tamiyo.policy.slot_heads import SlotHeads, tamiyo_policy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EXISTS = FeatureLayout(1, 1).positions("slot")["exists"][0]
@@ -36,13 +36,24 @@ POLICIES = {
 }
 
 
-def make_policy(name, *, device="cpu", **config):
-    """A policy whose choices are far from uniform."""
+def new_policy(name, **config):
     space, features = POLICIES[name]
     torch.manual_seed(0)
-    policy = FactoredRecurrentActorCritic(space, features, PolicyConfig(**config))
+    if isinstance(features, FeatureLayout):
+        return tamiyo_policy(features, PolicyConfig(**config))
+    return flat_policy(space, features, PolicyConfig(**config))
+
+
+def make_policy(name, *, device="cpu", **config):
+    """A policy whose choices are far from uniform."""
+    policy = new_policy(name, **config)
     stir(policy)
     return policy.to(device)
+
+
+def evaluate(policy, features, actions, masks, layout, initial):
+    (steps,) = policy.gather(features, actions, masks, SequenceParts((layout,)), initial)
+    return policy.evaluate(steps, layout)
 
 
 def stir(policy):
@@ -100,7 +111,7 @@ class Rollout:
         self.actions[unused.to(device)] = -7
 
     def evaluate(self, policy):
-        return policy.evaluate(self.features, self.actions, self.masks, self.layout, self.initial)
+        return evaluate(policy, self.features, self.actions, self.masks, self.layout, self.initial)
 
     def evaluate_and_look(self, policy):
         self.evaluate(policy)
@@ -113,9 +124,8 @@ def act_and_look(policy, features, masks):
 
 
 def test_a_new_policy_lets_seeds_live():
-    torch.manual_seed(0)
     space, features = POLICIES["tamiyo"]
-    policy = FactoredRecurrentActorCritic(space, features)
+    policy = new_policy("tamiyo")
     reports = random_reports(50, features.num_slots, features.num_blueprints)
     masks = compute_batch_masks(reports, space)
     state = policy.initial_state(50)
@@ -158,8 +168,8 @@ def test_gradients_equal_those_of_a_loop_over_time_in_float64():
     policy = policy.double()
     fields = [rollout.features.double(), *(s.double() for s in rollout.initial)]
     features, h, c = fields
-    evaluation = policy.evaluate(
-        features, rollout.actions, rollout.masks, rollout.layout, RecurrentState(h, c)
+    evaluation = evaluate(
+        policy, features, rollout.actions, rollout.masks, rollout.layout, RecurrentState(h, c)
     )
     weights = torch.linspace(-1, 1, evaluation.values.numel(), dtype=torch.float64)
     got = torch.autograd.grad((weights * evaluation.values).sum(), list(policy.core.parameters()))
@@ -170,7 +180,7 @@ def test_gradients_equal_those_of_a_loop_over_time_in_float64():
         state = [s[env].unsqueeze(1) for s in (h, c)]
         if start > 0:
             state = [torch.zeros_like(s) for s in state]
-        encoded = policy.heads.encoder(features[env, start : start + length])
+        encoded, _ = policy.heads.encode(features[env, start : start + length])
         output, _ = policy.core(encoded.unsqueeze(1), tuple(state))
         values[env, start : start + length] = policy.readout(output[:, 0] + encoded)[:, -1]
     expected = torch.autograd.grad(
@@ -230,7 +240,8 @@ class Observed:
         space = policy.action_space
         actions = torch.zeros(len(features), 1, space.num_heads, dtype=torch.int64)
         actions[..., 0], actions[:, 0, 1] = op, slot
-        evaluation = policy.evaluate(
+        evaluation = evaluate(
+            policy,
             features.unsqueeze(1),
             actions,
             torch.ones(len(features), 1, space.num_choices, dtype=torch.bool),
@@ -254,8 +265,7 @@ def permuted(layout, features, *, slots=None, blueprints=None):
 def tamiyo(num_slots, num_blueprints):
     layout = FeatureLayout(num_slots, num_blueprints)
     torch.manual_seed(0)
-    space = tamiyo_action_space(num_slots, num_blueprints)
-    policy = FactoredRecurrentActorCritic(space, layout)
+    policy = tamiyo_policy(layout)
     stir(policy)
     return policy, layout
 
@@ -325,9 +335,7 @@ def test_slots_that_do_not_exist_change_nothing():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_new_policy_is_near_uniform_and_remembers(name):
-    space, features = POLICIES[name]
-    torch.manual_seed(0)
-    policy = FactoredRecurrentActorCritic(space, features)
+    policy = new_policy(name)
     evaluation = Rollout(policy, [17, 17]).evaluate(policy)
     chooses = evaluation.entropies > 0
     if name == "tamiyo":
@@ -402,8 +410,6 @@ def test_wrong_configurations_are_refused():
         PolicyConfig(lstm_layers=0)
     with pytest.raises(ValueError, match=r"floor=1\.5"):
         PolicyConfig(floor=1.5)
-    with pytest.raises(ValueError, match="3 slots and 5 blueprints needs heads"):
-        FactoredRecurrentActorCritic(tamiyo_action_space(3, 4), FeatureLayout(3, 5))
 
 
 @pytest.mark.gpu

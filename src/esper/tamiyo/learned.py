@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
+from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.files import read_file, write_file
 from esper.leyline.reports import Reports
 from esper.tamiyo.policy.features import FeatureLayout, feature_list
@@ -21,8 +21,9 @@ from esper.tamiyo.policy.network import (
     PolicyConfig,
     RecurrentState,
 )
+from esper.tamiyo.policy.slot_heads import SlotHeads, tamiyo_policy
 
-_KIND, _VERSION = "controller", 4
+_KIND, _VERSION = "controller", 5
 
 
 class LearnedController:
@@ -39,8 +40,8 @@ class LearnedController:
         deterministic: bool = True,
         generator: torch.Generator | None = None,
     ):
-        if policy.takes_any_scale:
-            raise ValueError("this policy has plain heads; a controller needs a FeatureLayout")
+        if not isinstance(policy.heads, SlotHeads):
+            raise ValueError("this policy has no slot heads; build one with tamiyo_policy")
         self.policy = policy
         self.deterministic, self.generator = deterministic, generator
         self._state: RecurrentState | None = None
@@ -56,7 +57,8 @@ class LearnedController:
             part[ids] = 0.0
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
-        policy = self._fitting(reports)
+        layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
+        policy = self._fit(layout)
         if self._state is None:
             self._state = policy.initial_state(reports.num_envs)
         if len(self._state.h) != reports.num_envs:
@@ -64,7 +66,6 @@ class LearnedController:
                 f"reports of {reports.num_envs} envs, but this controller remembers "
                 f"{len(self._state.h)}; use one controller per environment"
             )
-        layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
         decision = policy.act(
             layout.features(reports.to(policy.device)),
             masks.to(policy.device),
@@ -103,16 +104,16 @@ class LearnedController:
     ) -> Self:
         contents = read_file(path, _KIND, version=_VERSION)
         _require_same_features(contents["features"], path)
-        policy = _policy(1, 1, PolicyConfig(**contents["policy"]))
+        policy = _untrained(FeatureLayout(1, 1), PolicyConfig(**contents["policy"]))
         policy.load_state_dict(contents["weights"])
         return cls(policy.to(device), deterministic=deterministic, generator=generator)
 
-    def _fitting(self, reports: Reports) -> FactoredRecurrentActorCritic:
+    def _fit(self, layout: FeatureLayout) -> FactoredRecurrentActorCritic:
         """The policy for this many slots and blueprints: other shapes, the same weights."""
-        space = tamiyo_action_space(reports.num_slots, reports.num_blueprints)
-        if space != self.policy.action_space:
+        assert isinstance(self.policy.heads, SlotHeads)
+        if layout != self.policy.heads.layout:
             weights, device = self.policy.state_dict(), self.policy.device
-            self.policy = _policy(reports.num_slots, reports.num_blueprints, self.policy.config)
+            self.policy = _untrained(layout, self.policy.config)
             self.policy.load_state_dict(weights)
             self.policy.to(device)
         return self.policy
@@ -134,11 +135,7 @@ def _require_same_features(trained_on: list[str], path: str | Path) -> None:
     )
 
 
-def _policy(
-    num_slots: int, num_blueprints: int, config: PolicyConfig
-) -> FactoredRecurrentActorCritic:
-    """A policy whose weights are about to be loaded: drawing them disturbs no one's randomness."""
-    space = tamiyo_action_space(num_slots, num_blueprints)
-    layout = FeatureLayout(num_slots, num_blueprints)
+def _untrained(layout: FeatureLayout, config: PolicyConfig) -> FactoredRecurrentActorCritic:
+    """A policy whose weights are loaded next; the global random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
-        return FactoredRecurrentActorCritic(space, layout, config)
+        return tamiyo_policy(layout, config)

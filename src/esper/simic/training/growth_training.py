@@ -31,7 +31,7 @@ from esper.simic.training.plain_config import from_plain, to_plain
 from esper.simic.training.vectorized import Episodes, VectorizedTrainer
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
 
 RecordCallback = Callable[[RoundRecord], None]
@@ -181,15 +181,15 @@ class GrowthTraining:
         return {name: rng.get_state() for name, rng in self._generators().items()}
 
 
-_KIND, _VERSION = "growth run", 2
+_KIND, _VERSION = "growth run", 3
 
 
 def _new_agent(environment: GrowthEnvironment, config: TrainConfig) -> PPOAgent:
-    space, host_batch = environment.action_space, environment.host_batch
+    host_batch = environment.host_batch
     layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
     with torch.random.fork_rng(devices=[]):  # weights depend on rng_seed alone
         torch.manual_seed(config.rng_seed)
-        policy = FactoredRecurrentActorCritic(space, layout, config.policy)
+        policy = tamiyo_policy(layout, config.policy)
     return PPOAgent(policy.to(config.resolved_device()), config.ppo)
 
 

@@ -14,11 +14,8 @@ from esper.leyline.files import read_file, require_same_layout, write_file
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.gym_spaces import GymSpaces
 from esper.simic.training.plain_config import from_plain, to_plain
-from esper.tamiyo.policy.network import (
-    FactoredRecurrentActorCritic,
-    PolicyConfig,
-    RecurrentState,
-)
+from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
+from esper.tamiyo.policy.plain_heads import flat_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +49,7 @@ class GymAgent:
         self.config = config
         with torch.random.fork_rng(devices=[]):  # weights depend on rng_seed alone
             torch.manual_seed(config.rng_seed)
-            policy = FactoredRecurrentActorCritic(
-                spaces.action_space, spaces.num_features, config.policy
-            )
+            policy = flat_policy(spaces.action_space, spaces.num_features, config.policy)
         self.ppo = PPOAgent(policy.to(usable_device(config.device)), config.ppo)
 
     def predict(
@@ -100,17 +95,16 @@ class GymAgent:
             "spaces": self.spaces.to_plain(),
             "weights": self._weights(),
         }
-        write_file(path, "gymnasium agent", contents)
+        write_file(path, _KIND, contents, version=_VERSION)
 
     @classmethod
     def load(cls, path: str | Path, device: str = "cpu") -> "GymAgent":
-        contents = read_file(path, "gymnasium agent")
+        contents = read_file(path, _KIND, version=_VERSION)
         config = from_plain(GymConfig, contents["config"] | {"device": device})
         agent = cls(GymSpaces.from_plain(contents["spaces"]), config)
         weights = contents["weights"]
         require_same_layout(weights, agent._weights(), path)
         agent.ppo.policy.load_state_dict(weights["policy"])
-        agent.ppo.feature_normalizer.load_state_dict(weights["feature_normalizer"])
         agent.ppo.value_normalizer.load_state_dict(weights["value_normalizer"])
         return agent
 
@@ -119,4 +113,5 @@ class GymAgent:
         return {k: v for k, v in self.ppo.state_dict().items() if k in _WEIGHTS}
 
 
-_WEIGHTS = ("policy", "feature_normalizer", "value_normalizer")
+_WEIGHTS = ("policy", "value_normalizer")
+_KIND, _VERSION = "gymnasium agent", 2

@@ -379,7 +379,7 @@ class GymTraining:
         self.envs.load_state_dict(saved["envs"])
 
 
-_KIND, _VERSION = "gymnasium run", 3
+_KIND, _VERSION = "gymnasium run", 4
 
 
 def _open(

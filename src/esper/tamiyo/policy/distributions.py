@@ -225,5 +225,9 @@ def _check_packed(
         )
     if masks.dtype != torch.bool:
         raise ValueError(f"masks are {masks.dtype}, expected {torch.bool}")
+    check_floor(floor)
+
+
+def check_floor(floor: float) -> None:
     if not 0.0 <= floor < 1.0:
-        raise ValueError(f"floor={floor} is not a share; use 0 or more and less than 1")
+        raise ValueError(f"floor={floor}; use 0 or more and less than 1")
