@@ -310,8 +310,9 @@ def test_it_says_why_it_prunes_a_seed_that_the_host_only_leans_on() -> None:
     prior = 23 * 0.35 * math.log(1 + macs / HOST_MACS) ** 0.8 * build * lateness
     expected = prior + (15 - prior) * 10 / 25  # 10 of 25 steps are over
     assert reason(reports) == (
-        "worth +15.0 +- 1.0 points to a model used to it; without it, and with 15 steps left to "
-        f"catch up, it is expected to lack only {expected:.2f}, below its rent of {3 * RENT:.2f}"
+        "worth +15.0 +- 1.0 points to a model that trained with it. With 15 steps left to train "
+        f"without it, the model is expected to lack only {expected:.2f}, below its rent of "
+        f"{3 * RENT:.2f}"
     )
 
 
@@ -335,8 +336,8 @@ def test_it_says_why_it_commits() -> None:
 def test_it_says_why_it_advances_and_grows() -> None:
     hurried = one_held_seed(contribution=0.1, rent=0.1, step=23, stage=SeedStage.BLENDING)
     assert reason(hurried).startswith("2 steps left: brought to full weight")
-    behind = one_held_seed(contribution=0.1, rent=0.1, stage=SeedStage.TRAINING)
-    assert reason(behind).startswith("trained behind the model for 6 steps")
+    in_shadow = one_held_seed(contribution=0.1, rent=0.1, stage=SeedStage.TRAINING)
+    assert reason(in_shadow).startswith("trained in shadow for 6 steps")
     assert reason(GrowthSimulator(1, rent=0.1).observe()).endswith("it costs; 25 steps left")
 
 

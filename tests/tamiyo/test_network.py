@@ -21,10 +21,9 @@ from esper.tamiyo.policy.network import (
     full_precision,
 )
 from esper.tamiyo.policy.plain_heads import flat_policy
-from esper.tamiyo.policy.slot_heads import SlotHeads, tamiyo_policy
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-EXISTS = FeatureLayout(1, 1).positions("slot")["exists"][0]
 CHAIN = FactoredActionSpace(
     (Head("a", 3), Head("b", 4, given=("a",)), Head("c", 2, given=("a", "b")), Head("d", 5))
 )
@@ -63,11 +62,7 @@ def stir(policy):
 
 
 def random_features(policy, shape, generator):
-    features = torch.randn(*shape, policy.feature_size, generator=generator)
-    if isinstance(policy.heads, SlotHeads):
-        _, slots, _ = policy.heads.layout.split(features)
-        slots[..., EXISTS] = (torch.rand(slots.shape[:-1], generator=generator) < 0.8).float()
-    return features
+    return torch.randn(*shape, policy.feature_size, generator=generator)
 
 
 def random_masks(space, num_envs, generator):
@@ -208,9 +203,6 @@ def test_an_env_does_not_depend_on_the_others(name):
     generator = torch.Generator().manual_seed(4)
     features = random_features(policy, (8,), generator)
     masks = random_masks(policy.action_space, 8, generator)
-    if name == "tamiyo":  # slots that do not exist are all alike: which one wins is rounding
-        layout = policy.heads.layout
-        masks["slot"].logical_and_(layout.slot_exists(layout.split(features)[1]).unsqueeze(1))
     state = policy.initial_state(8)
     whole = policy.act(features, masks, state, deterministic=True)
     few = ActionMasks(policy.action_space, {n: masks[n][2:5] for n in policy.action_space.names})
@@ -305,32 +297,6 @@ def test_the_same_weights_run_on_other_numbers_of_slots_and_blueprints():
         rollout = Rollout(policy, [6, 3])
         assert rollout.evaluate(policy).log_probs.isfinite().all()
         assert rollout.features.shape[-1] == layout.width
-
-
-def test_slots_that_do_not_exist_change_nothing():
-    policy, layout = tamiyo(3, 4)
-    features = random_features(policy, (6,), torch.Generator().manual_seed(7))
-    larger, wide = tamiyo(7, 4)
-    larger.load_state_dict(policy.state_dict())
-    env, slots, menu = layout.split(features)
-    absent = torch.randn(6, 4, layout.slot_width)
-    absent[..., EXISTS] = 0.0
-    widened = torch.cat(
-        (
-            env,
-            torch.cat((slots, absent), dim=1).flatten(1),
-            torch.cat((menu, torch.zeros(6, 4, 4, layout.blueprint_width)), dim=1).flatten(1),
-        ),
-        dim=1,
-    )
-    assert widened.shape[1] == wide.width
-    slot = torch.tensor([0, 1, 2, 0, 1, 2])
-    before, after = Observed(policy, features, slot), Observed(larger, widened, slot)
-    for name in set(before.probs) - {"slot"}:
-        torch.testing.assert_close(after.probs[name], before.probs[name], rtol=0, atol=1e-5)
-    odds = [o.probs["slot"][:, 1] / o.probs["slot"][:, 0] for o in (before, after)]
-    torch.testing.assert_close(odds[0], odds[1], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(after.values, before.values, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -33,7 +33,7 @@ class RandomController:
             torch.zeros(masks.num_envs, part.num_choices, device=masks.device)
             for part in space.group_spaces
         ]
-        actions, _, _ = decide(space, masks, lambda run, _: even[run], generator=self.generator)
+        actions, _, _ = decide(space, masks, lambda group, _: even[group], generator=self.generator)
         return actions
 
 

@@ -25,8 +25,7 @@ def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> 
     _check_action_space(reports, action_space)
     affordable = affordable_blueprints(reports)
     # op-major and contiguous, so that a row can be found without another copy
-    legal = slot_accepts(reports.stage, reports.total_age).transpose(1, 2).contiguous()
-    legal &= reports.slot_exists.unsqueeze(1)  # [N, O, S]
+    legal = slot_accepts(reports.stage, reports.total_age).transpose(1, 2).contiguous()  # [N, O, S]
     legal[:, LifecycleOp.GERMINATE].logical_and_(affordable.any(dim=-1))
     op = legal.any(dim=-1)
     op[:, LifecycleOp.WAIT] = True

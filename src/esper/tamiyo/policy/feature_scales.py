@@ -42,10 +42,9 @@ class FeatureScales(nn.Module):
 
     @torch.no_grad()
     def fit(self, features: Tensor) -> None:
-        """Take the scales from features `[R, F]`: from the slots that exist and what fits there."""
+        """Fit the scales to features `[R, F]`; blueprints that do not fit their slot are left out."""
         env, slots, blueprints = self.layout.split(features)
-        exists = self.layout.slot_exists(slots)
-        parts = (env, slots[exists], blueprints[self.layout.blueprint_fits(blueprints)])
+        parts = (env, slots.flatten(0, 1), blueprints[self.layout.blueprint_fits(blueprints)])
         one = FeatureLayout(1, 1)
         flags = (part.view(-1).to(features.device) for part in one.split(one.is_flag()))
         for block, part, is_flag, (center, scale) in zip(

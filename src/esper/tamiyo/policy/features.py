@@ -117,13 +117,11 @@ class FeatureLayout:
                 f"these reports have {reports.num_slots} slots and {reports.num_blueprints} "
                 f"blueprints; the layout is for {self.num_slots} and {self.num_blueprints}"
             )
-        zero, exists = _ZERO.on(reports.device), reports.slot_exists
         env, slots, blueprints = (
             table.compute(reports, *terms)
             for table, terms in zip(_TABLES, _log_terms(reports), strict=True)
         )
-        slots = torch.where(exists, slots, zero)
-        blueprints = torch.where(reports.fits & exists.unsqueeze(-1), blueprints, zero)
+        blueprints = torch.where(reports.fits, blueprints, _ZERO.on(reports.device))
         features = torch.empty(reports.num_envs, self.width, device=reports.device)
         for part, block in zip(self.split(features), (env, slots, blueprints), strict=True):
             part.copy_(block.movedim(0, -1))
@@ -145,11 +143,6 @@ class FeatureLayout:
             slots.view(*shape, self.slot_width),
             blueprints.view(*shape, self.num_blueprints, self.blueprint_width),
         )
-
-    def slot_exists(self, slots: Tensor) -> Tensor:
-        """Which of the slots `[..., S, K]` exist, bool `[..., S]`."""
-        start, _ = _SLOT.positions["exists"]
-        return slots[..., start] > 0.5
 
     def blueprint_fits(self, blueprints: Tensor) -> Tensor:
         """Which of the blueprints `[..., S, B, D]` fit, bool `[..., S, B]`."""
@@ -211,19 +204,12 @@ def _last_op(r: Reports) -> Tensor:
 def _last_action_here(r: Reports) -> Tensor:
     # int: compiled code takes a tensor and an enum member for unequal, whatever their values
     chose_a_slot = r.last_action_known & (r.last_action[:, 0] != int(LifecycleOp.WAIT))
-    is_here = r.last_action[:, 1:2] == _numbers(r.num_slots).on(r.device)
+    is_here = r.last_action[:, 1:2] == torch.arange(r.num_slots, device=r.device)
     return is_here & chose_a_slot.unsqueeze(-1)
 
 
 def _is_growing(r: Reports) -> Tensor:
-    return r.blueprint.unsqueeze(-1) == _numbers(r.num_blueprints).on(r.device)
-
-
-def _numbers(size: int) -> DeviceConstant:
-    """0 to size - 1."""
-    if size not in _NUMBERS:
-        _NUMBERS[size] = DeviceConstant(torch.arange(size))
-    return _NUMBERS[size]
+    return r.blueprint.unsqueeze(-1) == torch.arange(r.num_blueprints, device=r.device)
 
 
 def _seed_growth(r: Reports) -> Tensor:
@@ -233,7 +219,6 @@ def _seed_growth(r: Reports) -> Tensor:
 
 
 _ZERO = DeviceConstant(torch.tensor(0.0))
-_NUMBERS: dict[int, DeviceConstant] = {}
 _OPS = DeviceConstant(torch.arange(len(LifecycleOp)).view(-1, 1))
 _STAGES = DeviceConstant(torch.arange(len(SeedStage)).view(-1, 1, 1))
 _KINDS = DeviceConstant(torch.arange(len(SiteKind)).view(-1, 1, 1))
@@ -242,8 +227,6 @@ _STEPS = Log(factor=1 / math.log1p(DEFAULT_EPISODE_LENGTH))
 FEATURES: tuple[Feature, ...] = (
     Feature("progress", "env", "progress"),
     Feature("locality", "env", "locality"),
-    Feature("validation_known", "env", "validation_known", Flag()),
-    Feature("last_action_succeeded", "env", lambda r: r.last_action_succeeded & r.last_action_known, Flag()),
     Feature("steps_left", "env", "steps_left", _STEPS),
     Feature("validation_loss", "env", "validation_loss", Log(), known="validation_known"),
     Feature("train_rows", "env", "train_rows", Log("100", 0.25)),
@@ -261,7 +244,6 @@ FEATURES: tuple[Feature, ...] = (
             note="x, the present one first, 0 where unknown"),
     Feature("accuracy_known", "env", lambda r: r.accuracy_history_known.T, Flag(), width=ACCURACY_HISTORY),
     Feature("last_op", "env", _last_op, Flag(), width=len(LifecycleOp), note="one-hot, 0 on the first step"),
-    Feature("exists", "slot", "slot_exists", Flag()),
     Feature("alpha", "slot", "alpha"),
     Feature("alpha_target", "slot", "alpha_target"),
     Feature("site_depth", "slot", "site_depth"),
@@ -322,8 +304,8 @@ class _BlockTable:
         per_env = (*units.shape, *([1] * (scalars.dim() - 2)))
         logs = scalars[self.num_plain :]
         logs.div_(units.view(per_env)).clamp_(0, 1e9).log1p_().mul_(factors.view(per_env))
-        flags = torch.stack([row.read(reports) for row in self.flags])
-        return torch.cat((scalars, flags, *(row.read(reports) for row in self.wide)))
+        flags = (row.read(reports).unsqueeze(0) for row in self.flags)
+        return torch.cat((scalars, *flags, *(row.read(reports) for row in self.wide)))
 
 
 def _log_terms(reports: Reports) -> list[tuple[Tensor, Tensor]]:

@@ -84,12 +84,11 @@ class SlotHeads(nn.Module):
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
         """The core's input `[B, width]`, and the embeddings of slots and blueprints."""
         env, slots, blueprints = self.scales(features)
-        exists = self.layout.slot_exists(slots).unsqueeze(-1)
         # no bias: a blueprint that does not fit has features 0, stays 0 and is never the maximum
         blueprints = self.blueprint_encoder(blueprints).relu()
-        slots = self.slot_encoder(torch.cat((slots, _largest(blueprints)), dim=-1)).relu() * exists
-        mean = slots.sum(dim=-2) / exists.sum(dim=-2).clamp(min=1)
-        encoded: Tensor = self.encoder(torch.cat((env, mean, _largest(slots)), dim=-1))
+        slots = self.slot_encoder(torch.cat((slots, _largest(blueprints)), dim=-1)).relu()
+        pooled = (slots.mean(dim=-2), _largest(slots))
+        encoded: Tensor = self.encoder(torch.cat((env, *pooled), dim=-1))
         return encoded, (slots, blueprints)
 
     def logits(self, group: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
