@@ -79,29 +79,30 @@ def test_a_controller_that_was_trained_on_other_features_is_refused_by_their_nam
     path = tmp_path / "controller.pt"
     LearnedController(make_policy()).save(path)
     saved = torch.load(path)
-    here = saved["features"]
+    here = saved["contents"]["features"]
     assert len(here) == len(FEATURES)
 
     def trained_on(features):
-        torch.save({**saved, "features": features}, path)
-        with pytest.raises(ValueError, match="was trained on other features") as refusal:
+        contents = {**saved["contents"], "features": features}
+        torch.save({**saved, "contents": contents}, path)
+        with pytest.raises(ValueError, match="was trained with a different feature set") as refusal:
             LearnedController.load(path)
         return str(refusal.value)
 
     without = trained_on([feature for feature in here if "locality" not in feature])
-    assert "it never saw env locality [1]: x; train one anew" in without
+    assert "(missing: env locality [1]: x). Retrain it" in without
     rescaled = trained_on([feature.replace("log(1 + x / 100)", "log(1 + x)") for feature in here])
-    assert "it never saw env train_rows [1]: 0.25 log(1 + x / 100), " in rescaled
-    assert "and there is no more env train_rows [1]: 0.25 log(1 + x); train" in rescaled
-    assert "their order was another" in trained_on(here[::-1])
-    torch.save({**saved, "format": "esper controller 1"}, path)
-    with pytest.raises(ValueError, match="its format is 'esper controller 1', not"):
+    assert "missing: env train_rows [1]: 0.25 log(1 + x / 100); " in rescaled
+    assert "removed: env train_rows [1]: 0.25 log(1 + x))" in rescaled
+    assert "(another order)" in trained_on(here[::-1])
+    torch.save({**saved, "version": 1}, path)
+    with pytest.raises(ValueError, match="holds version 1 of a controller"):
         LearnedController.load(path)
 
 
 def test_what_is_not_a_controller_is_refused(tmp_path):
     torch.save({"weights": {}}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="not a controller"):
+    with pytest.raises(ValueError, match="not a file that Esper wrote"):
         LearnedController.load(tmp_path / "other.pt")
     flat = flat_policy(tamiyo_action_space(3, 8), 7)
     with pytest.raises(ValueError, match="no slot heads"):
@@ -109,5 +110,5 @@ def test_what_is_not_a_controller_is_refused(tmp_path):
     controller = LearnedController(make_policy())
     reports = random_reports(3)
     controller.decide(reports, masks_of(reports))
-    with pytest.raises(ValueError, match="reports of 5 envs, but this controller remembers 3"):
+    with pytest.raises(ValueError, match="reports of 5 envs; this controller has seen 3"):
         controller.decide(random_reports(5), masks_of(random_reports(5)))

@@ -329,11 +329,11 @@ def test_nan_logits_are_named_where_they_arise(device):
     masks = ActionMasks.all_legal(policy.action_space, 3, device=device)
     features = torch.zeros(3, 6, device=device)
     features[2, 1] = torch.nan
-    with pytest.raises(ValueError, match="env 2, head 'slot': not finite logits, log-prob nan"):
+    with pytest.raises(ValueError, match="env 2, head 'slot': logits are not finite, log-prob nan"):
         act_and_look(policy, features, masks)
     rollout = Rollout(policy, [4, 6, 5], device=device)
     rollout.features[1, 5, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"\(env 1, step 5\), head 'slot': not finite logits"):
+    with pytest.raises(ValueError, match=r"\(env 1, step 5\), head 'slot': logits are not finite"):
         rollout.evaluate_and_look(policy)
 
 
@@ -359,7 +359,7 @@ def test_shapes_are_refused_at_once():
     with pytest.raises(ValueError, match="masks are for 3 envs, features for 2"):
         policy.act(torch.zeros(2, 6), masks, policy.initial_state(2))
     other = ActionMasks.all_legal(POLICIES["one head"][0], 3)
-    with pytest.raises(ValueError, match=r"look at \['a', 'b', 'c', 'd', 'move'\]"):
+    with pytest.raises(ValueError, match=r"these differ: \['a', 'b', 'c', 'd', 'move'\]"):
         policy.act(torch.zeros(3, 6), other, state)
     rollout = Rollout(policy, [4, 6])
     rollout.masks = rollout.masks[..., :-1]

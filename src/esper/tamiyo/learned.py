@@ -1,4 +1,4 @@
-"""A trained policy as a controller: frozen, on hosts with any number of slots, with any menu.
+"""A trained policy as a frozen controller, for any number of slots and any menu.
 
 controller = LearnedController.load("controller.pt")
 controller.begin(torch.arange(num_envs))
@@ -27,10 +27,9 @@ _KIND, _VERSION = "controller", 5
 
 
 class LearnedController:
-    """Tamiyo's policy with what it remembers of each env.
+    """Tamiyo's policy and its recurrent state for each env.
 
-    It takes the likeliest choice of every head, or draws from `generator` where it is not
-    deterministic.
+    It takes the likeliest choice of every head, or samples with `generator` if not `deterministic`.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class LearnedController:
 
     def begin(self, env_ids: Tensor) -> None:
         if self._state is None:
-            return  # everyone starts from zeros
+            return  # all envs start from zeros
         if len(env_ids) == len(self._state.h):
             self._state = None
             return
@@ -63,8 +62,8 @@ class LearnedController:
             self._state = policy.initial_state(reports.num_envs)
         if len(self._state.h) != reports.num_envs:
             raise ValueError(
-                f"reports of {reports.num_envs} envs, but this controller remembers "
-                f"{len(self._state.h)}; use one controller per environment"
+                f"reports of {reports.num_envs} envs; this controller has seen "
+                f"{len(self._state.h)}. Use one controller per environment"
             )
         decision = policy.act(
             layout.features(reports.to(policy.device)),
@@ -78,14 +77,14 @@ class LearnedController:
         return decision.actions.to(reports.device)
 
     def memory(self) -> dict[str, Tensor]:
-        """What a checkpoint of a run keeps: the recurrent state of each env."""
+        """The state that a checkpoint keeps: the recurrent state of each env."""
         return {} if self._state is None else dict(self._state._asdict())
 
     def recall(self, memory: dict[str, Tensor]) -> None:
         self._state = RecurrentState(**memory) if memory else None
 
     def save(self, path: str | Path) -> None:
-        """What the policy sees, its sizes and weights, in one file that is replaced at once."""
+        """Write the policy's features, sizes and weights to one file, atomically."""
         contents = {
             "features": feature_list(),
             "policy": asdict(self.policy.config),
@@ -120,18 +119,18 @@ class LearnedController:
 
 
 def _require_same_features(trained_on: list[str], path: str | Path) -> None:
-    """Weights mean nothing to other features, or to the same in another order."""
-    present = feature_list()
-    if trained_on == present:
+    """Raise if a policy was trained on other features, or on the same in another order."""
+    current = feature_list()
+    if trained_on == current:
         return
     differences = {
-        "it never saw": [feature for feature in present if feature not in trained_on],
-        "there is no more": [feature for feature in trained_on if feature not in present],
+        "missing": [feature for feature in current if feature not in trained_on],
+        "removed": [feature for feature in trained_on if feature not in current],
     }
-    told = [f"{what} {'; '.join(which)}" for what, which in differences.items() if which]
+    shown = [f"{what}: {', '.join(which)}" for what, which in differences.items() if which]
     raise ValueError(
-        f"{path} was trained on other features than this version shows: "
-        f"{', and '.join(told) or 'their order was another'}; train one anew"
+        f"{path} was trained with a different feature set "
+        f"({'; '.join(shown) or 'another order'}). Retrain it"
     )
 
 

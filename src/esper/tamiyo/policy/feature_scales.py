@@ -1,4 +1,4 @@
-"""Features brought to mean 0 and variance 1: every slot alike, every blueprint alike.
+"""Tamiyo's features scaled to mean 0 and variance 1: every slot alike, every blueprint alike.
 
 scales = FeatureScales(layout)
 scales.fit(features)                       # once, from a first rollout
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from esper.tamiyo.policy.features import FeatureLayout
 
-LEAST_STD = 0.1  # what hardly varied while fitting may vary elsewhere: it is not blown up further
-LIMIT = 3.0  # of a scaled feature, either way: far from what was seen, more is no more
+LEAST_STD = 0.1  # amplify a near-constant feature at most 10x
+LIMIT = 3.0  # clip to 3 standard deviations
 
 
 class FeatureScales(nn.Module):
-    """A centre and a scale per feature of a block; 0 and 1 until `fit`, and for flags.
+    """A centre and a scale per feature of a block; 0 and 1 before `fit`, and for flags.
 
-    They are part of the weights: a controller meets other data with the scales it was trained
-    with. Blueprints are scaled but not centred: what does not fit is all 0 and stays so.
+    They are part of the weights: a controller keeps the scales of its training on other data.
+    Blueprints are scaled but not centred, because one that does not fit has to stay all 0.
     """
 
     def __init__(self, layout: FeatureLayout):
@@ -32,7 +32,7 @@ class FeatureScales(nn.Module):
         self.register_buffer("is_fitted", torch.tensor(False))
 
     def forward(self, features: Tensor) -> tuple[Tensor, ...]:
-        """The layout's env, slots and blueprints."""
+        """Scaled features of env, slots and blueprints, as `layout.split` returns them."""
         return tuple(
             ((part - center) * scale).clamp_(-LIMIT, LIMIT)
             for part, (center, scale) in zip(
