@@ -69,10 +69,10 @@ def test_what_does_not_fit_stays_zero():
 def test_a_policy_takes_its_scales_once_and_keeps_them_with_its_weights():
     policy, other = tamiyo_policy(LAYOUT), tamiyo_policy(LAYOUT)
     policy.update_scales(some_features())
-    first = policy.heads.scales.env_center.clone()
+    first = policy.heads.scales.center.clone()
     assert first.any()
     policy.update_scales(some_features(rng_seed=1))
-    assert torch.equal(policy.heads.scales.env_center, first)
+    assert torch.equal(policy.heads.scales.center, first)
     other.load_state_dict(policy.state_dict())
     features = some_features(rng_seed=2)
     for part, same in zip(policy.heads.scales(features), other.heads.scales(features), strict=True):

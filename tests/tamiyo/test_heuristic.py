@@ -15,6 +15,7 @@ from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.tamiyo import heuristic
 from esper.tamiyo.heuristic import (
     HeuristicConfig,
     HeuristicController,
@@ -350,3 +351,15 @@ def test_every_env_gets_a_reason_of_its_own(reports: Reports) -> None:
     assert [text == "" for text in texts] == waits.tolist()
     for env, text in enumerate(texts):
         assert not text or "left" not in text or f"{int(reports.steps_left[env])} step" in text
+
+
+def test_reasons_do_not_judge_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+
+    def counted(reports: Reports, config: HeuristicConfig) -> heuristic.SeedJudgement:
+        judged.append(reports)
+        return judge_seeds(reports, config)
+
+    monkeypatch.setattr(heuristic, "judge_seeds", counted)
+    assert reason(one_held_seed(contribution=0.01, rent=0.1))
+    assert len(judged) == 1

@@ -86,7 +86,7 @@ def _loop_of_cells(
     sizes = layout.batch_sizes.tolist()
     for weights, h, c in zip(lstm.all_weights, *state, strict=True):
         outputs = []
-        for step in rows.split(sizes):
+        for step in torch.split(rows, sizes):
             h, c = torch.lstm_cell(step, (h[: len(step)], c[: len(step)]), *weights)
             outputs.append(h)
         rows = torch.cat(outputs)
