@@ -1,11 +1,12 @@
-"""How fast the policy scores stored rollouts and takes single steps, after a check that ways agree.
+"""Time of the policy's `evaluate()` on stored rollouts, and of `act()` on single steps.
 
     python benchmarks/policy.py [--device cpu|cuda] [--quick]
 
-`evaluate()` is measured with its backward pass on 64 rows of 128 steps in which an episode ends
-about every 20 steps, against the usual ways with the same weights: a loop over time that resets
-the state (with `lstm_cell`, and with `nn.LSTM` on one step), and all episodes padded to the
-longest. CPU figures are for one thread; rivals take turns in one process, and medians count.
+`evaluate()` is measured with its backward pass on 64 rows of 128 steps, with an episode end about
+every 20 steps. Its rivals use the same weights: a loop over time that resets the state (with
+`lstm_cell`, and with `nn.LSTM` on one step), and all episodes padded to the longest. All are first
+checked for equal results. CPU figures are for one thread; rivals alternate in one process, and the
+table shows medians.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def main() -> None:
 
 @dataclass
 class Rollout:
-    """Full rows, so that the rivals need no gathering."""
+    """A random rollout with full rows, so that the rivals need not gather."""
 
     features: Tensor
     actions: Tensor
@@ -94,7 +95,7 @@ class Rollout:
 
 
 def measure_evaluate(name: str, device: str, budget_s: float) -> float:
-    """Prints a table; returns how many times the loop over time takes as long as `evaluate`."""
+    """Print a table; return the time of the `lstm_cell` loop divided by that of `evaluate`."""
     torch.manual_seed(0)
     policy = POLICIES[name]().to(device)
     rollout = Rollout.random(policy, device)
@@ -140,7 +141,7 @@ def check(
     rollout: Rollout,
     ways: dict[str, Callable[[], Scores]],
 ) -> None:
-    """Every way gives the same scores within 1e-5, and the same gradients."""
+    """Check that all ways give the same scores within 1e-5, and the same gradients."""
     layout = rollout.layout
     expected = [s.detach() for s in ways["evaluate()"]()]
     learn(policy, ways["evaluate()"])
@@ -158,7 +159,7 @@ def check(
 
 
 def score_in_rows(policy: FactoredRecurrentActorCritic, rollout: Rollout, unroll: Unroll) -> Scores:
-    """As `evaluate` does, but in the stored order, with another way through the LSTM."""
+    """Scores like those of `evaluate`, in stored order, with another way through the LSTM."""
     space, actions = policy.action_space, rollout.actions.flatten(0, 1)
     with full_precision(policy.device):
         encoded, scene = policy.heads.encode(rollout.features.flatten(0, 1))
@@ -206,11 +207,11 @@ def padded_to_longest(
 ) -> Tensor:
     layout = rollout.layout
     longest = len(layout.batch_sizes)
-    rows, places = layout.rows_on(encoded.device), layout.padded_index_on(encoded.device)
+    rows, index = layout.rows_on(encoded.device), layout.padded_index_on(encoded.device)
     padded = encoded.new_zeros(longest * layout.num_episodes, encoded.shape[1])
-    padded = padded.index_copy(0, places, encoded[rows]).view(longest, layout.num_episodes, -1)
+    padded = padded.index_copy(0, index, encoded[rows]).view(longest, layout.num_episodes, -1)
     h, c = (layout.initial(state).transpose(0, 1).contiguous() for state in rollout.initial)
-    outputs = policy.core(padded, (h, c))[0].flatten(0, 1)[places]
+    outputs = policy.core(padded, (h, c))[0].flatten(0, 1)[index]
     return torch.zeros_like(encoded).index_copy(0, rows, outputs)
 
 
@@ -235,7 +236,7 @@ def time_in_turns(
     ways: dict[str, Callable[[], object]], device: str, budget_s: float
 ) -> dict[str, float]:
     """Median seconds of each way."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for function in ways.values():
         for _ in range(3):
@@ -243,10 +244,10 @@ def time_in_turns(
     deadline = time.perf_counter() + budget_s * len(ways)
     while time.perf_counter() < deadline or len(next(iter(seconds.values()))) < 5:
         for way, function in ways.items():
-            wait()
+            synchronize()
             start = time.perf_counter()
             function()
-            wait()
+            synchronize()
             seconds[way].append(time.perf_counter() - start)
     return {way: statistics.median(values) for way, values in seconds.items()}
 

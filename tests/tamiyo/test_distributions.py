@@ -15,7 +15,7 @@ from esper.leyline import (
     audit_action_space,
     tamiyo_action_space,
 )
-from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, decide
+from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, choose_actions
 
 SPACES = {
     "one head": FactoredActionSpace((Head("move", 4),)),
@@ -240,7 +240,7 @@ def test_decided_actions_are_legal_given_each_other_and_rescore_alike(seed, name
         packed = packed_logits(actions, heads.start)
         return packed[:, space.slices[heads.start].start : space.slices[heads.stop - 1].stop]
 
-    actions, log_probs, rows = decide(
+    actions, log_probs, rows = choose_actions(
         space, masks, logits_of, generator=generator, deterministic=deterministic, floor=0.05
     )
     for env in range(9):

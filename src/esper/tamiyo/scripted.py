@@ -16,7 +16,7 @@ from esper.leyline.constants import ALPHA_TARGETS, TEMPO_STEPS, AlphaCurve, Blen
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
-from esper.tamiyo.policy.distributions import decide
+from esper.tamiyo.policy.distributions import choose_actions
 
 
 class RandomController:
@@ -34,7 +34,7 @@ class RandomController:
             torch.zeros(masks.num_envs, part.num_choices, device=masks.device)
             for part in space.group_spaces
         ]
-        actions, _, _ = decide(
+        actions, _, _ = choose_actions(
             space, masks, lambda group, _: uniform[group], generator=self.generator
         )
         return actions

@@ -113,7 +113,7 @@ class LegalChoices(NamedTuple):
         return cls(grid, counts, log_counts, (counts > 1).any(dim=-1).float())
 
 
-def decide(
+def choose_actions(
     action_space: FactoredActionSpace,
     masks: ActionMasks,
     logits_of: Callable[[int, Tensor], Tensor],

@@ -33,7 +33,7 @@ from esper.tamiyo.policy.distributions import (
     LegalChoices,
     MaskedFactoredCategorical,
     check_floor,
-    decide,
+    choose_actions,
 )
 from esper.tamiyo.policy.input_checks import (
     ChoiceChecks,
@@ -189,7 +189,7 @@ class FactoredRecurrentActorCritic(nn.Module):
                     return first_logits
                 return self.heads.logits(group, core, scene, actions)
 
-            actions, log_probs, rows = decide(
+            actions, log_probs, rows = choose_actions(
                 self.action_space,
                 masks,
                 logits_of,
