@@ -17,9 +17,7 @@ def flat_policy(
 ) -> FactoredRecurrentActorCritic:
     """A policy for any action space and `num_features` flat features."""
     config = config or PolicyConfig()
-    heads = PlainHeads(
-        action_space, num_features, width=config.lstm_hidden_dim, layers=config.encoder_layers
-    )
+    heads = PlainHeads(action_space, num_features, config)
     return FactoredRecurrentActorCritic(action_space, heads, config)
 
 
@@ -29,13 +27,12 @@ class PlainHeads(nn.Module):
     Features are scaled with running statistics, which `update_scales` changes.
     """
 
-    def __init__(
-        self, action_space: FactoredActionSpace, feature_size: int, *, width: int, layers: int
-    ):
+    def __init__(self, action_space: FactoredActionSpace, feature_size: int, config: PolicyConfig):
         super().__init__()
         self.feature_size = feature_size
         self.scales = RunningNormalizer(feature_size)
-        self.encoder = mlp(feature_size, width, layers)
+        width = config.lstm_hidden_dim
+        self.encoder = mlp(feature_size, width, config.encoder_layers)
         first, *later = action_space.group_spaces
         self._first_choices = first.num_choices
         self.groups = nn.ModuleList(
