@@ -25,8 +25,9 @@ from esper.simic.training.config import PRESETS
 from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, tamiyo_policy
-from esper.tamiyo.policy.plain_heads import POLICY_GAIN, linear
+from esper.tamiyo.policy.layers import POLICY_GAIN, linear
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
 from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, SyntheticHosts
 

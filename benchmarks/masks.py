@@ -1,10 +1,10 @@
-"""How fast reports become masks and features, beside building them env by env.
+"""Time to build masks and features from reports, against building them env by env.
 
     python benchmarks/masks.py [--device cuda] [--quick]
 
-The rival reads the same reports out into plain Python numbers, one list per field, goes through
-the envs, their slots and the choices of each head one by one, makes a small tensor for each, and
-stacks them. Figures are medians of interleaved runs in one process, after both were found equal.
+The rival converts the same reports to Python numbers, one list per field. It loops over envs, slots
+and choices, makes a small tensor for each env, and stacks them. Both are first checked for equal
+results. Figures are medians of interleaved measurements in one process.
 """
 
 import argparse

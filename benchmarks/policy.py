@@ -1,11 +1,12 @@
-"""How fast the policy scores stored rollouts and takes single steps, after a check that ways agree.
+"""Time of the policy's `evaluate()` on stored rollouts, and of `act()` on single steps.
 
     python benchmarks/policy.py [--device cpu|cuda] [--quick]
 
-`evaluate()` is measured with its backward pass on 64 rows of 128 steps in which an episode ends
-about every 20 steps, against the usual ways with the same weights: a loop over time that resets
-the state (with `lstm_cell`, and with `nn.LSTM` on one step), and all episodes padded to the
-longest. CPU figures are for one thread; rivals take turns in one process, and medians count.
+`evaluate()` is measured with its backward pass on 64 rows of 128 steps, with an episode end about
+every 20 steps. Its rivals use the same weights: a loop over time that resets the state (with
+`lstm_cell`, and with `nn.LSTM` on one step), and all episodes padded to the longest. All are first
+checked for equal results. CPU figures are for one thread; rivals alternate in one process, and the
+table shows medians.
 """
 
 import argparse
@@ -18,14 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper.leyline import (
-    ActionMasks,
-    FactoredActionSpace,
-    Head,
-    audit_action_space,
-    tamiyo_action_space,
-)
-from esper.leyline.sequences import SequenceLayout
+from esper.leyline import ActionMasks, FactoredActionSpace, Head, audit_action_space
+from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import (
@@ -33,12 +28,14 @@ from esper.tamiyo.policy.network import (
     RecurrentState,
     full_precision,
 )
+from esper.tamiyo.policy.plain_heads import flat_policy
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 
 NUM_ENVS, NUM_STEPS, EPISODE_LENGTH = 64, 128, 20
-POLICIES: dict[str, tuple[FactoredActionSpace, int | FeatureLayout]] = {
-    "one head": (FactoredActionSpace((Head("move", 2),)), 4),
-    "four heads": (audit_action_space(), 32),
-    "Tamiyo, 3 slots": (tamiyo_action_space(3, 8), FeatureLayout(3, 8)),
+POLICIES: dict[str, Callable[[], FactoredRecurrentActorCritic]] = {
+    "one head": lambda: flat_policy(FactoredActionSpace((Head("move", 2),)), 4),
+    "four heads": lambda: flat_policy(audit_action_space(), 32),
+    "Tamiyo, 3 slots": lambda: tamiyo_policy(FeatureLayout(3, 8)),
 }
 BARS = {"cpu": 1.0, "cuda": 10.0}
 
@@ -64,7 +61,7 @@ def main() -> None:
 
 @dataclass
 class Rollout:
-    """Full rows, so that the rivals need no gathering."""
+    """A random rollout with full rows, so that the rivals need not gather."""
 
     features: Tensor
     actions: Tensor
@@ -98,14 +95,15 @@ class Rollout:
 
 
 def measure_evaluate(name: str, device: str, budget_s: float) -> float:
-    """Prints a table; returns how many times the loop over time takes as long as `evaluate`."""
+    """Print a table; return the time of the `lstm_cell` loop divided by that of `evaluate`."""
     torch.manual_seed(0)
-    policy = FactoredRecurrentActorCritic(*POLICIES[name]).to(device)
+    policy = POLICIES[name]().to(device)
     rollout = Rollout.random(policy, device)
 
     def ours() -> Scores:
-        r = rollout
-        scores = policy.evaluate(r.features, r.actions, r.masks, r.layout, r.initial)
+        r, parts = rollout, SequenceParts((rollout.layout,))
+        (steps,) = policy.gather(r.features, r.actions, r.masks, parts, r.initial)
+        scores = policy.evaluate(steps, r.layout)
         return scores.log_probs, scores.values
 
     def rival(unroll: Unroll) -> Callable[[], Scores]:
@@ -143,7 +141,7 @@ def check(
     rollout: Rollout,
     ways: dict[str, Callable[[], Scores]],
 ) -> None:
-    """Every way gives the same scores within 1e-5, and the same gradients."""
+    """Check that all ways give the same scores within 1e-5, and the same gradients."""
     layout = rollout.layout
     expected = [s.detach() for s in ways["evaluate()"]()]
     learn(policy, ways["evaluate()"])
@@ -161,19 +159,19 @@ def check(
 
 
 def score_in_rows(policy: FactoredRecurrentActorCritic, rollout: Rollout, unroll: Unroll) -> Scores:
-    """As `evaluate` does, but in the stored order, with another way through the LSTM."""
+    """Scores like those of `evaluate`, in stored order, with another way through the LSTM."""
     space, actions = policy.action_space, rollout.actions.flatten(0, 1)
     with full_precision(policy.device):
         encoded, scene = policy.heads.encode(rollout.features.flatten(0, 1))
         core = encoded + unroll(rollout, policy, encoded)
         both = policy.readout(core)
         later = [
-            policy.heads.logits(run, core, scene, actions)
-            for run in range(1, len(space.head_groups))
+            policy.heads.logits(group, core, scene, actions)
+            for group in range(1, len(space.head_groups))
         ]
     logits = torch.cat([both[:, :-1], *later], dim=-1)
     distribution = MaskedFactoredCategorical(space, logits, rollout.masks.flatten(0, 1))
-    distribution.normalized_entropy()
+    distribution.normalize(distribution.entropy())
     return distribution.log_prob(actions), both[:, -1]
 
 
@@ -209,11 +207,11 @@ def padded_to_longest(
 ) -> Tensor:
     layout = rollout.layout
     longest = len(layout.batch_sizes)
-    rows, places = layout.rows.to(encoded.device), layout.padded_index_on(encoded.device)
+    rows, index = layout.rows.to(encoded.device), layout.padded_index_on(encoded.device)
     padded = encoded.new_zeros(longest * layout.num_episodes, encoded.shape[1])
-    padded = padded.index_copy(0, places, encoded[rows]).view(longest, layout.num_episodes, -1)
+    padded = padded.index_copy(0, index, encoded[rows]).view(longest, layout.num_episodes, -1)
     h, c = (layout.initial(state).transpose(0, 1).contiguous() for state in rollout.initial)
-    outputs = policy.core(padded, (h, c))[0].flatten(0, 1)[places]
+    outputs = policy.core(padded, (h, c))[0].flatten(0, 1)[index]
     return torch.zeros_like(encoded).index_copy(0, rows, outputs)
 
 
@@ -221,9 +219,9 @@ def measure_act(device: str, budget_s: float) -> None:
     print(f"\nact, microseconds per step\n  {'envs':>20}" + "".join(f"{n:>18}" for n in POLICIES))
     for num_envs in (1, 8, 64, 512):
         ways = {}
-        for name, (space, features) in POLICIES.items():
-            policy = FactoredRecurrentActorCritic(space, features).to(device)
-            masks = ActionMasks.all_legal(space, num_envs, device)
+        for name, new_policy in POLICIES.items():
+            policy = new_policy().to(device)
+            masks = ActionMasks.all_legal(policy.action_space, num_envs, device)
             state = policy.initial_state(num_envs)
             inputs = torch.rand(num_envs, policy.feature_size, device=device)
             rng = torch.Generator(device)
@@ -238,7 +236,7 @@ def time_in_turns(
     ways: dict[str, Callable[[], object]], device: str, budget_s: float
 ) -> dict[str, float]:
     """Median seconds of each way."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for function in ways.values():
         for _ in range(3):
@@ -246,10 +244,10 @@ def time_in_turns(
     deadline = time.perf_counter() + budget_s * len(ways)
     while time.perf_counter() < deadline or len(next(iter(seconds.values()))) < 5:
         for way, function in ways.items():
-            wait()
+            synchronize()
             start = time.perf_counter()
             function()
-            wait()
+            synchronize()
             seconds[way].append(time.perf_counter() - start)
     return {way: statistics.median(values) for way, values in seconds.items()}
 

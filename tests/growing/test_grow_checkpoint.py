@@ -13,8 +13,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, O
 from esper import Budget, Growth
 from esper.growing.checkpoint import random_states, set_random_states
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo.learned import LearnedController, _policy
+from esper.tamiyo.learned import LearnedController
+from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from support.models import Script, act, blobs, build, germinate, mlp
 
 X, Y = blobs()
@@ -108,7 +110,7 @@ def test_at_every_decision(tmp_path):
 
 def test_a_learned_controller_goes_on_with_what_it_remembers(tmp_path):
     torch.manual_seed(0)
-    policy = _policy(1, 1, PolicyConfig(lstm_hidden_dim=16))
+    policy = tamiyo_policy(FeatureLayout(1, 1), PolicyConfig(lstm_hidden_dim=16))
     path = tmp_path / "controller.pt"
     LearnedController(policy).save(path)
     growth = new_growth(controller=path)

@@ -71,10 +71,7 @@ def test_progress_follows_from_the_steps_made_and_left(num_steps: int) -> None:
 def test_every_piece_of_evidence_has_a_flag_or_is_always_there() -> None:
     shapes = Reports.shapes()
     for value, flag in {
-        "validation_loss": "validation_known",
-        "validation_accuracy": "validation_known",
         "accuracy_history": "accuracy_history_known",
-        "last_action_succeeded": "last_action_known",
         "gradient_norm": "gradient_known",
         "contribution": "contribution_known",
         "contribution_error": "contribution_known",

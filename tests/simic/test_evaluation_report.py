@@ -37,6 +37,7 @@ from esper.simic.training.distribution import load_hosts, load_menu, load_task
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tamiyo.policy.slot_heads import SlotHeads
 from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig
 
@@ -83,7 +84,9 @@ def make_controller(rng_seed, kind=FactoredRecurrentActorCritic):
     with torch.random.fork_rng():
         torch.manual_seed(rng_seed)
         config = PolicyConfig(lstm_hidden_dim=8)
-        return LearnedController(kind(tamiyo_action_space(3, 3), FeatureLayout(3, 3), config))
+        return LearnedController(
+            kind(tamiyo_action_space(3, 3), SlotHeads(FeatureLayout(3, 3), config), config)
+        )
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,7 @@ def test_autoreset_steps_do_not_enter_the_normaliser():
     trainer.collect()
     seen = trainer.buffer.fields["states"][trainer.buffer._valid_mask()]
     trainer.learn()
-    normalizer = trainer.agent.feature_normalizer
+    normalizer = trainer.agent.policy.heads.scales
     assert normalizer.count == len(seen)
     torch.testing.assert_close(normalizer.mean, seen.double().mean(dim=0))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
-from esper.simic.agent.normalize import RunningNormalizer
+from esper.leyline.sequences import SequenceParts
 from esper.simic.agent.ppo import (
     PPOAgent,
     PPOConfig,
@@ -20,11 +20,9 @@ from esper.simic.agent.ppo import (
     rollout_rows,
 )
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
-from esper.tamiyo.policy.network import (
-    FactoredRecurrentActorCritic,
-    PolicyConfig,
-    RecurrentState,
-)
+from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
+from esper.tamiyo.policy.normalize import RunningNormalizer
+from esper.tamiyo.policy.plain_heads import flat_policy
 
 FEATURES, NUM_ENVS, NUM_STEPS = 5, 4, 12
 SPACES = {
@@ -38,7 +36,7 @@ SPACES = {
 
 def make_agent(space, *, layers=1, floor=0.0, rng_seed=0, device="cpu", **settings):
     torch.manual_seed(rng_seed)
-    policy = FactoredRecurrentActorCritic(
+    policy = flat_policy(
         space, FEATURES, PolicyConfig(lstm_hidden_dim=8, lstm_layers=layers, floor=floor)
     )
     for parameter in policy.parameters():  # far from uniform, so that errors show
@@ -131,7 +129,8 @@ def slow_loss(agent, buffer, parameters):
     field = {
         name: view.double() for name, view in buffer.fields.items() if view.is_floating_point()
     }
-    mean, std = agent.feature_normalizer.mean, (agent.feature_normalizer.variance + 1e-8).sqrt()
+    scales = agent.policy.heads.scales
+    mean, std = scales.mean, (scales.variance + 1e-8).sqrt()
     value_mean = agent.value_normalizer.mean
     value_std = (agent.value_normalizer.variance + 1e-8).sqrt()
 
@@ -242,12 +241,12 @@ def test_the_gradient_is_that_of_the_formulas(name, settings):
     buffer = collect(agent, forced_env=2)
     log_probs = buffer.fields["log_probs"]  # of an older policy: some ratios are clipped
     log_probs += torch.where(log_probs < 0, 0.4 * torch.randn(log_probs.shape), 0.0)
-    frozen = copy.deepcopy(agent.feature_normalizer)
+    frozen = copy.deepcopy(agent.policy.heads.scales)
     agent.optimizer = KeepGradients(agent.optimizer)
     metrics = agent.update(buffer)
     assert 0.1 < metrics["clip_fraction"] < 0.9
     assert 0.0 < metrics["decided_fraction"] < 1.0
-    agent.feature_normalizer = frozen  # the update moved it afterwards, and the encoder with it
+    agent.policy.heads.scales = frozen  # the update moved it afterwards, and the encoder with it
     names = [name for name, _ in agent.policy.named_parameters()]
     doubles = {
         name: weight.double().requires_grad_()
@@ -298,7 +297,10 @@ def test_steps_with_one_legal_action_teach_the_critic_only():
     def gradients(change):
         rows = rollout_rows(batch, layout)
         rows = rows._replace(advantages=torch.where(was_forced, change, rows.advantages))
-        scores = agent.policy.evaluate(batch.states, batch.actions, batch.masks, layout, initial)
+        (steps,) = agent.policy.gather(
+            batch.states, batch.actions, batch.masks, SequenceParts((layout,)), initial
+        )
+        scores = agent.policy.evaluate(steps, layout)
         loss, measured = ppo_loss(
             scores, rows, agent.policy.action_space, torch.ones(3), agent.config
         )
@@ -319,8 +321,8 @@ def test_normalisers_see_stored_rows_only():
     buffer = collect(agent)
     agent.update(buffer)
     rows = buffer.sequence_layout().gather(buffer.fields["states"]).double()
-    torch.testing.assert_close(agent.feature_normalizer.mean, rows.mean(dim=0))
-    torch.testing.assert_close(agent.feature_normalizer.variance, rows.var(dim=0, correction=0))
+    torch.testing.assert_close(agent.policy.heads.scales.mean, rows.mean(dim=0))
+    torch.testing.assert_close(agent.policy.heads.scales.variance, rows.var(dim=0, correction=0))
     returns = buffer.sequence_layout().gather(buffer.fields["returns"]).double()
     torch.testing.assert_close(agent.value_normalizer.mean[0], returns.mean())
     assert agent.value_normalizer.count == len(buffer)
@@ -359,9 +361,7 @@ def test_a_new_scale_of_values_leaves_what_is_predicted():
 def test_what_is_learned_does_not_depend_on_the_scale_of_rewards(scale):
     def learned(scale):
         torch.manual_seed(0)
-        policy = FactoredRecurrentActorCritic(
-            SPACES["one head"], FEATURES, PolicyConfig(lstm_hidden_dim=8)
-        )
+        policy = flat_policy(SPACES["one head"], FEATURES, PolicyConfig(lstm_hidden_dim=8))
         agent = PPOAgent(policy, PPOConfig(num_minibatches=2))
         for rng_seed in range(4):
             torch.manual_seed(rng_seed)
@@ -391,12 +391,12 @@ def test_a_new_mean_of_features_leaves_what_is_made_of_an_observation(name):
 
     spread = torch.randn(50, FEATURES, dtype=torch.float64)
     spread = (spread - spread.mean(dim=0)) / spread.std(dim=0, correction=0)
-    agent._rescale_features(spread * 3 + 1)
+    agent.policy.update_scales(spread * 3 + 1)
     before = made()
     # as many rows again, their mean elsewhere, their spread such that the scale of all stays at 3
     distance = torch.tensor([3.0, -3.0, 1.0, 0.0, 4.0], dtype=torch.float64)
-    agent._rescale_features(spread * (9 - distance.square() / 2).sqrt() + 1 + distance)
-    normalizer = agent.feature_normalizer
+    agent.policy.update_scales(spread * (9 - distance.square() / 2).sqrt() + 1 + distance)
+    normalizer = agent.policy.heads.scales
     torch.testing.assert_close(normalizer.mean, 1 + distance / 2)
     torch.testing.assert_close(normalizer.std, torch.full_like(distance, 3))
     for old, new in zip(before, made(), strict=True):
@@ -406,7 +406,7 @@ def test_a_new_mean_of_features_leaves_what_is_made_of_an_observation(name):
 def test_the_first_statistics_move_what_the_encoder_reads_and_later_ones_only_scale_it():
     agent = make_agent(SPACES["one head"], ppo_epochs=1)
     agent.optimizer = KeepGradients(agent.optimizer)  # all that changes is what scaling changes
-    normalizer, encoder = agent.feature_normalizer, agent.policy.heads.encoder
+    normalizer, encoder = agent.policy.heads.scales, agent.policy.heads.encoder
     features = torch.randn(NUM_ENVS, FEATURES)
     for is_first in (True, False, False):
         weight, bias = (p.detach().clone().double() for p in encoder.parameters())
@@ -415,7 +415,7 @@ def test_the_first_statistics_move_what_the_encoder_reads_and_later_ones_only_sc
         assert (normalizer.mean - old_mean).abs().min() > 1e-3
         middle = normalizer.mean if is_first else old_mean
         expected = torch.tanh((features - middle) / normalizer.std @ weight.T + bias)
-        found = encoder(agent._scaled_features(features)).detach()
+        found = agent.policy.heads.encode(features)[0].detach()
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -457,7 +457,7 @@ def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several(
     assert metrics["update_undone"] == 1.0
     after = agent.state_dict()
     assert after["failed_updates"] == 1
-    for key in ("policy", "feature_normalizer", "value_normalizer"):
+    for key in ("policy", "value_normalizer"):
         for name, tensor in before[key].items():
             assert torch.equal(after[key][name], tensor), name
     for index, moments in before["optimizer"]["state"].items():

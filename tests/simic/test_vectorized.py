@@ -10,7 +10,8 @@ from esper.simic.training.config import PRESETS
 from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import PolicyConfig, tamiyo_policy
+from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
 

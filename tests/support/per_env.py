@@ -77,8 +77,6 @@ def looped_masks(report: EnvReport) -> dict[str, Tensor]:
 
 def slot_takes(report: EnvReport, slot: int, op: LifecycleOp) -> bool:
     """What a slot accepts, and what else a germination needs."""
-    if not report["slot_exists"][slot]:
-        return False
     if (SeedStage(report["stage"][slot]), op) not in LEGAL_MOVES:
         return False
     if op == LifecycleOp.PRUNE:
@@ -127,7 +125,7 @@ def looped_features(report: EnvReport) -> Tensor:
 
 
 def env_features(r: EnvReport) -> list[float]:
-    known = r["validation_known"]
+    known = r["accuracy_history_known"][0]
     past, past_known = r["accuracy_history"], r["accuracy_history_known"]
     added, host = r["params"] - r["host_params"], max(r["host_params"], 1.0)
     added_macs, host_macs = r["macs"] - r["host_macs"], max(r["host_macs"], 1.0)
@@ -148,8 +146,6 @@ def env_features(r: EnvReport) -> list[float]:
         math.log1p(r["rent"] / 0.02),
         10 * r["rent"] * math.log1p(added / host),
         math.log1p(r["compute_price"] / 0.01),
-        float(known),
-        float(r["last_action_known"] and r["last_action_succeeded"]),
         *(past[k] if past_known[k] else 0.0 for k in range(ACCURACY_HISTORY)),
         *map(float, past_known),
         *(float(op == last_op) for op in LifecycleOp),
@@ -157,14 +153,11 @@ def env_features(r: EnvReport) -> list[float]:
 
 
 def slot_features(r: EnvReport, slot: int) -> list[float]:
-    width = 17 + len(SeedStage) + len(SiteKind)
-    if not r["slot_exists"][slot]:
-        return [0.0] * width
     host, host_macs = max(r["host_params"], 1.0), max(r["host_macs"], 1.0)
     added, seed = r["params"] - r["host_params"], r["seed_params"][slot]
     known, gradient_known = r["contribution_known"][slot], r["gradient_known"][slot]
     acted = r["last_action_known"] and r["last_action"][0] != LifecycleOp.WAIT
-    features = [
+    return [
         r["alpha"][slot],
         r["alpha_target"][slot],
         r["site_depth"][slot],
@@ -178,19 +171,16 @@ def slot_features(r: EnvReport, slot: int) -> list[float]:
         10 * r["rent"] * (math.log1p(added / host) - math.log1p((added - seed) / host)),
         math.log1p(r["site_width"][slot]) / 5,
         math.log1p(min(r["gradient_norm"][slot] / 1e-4, 1e9)) / 4 if gradient_known else 0.0,
-        1.0,
         float(gradient_known),
         float(known),
         float(acted and r["last_action"][1] == slot),
         *(float(r["stage"][slot] == stage) for stage in SeedStage),
         *(float(r["site_kind"][slot] == kind) for kind in SiteKind),
     ]
-    assert len(features) == width
-    return features
 
 
 def blueprint_features(r: EnvReport, slot: int, blueprint: int) -> list[float]:
-    if not r["slot_exists"][slot] or not r["fits"][slot][blueprint]:
+    if not r["fits"][slot][blueprint]:
         return [0.0] * 7
     host, host_macs = max(r["host_params"], 1.0), max(r["host_macs"], 1.0)
     added = r["params"] - r["host_params"]

@@ -13,8 +13,8 @@ from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
 def random_reports(
     num_envs: int, num_slots: int = 3, num_blueprints: int = 8, rng_seed: int = 0
 ) -> Reports:
-    """Reports of envs at random moments of random episodes: some limits are infinite, some slots
-    do not exist, some evidence is missing, and what stands beside a False flag is NaN."""
+    """Reports of envs at random moments of random episodes: some limits are infinite,
+    some evidence is missing, and values next to a False flag are NaN."""
     draw = _Draw(rng_seed)
     per_env, per_slot = (num_envs,), (num_envs, num_slots)
     per_choice = (num_envs, num_slots, num_blueprints)
@@ -27,8 +27,7 @@ def random_reports(
     cost_macs = (host_macs.view(-1, 1, 1) * draw.log_uniform(per_choice, 1e-3, 2.0)).round()
     fits = draw.flag(per_choice, 0.8)
 
-    exists = draw.flag(per_slot, 0.9)
-    stage = torch.where(exists, draw.integer(per_slot, 0, len(SeedStage)), SeedStage.DORMANT)
+    stage = draw.integer(per_slot, 0, len(SeedStage))
     has_seed = (stage != SeedStage.DORMANT) & (stage != SeedStage.EMBARGOED)
     is_live = has_seed & (stage != SeedStage.FOSSILIZED)
     assert set(stage[is_live].tolist()) <= set(LIVE_STAGES)
@@ -66,8 +65,6 @@ def random_reports(
         step=step,
         steps_left=episode_length - step,
         validation_loss=maybe(draw.log_uniform(per_env, 1e-3, 10), validated),
-        validation_accuracy=maybe(history[:, 0], validated),
-        validation_known=validated,
         accuracy_history=maybe(history, history_known),
         accuracy_history_known=history_known,
         host_params=host_params,
@@ -83,8 +80,6 @@ def random_reports(
         compute_price=draw.uniform(per_env, 0, 0.1) * draw.flag(per_env, 0.5),
         last_action=_random_actions(draw, num_envs, num_slots, num_blueprints),
         last_action_known=known_action,
-        last_action_succeeded=known_action & draw.flag(per_env, 0.8),
-        slot_exists=exists,
         stage=stage,
         stage_age=torch.minimum(total_age, draw.integer(per_slot, 0, 12)),
         total_age=total_age,

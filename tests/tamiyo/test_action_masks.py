@@ -43,7 +43,6 @@ def test_a_mask_is_legal_iff_the_lifecycle_table_allows_it(
     stage: SeedStage, op: LifecycleOp
 ) -> None:
     reports = random_reports(1, num_slots=1, num_blueprints=1)
-    reports.slot_exists.fill_(True)
     reports.stage.fill_(stage)
     reports.total_age.fill_(MIN_PRUNE_AGE)
     reports.fits.fill_(True)
@@ -57,11 +56,10 @@ def test_a_mask_is_legal_iff_the_lifecycle_table_allows_it(
     assert masks["slot"][0, op, 0] == ((stage, op) in LEGAL_MOVES)
 
 
-@pytest.mark.parametrize("field", ["params_left", "macs_left", "seeds_left", "fits", "slot_exists"])
+@pytest.mark.parametrize("field", ["params_left", "macs_left", "seeds_left", "fits"])
 def test_each_limit_alone_stops_a_germination(field: str) -> None:
     reports = random_reports(1, num_slots=2, num_blueprints=2)
-    for name in ("fits", "slot_exists"):
-        getattr(reports, name).fill_(True)
+    reports.fits.fill_(True)
     reports.stage.fill_(SeedStage.DORMANT)
     reports.cost_params.copy_(torch.tensor([[[10.0, 20], [10, 20]]]))
     reports.cost_macs.copy_(torch.tensor([[[10.0, 20], [10, 20]]]))

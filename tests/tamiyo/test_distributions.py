@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributions import Categorical, kl_divergence
+from torch.distributions import Categorical
 
 from esper.leyline import (
     ActionMasks,
@@ -15,7 +15,7 @@ from esper.leyline import (
     audit_action_space,
     tamiyo_action_space,
 )
-from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, decide
+from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, choose_actions
 
 SPACES = {
     "one head": FactoredActionSpace((Head("move", 4),)),
@@ -78,29 +78,25 @@ def test_scores_equal_torch_distributions_in_float64(space, floor, device):
     generator = torch.Generator().manual_seed(1)
     rows = random_rows(space, 40, generator)
     logits = 3 * torch.randn(rows.shape, generator=generator)
-    others = 3 * torch.randn(rows.shape, generator=generator)
     actions = legal_actions(space, rows, generator)
-    on_device = [t.to(device) for t in (logits, others, rows, actions)]
-    mine = MaskedFactoredCategorical(space, on_device[0], on_device[2], floor=floor)
-    other = MaskedFactoredCategorical(space, on_device[1], on_device[2], floor=floor)
-    expected = torch.zeros(4, 40, len(space), dtype=torch.float64)
+    on_device = [t.to(device) for t in (logits, rows, actions)]
+    mine = MaskedFactoredCategorical(space, on_device[0], on_device[1], floor=floor)
+    expected = torch.zeros(3, 40, len(space), dtype=torch.float64)
     for r in range(40):
         for h, part in enumerate(space.slices):
             row = rows[r, part]
             if not row.any():
                 continue
-            p, q = oracle(logits[r, part], row, floor), oracle(others[r, part], row, floor)
+            p = oracle(logits[r, part], row, floor)
             position = row[: actions[r, h]].sum()  # among the legal choices
             count = int(row.sum())
             expected[0, r, h] = p.log_prob(position)
             expected[1, r, h] = p.entropy()
             expected[2, r, h] = p.entropy() / math.log(count) if count > 1 else 0.0
-            expected[3, r, h] = kl_divergence(p, q)
     got = (
-        mine.log_prob(on_device[3]),
+        mine.log_prob(on_device[2]),
         mine.entropy(),
-        mine.normalized_entropy(),
-        mine.kl(other),
+        mine.normalize(mine.entropy()),
     )
     for want, have in zip(expected, got, strict=True):
         assert have.dtype == torch.float32
@@ -116,7 +112,6 @@ def test_masked_choices_have_no_probability_and_no_gradient(dtype, floor):
     logits = (10 * torch.randn(rows.shape, generator=generator)).to(dtype).requires_grad_()
     actions = legal_actions(space, rows, generator)
     distribution = MaskedFactoredCategorical(space, logits, rows, floor=floor)
-    other = MaskedFactoredCategorical(space, logits.detach() * 0.5, rows, floor=floor)
     for h, (head, row) in enumerate(space.split(rows).items()):
         probs = distribution.probs[:, h, : space.heads[h].size]
         assert (probs[~row & row.any(-1, keepdim=True)] == 0).all(), head
@@ -124,9 +119,7 @@ def test_masked_choices_have_no_probability_and_no_gradient(dtype, floor):
     for score in (
         distribution.log_prob(actions),
         distribution.entropy(),
-        distribution.normalized_entropy(),
-        distribution.kl(other),
-        other.kl(distribution),
+        distribution.normalize(distribution.entropy()),
     ):
         (gradient,) = torch.autograd.grad(score.sum(), logits, retain_graph=True)
         assert gradient.isfinite().all()
@@ -141,7 +134,6 @@ def test_a_head_with_nothing_to_choose_takes_action_0_and_adds_exactly_nothing(f
     rows = random_rows(space, 100, generator, empty=0.5)
     logits = (50 * torch.randn(rows.shape, generator=generator)).requires_grad_()
     distribution = MaskedFactoredCategorical(space, logits, rows, floor=floor)
-    other = MaskedFactoredCategorical(space, -logits.detach(), rows, floor=floor)
     empty = torch.stack([~row.any(-1) for row in space.split(rows).values()], dim=-1)
     assert 100 < empty.sum() < 500
     for actions in (distribution.sample(generator), distribution.mode()):
@@ -149,8 +141,7 @@ def test_a_head_with_nothing_to_choose_takes_action_0_and_adds_exactly_nothing(f
         for score in (
             distribution.log_prob(actions),
             distribution.entropy(),
-            distribution.normalized_entropy(),
-            distribution.kl(other),
+            distribution.normalize(distribution.entropy()),
         ):
             assert (score[empty] == 0).all()
             (gradient,) = torch.autograd.grad(score[empty].sum(), logits, retain_graph=True)
@@ -165,7 +156,9 @@ def test_entropy_of_k_even_choices_is_log_k(size):
     distribution = MaskedFactoredCategorical(space, torch.full((1, 9), 4.0), rows)
     assert distribution.entropy()[0, 0].item() == pytest.approx(math.log(size), abs=1e-6)
     share = 1.0 if size > 1 else 0.0
-    assert distribution.normalized_entropy()[0, 0].item() == pytest.approx(share, abs=1e-6)
+    assert distribution.normalize(distribution.entropy())[0, 0].item() == pytest.approx(
+        share, abs=1e-6
+    )
 
 
 def test_leading_dimensions_do_not_matter():
@@ -247,7 +240,7 @@ def test_decided_actions_are_legal_given_each_other_and_rescore_alike(seed, name
         packed = packed_logits(actions, heads.start)
         return packed[:, space.slices[heads.start].start : space.slices[heads.stop - 1].stop]
 
-    actions, log_probs, rows = decide(
+    actions, log_probs, rows = choose_actions(
         space, masks, logits_of, generator=generator, deterministic=deterministic, floor=0.05
     )
     for env in range(9):
@@ -281,7 +274,7 @@ def test_a_row_does_not_depend_on_the_others():
     whole = MaskedFactoredCategorical(space, logits, rows, floor=0.1)
     logits[1:] = math.nan
     alone = MaskedFactoredCategorical(space, logits, rows, floor=0.1)
-    for score in ("entropy", "normalized_entropy", "mode"):
+    for score in ("entropy", "mode"):
         assert torch.equal(getattr(whole, score)()[0], getattr(alone, score)()[0])
     assert torch.equal(whole.log_prob(actions)[0], alone.log_prob(actions)[0])
 
@@ -299,8 +292,7 @@ def test_the_distribution_compiles_as_one_graph(backend, floor):
         distribution = MaskedFactoredCategorical(space, logits, rows, floor=floor)
         return (
             distribution.log_prob(actions),
-            distribution.normalized_entropy(),
-            distribution.kl(distribution),
+            distribution.normalize(distribution.entropy()),
             distribution.mode(),
             distribution.log_prob(distribution.sample()).isfinite(),
         )
@@ -374,5 +366,5 @@ def test_a_call_in_inference_mode_leaves_gradients_to_others():
     logits = torch.zeros(1, 9, requires_grad=True)
     chances = MaskedFactoredCategorical(space, logits, masks)
     log_probs = chances.log_prob(torch.zeros(1, 2, dtype=torch.int64))
-    (chances.normalized_entropy() + log_probs).sum().backward()
+    (chances.normalize(chances.entropy()) + log_probs).sum().backward()
     assert logits.grad is not None

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tamiyo.policy.feature_scales import LEAST_STD, LIMIT, FeatureScales
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout, Flag
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from support.random_reports import random_reports
 
 LAYOUT = FeatureLayout(3, 8)
@@ -32,12 +31,10 @@ def column(layout, features, block, name):
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda row: f"{row.block} {row.name}")
 def test_every_feature_is_scaled_by_what_was_there(feature):
     features = some_features()
-    is_there = {
-        "env": torch.ones(len(features), dtype=torch.bool),
-        "slot": column(LAYOUT, features, "slot", "exists")[:, 0] > 0.5,
-        "blueprint": column(LAYOUT, features, "blueprint", "fits")[:, 0] > 0.5,
-    }[feature.block]
     raw = column(LAYOUT, features, feature.block, feature.name).double()
+    is_there = torch.ones(len(raw), dtype=torch.bool)
+    if feature.block == "blueprint":
+        is_there = column(LAYOUT, features, "blueprint", "fits")[:, 0] > 0.5
     expected = raw
     if not isinstance(feature.scale, Flag):
         seen = raw[is_there]
@@ -70,14 +67,12 @@ def test_what_does_not_fit_stays_zero():
 
 
 def test_a_policy_takes_its_scales_once_and_keeps_them_with_its_weights():
-    policy, other = (
-        FactoredRecurrentActorCritic(tamiyo_action_space(3, 8), LAYOUT) for _ in range(2)
-    )
-    policy.fit_scales(some_features())
-    first = policy.heads.scales.env_center.clone()
+    policy, other = tamiyo_policy(LAYOUT), tamiyo_policy(LAYOUT)
+    policy.update_scales(some_features())
+    first = policy.heads.scales.center.clone()
     assert first.any()
-    policy.fit_scales(some_features(rng_seed=1))
-    assert torch.equal(policy.heads.scales.env_center, first)
+    policy.update_scales(some_features(rng_seed=1))
+    assert torch.equal(policy.heads.scales.center, first)
     other.load_state_dict(policy.state_dict())
     features = some_features(rng_seed=2)
     for part, same in zip(policy.heads.scales(features), other.heads.scales(features), strict=True):

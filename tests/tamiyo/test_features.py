@@ -53,9 +53,9 @@ def test_features_are_finite_at_the_edges_of_what_is_legal() -> None:
         getattr(reports, name).zero_()
     reports.params_left.copy_(torch.tensor([0.0, torch.inf, 0.0, torch.inf]))
     reports.macs_left.copy_(torch.tensor([torch.inf, 0.0, 0.0, torch.inf]))
-    reports.validation_known.fill_(True)
+    reports.accuracy_history_known.fill_(True)
     reports.validation_loss.fill_(torch.inf)
-    reports.validation_accuracy.zero_()
+    reports.accuracy_history.zero_()
     reports.gradient_known.fill_(True)
     reports.gradient_norm.copy_(torch.tensor([0.0, torch.inf, 1.0]).expand(4, 3))
     assert layout_of(reports).features(reports).isfinite().all()
@@ -66,7 +66,6 @@ def test_a_worked_example_of_scales() -> None:
     reports.host_params.fill_(1000)
     reports.params.fill_(1500)
     reports.rent.fill_(0.1)
-    reports.slot_exists.fill_(True)
     reports.seed_params.copy_(torch.tensor([[300.0, 200.0]]))
     reports.contribution_known.copy_(torch.tensor([[True, False]]))
     reports.contribution.fill_(0.05)
@@ -112,7 +111,6 @@ def test_permuting_slots_or_blueprints_permutes_their_blocks_and_changes_nothing
 
 def test_the_last_actions_slot_is_a_flag_on_that_slot_and_waiting_flags_none() -> None:
     reports = random_reports(2)
-    reports.slot_exists.fill_(True)
     reports.last_action_known.fill_(True)
     reports.last_action[:, 0] = torch.tensor([LifecycleOp.PRUNE, LifecycleOp.WAIT])
     reports.last_action[:, 1] = torch.tensor([2, 0])

@@ -13,6 +13,7 @@ from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.tamiyo import heuristic
 from esper.tamiyo.heuristic import (
     HeuristicConfig,
     HeuristicController,
@@ -310,8 +311,9 @@ def test_it_says_why_it_prunes_a_seed_that_the_host_only_leans_on() -> None:
     prior = 23 * 0.35 * math.log(1 + macs / HOST_MACS) ** 0.8 * build * lateness
     expected = prior + (15 - prior) * 10 / 25  # 10 of 25 steps are over
     assert reason(reports) == (
-        "worth +15.0 +- 1.0 points to a model used to it; without it, and with 15 steps left to "
-        f"catch up, it is expected to lack only {expected:.2f}, below its rent of {3 * RENT:.2f}"
+        "worth +15.0 +- 1.0 points to a model that trained with it. With 15 steps left to train "
+        f"without it, the model is expected to lack only {expected:.2f}, below its rent of "
+        f"{3 * RENT:.2f}"
     )
 
 
@@ -335,8 +337,8 @@ def test_it_says_why_it_commits() -> None:
 def test_it_says_why_it_advances_and_grows() -> None:
     hurried = one_held_seed(contribution=0.1, rent=0.1, step=23, stage=SeedStage.BLENDING)
     assert reason(hurried).startswith("2 steps left: brought to full weight")
-    behind = one_held_seed(contribution=0.1, rent=0.1, stage=SeedStage.TRAINING)
-    assert reason(behind).startswith("trained behind the model for 6 steps")
+    in_shadow = one_held_seed(contribution=0.1, rent=0.1, stage=SeedStage.TRAINING)
+    assert reason(in_shadow).startswith("trained in shadow for 6 steps")
     assert reason(GrowthSimulator(1, rent=0.1).observe()).endswith("it costs; 25 steps left")
 
 
@@ -349,3 +351,15 @@ def test_every_env_gets_a_reason_of_its_own(reports: Reports) -> None:
     assert [text == "" for text in texts] == waits.tolist()
     for env, text in enumerate(texts):
         assert not text or "left" not in text or f"{int(reports.steps_left[env])} step" in text
+
+
+def test_reasons_do_not_judge_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+
+    def counted(reports: Reports, config: HeuristicConfig) -> heuristic.SeedJudgement:
+        judged.append(reports)
+        return judge_seeds(reports, config)
+
+    monkeypatch.setattr(heuristic, "judge_seeds", counted)
+    assert reason(one_held_seed(contribution=0.01, rent=0.1))
+    assert len(judged) == 1

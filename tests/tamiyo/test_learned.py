@@ -7,21 +7,20 @@ from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.policy.plain_heads import flat_policy
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from support.random_reports import random_reports
 
 
 def make_policy(num_slots=3, num_blueprints=8, rng_seed=0):
     torch.manual_seed(rng_seed)
-    policy = FactoredRecurrentActorCritic(
-        tamiyo_action_space(num_slots, num_blueprints),
-        FeatureLayout(num_slots, num_blueprints),
-        PolicyConfig(lstm_hidden_dim=16),
-    )
+    layout = FeatureLayout(num_slots, num_blueprints)
+    policy = tamiyo_policy(layout, PolicyConfig(lstm_hidden_dim=16))
     for weight in policy.parameters():  # as far from indifferent as a trained one
         torch.nn.init.normal_(weight, std=0.5)
     reports = random_reports(50, num_slots=num_slots, num_blueprints=num_blueprints)
-    policy.fit_scales(FeatureLayout(num_slots, num_blueprints).features(reports))
+    policy.update_scales(layout.features(reports))
     return policy
 
 
@@ -84,17 +83,18 @@ def test_a_controller_that_was_trained_on_other_features_is_refused_by_their_nam
     assert len(here) == len(FEATURES)
 
     def trained_on(features):
-        torch.save({**saved, "contents": saved["contents"] | {"features": features}}, path)
-        with pytest.raises(ValueError, match="was trained on other features") as refusal:
+        contents = {**saved["contents"], "features": features}
+        torch.save({**saved, "contents": contents}, path)
+        with pytest.raises(ValueError, match="was trained with a different feature set") as refusal:
             LearnedController.load(path)
         return str(refusal.value)
 
     without = trained_on([feature for feature in here if "locality" not in feature])
-    assert "it never saw env locality [1]: x; train one anew" in without
+    assert "(missing: env locality [1]: x). Retrain it" in without
     rescaled = trained_on([feature.replace("log(1 + x / 100)", "log(1 + x)") for feature in here])
-    assert "it never saw env train_rows [1]: 0.25 log(1 + x / 100), " in rescaled
-    assert "and there is no more env train_rows [1]: 0.25 log(1 + x); train" in rescaled
-    assert "their order was another" in trained_on(here[::-1])
+    assert "missing: env train_rows [1]: 0.25 log(1 + x / 100); " in rescaled
+    assert "removed: env train_rows [1]: 0.25 log(1 + x))" in rescaled
+    assert "(another order)" in trained_on(here[::-1])
     torch.save({**saved, "version": 1}, path)
     with pytest.raises(ValueError, match="holds version 1 of a controller"):
         LearnedController.load(path)
@@ -104,11 +104,11 @@ def test_what_is_not_a_controller_is_refused(tmp_path):
     torch.save({"weights": {}}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="not a file that Esper wrote"):
         LearnedController.load(tmp_path / "other.pt")
-    flat = FactoredRecurrentActorCritic(tamiyo_action_space(3, 8), 7)
-    with pytest.raises(ValueError, match="plain heads"):
+    flat = flat_policy(tamiyo_action_space(3, 8), 7)
+    with pytest.raises(ValueError, match="no slot heads"):
         LearnedController(flat)
     controller = LearnedController(make_policy())
     reports = random_reports(3)
     controller.decide(reports, masks_of(reports))
-    with pytest.raises(ValueError, match="reports of 5 envs, but this controller remembers 3"):
+    with pytest.raises(ValueError, match="reports of 5 envs; this controller has seen 3"):
         controller.decide(random_reports(5), masks_of(random_reports(5)))

@@ -10,21 +10,20 @@ from esper.leyline import (
     audit_action_space,
     tamiyo_action_space,
 )
-from esper.leyline.sequences import SequenceLayout
+from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import (
-    FactoredRecurrentActorCritic,
     PolicyConfig,
     RecurrentState,
     full_precision,
 )
-from esper.tamiyo.policy.slot_heads import SlotHeads
+from esper.tamiyo.policy.plain_heads import flat_policy
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from support.random_reports import random_reports
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-EXISTS = FeatureLayout(1, 1).positions("slot")["exists"][0]
 CHAIN = FactoredActionSpace(
     (Head("a", 3), Head("b", 4, given=("a",)), Head("c", 2, given=("a", "b")), Head("d", 5))
 )
@@ -36,13 +35,24 @@ POLICIES = {
 }
 
 
-def make_policy(name, *, device="cpu", **config):
-    """A policy whose choices are far from uniform."""
+def new_policy(name, **config):
     space, features = POLICIES[name]
     torch.manual_seed(0)
-    policy = FactoredRecurrentActorCritic(space, features, PolicyConfig(**config))
+    if isinstance(features, FeatureLayout):
+        return tamiyo_policy(features, PolicyConfig(**config))
+    return flat_policy(space, features, PolicyConfig(**config))
+
+
+def make_policy(name, *, device="cpu", **config):
+    """A policy whose choices are far from uniform."""
+    policy = new_policy(name, **config)
     stir(policy)
     return policy.to(device)
+
+
+def evaluate(policy, features, actions, masks, layout, initial):
+    (steps,) = policy.gather(features, actions, masks, SequenceParts((layout,)), initial)
+    return policy.evaluate(steps, layout)
 
 
 def stir(policy):
@@ -52,11 +62,7 @@ def stir(policy):
 
 
 def random_features(policy, shape, generator):
-    features = torch.randn(*shape, policy.feature_size, generator=generator)
-    if isinstance(policy.heads, SlotHeads):
-        _, slots, _ = policy.heads.layout.split(features)
-        slots[..., EXISTS] = (torch.rand(slots.shape[:-1], generator=generator) < 0.8).float()
-    return features
+    return torch.randn(*shape, policy.feature_size, generator=generator)
 
 
 def random_masks(space, num_envs, generator):
@@ -100,7 +106,7 @@ class Rollout:
         self.actions[unused.to(device)] = -7
 
     def evaluate(self, policy):
-        return policy.evaluate(self.features, self.actions, self.masks, self.layout, self.initial)
+        return evaluate(policy, self.features, self.actions, self.masks, self.layout, self.initial)
 
     def evaluate_and_look(self, policy):
         self.evaluate(policy)
@@ -113,9 +119,8 @@ def act_and_look(policy, features, masks):
 
 
 def test_a_new_policy_lets_seeds_live():
-    torch.manual_seed(0)
     space, features = POLICIES["tamiyo"]
-    policy = FactoredRecurrentActorCritic(space, features)
+    policy = new_policy("tamiyo")
     reports = random_reports(50, features.num_slots, features.num_blueprints)
     masks = compute_batch_masks(reports, space)
     state = policy.initial_state(50)
@@ -158,8 +163,8 @@ def test_gradients_equal_those_of_a_loop_over_time_in_float64():
     policy = policy.double()
     fields = [rollout.features.double(), *(s.double() for s in rollout.initial)]
     features, h, c = fields
-    evaluation = policy.evaluate(
-        features, rollout.actions, rollout.masks, rollout.layout, RecurrentState(h, c)
+    evaluation = evaluate(
+        policy, features, rollout.actions, rollout.masks, rollout.layout, RecurrentState(h, c)
     )
     weights = torch.linspace(-1, 1, evaluation.values.numel(), dtype=torch.float64)
     got = torch.autograd.grad((weights * evaluation.values).sum(), list(policy.core.parameters()))
@@ -170,7 +175,7 @@ def test_gradients_equal_those_of_a_loop_over_time_in_float64():
         state = [s[env].unsqueeze(1) for s in (h, c)]
         if start > 0:
             state = [torch.zeros_like(s) for s in state]
-        encoded = policy.heads.encoder(features[env, start : start + length])
+        encoded, _ = policy.heads.encode(features[env, start : start + length])
         output, _ = policy.core(encoded.unsqueeze(1), tuple(state))
         values[env, start : start + length] = policy.readout(output[:, 0] + encoded)[:, -1]
     expected = torch.autograd.grad(
@@ -198,9 +203,6 @@ def test_an_env_does_not_depend_on_the_others(name):
     generator = torch.Generator().manual_seed(4)
     features = random_features(policy, (8,), generator).double()
     masks = random_masks(policy.action_space, 8, generator)
-    if name == "tamiyo":  # slots that do not exist are all alike: which one wins is rounding
-        layout = policy.heads.layout
-        masks["slot"].logical_and_(layout.slot_exists(layout.split(features)[1]).unsqueeze(1))
     state = RecurrentState(*(s.double() for s in policy.initial_state(8)))
     whole = policy.act(features, masks, state, deterministic=True)
     few = ActionMasks(policy.action_space, {n: masks[n][2:5] for n in policy.action_space.names})
@@ -231,7 +233,8 @@ class Observed:
         space = policy.action_space
         actions = torch.zeros(len(features), 1, space.num_heads, dtype=torch.int64)
         actions[..., 0], actions[:, 0, 1] = op, slot
-        evaluation = policy.evaluate(
+        evaluation = evaluate(
+            policy,
             features.unsqueeze(1),
             actions,
             torch.ones(len(features), 1, space.num_choices, dtype=torch.bool),
@@ -255,8 +258,7 @@ def permuted(layout, features, *, slots=None, blueprints=None):
 def tamiyo(num_slots, num_blueprints):
     layout = FeatureLayout(num_slots, num_blueprints)
     torch.manual_seed(0)
-    space = tamiyo_action_space(num_slots, num_blueprints)
-    policy = FactoredRecurrentActorCritic(space, layout)
+    policy = tamiyo_policy(layout)
     stir(policy)
     return policy, layout
 
@@ -298,37 +300,9 @@ def test_the_same_weights_run_on_other_numbers_of_slots_and_blueprints():
         assert rollout.features.shape[-1] == layout.width
 
 
-def test_slots_that_do_not_exist_change_nothing():
-    policy, layout = tamiyo(3, 4)
-    features = random_features(policy, (6,), torch.Generator().manual_seed(7))
-    larger, wide = tamiyo(7, 4)
-    larger.load_state_dict(policy.state_dict())
-    env, slots, menu = layout.split(features)
-    absent = torch.randn(6, 4, layout.slot_width)
-    absent[..., EXISTS] = 0.0
-    widened = torch.cat(
-        (
-            env,
-            torch.cat((slots, absent), dim=1).flatten(1),
-            torch.cat((menu, torch.zeros(6, 4, 4, layout.blueprint_width)), dim=1).flatten(1),
-        ),
-        dim=1,
-    )
-    assert widened.shape[1] == wide.width
-    slot = torch.tensor([0, 1, 2, 0, 1, 2])
-    before, after = Observed(policy, features, slot), Observed(larger, widened, slot)
-    for name in set(before.probs) - {"slot"}:
-        torch.testing.assert_close(after.probs[name], before.probs[name], rtol=0, atol=1e-5)
-    odds = [o.probs["slot"][:, 1] / o.probs["slot"][:, 0] for o in (before, after)]
-    torch.testing.assert_close(odds[0], odds[1], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(after.values, before.values, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_new_policy_is_near_uniform_and_remembers(name):
-    space, features = POLICIES[name]
-    torch.manual_seed(0)
-    policy = FactoredRecurrentActorCritic(space, features)
+    policy = new_policy(name)
     evaluation = Rollout(policy, [17, 17]).evaluate(policy)
     chooses = evaluation.entropies > 0
     if name == "tamiyo":
@@ -356,11 +330,11 @@ def test_nan_logits_are_named_where_they_arise(device):
     masks = ActionMasks.all_legal(policy.action_space, 3, device=device)
     features = torch.zeros(3, 6, device=device)
     features[2, 1] = torch.nan
-    with pytest.raises(ValueError, match="env 2, head 'slot': not finite logits, log-prob nan"):
+    with pytest.raises(ValueError, match="env 2, head 'slot': logits are not finite, log-prob nan"):
         act_and_look(policy, features, masks)
     rollout = Rollout(policy, [4, 6, 5], device=device)
     rollout.features[1, 5, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"\(env 1, step 5\), head 'slot': not finite logits"):
+    with pytest.raises(ValueError, match=r"\(env 1, step 5\), head 'slot': logits are not finite"):
         rollout.evaluate_and_look(policy)
 
 
@@ -386,7 +360,7 @@ def test_shapes_are_refused_at_once():
     with pytest.raises(ValueError, match="masks are for 3 envs, features for 2"):
         policy.act(torch.zeros(2, 6), masks, policy.initial_state(2))
     other = ActionMasks.all_legal(POLICIES["one head"][0], 3)
-    with pytest.raises(ValueError, match=r"look at \['a', 'b', 'c', 'd', 'move'\]"):
+    with pytest.raises(ValueError, match=r"these differ: \['a', 'b', 'c', 'd', 'move'\]"):
         policy.act(torch.zeros(3, 6), other, state)
     rollout = Rollout(policy, [4, 6])
     rollout.masks = rollout.masks[..., :-1]
@@ -403,8 +377,6 @@ def test_wrong_configurations_are_refused():
         PolicyConfig(lstm_layers=0)
     with pytest.raises(ValueError, match=r"floor=1\.5"):
         PolicyConfig(floor=1.5)
-    with pytest.raises(ValueError, match="3 slots and 5 blueprints needs heads"):
-        FactoredRecurrentActorCritic(tamiyo_action_space(3, 4), FeatureLayout(3, 5))
 
 
 @pytest.mark.gpu

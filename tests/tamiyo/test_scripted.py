@@ -71,7 +71,6 @@ def test_a_fixed_schedule_grows_slot_after_slot_with_seeds_of_its_size() -> None
 
 def test_random_choices_are_even_over_what_is_legal() -> None:
     reports = random_reports(1, num_slots=3, num_blueprints=4, rng_seed=7)
-    reports.slot_exists.fill_(True)
     reports.stage.copy_(torch.tensor([[SeedStage.DORMANT, SeedStage.DORMANT, SeedStage.HOLDING]]))
     reports.total_age.fill_(3)
     reports.fits.fill_(True)

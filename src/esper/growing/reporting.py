@@ -126,15 +126,12 @@ class Reporter:
         exact = {
             "step": step,
             "steps_left": steps_left,
-            "validation_known": known > 0,
             "train_rows": self.data.train_rows,
             "seeds_left": self._max_germinations - evidence.germinations,
             "last_action_known": acted,
-            "last_action_succeeded": acted,
         }
         real = {
             "validation_loss": evidence.loss,
-            "validation_accuracy": float(history[0]),
             "host_params": self.model_params,
             "host_macs": self.model_macs,
             "params": self.params,
@@ -149,7 +146,6 @@ class Reporter:
             "accuracy_history": history,
             "accuracy_history_known": torch.arange(ACCURACY_HISTORY) < known,
             "last_action": last_action,
-            "slot_exists": torch.ones(len(slots), dtype=torch.bool),
             "seed_params": self.seed_costs(self.cost_params).float(),
             "seed_macs": self.seed_costs(self.cost_macs).float(),
             "site_kind": torch.tensor([int(slot.site.kind) for slot in slots]),

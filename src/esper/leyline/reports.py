@@ -30,9 +30,7 @@ class Reports:
     step: Tensor = _array("N", "int")  # decisions made so far in the episode
     steps_left: Tensor = _array("N", "int")  # decisions until the end, this one included
     validation_loss: Tensor = _array("N")
-    validation_accuracy: Tensor = _array("N")
-    validation_known: Tensor = _array("N", "bool")  # False before the first validation
-    accuracy_history: Tensor = _array("NK")  # the latest first: validation_accuracy itself
+    accuracy_history: Tensor = _array("NK")  # validation accuracies, the latest first
     accuracy_history_known: Tensor = _array("NK", "bool")
     host_params: Tensor = _array("N")  # of the host without any seed
     host_macs: Tensor = _array("N")  # multiply-adds per example, likewise
@@ -47,9 +45,7 @@ class Reports:
     compute_price: Tensor = _array("N")  # score charged for multiply-adds x time
     last_action: Tensor = _array("NH", "int")
     last_action_known: Tensor = _array("N", "bool")  # False on the first step
-    last_action_succeeded: Tensor = _array("N", "bool")
     # per slot
-    slot_exists: Tensor = _array("NS", "bool")  # hosts in one batch may have fewer slots
     stage: Tensor = _array("NS", "int")  # SeedStage
     stage_age: Tensor = _array("NS", "int")  # steps in this stage
     total_age: Tensor = _array("NS", "int")  # steps since germination
@@ -113,6 +109,11 @@ class Reports:
     @property
     def device(self) -> torch.device:
         return self.fits.device
+
+    @property
+    def validation_known(self) -> Tensor:
+        """Whether there is a validation loss and accuracy yet, bool `[N]`."""
+        return self.accuracy_history_known[:, 0]
 
     @property
     def progress(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""A trained policy as a controller: frozen, on hosts with any number of slots, with any menu.
+"""A trained policy as a frozen controller, for any number of slots and any menu.
 
 controller = LearnedController.load("controller.pt")
 controller.begin(torch.arange(num_envs))
@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
+from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.files import read_file, write_file
 from esper.leyline.reports import Reports
 from esper.tamiyo.policy.features import FeatureLayout, feature_list
@@ -21,15 +21,15 @@ from esper.tamiyo.policy.network import (
     PolicyConfig,
     RecurrentState,
 )
+from esper.tamiyo.policy.slot_heads import SlotHeads, tamiyo_policy
 
-_KIND, _VERSION = "controller", 4
+_KIND, _VERSION = "controller", 5
 
 
 class LearnedController:
-    """Tamiyo's policy with what it remembers of each env.
+    """Tamiyo's policy and its recurrent state for each env.
 
-    It takes the likeliest choice of every head, or draws from `generator` where it is not
-    deterministic.
+    It takes the likeliest choice of every head, or samples with `generator` if not `deterministic`.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class LearnedController:
         deterministic: bool = True,
         generator: torch.Generator | None = None,
     ):
-        if policy.takes_any_scale:
-            raise ValueError("this policy has plain heads; a controller needs a FeatureLayout")
+        if not isinstance(policy.heads, SlotHeads):
+            raise ValueError("this policy has no slot heads; build one with tamiyo_policy")
         self.policy = policy
         self.deterministic, self.generator = deterministic, generator
         self._state: RecurrentState | None = None
 
     def begin(self, env_ids: Tensor) -> None:
         if self._state is None:
-            return  # everyone starts from zeros
+            return  # all envs start from zeros
         if len(env_ids) == len(self._state.h):
             self._state = None
             return
@@ -56,15 +56,15 @@ class LearnedController:
             part[ids] = 0.0
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
-        policy = self._fitting(reports)
+        layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
+        policy = self._fit(layout)
         if self._state is None:
             self._state = policy.initial_state(reports.num_envs)
         if len(self._state.h) != reports.num_envs:
             raise ValueError(
-                f"reports of {reports.num_envs} envs, but this controller remembers "
-                f"{len(self._state.h)}; use one controller per environment"
+                f"reports of {reports.num_envs} envs; this controller has seen "
+                f"{len(self._state.h)}. Use one controller per environment"
             )
-        layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
         decision = policy.act(
             layout.features(reports.to(policy.device)),
             masks.to(policy.device),
@@ -77,14 +77,14 @@ class LearnedController:
         return decision.actions.to(reports.device)
 
     def memory(self) -> dict[str, Tensor]:
-        """What a checkpoint of a run keeps: the recurrent state of each env."""
+        """The state that a checkpoint keeps: the recurrent state of each env."""
         return {} if self._state is None else dict(self._state._asdict())
 
     def recall(self, memory: dict[str, Tensor]) -> None:
         self._state = RecurrentState(**memory) if memory else None
 
     def save(self, path: str | Path) -> None:
-        """What the policy sees, its sizes and weights, in one file that is replaced at once."""
+        """Write the policy's features, sizes and weights to one file, atomically."""
         contents = {
             "features": feature_list(),
             "policy": asdict(self.policy.config),
@@ -103,42 +103,38 @@ class LearnedController:
     ) -> Self:
         contents = read_file(path, _KIND, version=_VERSION)
         _require_same_features(contents["features"], path)
-        policy = _policy(1, 1, PolicyConfig(**contents["policy"]))
+        policy = _untrained(FeatureLayout(1, 1), PolicyConfig(**contents["policy"]))
         policy.load_state_dict(contents["weights"])
         return cls(policy.to(device), deterministic=deterministic, generator=generator)
 
-    def _fitting(self, reports: Reports) -> FactoredRecurrentActorCritic:
+    def _fit(self, layout: FeatureLayout) -> FactoredRecurrentActorCritic:
         """The policy for this many slots and blueprints: other shapes, the same weights."""
-        space = tamiyo_action_space(reports.num_slots, reports.num_blueprints)
-        if space != self.policy.action_space:
+        assert isinstance(self.policy.heads, SlotHeads)
+        if layout != self.policy.heads.layout:
             weights, device = self.policy.state_dict(), self.policy.device
-            self.policy = _policy(reports.num_slots, reports.num_blueprints, self.policy.config)
+            self.policy = _untrained(layout, self.policy.config)
             self.policy.load_state_dict(weights)
             self.policy.to(device)
         return self.policy
 
 
 def _require_same_features(trained_on: list[str], path: str | Path) -> None:
-    """Weights mean nothing to other features, or to the same in another order."""
-    present = feature_list()
-    if trained_on == present:
+    """Raise if a policy was trained on other features, or on the same in another order."""
+    current = feature_list()
+    if trained_on == current:
         return
     differences = {
-        "it never saw": [feature for feature in present if feature not in trained_on],
-        "there is no more": [feature for feature in trained_on if feature not in present],
+        "missing": [feature for feature in current if feature not in trained_on],
+        "removed": [feature for feature in trained_on if feature not in current],
     }
-    told = [f"{what} {'; '.join(which)}" for what, which in differences.items() if which]
+    shown = [f"{what}: {', '.join(which)}" for what, which in differences.items() if which]
     raise ValueError(
-        f"{path} was trained on other features than this version shows: "
-        f"{', and '.join(told) or 'their order was another'}; train one anew"
+        f"{path} was trained with a different feature set "
+        f"({'; '.join(shown) or 'another order'}). Retrain it"
     )
 
 
-def _policy(
-    num_slots: int, num_blueprints: int, config: PolicyConfig
-) -> FactoredRecurrentActorCritic:
-    """A policy whose weights are about to be loaded: drawing them disturbs no one's randomness."""
-    space = tamiyo_action_space(num_slots, num_blueprints)
-    layout = FeatureLayout(num_slots, num_blueprints)
+def _untrained(layout: FeatureLayout, config: PolicyConfig) -> FactoredRecurrentActorCritic:
+    """A policy whose weights are loaded next; the global random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
-        return FactoredRecurrentActorCritic(space, layout, config)
+        return tamiyo_policy(layout, config)

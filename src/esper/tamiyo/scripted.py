@@ -1,7 +1,7 @@
-"""Controllers that judge nothing: random, a fixed schedule, a constant plan.
+"""Controllers without judgement: random, a fixed schedule, a constant plan.
 
-What scripted controllers share is here too: they state wishes in order of priority, and the
-first that is legal somewhere becomes the action.
+Scripted controllers list wishes in order of priority; the first that is legal in some slot becomes
+the action (`take_first`).
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper.leyline.checks import require_at_least
 from esper.leyline.constants import ALPHA_TARGETS, TEMPO_STEPS, AlphaCurve, BlendStyle
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
-from esper.tamiyo.policy.distributions import decide
+from esper.tamiyo.policy.distributions import choose_actions
 
 
 class RandomController:
-    """Every legal op with equal chances, then every legal slot, then every legal detail."""
+    """Samples uniformly: a legal op, then a legal slot, then legal details."""
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
@@ -29,11 +30,13 @@ class RandomController:
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         space = masks.action_space
-        even = [
+        uniform = [
             torch.zeros(masks.num_envs, part.num_choices, device=masks.device)
             for part in space.group_spaces
         ]
-        actions, _, _ = decide(space, masks, lambda run, _: even[run], generator=self.generator)
+        actions, _, _ = choose_actions(
+            space, masks, lambda group, _: uniform[group], generator=self.generator
+        )
         return actions
 
 
@@ -44,10 +47,10 @@ class PlannedSeed(NamedTuple):
 
 
 class ConstantPlan:
-    """Germinates each planned seed at its step, and commits it as soon as it holds.
+    """Germinates each planned seed at its step, and commits it once it is HOLDING.
 
-    One step has one action: what has to wait is done at the next free step, germinations first
-    except where the steps that are left are needed to commit.
+    A step has one action; others move to the next free step. Germinations come first, unless all
+    remaining steps are needed to commit.
     """
 
     def __init__(self, plan: Sequence[PlannedSeed | tuple[int, int, int]], ramp_steps: int = 2):
@@ -56,7 +59,7 @@ class ConstantPlan:
         check_ramp_steps(ramp_steps)
         slots = [entry.slot for entry in self.plan]
         if len(set(slots)) != len(slots):
-            raise ValueError(f"plan {self.plan} has two seeds for one slot; use one for each")
+            raise ValueError(f"plan {self.plan} has two seeds for one slot; use one per slot")
 
     def begin(self, env_ids: Tensor) -> None:
         """Nothing to forget."""
@@ -75,17 +78,17 @@ class ConstantPlan:
             fits = entry.slot < reports.num_slots and entry.blueprint < reports.num_blueprints
             if not fits or min(entry) < 0:
                 raise ValueError(
-                    f"{entry} is planned for a host with {reports.num_slots} slots and "
+                    f"{entry} does not exist on a host with {reports.num_slots} slots and "
                     f"{reports.num_blueprints} blueprints"
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSchedule:
-    """Grows one seed after another, first slot first, at fixed steps, and commits them all.
+    """Grows one seed after another at fixed steps, first slot first, and commits them all.
 
-    It knows no rent; of the blueprints that fit the budget it takes the one whose size is nearest
-    to `size`. It runs on any host and any menu, which a constant plan does not.
+    It ignores the rent. Of the blueprints within the budget it takes the one nearest to `size`.
+    Unlike a constant plan, it runs on any host and any menu.
     """
 
     first_step: int = 0
@@ -96,8 +99,7 @@ class FixedSchedule:
 
     def __post_init__(self) -> None:
         check_ramp_steps(self.ramp_steps)
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: use one step or more")
+        require_at_least(self, 1, "every")
 
     def begin(self, env_ids: Tensor) -> None:
         """Nothing to forget."""
@@ -116,7 +118,7 @@ class FixedSchedule:
 def follow_plan(
     reports: Reports, masks: ActionMasks, step: Tensor, blueprint: Tensor, ramp_steps: int
 ) -> Tensor:
-    """Germinate each slot's blueprint once its step has come (both `[N, S]`), and commit it."""
+    """Germinate each slot's `blueprint` from its `step` on (both `[N, S]`), and commit it."""
     legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
     is_affordable = legal.gather(-1, blueprint.unsqueeze(-1)).squeeze(-1)
     is_time = is_affordable & (reports.step.unsqueeze(-1) >= step)
@@ -131,7 +133,7 @@ def germinate_and_commit(
     blueprint: Tensor,
     ramp_steps: int,
 ) -> Tensor:
-    """Germinate where it is time, the most urgent first, and commit whatever holds."""
+    """Germinate where `is_time`, the most urgent first, and commit seeds that are HOLDING."""
     is_live = torch.stack([reports.stage == int(stage) for stage in LIVE_STAGES]).any(dim=0)
     must_commit = (reports.steps_left <= is_live.sum(dim=-1)).unsqueeze(-1)
     age = reports.total_age.float()
@@ -146,7 +148,7 @@ def germinate_and_commit(
 
 
 class Wish(NamedTuple):
-    """An op, the slots it is wanted in and how much, both `[N, S]`."""
+    """An op, the slots where it is wanted, and the urgency there, both `[N, S]`."""
 
     op: LifecycleOp
     wanted: Tensor
@@ -158,8 +160,8 @@ def take_first(
 ) -> Tensor:
     """Actions `[N, H]`: each env's first wish that is legal in a slot that wants it, else WAIT.
 
-    `details` are the choices of a germination: a number for all, or one per slot `[N, S]`.
-    A prune acts at once.
+    `details` are the choices of a germination: one number for all, or one per slot `[N, S]`.
+    A prune takes effect at once.
     """
     space = masks.action_space
     actions = torch.zeros(masks.num_envs, space.num_heads, dtype=torch.int64, device=masks.device)
@@ -178,7 +180,7 @@ def take_first(
 
 
 def seed_details(blueprint: Tensor, ramp_steps: int) -> dict[str, Tensor | int]:
-    """A germination's choices by head: this blueprint `[N, S]`, added along a linear ramp to 1."""
+    """A germination's choices by head: `blueprint` `[N, S]`, blended in by a linear ramp to 1."""
     return {
         "blueprint": blueprint,
         "style": int(BlendStyle.ADD),

@@ -64,8 +64,7 @@ class HostFacts(NamedTuple):
     host_macs: Tensor
     train_rows: Tensor  # [N], of the data that the host learns from, as is their locality
     locality: Tensor
-    slot_exists: Tensor  # [N, S], as are the sites'
-    site_kind: Tensor
+    site_kind: Tensor  # [N, S], as are the sites' width and depth
     site_width: Tensor
     site_depth: Tensor
     fits: Tensor  # [N, S, B], as are those below
@@ -204,8 +203,6 @@ class GrowthEnvironment:
             step=torch.full(per_env, self._step),
             steps_left=torch.full(per_env, config.num_steps - self._step),
             validation_loss=evidence.loss,
-            validation_accuracy=evidence.accuracy,
-            validation_known=is_known,
             accuracy_history=self._history,
             accuracy_history_known=(torch.arange(ACCURACY_HISTORY) < self._step).expand_as(
                 self._history
@@ -223,8 +220,6 @@ class GrowthEnvironment:
             compute_price=torch.full(per_env, config.compute_price),
             last_action=self._last_action,
             last_action_known=is_known,
-            last_action_succeeded=is_known,  # what a mask allows, a slot accepts
-            slot_exists=facts.slot_exists,
             stage=states.stage,
             stage_age=states.stage_age,
             total_age=states.total_age,
@@ -276,7 +271,7 @@ def _of_seeds(per_blueprint: Tensor, states: SlotStates) -> Tensor:
 def _no_evidence(facts: HostFacts) -> Evidence:
     """Before the first step: zeros, all flagged as missing."""
     per_env, per_slot = torch.zeros_like(facts.host_params), torch.zeros_like(facts.site_width)
-    missing = torch.zeros_like(facts.slot_exists)
+    missing = torch.zeros_like(facts.site_width, dtype=torch.bool)
     return Evidence(
         per_env, per_env, per_slot, per_slot, missing, per_slot, missing, per_env.bool()
     )

@@ -303,7 +303,6 @@ def _known_of(host: Host, menu: Sequence[Blueprint]) -> dict[str, Tensor]:
     return {
         "host_params": torch.tensor(float(host.num_params)),
         "host_macs": torch.tensor(float(host.macs)),
-        "slot_exists": torch.ones(len(sites), dtype=torch.bool),
         "site_kind": torch.tensor([int(site.kind) for site in sites]),
         "site_width": torch.tensor([float(site.width) for site in sites]),
         "site_depth": torch.linspace(0, 1, len(sites)),

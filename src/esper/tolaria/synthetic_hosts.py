@@ -95,7 +95,6 @@ class SyntheticHosts:
             host_macs=torch.full(per_env, HOST_MACS),
             train_rows=self.train_rows[self.type_ids],
             locality=self.locality[self.type_ids],
-            slot_exists=torch.ones(per_slot, dtype=torch.bool),
             site_kind=torch.full(per_slot, int(SiteKind.SERIES)),
             site_width=torch.full(per_slot, 8.0),
             site_depth=torch.linspace(0, 1, self.num_slots).expand(per_slot),

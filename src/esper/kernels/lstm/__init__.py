@@ -1,1 +1,1 @@
-"""Kernels for the policy's hot paths, one file each, imported where they are used."""
+"""LSTM kernels behind `tamiyo.policy.packed_lstm`; each is imported when it is first used."""

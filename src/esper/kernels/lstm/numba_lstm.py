@@ -1,11 +1,9 @@
 """The recurrence of an LSTM layer over sequences in packed order, compiled for one CPU thread.
 
-Small batches of long sequences spend their time between operations, not in them: here a call
-takes all sequences through all their steps. Float32 only; exp is written out, because a call for
-each element would not run in vectors.
-
-Sums may be taken in another order (`reassoc`), so that they run in vectors; infinities and nans
-keep their meaning.
+With few sequences per time step, torch spends its time between operations. Here one call runs all
+sequences through all their steps. Float32 only; exp is written out, because a library call per
+element would not be vectorised. `reassoc` lets sums be reordered into vectors; infinities and NaN
+keep their meaning. Parity tests: tests/tamiyo/test_packed_lstm.py.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -27,7 +25,7 @@ _ONE, _HALF = np.float32(1), np.float32(0.5)
 def forward(
     layout: SequenceLayout, gates: Tensor, h: Tensor, c: Tensor, weight: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Outputs, and what `backward` needs; `gates` become the gates' values."""
+    """Outputs, and the tensors that `backward` needs; `gates` is overwritten with gate values."""
     outputs, hs, cs, tanh_cs = (gates.new_empty(len(gates), h.shape[1]) for _ in range(4))
     hs[: len(h)], cs[: len(c)] = h, c
     _forward(
@@ -69,11 +67,11 @@ def backward(
 
 @_entry_point
 def _forward(
-    sizes,  # [steps]: how many sequences are still running
-    gates,  # [R, 4 * hidden]: what the inputs add to the gates; then the gates
-    hs,  # [R, hidden]: states before each row, those of the first step given
+    sizes,  # [steps]: sequences still running
+    gates,  # [R, 4 * hidden]: in: the inputs' share of the gates; out: gate values
+    hs,  # [R, hidden]: states before each row; those of the first step are given
     cs,
-    tanh_cs,  # [R, hidden]: of the cells after each row
+    tanh_cs,  # [R, hidden]: tanh of the cell after each row
     outputs,
     recurrent,  # [hidden, 4 * hidden]
 ):
@@ -81,20 +79,20 @@ def _forward(
     for step in range(sizes.size):
         end = start + sizes[step]
         _add_product(gates[start:end], hs[start:end], recurrent)
-        num_going_on = sizes[step + 1] if step + 1 < sizes.size else 0
+        num_continuing = sizes[step + 1] if step + 1 < sizes.size else 0
         for row in range(start, end):
             gate, c, tanh_c, output = gates[row], cs[row], tanh_cs[row], outputs[row]
             i, f = gate[:hidden], gate[hidden : 2 * hidden]
             z, o = gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
             _squash(gate, hidden)
             for n in range(hidden):
-                tanh_c[n] = f[n] * c[n] + i[n] * z[n]  # the cell itself, for now
-            if row - start < num_going_on:
+                tanh_c[n] = f[n] * c[n] + i[n] * z[n]  # the cell; tanh follows below
+            if row - start < num_continuing:
                 cs[end + row - start, :] = tanh_c
             for n in range(hidden):
                 tanh_c[n] = _tanh(tanh_c[n])
                 output[n] = o[n] * tanh_c[n]
-            if row - start < num_going_on:
+            if row - start < num_continuing:
                 hs[end + row - start, :] = output
         start = end
 
@@ -108,7 +106,7 @@ def _backward(
     weights,  # [4 * hidden, hidden]
     grad_outputs,
     grad_gates,
-    grad_h,  # [sequences, hidden]: zero, then of the state before each step, in the end the first
+    grad_h,  # [sequences, hidden]: in: zeros; out: gradient of the initial state
     grad_c,
 ):
     hidden, end = cs.shape[1], gates.shape[0]
@@ -163,7 +161,7 @@ def _add_eight(y, x, w0, w1, w2, w3, w4, w5, w6, w7):
 
 @_compiled
 def _squash(gate, hidden):
-    """The four gates' values from their inputs; the third is the one with a sign."""
+    """Gate values from their inputs: tanh for the cell gate, the third, else sigmoid."""
     for n in range(2 * hidden):
         gate[n] = _sigmoid(gate[n])
     for n in range(2 * hidden, 3 * hidden):
@@ -186,8 +184,8 @@ def _tanh(x):
 
 @_compiled
 def _exp(x):
-    """e^x = 2^k e^r with |r| <= log(2) / 2, to 2e-7."""
-    x = min(max(x, np.float32(-87)), np.float32(87))  # x comes first: nan stays nan
+    """e^x = 2^k e^r with |r| <= log(2) / 2; relative error 2e-7."""
+    x = min(max(x, np.float32(-87)), np.float32(87))  # x is the first argument, so NaN stays NaN
     k = np.floor(x * np.float32(1.44269504) + _HALF)
     r = x - k * np.float32(0.693359375)
     r = r + k * np.float32(2.12194440e-4)  # the rest of log(2)

@@ -1,11 +1,11 @@
 """The recurrence of an LSTM layer over sequences in packed order as two Triton kernels.
 
-A program takes 16 sequences through all their time steps: the state times the recurrent weights,
-and the gates. State and cell stay in registers; the recurrent weights are larger than a
-processor's own memory and stream through it from the cache at every step, a tile at a time.
+A program runs 16 sequences through all their time steps: the state times the recurrent weights,
+then the gates. State and cell stay in registers. The recurrent weights do not fit into shared
+memory; they stream through it from the L2 cache at every step, a tile at a time.
 
-Products run on tensor cores, each as three products of TF32 parts: the error is that of float32,
-not of TF32. A launch takes about as long as its longest sequence.
+Products run on tensor cores, each as three products of TF32 parts, so the error is that of float32.
+A launch takes about as long as its longest sequence. Parity tests: tests/tamiyo/test_packed_lstm.py.
 """
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from esper.leyline.sequences import SequenceLayout
 
-_SEQUENCES = 16  # of a program: the least that tensor cores take
+_SEQUENCES = 16  # per program: the smallest tile of tensor cores
 
 
 def forward(
     layout: SequenceLayout, gates: Tensor, h: Tensor, c: Tensor, weight: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Outputs, and what `backward` needs; `gates` become the gates' values."""
+    """Outputs, and the tensors that `backward` needs; `gates` is overwritten with gate values."""
     num_episodes, hidden = h.shape
     outputs, hs, cs = (gates.new_empty(len(gates), hidden) for _ in range(3))
     with torch.cuda.device(gates.device):
@@ -76,17 +76,17 @@ def _sizes(hidden: int) -> dict[str, int]:
 @triton.jit(do_not_specialize=["num_episodes"])  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
     step_starts,  # [steps]: the first row of each step
-    lengths,  # [episodes], falling
+    lengths,  # [episodes], descending
     num_episodes,
     initial_h,  # [episodes, HIDDEN]
     initial_c,
     weights,  # [4 * HIDDEN, HIDDEN]
-    gates,  # [R, 4 * HIDDEN]: what the inputs add to the gates; then the gates
+    gates,  # [R, 4 * HIDDEN]: in: the inputs' share of the gates; out: gate values
     hs,  # [R, HIDDEN]: states before each row
     cs,
     outputs,  # [R, HIDDEN]: states after it
     HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr,  # HIDDEN up to a power of two
+    WIDTH: tl.constexpr,  # HIDDEN rounded up to a power of two
     SEQUENCES: tl.constexpr,
 ):
     first = tl.program_id(0) * SEQUENCES
@@ -94,7 +94,7 @@ def _forward(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + episode, mask=episode < num_episodes, other=0)
     unit = tl.arange(0, WIDTH)[None, :]
     is_unit = unit < HIDDEN
-    COLUMNS: tl.constexpr = min(WIDTH, 32)  # of the weights of all gates: a tile
+    COLUMNS: tl.constexpr = min(WIDTH, 32)  # of a weight tile
     column = tl.arange(0, COLUMNS)
     state_at = episode.to(tl.int64) * HIDDEN + unit
     is_state = (length > 0) & is_unit
@@ -109,14 +109,14 @@ def _forward(  # type: ignore[no-untyped-def]
         at = row * HIDDEN + unit
         tl.store(hs + at, h, mask=is_real)
         tl.store(cs + at, c, mask=is_real)
-        # asked for here, needed after the products
+        # loaded early, used after the products
         start = tl.load(step_starts + step + 1, mask=step + 1 < num_steps, other=0)
         gate_at = row * (4 * HIDDEN) + unit
         i = tl.load(gates + gate_at, mask=is_real, other=0.0)
         f = tl.load(gates + gate_at + HIDDEN, mask=is_real, other=0.0)
         z = tl.load(gates + gate_at + 2 * HIDDEN, mask=is_real, other=0.0)
         o = tl.load(gates + gate_at + 3 * HIDDEN, mask=is_real, other=0.0)
-        tl.debug_barrier()  # hs is written, and is read by columns, which registers cannot be
+        tl.debug_barrier()  # hs is read back by columns below; registers cannot be indexed
         to_i = tl.zeros([SEQUENCES, WIDTH], tl.float32)
         to_f = tl.zeros([SEQUENCES, WIDTH], tl.float32)
         to_z = tl.zeros([SEQUENCES, WIDTH], tl.float32)
@@ -172,7 +172,7 @@ def _backward(  # type: ignore[no-untyped-def]
     tile = weights + unit * (4 * HIDDEN) + source
     inside = is_unit & (source < HIDDEN)
     num_steps = tl.load(lengths + first)
-    # of sequences that are not yet reached from the end both stay 0, as their gates are read as 0
+    # both stay 0 for sequences that have ended by this step: their gates are loaded as 0
     grad_h = tl.zeros([SEQUENCES, WIDTH], tl.float32)
     grad_c = tl.zeros([SEQUENCES, WIDTH], tl.float32)
     row = tl.load(step_starts + num_steps - 1) + episode
@@ -194,13 +194,13 @@ def _backward(  # type: ignore[no-untyped-def]
         to_z = grad_c * i * (1.0 - z * z)
         to_o = grad_h * tanh_c * o * (1.0 - o)
         grad_c *= f
-        # what the step before needs is read while this one's products run
+        # load the inputs of the previous step while this step's products run
         row = tl.load(step_starts + step - 1, mask=step > 0, other=0) + episode
         is_real_before = (step > 0) & (step - 1 < length) & is_unit
         gate_at_before = row * (4 * HIDDEN) + unit
         c = tl.load(cs + row * HIDDEN + unit, mask=is_real_before, other=0.0)
         grad_output = tl.load(grad_outputs + row * HIDDEN + unit, mask=is_real_before, other=0.0)
-        # a sum for each product of parts, so that none waits for another
+        # a separate sum for each product of parts, so that they run independently
         high = tl.zeros([SEQUENCES, WIDTH], tl.float32)
         low = tl.zeros([SEQUENCES, WIDTH], tl.float32)
         lower = tl.zeros([SEQUENCES, WIDTH], tl.float32)
@@ -236,7 +236,7 @@ def _add_product(total, part, tile, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tf32_parts(x):  # type: ignore[no-untyped-def]
-    """x as a sum: the bits that TF32 keeps, and the rest."""
+    """x split into the bits that TF32 keeps, and the rest."""
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return high, x - high
 

@@ -22,7 +22,6 @@ from esper.leyline.checks import require_at_least, require_fraction, require_pos
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
-from esper.simic.agent.normalize import RunningNormalizer
 from esper.simic.agent.rollout_buffer import RolloutBatch, TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import (
     Decision,
@@ -32,6 +31,7 @@ from esper.tamiyo.policy.network import (
     StoredSteps,
     full_precision,
 )
+from esper.tamiyo.policy.normalize import RunningNormalizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,6 @@ class PPOAgent:
         self.optimizer = torch.optim.Adam(
             self._parameters, lr=self.config.learning_rate, eps=1e-5, fused=True
         )
-        self.feature_normalizer = RunningNormalizer(policy.feature_size).to(self.device)
         self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
         self.failed_updates = 0
         self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
@@ -126,7 +125,7 @@ class PPOAgent:
     ) -> Decision:
         """One decision per env; values are in units of the reward."""
         decision = self.policy.act(
-            self._scaled_features(features),
+            features,
             masks,
             state,
             generator=generator,
@@ -136,7 +135,7 @@ class PPOAgent:
 
     def value(self, features: Tensor, state: RecurrentState) -> Tensor:
         """V of an observation `[N]`, in units of the reward: the bootstrap of a row cut there."""
-        return self._unscaled_values(self.policy.value(self._scaled_features(features), state))
+        return self._unscaled_values(self.policy.value(features, state))
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -169,7 +168,6 @@ class PPOAgent:
             self._rescale_values(returns)
         rollout = replace(
             batch,
-            states=self._scaled_features(batch.states),
             values=self._scaled_values(batch.values),
             returns=self._scaled_values(batch.returns),
         )
@@ -183,7 +181,7 @@ class PPOAgent:
         if is_finite:
             self.failed_updates = 0
             if config.normalize_features:
-                self._rescale_features(layout.gather(batch.states))
+                self.policy.update_scales(layout.gather(batch.states))
         else:
             self._undo(before)
         explained = _explained_variance(layout.gather(batch.values), returns)
@@ -207,7 +205,7 @@ class PPOAgent:
         """Train on the rollout; returns the passes made and whether all losses were finite."""
         for ppo_epoch in range(self.config.ppo_epochs):
             for piece, steps, rows in self._minibatches(rollout, layout, generator):
-                evaluation = self.policy.score(steps, piece)
+                evaluation = self.policy.evaluate(steps, piece)
                 loss, measured = ppo_loss(
                     evaluation,
                     rows,
@@ -267,23 +265,6 @@ class PPOAgent:
         factor = (old_std / std).masked_fill(is_first, 1.0)
         self.policy.rescale_value(factor, ((old_mean - mean) / std).masked_fill(is_first, 0.0))
 
-    def _rescale_features(self, features: Tensor) -> None:
-        """Take features into their scale; a new mean leaves what the policy makes of them.
-
-        Otherwise its middle would follow the rollouts: a policy that leans to one side would lean
-        further with every update. A new scale is felt, as a stretch around the old mean. So are
-        the first statistics of all: they bring features to where weights are drawn to read them.
-        Tamiyo's policy takes its scales from those alone.
-        """
-        if not self.policy.takes_any_scale:
-            self.policy.fit_scales(features)
-            return
-        normalizer = self.feature_normalizer
-        old_mean, is_first = normalizer.mean.clone(), normalizer.count == 0
-        normalizer.update(features)
-        shift = (normalizer.mean - old_mean) / normalizer.std
-        self.policy.shift_features(shift.masked_fill(is_first, 0.0))
-
     def _set_schedules(self, progress: float) -> None:
         if not 0.0 <= progress <= 1.0:
             raise ValueError(f"progress={progress}; use a number from 0 to 1")
@@ -308,7 +289,6 @@ class PPOAgent:
         return {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "feature_normalizer": self.feature_normalizer.state_dict(),
             "value_normalizer": self.value_normalizer.state_dict(),
             "failed_updates": self.failed_updates,
         }
@@ -325,14 +305,8 @@ class PPOAgent:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.feature_normalizer.load_state_dict(state["feature_normalizer"])
         self.value_normalizer.load_state_dict(state["value_normalizer"])
         self.failed_updates = state["failed_updates"]
-
-    def _scaled_features(self, features: Tensor) -> Tensor:
-        if not (self.config.normalize_features and self.policy.takes_any_scale):
-            return features  # Tamiyo's policy scales them itself
-        return self.feature_normalizer.normalize(features)
 
     def _scaled_values(self, values: Tensor) -> Tensor:
         if not self.config.normalize_values:

@@ -26,7 +26,7 @@ from esper.simic.training.growth_envs import Episodes, GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import tamiyo_policy
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
 
 RecordCallback = Callable[[RoundRecord], None]

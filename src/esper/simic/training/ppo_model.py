@@ -28,7 +28,8 @@ from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.gym_envs import Episode, GymEnvs, require_vector_env
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Trainer, load_agent, zero_rows
-from esper.tamiyo.policy.network import PolicyConfig, RecurrentState, flat_policy
+from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
+from esper.tamiyo.policy.plain_heads import flat_policy
 
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv

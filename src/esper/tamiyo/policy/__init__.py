@@ -1,1 +1,1 @@
-"""What Tamiyo decides with: masks, features, distributions and the network."""
+"""The learned policy: features and masks of reports, action distributions, actor-critic."""

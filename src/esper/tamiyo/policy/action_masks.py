@@ -1,8 +1,8 @@
-"""What each env may do, for all envs at once: a constant number of tensor operations.
+"""Action masks of all envs in a constant number of tensor operations.
 
-A slot's stage is looked up in the one table of legal moves; which op uses which head is data too
-(`OP_HEADS`). Only what depends on more than the slot is computed: the blueprints that fit the
-site, the budget and the seed limit, and the alpha target that a seed already has.
+Slot stages are looked up in the table of legal moves, and `OP_HEADS` lists the heads that each op
+uses. Two masks depend on more than the slot: blueprints must fit the site, the budget and the seed
+limit, and a new alpha target must differ from the current one.
 """
 
 import torch
@@ -21,12 +21,11 @@ from esper.leyline.stages import LifecycleOp, slot_accepts
 
 
 def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> ActionMasks:
-    """The legal choices of N envs: an op is legal where some slot accepts it, WAIT always."""
+    """The legal choices of N envs. An op is legal if some slot accepts it; WAIT always is."""
     _check_action_space(reports, action_space)
     affordable = affordable_blueprints(reports)
-    # op-major and contiguous, so that a row can be found without another copy
-    legal = slot_accepts(reports.stage, reports.total_age).transpose(1, 2).contiguous()
-    legal &= reports.slot_exists.unsqueeze(1)  # [N, O, S]
+    # op-major and contiguous, so that looking up a row needs no copy
+    legal = slot_accepts(reports.stage, reports.total_age).transpose(1, 2).contiguous()  # [N, O, S]
     legal[:, LifecycleOp.GERMINATE].logical_and_(affordable.any(dim=-1))
     op = legal.any(dim=-1)
     op[:, LifecycleOp.WAIT] = True
@@ -48,7 +47,7 @@ def compute_action_masks(
 
 
 def affordable_blueprints(reports: Reports) -> Tensor:
-    """Blueprints that a slot could grow now if it is empty, bool `[N, S, B]`."""
+    """Blueprints that an empty slot could grow now, bool `[N, S, B]`."""
     within_params = reports.cost_params <= reports.params_left.view(-1, 1, 1)
     within_macs = reports.cost_macs <= reports.macs_left.view(-1, 1, 1)
     within_seed_limit = (reports.seeds_left > 0).view(-1, 1, 1)
@@ -59,13 +58,13 @@ def _check_action_space(reports: Reports, action_space: FactoredActionSpace) -> 
     sizes = (reports.num_slots, reports.num_blueprints)
     if action_space.names != _HEAD_NAMES or action_space.sizes[1:3] != sizes:
         raise ValueError(
-            f"these reports have {sizes[0]} slots and {sizes[1]} blueprints: use "
+            f"the reports have {sizes[0]} slots and {sizes[1]} blueprints; use "
             f"tamiyo_action_space{sizes}, not {action_space.heads}"
         )
 
 
 def _used_choices(action_space: FactoredActionSpace) -> DeviceConstant:
-    """`OP_HEADS` spread over the choices of the heads given op and slot: bool `[O, 1, C']`."""
+    """`OP_HEADS` for every choice of the heads given op and slot, bool `[O, 1, choices]`."""
     if action_space.sizes not in _USED_CHOICES:
         later = action_space.heads[2:]
         used = [

@@ -1,28 +1,30 @@
 """Masked categorical distributions over the heads of a factored action.
 
-All heads are scored at once. Their choices lie side by side `[..., C]`; inside, each head has a
-row of its own in a grid `[..., H, M]`, M the size of the largest head. Two constants make every
-rule about masks fall out of one log-softmax, with no special case behind it:
+All heads are scored at once. Their choices are concatenated, `[..., C]`; internally each head is a
+row of a grid `[..., H, M]`, where M is the size of the largest head. One log-softmax then covers
+all rules about masks, because masked logits get two constants:
 
-- a masked choice gets a logit of -1e30, so its probability and its gradient are exactly 0;
-- choice 0, when masked, gets half of that. A row with no legal choice thus puts all its weight on
-  action 0: log-prob, entropy, KL and gradient are exactly 0. Next to any real logit the half is
-  as impossible as the whole.
+- a masked choice gets a logit of -1e30: its probability and gradient are exactly 0;
+- choice 0, when masked, gets half of that. A row without a legal choice puts all its weight on
+  action 0: log-prob, entropy and gradient are exactly 0. Next to any real logit the half is as
+  impossible as the whole.
 
-Arithmetic is float32 whatever the logits are.
+Arithmetic is float32 for logits of any dtype.
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import hardtanh
 
+from esper.leyline.device_constant import DeviceConstant
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 
-LARGEST_LOGIT = 1e29  # beyond it, up or down, logits are taken for equal
-# far below any logit, and far enough above the lowest float that gradients times it stay finite
+LARGEST_LOGIT = 1e29  # logits are clipped to this, up and down
+# far below any logit, and far enough above the lowest float that gradients times it are finite
 MASKED = -1e30
 
 
@@ -30,10 +32,9 @@ class MaskedFactoredCategorical:
     """The heads' distributions, each given the earlier choices that were made.
 
     `logits` and `masks` are `[..., C]`. With `floor`, each head is mixed with the uniform
-    distribution over its legal choices: p' = (1 - floor) p + floor / k. Sampling and scoring see
-    the same p'. A caller who scores under the same masks again and again makes `legal` of them
-    once and passes it along. Values are not checked here (they may lie on a device): a NaN logit
-    gives NaN.
+    distribution over its k legal choices: p' = (1 - floor) p + floor / k. Sampling and scoring use
+    the same p'. To score the same masks repeatedly, build `legal` from them once and pass it.
+    Values are not checked here, because they may be on a GPU: a NaN logit gives NaN.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class MaskedFactoredCategorical:
         self.action_space = action_space
         self.masks = masks
         self._legal = legal
-        tables = _tables(action_space, logits.device)
+        grid = _grid(action_space)
         # a clamp whose gradient is one operation
         bounded = hardtanh(logits.float(), -LARGEST_LOGIT, LARGEST_LOGIT)
-        is_legal = tables.mask_grid(masks) if legal is None else legal.grid
-        filled = torch.where(is_legal, tables.to_grid(bounded), tables.fill)
+        is_legal = grid.of_masks(masks) if legal is None else legal.grid
+        filled = torch.where(is_legal, grid.of(bounded), grid.fill.on(logits.device))
         self._log_probs = filled.log_softmax(dim=-1)  # [..., H, M]
         if floor > 0.0:
             self._log_probs = _mix_with_uniform(filled, self._log_probs, floor)
@@ -71,31 +72,23 @@ class MaskedFactoredCategorical:
         """Entropies `[..., H]` in nats."""
         return -(self.probs * self._log_probs).sum(dim=-1)
 
-    def normalized_entropy(self) -> Tensor:
-        """Entropies as a share of that of an even choice, 0 to 1; 0 where there is no choice."""
-        return self.normalize(self.entropy())
-
     def normalize(self, entropies: Tensor) -> Tensor:
-        """What `entropy` returned as `normalized_entropy` returns it."""
-        # with one legal choice the entropy is exactly 0, whatever it is divided by
+        """Entropies from `entropy` as a share of the uniform one, 0 to 1; 0 without a choice."""
+        # with one legal choice the entropy is exactly 0, so the divisor does not matter
         return entropies / self.legal.log_counts
 
     @property
     def legal(self) -> "LegalChoices":
-        """What there is to choose from."""
+        """The legal choices, computed on first use."""
         if self._legal is None:
             self._legal = LegalChoices.from_masks(self.masks, self.action_space)
         return self._legal
 
-    def kl(self, other: "MaskedFactoredCategorical") -> Tensor:
-        """KL(self || other) `[..., H]`, for distributions under the same masks."""
-        return (self.probs * (self._log_probs - other._log_probs)).sum(dim=-1)
-
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """A draw for every head, `[..., H]`; never a masked choice."""
+        """A sample of every head, `[..., H]`; never a masked choice."""
         probs = self.probs.detach()
-        # The first of exponential clocks with rates p rings with probability p. The bounds keep
-        # 0 / clock at 0 and the likeliest choice's p / clock above it, for any clock drawn.
+        # Of exponential clocks with rates p, choice i rings first with probability p_i. The bounds
+        # keep p / clock at 0 for masked choices, and above 0 for the likeliest one.
         clocks = torch.empty_like(probs).exponential_(generator=generator).clamp_(1e-30, 1e3)
         return probs.div_(clocks).argmax(dim=-1)
 
@@ -105,22 +98,22 @@ class MaskedFactoredCategorical:
 
 
 class LegalChoices(NamedTuple):
-    """What masks `[..., C]` say whatever the logits are."""
+    """All that a distribution needs of its masks `[..., C]`; independent of the logits."""
 
     grid: Tensor  # bool [..., H, M]: the masks, with a row for each head
-    counts: Tensor  # float [..., H]: how many choices each head has
-    log_counts: Tensor  # [..., H]: the entropy of an even choice; log 2 where there is no choice
+    counts: Tensor  # float [..., H]: legal choices of each head
+    log_counts: Tensor  # [..., H]: entropy of the uniform distribution; log 2 without a choice
     has_choice: Tensor  # float [...]: 1 where some head has more than one choice, 0 elsewhere
 
     @classmethod
     def from_masks(cls, masks: Tensor, action_space: FactoredActionSpace) -> "LegalChoices":
-        grid = _tables(action_space, masks.device).mask_grid(masks)
+        grid = _grid(action_space).of_masks(masks)
         counts = grid.sum(dim=-1, dtype=torch.float32)
         log_counts = counts.clamp(min=2.0).log()
         return cls(grid, counts, log_counts, (counts > 1).any(dim=-1).float())
 
 
-def decide(
+def choose_actions(
     action_space: FactoredActionSpace,
     masks: ActionMasks,
     logits_of: Callable[[int, Tensor], Tensor],
@@ -131,22 +124,22 @@ def decide(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choices `[N, H]`, their log-probs `[N, H]` and the mask rows that applied `[N, C]`.
 
-    Heads are decided in order, a run of them (`action_space.head_groups`) at a time:
-    `logits_of(run, actions)` returns the logits `[N, choices of the run]`, from the choices
-    `[N, heads before the run]` made so far.
+    Heads are chosen in order, one of `action_space.head_groups` at a time:
+    `logits_of(group, actions)` returns the logits `[N, choices of the group]` given the choices
+    made so far, `[N, heads before the group]`.
     """
     actions = torch.empty(masks.num_envs, 0, dtype=torch.int64, device=masks.device)
     chosen, log_probs, rows = [], [], []
-    for run, (heads, part) in enumerate(
+    for group, (heads, space) in enumerate(
         zip(action_space.head_groups, action_space.group_spaces, strict=True)
     ):
         row = masks.rows(heads, actions)
-        chances = MaskedFactoredCategorical(part, logits_of(run, actions), row, floor=floor)
-        chosen.append(chances.mode() if deterministic else chances.sample(generator))
-        log_probs.append(chances.log_prob(chosen[-1]))
+        head = MaskedFactoredCategorical(space, logits_of(group, actions), row, floor=floor)
+        chosen.append(head.mode() if deterministic else head.sample(generator))
+        log_probs.append(head.log_prob(chosen[-1]))
         rows.append(row)
         actions = _join(chosen)
-    # a single row is the caller's own mask, who may change it
+    # a single row is the caller's own mask, which the caller may change later
     return actions, _join(log_probs), rows[0].clone() if len(rows) == 1 else _join(rows)
 
 
@@ -164,53 +157,42 @@ def _mix_with_uniform(filled: Tensor, log_probs: Tensor, floor: float) -> Tensor
     return torch.where(is_possible, torch.where(is_possible, mixed, 1.0).log(), MASKED)
 
 
-class _Tables(NamedTuple):
-    """Constants of an action space on a device."""
+class _Grid:
+    """Maps the choices of heads with these sizes to a grid with a row per head."""
 
-    num_heads: int
-    columns: Tensor | None  # [H * M]: where the grid's entries lie in [..., C]; None: as they are
-    is_choice: Tensor  # [H, M]: False behind a head's last choice, where a column is any one
-    fill: Tensor  # [H, M]: what a masked choice's logit is replaced by
+    def __init__(self, sizes: tuple[int, ...]):
+        self.num_heads, self.size = len(sizes), max(sizes)
+        numbers = torch.arange(self.size)
+        is_choice = numbers < torch.tensor(sizes).unsqueeze(-1)  # [H, M]
+        starts = torch.tensor([0, *accumulate(sizes)][:-1]).unsqueeze(-1)
+        columns = torch.where(is_choice, starts + numbers, 0).flatten()
+        fill = torch.full(is_choice.shape, MASKED)
+        fill[:, 0] = MASKED / 2
+        self.is_rectangle = min(sizes) == max(sizes)  # then the grid is a view
+        self.columns = DeviceConstant(columns)  # [H * M]: columns of [..., C]
+        self.is_choice = DeviceConstant(is_choice)  # False after a head's last choice
+        self.fill = DeviceConstant(fill)  # [H, M]: logits of masked choices
 
-    def to_grid(self, packed: Tensor) -> Tensor:
-        """`[..., C]` as `[..., H, M]`; what lies behind a head's last choice means nothing."""
-        if self.columns is not None:
-            packed = packed.index_select(-1, self.columns)
-        size = packed.shape[-1] // self.num_heads  # said, so that a batch may be empty
-        return packed.view(*packed.shape[:-1], self.num_heads, size)
+    def of(self, packed: Tensor) -> Tensor:
+        """`[..., C]` as `[..., H, M]`; entries after a head's last choice are arbitrary."""
+        if not self.is_rectangle:
+            packed = packed.index_select(-1, self.columns.on(packed.device))
+        return packed.view(*packed.shape[:-1], self.num_heads, self.size)
 
-    def mask_grid(self, masks: Tensor) -> Tensor:
-        grid = self.to_grid(masks)
-        return grid if self.columns is None else grid & self.is_choice
-
-
-_TABLES: dict[tuple[tuple[int, ...], torch.device], _Tables] = {}
-
-
-def _tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
-    key = (action_space.sizes, device)
-    tables = _TABLES.get(key)
-    if tables is None:
-        with torch.inference_mode(False):  # whoever asks first, others may want gradients
-            tables = _TABLES[key] = _build_tables(action_space, device)
-    return tables
+    def of_masks(self, masks: Tensor) -> Tensor:
+        grid = self.of(masks)
+        return grid if self.is_rectangle else grid & self.is_choice.on(masks.device)
 
 
-def _build_tables(action_space: FactoredActionSpace, device: torch.device) -> _Tables:
+_GRIDS: dict[tuple[int, ...], _Grid] = {}
+
+
+def _grid(action_space: FactoredActionSpace) -> _Grid:
     sizes = action_space.sizes
-    numbers = torch.arange(max(sizes))
-    is_choice = numbers < torch.tensor(sizes).unsqueeze(-1)
-    starts = torch.tensor([part.start for part in action_space.slices])
-    columns = torch.where(is_choice, starts.unsqueeze(-1) + numbers, 0)
-    fill = torch.full(is_choice.shape, MASKED, dtype=torch.float32)
-    fill[:, 0] = MASKED / 2
-    is_rectangle = min(sizes) == max(sizes)
-    return _Tables(
-        len(sizes),
-        None if is_rectangle else columns.flatten().to(device),
-        is_choice.to(device),
-        fill.to(device),
-    )
+    if sizes not in _GRIDS:
+        with torch.inference_mode(False):  # a later caller may need gradients
+            _GRIDS[sizes] = _Grid(sizes)
+    return _GRIDS[sizes]
 
 
 def _check_packed(
@@ -225,5 +207,9 @@ def _check_packed(
         )
     if masks.dtype != torch.bool:
         raise ValueError(f"masks are {masks.dtype}, expected {torch.bool}")
+    check_floor(floor)
+
+
+def check_floor(floor: float) -> None:
     if not 0.0 <= floor < 1.0:
-        raise ValueError(f"floor={floor} is not a share; use 0 or more and less than 1")
+        raise ValueError(f"floor={floor}; use 0 or more and less than 1")

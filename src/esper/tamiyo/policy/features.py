@@ -1,16 +1,16 @@
 """Reports as one float32 vector per env, `[N, F]`, laid out by one table.
 
-A feature is one row of `FEATURES`: its name, its block, where it comes from and how it is scaled.
+A feature is one row of `FEATURES`: its name, block, source and scale.
 The vector is
 
     env | slot 0 | ... | slot S-1 | (slot 0, blueprint 0) | ... | (slot S-1, blueprint B-1)
 
 All slot blocks have one layout and all blueprint blocks another. Nothing else depends on the order
-of slots or blueprints, so that permuting them permutes blocks and changes nothing else. Evidence
-that is missing is 0, with its flag beside it; a slot that does not exist and a blueprint that does
-not fit are all 0. Scales bring values near [-1, 1]; exact normalisation is the learner's business.
+of slots or blueprints: permuting them permutes blocks and changes nothing else. Missing evidence is
+0, with a flag next to it; a blueprint that does not fit its slot is all 0. Scales bring values near
+[-1, 1]; the policy normalises them exactly (`feature_scales.py`).
 
-Features with the same kind of scale are scaled together, so that a new row costs next to nothing.
+Features with the same kind of scale are scaled together, so a new row costs next to nothing.
 """
 
 import math
@@ -29,7 +29,7 @@ from esper.leyline.stages import LifecycleOp, SeedStage
 
 @dataclass(frozen=True)
 class Plain:
-    """As it is."""
+    """Not scaled."""
 
     def __str__(self) -> str:
         return "x"
@@ -37,7 +37,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Flag:
-    """0 or 1, or a one-hot: as it is, and best left so by whatever normalises features."""
+    """0 or 1, or a one-hot; not scaled, and not normalised by the policy."""
 
     def __str__(self) -> str:
         return "flag"
@@ -45,7 +45,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Log:
-    """factor * log(1 + x / unit); the unit is a number or one of an env's amounts."""
+    """factor * log(1 + x / unit); the unit is a number or the name of an env's amount."""
 
     unit: str = "1"
     factor: float = 1.0
@@ -60,8 +60,8 @@ class Log:
 class Feature:
     """One row of the layout.
 
-    `source` is a field of the reports or a function of them, of shape `[*block]`; a plain feature
-    or a flag may be wider than 1: then it is a function that gives `[width, *block]`.
+    `source` is a field of the reports or a function of them, of shape `[*block]`. A plain feature
+    or a flag may be wider than 1: its source is a function that returns `[width, *block]`.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Feature:
     source: str | Callable[[Reports], Tensor]
     scale: Plain | Flag | Log = Plain()
     width: int = 1
-    known: str | None = None  # the flag in the reports without which it is 0
-    note: str = ""  # for `describe`, where the scale does not say it all
+    known: str | None = None  # a flag of the reports; without it the feature is 0
+    note: str = ""  # for `describe`, in place of the scale
 
     def read(self, reports: Reports) -> Tensor:
-        """Before it is scaled; 0 where it is not known."""
+        """The unscaled value; 0 where it is not known."""
         value: Tensor = (
             getattr(reports, self.source) if isinstance(self.source, str) else self.source(reports)
         )
@@ -84,7 +84,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class FeatureLayout:
-    """Where everything lies in a feature vector for this many slots and blueprints."""
+    """Positions in a feature vector for this many slots and blueprints."""
 
     num_slots: int
     num_blueprints: int
@@ -114,16 +114,14 @@ class FeatureLayout:
         """The feature vectors of N envs, float32 `[N, F]`, in a constant number of operations."""
         if (reports.num_slots, reports.num_blueprints) != (self.num_slots, self.num_blueprints):
             raise ValueError(
-                f"these reports have {reports.num_slots} slots and {reports.num_blueprints} "
+                f"the reports have {reports.num_slots} slots and {reports.num_blueprints} "
                 f"blueprints; the layout is for {self.num_slots} and {self.num_blueprints}"
             )
-        zero, exists = _ZERO.on(reports.device), reports.slot_exists
         env, slots, blueprints = (
             table.compute(reports, *terms)
             for table, terms in zip(_TABLES, _log_terms(reports), strict=True)
         )
-        slots = torch.where(exists, slots, zero)
-        blueprints = torch.where(reports.fits & exists.unsqueeze(-1), blueprints, zero)
+        blueprints = torch.where(reports.fits, blueprints, _ZERO.on(reports.device))
         features = torch.empty(reports.num_envs, self.width, device=reports.device)
         for part, block in zip(self.split(features), (env, slots, blueprints), strict=True):
             part.copy_(block.movedim(0, -1))
@@ -146,23 +144,18 @@ class FeatureLayout:
             blueprints.view(*shape, self.num_blueprints, self.blueprint_width),
         )
 
-    def slot_exists(self, slots: Tensor) -> Tensor:
-        """Which of the slots `[..., S, K]` exist, bool `[..., S]`."""
-        start, _ = _SLOT.positions["exists"]
-        return slots[..., start] > 0.5
-
     def blueprint_fits(self, blueprints: Tensor) -> Tensor:
         """Which of the blueprints `[..., S, B, D]` fit, bool `[..., S, B]`."""
         start, _ = _BLUEPRINT.positions["fits"]
         return blueprints[..., start] > 0.5
 
     def positions(self, block: str) -> dict[str, tuple[int, int]]:
-        """Where each feature of a block lies in it, and how wide it is, by name."""
+        """Start and width of each feature in its block, by name."""
         tables = {table.block: table for table in _TABLES}
         return tables[block].positions
 
     def is_flag(self) -> Tensor:
-        """Which of the F features are flags, bool `[F]`: a normaliser should leave them alone."""
+        """Which of the F features are flags, bool `[F]`; flags are not normalised."""
         env, slot, blueprint = (
             [isinstance(row.scale, Flag) for row in table.rows for _ in range(row.width)]
             for table in _TABLES
@@ -171,7 +164,7 @@ class FeatureLayout:
         return torch.tensor(env + slots * slot + choices * blueprint)
 
     def describe(self) -> str:
-        """The layout as a table: each block's features, where they lie in it, and their scale."""
+        """The layout as a table: position, width, name and scale of each block's features."""
         copies = (
             (_ENV, "once"),
             (_SLOT, f"for each of {self.num_slots} slots"),
@@ -189,7 +182,7 @@ class FeatureLayout:
 
 
 def feature_list() -> list[str]:
-    """All features with their scales, in the order in which they lie: what a policy is trained on."""
+    """All features with their scales, in order: what a policy is trained on."""
     return [
         f"{table.block} {row.name} [{row.width}]: {row.note or row.scale}"
         for table in _TABLES
@@ -197,7 +190,7 @@ def feature_list() -> list[str]:
     ]
 
 
-# sources that are more than a field
+# sources that are not a field
 
 
 def _accuracy_history(r: Reports) -> Tensor:
@@ -209,31 +202,23 @@ def _last_op(r: Reports) -> Tensor:
 
 
 def _last_action_here(r: Reports) -> Tensor:
-    # int: compiled code takes a tensor and an enum member for unequal, whatever their values
+    # int: compiled code finds a tensor and an enum member unequal for all values
     chose_a_slot = r.last_action_known & (r.last_action[:, 0] != int(LifecycleOp.WAIT))
-    is_here = r.last_action[:, 1:2] == _numbers(r.num_slots).on(r.device)
+    is_here = r.last_action[:, 1:2] == torch.arange(r.num_slots, device=r.device)
     return is_here & chose_a_slot.unsqueeze(-1)
 
 
 def _is_growing(r: Reports) -> Tensor:
-    return r.blueprint.unsqueeze(-1) == _numbers(r.num_blueprints).on(r.device)
-
-
-def _numbers(size: int) -> DeviceConstant:
-    """0 to size - 1."""
-    if size not in _NUMBERS:
-        _NUMBERS[size] = DeviceConstant(torch.arange(size))
-    return _NUMBERS[size]
+    return r.blueprint.unsqueeze(-1) == torch.arange(r.num_blueprints, device=r.device)
 
 
 def _seed_growth(r: Reports) -> Tensor:
-    """A seed against all else in its network: log(1 + this) is what rent is charged on for it."""
+    """Seed parameters per other parameter; rent for the seed is charged on log(1 + this)."""
     without = r.params.unsqueeze(-1) - r.seed_params
     return r.seed_params / without.clamp(min=1)
 
 
 _ZERO = DeviceConstant(torch.tensor(0.0))
-_NUMBERS: dict[int, DeviceConstant] = {}
 _OPS = DeviceConstant(torch.arange(len(LifecycleOp)).view(-1, 1))
 _STAGES = DeviceConstant(torch.arange(len(SeedStage)).view(-1, 1, 1))
 _KINDS = DeviceConstant(torch.arange(len(SiteKind)).view(-1, 1, 1))
@@ -242,8 +227,6 @@ _STEPS = Log(factor=1 / math.log1p(DEFAULT_EPISODE_LENGTH))
 FEATURES: tuple[Feature, ...] = (
     Feature("progress", "env", "progress"),
     Feature("locality", "env", "locality"),
-    Feature("validation_known", "env", "validation_known", Flag()),
-    Feature("last_action_succeeded", "env", lambda r: r.last_action_succeeded & r.last_action_known, Flag()),
     Feature("steps_left", "env", "steps_left", _STEPS),
     Feature("validation_loss", "env", "validation_loss", Log(), known="validation_known"),
     Feature("train_rows", "env", "train_rows", Log("100", 0.25)),
@@ -258,10 +241,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("rent_charge", "env", lambda r: r.params - r.host_params, Log("host_params", 10, times_rent=True)),
     Feature("compute_price", "env", "compute_price", Log("0.01")),
     Feature("accuracy_history", "env", _accuracy_history, width=ACCURACY_HISTORY,
-            note="x, the present one first, 0 where unknown"),
+            note="x, the latest first, 0 where unknown"),
     Feature("accuracy_known", "env", lambda r: r.accuracy_history_known.T, Flag(), width=ACCURACY_HISTORY),
     Feature("last_op", "env", _last_op, Flag(), width=len(LifecycleOp), note="one-hot, 0 on the first step"),
-    Feature("exists", "slot", "slot_exists", Flag()),
     Feature("alpha", "slot", "alpha"),
     Feature("alpha_target", "slot", "alpha_target"),
     Feature("site_depth", "slot", "site_depth"),
@@ -281,7 +263,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("stage", "slot", lambda r: r.stage == _STAGES.on(r.device), Flag(), width=len(SeedStage), note="one-hot"),
     Feature("site_kind", "slot", lambda r: r.site_kind == _KINDS.on(r.device), Flag(), width=len(SiteKind), note="one-hot"),
     Feature("fits", "blueprint", "fits", Flag()),
-    Feature("is_growing", "blueprint", _is_growing, Flag(), note="flag of the slot's present seed"),
+    Feature("is_growing", "blueprint", _is_growing, Flag(), note="flag of the slot's current seed"),
     Feature("reach", "blueprint", "reach"),
     Feature("depth", "blueprint", "depth"),
     Feature("cost_params", "blueprint", "cost_params", Log("host_params")),
@@ -289,14 +271,14 @@ FEATURES: tuple[Feature, ...] = (
     Feature("cost_rent", "blueprint", "cost_params", Log("params", 10, times_rent=True)),
 )  # fmt: skip
 
-# how a table of features is computed
+# computing a table of features
 
 
 _AMOUNTS = ("host_params", "host_macs", "params", "params_left", "macs_left")  # units of an env
 
 
 class _BlockTable:
-    """The rows of one block: plain ones first, then logarithmic, wide ones, and flags."""
+    """The rows of one block in order: plain, logarithmic, flags, and those wider than 1."""
 
     def __init__(self, block: str):
         rows = [row for row in FEATURES if row.block == block]
@@ -317,13 +299,13 @@ class _BlockTable:
         }
 
     def compute(self, reports: Reports, units: Tensor, factors: Tensor) -> Tensor:
-        """The features of the block, `[width, *block]`: whole rows of memory at a time."""
+        """The features of the block, `[width, *block]`, contiguous per feature."""
         scalars = torch.stack([row.read(reports).float() for row in self.scalars])
         per_env = (*units.shape, *([1] * (scalars.dim() - 2)))
         logs = scalars[self.num_plain :]
         logs.div_(units.view(per_env)).clamp_(0, 1e9).log1p_().mul_(factors.view(per_env))
-        flags = torch.stack([row.read(reports) for row in self.flags])
-        return torch.cat((scalars, flags, *(row.read(reports) for row in self.wide)))
+        flags = (row.read(reports).unsqueeze(0) for row in self.flags)
+        return torch.cat((scalars, *flags, *(row.read(reports) for row in self.wide)))
 
 
 def _log_terms(reports: Reports) -> list[tuple[Tensor, Tensor]]:
@@ -340,7 +322,7 @@ _ENV, _SLOT, _BLUEPRINT = _TABLES = tuple(
     _BlockTable(block) for block in ("env", "slot", "blueprint")
 )
 _LOGS = [scale for table in _TABLES for scale in table.logs]
-# rows of the amounts: 1, rent, then the units; only rent may be below 1
+# amounts: 1, rent, then the units; only rent may be below 1
 _LEAST_AMOUNT = DeviceConstant(torch.tensor([1.0, 0.0] + [1.0] * len(_AMOUNTS)).unsqueeze(-1))
 _TERM_OF = DeviceConstant(
     torch.tensor(

@@ -1,4 +1,4 @@
-"""What a policy refuses, and how it says so: the env or row, the head, and the value."""
+"""Checks of a policy's inputs; errors name the env or row, the head and the value."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout
 from esper.tamiyo.policy.distributions import MASKED
 
-_IMPOSSIBLE = MASKED / 4  # between the log-probs of what is legal and of what is masked
+_IMPOSSIBLE = MASKED / 4  # between the log-probs of legal and of masked choices
 
 
 class ChoiceChecks(nn.Module):
@@ -30,22 +30,24 @@ class ChoiceChecks(nn.Module):
             self.register_buffer(name, torch.tensor(values), persistent=False)
 
     def check_fresh(self, actions: Tensor, log_probs: Tensor, masks: Tensor) -> None:
-        """Choices just made: the logits were finite, and heads given nothing had a choice."""
+        """Check new choices: finite logits, and a legal choice for heads given no other head."""
         is_legal = masks.gather(-1, actions + self.offsets)
         ok = (log_probs > _IMPOSSIBLE) & (is_legal | self.is_conditional)
 
         def describe(env: int, head: int) -> str:
             name = self.action_space.names[head]
             if log_probs[env, head] > _IMPOSSIBLE:
-                return f"env {env}, head {name!r}: no legal choice, and it is given no earlier head"
-            return f"env {env}, head {name!r}: not finite logits, log-prob {log_probs[env, head]}"
+                return f"env {env}, head {name!r}: no legal choice"
+            return (
+                f"env {env}, head {name!r}: logits are not finite, log-prob {log_probs[env, head]}"
+            )
 
         self.deferred.require(ok, describe)
 
     def in_range(self, actions: Tensor, masks: Tensor, rows: Tensor, max_steps: int) -> Tensor:
-        """Choices read from a rollout `[R, H]`, safe to look up: those out of range are reported.
+        """Stored choices `[R, H]` clamped to their range; those outside it fail the check.
 
-        `rows` are their flat positions in it, on the host.
+        `rows` are their flat positions in the rollout, on the CPU.
         """
         safe = torch.minimum(actions.clamp(min=0), self.last_choices)
 
@@ -58,13 +60,13 @@ class ChoiceChecks(nn.Module):
     def check_stored(
         self, actions: Tensor, log_probs: Tensor, masks: Tensor, layout: SequenceLayout
     ) -> None:
-        """Choices read from a rollout: legal (0 where nothing is), and scored."""
+        """Check stored choices: each is legal (or 0 if none is), and its log-prob is a number."""
         log_probs = log_probs.detach()
 
         def describe(row: int, head: int) -> str:
             if log_probs[row, head].isnan():
                 where = self._place(row, head, layout.rows, layout.max_steps)
-                return f"{where}: not finite logits, log-prob {log_probs[row, head]}"
+                return f"{where}: logits are not finite, log-prob {log_probs[row, head]}"
             return self._illegal(row, head, actions, masks, layout.rows, layout.max_steps)
 
         self.deferred.require(log_probs > _IMPOSSIBLE, describe)
@@ -91,7 +93,7 @@ def check_masks(masks: ActionMasks, action_space: FactoredActionSpace, num_envs:
     if masks.action_space != action_space:
         expected, got = sizes_by_name(action_space), sizes_by_name(masks.action_space)
         wrong = [name for name in expected | got if expected.get(name) != got.get(name)]
-        raise ValueError(f"masks are for heads {got}, expected {expected}; look at {wrong}")
+        raise ValueError(f"masks are for heads {got}, expected {expected}; these differ: {wrong}")
     if masks.num_envs != num_envs:
         raise ValueError(f"masks are for {masks.num_envs} envs, features for {num_envs}")
 

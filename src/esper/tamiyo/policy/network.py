@@ -1,67 +1,89 @@
-"""A recurrent actor-critic for factored actions: `act` one step, `evaluate` whole rollouts.
+"""A recurrent actor-critic for factored actions: `act` on one step, `evaluate` whole rollouts.
 
-    policy = FactoredRecurrentActorCritic(action_space, features=17)
+    policy = flat_policy(action_space, num_features=17)                    # plain_heads.py
     decision = policy.act(features, masks, state)                          # one step of N envs
-    scores = policy.evaluate(features, actions, masks, layout, initial)    # stored rollouts
+    for steps, part in zip(policy.gather(..., parts, initial), parts.layouts):
+        evaluation = policy.evaluate(steps, part)                          # stored rollouts
 
-A learner that scores parts of a rollout again and again calls `gather` once for all of them and
-`score` for each: what does not depend on weights is then done once.
+`gather` reads the parts of a rollout at once, with all that does not depend on the weights;
+`evaluate` scores one part, as often as needed.
 
-Features pass an encoder, then the core (an LSTM); heads and value read the core state, which is
-the LSTM's output plus its input: what the present observation says reaches them from the first
-update on, and the LSTM only has to learn what the past adds.
+Features pass an encoder, then the core (an LSTM). Heads and value read the core state: the LSTM's
+output plus its input. So the current observation reaches them from the first update on, and the
+LSTM only has to learn what the past adds. Encoder and heads are injected (`Heads`).
 
-Values on a device are checked without waiting for it: `act` and `evaluate` note what went wrong
-on the device, and whoever owns the round calls `policy.raise_on_bad_values()` at the end of a
-rollout or an update. On a CPU they raise at once.
+Values on a GPU are checked without a synchronisation: `act` and `evaluate` record failures on the
+device. Call `policy.raise_on_bad_values()` at the end of a rollout or an update to raise them. On a
+CPU they raise at once.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from esper.leyline.checks import require_at_least
 from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
-from esper.leyline.factored_actions import (
-    ActionMasks,
-    FactoredActionSpace,
-    tamiyo_action_space,
-)
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
-from esper.leyline.stages import LifecycleOp
-from esper.tamiyo.policy.distributions import LegalChoices, MaskedFactoredCategorical, decide
-from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.distributions import (
+    LegalChoices,
+    MaskedFactoredCategorical,
+    check_floor,
+    choose_actions,
+)
 from esper.tamiyo.policy.input_checks import (
     ChoiceChecks,
     check_masks,
     check_shape,
     sizes_by_name,
 )
+from esper.tamiyo.policy.layers import POLICY_GAIN, init_lstm, linear
 from esper.tamiyo.policy.packed_lstm import packed_lstm
-from esper.tamiyo.policy.plain_heads import POLICY_GAIN, PlainHeads, Scene, init_lstm, linear
-from esper.tamiyo.policy.slot_heads import OP_PRIOR, SlotHeads
+
+Scene = tuple[Tensor, ...]  # what heads look up besides the core state; empty for plain heads
+
+
+class Heads(Protocol):
+    """Encoder and heads of a policy, an `nn.Module` that owns the scaling of its features."""
+
+    feature_size: int  # F
+
+    def initial_bias(self) -> Tensor:
+        """Logits of the first head group before anything is learned, `[choices]`."""
+        ...
+
+    def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
+        """The core's input `[B, hidden]` from raw features `[B, F]`."""
+        ...
+
+    def logits(self, group: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
+        """Logits `[B, choices]` of a head group after the first, given the earlier actions."""
+        ...
+
+    def update_scales(self, features: Tensor) -> None:
+        """Adapt the scaling to the raw features `[R, F]` of a rollout."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Sizes of a policy, and how much it explores."""
+    """Sizes of a policy, and its least exploration."""
 
-    lstm_hidden_dim: int = DEFAULT_LSTM_HIDDEN_DIM  # width of the core and of what is around it
+    lstm_hidden_dim: int = DEFAULT_LSTM_HIDDEN_DIM  # width of encoder, core and heads
     lstm_layers: int = 1
-    encoder_layers: int = 1  # of the width of the core
-    slot_dim: int = 64  # Tamiyo's slot embeddings
-    blueprint_dim: int = 32  # and those of blueprints
-    floor: float = 0.0  # share of every choice that is uniform over what is legal
+    encoder_layers: int = 1
+    slot_dim: int = 64  # width of Tamiyo's slot embeddings
+    blueprint_dim: int = 32  # width of Tamiyo's blueprint embeddings
+    floor: float = 0.0  # share of each distribution that is uniform over the legal choices
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            if entry.type is int and getattr(self, entry.name) < 1:
-                raise ValueError(f"{entry.name}={getattr(self, entry.name)}; use 1 or more")
-        if not 0.0 <= self.floor < 1.0:
-            raise ValueError(f"floor={self.floor} is not a share; use 0 or more and less than 1")
+        sizes = ("lstm_hidden_dim", "lstm_layers", "encoder_layers", "slot_dim", "blueprint_dim")
+        require_at_least(self, 1, *sizes)
+        check_floor(self.floor)
 
 
 class RecurrentState(NamedTuple):
@@ -72,17 +94,17 @@ class RecurrentState(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What `act` chose, and what the choice was based on."""
+    """The result of `act`: the choices, and what PPO stores with them."""
 
     actions: Tensor  # [N, H]
     log_probs: Tensor  # [N, H]
-    masks: Tensor  # [N, C]: the rows that applied
+    masks: Tensor  # [N, C]: the mask rows that applied
     values: Tensor  # [N]
     state: RecurrentState  # after the step
 
 
 class StoredSteps(NamedTuple):
-    """Steps of a rollout as `score` reads them, in the order of `SequenceLayout.rows`."""
+    """Steps of a rollout as `evaluate` reads them, in the order of `SequenceLayout.rows`."""
 
     features: Tensor  # [R, F]
     actions: Tensor  # [R, H], all in range
@@ -92,7 +114,7 @@ class StoredSteps(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Stored steps scored anew, in the order of `SequenceLayout.rows`."""
+    """Stored steps scored with the current weights, in the order of `SequenceLayout.rows`."""
 
     log_probs: Tensor  # [R, H]
     entropies: Tensor  # [R, H], in nats
@@ -104,60 +126,42 @@ class Evaluation(NamedTuple):
 class FactoredRecurrentActorCritic(nn.Module):
     """Encoder, LSTM core, heads that see the earlier choices they are given, and V(s).
 
-    `features` is their number, for flat features and plain heads, or Tamiyo's layout: its weights
-    then fit any number of slots and any menu of blueprints.
+    `heads` bring the encoder; their width is `config.lstm_hidden_dim`. Builders:
+    `plain_heads.flat_policy` for any environment, `slot_heads.tamiyo_policy` for growth.
     """
 
     def __init__(
         self,
         action_space: FactoredActionSpace,
-        features: int | FeatureLayout,
+        heads: Heads,
         config: PolicyConfig | None = None,
     ):
         super().__init__()
         self.action_space = action_space
         self.config = config = config or PolicyConfig()
         self.choice_checks = ChoiceChecks(action_space)
-        width, layers = config.lstm_hidden_dim, config.encoder_layers
-        self.heads: PlainHeads | SlotHeads
-        if isinstance(features, FeatureLayout):
-            self.feature_size = features.width
-            self.heads = SlotHeads(
-                action_space,
-                features,
-                width=width,
-                layers=layers,
-                slot_dim=config.slot_dim,
-                blueprint_dim=config.blueprint_dim,
-            )
-        else:
-            self.feature_size = features
-            self.heads = PlainHeads(action_space, features, width=width, layers=layers)
+        self.heads = heads
+        self.feature_size = heads.feature_size
+        width = config.lstm_hidden_dim
         self.core = nn.LSTM(width, width, config.lstm_layers)
         init_lstm(self.core)
-        # one layer for the first run of heads, which is given nothing, and for the value
+        # one layer for the first head group, which is given no earlier choice, and for the value
         self.readout = linear(width, action_space.group_spaces[0].num_choices + 1, gain=POLICY_GAIN)
-        # no value before anything is learned: a guess would be noise in the first returns, large
-        # beside small rewards
+        # V(s) starts at 0: a random value would be noise in the first returns, large next to
+        # small rewards
         nn.init.zeros_(self.readout.weight.data[-1:])
-        if isinstance(features, FeatureLayout):
-            self.readout.bias.data[:-1] = torch.tensor([OP_PRIOR[op] for op in LifecycleOp])
+        self.readout.bias.data[:-1] = heads.initial_bias()
 
     def raise_on_bad_values(self) -> None:
-        """Raises what went wrong on the device since the last call; waits for it once."""
+        """Raise the first failed check since the last call; synchronises with a GPU once."""
         self.choice_checks.deferred.raise_if_failed()
-
-    @property
-    def takes_any_scale(self) -> bool:
-        """Whether features may be rescaled one by one: not where slots are to be treated alike."""
-        return isinstance(self.heads, PlainHeads)
 
     @property
     def device(self) -> torch.device:
         return self.readout.weight.device
 
     def initial_state(self, num_envs: int) -> RecurrentState:
-        """What every episode starts from: zeros."""
+        """The state that every episode starts from: zeros."""
         shape = (num_envs, self.config.lstm_layers, self.config.lstm_hidden_dim)
         return RecurrentState(
             torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device)
@@ -180,10 +184,12 @@ class FactoredRecurrentActorCritic(nn.Module):
             core, scene, next_state = self._step(features, state)
             first_logits, values = self._read(core)
 
-            def logits_of(run: int, actions: Tensor) -> Tensor:
-                return first_logits if run == 0 else self.heads.logits(run, core, scene, actions)
+            def logits_of(group: int, actions: Tensor) -> Tensor:
+                if group == 0:
+                    return first_logits
+                return self.heads.logits(group, core, scene, actions)
 
-            actions, log_probs, rows = decide(
+            actions, log_probs, rows = choose_actions(
                 self.action_space,
                 masks,
                 logits_of,
@@ -204,39 +210,14 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     @torch.no_grad()
     def rescale_value(self, factor: Tensor, shift: Tensor) -> None:
-        """Let every V(s) be `factor * V(s) + shift` from now on."""
+        """Replace V(s) by `factor * V(s) + shift`."""
         weight, bias = self.readout.weight[-1], self.readout.bias[-1:]
         weight.mul_(factor)
         bias.mul_(factor).add_(shift)
 
-    def shift_features(self, shift: Tensor) -> None:
-        """Let features `[.., F]` be read as `features + shift` from now on."""
-        assert isinstance(self.heads, PlainHeads), "slots are to be treated alike"
-        self.heads.shift_features(shift)
-
-    def fit_scales(self, features: Tensor) -> None:
-        """Take the scales of a layout's features from features `[R, F]`, the first time."""
-        assert isinstance(self.heads, SlotHeads), "flat features are scaled by whoever gives them"
-        if not self.heads.scales.is_fitted:
-            self.heads.scales.fit(features)
-
-    def evaluate(
-        self,
-        features: Tensor,
-        actions: Tensor,
-        masks: Tensor,
-        layout: SequenceLayout,
-        initial: RecurrentState,
-    ) -> Evaluation:
-        """Scores stored steps `[N, T, ...]`; only the rows of `layout` are read.
-
-        An episode that goes on from before the rollout starts from its env's `initial` state
-        `[N, L, hidden]`, every other one from zeros. `masks` `[N, T, C]` are the rows that
-        applied; the stored choices are what later heads are given.
-        """
-        parts = SequenceParts((layout,))
-        (steps,) = self.gather(features, actions, masks, parts, initial)
-        return self.score(steps, layout)
+    def update_scales(self, features: Tensor) -> None:
+        """Adapt the scaling of features to those of a rollout, `[R, F]`, as the heads define it."""
+        self.heads.update_scales(features)
 
     def gather(
         self,
@@ -246,7 +227,12 @@ class FactoredRecurrentActorCritic(nn.Module):
         parts: SequenceParts,
         initial: RecurrentState,
     ) -> tuple[StoredSteps, ...]:
-        """The steps of each part of a rollout, to be scored; arguments as those of `evaluate`."""
+        """The steps of each part of a rollout `[N, T, ...]`, ready for `evaluate`.
+
+        Only the rows of `parts` are read. An episode that began before the rollout starts from its
+        env's `initial` state `[N, L, hidden]`, every other one from zeros. `masks` `[N, T, C]` are
+        the rows that applied; later heads are given the stored choices.
+        """
         self._check_rollout(features, actions, masks, parts, initial)
         taken, masks = parts.gather(actions), parts.gather(masks)
         actions = self.choice_checks.in_range(taken, masks, parts.rows, parts.layouts[0].max_steps)
@@ -261,15 +247,15 @@ class FactoredRecurrentActorCritic(nn.Module):
             )
         )
 
-    def score(self, steps: StoredSteps, layout: SequenceLayout) -> Evaluation:
-        """Scores what `gather` gave for a layout."""
+    def evaluate(self, steps: StoredSteps, layout: SequenceLayout) -> Evaluation:
+        """Log-probs, entropies and values of stored steps; `layout` is their part's."""
         with full_precision(self.device):
             encoded, scene = self.heads.encode(steps.features)
             core = encoded + self._unroll(encoded, layout, steps.initial)
             first_logits, values = self._read(core)
             later_logits = [
-                self.heads.logits(run, core, scene, steps.actions)
-                for run in range(1, len(self.action_space.head_groups))
+                self.heads.logits(group, core, scene, steps.actions)
+                for group in range(1, len(self.action_space.head_groups))
             ]
         distribution = MaskedFactoredCategorical(
             self.action_space,
@@ -281,18 +267,13 @@ class FactoredRecurrentActorCritic(nn.Module):
         log_probs = distribution.log_prob(steps.actions)
         self.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
         entropies = distribution.entropy()
-        return Evaluation(
-            log_probs,
-            entropies,
-            distribution.normalize(entropies),
-            values,
-            distribution,
-        )
+        normalized = distribution.normalize(entropies)
+        return Evaluation(log_probs, entropies, normalized, values, distribution)
 
     def _step(
         self, features: Tensor, state: RecurrentState
     ) -> tuple[Tensor, Scene, RecurrentState]:
-        """Core state `[N, hidden]`, what the heads look up, and the LSTM's next state."""
+        """Core state `[N, hidden]`, the heads' scene, and the LSTM's next state."""
         encoded, scene = self.heads.encode(features)
         below, h, c = encoded, [], []
         for layer, weights in enumerate(self.core.all_weights):
@@ -307,7 +288,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         return packed_lstm(self.core, encoded, layout, (h, c))
 
     def _read(self, core: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the first run of heads `[B, choices]` and values `[B]`."""
+        """Logits of the first head group `[B, choices]` and values `[B]`."""
         logits, values = self.readout(core).split([self.readout.out_features - 1, 1], dim=-1)
         return logits, values.squeeze(-1)
 
@@ -337,45 +318,30 @@ class FactoredRecurrentActorCritic(nn.Module):
         check_shape("masks", masks, (*rollout, space.num_choices), heads)
         self._check_state(initial, layout.num_envs)
         if any(layout.num_episodes == 0 for layout in parts.layouts):
-            raise ValueError("the layout holds no episode; there is nothing to score")
+            raise ValueError("the layout holds no episode; there is nothing to evaluate")
 
 
 def _by_layer(states: list[Tensor]) -> Tensor:
-    """States `[N, hidden]` of each layer as `[N, L, hidden]`, without a copy where there is one."""
+    """States `[N, hidden]` of each layer as `[N, L, hidden]`; one layer is not copied."""
     return states[0].unsqueeze(1) if len(states) == 1 else torch.stack(states, dim=1)
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Float32 products inside are exact to float32: no TF32 on a GPU.
+    """Compute float32 products in full float32 inside the block: no TF32 on a GPU.
 
-    Old and new log-probs of one action are compared by their ratio, so they must come out alike
-    from `act` and from `evaluate`, which use different kernels. A learner puts its backward pass
-    inside as well: cuDNN looks at the setting again there.
+    PPO takes the ratio of old and new probabilities. They come from `act` and `evaluate`, which use
+    different kernels, so both have to be exact. Run the backward pass inside as well: cuDNN reads
+    the setting again there.
     """
     if device.type != "cuda":
         yield
         return
     matmul = torch.backends.cuda.matmul
-    rnn: Any = torch.backends.cudnn.rnn  # its attributes are set at run time
+    rnn: Any = torch.backends.cudnn.rnn  # torch sets its attributes at run time
     before = matmul.fp32_precision, rnn.fp32_precision
     try:
         matmul.fp32_precision = rnn.fp32_precision = "ieee"
         yield
     finally:
         matmul.fp32_precision, rnn.fp32_precision = before
-
-
-def flat_policy(
-    action_space: FactoredActionSpace, num_features: int, config: PolicyConfig | None = None
-) -> FactoredRecurrentActorCritic:
-    """A policy for any action space, with `num_features` flat features."""
-    return FactoredRecurrentActorCritic(action_space, num_features, config)
-
-
-def tamiyo_policy(
-    layout: FeatureLayout, config: PolicyConfig | None = None
-) -> FactoredRecurrentActorCritic:
-    """Tamiyo's policy; its weights fit any number of slots and any menu of blueprints."""
-    space = tamiyo_action_space(layout.num_slots, layout.num_blueprints)
-    return FactoredRecurrentActorCritic(space, layout, config)

@@ -1,13 +1,19 @@
-"""An LSTM over sequences in packed order, by whichever exact way is fastest.
+"""An LSTM over sequences in packed order, computed the fastest way that is exact to float32.
 
-In packed order the rows of a time step lie together and the sequences still running are always
-the first ones, so a step is a slice and its state the head of the state before it: no padding, no
-resets. A kernel takes all sequences through all their steps in one call: Triton's on a GPU,
-numba's on a CPU. What Triton's does not fit (`_fits_triton`) goes to cuDNN, which launches kernels
-step by step. (cuDNN's faster kernels for rectangles round tanh and sigmoid to 2e-5, too coarse for
-a ratio of old and new log-probs.) Sequences of about one length are a rectangle, and on a CPU
-oneDNN wins there. docs/decisions/003-scoring-sequences.md
-has the figures.
+In packed order the rows of a time step are contiguous, and the sequences still running are the
+first ones. A step is a slice, and its state is the head of the previous state: no padding and no
+resets.
+
+| device | sequences | way |
+|---|---|---|
+| CPU | of nearly one length, or not float32 | padded to a rectangle, oneDNN |
+| CPU | many per time step | a loop of `lstm_cell` |
+| CPU | otherwise | numba kernel, all steps in one call |
+| GPU | float32, up to 128 units | Triton kernel, all steps in one call |
+| GPU | otherwise | cuDNN, packed |
+
+cuDNN's faster kernels for rectangles round tanh and sigmoid to 2e-5, too coarse for a ratio of old
+and new probabilities. docs/decisions/003-scoring-sequences.md has figures.
 """
 
 from functools import cache
@@ -21,19 +27,23 @@ from torch.nn.utils.rnn import PackedSequence
 
 from esper.leyline.sequences import SequenceLayout
 
-_PADDING_LIMIT = 1.2  # rows with padding for each row without, up to which a rectangle wins
+_PADDING_LIMIT = 1.2  # padded rows per real row up to which a rectangle is fastest
+_MANY_SEQUENCES = 128  # mean rows per time step from which a loop of cells beats the numba kernel
 
 
 def packed_lstm(
     lstm: nn.LSTM, rows: Tensor, layout: SequenceLayout, state: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """The outputs `[R, hidden]` for inputs `[R, inputs]`, from `state`, `[L, episodes, hidden]` each."""
+    """Outputs `[R, hidden]` for inputs `[R, inputs]`; `state` is h and c, `[L, episodes, hidden]`."""
     kernel: Any
     output: Tensor = rows
     if rows.device.type == "cpu":
-        padded = len(layout.batch_sizes) * layout.num_episodes
+        num_steps = len(layout.batch_sizes)
+        padded = num_steps * layout.num_episodes
         if padded <= _PADDING_LIMIT * layout.num_rows or rows.dtype != torch.float32:
             return _padded_lstm(lstm, rows, layout, state)
+        if layout.num_rows >= _MANY_SEQUENCES * num_steps:
+            return _loop_of_cells(lstm, rows, layout, state)
         from esper.kernels.lstm import numba_lstm as kernel
     elif _fits_triton(rows.device, rows.dtype, lstm.hidden_size):
         from esper.kernels.lstm import triton_lstm as kernel
@@ -48,7 +58,7 @@ def packed_lstm(
 
 @cache
 def _fits_triton(device: torch.device, dtype: torch.dtype, hidden: int) -> bool:
-    """Whether the Triton kernel takes an LSTM: its tiles of weights have to fit a processor."""
+    """Whether the Triton kernel can run: its weight tiles have to fit into shared memory."""
     if device.type != "cuda" or dtype != torch.float32 or hidden > 128 or not find_spec("triton"):
         return False
     properties: Any = torch.cuda.get_device_properties(device)
@@ -58,7 +68,7 @@ def _fits_triton(device: torch.device, dtype: torch.dtype, hidden: int) -> bool:
 def _padded_lstm(
     lstm: nn.LSTM, rows: Tensor, layout: SequenceLayout, state: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Every sequence padded to the longest; sequences of one length already are a rectangle."""
+    """Pad every sequence to the longest; sequences of one length need no copy."""
     num_steps, num_episodes = len(layout.batch_sizes), layout.num_episodes
     padded_index = layout.padded_index_on(rows.device)
     if is_ragged := num_steps * num_episodes > len(rows):
@@ -69,11 +79,25 @@ def _padded_lstm(
     return outputs.index_select(0, padded_index) if is_ragged else outputs
 
 
-class _PackedLayer(torch.autograd.Function):
-    """One layer. Gates lie in torch's order: input, forget, cell, output.
+def _loop_of_cells(
+    lstm: nn.LSTM, rows: Tensor, layout: SequenceLayout, state: tuple[Tensor, Tensor]
+) -> Tensor:
+    """One `lstm_cell` per time step; large products outweigh the time between calls."""
+    sizes = layout.batch_sizes.tolist()
+    for weights, h, c in zip(lstm.all_weights, *state, strict=True):
+        outputs = []
+        for step in torch.split(rows, sizes):
+            h, c = torch.lstm_cell(step, (h[: len(step)], c[: len(step)]), *weights)
+            outputs.append(h)
+        rows = torch.cat(outputs)
+    return rows
 
-    Products over the inputs need no recurrence and are one matrix product for all rows, before
-    and after; a kernel does only what must go step by step.
+
+class _PackedLayer(torch.autograd.Function):
+    """One layer; gates are in torch's order: input, forget, cell, output.
+
+    Products with the inputs need no recurrence: they are one matrix product for all rows. The
+    kernel computes only the recurrence.
     """
 
     @staticmethod

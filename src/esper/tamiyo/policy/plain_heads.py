@@ -1,65 +1,90 @@
-"""Encoder and heads for any factored action space and any flat features."""
+"""Encoder and heads for any factored action space and any flat features.
 
-import math
-from collections.abc import Iterable
+policy = flat_policy(action_space, num_features=17)
+"""
 
 import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace
+from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene
+from esper.tamiyo.policy.normalize import RunningNormalizer
 
-_TANH_GAIN = math.sqrt(2)
-POLICY_GAIN = 0.01  # near-uniform choices at first, so that early data does not depend on luck
 
-Scene = tuple[Tensor, ...]  # what heads look up besides the core state; empty for plain heads
+def flat_policy(
+    action_space: FactoredActionSpace, num_features: int, config: PolicyConfig | None = None
+) -> FactoredRecurrentActorCritic:
+    """A policy for any action space and `num_features` flat features."""
+    config = config or PolicyConfig()
+    heads = PlainHeads(action_space, num_features, config)
+    return FactoredRecurrentActorCritic(action_space, heads, config)
 
 
 class PlainHeads(nn.Module):
-    """An MLP in front of the core; behind it, heads that see the earlier choices they are given."""
+    """An MLP encoder, and heads that see the earlier choices they are given.
 
-    def __init__(
-        self, action_space: FactoredActionSpace, feature_size: int, *, width: int, layers: int
-    ):
+    Features are scaled with running statistics, which `update_scales` changes.
+    """
+
+    def __init__(self, action_space: FactoredActionSpace, feature_size: int, config: PolicyConfig):
         super().__init__()
-        self.encoder = mlp(feature_size, width, layers)
+        self.feature_size = feature_size
+        self.scales = RunningNormalizer(feature_size)
+        width = config.lstm_hidden_dim
+        self.encoder = mlp(feature_size, width, config.encoder_layers)
+        first, *later = action_space.group_spaces
+        self._first_choices = first.num_choices
         self.groups = nn.ModuleList(
-            _PlainRun(
-                [action_space.sizes[g] for g in action_space.given_indices[run.start]],
-                list(action_space.given_indices[run.start]),
-                space.num_choices,
-                width,
-            )
-            for run, space in zip(
-                action_space.head_groups[1:], action_space.group_spaces[1:], strict=True
-            )
+            _PlainGroup(action_space, action_space.given_indices[heads.start], space, width)
+            for heads, space in zip(action_space.head_groups[1:], later, strict=True)
         )
+
+    def initial_bias(self) -> Tensor:
+        """No preference."""
+        return torch.zeros(self._first_choices)
 
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
         """The core's input `[B, width]`."""
-        encoded: Tensor = self.encoder(features)
+        encoded: Tensor = self.encoder(self.scales.normalize(features))
         return encoded, ()
 
+    def logits(self, group: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
+        """Logits of a head group after the first, `[B, choices of the group]`."""
+        logits: Tensor = self.groups[group - 1](core, actions)
+        return logits
+
     @torch.no_grad()
-    def shift_features(self, shift: Tensor) -> None:
-        """Let features be read as `features + shift` from now on."""
+    def update_scales(self, features: Tensor) -> None:
+        """Update the running statistics with features `[R, F]`.
+
+        When the mean moves, the shift is folded into the encoder's first bias: the policy's output
+        on a given observation does not change. Otherwise a policy that leans to one side would
+        move the mean, and lean further with every update. The first update is applied as is.
+        """
+        scales = self.scales
+        old_mean, is_first = scales.mean.clone(), scales.count == 0
+        scales.update(features)
+        shift = ((scales.mean - old_mean) / scales.std).masked_fill(is_first, 0.0)
         weight, bias, *_ = self.encoder.parameters()
         bias.add_(weight.double() @ shift.double())
 
-    def logits(self, run: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
-        """The logits of a run of heads after the first, `[B, choices of the run]`."""
-        logits: Tensor = self.groups[run - 1](core, actions)
-        return logits
 
-
-class _PlainRun(nn.Module):
+class _PlainGroup(nn.Module):
     """Heads given the same earlier choices: core and choices mixed, then one linear layer."""
 
-    def __init__(self, given_sizes: list[int], given: list[int], num_choices: int, width: int):
+    def __init__(
+        self,
+        action_space: FactoredActionSpace,
+        given: tuple[int, ...],
+        group_space: FactoredActionSpace,
+        width: int,
+    ):
         super().__init__()
         self.given = given
         self.mix = linear(width, width)
-        self.chosen = nn.ModuleList(embedding(size, width) for size in given_sizes)
-        self.readout = linear(width, num_choices, gain=POLICY_GAIN)
+        self.chosen = nn.ModuleList(embedding(action_space.sizes[g], width) for g in given)
+        self.readout = linear(width, group_space.num_choices, gain=POLICY_GAIN)
 
     def forward(self, core: Tensor, actions: Tensor) -> Tensor:
         mixed = self.mix(core)
@@ -67,45 +92,3 @@ class _PlainRun(nn.Module):
             mixed = mixed + chosen(actions[:, index])
         logits: Tensor = self.readout(mixed.tanh())
         return logits
-
-
-def mlp(inputs: int, width: int, layers: int) -> nn.Sequential:
-    """Layers of one width, each followed by tanh: in the range of an LSTM's output."""
-    modules: list[nn.Module] = []
-    for size in [inputs] + [width] * (layers - 1):
-        modules += [linear(size, width, gain=_TANH_GAIN), nn.Tanh()]
-    return nn.Sequential(*modules)
-
-
-def linear(inputs: int, outputs: int, *, gain: float = 1.0, bias: bool = True) -> nn.Linear:
-    """A linear layer with orthogonal weights and a bias, if any, of 0."""
-    layer = nn.Linear(inputs, outputs, bias=bias)
-    nn.init.orthogonal_(layer.weight, gain)
-    if bias:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-
-def embedding(size: int, width: int) -> nn.Embedding:
-    """Rows of norm about 1, like one more input of an orthogonal layer."""
-    layer = nn.Embedding(size, width)
-    nn.init.normal_(layer.weight, std=width**-0.5)
-    return layer
-
-
-def init_lstm(lstm: nn.LSTM) -> None:
-    """Orthogonal weights gate by gate; a forget bias of 1, so that memory lasts from the start."""
-    for name, parameter in lstm.named_parameters():
-        if name.startswith("weight"):
-            _orthogonal_each(parameter.data.chunk(4))
-        else:
-            nn.init.zeros_(parameter)
-            if name.startswith("bias_ih"):
-                parameter.data.chunk(4)[1].fill_(
-                    1.0
-                )  # gates lie in the order input, forget, cell, output
-
-
-def _orthogonal_each(blocks: Iterable[Tensor]) -> None:
-    for block in blocks:
-        nn.init.orthogonal_(block)

@@ -1,6 +1,6 @@
-"""Running mean and variance of a stream of rows, kept on the device of the stream."""
+"""Running mean and variance of a stream of rows, kept on the rows' device."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class RunningNormalizer(nn.Module):
     """Scales rows `[..., width]` to mean 0 and variance 1 with the statistics seen so far.
 
-    Statistics change only in `update`, so that everything between two updates is scaled alike.
-    Before the first update it changes nothing.
+    Statistics change only in `update`, so all rows between two updates are scaled alike. Before
+    the first update values stay as they are.
     """
 
     bound: Tensor
@@ -20,18 +20,19 @@ class RunningNormalizer(nn.Module):
 
     def __init__(self, width: int, *, limit: float = 10.0, epsilon: float = 1e-8):
         super().__init__()
-        self.limit = limit  # normalised values are clipped to this many standard deviations
-        self.register_buffer("bound", torch.tensor(torch.inf))  # the limit, once there are any
+        self.limit = limit  # clip to this many standard deviations
+        self.register_buffer("bound", torch.tensor(torch.inf))  # `limit` from the first update on
         self.epsilon = epsilon
         # float64: sums over millions of rows stay exact enough to merge
         self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self._scales: dict[tuple[torch.device, torch.dtype], _Scale] = {}
+        self.register_load_state_dict_post_hook(_forget_scales)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Take in `[R, width]` rows, all of them valid (Chan et al. 1979: merging two samples)."""
+        """Merge rows `[R, width]` into the statistics (Chan et al. 1979)."""
         if rows.shape[0] == 0:
             return
         rows = rows.double()
@@ -47,13 +48,9 @@ class RunningNormalizer(nn.Module):
         self.bound.fill_(self.limit)
         self._scales.clear()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._scales.clear()
-        return super().load_state_dict(*args, **kwargs)
-
     @property
     def std(self) -> Tensor:
-        """What rows are divided by, `[width]`."""
+        """The divisor, `[width]`."""
         return (self.variance + self.epsilon).sqrt()
 
     def normalize(self, values: Tensor) -> Tensor:
@@ -65,11 +62,16 @@ class RunningNormalizer(nn.Module):
         return torch.addcmul(scale.mean, values, scale.std)
 
     def _scale(self, dtype: torch.dtype) -> "_Scale":
-        """The statistics as they are used; kept until they change."""
+        """The statistics in the dtype of the values, cached until they change."""
         key = (self.mean.device, dtype)
         if key not in self._scales:
             self._scales[key] = _Scale(*(t.to(dtype) for t in (self.mean, self.std, self.bound)))
         return self._scales[key]
+
+
+def _forget_scales(normalizer: nn.Module, _: object) -> None:
+    assert isinstance(normalizer, RunningNormalizer)
+    normalizer._scales.clear()
 
 
 class _Scale(NamedTuple):

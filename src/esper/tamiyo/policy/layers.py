@@ -1,0 +1,45 @@
+"""Layers with the initial weights that PPO learns well from: orthogonal, biases 0."""
+
+import math
+
+from torch import nn
+
+POLICY_GAIN = 0.01  # of layers that output logits: choices start near uniform
+_TANH_GAIN = math.sqrt(2)
+
+
+def mlp(inputs: int, width: int, layers: int) -> nn.Sequential:
+    """Layers of one width, each followed by tanh: the range of an LSTM's output."""
+    modules: list[nn.Module] = []
+    for size in [inputs] + [width] * (layers - 1):
+        modules += [linear(size, width, gain=_TANH_GAIN), nn.Tanh()]
+    return nn.Sequential(*modules)
+
+
+def linear(inputs: int, outputs: int, *, gain: float = 1.0, bias: bool = True) -> nn.Linear:
+    """A linear layer with orthogonal weights; its bias, if any, is 0."""
+    layer = nn.Linear(inputs, outputs, bias=bias)
+    nn.init.orthogonal_(layer.weight, gain)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def embedding(size: int, width: int) -> nn.Embedding:
+    """Rows of norm about 1, like one more input of an orthogonal layer."""
+    layer = nn.Embedding(size, width)
+    nn.init.normal_(layer.weight, std=width**-0.5)
+    return layer
+
+
+def init_lstm(lstm: nn.LSTM) -> None:
+    """Orthogonal weights per gate; forget bias 1, so that the cell keeps its memory at first."""
+    for name, parameter in lstm.named_parameters():
+        gates = parameter.data.chunk(4)  # input, forget, cell, output
+        if name.startswith("weight"):
+            for gate in gates:
+                nn.init.orthogonal_(gate)
+        else:
+            nn.init.zeros_(parameter)
+            if name.startswith("bias_ih"):
+                gates[1].fill_(1.0)
