@@ -9,6 +9,7 @@ import pytest
 import torch
 from simic.small_runs import NETWORKS, ORACLE
 
+from esper.leyline.plain_config import from_plain, to_plain
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import (
     host_names,
@@ -18,7 +19,6 @@ from esper.simic.training.distribution import (
     variant_names,
 )
 from esper.simic.training.gymnasium import GymConfig
-from esper.simic.training.plain_config import from_plain, to_plain
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.tasks import mnist1d
 

@@ -12,6 +12,7 @@ import torch
 
 from esper.cli import main
 from esper.leyline.factored_actions import tamiyo_action_space
+from esper.leyline.plain_config import to_plain
 from esper.simic.evaluation import arms, claims
 from esper.simic.evaluation.evaluate import (
     evaluate_controllers,
@@ -33,7 +34,6 @@ from esper.simic.evaluation.widened import (
 from esper.simic.training.config import PRESETS as TRAINING
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task
-from esper.simic.training.plain_config import to_plain
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig

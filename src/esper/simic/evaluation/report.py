@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from esper.leyline.files import atomic_write
+from esper.leyline.plain_config import to_plain
 from esper.simic.evaluation.arms import (
     CONSTANT,
     CONSTANT_PER_TYPE,
@@ -26,7 +27,6 @@ from esper.simic.evaluation.tuning import Sweep
 from esper.simic.evaluation.variants import OnVariant
 from esper.simic.evaluation.widened import FrontierKind, StaticPool
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.plain_config import to_plain
 
 if TYPE_CHECKING:
     from rich.table import Table

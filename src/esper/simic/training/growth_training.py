@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.files import read_file, require_same_layout, write_file
+from esper.leyline.plain_config import from_plain, to_plain
 from esper.leyline.records import RoundRecord
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
 from esper.simic.training.config import TrainConfig
@@ -27,7 +28,6 @@ from esper.simic.training.distribution import (
     training_hosts,
     variant_names,
 )
-from esper.simic.training.plain_config import from_plain, to_plain
 from esper.simic.training.vectorized import Episodes, VectorizedTrainer
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout

@@ -11,9 +11,9 @@ import torch
 from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.files import read_file, require_same_layout, write_file
+from esper.leyline.plain_config import from_plain, to_plain
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.gym_spaces import GymSpaces
-from esper.simic.training.plain_config import from_plain, to_plain
 from esper.tamiyo.policy.network import (
     FactoredRecurrentActorCritic,
     PolicyConfig,

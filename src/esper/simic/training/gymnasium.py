@@ -27,6 +27,7 @@ from esper.leyline.files import (
     require_same_layout,
     write_file,
 )
+from esper.leyline.plain_config import from_plain, to_plain
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 from esper.simic.training.gym_agent import GymAgent, GymConfig
 from esper.simic.training.gym_envs import (
@@ -38,7 +39,6 @@ from esper.simic.training.gym_envs import (
 )
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.phase_clock import PhaseClock
-from esper.simic.training.plain_config import from_plain, to_plain
 from esper.tamiyo.policy.network import Decision, RecurrentState
 
 if TYPE_CHECKING:

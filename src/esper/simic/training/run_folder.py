@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Self
 
 from esper.leyline.files import UnreadableFile, atomic_write
+from esper.leyline.plain_config import from_plain, to_plain
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.locked_folder import LockedFolder
-from esper.simic.training.plain_config import from_plain, to_plain
 
 
 @dataclass(frozen=True)
