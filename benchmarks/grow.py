@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import esper
 from esper.growing.sites import count_macs, count_params
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "grow"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "growing"))
 from small_models import ResidualCNN
 
 OVERHEAD_BAR = 0.03

@@ -370,7 +370,7 @@ def test_seed_gradients_do_not_pile_up_without_the_optimisers_zero_grad():
     ("metric", "message"),
     [
         (math.nan, "the validation metric is nan"),
-        (87.5, "a share, not per cent"),
+        (87.5, "Use a share instead of per cent"),
         (-0.1, "0 to 1, higher is better"),
         (None, "needs the validation metric"),
     ],

@@ -1,9 +1,9 @@
-"""Configs as plain containers and back: what a file or a checkpoint keeps of them.
+"""Configs and records as plain containers and back, for files and checkpoints.
 
     plain = to_plain(TrainConfig())
     config = from_plain(TrainConfig, plain)
 
-A key that no field has, and a value of another type than its field's, are refused by name.
+Unknown keys and values of a wrong type raise a ValueError that names them.
 """
 
 import math
@@ -49,13 +49,14 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if origin in (Union, UnionType):
         if value is None and type(None) in choices:
             return None
-        (hint,) = (choice for choice in choices if choice is not type(None))
-        return _value(hint, value, where)
+        kinds = [choice for choice in choices if choice is not type(None)]
+        exact = (kind for kind in kinds if type(value) is kind)
+        return _value(next(exact, kinds[0]), value, where)
     if origin is Literal and value in choices:
         return value
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_value(choices[0], item, where) for item in value)
-    if origin is Mapping and isinstance(value, Mapping):
+    if origin in (tuple, list) and isinstance(value, list | tuple):
+        return origin(_value(choices[0], item, where) for item in value)
+    if origin in (Mapping, dict) and isinstance(value, Mapping):
         return {name: _value(choices[1], item, _path(where, name)) for name, item in value.items()}
     if hint is float and (type(value) in (int, float) or value in ("inf", "-inf", "nan")):
         return float(value)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper import Growth
-from esper.growing.measuring import measure, paired_difference
+from esper.growing.validation import measure, paired_difference
 from esper.leyline.stages import LifecycleOp
 
 X, Y = blobs(60)
@@ -33,7 +33,7 @@ def grown(val_loader, score=None):
         controller=script,
         decisions=25,
         val_loader=val_loader,
-        score=score or (lambda batch: (model(batch[0]).argmax(1) == batch[1]).float()),
+        score=score or (lambda batch: is_correct(model, batch).float()),
     )
     for _ in range(4):
         growth.decide()
@@ -43,17 +43,21 @@ def grown(val_loader, score=None):
     return growth, script
 
 
+def is_correct(model: nn.Module, batch) -> torch.Tensor:
+    return model(batch[0]).argmax(1) == batch[1]
+
+
 def correct(growth: Growth) -> torch.Tensor:
     growth.model.eval()
     with torch.no_grad():
-        return (growth.model(X).argmax(1) == Y).double()
+        return is_correct(growth.model, (X, Y)).double()
 
 
 def test_contributions_are_differences_on_the_same_examples():
     """The loader shuffles: pairing by batch, not by position, is what makes the error small."""
     loader = DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True)
     growth, _ = grown(loader)
-    measured = measure(growth._network, loader, growth._score)
+    measured = measure(growth._network, loader, lambda batch: is_correct(growth.model, batch))
     whole = correct(growth)
     slots = growth._network.slots
     for index, slot in enumerate(slots):
@@ -118,7 +122,7 @@ def test_modes_and_gradients_are_as_before():
         ([], 0.5, "validation loader yields nothing"),
         ([(X[:0], Y[:0])], 0.5, "validation loader yields nothing"),
         ([(X, Y)], math.nan, "the validation metric is nan"),
-        ([(X, Y)], 50.0, "scores of 50 to 50; .* a share, not per cent"),
+        ([(X, Y)], 50.0, "scores of 50 to 50; .* Use a share instead of per cent"),
         ([(X, Y)], -math.inf, "scores of -inf to -inf"),
     ],
 )
