@@ -60,21 +60,21 @@ def training_steps(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Callable[[],
     adds only a call, a step hook and parameter groups.
     """
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    own_groups = list(optimizer.param_groups)
+    own_groups, own_hooks = list(optimizer.param_groups), optimizer._optimizer_step_pre_hooks.copy()
     growth = esper.Growth(model, optimizer, example=x, decisions=8)
-    all_groups = optimizer.param_groups
+    all_groups, all_hooks = optimizer.param_groups, optimizer._optimizer_step_pre_hooks
 
-    def train(groups: list[dict[str, Any]]) -> None:
-        optimizer.param_groups = groups
+    def train(groups: list[dict[str, Any]], hooks: Any) -> None:
+        optimizer.param_groups, optimizer._optimizer_step_pre_hooks = groups, hooks
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
     def plain() -> None:
-        train(own_groups)
+        train(own_groups, own_hooks)
 
     def dormant() -> None:
-        train(all_groups)
+        train(all_groups, all_hooks)
         growth.after_step()
 
     return plain, dormant

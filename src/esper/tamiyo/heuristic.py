@@ -67,6 +67,8 @@ class HeuristicController:
         self.config = config or HeuristicConfig()
         self._failed: Tensor | None = None  # [N, S, B]
         self._seen: Tensor | None = None  # the blueprint last seen in each slot [N, S], or -1
+        # of the last decision: its reports, its judgement, the value of growing, failures per slot
+        self._last: tuple[Reports, SeedJudgement, Tensor, Tensor] | None = None
 
     @property
     def least_steps(self) -> int:
@@ -82,6 +84,7 @@ class HeuristicController:
         config, failed = self.config, self._take_in(reports)
         seeds = judge_seeds(reports, config)
         growth, blueprint = value_of_growing(reports, masks, seeds, failed, config)
+        self._last = reports, seeds, growth, failed.sum(dim=-1)
         worth_growing = (growth > 0) & _in_time(reports, seeds, config)
         wishes = (
             *_commit(reports, seeds, config),
@@ -96,10 +99,10 @@ class HeuristicController:
 
         Gains and rent are in points, hundredths of the accuracy.
         """
-        failed = self._take_in(reports)
-        seeds = judge_seeds(reports, self.config)
-        growth, _ = value_of_growing(reports, masks, seeds, failed, self.config)
-        failures = failed.sum(dim=-1)
+        if self._last is None or self._last[0] is not reports:
+            self.decide(reports, masks)
+        assert self._last is not None
+        _, seeds, growth, failures = self._last
         names = masks.action_space.names
         ops, slots = (actions[:, names.index(head)].tolist() for head in ("op", "slot"))
         return [

@@ -3,7 +3,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const STAGES = {
-  TRAINING: "behind the host",
+  TRAINING: "in shadow training",
   BLENDING: "blending",
   HOLDING: "holding",
   FOSSILIZED: "committed",
