@@ -52,7 +52,10 @@ def test_which_metric_it_is_and_where_there_is_none():
 
     assert default_metric(torch.tensor([0, 2]), unread()) == ("accuracy", accuracy)
     for targets, message in (
-        ([torch.zeros(4), torch.ones(4)], "targets of 0.0 and 1.0 are probably classes.*For one logit"),
+        (
+            [torch.zeros(4), torch.ones(4)],
+            "targets of 0.0 and 1.0 are probably classes.*For one logit",
+        ),
         ([torch.ones(4, 3) / 3], "class probabilities.*For the most probable class"),
         ([torch.eye(3)], "class probabilities"),
         ([torch.full((4,), 2.5)], "a variance of 0.0, which cannot scale an error"),

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from esper.growing.export_source import NO_END, ExportError, source_of
 from esper.growing.folding import folded
-from esper.growing.sites import batch_size, forward
+from esper.growing.inputs import arguments, batch_size, forward, tensors
 
 _FILES = {"torch": "model.pt2", "onnx": "model.onnx", "source": "model.py"}
 FORMATS = tuple(_FILES)
@@ -60,13 +60,14 @@ def export(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unchecked-") as unchecked:
-        files = {name: _WRITERS[name](program, plain, Path(unchecked)) for name in formats}
-        for name, file in files.items():
+        for name in formats:
+            file = Path(unchecked) / _FILES[name]
+            _WRITERS[name](program, plain, file)
             _check_equal(name, _READERS[name](file), plain, example)
         for file in Path(unchecked).iterdir():
             file.replace(folder / file.name)
     _warn_of_others(folder, formats)
-    return {name: folder / file.name for name, file in files.items()}
+    return {name: folder / _FILES[name] for name in formats}
 
 
 def _warn_of_others(folder: Path, formats: Sequence[str]) -> None:
@@ -109,8 +110,8 @@ def _repeated(example: Any, times: int) -> Any:
     )
 
 
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+def _has_rows(tensor: Tensor, rows: int) -> bool:
+    return tensor.dim() > 0 and len(tensor) == rows
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -122,11 +123,11 @@ def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _traced(model: nn.Module, example: Any) -> ExportedProgram:
     rows = batch_size(example)
-    args, kwargs = _arguments(example)
+    args, kwargs = arguments(example)
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
-    for leaf in pytree.tree_leaves(example):
-        if _has_rows(leaf, rows):
-            shapes[leaf] = {0: Dim.DYNAMIC}
+    for tensor in tensors(example):
+        if _has_rows(tensor, rows):
+            shapes[tensor] = {0: Dim.DYNAMIC}
     free_batch = shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
     try:
         with _quiet():
@@ -140,13 +141,6 @@ def _traced(model: nn.Module, example: Any) -> ExportedProgram:
         ) from error
     _tidy(program)
     return program
-
-
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and keyword arguments, as `forward` passes them to a model."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
 @contextlib.contextmanager
@@ -170,7 +164,7 @@ def _part_that_fails(model: nn.Module, example: Any) -> str:
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
         module.register_forward_hook(lambda *_: entered.pop() and None)
-    args, kwargs = _arguments(example)
+    args, kwargs = arguments(example)
     with contextlib.suppress(Exception), _quiet():
         torch.export.export(model, args, kwargs)
     kind = type(model.get_submodule(entered[-1])).__name__
@@ -265,15 +259,12 @@ def _add_head_axis(node: fx.Node) -> None:
     node.replace_all_uses_with(squeezed, lambda user: user is not squeezed)
 
 
-def _write_torch(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
-    file = folder / _FILES["torch"]
+def _write_torch(program: ExportedProgram, model: nn.Module, file: Path) -> None:
     torch.export.save(program, file)
-    return file
 
 
-def _write_onnx(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+def _write_onnx(program: ExportedProgram, model: nn.Module, file: Path) -> None:
     size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
-    file = folder / _FILES["onnx"]
     try:
         with _quiet():
             torch.onnx.export(
@@ -285,15 +276,12 @@ def _write_onnx(program: ExportedProgram, model: nn.Module, folder: Path) -> Pat
             f"no ONNX file: {str(cause).strip().splitlines()[0]}\n"
             "formats=('torch', 'source') leave it out"
         ) from error
-    return file
 
 
-def _write_source(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+def _write_source(program: ExportedProgram, model: nn.Module, file: Path) -> None:
     source = source_of(program, model)
-    file = folder / _FILES["source"]
     file.write_text(source.text, encoding="utf-8")
-    torch.save(source.state, folder / "model.pt")
-    return file
+    torch.save(source.state, file.with_name("model.pt"))
 
 
 def _read_torch(file: Path) -> Callable[[Any], Any]:
@@ -308,8 +296,8 @@ def _read_onnx(file: Path) -> Callable[[Any], Any]:
     names = [entry.name for entry in session.get_inputs()]
 
     def run(example: Any) -> list[Tensor]:
-        leaves = [leaf.numpy() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
-        outputs = session.run(None, dict(zip(names, leaves, strict=True)))
+        arrays = [tensor.numpy() for tensor in tensors(example)]
+        outputs = session.run(None, dict(zip(names, arrays, strict=True)))
         return [torch.from_numpy(output) for output in outputs]
 
     return run
@@ -317,7 +305,7 @@ def _read_onnx(file: Path) -> Callable[[Any], Any]:
 
 def _read_source(file: Path) -> Callable[[Any], Any]:
     model = runpy.run_path(str(file))["load"]()
-    return lambda example: model(*(x for x in pytree.tree_leaves(example) if isinstance(x, Tensor)))
+    return lambda example: model(*tensors(example))
 
 
 _WRITERS = {"torch": _write_torch, "onnx": _write_onnx, "source": _write_source}
@@ -328,10 +316,7 @@ def _check_equal(name: str, exported: Callable[[Any], Any], model: nn.Module, ex
     """Raise unless the file computes the same as the model, at two batch sizes."""
     for batch in (example, _repeated(example, 2)):
         with torch.no_grad():
-            expected, got = (
-                [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-                for output in (forward(model, batch), exported(batch))
-            )
+            expected, got = tensors(forward(model, batch)), tensors(exported(batch))
         for want, have in zip(expected, got, strict=True):
             rounding = torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
             tolerance = max(TOLERANCE, 4 * rounding)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from esper.growing.copying import without_graphs
 from esper.growing.eval_mode import eval_mode
-from esper.growing.sites import ModelSite, forward
+from esper.growing.inputs import forward, tensors
+from esper.growing.sites import ModelSite
 from esper.growing.slots import Seed, Slot, blend_one, with_first
 from esper.leyline.constants import BlendStyle
 
@@ -97,9 +97,8 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
     finally:
         for slot in slots:
             slot.clear()
-    leaves = (pytree.tree_leaves(output) for output in (expected, got))
-    pairs = zip(*leaves, strict=True)
-    return all(_is_close(want, have) for want, have in pairs if isinstance(want, Tensor))
+    want, have = tensors(expected), tensors(got)
+    return len(want) == len(have) and all(map(_is_close, want, have))
 
 
 def _is_close(want: Tensor, have: Tensor) -> bool:

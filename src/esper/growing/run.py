@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils import _pytree as pytree
 
 from esper.growing.argument_checks import check_arguments, check_whole
 from esper.growing.budget import Budget
@@ -30,12 +29,12 @@ from esper.growing.data import count_rows
 from esper.growing.eval_mode import eval_mode
 from esper.growing.export import FORMATS, export
 from esper.growing.growth import DEFAULT_RENT, Growth
+from esper.growing.inputs import batch_size, forward, moved
 from esper.growing.ledger import Ledger, TwinRecord, Verdict
 from esper.growing.metrics import Metric, default_metric
 from esper.growing.network import are_finite, finite_buffers
 from esper.growing.progress import Report, progress_bar
 from esper.growing.randomness import untouched_randomness
-from esper.growing.sites import batch_size, forward
 from esper.growing.slots import hand_on_whole_tensors
 from esper.growing.validation import (
     bounded,
@@ -203,7 +202,7 @@ class _Task:
 
     def score(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Each example's score, and the mean loss."""
-        inputs, target = _moved(batch, self._device)
+        inputs, target = moved(batch, self._device)
         output = forward(model, inputs)
         scores = checked_scores(self._metric(output, target))
         return scores, _checked_loss(self._loss(output, target))
@@ -221,7 +220,7 @@ class _Task:
 
     def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
         """One step of both models on the same batch with the same randomness."""
-        batch = _moved(batch, self._device)
+        batch = moved(batch, self._device)
         with untouched_randomness(growth.model):
             loss = self._step(growth.model, growth.optimizer, batch, growth.shadow_loss)
         growth.after_step(loss)
@@ -390,11 +389,7 @@ def _first_batch(batches: Iterator[Any], name: str, device: torch.device) -> Any
             "(inputs, target). For other batches use esper.Growth in your own loop"
         )
     batch_size(batch[0])  # raises if it has no examples
-    return _moved(batch, device)
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+    return moved(batch, device)
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:

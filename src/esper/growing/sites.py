@@ -8,17 +8,17 @@ a site: a seed after it could only change the answer's form.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.growing.eval_mode import eval_mode
+from esper.growing.inputs import batch_size, forward
 from esper.growing.tracing import Call, Run, is_cut, trace, with_graph
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
@@ -66,28 +66,6 @@ class ModelSite:
                 f"{tuple(x.shape[1:])}; a seed needs a fixed shape: resize the inputs, or leave "
                 f"this site out with exclude=[{self.name!r}]"
             )
-
-
-def forward(model: nn.Module, inputs: Any) -> Any:
-    """Call the model on inputs: a tensor, a tuple of arguments, or a dict of them."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
-
-
-def batch_size(inputs: Any) -> int:
-    """Number of examples in a batch: the length of its first tensor."""
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    if not tensors or tensors[0].dim() == 0:
-        raise ValueError(
-            f"inputs of type {type(inputs).__name__} hold no tensor with a batch axis; give a "
-            "tensor, a tuple of the model's arguments or a dict of them"
-        )
-    if len(tensors[0]) == 0:
-        raise ValueError("an empty batch of inputs; give one example or more")
-    return len(tensors[0])
 
 
 def count_macs(model: nn.Module, inputs: Any) -> int:
@@ -198,68 +176,60 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
     candidates: dict[str, ModelSite] = {}
     refused: dict[str, str] = {}
     for name, calls in first.calls.items():
-        site, why_not = _candidate(name, calls, batch)
+        site = _candidate(name, calls, batch)
         for other in runs[1:]:
-            site, why_not = _if_stable(site, why_not, other.calls.get(name, []))
-        if site is None:
-            refused[name] = why_not
-        else:
+            if isinstance(site, ModelSite):
+                site = _difference(site, other.calls.get(name, [])) or site
+        if isinstance(site, ModelSite):
             candidates[name] = site
+        else:
+            refused[name] = site
     for name, _ in model.named_modules():
         if name and name not in first.calls:
             refused[name] = "it is not called in a forward pass"
     return SiteTrace(_offered(first, candidates), candidates, refused)
 
 
-def _candidate(name: str, calls: list[Call], batch: int) -> tuple[ModelSite | None, str]:
-    """The site after a module, or None and the reason."""
+def _candidate(name: str, calls: list[Call], batch: int) -> ModelSite | str:
+    """The site after a module, or the reason why there is none."""
     call = calls[0]
     if len(calls) > 1:
-        return None, f"it is called {len(calls)} times in a forward pass"
+        return f"it is called {len(calls)} times in a forward pass"
     if not isinstance(call.output, tuple):
-        return None, f"its output is a {call.output}, not a tensor of floats"
+        return f"its output is a {call.output}, not a tensor of floats"
     if not call.is_learning:
-        return None, "the model calls it without gradients, so a seed could not learn there"
+        return "the model calls it without gradients, so a seed could not learn there"
     if not call.weights:
-        return None, "no layer with weights comes before it"
+        return "no layer with weights comes before it"
     kinds = {2: SiteKind.VECTOR, 3: SiteKind.SERIES, 4: SiteKind.IMAGE}
     kind = SiteKind.TOKENS if call.channels_last else kinds.get(len(call.output))
     if kind is None:
-        return None, f"its output has shape {call.output}, which no blueprint fits"
+        return f"its output has shape {call.output}, which no blueprint fits"
     if kind != SiteKind.TOKENS and call.output[0] != batch:
-        return None, f"its output has shape {call.output}, whose first axis is not the batch"
+        return f"its output has shape {call.output}, whose first axis is not the batch"
     width = call.output[-1] if kind == SiteKind.TOKENS else call.output[1]
     tokens = torch.Size(call.output).numel() / width / batch if kind == SiteKind.TOKENS else 1.0
-    return (
-        ModelSite(
-            name=name,
-            module_class=call.module_class,
-            kind=kind,
-            shape=call.output[1:],
-            tokens=tokens,
-            weights=call.weights,
-            dtype=call.dtype,
-            device=call.device,
-        ),
-        "",
+    return ModelSite(
+        name=name,
+        module_class=call.module_class,
+        kind=kind,
+        shape=call.output[1:],
+        tokens=tokens,
+        weights=call.weights,
+        dtype=call.dtype,
+        device=call.device,
     )
 
 
-def _if_stable(
-    site: ModelSite | None, why_not: str, calls: list[Call]
-) -> tuple[ModelSite | None, str]:
-    """The site, if another trace shows the same one; else None and the reason."""
-    if site is None:
-        return None, why_not
+def _difference(site: ModelSite, calls: list[Call]) -> str:
+    """How the module's calls in another trace differ from the site; empty if they do not."""
     shapes = [call.output for call in calls]
     if len(calls) != 1 or not isinstance(shapes[0], tuple):
-        return None, f"it is called once in one forward pass and {len(calls)} times in another"
-    same = shapes[0][1:] == site.shape
+        return f"it is called once in one forward pass and {len(calls)} times in another"
+    is_same = shapes[0][1:] == site.shape
     if site.kind == SiteKind.TOKENS:
-        same = len(shapes[0]) == len(site.shape) + 1 and shapes[0][-1] == site.width
-    if not same:
-        return None, f"its output changes shape: {site.shape}, then {shapes[0][1:]}"
-    return site, why_not
+        is_same = len(shapes[0]) == len(site.shape) + 1 and shapes[0][-1] == site.width
+    return "" if is_same else f"its output changes shape: {site.shape}, then {shapes[0][1:]}"
 
 
 def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...]:
