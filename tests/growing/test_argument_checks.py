@@ -73,6 +73,10 @@ def test_a_controller_that_is_none_is_refused_and_leaves_nothing_behind():
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_budget_is_whole_numbers():
+    assert Budget(params=2e4, macs=math.inf) == Budget(params=20_000)
+
+
 @pytest.mark.parametrize("limits", [dict(params="1000"), dict(macs=0), dict(macs=math.nan)])
 def test_a_budget_that_is_no_number_is_refused(limits):
     with pytest.raises(ValueError, match="use a number above 0"):

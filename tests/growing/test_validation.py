@@ -1,6 +1,7 @@
 """What seeds are worth, measured by switching them off."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -236,3 +237,27 @@ def test_paired_differences_by_hand():
     mean, error = paired_difference(a.double(), b.double())
     assert mean == 0.5
     assert error == pytest.approx((4 * 0.25 / 3) ** 0.5 / 2)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "losses", "is_told"),
+    [
+        ([0.64, 0.5, 0.45, 0.42, 0.4, 0.4], [1.1, 0.9, 0.8, 0.7, 0.7, 0.6], True),  # an error
+        ([0.64, 0.5, 0.45, 0.42], [1.1, 0.9, 0.8, 0.7], True),  # told as early as that
+        ([0.64, 0.5, 0.45, 0.5, 0.4], [1.1, 0.9, 1.2, 1.0, 0.9], True),  # of one that overfits
+        ([0.64, 0.5, 0.45, 0.42], [1.1, 0.9, 0.8, 1.7], False),  # a network that gets worse
+        ([0.64, 0.7, 0.45, 0.42, 0.4], [1.1, 0.9, 0.8, 0.7, 0.6], False),  # it has been better
+        ([0.64, 0.5, 0.53, 0.42, 0.5], [1.1, 0.9, 0.8, 0.7, 0.6], False),  # noise, perhaps
+        ([0.64, 0.3, 0.3], [1.1, 0.9, 0.8], False),  # a dip, perhaps
+        ([0.64, 0.5, 0.45, 0.42], [None] * 4, False),  # nobody knows
+    ],
+)
+def test_a_metric_that_falls_with_the_loss_is_told_once(metrics, losses, is_told):
+    growth = new_growth(Script())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for pair in zip(metrics, losses, strict=True):
+            growth.decide(*pair)
+    assert [(w.filename, "lower is better" in str(w.message)) for w in told] == (
+        [(__file__, True)] if is_told else []
+    )
