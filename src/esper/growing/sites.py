@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import batch_size, forward
-from esper.growing.tracing import Call, Run, is_cut, trace, with_graph
+from esper.growing.tracing import Call, Run, is_cut, trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
@@ -163,10 +163,7 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
             "between them; grow the original model and compile the result"
         )
     batch = batch_size(example)
-    runs = [
-        trace(model, lambda inputs=inputs: forward(model, with_graph(inputs)))  # type: ignore[misc]
-        for inputs in (example, example, *others)
-    ]
+    runs = [trace(model, inputs) for inputs in (example, example, *others)]
     if runs[0].output_shapes != runs[1].output_shapes:
         raise ValueError(
             f"the model's output changes shape on the same batch: {runs[0].output_shapes}, then "

@@ -3,7 +3,7 @@
 Forward hooks record the calls; dependencies are read from the autograd graph of the output.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
+from esper.growing.inputs import forward, tensors
 
 # a node of the autograd graph and the index of its output: recurrent layers have several
 Edge = tuple[Any, int]
@@ -84,8 +85,8 @@ class Run:
         return last if first != last else self.prefers_last
 
 
-def trace(model: nn.Module, call: Callable[[], Any]) -> Run:
-    """Record the forward pass that `call` makes."""
+def trace(model: nn.Module, inputs: Any) -> Run:
+    """Record a forward pass in eval mode."""
     run = Run()
     handles = [
         module.register_forward_hook(
@@ -96,17 +97,16 @@ def trace(model: nn.Module, call: Callable[[], Any]) -> Run:
     ]
     try:
         with eval_mode(model, with_grad=True):
-            output = call()
+            outputs = tensors(forward(model, _with_graph(inputs)))
     finally:
         for handle in handles:
             handle.remove()
-    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    run.output_nodes = [edge for edge in map(_edge, tensors) if edge is not None]
-    run.output_shapes = [tuple(t.shape) for t in tensors]
+    run.output_nodes = [edge for edge in map(_edge, outputs) if edge is not None]
+    run.output_shapes = [tuple(output.shape) for output in outputs]
     return run
 
 
-def with_graph(inputs: Any) -> Any:
+def _with_graph(inputs: Any) -> Any:
     """Inputs whose float tensors are nodes of the autograd graph."""
     return pytree.tree_map_only(
         Tensor,
