@@ -1,15 +1,14 @@
-"""What growth costs while nothing grows, and what it brings to a user's own MNIST-1D model.
+"""The overhead of growth without seeds, and its gain on a user's MNIST-1D model.
 
     python benchmarks/grow.py [--quick] [--rng-seeds 5]
 
-1. The CPU time of a training step with all slots dormant beside the same step without Esper:
-   medians of interleaved blocks in one process, for a small MLP (nothing hides an overhead) and a
-   residual CNN.
-2. A script as a stranger would write it: a small convolutional network, AdamW with a falling
-   learning rate, `esper.grow` with the heuristic controller and its defaults. Validation chooses
-   the network, test rows are read once at the end; beside the grown network stand its ungrown
-   twin (same steps, same batches, same randomness) and two wider static networks, trained alike:
-   the first with as many parameters as the grown one, the first with as many multiply-adds.
+1. CPU time of a training step with all slots dormant, compared with the same step without Esper:
+   medians of interleaved blocks in one process, for a small MLP and a residual CNN.
+2. A typical script: a small convolutional network, AdamW with a decaying learning rate,
+   `esper.grow` with defaults. The network is chosen on validation rows; test rows are read once at
+   the end. It is compared with its ungrown twin (same steps, batches and randomness) and with two
+   wider static networks trained the same way: one with as many parameters, one with as many
+   multiply-adds.
 """
 
 import argparse
@@ -55,27 +54,27 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def training_steps(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Callable[[], None], ...]:
-    """A step without Esper and one with dormant slots, of the same weights.
+    """A step without Esper and one with dormant slots, for the same weights.
 
-    Where a model lies in memory is worth some per cent of a step's time, so it has to be one
-    model; growth adds groups to the optimiser and a call, and nothing else.
+    Both use one model, because its place in memory changes a step's time by some per cent. Growth
+    adds only a call, a step hook and parameter groups.
     """
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    own_groups = list(optimizer.param_groups)
+    own_groups, own_hooks = list(optimizer.param_groups), optimizer._optimizer_step_pre_hooks.copy()
     growth = esper.Growth(model, optimizer, example=x, decisions=8)
-    all_groups = optimizer.param_groups
+    all_groups, all_hooks = optimizer.param_groups, optimizer._optimizer_step_pre_hooks
 
-    def train(groups: list[dict[str, Any]]) -> None:
-        optimizer.param_groups = groups
+    def train(groups: list[dict[str, Any]], hooks: Any) -> None:
+        optimizer.param_groups, optimizer._optimizer_step_pre_hooks = groups, hooks
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
     def plain() -> None:
-        train(own_groups)
+        train(own_groups, own_hooks)
 
     def dormant() -> None:
-        train(all_groups)
+        train(all_groups, all_hooks)
         growth.after_step()
 
     return plain, dormant
@@ -92,13 +91,13 @@ def overhead(case: str, blocks: int) -> tuple[float, float]:
     for block in range(blocks):
         for step in (plain, dormant) if block % 2 else (dormant, plain):
             times[step].append(cpu_seconds(step))
-    # paired: what slows the machine slows neighbouring blocks alike
+    # paired: load on the machine affects neighbouring blocks equally
     ratios = [with_slots / alone for alone, with_slots in zip(*times.values(), strict=True)]
     return 1e3 * statistics.median(times[plain]), statistics.median(ratios) - 1
 
 
 def cpu_seconds(step: Callable[[], None]) -> float:
-    """Of one step, on one thread: other work on the machine does not count."""
+    """CPU seconds of one step on one thread; other work on the machine does not count."""
     start = time.process_time()
     for _ in range(CALLS):
         step()
@@ -188,7 +187,7 @@ def grow_one(width: int, rng_seed: int, steps: int) -> dict[str, Outcome]:
 def train_alone(
     width: int, rng_seed: int, steps: int, loader: DataLoader[Any], val_rows: tuple[Tensor, ...]
 ) -> nn.Module:
-    """A static network, trained alike; the best of 25 looks at the validation rows."""
+    """A static network trained the same way; the best of 25 validations."""
     torch.manual_seed(rng_seed)
     model = network(width)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY)

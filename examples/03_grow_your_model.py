@@ -1,9 +1,9 @@
-"""Your own model, your own loop: three lines make it grow; the result is a plain PyTorch model.
+"""Grow your own model in your own training loop; the result is a plain PyTorch model.
 
     python examples/03_grow_your_model.py
 
-The model below knows nothing of Esper. Growth finds the places where it could be larger, tries
-seeds there while it trains, keeps what pays and stays within the budget.
+The model does not use Esper. Growth finds sites in it, tries seeds there while it trains, keeps
+those that pay for their size and stays within the budget.
 """
 
 import torch
@@ -43,7 +43,7 @@ def main() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
 
-    growth = esper.Growth(  # the first line
+    growth = esper.Growth(  # line 1
         model,
         optimizer,
         example=images[:BATCH],
@@ -59,15 +59,15 @@ def main() -> None:
             loss = F.cross_entropy(model(images[rows]), labels[rows])
             loss.backward()
             optimizer.step()
-            growth.after_step(loss)  # the second
-        decision = growth.decide()  # the third
-        told = f"{decision.op} {decision.site or ''}" if decision else "closed"
-        print(f"epoch {epoch:>2}  accuracy {growth.ledger.steps[-1].metric:.3f}  {told}")
+            growth.after_step(loss)  # line 2
+        decision = growth.decide()  # line 3
+        action = f"{decision.op} {decision.site or ''}" if decision else "closed"
+        print(f"epoch {epoch:>2}  accuracy {growth.ledger.steps[-1].metric:.3f}  {action}")
 
     print(f"{growth.ledger.before.params} -> {growth.params} parameters: {growth.seeds}")
     print(f"accuracy {growth.best_metric:.3f}")
     for name, path in growth.export("grown", formats=("torch", "source")).items():
-        print(f"without Esper, as {name}: {path}")
+        print(f"exported as {name}: {path}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
 
 from esper import Budget, Growth
-from esper.growing.checkpoint import random_states, set_random_states
+from esper.growing.randomness import random_states, set_random_states
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
@@ -143,7 +143,7 @@ def test_births_go_on_where_they_were(tmp_path):
 
 
 def test_every_source_of_randomness_goes_on(tmp_path):
-    states = random_states()
+    states = random_states([])
     draws = [torch.rand(3).tolist(), random.random(), np.random.rand()]  # noqa: NPY002
     set_random_states(states)
     assert [torch.rand(3).tolist(), random.random(), np.random.rand()] == draws  # noqa: NPY002
@@ -165,11 +165,11 @@ def test_a_file_of_another_run_is_refused(tmp_path):
         growth.load(path)
     saved = path.read_bytes()
     torch.save({"weights": 1}, path)
-    with pytest.raises(ValueError, match="not a checkpoint of growth"):
+    with pytest.raises(ValueError, match="not a file that Esper wrote"):
         new_growth().load(path)
     for damaged in (b"", b"hello", saved[: len(saved) // 2]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="not a checkpoint of growth"):
+        with pytest.raises(ValueError, match="damaged, or not a file that Esper wrote"):
             new_growth().load(path)
     path.unlink()
     with pytest.raises(FileNotFoundError):
@@ -280,7 +280,7 @@ def test_buffers_outside_the_state_dict_and_weights_outside_the_model_go_on(tmp_
     resumed.load(tmp_path / "run.pt")
     before, after = whole_state(growth, head), whole_state(resumed, other_head)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    with pytest.raises(ValueError, match="make it as that one was made"):
+    with pytest.raises(ValueError, match="create it like the saved one"):
         new_growth().load(tmp_path / "run.pt")
 
 
@@ -341,14 +341,14 @@ def test_what_could_not_be_read_again_is_told_when_it_is_saved(tmp_path):
     growth.save(path)
     before = path.read_bytes()
     growth.model.held = Budget(params=1)
-    with pytest.raises(ValueError, match=r"nothing was saved.*Unsupported global.*Budget"):
+    with pytest.raises(ValueError, match=r"was not written.*Unsupported global.*Budget"):
         growth.save(path)
     growth.model.held = lambda: None
-    with pytest.raises(ValueError, match=r"nothing was saved.*<lambda>"):
+    with pytest.raises(ValueError, match=r"was not written.*<lambda>"):
         growth.save(path)
     assert path.read_bytes() == before
     torch.save({"held": Budget(params=1)}, path)
-    with pytest.raises(ValueError, match=r"not a checkpoint.*Unsupported global: .*Budget"):
+    with pytest.raises(ValueError, match="holds more than tensors and plain containers"):
         holding(1.0).load(path)
 
 

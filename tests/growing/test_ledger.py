@@ -82,7 +82,7 @@ def test_seed_ids_are_unique_and_known():
         ledger.record_seed(seed("a", born=9))
     with pytest.raises(ValueError, match="no seed 'z'"):
         ledger.record_fate(FateRecord(seed="z", step=1, fate="pruned"))
-    with pytest.raises(ValueError, match="a verdict needs numbers"):
+    with pytest.raises(ValueError, match="both must be finite"):
         Verdict(grown=math.nan, ungrown=0.5, returned="ungrown")
 
 
@@ -113,7 +113,7 @@ def test_a_summary_without_a_verdict_claims_nothing():
     ledger = new_ledger()
     assert "not over" in ledger.summary()
     ledger.conclude(after=NetworkRecord(params=1058, macs=8000))
-    assert "not known" in ledger.summary()
+    assert "the gain is not known" in ledger.summary()
     assert "+200 parameters (+23%)" in ledger.summary()
 
 
@@ -121,7 +121,7 @@ def test_a_summary_of_nothing_kept_says_so():
     ledger = new_ledger()
     same = NetworkRecord(params=ledger.before.params, macs=ledger.before.macs)
     ledger.conclude(after=same)
-    assert ledger.summary() == "Nothing was kept: the network is the size it was."
+    assert ledger.summary() == "Nothing was kept: the network has its original size."
     ledger.conclude(after=same, verdict=Verdict(grown=0.8, ungrown=0.8, returned="grown"))
     told = "Nothing was kept: accuracy 80.0% to 80.0% (+0.0 points), at the same size."
     assert ledger.summary() == told

@@ -52,10 +52,13 @@ def test_which_metric_it_is_and_where_there_is_none():
 
     assert default_metric(torch.tensor([0, 2]), unread()) == ("accuracy", accuracy)
     for targets, message in (
-        ([torch.zeros(4), torch.ones(4)], "targets of 0.0 and 1.0 may be classes.*For one logit"),
-        ([torch.ones(4, 3) / 3], "probabilities of classes.*For the likeliest class"),
-        ([torch.eye(3)], "probabilities of classes"),
-        ([torch.full((4,), 2.5)], "a variance of 0.0, by which no error can be judged"),
+        (
+            [torch.zeros(4), torch.ones(4)],
+            "targets of 0.0 and 1.0 are probably classes.*For one logit",
+        ),
+        ([torch.ones(4, 3) / 3], "class probabilities.*For the most probable class"),
+        ([torch.eye(3)], "class probabilities"),
+        ([torch.full((4,), 2.5)], "a variance of 0.0, which cannot scale an error"),
         ([torch.tensor([0.5, math.nan])], "a variance of nan"),
         ([torch.randn(4, 2), torch.randn(4, 3)], "differ in shape; pass metric="),
     ):
@@ -85,9 +88,9 @@ def test_the_metrics_that_are_advised_work():
     for shown in (logits, logits[:, None]):
         assert advised(shown, target).tolist() == [1.0, 0.0, 1.0, 0.0]
         assert advised(shown, target[:, None].float()).tolist() == [1.0, 0.0, 1.0, 0.0]
-    with pytest.raises(ValueError, match="For the likeliest class") as told:
+    with pytest.raises(ValueError, match="For the most probable class") as told:
         metric_of(torch.eye(3))
-    advised = eval(str(told.value).partition("For the likeliest class: ")[2])
+    advised = eval(str(told.value).partition("For the most probable class: ")[2])
     logits = torch.tensor([[3.0, 0.0, 0.0], [2.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     assert advised(logits, torch.eye(3) * 0.7 + 0.1).tolist() == [1.0, 0.0, 1.0]
 
@@ -132,4 +135,4 @@ def test_targets_without_a_metric_are_told_before_any_training():
     refused(
         "targets of 0.0 and 1.0", val_loader=[(rows, torch.tensor([[0.0], [1.0], [1.0], [0.0]]))]
     )
-    refused("probabilities of classes", val_loader=[(rows, torch.ones(4, 3) / 3)])
+    refused("class probabilities", val_loader=[(rows, torch.ones(4, 3) / 3)])

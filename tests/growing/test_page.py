@@ -102,7 +102,7 @@ def test_the_page_fetches_nothing(ledger):
 
 def test_every_part_is_in_the_page():
     page = page_html(full_ledger())
-    parts = resources.files("esper.grow").joinpath("page_parts").iterdir()
+    parts = resources.files("esper.growing").joinpath("page_parts").iterdir()
     scripts = [part.read_text() for part in parts if part.name.endswith(".js")]
     assert len(scripts) == 5
     _, code = Reader(page).texts["script"]
@@ -188,7 +188,7 @@ def test_the_page_rounds_as_the_ledger_does(name):
     """Halves above all: 0.8125 is 81.3% here and there."""
     ledger = Ledger(model="net", metric=name, controller="heuristic", before=NETWORK)
     values = [0.8125, 0.8135, 0.9995, 0.0005, 0.015625, 0.046875, 1 / 3, 0.25, 0.0]
-    basics = resources.files("esper.grow").joinpath("page_parts", "basics.js").read_text()
+    basics = resources.files("esper.growing").joinpath("page_parts", "basics.js").read_text()
     script = f"""
         const document = {{getElementById: () => ({{textContent: {json.dumps(json.dumps(page_data(ledger)))}}})}};
         {basics}

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import esper
 from esper import Budget
 from esper.growing import progress
+from esper.leyline.interruption import stop_on_interrupt
 from esper.tamiyo.scripted import FixedSchedule, RandomController
 from support.grow_calls import DECISIONS, STEPS, accuracy, adamw, plain_training, refused, run
 from support.models import Script, TokenEncoder, build, loaders, mlp
@@ -122,8 +123,8 @@ def test_mistakes_are_told_before_any_training():
     )
     refused("validation loader is a generator", val_loader=(batch for batch in loaders()[1]))
     empty = [(torch.randn(0, 5), torch.zeros(0, dtype=torch.int64))]
-    refused("a batch of inputs without an example in it", train_loader=empty)
-    refused("a batch of inputs without an example in it", val_loader=empty)
+    refused("an empty batch of inputs", train_loader=empty)
+    refused("an empty batch of inputs", val_loader=empty)
     refused("decisions=30 for steps=20", decisions=30)
     refused("steps=0; use 1 or more", steps=0)
     refused("is below the model's own", budget=Budget(params=5))
@@ -131,11 +132,13 @@ def test_mistakes_are_told_before_any_training():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     waits = ReduceLROnPlateau(optimizer)
-    refused("waits for a metric", model=model, optimizer=optimizer, scheduler=waits)
+    refused("ReduceLROnPlateau needs a metric", model=model, optimizer=optimizer, scheduler=waits)
     nan = lambda output, target: torch.full((len(target),), math.nan)  # noqa: E731
     refused("the validation metric is nan", metric=nan)
     flags = [(torch.randn(4, 5), torch.tensor([0, 1, 1, 0]))]
-    one_logit = r"no metric is known for an output \(4, 1\) and a target \(4,\).*For one logit"
+    one_logit = (
+        r"there is no default metric for an output \(4, 1\) and a target \(4,\).*For one logit"
+    )
     refused(one_logit, model=mlp(classes=1), val_loader=flags)
     flat = nn.Sequential(mlp(classes=1), nn.Flatten(0))
     refused(r"for an output \(4,\) and a target \(4,\)", model=flat, val_loader=flags)
@@ -148,7 +151,7 @@ def test_mistakes_are_told_before_any_training():
     refused("trains none of the model's weights", optimizer=adamw(mlp()))
     refused("would be lost in the plain model", model=ByClass())
     refused("wrapped in DataParallel", model=nn.DataParallel(mlp()))
-    refused("the optimizer is AdamW; give one that is made", optimizer=torch.optim.AdamW)
+    refused("the optimizer is AdamW; give an instance", optimizer=torch.optim.AdamW)
     refused("loss=None; give a function", loss=None)
     refused("metric='accuracy'; give a function", metric="accuracy")
     refused("steps=20.0; use a whole number", steps=20.0)
@@ -156,7 +159,7 @@ def test_mistakes_are_told_before_any_training():
     refused("rng_seed=None; use a whole number", rng_seed=None)
     some = adamw(mlp())
     refused("the model is a function; give an nn.Module$", model=lambda x: x, optimizer=some)
-    refused("a TopLevelTracedModule; give the nn.Module that torch.jit made it of", model=traced())
+    refused("a TopLevelTracedModule; give the original nn.Module", model=traced())
     refused("Flatten has no parameters", model=nn.Flatten(), optimizer=some)
 
 
@@ -179,7 +182,7 @@ def test_after_a_run_that_failed_the_seeds_that_it_left_are_told():
         return F.cross_entropy(output, target)
 
     refused("not today", loss=fails, **again)
-    refused("seeds of another growth sit in this model, perhaps one that failed", **again)
+    refused("the model has seeds of another growth, perhaps one that failed", **again)
 
 
 def test_a_loader_that_dries_up_is_noticed():
@@ -305,9 +308,9 @@ def test_a_handler_of_the_users_own_stays_in_place():
     pressed = []
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
     try:
-        with progress.stopped_by_ctrl_c() as is_stopped:
+        with stop_on_interrupt() as should_stop:
             os.kill(os.getpid(), signal.SIGINT)
-            assert not is_stopped()
+            assert not should_stop()
     finally:
         signal.signal(signal.SIGINT, before)
     assert pressed == [1]

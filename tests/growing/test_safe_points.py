@@ -15,7 +15,8 @@ GROWN = germinate(0, blueprint=1, tempo=0)
 
 
 def seed_weights(growth):
-    return [p.detach().clone() for p in growth._network.slots[0].seed.parameters()]
+    own = {id(parameter) for parameter in growth.model.parameters()}
+    return [p.detach().clone() for p in growth.parameters() if id(p) not in own]
 
 
 def same(before, after):
@@ -336,7 +337,7 @@ def test_what_a_broken_network_shows_is_no_evidence():
     for _ in range(3):
         train(growth)
         growth.decide()
-    known = growth._evidence.contribution[0].clone()
+    known = script.reports[-1].contribution[0, 0].clone()
     train(growth)
     with torch.no_grad():
         growth.model[0].weight[0, 0] = math.nan

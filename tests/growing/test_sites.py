@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.growing.sites import count_macs, find_sites, forward, site_table, trace_sites
+from esper.growing.inputs import forward
+from esper.growing.sites import count_macs, find_sites, site_table, trace_sites
 from esper.leyline.constants import SiteKind
 from support.models import MODELS, TokenEncoder, build, mlp
 

@@ -40,7 +40,7 @@ def test_it_lists_the_sites_of_ones_own_model(module, arguments, capsys):
         (["my_model:nothing"], "cannot be found"),
         (["no_such_module:model"], "cannot be found"),
         (["my_model:model"], "--shape 3 32 32"),
-        (["my_model:model", "--shape", "5"], r"does not accept numbers of --shape \(5,\)"),
+        (["my_model:model", "--shape", "5"], r"does not accept random numbers of --shape \(5,\)"),
     ],
 )
 @pytest.mark.usefixtures("module")

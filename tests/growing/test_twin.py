@@ -199,7 +199,7 @@ def test_what_reaches_the_model_by_its_name_is_told():
     )
     model = mlp()
     decayed = lambda *pair: F.cross_entropy(*pair) + model[0].weight.square().sum()  # noqa: E731
-    refused("reaches the model by its name", model=model, loss=decayed)
+    refused("accesses the model directly", model=model, loss=decayed)
 
 
 def test_without_growth_both_networks_are_the_same():
@@ -296,7 +296,7 @@ def test_a_part_that_trains_in_eval_mode_is_told(part, is_told):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run(Script(), model=model)
-    assert [str(w.message).partition(",")[0] for w in told] == (
+    assert [str(w.message).partition(" while")[0] for w in told] == (
         ["backbone is in eval mode"] if is_told else []
     )
     assert not model.get_submodule(part).training

@@ -1,4 +1,4 @@
-"""`esper sites module:factory`: where a model can grow."""
+"""`esper sites module:factory`: list where a model can grow."""
 
 import importlib
 import sys
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from esper.growing.sites import count_macs, count_params, site_table, trace_sites
 
-EXAMPLES = 2  # in a random batch of --shape
+EXAMPLES = 2  # in the random batch for --shape
 
 
 def sites(factory: tyro.conf.Positional[str], shape: tuple[int, ...] = ()) -> None:
-    """List where a model can grow, and what could grow there.
+    """List where a model can grow, and which seeds fit there.
 
     Args:
-        factory: "module:function"; called without arguments, it returns a model, or a model and
-            an example batch of its inputs. The working directory is searched for modules
+        factory: "module:function", called without arguments; it returns a model, or a model and
+            an example batch of its inputs. Modules in the working directory are found
         shape: of one input example, if the function returns only the model: --shape 3 32 32
     """
     model, example = load(factory, shape)
@@ -29,7 +29,7 @@ def sites(factory: tyro.conf.Positional[str], shape: tuple[int, ...] = ()) -> No
 
 
 def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
-    """The model of a factory, and an example batch of its inputs."""
+    """The model that a factory returns, and an example batch."""
     module_name, _, function = factory.partition(":")
     if not function:
         raise ValueError(f"{factory!r} does not name a function; write module:function")
@@ -44,8 +44,8 @@ def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     if isinstance(made, nn.Module):
         if not shape:
             raise ValueError(
-                f"{factory!r} returns only a model; return (model, example), or give the shape of "
-                "an example: --shape 3 32 32"
+                f"{factory!r} returns only a model; return (model, example), or give the shape of an "
+                "example: --shape 3 32 32"
             )
         return made, _random_batch(made, shape)
     model, example = made
@@ -59,7 +59,7 @@ def _random_batch(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
         count_macs(model, example)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         raise ValueError(
-            f"the model does not accept numbers of --shape {shape}: {error}. For other inputs, "
-            "such as tokens, let the function return (model, example)"
+            f"the model does not accept random numbers of --shape {shape}: {error}. For other "
+            "inputs, such as tokens, return (model, example) from the function"
         ) from error
     return example

@@ -1,4 +1,4 @@
-"""How large the grown model may become."""
+"""Limits on the size of the grown model."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class SeedCost(NamedTuple):
-    """What a seed would add to a model."""
+    """The cost of one possible seed."""
 
-    name: str  # what, and where
+    name: str  # blueprint and site
     params: int
     macs: int
 
@@ -20,17 +20,19 @@ class Budget:
     """Hard limits on the whole grown model, its own weights included; None: no limit."""
 
     params: int | None = None
-    """Parameters in all."""
+    """Parameters in total."""
     macs: int | None = None
-    """Multiply-adds per example in all."""
+    """Multiply-adds per example in total."""
 
     def __post_init__(self) -> None:
-        for name, limit in vars(self).items():
+        for name, limit in list(vars(self).items()):
             if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
                 raise ValueError(f"Budget({name}={limit!r}); use a number above 0, such as 20_000")
+            if limit is not None:
+                object.__setattr__(self, name, None if limit == math.inf else math.floor(limit))
 
     def check(self, model_params: int, model_macs: int) -> None:
-        """Raise if the model is over its budget before anything has grown."""
+        """Raise if the model itself exceeds the budget."""
         for name, limit, own in (
             ("params", self.params, model_params),
             ("macs", self.macs, model_macs),
@@ -42,7 +44,7 @@ class Budget:
                 )
 
     def check_room(self, model_params: int, model_macs: int, seeds: Sequence[SeedCost]) -> None:
-        """Raise if the model leaves no room for any of the seeds that it could grow."""
+        """Raise if none of the possible seeds fits into the budget."""
         params_left = math.inf if self.params is None else self.params - model_params
         macs_left = math.inf if self.macs is None else self.macs - model_macs
         if any(seed.params <= params_left and seed.macs <= macs_left for seed in seeds):
@@ -57,7 +59,7 @@ class Budget:
         )
 
     def describe(self, model_params: int, model_macs: int) -> str:
-        """What the model has and what it may have, in a line."""
+        """The model's size and its limits, in one line."""
         parts = (
             ("parameters", self.params, model_params),
             ("multiply-adds per example", self.macs, model_macs),

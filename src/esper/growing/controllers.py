@@ -1,4 +1,4 @@
-"""Who decides: the heuristic, a saved policy, or whatever the user brings."""
+"""Controllers for growth: the heuristic, a saved policy, or a custom one."""
 
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -15,7 +15,7 @@ from esper.tamiyo.learned import LearnedController
 
 @runtime_checkable
 class StatefulController(Protocol):
-    """A controller whose memory of the run can be saved and brought back."""
+    """A controller whose state can be saved and restored."""
 
     def memory(self) -> dict[str, Tensor]: ...
 
@@ -24,23 +24,23 @@ class StatefulController(Protocol):
 
 @runtime_checkable
 class ExplainingController(Protocol):
-    """A controller that can say why it decided as it did."""
+    """A controller that gives reasons for its decisions."""
 
     def reasons(self, reports: Reports, masks: ActionMasks, actions: Tensor) -> list[str]:
-        """A text for each env; empty where there is nothing to say."""
+        """One text per env; empty for no reason."""
         ...
 
 
 @runtime_checkable
 class TimedController(Protocol):
-    """A controller that grows nothing in a run that is too short for it."""
+    """A controller that grows nothing in a run with fewer steps than `least_steps`."""
 
     @property
     def least_steps(self) -> int: ...
 
 
 def check_time(controller: Controller, steps: int) -> None:
-    """Raise if a controller would let all of so few steps pass by."""
+    """Raise if the run is too short for the controller to grow anything."""
     if isinstance(controller, TimedController) and steps < controller.least_steps:
         missing = controller.least_steps - steps
         raise ValueError(
@@ -51,15 +51,15 @@ def check_time(controller: Controller, steps: int) -> None:
 
 
 def make_controller(controller: str | Path | Controller) -> Controller:
-    """The heuristic by its name, a learned policy by its file, or the controller itself."""
+    """The controller for "heuristic", the path of a saved policy, or a controller."""
     if controller == "heuristic":
         return HeuristicController()
     if isinstance(controller, Controller) and not isinstance(controller, type):
         return controller
     if not isinstance(controller, str | Path):
         raise ValueError(
-            f"controller={controller!r} is no object with begin and decide; give 'heuristic', "
-            "the path of a saved policy, or a controller"
+            f"controller={controller!r} has no methods begin and decide; give 'heuristic', the path "
+            "of a saved policy, or a controller"
         )
     if not Path(controller).is_file():
         raise ValueError(
@@ -76,7 +76,7 @@ def controller_name(controller: str | Path | Controller) -> str:
 
 
 def reason_of(controller: Controller, reports: Reports, masks: ActionMasks, actions: Tensor) -> str:
-    """The controller's own reason for its decision; empty if it gives none."""
+    """The controller's reason for its decision; empty if it gives none."""
     return (
         controller.reasons(reports, masks, actions)[0]
         if isinstance(controller, ExplainingController)
@@ -85,7 +85,7 @@ def reason_of(controller: Controller, reports: Reports, masks: ActionMasks, acti
 
 
 def check_legal(actions: Tensor, masks: ActionMasks) -> None:
-    """Raise for a choice that the masks forbid: a controller of one's own may not know them."""
+    """Raise for a choice that the masks forbid; a custom controller may ignore them."""
     space = masks.action_space
     if tuple(actions.shape) != (1, space.num_heads):
         raise ValueError(

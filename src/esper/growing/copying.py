@@ -1,4 +1,4 @@
-"""What a copy of a user's model starts from."""
+"""Deep copies of models that were called with gradients."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torch.utils import _pytree as pytree
 
 
 def without_graphs(model: nn.Module) -> dict[int, Any]:
-    """A memo for `copy.deepcopy`: what the model keeps of a forward pass, without its graph.
+    """A memo for `copy.deepcopy` with detached copies of the tensors a model computed and kept.
 
-    Such as the weight that spectral norm makes anew in every pass, or maps of attention to look
-    at. By itself torch copies no tensor that was computed with gradients.
+    Examples: the weight that spectral norm computes in every pass, or stored attention maps. Torch
+    refuses to deepcopy a tensor that has a graph.
     """
     kept = pytree.tree_leaves([vars(module) for module in model.modules()])
     return {id(x): x.detach().clone() for x in kept if isinstance(x, Tensor) and not x.is_leaf}

@@ -1,34 +1,33 @@
-"""What is known of a user's data before training: how many rows there are, and how local."""
+"""Facts about the training data: how many rows it has, and how alike neighbours are."""
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Sized
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from esper.growing.inputs import tensors
 from esper.tolaria.locality import locality
 
-LEAST_ROWS = 8  # of two rows every correlation is 1 or -1
-USUAL_TRAIN_ROWS = 3200  # where nobody can tell: those of the data that controllers learn on
+LEAST_ROWS = 8  # with two rows every correlation is 1 or -1
+USUAL_TRAIN_ROWS = 3200  # if unknown: the size of the data that controllers are trained on
 
 
 class DataFacts(NamedTuple):
-    """What a controller is shown of the data."""
+    """The part of a report that describes the data."""
 
     train_rows: int
     locality: float
 
     @classmethod
     def of(cls, example: Any, train_rows: int | None) -> "DataFacts":
-        """Of a batch of inputs, channels first, and the number of training rows, if known.
+        """Facts from a batch of inputs (channels first) and the number of training rows, if known.
 
-        Locality is that of the first input of floating-point numbers with positions; of fewer than
-        `LEAST_ROWS` rows it is not known, and 0.
+        Locality is that of the first float input with positions; 0 if there is none, or if it has
+        fewer than `LEAST_ROWS` rows.
         """
         if train_rows is not None and train_rows < 1:
             raise ValueError(f"train_rows={train_rows}; use 1 or more, or leave it out")
-        floats = (x for x in _tensors(example) if x.is_floating_point())
+        floats = (x for x in tensors(example) if x.is_floating_point())
         with_positions = (x for x in floats if x.dim() >= 3 and len(x) >= LEAST_ROWS)
         inputs = next(with_positions, None)
         return cls(
@@ -38,14 +37,10 @@ class DataFacts(NamedTuple):
 
 
 def count_rows(loader: Iterable[Any], inputs: Any) -> int | None:
-    """The rows of a training loader whose first batch has these inputs; None if it cannot tell."""
+    """Rows of a training loader whose first batch has these inputs; None if unknown."""
     if isinstance(loader, DataLoader):
         return len(loader.dataset) if isinstance(loader.dataset, Sized) else None
-    batch = next(_tensors(inputs), None)
-    if not isinstance(loader, Sized) or batch is None or batch.dim() == 0:
+    found = tensors(inputs)
+    if not isinstance(loader, Sized) or not found or found[0].dim() == 0:
         return None
-    return len(loader) * len(batch)
-
-
-def _tensors(inputs: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return len(loader) * len(found[0])

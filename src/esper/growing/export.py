@@ -1,14 +1,14 @@
-"""A grown model as files that need no Esper: a torch.export program, ONNX, and plain source code.
+"""Export a grown model to files that do not need Esper: torch.export, ONNX and source code.
 
     export(model, example, "grown/")
 
     model.pt2     torch.export.load("model.pt2").module()
     model.onnx    onnxruntime.InferenceSession("model.onnx")
-    model.py      a readable nn.Module; from model import load; load() reads model.pt beside it
+    model.py      a readable nn.Module; from model import load; load() reads model.pt next to it
 
-The model is traced once, in evaluation mode, with a free batch size; every format is made from
-that trace, read back, and compared with the model at two batch sizes. Files that do not pass are
-not left behind: of an export that fails there is none, and an earlier one stays as it was.
+The model is traced once, in eval mode, with a free batch size. Every file is made from that trace,
+read back, and compared with the model at two batch sizes. A failed export writes no file and
+leaves those of an earlier export unchanged.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from esper.growing.export_source import NO_END, ExportError, source_of
 from esper.growing.folding import folded
-from esper.growing.sites import batch_size, forward
+from esper.growing.inputs import arguments, batch_size, forward, tensors
 
 _FILES = {"torch": "model.pt2", "onnx": "model.onnx", "source": "model.py"}
 FORMATS = tuple(_FILES)
@@ -38,16 +38,18 @@ TOLERANCE = 1e-5  # largest difference, absolute and relative, between the model
 aten = torch.ops.aten
 
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST_ONNX_FILE = 2**31 - 2**20  # a protobuf's limit; larger models keep their weights beside
+_LARGEST_ONNX_FILE = (
+    2**31 - 2**20
+)  # limit of protobuf; larger models keep their weights in a second file
 
 
 def export(
     model: nn.Module, example: Any, path: str | Path, formats: Sequence[str] = FORMATS
 ) -> dict[str, Path]:
-    """Writes `model` to the folder `path`; the file of each format (or of the one named).
+    """Write `model` to the folder `path`; returns the file of each format.
 
     `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them.
-    The batch size is free in all formats, every other axis is that of the example.
+    The batch size is free in all formats; every other axis is fixed by the example.
     """
     formats = (formats,) if isinstance(formats, str) else formats
     _check_formats(formats)
@@ -58,22 +60,23 @@ def export(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unchecked-") as unchecked:
-        files = {name: _WRITERS[name](program, plain, Path(unchecked)) for name in formats}
-        for name, file in files.items():
+        for name in formats:
+            file = Path(unchecked) / _FILES[name]
+            _WRITERS[name](program, plain, file)
             _check_equal(name, _READERS[name](file), plain, example)
         for file in Path(unchecked).iterdir():
             file.replace(folder / file.name)
     _warn_of_others(folder, formats)
-    return {name: folder / file.name for name, file in files.items()}
+    return {name: folder / _FILES[name] for name in formats}
 
 
 def _warn_of_others(folder: Path, formats: Sequence[str]) -> None:
-    """Files of the formats that were not made now may be of another network."""
+    """Warn of files of other formats, which may be of another network."""
     names = (name for made, name in _FILES.items() if made not in formats)
     if others := [name for name in names if (folder / name).exists()]:
         warnings.warn(
             f"{folder} also holds {', '.join(others)} of an earlier export, perhaps of another "
-            "network: delete it, or export that format too",
+            "network; delete it, or export that format too",
             stacklevel=4,
         )
 
@@ -84,7 +87,7 @@ def _check_formats(formats: Sequence[str]) -> None:
     missing = [name for name in _ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if "onnx" in formats and missing:
         raise ExportError(
-            f"ONNX needs {', '.join(missing)}: pip install 'esper-lite[export]', or leave it out "
+            f"ONNX needs {', '.join(missing)}: pip install 'esper-lite[export]', or leave ONNX out "
             "with formats=('torch', 'source')"
         )
 
@@ -94,7 +97,7 @@ def _on_cpu(example: Any) -> Any:
 
 
 def _batch_of_two_or_more(example: Any) -> Any:
-    """A batch of one would be taken for a constant."""
+    """torch.export would treat a batch size of 1 as a constant."""
     return example if batch_size(example) > 1 else _repeated(example, 2)
 
 
@@ -107,12 +110,12 @@ def _repeated(example: Any, times: int) -> Any:
     )
 
 
-def _has_rows(leaf: Any, rows: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+def _has_rows(tensor: Tensor, rows: int) -> bool:
+    return tensor.dim() > 0 and len(tensor) == rows
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
-    """A mapping or tuple of a class of its own as a plain one, which loads anywhere."""
+    """Turn custom mappings and tuples into plain ones, which load anywhere."""
     if isinstance(output, Mapping):
         return {key: value for key, value in output.items() if value is not None}
     return tuple(output) if isinstance(output, tuple) else output
@@ -120,11 +123,11 @@ def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _traced(model: nn.Module, example: Any) -> ExportedProgram:
     rows = batch_size(example)
-    args, kwargs = _arguments(example)
+    args, kwargs = arguments(example)
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
-    for leaf in pytree.tree_leaves(example):
-        if _has_rows(leaf, rows):
-            shapes[leaf] = {0: Dim.DYNAMIC}
+    for tensor in tensors(example):
+        if _has_rows(tensor, rows):
+            shapes[tensor] = {0: Dim.DYNAMIC}
     free_batch = shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
     try:
         with _quiet():
@@ -133,29 +136,22 @@ def _traced(model: nn.Module, example: Any) -> ExportedProgram:
         raise ExportError(
             f"torch.export cannot trace {_part_that_fails(model, example)}: "
             f"{str(error).strip().splitlines()[0]}\nEvery format is made from that trace. Rewrite "
-            "that part without Python decisions on tensor values and with a free batch size, or "
-            "keep the model in memory: torch.save(model.state_dict(), ...) always works."
+            "that part without Python branches on tensor values and with a free batch size. "
+            "torch.save(model.state_dict(), ...) works without a trace."
         ) from error
     _tidy(program)
     return program
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and keyword arguments, as `forward` hands them to a model."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's notes to itself."""
+    """Without torch's internal log messages and warnings."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # which optional packages it does without
+    logger.setLevel(logging.ERROR)  # it logs which optional packages are missing
     try:
         with warnings.catch_warnings():
-            # copying a program touches a name that torch is about to rename
+            # raised by torch itself when it copies a program
             warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
             yield
     finally:
@@ -163,12 +159,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _part_that_fails(model: nn.Module, example: Any) -> str:
-    """The innermost module that a trace has entered and not left."""
+    """The innermost module that a trace entered and did not leave."""
     model, entered = copy.deepcopy(model), [""]
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
         module.register_forward_hook(lambda *_: entered.pop() and None)
-    args, kwargs = _arguments(example)
+    args, kwargs = arguments(example)
     with contextlib.suppress(Exception), _quiet():
         torch.export.export(model, args, kwargs)
     kind = type(model.get_submodule(entered[-1])).__name__
@@ -176,9 +172,7 @@ def _part_that_fails(model: nn.Module, example: Any) -> str:
 
 
 def _tidy(program: ExportedProgram) -> None:
-    """The graph without checks and conversions that do nothing, and without traces of where it
-    was made: paths of files, and classes that a reader of the file does not have.
-    """
+    """Remove checks and conversions without effect, file paths, and the names of Esper's classes."""
     _inline_regions(program.graph_module)
     graph = program.graph
     for node in list(graph.nodes):
@@ -194,12 +188,12 @@ def _tidy(program: ExportedProgram) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target is aten.scaled_dot_product_attention.default:
-            _give_a_head(node)
+            _add_head_axis(node)
     program.graph_module.recompile()
 
 
 def _inline_regions(module: fx.GraphModule) -> None:
-    """Code under no_grad, or with autocast switched off, among the rest: it computes the same."""
+    """Inline code under no_grad or disabled autocast: it computes the same."""
     graph = module.graph
     for node in list(graph.nodes):
         if not _is_plain_region(node):
@@ -212,7 +206,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             given = dict(zip(inputs, node.args[place + 1 :], strict=True))
             outputs: Any = graph.graph_copy(region.graph, given)
-        for user in list(node.users):  # each takes one of the outputs
+        for user in list(node.users):  # each selects one output
             user.replace_all_uses_with(outputs[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
@@ -238,10 +232,10 @@ def _without_own_classes(kind: str) -> str:
     return "torch.nn.modules.module.Module" if kind.startswith("esper.") else kind
 
 
-def _give_a_head(node: fx.Node) -> None:
-    """Attention over `[batch, tokens, width]` as one head of `[batch, heads, tokens, width]`.
+def _add_head_axis(node: fx.Node) -> None:
+    """Rewrite attention over `[batch, tokens, width]` as one head `[batch, 1, tokens, width]`.
 
-    ONNX knows attention with an axis of heads only.
+    ONNX requires an axis of heads.
     """
     if node.meta["val"].dim() != 3:
         return
@@ -265,15 +259,12 @@ def _give_a_head(node: fx.Node) -> None:
     node.replace_all_uses_with(squeezed, lambda user: user is not squeezed)
 
 
-def _write_torch(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
-    file = folder / _FILES["torch"]
+def _write_torch(program: ExportedProgram, model: nn.Module, file: Path) -> None:
     torch.export.save(program, file)
-    return file
 
 
-def _write_onnx(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+def _write_onnx(program: ExportedProgram, model: nn.Module, file: Path) -> None:
     size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
-    file = folder / _FILES["onnx"]
     try:
         with _quiet():
             torch.onnx.export(
@@ -283,17 +274,14 @@ def _write_onnx(program: ExportedProgram, model: nn.Module, folder: Path) -> Pat
         cause = error.__cause__ or error
         raise ExportError(
             f"no ONNX file: {str(cause).strip().splitlines()[0]}\n"
-            "formats=('torch', 'source') do without it"
+            "formats=('torch', 'source') leave it out"
         ) from error
-    return file
 
 
-def _write_source(program: ExportedProgram, model: nn.Module, folder: Path) -> Path:
+def _write_source(program: ExportedProgram, model: nn.Module, file: Path) -> None:
     source = source_of(program, model)
-    file = folder / _FILES["source"]
     file.write_text(source.text, encoding="utf-8")
-    torch.save(source.state, folder / "model.pt")
-    return file
+    torch.save(source.state, file.with_name("model.pt"))
 
 
 def _read_torch(file: Path) -> Callable[[Any], Any]:
@@ -308,8 +296,8 @@ def _read_onnx(file: Path) -> Callable[[Any], Any]:
     names = [entry.name for entry in session.get_inputs()]
 
     def run(example: Any) -> list[Tensor]:
-        leaves = [leaf.numpy() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
-        outputs = session.run(None, dict(zip(names, leaves, strict=True)))
+        arrays = [tensor.numpy() for tensor in tensors(example)]
+        outputs = session.run(None, dict(zip(names, arrays, strict=True)))
         return [torch.from_numpy(output) for output in outputs]
 
     return run
@@ -317,7 +305,7 @@ def _read_onnx(file: Path) -> Callable[[Any], Any]:
 
 def _read_source(file: Path) -> Callable[[Any], Any]:
     model = runpy.run_path(str(file))["load"]()
-    return lambda example: model(*(x for x in pytree.tree_leaves(example) if isinstance(x, Tensor)))
+    return lambda example: model(*tensors(example))
 
 
 _WRITERS = {"torch": _write_torch, "onnx": _write_onnx, "source": _write_source}
@@ -325,13 +313,10 @@ _READERS = {"torch": _read_torch, "onnx": _read_onnx, "source": _read_source}
 
 
 def _check_equal(name: str, exported: Callable[[Any], Any], model: nn.Module, example: Any) -> None:
-    """The file computes what the model does, at the example's batch size and at another."""
+    """Raise unless the file computes the same as the model, at two batch sizes."""
     for batch in (example, _repeated(example, 2)):
         with torch.no_grad():
-            expected, got = (
-                [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-                for output in (forward(model, batch), exported(batch))
-            )
+            expected, got = tensors(forward(model, batch)), tensors(exported(batch))
         for want, have in zip(expected, got, strict=True):
             rounding = torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
             tolerance = max(TOLERANCE, 4 * rounding)
@@ -341,5 +326,5 @@ def _check_equal(name: str, exported: Callable[[Any], Any], model: nn.Module, ex
                 others = tuple(other for other in FORMATS if other != name)
                 raise ExportError(
                     f"the {name} file is off by {off:.2g} at {batch_size(batch)} rows; "
-                    f"formats={others} do without it"
+                    f"formats={others} leave it out"
                 )

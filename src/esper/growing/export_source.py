@@ -1,8 +1,8 @@
 """A traced model as a readable source file: layers in `__init__`, torch calls in `forward`.
 
-Where the trace shows the whole of a torch.nn layer, the file has that layer (so that the model can
-also be trained on); everything else is written as the torch function it is. A value that nothing
-needs any more gives its name to the next, so that a chain of layers reads `x = self.conv(x)`.
+If the trace contains a complete torch.nn layer, the file has that layer, so the model can be trained
+further. Everything else is written as a torch function. Variable names are reused after their last
+use, so a chain of layers reads `x = self.conv(x)`.
 """
 
 import ast
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
-NO_END = 2**63 - 1  # what the end of a slice without one is traced to
+NO_END = 2**63 - 1  # the traced end of an open slice
 
 _INFIX: dict[Any, str] = {
     aten.add.Tensor: "+",
@@ -37,7 +37,7 @@ _INFIX: dict[Any, str] = {
     operator.floordiv: "//",
 }
 # fmt: off
-# operators whose arguments are, in this order, those of the torch function of the same name
+# operators with the same arguments, in the same order, as the torch function of that name
 _TORCH = {
     "abs", "addcmul", "addmm", "amax", "amin", "arange", "argmax", "argmin", "avg_pool1d",
     "batch_norm", "bmm", "cat", "chunk", "clamp", "conv1d", "conv2d", "conv3d", "cos", "cumsum",
@@ -56,19 +56,19 @@ _METHODS = {"contiguous", "expand", "expand_as", "masked_fill", "repeat", "to", 
 
 
 class ExportError(RuntimeError):
-    """A model that cannot be exported in a format; the message says why and what else works."""
+    """A model cannot be exported to a format; the message names the cause and an alternative."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of source code, and the weights that its `load` expects beside it."""
+    """A source file, and the weights that its `load` reads."""
 
     text: str
     state: dict[str, Tensor]
 
 
 def source_of(program: ExportedProgram, model: nn.Module) -> Source:
-    """The program as source code; `model` is what was traced."""
+    """The program as source code; `model` is the traced module."""
     statements = list(_statements(program, model))
     attributes = _Attributes(program, model, statements)
     lines, result = _forward_lines(program, statements, attributes)
@@ -89,13 +89,13 @@ def source_of(program: ExportedProgram, model: nn.Module) -> Source:
 
 
 _TEMPLATE = '''\
-"""{name}, grown: plain PyTorch, written by a program and free to edit.
+"""{name}, grown: generated plain PyTorch code, free to edit.
 
     from model import load
 
-    model = load()  # in evaluation mode, with the weights of model.pt beside this file
+    model = load()  # in eval mode, with the weights in model.pt next to this file
 
-{params:,} parameters; takes {inputs}.
+{params:,} parameters; input {inputs}.
 """
 
 from pathlib import Path
@@ -122,9 +122,9 @@ def load(weights: str | Path = Path(__file__).with_name("model.pt")) -> {name}:
 
 @dataclass(frozen=True)
 class _Statement:
-    """One line of `forward`: a torch call, or all that a layer does."""
+    """One line of `forward`: a torch call, or the call of a layer."""
 
-    node: fx.Node  # whose value the line computes
+    node: fx.Node  # its value is computed here
     inputs: tuple[fx.Node, ...]
     path: str  # of the module that the line belongs to
     layer: nn.Module | None = None
@@ -135,7 +135,7 @@ def _statements(program: ExportedProgram, model: nn.Module) -> Iterator[_Stateme
     modules = dict(model.named_modules())
     for (_, path), run in groupby(calls, key=_innermost):
         nodes = list(run)
-        path = path if path in modules else ""  # torch's own additions belong to no module
+        path = path if path in modules else ""  # nodes added by torch belong to no module
         layer = modules[path]
         inputs = _inputs_of_layer(program, nodes, layer, path)
         if inputs is not None:
@@ -147,16 +147,16 @@ def _statements(program: ExportedProgram, model: nn.Module) -> Iterator[_Stateme
 
 
 def _innermost(node: fx.Node) -> tuple[str, str]:
-    """The call of a module that a node belongs to, and that module's path."""
+    """The innermost module call that a node belongs to, and the module's path."""
     stack = node.meta.get("nn_module_stack") or {"": ("", "")}
     key, (path, _) = list(stack.items())[-1]
-    return key, path.partition("@")[0]  # a second call of a module is marked with @1
+    return key, path.partition("@")[0]  # torch marks the second call of a module with @1
 
 
 def _inputs_of_layer(
     program: ExportedProgram, nodes: Sequence[fx.Node], layer: nn.Module, path: str
 ) -> tuple[fx.Node, ...] | None:
-    """The one input of a torch.nn layer that is all there in `nodes`; None if there is no such."""
+    """The input of a torch.nn layer that `nodes` compute completely; None if they do not."""
     if not type(layer).__module__.startswith("torch.nn.modules") or _constructor(layer) is None:
         return None
     weights = _weights(program)
@@ -170,7 +170,7 @@ def _inputs_of_layer(
 
 
 def _constructor(layer: nn.Module) -> str | None:
-    """The expression that builds a torch.nn layer, from its description; None if it does not."""
+    """The expression that builds a torch.nn layer, from its `extra_repr`; None if that fails."""
     if any(layer.children()):
         return None
     try:
@@ -183,7 +183,7 @@ def _constructor(layer: nn.Module) -> str | None:
             if ast.literal_eval(entry.value) != usual[str(entry.arg)].default
         ]
         described = _settings(_built(call), usual)
-        # some descriptions leave settings out
+        # some layers leave settings out of extra_repr
         for name, value in _settings(layer, usual).items():
             if value != described[name]:
                 call.keywords.append(ast.keyword(name, ast.parse(repr(value), mode="eval").body))
@@ -201,12 +201,12 @@ def _built(call: ast.Call) -> nn.Module:
 
 
 def _settings(layer: nn.Module, arguments: Iterable[str]) -> dict[str, Any]:
-    """Those of its constructor's arguments that a layer keeps."""
+    """The constructor arguments that a layer stores as attributes."""
     return {name: vars(layer)[name] for name in arguments if name in vars(layer)}
 
 
 def _weights(program: ExportedProgram) -> dict[str, str]:
-    """The path of the parameter, buffer or constant that each such placeholder stands for."""
+    """The path of each parameter, buffer and constant, by the name of its placeholder."""
     return {
         spec.arg.name: str(spec.target)
         for spec in program.graph_signature.input_specs
@@ -215,7 +215,7 @@ def _weights(program: ExportedProgram) -> dict[str, str]:
 
 
 class _Attributes:
-    """What `__init__` declares: the layers that `forward` calls and the tensors it reads."""
+    """What `__init__` declares: the layers and tensors that `forward` uses."""
 
     def __init__(
         self, program: ExportedProgram, model: nn.Module, statements: Sequence[_Statement]
@@ -238,7 +238,7 @@ class _Attributes:
         return f"self.{self._names[path]}"
 
     def tensor(self, placeholder: str) -> str:
-        """The expression for a weight: part of a layer, or an attribute of its own."""
+        """The expression for a weight: part of a layer, or a separate attribute."""
         path = self._weights[placeholder]
         owner, _, last = path.rpartition(".")
         if owner in self._names:
@@ -260,7 +260,7 @@ class _Attributes:
         self.state[name] = tensor.detach()
 
     def _name(self, path: str) -> str:
-        """A new attribute for a path; two paths never share one."""
+        """A new, unique attribute name for a path."""
         plain = _identifier(path.replace(".", "_"))
         taken = set(self._names.values()) | set(dir(nn.Module))
         name = next(n for n in _numbered(plain) if n not in taken)
@@ -271,7 +271,7 @@ class _Attributes:
 def _forward_lines(
     program: ExportedProgram, statements: Sequence[_Statement], attributes: _Attributes
 ) -> tuple[list[str], str]:
-    """The lines of `forward`, and the expression that it returns."""
+    """The lines of `forward`, and the returned expression."""
     weights, names = _weights(program), _Names(program, statements)
     lines: list[str] = []
     section = ""
@@ -298,7 +298,7 @@ def _forward_lines(
 
 
 class _Names:
-    """Names for values: x, y, z, ..., each free again after the last use of what it stood for."""
+    """Variable names x, y, z, ...; each is reused after the last use of its value."""
 
     def __init__(self, program: ExportedProgram, statements: Sequence[_Statement]):
         self._statements = statements
@@ -315,7 +315,7 @@ class _Names:
         return self._held[node]
 
     def assign(self, number: int) -> str:
-        """The name for the value of a statement; its inputs have been read."""
+        """The variable for a statement's value; those of inputs used for the last time are free."""
         self._held = {
             node: name for node, name in self._held.items() if self._last_use.get(node, -1) > number
         }
@@ -341,10 +341,12 @@ def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
     if target is aten.slice.Tensor and len(args) > 1:
         return _slice(args, value)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        raise ExportError(f"{target} has no source code; formats=('torch', 'onnx') may work")
+        raise ExportError(
+            f"{target} cannot be written as source code; formats=('torch', 'onnx') may work"
+        )
     given = [_literal(arg, value) for arg in args]
     name = target.overloadpacket.__name__
-    # a trace names what every tensor has: a dense layout, memory that is not pinned
+    # leave out the defaults that a trace adds
     named = [
         f"{key}={_literal(arg, value)}"
         for key, arg in node.kwargs.items()
@@ -373,7 +375,7 @@ def _literal(argument: Any, value: Callable[[fx.Node], str]) -> str:
     if isinstance(argument, list | tuple):
         return f"[{', '.join(_literal(item, value) for item in argument)}]"
     if isinstance(argument, torch.device):
-        return "device"  # that of the input: the file runs wherever it is moved
+        return "device"  # of the input, so that the file runs on any device
     if isinstance(argument, float) and not math.isfinite(argument):
         return f'float("{argument}")'
     if isinstance(argument, torch.dtype | torch.memory_format | torch.layout):
@@ -382,7 +384,7 @@ def _literal(argument: Any, value: Callable[[fx.Node], str]) -> str:
 
 
 def _structure(output: Any) -> str:
-    """What `forward` returns, with an expression in each place."""
+    """The returned structure, with an expression for each tensor."""
     if isinstance(output, str):
         return output
     if isinstance(output, dict):

@@ -1,9 +1,8 @@
-"""Committed seeds folded into the weights around them, where the result is exactly the same.
+"""Fold committed seeds into neighbouring weights where the result is mathematically the same.
 
-In the styles ADD and GATE alpha goes into the seed's last layer. And where an ADD seed is a single
-layer that looks at single positions, behind a plain linear or convolution layer, `y + alpha *
-seed(y)` of `y = site(x)` is one matrix product: the seed is gone, and its parameters and
-multiply-adds with it.
+- ADD and GATE: alpha is folded into the seed's last layer.
+- ADD with a single pointwise layer, after a plain linear or convolution layer: `y + alpha *
+  seed(y)` with `y = site(x)` is one matrix product, so the seed disappears.
 """
 
 import copy
@@ -20,7 +19,7 @@ _LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
 def folded(model: nn.Module) -> nn.Module:
-    """A copy of a grown model in which every seed is folded as far as its style allows."""
+    """A copy of a grown model with every seed folded as far as possible."""
     model = copy.deepcopy(model, without_graphs(model))
     uses = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
     for parent in list(model.modules()):
@@ -33,7 +32,7 @@ def folded(model: nn.Module) -> nn.Module:
 
 
 def _without_alpha(grown: Grown) -> Grown:
-    """Alpha as part of the seed's last layer, where the blend is linear in it."""
+    """Fold alpha into the seed's last layer, if the blend is linear in it."""
     last = grown.seed.layers[-1]
     if grown.style != BlendStyle.MULTIPLY and isinstance(last, _LINEAR_LAYERS):
         with torch.no_grad():
@@ -44,10 +43,10 @@ def _without_alpha(grown: Grown) -> Grown:
 
 
 def _merged(grown: Grown) -> nn.Module | None:
-    """Site and seed as one layer of the site's own kind; None where it takes two."""
+    """Site and seed as one layer of the site's class; None if that is not possible."""
     site, layers = grown.site, grown.seed.layers
-    # a subclass of a layer may compute something else; a hook may look at what lies in between,
-    # or make the weight anew before every call, as spectral norm does
+    # a subclass may compute something else; a hook may read the output in between, or recompute the
+    # weight before every call, as spectral norm does
     has_hooks = site._forward_hooks or site._forward_pre_hooks
     if type(site) not in _LINEAR_LAYERS or has_hooks or grown.style != BlendStyle.ADD:
         return None
@@ -67,7 +66,7 @@ def _merged(grown: Grown) -> nn.Module | None:
 
 
 def _is_pointwise(layer: nn.Module) -> bool:
-    """A matrix product over the channels, with a bias, and nothing else."""
+    """Whether a layer is just a square matrix product over the channels, with a bias."""
     if not isinstance(layer, _LINEAR_LAYERS) or layer.bias is None:
         return False
     return layer.weight[0].numel() == layer.weight.shape[1] == len(layer.weight)

@@ -1,4 +1,4 @@
-"""Growing a model inside its own training loop: three lines.
+"""Grow a model inside your own training loop, with three lines.
 
     budget = esper.Budget(params=20_000)
     growth = esper.Growth(model, optimizer, example=inputs, budget=budget, decisions=25)
@@ -8,11 +8,10 @@
             growth.after_step()
         growth.decide(accuracy_on_validation_data)
 
-After the last of its decisions the model is the best committed network that was seen, and
-`growth.plain_model()` is a copy of it with no slot left.
+After the last decision the model is the best committed network of the run. `growth.plain_model()`
+is a copy of it without slots.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -23,18 +22,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn, optim
 
-from esper.growing.bookkeeping import Bookkeeper, facts, network_record
+from esper.growing import checkpoint, randomness
+from esper.growing.argument_checks import check_arguments
 from esper.growing.budget import Budget
-from esper.growing.checkpoint import (
-    check_fit,
-    group_settings,
-    network_from_dict,
-    network_to_dict,
-    random_states,
-    read,
-    set_random_states,
-    write,
-)
 from esper.growing.controllers import (
     StatefulController,
     check_legal,
@@ -45,47 +35,55 @@ from esper.growing.controllers import (
 )
 from esper.growing.data import DataFacts
 from esper.growing.export import FORMATS, export
-from esper.growing.gradient_use import GradientUse
-from esper.growing.ledger import BudgetRecord, DecisionRecord, Ledger, RollbackRecord
-from esper.growing.measuring import (
+from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
+from esper.growing.network import GrowingNetwork
+from esper.growing.plain import plain_model
+from esper.growing.preparation import prepare_model
+from esper.growing.recorder import Recorder, new_ledger
+from esper.growing.reporting import Evidence, Reporter
+from esper.growing.safe_points import SafePoint, SafePoints
+from esper.growing.seed_gradients import SeedGradients
+from esper.growing.seed_groups import AnyScheduler
+from esper.growing.sites import ModelSite, site_table
+from esper.growing.validation import (
     Measurement,
     Number,
     Score,
-    check_metric,
-    check_score,
-    measure,
-    told,
+    Validator,
+    warn_if_metric_falls_with_loss,
 )
-from esper.growing.network import GrowingNetwork
-from esper.growing.plain import check_plain, plain_model
-from esper.growing.reporting import Evidence, Reporter
-from esper.growing.safe_points import SafePoint, SafePoints
-from esper.growing.seed_groups import AnyScheduler
-from esper.growing.sites import ModelSite, count_macs, count_params, site_table, trace_sites
-from esper.growing.slots import hand_on_whole_tensors
-from esper.growing.starting import check_arguments, check_measuring, fitting_menu, seed_costs
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 
-DEFAULT_RENT = 0.02  # little: the budget is the limit, rent keeps out what brings nothing
+DEFAULT_RENT = 0.02  # low: the budget is the limit, rent only keeps out seeds that gain nothing
 
-_made_here: WeakSet["Growth"] = WeakSet()  # those that are still in use
+_instances: WeakSet["Growth"] = WeakSet()
 
 
 class Growth:
-    """A model that grows while its owner trains it.
+    """Grows a model while your own loop trains it.
 
-    `example` is a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them;
-    sites must keep their shape in `other_examples` too. `decisions` is how often `decide` will be
-    called, which a controller plans by; the last call closes the run. With `val_loader` and
-    `score` (a batch's scores, one per example, 0 to 1) growth measures itself what each seed is
-    worth; without, `decide` needs the validation metric. `shadow_training` trains new seeds by
-    `shadow_loss` before the model feels them.
-    `rent` is the metric that a seed has to bring per unit of log(1 + its parameters / the model's).
-    `train_rows`, the number of training rows, is shown to the controller with what `example` says
-    of the data.
+    Args:
+        model, optimizer: as your loop uses them.
+        example: a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them.
+        decisions: how often `decide` will be called; the last call closes the run.
+        other_examples: further batches in which sites must keep their shape.
+        train_rows: number of training rows; a learned controller uses it.
+        budget: limits on the whole grown model.
+        controller: "heuristic", the path of a saved policy, or a controller.
+        val_loader, score: with both, growth measures the metric and every seed's contribution
+            itself. `score` maps a batch to one score per example, 0 to 1. Without them, `decide`
+            needs the validation metric.
+        scheduler: one that already drives the optimizer; new weights follow it.
+        sites, exclude: names of modules to grow at, or not to; see `find_sites`.
+        blueprints: names of the seeds that may grow.
+        rent: metric that a seed must gain per unit of log(1 + its parameters / the model's).
+        max_germinations: most seeds that may be started.
+        shadow_training: train new seeds by `shadow_loss` before they change the output.
+        rng_seed: of the initial weights of seeds.
+        metric: name of the metric in the ledger.
     """
 
     def __init__(
@@ -112,90 +110,85 @@ class Growth:
         metric: str = "accuracy",
     ):
         check_arguments(
-            model,
-            optimizer,
-            decisions=decisions,
-            budget=budget,
-            rent=rent,
-            rng_seed=rng_seed,
+            model, optimizer, decisions=decisions, budget=budget, rent=rent, rng_seed=rng_seed
         )
-        check_measuring(val_loader, score)
-        _check_alone(model)
+        _check_no_other_growth(model)
         data = DataFacts.of(example, train_rows)
         self.model, self.optimizer, self.example = model, optimizer, example
-        self.budget = budget or Budget()
+        self.decisions, self.budget = decisions, budget or Budget()
         self.controller = make_controller(controller)
-        self.decisions = decisions
-        self.scheduler = scheduler
-        self.shadow_training = shadow_training
-        self._val_loader, self._score = val_loader, score
-        trace = trace_sites(model, example, *other_examples)
-        chosen = trace.choose(sites, exclude)
-        hand_on_whole_tensors(model, chosen)
-        check_plain(model, chosen, example)
-        model_params, model_macs = count_params(model), count_macs(model, example)
-        self.budget.check(model_params, model_macs)
-        menu = fitting_menu(chosen, blueprints)
-        self.budget.check_room(model_params, model_macs, seed_costs(chosen, menu))
-        if val_loader is not None and score is not None:
-            check_score(model, val_loader, score)
+        self.scheduler, self.shadow_training = scheduler, shadow_training
+        self._validator = Validator(val_loader, score)
+        prepared = prepare_model(
+            model,
+            (example, *other_examples),
+            sites=sites,
+            exclude=exclude,
+            blueprints=blueprints,
+            budget=self.budget,
+        )
+        self._validator.check(model)
         check_time(self.controller, decisions - 1)  # the last call only closes the run
         self.controller.begin(torch.zeros(1, dtype=torch.int64))
-        generator = torch.Generator().manual_seed(rng_seed)
+        # checks are done: from here on the optimizer is changed
         self._network = GrowingNetwork(
-            model, optimizer, chosen, menu, scheduler=scheduler, generator=generator
+            model,
+            optimizer,
+            prepared.sites,
+            prepared.menu,
+            scheduler=scheduler,
+            generator=torch.Generator().manual_seed(rng_seed),
         )
         self._reporter = Reporter(
             self._network,
             self.budget,
-            model_params=model_params,
-            model_macs=model_macs,
+            model_params=prepared.params,
+            model_macs=prepared.macs,
             data=data,
             rent=rent,
             max_germinations=max_germinations,
         )
-        self._evidence = Evidence(len(chosen))
-        ledger = Ledger(
-            model=type(model).__name__,
+        self._evidence = Evidence(len(prepared.sites))
+        ledger = new_ledger(
+            model,
+            prepared,
             metric=metric,
             controller=controller_name(controller),
-            before=network_record(model, trace, model_params, model_macs),
-            budget=BudgetRecord(**vars(self.budget)),
-            facts=facts(chosen[0].device, rng_seed),
+            budget=self.budget,
+            rng_seed=rng_seed,
         )
-        self._books = Bookkeeper(ledger, self._network, self._reporter)
-        self._safe = SafePoints(self._network, self._books)
+        self._recorder = Recorder(ledger, self._network)
+        self._safe_points = SafePoints(self._network, self._recorder.seed_ids)
+        self._gradients = SeedGradients(optimizer, self._network.slots)
         self.step = 0  # decisions made
         self.optimizer_steps = 0
+        self.is_closed = False
         self._train_losses: list[Tensor] = []
-        self._gradient_norms: dict[int, Tensor] = {}  # by slot, of the last step
         self._has_shadowed = False  # since the last step
-        self._gradient_use = GradientUse()
-        self.is_closed = self._has_warned = False
-        _made_here.add(self)
+        self._has_warned_of_close = self._has_warned_of_metric = False
+        _instances.add(self)
 
     # ---- in the training loop
 
     def after_step(self, loss: Tensor | None = None) -> None:
-        """After every step of the optimiser; `loss`, if given, is for the ledger."""
+        """Call after every `optimizer.step()`; `loss` is recorded in the ledger."""
         self.optimizer_steps += 1
         if loss is not None:
             self._train_losses.append(loss.detach())
-        grown = [(i, slot) for i, slot in enumerate(self._network.slots) if slot.seed is not None]
+        grown = [slot for slot in self._network.slots if slot.seed is not None]
         if not grown:
             return
         self._check_shadow()
-        self._gradient_use.note(self._network.called)
-        for index, slot in grown:
+        for slot in grown:
             if slot.alpha != 0.0 and not self.is_closed:
                 slot.note_step()
-            self._note_gradients(index)
+        self._gradients.after_step()
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
-        """With `shadow_training`: before `optimizer.step()`, once for each backward pass.
+        """With `shadow_training`: call before `optimizer.step()`, once per backward pass.
 
-        `compute_loss` makes the loss that was called `backward` on. Its gradient reaches the
-        seeds that train behind the model and nothing else; without such a seed it is not called.
+        `compute_loss` returns the loss of the same batch. Its gradient reaches only seeds in shadow
+        training. Without such a seed it is not called.
         """
         self._has_shadowed = True
         self._network.shadow_loss(compute_loss)
@@ -203,43 +196,43 @@ class Growth:
     def decide(
         self, val_metric: Number | None = None, val_loss: Number | None = None
     ) -> DecisionRecord | None:
-        """One decision of the controller, carried out; None when the last call closed the run.
+        """Let the controller make one decision and apply it; None if this call closed the run.
 
-        Later calls do nothing but warn once: training that is spent is not lost to a count.
-
-        `val_metric` is the network's as it is now, 0 to 1, higher is better.
+        `val_metric` is the metric of the current network, 0 to 1, higher is better. Calls after the
+        last one warn once and do nothing.
         """
         if self._is_over():
             return None
-        self._gradient_use.check()
+        self._gradients.check()
         if self.step == self.decisions - 1:
             self.close(val_metric, val_loss)
             return None
-        self._take_stock(val_metric, val_loss)
-        return self._act()
+        self._finish_step(val_metric, val_loss)
+        return self._apply_decision()
 
     def close(self, val_metric: Number | None = None, val_loss: Number | None = None) -> None:
-        """The end of growth: the model becomes the best committed network that was seen.
+        """End growth: the model becomes the best committed network of the run.
 
-        Seeds that the controller has not committed are taken out. But before the last of the
-        decisions it had not yet come to that, and without `score` nobody measured the network
-        without them: then the seeds of the best network that was measured stay. Call it to stop
-        early; `decide` does it on its last call.
+        The last `decide` does it; call it to stop early. Uncommitted seeds are removed, with two
+        exceptions: before the last decision, when the controller had no chance to commit, and
+        without `score`, when the network without them was never measured. Then the best measured
+        network keeps its seeds.
         """
         if self._is_over():
             return
-        now = self._take_stock(val_metric, val_loss)
+        now = self._finish_step(val_metric, val_loss)
         is_early = self.step < self.decisions - 1
-        if (is_early or self._score is None) and self._safe.commit_best_seen(now):
-            self._books.kept(self.step, "the best metric was measured with it")
-        best = self._safe.best
+        if (is_early or not self._validator.has_score) and self._safe_points.commit_best_seen(now):
+            reason = "the best metric was measured with it"
+            self._recorder.committed_at_close(self.step, reason)
+        best = self._safe_points.best
         assert best is not None
-        self._safe.go_back(best)
+        self._safe_points.restore(best)
         self.is_closed = True
-        self._books.last_fates(self.step, best.step, self._evidence)
+        self._recorder.closed(self.step, best.step, self._evidence)
         self.ledger.conclude(after=replace(self.ledger.before, params=self.params, macs=self.macs))
 
-    # ---- what there is
+    # ---- the state of the run
 
     @property
     def sites(self) -> tuple[ModelSite, ...]:
@@ -247,49 +240,48 @@ class Growth:
 
     @property
     def seeds(self) -> dict[str, str]:
-        """The blueprints of the seeds that are in the network now, by site."""
+        """The blueprint of every seed in the network, by site."""
+        blueprints = self._network.states.blueprint[0].tolist()
         return {
-            slot.site.name: self._network.menu[int(blueprint)].name
-            for slot, blueprint in zip(
-                self._network.slots, self._network.states.blueprint[0], strict=True
-            )
+            slot.site.name: self._network.menu[blueprint].name
+            for slot, blueprint in zip(self._network.slots, blueprints, strict=True)
             if slot.seed is not None
         }
 
     @property
     def ledger(self) -> Ledger:
-        return self._books.ledger
+        return self._recorder.ledger
 
     @property
     def params(self) -> int:
-        """Of the model and every seed in it."""
+        """Parameters of the model and all its seeds."""
         return self._reporter.params
 
     @property
     def macs(self) -> int:
-        """Multiply-adds per example, likewise."""
+        """Multiply-adds per example of the model and all its seeds."""
         return self._reporter.macs
 
     @property
     def best_metric(self) -> float | None:
-        """Of the best committed network so far."""
-        return None if self._safe.best is None else self._safe.best.metric
+        """Metric of the best committed network so far."""
+        return None if self._safe_points.best is None else self._safe_points.best.metric
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's weights and its seeds': what to clip the gradients of."""
+        """Parameters of the model and its seeds, for gradient clipping."""
         return self._network.parameters()
 
     def plain_model(self) -> nn.Module:
-        """A copy of the model with its committed seeds as ordinary modules, and no slot."""
+        """A copy of the model with its committed seeds as ordinary modules, without slots."""
         return self._committed()
 
     def describe(self) -> str:
-        """Sites, costs and budget, before anything is spent."""
-        own = (self._reporter.model_params, self._reporter.model_macs)
-        return f"{self.budget.describe(*own)}\n{site_table(self.sites)}"
+        """Size, budget and sites, as text."""
+        size = (self._reporter.model_params, self._reporter.model_macs)
+        return f"{self.budget.describe(*size)}\n{site_table(self.sites)}"
 
     def export(self, path: str | Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
-        """Writes the model with its committed seeds as files that need no Esper, by format."""
+        """Write the model with its committed seeds as files that do not need Esper, by format."""
         return export(self._committed(), self.example, path, formats)
 
     def _committed(self) -> nn.Module:
@@ -297,7 +289,7 @@ class Growth:
             left_out = ", ".join(self.sites[slot].name for slot in self._network.uncommitted)
             warnings.warn(
                 f"growth is not closed, and the seeds at {left_out} are not committed: they are "
-                "left out here; call close() first to stop with the best network that was measured",
+                "left out. To keep the best measured network, call close() first",
                 stacklevel=3,
             )
         return plain_model(self.model, self._network.slots)
@@ -305,8 +297,8 @@ class Growth:
     # ---- checkpoints
 
     @property
-    def _made(self) -> dict[str, Any]:
-        """What a run that goes on from a file must have in common with the one that saved it."""
+    def _signature(self) -> dict[str, Any]:
+        """What a resuming run must have in common with the saved one."""
         return {
             "sites": [site.name for site in self.sites],
             "blueprints": [blueprint.name for blueprint in self._network.menu],
@@ -316,185 +308,159 @@ class Growth:
         }
 
     def save(self, path: str | Path) -> None:
-        """All of the run in one file; between two steps of the optimiser, whatever the stages."""
+        """Write the whole run to a file. Call it between two optimizer steps, in any stage."""
+        controller = self.controller
         contents = {
-            "made": self._made,
+            "signature": self._signature,
             "size": (self.params, self.macs),
             "data": tuple(self._reporter.data),
-            "network": network_to_dict(self._network.capture()),
-            "settings": group_settings(self.optimizer),
+            "network": checkpoint.network_to_dict(self._network.capture()),
+            "settings": checkpoint.group_settings(self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "safe_points": self._safe.to_dict(),
+            "safe_points": self._safe_points.to_dict(),
             "evidence": self._evidence.to_dict(),
             "counts": (self.step, self.optimizer_steps, self.is_closed),
             "train_losses": self._train_losses,
-            "gradient_norms": self._gradient_norms,
+            "gradient_norms": self._gradients.norms,
             "ledger": self.ledger.to_json(),
-            "seed_ids": self._books.seed_ids,
-            "memory": self.controller.memory()
-            if isinstance(self.controller, StatefulController)
-            else {},
-            "births": self._network.generator.get_state(),
-            "random": random_states(),
+            "seed_ids": self._recorder.seed_ids,
+            "controller": controller.memory() if isinstance(controller, StatefulController) else {},
+            "seed_generator": self._network.generator.get_state(),
+            "random": randomness.random_states(range(torch.cuda.device_count())),
         }
-        write(path, contents)
+        checkpoint.write(path, contents)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a file; this growth must be new and made as the one that saved it was.
+        """Resume from a file. This growth must be new and created like the saved one.
 
-        A scheduler that growth was not given is its owner's to save and load.
+        A scheduler that was not passed to `Growth` is yours to save and load.
         """
         if self.step or self.optimizer_steps:
-            raise ValueError("this growth is under way; load into a new one")
-        saved = read(path)
-        check_fit(path, saved, made=self._made, decisions=self.decisions, budget=self.budget)
+            raise ValueError("this growth has already started; load into a new one")
+        saved = checkpoint.read(path)
+        checkpoint.check_fit(
+            path, saved, signature=self._signature, decisions=self.decisions, budget=self.budget
+        )
         self._reporter.data = DataFacts(*saved["data"])  # another example may look different
-        self._network.restore(network_from_dict(saved["network"]))
+        self._network.restore(checkpoint.network_from_dict(saved["network"]))
         for group, settings in zip(self.optimizer.param_groups, saved["settings"], strict=True):
             group.update(settings)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
-        self._safe.load(saved["safe_points"])
+        self._safe_points.load(saved["safe_points"])
         self._evidence = Evidence.from_dict(saved["evidence"])
         self.step, self.optimizer_steps, self.is_closed = saved["counts"]
-        self._train_losses, self._gradient_norms = saved["train_losses"], saved["gradient_norms"]
-        self._books.ledger = Ledger.from_json(saved["ledger"])
-        self._books.seed_ids = saved["seed_ids"]
+        self._train_losses, self._gradients.norms = saved["train_losses"], saved["gradient_norms"]
+        self._recorder.ledger = Ledger.from_json(saved["ledger"])
+        self._recorder.seed_ids.update(saved["seed_ids"])
         if isinstance(self.controller, StatefulController):
-            self.controller.recall(saved["memory"])
-        self._network.generator.set_state(saved["births"])
-        set_random_states(saved["random"])
+            self.controller.recall(saved["controller"])
+        self._network.generator.set_state(saved["seed_generator"])
+        randomness.set_random_states(saved["random"])
 
     # ---- the parts of a decision
 
     def _is_over(self) -> bool:
-        if self.is_closed and not self._has_warned:
-            self._has_warned = True
+        if self.is_closed and not self._has_warned_of_close:
+            self._has_warned_of_close = True
             warnings.warn(
-                f"growth with decisions={self.decisions} is closed: the model trains on as it is, "
-                "and calls do nothing",
+                f"growth with decisions={self.decisions} is closed: nothing grows any more, and "
+                "this call does nothing",
                 stacklevel=3,
             )
         return self.is_closed
 
-    def _take_stock(self, val_metric: Number | None, val_loss: Number | None) -> SafePoint | None:
-        """The end of the step that was trained: all is measured, and timed moves happen.
+    def _finish_step(self, val_metric: Number | None, val_loss: Number | None) -> SafePoint | None:
+        """Measure the trained network, let timed stage changes happen, roll back if it is broken.
 
-        They change no output: a seed that goes now has alpha 0 already. Gives the network as it is
-        then; None if it was taken back to one that was not measured as it is.
+        The stage changes do not affect the output: a seed that is removed here has alpha 0. Returns
+        the network as it is now; None if it was never measured in this state.
         """
-        measured = self._measured(val_metric, val_loss)
+        is_first = self._safe_points.best is None
+        measured = self._validator.measure(self._network, val_metric, val_loss, is_first=is_first)
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
-            self._settle_fates()
-        broken = self._safe.why_broken(measured)
-        # what a broken network shows of its seeds is no evidence
-        self._evidence.note_gradients({} if broken else self._gradient_norms)
+            self._record_fates()
+        broken = self._safe_points.why_broken(measured, has_grown=bool(self.ledger.seeds))
+        # measurements of a broken network say nothing about its seeds
+        self._evidence.note_gradients({} if broken else self._gradients.norms)
         self._evidence.take_in({} if broken else measured.contributions)
-        self._gradient_norms = {}
-        self._books.step(
-            self.step,
-            measured.metric,
-            self._evidence,
-            val_loss=measured.loss,
-            train_loss=self._mean_train_loss(),
-            optimizer_steps=self.optimizer_steps,
-        )
+        self._gradients.norms = {}
+        self._record_step(measured)
         if broken:
             return self._roll_back(broken)
         self._evidence.metrics.appendleft(measured.metric)
         self._evidence.loss = measured.loss_or_guess
-        self._safe.keep(self.step, measured.metric, measured.committed_metric)
-        return self._safe.last
+        self._safe_points.update(self.step, measured)
+        return self._safe_points.last
 
-    def _act(self) -> DecisionRecord:
+    def _record_step(self, measured: Measurement) -> None:
+        losses, self._train_losses = self._train_losses, []
+        self.ledger.record_step(
+            StepRecord(
+                step=self.step,
+                metric=measured.metric,
+                params=self.params,
+                macs=self.macs,
+                train_loss=float(torch.stack(losses).mean()) if losses else None,
+                validation_loss=measured.loss,
+                optimizer_steps=self.optimizer_steps,
+                seeds=self._recorder.seed_states(self._evidence),
+            )
+        )
+        if not self._has_warned_of_metric:
+            self._has_warned_of_metric = warn_if_metric_falls_with_loss(self.ledger.steps)
+
+    def _roll_back(self, reason: str) -> SafePoint | None:
+        """Restore a safe point; returns None if one of its seeds was pruned since."""
+        point = self._safe_points.recover()
+        self._recorder.rolled_back(self.step, point.step, reason)
+        self._evidence.metrics.appendleft(point.metric)
+        self._evidence.forget(~self._network.states.has_seed[0])
+        return point if self._safe_points.has_all_seeds(point) else None
+
+    def _apply_decision(self) -> DecisionRecord:
         steps_left = self.decisions - 1 - self.step
         reports = self._reporter.observe(self.step, steps_left, self._evidence)
-        masks = compute_batch_masks(reports, self._reporter.action_space)
+        action_space = self._reporter.action_space
+        masks = compute_batch_masks(reports, action_space)
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
         reason = reason_of(self.controller, reports, masks, actions)
-        record = self._books.decision(self.step, actions[0], masks, reason)
-        states = apply(
-            self._network.states,
-            actions,
-            self._reporter.action_space,
-            shadow_training=self.shadow_training,
-        )
+        record = self._recorder.decision(self.step, actions[0], masks, reason)
+        states = self._network.states
+        states = apply(states, actions, action_space, shadow_training=self.shadow_training)
         self._network.adopt(begin_step(states))
         self._evidence.germinations += record.op == LifecycleOp.GERMINATE.name
         self._evidence.last_action = actions[0]
-        self._settle_fates()
-        self._gradient_use.begin(self._network.learning)
+        self._record_fates()
         self._network.forget_calls()
         self.step += 1
         for limit, used in ((self.budget.params, self.params), (self.budget.macs, self.macs)):
             assert limit is None or used <= limit, "the masks let the budget be exceeded"
         return record
 
-    def _settle_fates(self) -> None:
-        """What became of seeds is written down; what was known of those that are gone is not."""
-        self._books.fates(self.step, self._evidence)
+    def _record_fates(self) -> None:
+        """Record seeds that were pruned or committed, and drop measurements of removed ones."""
+        self._recorder.fates(self.step, self._evidence)
         self._evidence.forget(~self._network.states.has_seed[0])
-
-    def _measured(self, val_metric: Number | None, val_loss: Number | None) -> Measurement:
-        if self._val_loader is not None and self._score is not None:
-            if val_metric is not None:
-                raise ValueError("growth measures the metric itself with score=; leave it out here")
-            measured = measure(self._network, self._val_loader, self._score)
-        elif val_metric is None:
-            raise ValueError(
-                "decide() needs the validation metric, or Growth a val_loader and score"
-            )
-        else:
-            measured = told(val_metric, val_loss, is_committed=not self._network.uncommitted)
-        if self._safe.best is None:
-            check_metric(measured.metric)
-        is_known = 0.0 <= measured.metric <= 1.0
-        return measured if is_known else measured._replace(metric=math.nan)
-
-    def _roll_back(self, reason: str) -> SafePoint | None:
-        """Goes back to a safe point; None if a seed of it was pruned since."""
-        point = self._safe.recover()
-        self._books.rolled_back(self.step, reason)
-        self.ledger.record_rollback(
-            RollbackRecord(step=self.step, to_step=point.step, reason=reason)
-        )
-        self._evidence.metrics.appendleft(point.metric)
-        self._evidence.forget(~self._network.states.has_seed[0])
-        return point if self._safe.is_whole(point) else None
 
     def _check_shadow(self) -> None:
         has_shadowed, self._has_shadowed = self._has_shadowed, False
         if self.shadow_training and not has_shadowed and self._network.behind:
             raise ValueError(
-                "shadow_training=True, but shadow_loss was not called in the last step, so the seed "
-                "behind the model did not train; call growth.shadow_loss(lambda: loss of the "
-                "batch) before optimizer.step()"
+                "shadow_training=True, but shadow_loss was not called in the last step, so the new "
+                "seed did not train; call growth.shadow_loss(lambda: loss of the batch) before "
+                "optimizer.step()"
             )
 
-    def _note_gradients(self, index: int) -> None:
-        seed = self._network.seed(index)
-        gradients = [p.grad for p in seed.parameters() if p.grad is not None]
-        if not gradients:
-            return
-        count = sum(g.numel() for g in gradients)
-        norm = torch.nn.utils.get_total_norm(gradients) / math.sqrt(count)
-        self._gradient_norms[index] = norm.detach()
-        for parameter in seed.parameters():
-            parameter.grad = None  # the model's own zero_grad() would not reach it
 
-    def _mean_train_loss(self) -> float | None:
-        losses, self._train_losses = self._train_losses, []
-        return float(torch.stack(losses).mean()) if losses else None
-
-
-def _check_alone(model: nn.Module) -> None:
-    """Raise if another growth is under way in the model: each would keep a budget of its own."""
+def _check_no_other_growth(model: nn.Module) -> None:
+    """Raise if another growth is active in the model: their budgets would conflict."""
     modules = set(model.modules())
-    for other in _made_here:
+    for other in _instances:
         if not other.is_closed and not modules.isdisjoint(other.model.modules()):
             raise ValueError(
-                "another growth of this model is not closed yet; close() it first, or make the "
-                "model and its optimizer anew"
+                "another growth of this model is not closed yet; close() it first, or create model "
+                "and optimizer again"
             )

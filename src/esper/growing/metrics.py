@@ -1,8 +1,8 @@
-"""What `esper.grow` scores examples by where its user gives no metric.
+"""The default metrics of `esper.grow`.
 
-Accuracy for targets that are classes. For numbers 1 / (1 + squared error / variance), with the
-variance of the validation targets: the same in every unit, and 0.5 for an example that is as far
-off as examples are from their mean.
+Class targets: accuracy. Numbers: 1 / (1 + squared error / variance), with the variance of the
+validation targets. It does not depend on the unit, and is 0.5 for an error of one standard
+deviation.
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Metric = Callable[[Any, Any], Tensor]  # of output and target: a score per example [batch], 0 to 1
+Metric = Callable[[Any, Any], Tensor]  # (output, target) -> a score per example [batch], 0 to 1
 
-IGNORED = -100  # a target that counts for nothing, as in torch's cross_entropy
+IGNORED = -100  # a target that does not count, as in torch's cross_entropy
 
 _PASS_ONE = "pass metric=..., a score per example from 0 to 1"
 _FOR_ONE_LOGIT = (
@@ -22,15 +22,15 @@ _FOR_ONE_LOGIT = (
     "(target > 0.5).reshape(len(target), -1)).float().mean(1)"
 )
 _FOR_PROBABILITIES = (
-    "For the likeliest class: lambda output, target: (output.argmax(1) == target.argmax(1))"
+    "For the most probable class: lambda output, target: (output.argmax(1) == target.argmax(1))"
     ".reshape(len(target), -1).float().mean(1)"
 )
 
 
 def default_metric(first: Any, targets: Iterable[Any]) -> tuple[str, Metric]:
-    """The metric for a first target, and its name; raises where none fits.
+    """The name and function of the metric for targets like `first`; raises if none fits.
 
-    `targets` are those of all validation batches, and are read for numbers only.
+    `targets` are those of all validation batches; they are read only if they are numbers.
     """
     if not isinstance(first, Tensor) or not first.is_floating_point():
         return "accuracy", accuracy
@@ -38,7 +38,7 @@ def default_metric(first: Any, targets: Iterable[Any]) -> tuple[str, Metric]:
 
 
 def accuracy(output: Any, target: Any) -> Tensor:
-    """The share of an example's classes that its output has right; an output of NaN has none."""
+    """The share of an example's classes that are predicted correctly; NaN outputs count as wrong."""
     if isinstance(output, Tensor) and isinstance(target, Tensor):
         for axis in _class_axes(output, target):
             if output.argmax(axis).shape == target.shape:
@@ -57,8 +57,8 @@ def closeness(variance: float) -> Metric:
             raise ValueError(f"{_unknown(output, target)}; {_PASS_ONE}")
         if output.shape != target.shape:
             like = (
-                "give them the same shape, such as target.unsqueeze(1): a loss would set each "
-                "output against every target"
+                "give them the same shape, such as target.unsqueeze(1): a loss would broadcast "
+                "each output against every target"
                 if output.numel() == target.numel()
                 else _PASS_ONE
             )
@@ -70,9 +70,9 @@ def closeness(variance: float) -> Metric:
 
 
 def _class_axes(output: Tensor, target: Tensor) -> list[int]:
-    """Where an output may have its classes: last, or second as in torch's own losses.
+    """Axes that may hold the classes: the last, or the second as in torch's losses.
 
-    One class is none: a single logit would always be the largest.
+    An axis of size 1 is excluded: a single logit is always the largest.
     """
     if target.is_floating_point() or output.dim() < 2:
         return []
@@ -80,7 +80,7 @@ def _class_axes(output: Tensor, target: Tensor) -> list[int]:
 
 
 def _variance(targets: Iterable[Tensor]) -> float:
-    """Of numbers over all examples, the mean over a target's positions; raises for odd numbers."""
+    """Variance over all examples, averaged over positions; raises if it cannot scale an error."""
     moments = _Moments(0, torch.zeros(()), torch.zeros(()))
     is_binary, is_probabilities = True, True
     for target in targets:
@@ -88,30 +88,30 @@ def _variance(targets: Iterable[Tensor]) -> float:
         is_binary &= bool(((target == 0) | (target == 1)).all())
         is_probabilities &= _are_probabilities(target)
     if is_probabilities:
-        raise ValueError(f"targets are probabilities of classes; {_PASS_ONE}. {_FOR_PROBABILITIES}")
+        raise ValueError(f"the targets are class probabilities; {_PASS_ONE}. {_FOR_PROBABILITIES}")
     if is_binary:
         raise ValueError(
-            "targets of 0.0 and 1.0 may be classes, and their logits no near numbers; "
+            "targets of 0.0 and 1.0 are probably classes, for which a squared error is wrong; "
             f"{_PASS_ONE}. {_FOR_ONE_LOGIT}"
         )
     variance = float((moments.squares / moments.rows).mean())
     if not 0 < variance < math.inf:
         raise ValueError(
-            f"the validation targets have a variance of {variance}, by which no error can be "
-            f"judged; {_PASS_ONE}"
+            f"the validation targets have a variance of {variance}, which cannot scale an error; "
+            f"{_PASS_ONE}"
         )
     return variance
 
 
 class _Moments(NamedTuple):
-    """Of rows of numbers, position by position: the mean and the sum of squared deviations."""
+    """Mean and sum of squared deviations of rows, per position."""
 
     rows: int
     mean: Tensor
     squares: Tensor
 
     def with_more(self, new: Tensor) -> "_Moments":
-        """Those of two sets of rows together (Chan, Golub and LeVeque, 1983)."""
+        """Moments of both sets of rows (Chan, Golub and LeVeque, 1983)."""
         if self.rows and new.shape[1:] != self.mean.shape:
             raise ValueError(f"the targets of validation batches differ in shape; {_PASS_ONE}")
         rows = self.rows + len(new)
@@ -122,7 +122,7 @@ class _Moments(NamedTuple):
 
 
 def _are_probabilities(target: Tensor) -> bool:
-    """Whether rows of several numbers, none below 0, have a sum of 1."""
+    """Whether all rows have several numbers, none below 0, that sum to 1."""
     if target.dim() < 2 or target.shape[1] < 2 or bool((target < 0).any()):
         return False
     sums = target.float().sum(1)
@@ -130,7 +130,7 @@ def _are_probabilities(target: Tensor) -> bool:
 
 
 def _unknown(output: Any, target: Any) -> str:
-    told = [
+    shown = [
         f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
     ]
-    return f"no metric is known for an output {told[0]} and a target {told[1]}"
+    return f"there is no default metric for an output {shown[0]} and a target {shown[1]}"

@@ -1,9 +1,9 @@
-"""The ledger as a page: one HTML file that needs nothing but a browser, and its JSON beside it.
+"""The ledger as one HTML page that works offline, with its JSON next to it.
 
     write_page(ledger, "run.html")  # and run.json, the ledger itself
 
-The page is put together from `page_parts/` and fetches nothing. Everything it shows comes from
-`page_data`; names reach it as text, never as markup.
+The page is assembled from `page_parts/` and loads nothing else. All it shows comes from
+`page_data`; names are inserted as text, never as markup.
 """
 
 import html
@@ -19,7 +19,7 @@ _SCRIPTS = ("basics.js", "chart.js", "sections.js", "network.js", "start.js")  #
 
 
 def write_page(ledger: Ledger, path: str | Path) -> Path:
-    """Writes the page, and the ledger as JSON beside it under the same name."""
+    """Write the page, and the ledger as JSON under the same name; returns the page's path."""
     page = Path(path)
     page = page if page.suffix == ".html" else page.with_name(f"{page.name}.html")
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -42,11 +42,11 @@ def page_html(ledger: Ledger) -> str:
 
 
 def _part(name: str) -> str:
-    return resources.files("esper.grow").joinpath("page_parts", name).read_text(encoding="utf-8")
+    return resources.files("esper.growing").joinpath("page_parts", name).read_text(encoding="utf-8")
 
 
 def page_data(ledger: Ledger) -> dict[str, Any]:
-    """What the page draws: the ledger without repetition, lives and outcomes worked out."""
+    """The data that the page shows, with the stages of seeds and the effects of decisions."""
     verdict, after = ledger.verdict, ledger.after
     return {
         "model": ledger.model,
@@ -99,7 +99,7 @@ def _event(ledger: Ledger, decision: DecisionRecord) -> dict[str, Any]:
 
 
 def _no_reason(ledger: Ledger, decision: DecisionRecord) -> str:
-    """What was known of the seed when it was decided on."""
+    """Text for a decision without a reason: the seed's last measured gain."""
     states = ledger.states_of(decision.seed) if decision.seed else []
     gains = [
         ledger.show_gain(state.contribution, state.contribution_error)
@@ -130,7 +130,7 @@ def _seed(ledger: Ledger, record: SeedRecord) -> dict[str, Any]:
 
 
 def _corners(points: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-    """A curve without the points inside its level stretches."""
+    """The points of a curve, without those inside constant parts."""
     for index, (step, value) in enumerate(points):
         around = {points[i][1] for i in (index - 1, index + 1) if 0 <= i < len(points)}
         if around != {value} or index in (0, len(points) - 1):

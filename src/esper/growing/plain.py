@@ -1,4 +1,4 @@
-"""The grown model as an ordinary one: committed seeds are part of its modules, slots are gone."""
+"""The grown model as an ordinary module tree: committed seeds become modules, slots are gone."""
 
 import copy
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from esper.growing.copying import without_graphs
-from esper.growing.measuring import resting
-from esper.growing.sites import ModelSite, forward
+from esper.growing.eval_mode import eval_mode
+from esper.growing.inputs import forward, tensors
+from esper.growing.sites import ModelSite
 from esper.growing.slots import Seed, Slot, blend_one, with_first
 from esper.leyline.constants import BlendStyle
 
 
 class Grown(nn.Module):
-    """A site and the seed that was committed there: `blend(site(...), seed(site(...)))`.
+    """A site with its committed seed: `blend(site(...), seed(site(...)))`.
 
-    Whatever else is asked of it, the site answers: some models read attributes of their layers.
+    Other attributes are those of the site: some models read attributes of their layers.
     """
 
     def __init__(self, site: nn.Module, seed: Seed, alpha: float, style: BlendStyle):
@@ -28,9 +28,7 @@ class Grown(nn.Module):
         self.seed = seed
         self.alpha = alpha
         self.style = style
-        # torch's fused encoder reads its layers' weights past their forward, except where there
-        # are hooks
-        self.register_forward_pre_hook(_be_called)
+        self.register_forward_pre_hook(_no_op)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return with_first(self.site(*args, **kwargs), self._blended)
@@ -45,18 +43,18 @@ class Grown(nn.Module):
             return getattr(super().__getattr__("site"), name)
 
 
-def _be_called(module: nn.Module, args: Any) -> None:
-    """A hook that is there to be seen."""
+def _no_op(module: nn.Module, args: Any) -> None:
+    """Its presence disables nn.TransformerEncoder's fused path, which would bypass `forward`."""
 
 
 def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
-    """A copy of `model` in which the committed seeds of its slots are part of their sites.
+    """A copy of `model` with the committed seeds of its slots as modules.
 
-    Seeds that are not committed are left out, and so are all hooks of growth.
+    Uncommitted seeds and all hooks of growth are left out.
     """
     committed = [(slot, slot.alpha) for slot in slots if slot.is_committed]
     committed.sort(key=lambda entry: len(list(entry[0].module.modules())))  # inner sites first
-    copies = without_graphs(model)  # and what stands for each module, wherever it is kept
+    copies = without_graphs(model)  # also replaces sites in lists and dicts of the model
     with ExitStack() as stack:
         for slot in slots:
             stack.enter_context(slot.at(0.0))
@@ -69,39 +67,38 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
 
 
 def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> None:
-    """Raise for sites whose seeds a plain model would lose, before any training is spent.
+    """Raise, before training, for sites whose seeds the plain model would ignore.
 
-    It would where the model looks at the class of a module, or reaches it past what is copied.
+    This happens if the model checks the class of a module, or holds it in a way that is not copied.
     """
     slots = [Slot(site, model.get_submodule(site.name)) for site in sites]
-    if _is_felt_in_plain(model, slots, example):
+    if _works_in_plain(model, slots, example):
         return
-    alone = [slot for slot in slots if not _is_felt_in_plain(model, [slot], example)]
+    alone = [slot for slot in slots if not _works_in_plain(model, [slot], example)]
     names = [slot.site.name for slot in alone or slots]
     raise ValueError(
-        f"what grows at {names} would be lost in the plain model: the model looks at the class of "
-        "a module there, or reaches it by a way that a copy does not keep. Leave it out with "
-        f"exclude={names}, or call the module whatever its class"
+        f"what grows at {names} would be lost in the plain model: the model checks the class of a "
+        "module there, or calls it through a reference that is not copied. Leave it out with "
+        f"exclude={names}, or call the module whatever its class is"
     )
 
 
-def _is_felt_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bool:
-    """Whether the plain model computes what the growing one does, with a trial at each site."""
+def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bool:
+    """Whether the plain model computes the same as the growing one, with a test seed per slot."""
     try:
         for slot in slots:
-            # not linear: no norm that comes after hides it
+            # multiplicative, so that a norm after it does not cancel it
             slot.new_hosts(Seed(nn.Sequential(nn.Identity()), per_token=False), BlendStyle.MULTIPLY)
             slot.alpha, slot.is_committed = 1.0, True
-        with resting(model):
+        with eval_mode(model):
             expected = forward(model, example)
-        with resting(model):  # the same randomness once more
+        with eval_mode(model):  # again, with the same randomness
             got = forward(plain_model(model, slots).eval(), example)
     finally:
         for slot in slots:
             slot.clear()
-    leaves = (pytree.tree_leaves(output) for output in (expected, got))
-    pairs = zip(*leaves, strict=True)
-    return all(_is_close(want, have) for want, have in pairs if isinstance(want, Tensor))
+    want, have = tensors(expected), tensors(got)
+    return len(want) == len(have) and all(map(_is_close, want, have))
 
 
 def _is_close(want: Tensor, have: Tensor) -> bool:

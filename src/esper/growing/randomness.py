@@ -1,4 +1,4 @@
-"""What growth does on the side draws nothing from the randomness that training uses."""
+"""Random generators: save them, restore them, and run code that leaves them unchanged."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -13,24 +13,42 @@ from torch.utils.data import DataLoader
 
 @contextmanager
 def untouched_randomness(model: nn.Module, *loaders: Iterable[Any]) -> Iterator[None]:
-    """Generators are afterwards as they were: torch's on the CPU and on the model's devices,
-    numpy's and Python's own, and those that DataLoaders were given.
+    """Restore all generators afterwards: torch's on the CPU and on the model's devices, numpy's,
+    Python's, and those of DataLoaders.
     """
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    drawn = [(g, g.get_state()) for loader in loaders for g in _generators(loader)]
-    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
-    with torch.random.fork_rng(devices=list(devices)):
-        try:
-            yield
-        finally:
-            np.random.set_state(of_numpy)  # noqa: NPY002
-            random.setstate(of_python)
-            for generator, state in drawn:
-                generator.set_state(state)
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    states = random_states(devices)
+    of_loaders = [(g, g.get_state()) for loader in loaders for g in _generators(loader)]
+    try:
+        yield
+    finally:
+        set_random_states(states)
+        for generator, state in of_loaders:
+            generator.set_state(state)
+
+
+def random_states(cuda_devices: Iterable[int]) -> dict[str, Any]:
+    """States of the global generators of torch, Python and numpy, as tensors and numbers."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": {device: torch.cuda.get_rng_state(device) for device in cuda_devices},
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys)), *rest],
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    for device, state in states["cuda"].items():
+        torch.cuda.set_rng_state(state, device)
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))  # noqa: NPY002
 
 
 def _generators(loader: Iterable[Any]) -> Iterator[torch.Generator]:
-    """Its own and its samplers'; each may come more than once."""
+    """The loader's generator and those of its samplers; one may be yielded twice."""
     if not isinstance(loader, DataLoader):
         return
     inner = getattr(loader.batch_sampler, "sampler", None)

@@ -1,24 +1,25 @@
-"""Where a user's model can grow, found by tracing one forward pass on an example batch.
+"""Find where a model can grow, by tracing a forward pass on an example batch.
 
-A seed keeps the shape of what it sees, so every module whose output is a tensor with channels is
-a candidate. The sites offered are those that *everything flows through*: the output of a residual
-block, not of a layer that its skip connection goes around; the output of a transformer block, not
-of its queries. Of a layer and the norm and activation after it, the last is the site. The output
-layer itself is none: a seed after it could only relabel the answer.
+A seed keeps the shape of its input, so every module that returns a tensor with channels is a
+candidate. The sites offered are those that all data flows through: the output of a residual block,
+not of a layer that its skip connection bypasses; the output of a transformer block, not of its
+queries. Of a layer, its norm and its activation the last one is the site. The output layer is not
+a site: a seed after it could only change the answer's form.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.growing.tracing import Call, Run, at_rest, is_cut, trace, watched
+from esper.growing.eval_mode import eval_mode
+from esper.growing.inputs import batch_size, forward
+from esper.growing.tracing import Call, Run, is_cut, trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
@@ -32,13 +33,13 @@ class ModelSite:
     kind: SiteKind
     shape: tuple[int, ...]  # of the output, without the batch
     tokens: float  # vectors per example that a TOKENS seed works on; 1 elsewhere
-    weights: str  # the module whose weights made the output: new weights follow its settings
+    weights: str  # last module with weights before it; seeds use its optimizer settings
     dtype: torch.dtype  # of those weights
     device: torch.device
 
     @property
     def seed_site(self) -> Site:
-        """What one seed sees: at a TOKENS site a single token's vector."""
+        """The input of a seed: at a TOKENS site the vector of one token."""
         return Site(self.shape[-1:] if self.kind == SiteKind.TOKENS else self.shape)
 
     @property
@@ -46,7 +47,7 @@ class ModelSite:
         return self.seed_site.width
 
     def blueprints(self) -> tuple[Blueprint, ...]:
-        """What could grow here."""
+        """The blueprints that fit here."""
         return tuple(entry for entry in BLUEPRINTS.values() if entry.fits(self.seed_site))
 
     def params_of(self, blueprint: Blueprint) -> int:
@@ -57,43 +58,21 @@ class ModelSite:
         return round(blueprint.program(self.seed_site).macs * self.tokens)
 
     def check(self, x: Tensor) -> None:
-        """Raise if the site's output is not what it was in the example."""
+        """Raise if the site's output has another shape than in the example."""
         given = x.shape[-1:] if self.kind == SiteKind.TOKENS else x.shape[1:]
         if tuple(given) != self.seed_site.shape:
             raise ValueError(
                 f"site {self.name!r} gave {self.shape} per example when it was traced, and now "
-                f"{tuple(x.shape[1:])}; a seed needs one shape: resize the inputs, or leave this "
-                f"site out with exclude=[{self.name!r}]"
+                f"{tuple(x.shape[1:])}; a seed needs a fixed shape: resize the inputs, or leave "
+                f"this site out with exclude=[{self.name!r}]"
             )
 
 
-def forward(model: nn.Module, inputs: Any) -> Any:
-    """The model on a batch's inputs: one tensor, a tuple of arguments, or a dict of them."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
-
-
-def batch_size(inputs: Any) -> int:
-    """Examples in a batch: the length of its first tensor."""
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    if not tensors or tensors[0].dim() == 0:
-        raise ValueError(
-            f"inputs of type {type(inputs).__name__} hold no tensor with a batch axis; give a "
-            "tensor, a tuple of the model's arguments or a dict of them"
-        )
-    if len(tensors[0]) == 0:
-        raise ValueError("a batch of inputs without an example in it; give one or more")
-    return len(tensors[0])
-
-
 def count_macs(model: nn.Module, inputs: Any) -> int:
-    """Multiply-adds per example, as torch counts them: matrix products and convolutions."""
+    """Multiply-adds per example in matrix products and convolutions, as torch counts them."""
     counter = FlopCounterMode(display=False)
-    # with gradients and without fused attention: some fused paths torch does not count
-    with at_rest(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+    # with gradients and without fused attention: torch does not count some fused kernels
+    with eval_mode(model, with_grad=True), sdpa_kernel(SDPBackend.MATH), counter:
         forward(model, inputs)
     return round(counter.get_total_flops() / 2 / batch_size(inputs))
 
@@ -103,13 +82,13 @@ def count_params(model: nn.Module) -> int:
 
 
 def find_sites(model: nn.Module, example: Any, *others: Any) -> tuple[ModelSite, ...]:
-    """The places where `model` can grow, in the order in which a forward pass reaches them."""
+    """The sites where `model` can grow, in forward order; they keep their shape in all batches."""
     return trace_sites(model, example, *others).sites
 
 
 def site_table(sites: Sequence[ModelSite]) -> str:
-    """Name, kind, shape and what could grow there, a line for each site."""
-    rows = [("site", "module", "kind", "shape", "what could grow (parameters)")]
+    """A text table: name, kind, shape and possible seeds of each site."""
+    rows = [("site", "module", "kind", "shape", "possible seeds (parameters)")]
     for site in sites:
         grows = ", ".join(f"{b.name} {site.params_of(b):,}" for b in site.blueprints())
         rows.append((site.name, site.module_class, site.kind.name, str(site.shape), grows))
@@ -122,16 +101,16 @@ def site_table(sites: Sequence[ModelSite]) -> str:
 
 @dataclass(frozen=True)
 class SiteTrace:
-    """What a forward pass showed."""
+    """The sites of a model, and why other modules are not."""
 
-    sites: tuple[ModelSite, ...]  # those offered
-    candidates: dict[str, ModelSite]  # those possible, by name, in the order of their calls
-    refused: dict[str, str]  # the other modules, and why not
+    sites: tuple[ModelSite, ...]  # offered by default
+    candidates: dict[str, ModelSite]  # all possible ones, by name, in forward order
+    refused: dict[str, str]  # the other modules, with the reason
 
     def choose(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[ModelSite]:
-        """The sites offered; or those of them with these names or under them.
+        """The offered sites, or those named in `include` or inside a module named there.
 
-        A name that has none of them under it may be any candidate.
+        A name without an offered site inside may be any candidate.
         """
         for name in (*(include or ()), *exclude):
             self._check_name(name)
@@ -164,13 +143,11 @@ class SiteTrace:
         if self.sites:
             found = [site.name for site in self.sites]
             return f"no site is left of {found} with sites={include}, exclude={list(exclude)}"
-        looked = "".join(f"\n  {name}: {why}" for name, why in self.refused.items())
-        looked += "".join(
-            f"\n  {name}: no layer with weights comes after it" for name in self.candidates
-        )
+        last = dict.fromkeys(self.candidates, "no layer with weights comes after it")
+        reasons = "".join(f"\n  {name}: {why}" for name, why in {**self.refused, **last}.items())
         return (
-            "the model has no site: no module's output is a tensor that a seed could keep the "
-            f"shape of, with a layer after it. Looked at:{looked or ' no submodule was called'}"
+            "the model has no site: no module returns a tensor with channels and has a layer after "
+            f"it. Modules:{reasons or ' no submodule was called'}"
         )
 
 
@@ -179,94 +156,83 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
-    """Traces every example, the first one twice: do shapes hold still?"""
+    """Trace every example, the first one twice; sites must have the same shape in all traces."""
     if type(model).__module__.startswith("torch._dynamo"):  # torch.compile made it
         raise ValueError(
-            "the model is compiled: its modules are no longer called one by one, so that nothing "
-            "can grow in between. Grow the model itself and compile the result"
+            "the model is compiled, so its modules are not called one by one and nothing can grow "
+            "between them; grow the original model and compile the result"
         )
     batch = batch_size(example)
-    runs = [
-        trace(model, lambda inputs=inputs: forward(model, watched(inputs)))  # type: ignore[misc]
-        for inputs in (example, example, *others)
-    ]
+    runs = [trace(model, inputs) for inputs in (example, example, *others)]
     if runs[0].output_shapes != runs[1].output_shapes:
         raise ValueError(
-            f"the model's output changes shape on one and the same batch: "
-            f"{runs[0].output_shapes}, then {runs[1].output_shapes}; growth needs a fixed one"
+            f"the model's output changes shape on the same batch: {runs[0].output_shapes}, then "
+            f"{runs[1].output_shapes}; growth needs a fixed shape"
         )
     first = runs[0]
     candidates: dict[str, ModelSite] = {}
     refused: dict[str, str] = {}
     for name, calls in first.calls.items():
-        site, why_not = _candidate(name, calls, batch)
+        site = _candidate(name, calls, batch)
         for other in runs[1:]:
-            site, why_not = _if_stable(site, why_not, other.calls.get(name, []))
-        if site is None:
-            refused[name] = why_not
-        else:
+            if isinstance(site, ModelSite):
+                site = _difference(site, other.calls.get(name, [])) or site
+        if isinstance(site, ModelSite):
             candidates[name] = site
+        else:
+            refused[name] = site
     for name, _ in model.named_modules():
         if name and name not in first.calls:
             refused[name] = "it is not called in a forward pass"
     return SiteTrace(_offered(first, candidates), candidates, refused)
 
 
-def _candidate(name: str, calls: list[Call], batch: int) -> tuple[ModelSite | None, str]:
-    """The site after a module, or why there is none."""
+def _candidate(name: str, calls: list[Call], batch: int) -> ModelSite | str:
+    """The site after a module, or the reason why there is none."""
     call = calls[0]
     if len(calls) > 1:
-        return None, f"it is called {len(calls)} times in a forward pass"
+        return f"it is called {len(calls)} times in a forward pass"
     if not isinstance(call.output, tuple):
-        return None, f"its output is a {call.output}, not a tensor of floats"
+        return f"its output is a {call.output}, not a tensor of floats"
     if not call.is_learning:
-        return None, "the model calls it without gradients, so nothing could learn there"
+        return "the model calls it without gradients, so a seed could not learn there"
     if not call.weights:
-        return None, "no layer with weights comes before it"
+        return "no layer with weights comes before it"
     kinds = {2: SiteKind.VECTOR, 3: SiteKind.SERIES, 4: SiteKind.IMAGE}
     kind = SiteKind.TOKENS if call.channels_last else kinds.get(len(call.output))
     if kind is None:
-        return None, f"its output has shape {call.output}, which no blueprint fits"
+        return f"its output has shape {call.output}, which no blueprint fits"
     if kind != SiteKind.TOKENS and call.output[0] != batch:
-        return None, f"its output has shape {call.output}, whose first axis is not the batch"
+        return f"its output has shape {call.output}, whose first axis is not the batch"
     width = call.output[-1] if kind == SiteKind.TOKENS else call.output[1]
     tokens = torch.Size(call.output).numel() / width / batch if kind == SiteKind.TOKENS else 1.0
-    return (
-        ModelSite(
-            name=name,
-            module_class=call.module_class,
-            kind=kind,
-            shape=call.output[1:],
-            tokens=tokens,
-            weights=call.weights,
-            dtype=call.dtype,
-            device=call.device,
-        ),
-        "",
+    return ModelSite(
+        name=name,
+        module_class=call.module_class,
+        kind=kind,
+        shape=call.output[1:],
+        tokens=tokens,
+        weights=call.weights,
+        dtype=call.dtype,
+        device=call.device,
     )
 
 
-def _if_stable(
-    site: ModelSite | None, why_not: str, calls: list[Call]
-) -> tuple[ModelSite | None, str]:
-    """The site, if another run shows the same one."""
-    if site is None:
-        return None, why_not
+def _difference(site: ModelSite, calls: list[Call]) -> str:
+    """How the module's calls in another trace differ from the site; empty if they do not."""
     shapes = [call.output for call in calls]
     if len(calls) != 1 or not isinstance(shapes[0], tuple):
-        return None, f"it is called once in one forward pass and {len(calls)} times in another"
-    same = shapes[0][1:] == site.shape
+        return f"it is called once in one forward pass and {len(calls)} times in another"
+    is_same = shapes[0][1:] == site.shape
     if site.kind == SiteKind.TOKENS:
-        same = len(shapes[0]) == len(site.shape) + 1 and shapes[0][-1] == site.width
-    if not same:
-        return None, f"its output changes shape: {site.shape}, then {shapes[0][1:]}"
-    return site, why_not
+        is_same = len(shapes[0]) == len(site.shape) + 1 and shapes[0][-1] == site.width
+    return "" if is_same else f"its output changes shape: {site.shape}, then {shapes[0][1:]}"
 
 
 def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...]:
-    """The candidates that everything flows through, one for each layer with weights.
+    """The candidates that all data flows through, one for each layer with weights.
 
-    A model that has none (skip connections from end to end) offers all its layers.
+    A model without any (skip connections from end to end) offers all its layers.
     """
     last = run.num_weight_calls
     places = [
@@ -287,7 +253,7 @@ def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...
 
 
 def _places(run: Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
-    """The candidates in the order of their calls; modules that hand on one tensor are one place."""
+    """The candidates in forward order; modules that return the same tensor are one place."""
     places: dict[Any, list[str]] = {}
     for name in sorted(candidates, key=lambda name: run.calls[name][0].order):
         places.setdefault(run.calls[name][0].node, []).append(name)
@@ -295,6 +261,6 @@ def _places(run: Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
 
 
 def _best_name(names: list[str], run: Run) -> str:
-    """The block of a stack if there is one, else the innermost module."""
+    """The element of a stack if there is one, else the innermost module."""
     blocks = [name for name in names if run.calls[name][0].is_block]
     return (blocks or names)[0]

@@ -1,10 +1,9 @@
-"""One forward pass, watched: which modules were called, and what flowed where.
+"""Trace a forward pass: which modules are called, and how their outputs depend on each other.
 
-Hooks note every call; the autograd graph of the output says what each tensor was made of.
+Forward hooks record the calls; dependencies are read from the autograd graph of the output.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,28 +12,29 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
-from esper.growing.randomness import untouched_randomness
+from esper.growing.eval_mode import eval_mode
+from esper.growing.inputs import forward, tensors
 
-# a step of the autograd graph, and which of its outputs: recurrent layers have several
+# a node of the autograd graph and the index of its output: recurrent layers have several
 Edge = tuple[Any, int]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One module was called once."""
+    """One call of a module."""
 
     order: int
     module_class: str
-    output: Any  # its shape, or the type of what is not a tensor
-    dtype: torch.dtype  # of the weights that made the output, which autocast may give another
+    output: Any  # its shape; or the type name, if it is not a float tensor
+    dtype: torch.dtype  # of the weights before it; under autocast the output may have another
     device: torch.device
     node: Edge | None  # in the autograd graph
-    is_learning: bool  # it runs with gradients
+    is_learning: bool  # called with gradients enabled
     channels_last: bool
-    weights: str
-    num_weight_calls: int  # layers with weights that have run so far
-    is_source: bool  # it looks its output up instead of computing it
-    is_block: bool  # one of a row of modules that are made of others
+    weights: str  # name of the last layer with weights so far
+    num_weight_calls: int  # layers with weights so far
+    is_source: bool  # an embedding: its output does not depend on float inputs
+    is_block: bool  # an element of a stack of composed modules
 
 
 @dataclass
@@ -44,10 +44,9 @@ class Run:
     calls: dict[str, list[Call]] = field(default_factory=dict)
     output_nodes: list[Edge] = field(default_factory=list)
     output_shapes: list[tuple[int, ...]] = field(default_factory=list)
-    # of the layer with weights that ran last: its name and dtype, whether it puts channels last,
-    # its sizes
+    # the last layer with weights: name, dtype, whether its channels come last, sizes of its weights
     weights: str = ""
-    dtype: torch.dtype | None = None  # None: not one that a seed could have
+    dtype: torch.dtype | None = None  # None: not a float dtype
     prefers_last: bool = True
     sizes: frozenset[int] = frozenset()
     num_weight_calls: int = 0
@@ -79,15 +78,15 @@ class Run:
         )
 
     def _puts_channels_last(self, shape: torch.Size) -> bool:
-        """By the layer that ran last, unless only the other axis has a size of its weights."""
+        """As the last layer does, unless only the other axis matches the size of its weights."""
         if len(shape) < 3:
             return False
         first, last = shape[1] in self.sizes, shape[-1] in self.sizes
         return last if first != last else self.prefers_last
 
 
-def trace(model: nn.Module, call: Callable[[], Any]) -> Run:
-    """What happens in the model when `call` calls it."""
+def trace(model: nn.Module, inputs: Any) -> Run:
+    """Record a forward pass in eval mode."""
     run = Run()
     handles = [
         module.register_forward_hook(
@@ -97,19 +96,18 @@ def trace(model: nn.Module, call: Callable[[], Any]) -> Run:
         if name and not _makes_weights(name)
     ]
     try:
-        with at_rest(model), torch.enable_grad():
-            output = call()
+        with eval_mode(model, with_grad=True):
+            outputs = tensors(forward(model, _with_graph(inputs)))
     finally:
         for handle in handles:
             handle.remove()
-    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    run.output_nodes = [edge for edge in map(_edge, tensors) if edge is not None]
-    run.output_shapes = [tuple(t.shape) for t in tensors]
+    run.output_nodes = [edge for edge in map(_edge, outputs) if edge is not None]
+    run.output_shapes = [tuple(output.shape) for output in outputs]
     return run
 
 
-def watched(inputs: Any) -> Any:
-    """Inputs whose float tensors the autograd graph knows as steps of their own."""
+def _with_graph(inputs: Any) -> Any:
+    """Inputs whose float tensors are nodes of the autograd graph."""
     return pytree.tree_map_only(
         Tensor,
         lambda x: x.detach().requires_grad_().clone() if x.is_floating_point() else x,
@@ -117,52 +115,27 @@ def watched(inputs: Any) -> Any:
     )
 
 
-@contextmanager
-def at_rest(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, every weight in the graph; afterwards all is as it was.
-
-    Torch's encoder calls all its modules: its fast path would skip some, and hand others nested
-    tensors.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    has_fast_path = torch.backends.mha.get_fastpath_enabled()
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    with untouched_randomness(model):
-        try:
-            model.eval()
-            torch.backends.mha.set_fastpath_enabled(False)
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(has_fast_path)
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-            for module, training in modes:
-                module.training = training
-
-
 def is_cut(node: Edge | None, run: Run) -> bool:
-    """Whether every path from what `node` was made of to the outputs goes through it."""
+    """Whether every path from the inputs of `node` to the outputs goes through it."""
     if node is None:
         return False
     around = _reachable(run.output_nodes, avoiding=node)
     before = _reachable(node[0].next_functions)
     sources = [c.node[0] for calls in run.calls.values() for c in calls if c.is_source and c.node]
-    # weights may be used twice; what came of the inputs may not go around
+    # weights may be used elsewhere too, but nothing computed from the inputs may bypass the node
     computed = {n for n in before if n.name() != _LEAF}
     return not any(n in around for n in (*computed, *sources))
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
-    """The matrices that a layer has of its own; vectors only scale or shift."""
+    """The matrices of a layer itself; vectors only scale or shift."""
     if isinstance(module, nn.Linear | _ConvNd):
         return [module.weight]  # a matrix even where it has one output
     return [p for p in module.parameters(recurse=False) if sum(n > 1 for n in p.shape) > 1]
 
 
 def _makes_weights(name: str) -> bool:
-    """Whether a module computes a layer's weights (torch's parametrizations), not activations."""
+    """Whether a module computes weights (torch's parametrizations) instead of activations."""
     return "parametrizations" in name.split(".")
 
 

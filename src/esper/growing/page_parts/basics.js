@@ -3,7 +3,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const STAGES = {
-  TRAINING: "behind the host",
+  TRAINING: "in shadow training",
   BLENDING: "blending",
   HOLDING: "holding",
   FOSSILIZED: "committed",
@@ -32,7 +32,7 @@ const metric = (v) =>
     : minus(isShare ? `${(100 * v).toFixed(1)}%` : String(+v.toPrecision(4)));
 const signed = (v) =>
   minus((v >= 0 ? "+" : "") + (isShare ? (100 * v).toFixed(1) : String(+v.toPrecision(3))));
-const told = (text) => text.replaceAll("+-", "±");
+const plusMinus = (text) => text.replaceAll("+-", "±");
 const gain = (v, e) =>
   signed(v) +
   (e === null || e === undefined ? "" : ` ± ${isShare ? (100 * e).toFixed(1) : +e.toPrecision(3)}`) +

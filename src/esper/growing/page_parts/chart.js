@@ -326,12 +326,12 @@ function readStep(index) {
         {},
         el("strong", {}, OPS[e.op] ?? e.op),
         e.site ? ` ${eventSeed(e)} at ${e.site}` : "",
-        `: ${told(e.reason)}`,
+        `: ${plusMinus(e.reason)}`,
       ),
     );
   const undone = data.rollbacks
     .filter((r) => r[0] === step)
-    .map((r) => el("p", {}, el("strong", {}, "Rolled back"), ` to step ${r[1]}: ${told(r[2])}`));
+    .map((r) => el("p", {}, el("strong", {}, "Rolled back"), ` to step ${r[1]}: ${plusMinus(r[2])}`));
   const title =
     `Step ${count(step)}` + (optimizerSteps === null ? "" : `, ${count(optimizerSteps)} optimiser steps`);
   return [

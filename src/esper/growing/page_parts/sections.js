@@ -1,7 +1,7 @@
 // ---- the head of the page
 function drawHead() {
   $("model").textContent = data.model;
-  const [opening, ...rest] = told(data.summary).split(": ");
+  const [opening, ...rest] = plusMinus(data.summary).split(": ");
   const verdict = $("verdict");
   if (rest.length) verdict.replaceChildren(el("strong", {}, opening), `: ${rest.join(": ")}`);
   verdict.classList.toggle("helped", opening === "Growing helped");
@@ -58,7 +58,7 @@ function drawTiles() {
             `${metric(verdict.ungrown)} ungrown, ${gain(verdict.grown - verdict.ungrown, verdict.error)}`,
           ),
         )
-      : tile(capital(metricTitle), metric(best), el("p", {}, "the best so far")),
+      : tile(capital(metricTitle), metric(best), el("p", {}, "best so far")),
     costTile("Parameters", "params"),
     costTile("Multiply-adds", "macs"),
     tile(
@@ -74,7 +74,7 @@ function seedTally() {
     .slice(1)
     .map(([fate, word]) => [data.seeds.filter((s) => s.fate === fate).length, word]);
   const words = parts.filter(([n]) => n).map(([n, word]) => `${n} ${word}`);
-  return words.join(", ") || "every one that germinated";
+  return words.join(", ") || "all that germinated";
 }
 
 // ---- the seeds, one card each
@@ -93,11 +93,11 @@ function seedCard(seed) {
     ["parameters", `+${count(seed.params)} (${share(seed.params, data.before.params)})`],
     ["multiply-adds", `+${short(seed.macs)} (${share(seed.macs, data.before.macs)})`],
     ["blend", `${seed.style.toLowerCase()}, weight ${+seed.alphas[seed.alphas.length - 1][1].toFixed(2)}`],
-    ["life", life.join(", ") || `born at step ${seed.born}`],
+    ["life", life.join(", ") || `germinated at step ${seed.born}`],
   ];
   const fate = seed.fate ? FATES[seed.fate] : "alive";
   const why = seed.fate
-    ? `${capital(fate)} at step ${seed.fateStep}${seed.why ? `: ${told(seed.why)}` : ""}.`
+    ? `${capital(fate)} at step ${seed.fateStep}${seed.why ? `: ${plusMinus(seed.why)}` : ""}.`
     : "Still in the network when this page was written.";
   return el(
     "article",
@@ -180,11 +180,11 @@ function gainChart(seed) {
 function drawDecisions() {
   $("waits").textContent =
     data.events.length || data.waits
-      ? `${data.events.length} decisions changed something; ${data.waits} times the controller waited.`
+      ? `${data.events.length} decisions changed something; the controller waited ${data.waits} times.`
       : "";
   if (!data.events.length)
     return $("decisions").append(el("p", { class: "empty" }, "Nothing was changed in this run."));
-  const columns = ["Step", "Decision", "Where", "Cost", "Why", "What came of it"];
+  const columns = ["Step", "Decision", "Where", "Cost", "Why", "Effect"];
   const head = el(
     "thead",
     {},
@@ -207,7 +207,7 @@ function drawDecisions() {
       ),
       cell(2, event.site === null ? "" : el("code", {}, event.site)),
       cell(3, event.params ? `+${count(event.params)}` : ""),
-      cell(4, el("span", {}, told(event.reason), el("small", {}, alternatives(event)))),
+      cell(4, el("span", {}, plusMinus(event.reason), el("small", {}, alternatives(event)))),
       cell(5, outcome(event)),
     ),
   );

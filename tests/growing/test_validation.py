@@ -1,6 +1,7 @@
 """What seeds are worth, measured by switching them off."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper import Growth
-from esper.growing.measuring import measure, paired_difference
+from esper.growing.validation import measure, paired_difference
 from esper.leyline.stages import LifecycleOp
 from support.growth_loops import new_growth
 from support.models import WAIT, Script, act, blobs, build, germinate
@@ -33,7 +34,7 @@ def grown(val_loader, score=None):
         controller=script,
         decisions=25,
         val_loader=val_loader,
-        score=score or (lambda batch: (model(batch[0]).argmax(1) == batch[1]).float()),
+        score=score or (lambda batch: is_correct(model, batch).float()),
     )
     for _ in range(4):
         growth.decide()
@@ -43,17 +44,21 @@ def grown(val_loader, score=None):
     return growth, script
 
 
+def is_correct(model: nn.Module, batch) -> torch.Tensor:
+    return model(batch[0]).argmax(1) == batch[1]
+
+
 def correct(growth: Growth) -> torch.Tensor:
     growth.model.eval()
     with torch.no_grad():
-        return (growth.model(X).argmax(1) == Y).double()
+        return is_correct(growth.model, (X, Y)).double()
 
 
 def test_contributions_are_differences_on_the_same_examples():
     """The loader shuffles: pairing by batch, not by position, is what makes the error small."""
     loader = DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True)
     growth, _ = grown(loader)
-    measured = measure(growth._network, loader, growth._score)
+    measured = measure(growth._network, loader, lambda batch: is_correct(growth.model, batch))
     whole = correct(growth)
     slots = growth._network.slots
     for index, slot in enumerate(slots):
@@ -118,7 +123,7 @@ def test_modes_and_gradients_are_as_before():
         ([], 0.5, "validation loader yields nothing"),
         ([(X[:0], Y[:0])], 0.5, "validation loader yields nothing"),
         ([(X, Y)], math.nan, "the validation metric is nan"),
-        ([(X, Y)], 50.0, "scores of 50 to 50; .* a share, not per cent"),
+        ([(X, Y)], 50.0, "scores of 50 to 50; .* Use a share instead of per cent"),
         ([(X, Y)], -math.inf, "scores of -inf to -inf"),
     ],
 )
@@ -232,3 +237,27 @@ def test_paired_differences_by_hand():
     mean, error = paired_difference(a.double(), b.double())
     assert mean == 0.5
     assert error == pytest.approx((4 * 0.25 / 3) ** 0.5 / 2)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "losses", "is_told"),
+    [
+        ([0.64, 0.5, 0.45, 0.42, 0.4, 0.4], [1.1, 0.9, 0.8, 0.7, 0.7, 0.6], True),  # an error
+        ([0.64, 0.5, 0.45, 0.42], [1.1, 0.9, 0.8, 0.7], True),  # told as early as that
+        ([0.64, 0.5, 0.45, 0.5, 0.4], [1.1, 0.9, 1.2, 1.0, 0.9], True),  # of one that overfits
+        ([0.64, 0.5, 0.45, 0.42], [1.1, 0.9, 0.8, 1.7], False),  # a network that gets worse
+        ([0.64, 0.7, 0.45, 0.42, 0.4], [1.1, 0.9, 0.8, 0.7, 0.6], False),  # it has been better
+        ([0.64, 0.5, 0.53, 0.42, 0.5], [1.1, 0.9, 0.8, 0.7, 0.6], False),  # noise, perhaps
+        ([0.64, 0.3, 0.3], [1.1, 0.9, 0.8], False),  # a dip, perhaps
+        ([0.64, 0.5, 0.45, 0.42], [None] * 4, False),  # nobody knows
+    ],
+)
+def test_a_metric_that_falls_with_the_loss_is_told_once(metrics, losses, is_told):
+    growth = new_growth(Script())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for pair in zip(metrics, losses, strict=True):
+            growth.decide(*pair)
+    assert [(w.filename, "lower is better" in str(w.message)) for w in told] == (
+        [(__file__, True)] if is_told else []
+    )

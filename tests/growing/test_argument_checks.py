@@ -31,7 +31,7 @@ def test_mistakes_are_told_at_once():
     refused("neither 'heuristic' nor a file", controller="heuristics")
     refused(r"none of the blueprints \['conv'\] fits", blueprints=["conv"])
     refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
-    refused("the optimizer is SGD; give one that is made", optimizer=torch.optim.SGD)
+    refused("the optimizer is SGD; give an instance", optimizer=torch.optim.SGD)
     refused(r"budget=1000; give a Budget", budget=1000)
     refused("decisions=8.5; use a whole number", decisions=8.5)
     refused("rng_seed='0'; use a whole number", rng_seed="0")
@@ -62,10 +62,8 @@ def test_a_model_with_some_frozen_weights_can_grow():
 def test_a_controller_that_is_none_is_refused_and_leaves_nothing_behind():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    refused("is no object with begin and decide", model=model, optimizer=optimizer, controller=None)
-    refused(
-        "is no object with begin and decide", model=model, optimizer=optimizer, controller=Script
-    )
+    refused("has no methods begin and decide", model=model, optimizer=optimizer, controller=None)
+    refused("has no methods begin and decide", model=model, optimizer=optimizer, controller=Script)
 
     class Fails(Script):
         def begin(self, env_ids):
@@ -73,6 +71,10 @@ def test_a_controller_that_is_none_is_refused_and_leaves_nothing_behind():
 
     refused("not today", model=model, optimizer=optimizer, controller=Fails())
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_budget_is_whole_numbers():
+    assert Budget(params=2e4, macs=math.inf) == Budget(params=20_000)
 
 
 @pytest.mark.parametrize("limits", [dict(params="1000"), dict(macs=0), dict(macs=math.nan)])
@@ -108,7 +110,7 @@ def test_a_model_that_grows_already_is_refused():
     growth.decide(0.5)
     growth.close(0.6)
     assert growth.seeds
-    refused("seeds of another growth", model=growth.model)
+    refused("the model has seeds of another growth", model=growth.model)
 
 
 def test_a_model_is_grown_by_one_growth_at_a_time():

@@ -1,7 +1,5 @@
 """Why a seed was kept or pruned stands in the ledger, in the controller's words."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -80,27 +78,3 @@ def test_the_reason_for_a_prune_is_that_of_the_prune():
     ledger = run(Talker(*LIFE, slowly, act(LifecycleOp.ADVANCE, 0)))
     assert [decision.op for decision in ledger.decisions[3:5]] == ["PRUNE", "ADVANCE"]
     assert ledger.fate_of("s1").reason == "PRUNE at 3"
-
-
-@pytest.mark.parametrize(
-    ("metrics", "losses", "is_told"),
-    [
-        ([0.64, 0.5, 0.45, 0.42, 0.4, 0.4], [1.1, 0.9, 0.8, 0.7, 0.7, 0.6], True),  # an error
-        ([0.64, 0.5, 0.45, 0.42], [1.1, 0.9, 0.8, 0.7], True),  # told as early as that
-        ([0.64, 0.5, 0.45, 0.5, 0.4], [1.1, 0.9, 1.2, 1.0, 0.9], True),  # of one that overfits
-        ([0.64, 0.5, 0.45, 0.42], [1.1, 0.9, 0.8, 1.7], False),  # a network that gets worse
-        ([0.64, 0.7, 0.45, 0.42, 0.4], [1.1, 0.9, 0.8, 0.7, 0.6], False),  # it has been better
-        ([0.64, 0.5, 0.53, 0.42, 0.5], [1.1, 0.9, 0.8, 0.7, 0.6], False),  # noise, perhaps
-        ([0.64, 0.3, 0.3], [1.1, 0.9, 0.8], False),  # a dip, perhaps
-        ([0.64, 0.5, 0.45, 0.42], [None] * 4, False),  # nobody knows
-    ],
-)
-def test_a_metric_that_falls_with_the_loss_is_told_once(metrics, losses, is_told):
-    growth = new_growth(Script())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for pair in zip(metrics, losses, strict=True):
-            growth.decide(*pair)
-    assert [(w.filename, "lower is better" in str(w.message)) for w in told] == (
-        [(__file__, True)] if is_told else []
-    )

@@ -24,7 +24,7 @@ def test_a_call_for_every_part_of_a_batch_is_noticed():
     growth = new_growth(Script(germinate(0, blueprint=1)))
     growth.decide(0.5)
     accumulate(growth)
-    with pytest.warns(UserWarning, match="call it after optimizer.step()") as caught:
+    with pytest.warns(UserWarning, match="call it once after each optimizer.step()") as caught:
         growth.decide(0.5)
     assert caught[0].filename == __file__
     accumulate(growth)
@@ -39,7 +39,7 @@ def test_a_call_before_the_step_is_noticed():
         F.cross_entropy(growth.model(X), Y).backward()
         growth.after_step()
         growth.optimizer.step()
-    with pytest.warns(UserWarning, match="called 4 times.*moved their weights 0 times"):
+    with pytest.warns(UserWarning, match="called 4 times.*used the seeds' gradients 0 times"):
         growth.decide(0.5)
 
 

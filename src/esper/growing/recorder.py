@@ -1,0 +1,226 @@
+"""Writes the ledger of a run and names its seeds."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from esper.growing.budget import Budget
+from esper.growing.ledger import (
+    NO_REASON,
+    BlockRecord,
+    BudgetRecord,
+    DecisionRecord,
+    Fate,
+    FateRecord,
+    Ledger,
+    NetworkRecord,
+    RollbackRecord,
+    SeedRecord,
+    SeedState,
+)
+from esper.growing.network import GrowingNetwork
+from esper.growing.preparation import PreparedModel
+from esper.growing.reporting import Evidence
+from esper.leyline.constants import (
+    ALPHA_SPEED_STEPS,
+    ALPHA_TARGETS,
+    TEMPO_STEPS,
+    AlphaCurve,
+    BlendStyle,
+)
+from esper.leyline.factored_actions import OP_HEADS, ActionMasks
+from esper.leyline.stages import LifecycleOp, SeedStage
+
+
+class Recorder:
+    """Turns what happens in a network into records."""
+
+    def __init__(self, ledger: Ledger, network: GrowingNetwork):
+        self.ledger = ledger
+        self.seed_ids: dict[int, str] = {}  # by slot
+        self._network = network
+
+    def seed_states(self, evidence: Evidence) -> tuple[SeedState, ...]:
+        """The seeds in the network, in the order of their slots."""
+        return tuple(self._seed_state(slot, evidence) for slot in sorted(self.seed_ids))
+
+    def decision(
+        self, step: int, action: Tensor, masks: ActionMasks, reason: str
+    ) -> DecisionRecord:
+        """A decision that is about to be applied; for a germination also the new seed."""
+        choices = dict(zip(masks.action_space.names, action.tolist(), strict=True))
+        op, slot = LifecycleOp(choices["op"]), choices["slot"]
+        new = self._new_seed(step, choices) if op == LifecycleOp.GERMINATE else None
+        uses_slot = "slot" in OP_HEADS[op]
+        record = DecisionRecord(
+            step=step,
+            op=op.name,
+            site=self._site(slot) if uses_slot else None,
+            seed=self.seed_ids.get(slot) if uses_slot else None,
+            details=self._details(op, choices),
+            legal=self._legal(masks),
+            reason=reason,
+            params=0 if new is None else new.params,
+            macs=0 if new is None else new.macs,
+        )
+        self.ledger.record_decision(record)
+        return record
+
+    def fates(self, step: int, evidence: Evidence) -> None:
+        """Seeds that the controller pruned or committed since the last call."""
+        for slot in self._emptied():
+            self._end(slot, step, "pruned", self._reason(LifecycleOp.PRUNE, slot, evidence))
+        for slot in self._newly_committed():
+            reason = self._reason(LifecycleOp.FOSSILIZE, slot, evidence)
+            self._record_fate(slot, step, "kept", reason)
+
+    def committed_at_close(self, step: int, reason: str) -> None:
+        for slot in self._newly_committed():
+            self._record_fate(slot, step, "kept", reason)
+
+    def rolled_back(self, step: int, to_step: int, reason: str) -> None:
+        """A rollback, and the seeds that it removed."""
+        for slot in self._emptied():
+            self._end(slot, step, "rolled_back", reason)
+        self.ledger.record_rollback(RollbackRecord(step=step, to_step=to_step, reason=reason))
+
+    def closed(self, step: int, best_step: int, evidence: Evidence) -> None:
+        """Seeds that are not in the final network."""
+        for slot in self._emptied():
+            if self.ledger.fate_of(self.seed_ids[slot]) is None:
+                reason = f"the controller did not commit it; {self._worth(slot, evidence)}"
+                self._end(slot, step, "uncommitted", reason)
+            else:
+                reason = f"the best network was the one at step {best_step}, without it"
+                self._end(slot, step, "rolled_back", reason)
+
+    def _emptied(self) -> list[int]:
+        """Slots whose seed is gone and has not been recorded as such."""
+        return [slot for slot in self.seed_ids if self._network.slots[slot].seed is None]
+
+    def _newly_committed(self) -> Iterator[int]:
+        for slot, seed in self.seed_ids.items():
+            if self._network.slots[slot].is_committed and self.ledger.fate_of(seed) is None:
+                yield slot
+
+    def _record_fate(self, slot: int, step: int, fate: Fate, reason: str) -> None:
+        seed = self.seed_ids[slot]
+        self.ledger.record_fate(FateRecord(seed=seed, step=step, fate=fate, reason=reason))
+
+    def _end(self, slot: int, step: int, fate: Fate, reason: str) -> None:
+        self._record_fate(slot, step, fate, reason)
+        del self.seed_ids[slot]
+
+    def _new_seed(self, step: int, choices: dict[str, int]) -> SeedRecord:
+        slot, blueprint = choices["slot"], self._network.menu[choices["blueprint"]]
+        site = self._network.slots[slot].site
+        record = SeedRecord(
+            seed=f"s{len(self.ledger.seeds) + 1}",
+            site=site.name,
+            blueprint=blueprint.name,
+            style=BlendStyle(choices["style"]).name,
+            params=site.params_of(blueprint),
+            macs=site.macs_of(blueprint),
+            born=step,
+        )
+        self.seed_ids[slot] = record.seed
+        self.ledger.record_seed(record)
+        return record
+
+    def _seed_state(self, slot: int, evidence: Evidence) -> SeedState:
+        states = self._network.states
+        is_new = bool(evidence.contribution_known[slot] & (evidence.contribution_age[slot] == 0))
+        return SeedState(
+            seed=self.seed_ids[slot],
+            stage=SeedStage(int(states.stage[0, slot])).name,
+            alpha=float(states.alpha[0, slot]),
+            contribution=float(evidence.contribution[slot]) if is_new else None,
+            contribution_error=float(evidence.contribution_error[slot]) if is_new else None,
+        )
+
+    def _details(self, op: LifecycleOp, choices: dict[str, int]) -> dict[str, str | int | float]:
+        meanings: dict[str, Sequence[str | int | float]] = {
+            "blueprint": [blueprint.name for blueprint in self._network.menu],
+            "style": [style.name for style in BlendStyle],
+            "tempo": TEMPO_STEPS,
+            "alpha_target": ALPHA_TARGETS,
+            "alpha_speed": ALPHA_SPEED_STEPS,
+            "alpha_curve": [curve.name for curve in AlphaCurve],
+        }
+        return {head: meanings[head][choices[head]] for head in OP_HEADS[op] if head in meanings}
+
+    def _legal(self, masks: ActionMasks) -> dict[str, tuple[str, ...]]:
+        sites = masks["slot"][0]
+        return {
+            op.name: tuple(self._site(slot) for slot in sites[op].nonzero().flatten().tolist())
+            for op in LifecycleOp
+            if bool(masks["op"][0, op])
+        }
+
+    def _reason(self, op: LifecycleOp, slot: int, evidence: Evidence) -> str:
+        """The controller's reason when it last applied `op` to the seed in a slot.
+
+        If it gave none, what was known of the seed.
+        """
+        reasons = [
+            decision.reason
+            for decision in self.ledger.decisions
+            if decision.seed == self.seed_ids[slot] and decision.op == op.name
+        ]
+        return (reasons and reasons[-1]) or f"{NO_REASON}; {self._worth(slot, evidence)}"
+
+    def _worth(self, slot: int, evidence: Evidence) -> str:
+        """The last measured contribution of a seed, in words."""
+        if not bool(evidence.contribution_known[slot]):
+            return "never measured"
+        gain, error = float(evidence.contribution[slot]), float(evidence.contribution_error[slot])
+        age = int(evidence.contribution_age[slot])
+        when = "now" if age == 0 else f"{age} steps ago"
+        return f"worth {self.ledger.show_gain(gain, error)}, measured {when}"
+
+    def _site(self, slot: int) -> str:
+        return self._network.slots[slot].site.name
+
+
+def new_ledger(
+    model: nn.Module,
+    prepared: PreparedModel,
+    *,
+    metric: str,
+    controller: str,
+    budget: Budget,
+    rng_seed: int,
+) -> Ledger:
+    """An empty ledger for a run."""
+    device = str(prepared.sites[0].device)
+    return Ledger(
+        model=type(model).__name__,
+        metric=metric,
+        controller=controller,
+        before=_network_record(model, prepared),
+        budget=BudgetRecord(**vars(budget)),
+        facts={"device": device, "torch": torch.__version__, "rng seed": str(rng_seed)},
+    )
+
+
+def _network_record(model: nn.Module, prepared: PreparedModel) -> NetworkRecord:
+    """The user's model: its sites, and the layers with weights outside of them."""
+    sites = {site.name for site in prepared.trace.sites}
+    blocks = []
+    for name, place in prepared.trace.candidates.items():
+        module = model.get_submodule(name)
+        params = sum(parameter.numel() for parameter in module.parameters())
+        is_leaf = not any(True for _ in module.children())
+        is_inside = any(name.startswith(f"{site}.") for site in sites)
+        if name in sites or (is_leaf and params and not is_inside):
+            blocks.append(
+                BlockRecord(
+                    name=name,
+                    kind=place.module_class,
+                    shape=place.shape,
+                    params=params,
+                    site_kind=place.kind.name if name in sites else None,
+                )
+            )
+    return NetworkRecord(params=prepared.params, macs=prepared.macs, blocks=tuple(blocks))

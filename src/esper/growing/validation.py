@@ -1,0 +1,217 @@
+"""The network's validation metric, and the contribution of each seed to it.
+
+Each batch is scored with all seeds and then without each of them. A contribution is therefore a
+paired difference on the same examples, whatever the order of the data.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.growing.eval_mode import eval_mode
+from esper.growing.ledger import StepRecord
+from esper.growing.network import GrowingNetwork
+
+# batch -> a score per example [n], 0 to 1, higher is better; optionally with the mean loss
+Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]
+Number = float | Tensor  # a tensor has one element; numpy's floats are floats
+
+ROUNDING = 1e-4  # a score may exceed 0 or 1 by this much, as sums of probabilities do
+CLEAR_FALL, NUM_FALLS = 0.2, 3  # share of the metric, and how many steps must show it
+
+
+class Measurement(NamedTuple):
+    metric: float  # mean score
+    loss: float | None
+    contributions: dict[int, tuple[float, float]]  # by slot: score lost without it, its error
+    committed_metric: float | None  # with committed seeds only; None: not measured
+
+    @property
+    def loss_or_guess(self) -> float:
+        """The validation loss; if unknown, the negative log of the metric."""
+        return -math.log(max(self.metric, 1e-3)) if self.loss is None else self.loss
+
+
+class Validator:
+    """Measures a network on a loader with a score function, or takes the user's metric."""
+
+    def __init__(self, val_loader: Iterable[Any] | None, score: Score | None):
+        if (val_loader is None) != (score is None):
+            raise ValueError("val_loader and score go together; give both or none")
+        if val_loader is not None:
+            check_loader(val_loader, "validation")
+        self._loader, self._score = val_loader, score
+
+    @property
+    def has_score(self) -> bool:
+        return self._score is not None
+
+    def check(self, model: nn.Module) -> None:
+        """Raise for validation data or scores that cannot be used."""
+        if self._loader is not None and self._score is not None:
+            check_score(model, self._loader, self._score)
+
+    def measure(
+        self,
+        network: GrowingNetwork,
+        val_metric: Number | None,
+        val_loss: Number | None,
+        *,
+        is_first: bool,
+    ) -> Measurement:
+        """A metric outside 0 to 1 raises if it is the first of the run, else it becomes NaN."""
+        if self._loader is not None and self._score is not None:
+            if val_metric is not None:
+                raise ValueError("growth measures the metric itself with score=; leave it out here")
+            measured = measure(network, self._loader, self._score)
+        elif val_metric is None:
+            raise ValueError(
+                "decide() needs the validation metric; or give Growth a val_loader and a score"
+            )
+        else:
+            is_committed = not network.uncommitted
+            measured = from_user_metric(val_metric, val_loss, is_committed=is_committed)
+        if is_first:
+            check_metric(measured.metric)
+        is_valid = 0.0 <= measured.metric <= 1.0
+        return measured if is_valid else measured._replace(metric=math.nan)
+
+
+def from_user_metric(metric: Number, loss: Number | None, *, is_committed: bool) -> Measurement:
+    """A measurement made by the user's loop; `is_committed`: all active seeds are committed."""
+    value = _as_float(metric)
+    known_loss = None if loss is None else _as_float(loss)
+    return Measurement(value, known_loss, {}, value if is_committed else None)
+
+
+def _as_float(number: Number) -> float:
+    if not isinstance(number, Tensor):
+        return float(number)
+    if number.numel() != 1:
+        raise ValueError(f"a metric or loss of shape {tuple(number.shape)}; give one number")
+    return float(number.detach())
+
+
+def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Measurement:
+    """Score the network, the network without each active seed, and the committed network."""
+    uncommitted, complete = tuple(network.uncommitted), ()
+    switched_off = {complete, *((slot,) for slot in network.felt), uncommitted}
+    scores: dict[tuple[int, ...], list[Tensor]] = {slots: [] for slots in sorted(switched_off)}
+    losses: list[Tensor] = []
+    with eval_mode(network.model, batches):
+        for batch in batches:
+            for off, collected in scores.items():
+                with network.without(off):
+                    values, loss = _scored(batch, score)
+                collected.append(values)
+                if loss is not None and off == complete:
+                    losses.append(loss.detach() * len(values))
+    per_example = {off: bounded(joined(collected)) for off, collected in scores.items()}
+    whole = per_example[complete]
+    differences = {slot: paired_difference(whole, per_example[slot,]) for slot in network.felt}
+    return Measurement(
+        metric=float(whole.mean()),
+        loss=float(torch.stack(losses).sum() / len(whole)) if losses else None,
+        contributions={s: known for s, known in differences.items() if not math.isnan(known[0])},
+        committed_metric=float(per_example[uncommitted].mean()),
+    )
+
+
+def check_score(model: nn.Module, batches: Iterable[Any], score: Score) -> None:
+    """Raise for validation data or scores that cannot be used."""
+    with eval_mode(model, batches):
+        scores = joined([_scored(batch, score)[0] for batch in batches])
+    lowest, highest = scores.aminmax()  # the mean can be from 0 to 1 while single scores are not
+    if lowest < -ROUNDING or highest > 1 + ROUNDING:
+        raise ValueError(
+            f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, higher "
+            "is better. Use a share instead of per cent, and 1 / (1 + error) for an error"
+        )
+    check_metric(float(bounded(scores).mean()))
+
+
+def check_metric(metric: float) -> None:
+    if not 0.0 <= metric <= 1.0:
+        raise ValueError(
+            f"the validation metric is {metric}; it must be 0 to 1, higher is better. Use a share "
+            "instead of per cent, and 1 / (1 + loss) for a loss"
+        )
+
+
+def check_loader(loader: Iterable[Any], name: str) -> None:
+    """Raise for a loader that can be read only once."""
+    if isinstance(loader, Iterator):
+        raise ValueError(
+            f"the {name} loader is a {type(loader).__name__}, which can be read only once; give a "
+            "DataLoader or a list of batches"
+        )
+
+
+def warn_if_metric_falls_with_loss(steps: Sequence[StepRecord]) -> bool:
+    """Warn, and return True, if lower seems better: growth would return the worst network.
+
+    No metric is above the first, and the last `NUM_FALLS` with a lower loss are clearly below it.
+    """
+    known = [
+        (record.metric, record.validation_loss)
+        for record in steps
+        if record.metric is not None and record.validation_loss is not None
+    ]
+    if not known:
+        return False
+    first, first_loss = known[0]
+    better = [metric for metric, loss in known if loss < first_loss]
+    if (
+        max(metric for metric, _ in known) > first
+        or len(better) < NUM_FALLS
+        or max(better[-NUM_FALLS:]) >= (1 - CLEAR_FALL) * first
+    ):
+        return False
+    warnings.warn(
+        "the validation metric decreases while the loss decreases. Esper maximises the metric; if "
+        "lower is better, pass 1 - metric",
+        stacklevel=5,
+    )
+    return True
+
+
+def _scored(batch: Any, score: Score) -> tuple[Tensor, Tensor | None]:
+    """A batch's scores, and its mean loss if the score function returns one."""
+    scored = score(batch)
+    values, loss = scored if isinstance(scored, tuple) else (scored, None)
+    return checked_scores(values), loss
+
+
+def checked_scores(values: Tensor) -> Tensor:
+    if not isinstance(values, Tensor):
+        raise ValueError(
+            f"a score of type {type(values).__name__}; give a tensor with one number per example"
+        )
+    if values.dim() != 1:
+        raise ValueError(
+            f"a score of shape {tuple(values.shape)}; give one number per example, [batch]"
+        )
+    return values.detach()
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The scores of all batches, float64 `[n]` on the CPU."""
+    if not any(len(part) for part in parts):
+        raise ValueError("the validation loader yields nothing; give it one example or more")
+    return torch.cat(parts).double().cpu()
+
+
+def bounded(scores: Tensor) -> Tensor:
+    """Scores from 0 to 1: one below counts as 0; one above becomes NaN, since it must not win."""
+    return scores.where(scores <= 1 + ROUNDING, math.nan).clamp(0, 1)
+
+
+def paired_difference(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """Mean of a - b over the examples, and its standard error."""
+    difference = a - b
+    error = float(difference.std()) / math.sqrt(len(difference)) if len(difference) > 1 else 0.0
+    return float(difference.mean()), error
