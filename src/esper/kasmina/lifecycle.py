@@ -15,15 +15,14 @@ What is legal stands in `leyline.stages.slot_accepts`, which the action masks re
 else raises `LifecycleError`. States are control data: on the CPU nothing here waits for a GPU.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from esper.kasmina.blending import curve
+from esper.leyline.arrays import TensorFields
 from esper.leyline.constants import (
     ALPHA_SPEED_STEPS,
     ALPHA_TARGETS,
@@ -32,6 +31,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
+from esper.leyline.devices import DeviceConstant, device_table
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.stages import (
     LEGAL_MOVES,
@@ -51,7 +51,7 @@ def _array(dtype: torch.dtype, empty: int | float = 0) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SlotStates:
+class SlotStates(TensorFields):
     """Every slot of every host, each field `[P, S]`."""
 
     stage: Tensor = _array(torch.int64)  # SeedStage
@@ -80,13 +80,6 @@ class SlotStates:
             }
         )
 
-    @classmethod
-    def cat(cls, parts: Sequence["SlotStates"]) -> "SlotStates":
-        """The states of several populations, one after the other."""
-        return cls(
-            **{e.name: torch.cat([getattr(part, e.name) for part in parts]) for e in fields(cls)}
-        )
-
     @property
     def num_hosts(self) -> int:
         return self.stage.shape[0]
@@ -106,23 +99,7 @@ class SlotStates:
     @property
     def is_live(self) -> Tensor:
         """Where a seed takes part in training and may still be pruned."""
-        return torch.isin(self.stage, _table(LIVE_STAGES, self.device))
-
-    def to(self, device: torch.device | str) -> "SlotStates":
-        return SlotStates(**{e.name: getattr(self, e.name).to(device) for e in fields(self)})
-
-    def at(self, *index: Tensor) -> "SlotStates":
-        """The states at `host_ids` (rows `[K, S]`), or at `host_ids, slot_ids` (`[K]`)."""
-        return SlotStates(**{e.name: getattr(self, e.name)[index] for e in fields(self)})
-
-    def put(self, part: "SlotStates", *index: Tensor) -> "SlotStates":
-        """These states with `part` in the places that `at(*index)` reads."""
-        return SlotStates(
-            **{
-                e.name: getattr(self, e.name).index_put(index, getattr(part, e.name))
-                for e in fields(self)
-            }
-        )
+        return torch.isin(self.stage, device_table(LIVE_STAGES, self.device))
 
 
 def apply(
@@ -136,9 +113,9 @@ def apply(
     choice = dict(zip(action_space.names, actions.to(states.device).unbind(-1), strict=True))
     op = choice["op"]
     germinates = op == LifecycleOp.GERMINATE
-    tempo = _table(TEMPO_STEPS, states.device)[choice["tempo"]]
-    speed = _table(ALPHA_SPEED_STEPS, states.device)[choice["alpha_speed"]]
-    target = _table(ALPHA_TARGETS, states.device)[choice["alpha_target"]]
+    tempo = device_table(TEMPO_STEPS, states.device)[choice["tempo"]]
+    speed = device_table(ALPHA_SPEED_STEPS, states.device)[choice["alpha_speed"]]
+    target = device_table(ALPHA_TARGETS, states.device, torch.float64)[choice["alpha_target"]]
     return _request(
         states,
         torch.arange(states.num_hosts, device=states.device),
@@ -298,7 +275,7 @@ def _request(
     jumps = (op == LifecycleOp.ADVANCE) & (old.stage == SeedStage.BLENDING)
     jumps |= (retargets | prunes) & (new.ramp_steps == 0)
     jumps |= prunes & (old.stage == SeedStage.TRAINING)
-    stage = _destinations(states.device)[old.stage, op]
+    stage = _DESTINATIONS.on(states.device)[old.stage, op]
     stage = torch.where(ramps & ~jumps, SeedStage.BLENDING, stage)
     if shadow_training:
         stage = torch.where(germinates, SeedStage.TRAINING, stage)
@@ -384,17 +361,12 @@ def _check_ramp(ramp_steps: Tensor | int, least: int) -> None:
         raise ValueError(f"ramp_steps={ramp_steps}; use {least} or more")
 
 
-@cache
-def _destinations(device: torch.device) -> Tensor:
-    """`LEGAL_MOVES` as stages `[stages, ops]`; a pair that is not there stays where it is."""
+def _destination_table() -> Tensor:
+    """`LEGAL_MOVES` as stages `[stages, ops]`; an illegal pair keeps its stage."""
     table = torch.arange(len(SeedStage)).unsqueeze(1).repeat(1, len(LifecycleOp))
     for (stage, op), destination in LEGAL_MOVES.items():
         table[stage, op] = destination
-    return table.to(device)
+    return table
 
 
-@cache
-def _table(choices: tuple[float, ...], device: torch.device) -> Tensor:
-    """What the choices of a head mean, as a tensor to look them up in."""
-    dtype = torch.float64 if isinstance(choices[0], float) else torch.int64
-    return torch.tensor(choices, dtype=dtype, device=device)
+_DESTINATIONS = DeviceConstant(_destination_table())

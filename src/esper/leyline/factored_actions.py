@@ -27,7 +27,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.device_constant import multiples
+from esper.leyline.devices import device_table
 from esper.leyline.stages import LifecycleOp
 
 
@@ -242,8 +242,8 @@ class ActionMasks:
         combination = chosen[0].long()
         for size, choice in zip(sizes[1:], chosen[1:], strict=True):
             combination = torch.add(choice, combination, alpha=size)
-        # the rows of env n begin at n * (number of combinations)
-        first = multiples(math.prod(sizes), self.num_envs, self.device)
+        count = math.prod(sizes)  # of combinations: the rows of env n begin at n * count
+        first = device_table(range(0, self.num_envs * count, count), self.device)
         return mask.reshape(-1, mask.shape[-1]).index_select(0, first + combination)
 
     def applied(self, actions: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.leyline.devices import same_device
+from esper.leyline.arrays import TensorFields
 
 ACCURACY_HISTORY = 5  # validation accuracies kept, the latest first
 
@@ -23,7 +23,7 @@ def _array(shape: str, kind: str = "float") -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Reports:
+class Reports(TensorFields):
     """One report per env. N envs, S slots, B blueprints, H heads; accuracy is 0 to 1."""
 
     # per env
@@ -119,23 +119,6 @@ class Reports:
         """Share of each env's episode that is over, 0 to 1, `[N]`."""
         return self.step / (self.step + self.steps_left).clamp(min=1)
 
-    def to(self, device: torch.device | str) -> "Reports":
-        """The reports on a device: one copy for all fields, and no wait for a GPU to take it."""
-        device = torch.device(device)
-        if same_device(device, self.device):
-            return self
-        values = {entry.name: getattr(self, entry.name).contiguous() for entry in fields(self)}
-        names = sorted(values, key=lambda name: -values[name].itemsize)  # keeps all aligned
-        parts = [values[name].flatten().view(torch.uint8) for name in names]
-        sizes = [len(part) for part in parts]
-        to_gpu = device.type == "cuda" and self.device.type == "cpu"
-        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device, pin_memory=to_gpu)
-        torch.cat(parts, out=packed)
-        moved = torch.split(packed.to(device, non_blocking=to_gpu), sizes)
-        for name, part in zip(names, moved, strict=True):
-            values[name] = part.view(values[name].dtype).view(values[name].shape)
-        return Reports(**values)
-
     def select(self, env_ids: Tensor) -> "Reports":
         """The reports of some envs, in the order of `env_ids`."""
-        return Reports(**{e.name: getattr(self, e.name)[env_ids] for e in fields(self)})
+        return self.at(env_ids)

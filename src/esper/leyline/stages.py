@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.constants import MIN_PRUNE_AGE
-from esper.leyline.device_constant import DeviceConstant
+from esper.leyline.devices import DeviceConstant
 
 
 class SeedStage(IntEnum):
