@@ -29,6 +29,7 @@ from tolaria.per_host import PerHost
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
+from esper.kasmina.lifecycle import Transition
 from esper.leyline.constants import AlphaCurve, BlendStyle
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tolaria.evaluation import evaluate
@@ -91,7 +92,7 @@ def grow_everywhere(population: Population, blueprints: Tensor | int, style: Ten
     """A seed in every slot of every host, at alpha 1."""
     hosts = torch.arange(population.num_hosts).repeat_interleave(population.num_slots)
     slots = torch.arange(population.num_slots).repeat(population.num_hosts)
-    states = lifecycle.germinate(
+    transition = lifecycle.germinate(
         population.states,
         hosts,
         slots,
@@ -101,7 +102,7 @@ def grow_everywhere(population: Population, blueprints: Tensor | int, style: Ten
         alpha_target=1.0,
         curve=AlphaCurve.LINEAR,
     )
-    population.adopt(lifecycle.begin_step(states))
+    population.adopt(transition.then(lifecycle.begin_step))
 
 
 def rows_for(population: Population, first: int, count: int) -> Tensor:
@@ -126,7 +127,7 @@ def copy_hosts(population: Population, hosts: Sequence[int]) -> list[PerHost]:
             life = alone.slots[slot]
             for name in ("stage", "alpha", "alpha_target", "style", "blueprint"):
                 setattr(life, name, getattr(states, name)[host, slot].item())
-            alone.new_hosts(slot)
+            alone.add_seed(slot)
             size = int(population.seed_params()[host, slot])
             alone.load_seed(slot, row[layout.seed_columns(slot, size)].clone())
         copies.append(alone)
@@ -191,8 +192,8 @@ def measure_churn(num_hosts: int, device: str, num_steps: int, episodes: int) ->
             rows = rows_for(population, minibatches, STEP_MINIBATCHES)
 
             def act(actions=actions, rows=rows):
-                states = lifecycle.apply(population.states, actions, space)
-                population.adopt(lifecycle.begin_step(states))
+                transition = lifecycle.apply(population.states, actions, space)
+                population.adopt(transition.then(lifecycle.begin_step))
                 population.train(rows)
                 population.adopt(lifecycle.end_step(population.states))
 
@@ -275,7 +276,7 @@ def measure_step(num_hosts: int, device: str, repeats: int) -> dict[str, float]:
             "choose rows": lambda r=repeat, rows=rows: rows.append(
                 rows_for(population, r * STEP_MINIBATCHES, STEP_MINIBATCHES)
             ),
-            "regroup": lambda: population.adopt(population.states),
+            "regroup": lambda: population.adopt(Transition.of(population.states)),
             "train": lambda rows=rows, losses=losses: losses.append(population.train(rows[0])),
             "validate": lambda: evaluate(population),
             "govern": lambda losses=losses: governor.watch(losses[0]),

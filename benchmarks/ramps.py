@@ -121,7 +121,7 @@ def request(population: Population, arm: Arm, rows: Tensor, step: int) -> None:
     """What an arm does at a step: its seed is born, or comes out from behind its host."""
     slots = torch.full_like(rows, SLOT)
     if arm.ramp_steps is not None and step == BIRTH_STEP:
-        states = lifecycle.germinate(
+        transition = lifecycle.germinate(
             population.states,
             rows,
             slots,
@@ -132,7 +132,7 @@ def request(population: Population, arm: Arm, rows: Tensor, step: int) -> None:
             curve=AlphaCurve.LINEAR,
             shadow_training=arm.steps_behind > 0,
         )
-        population.adopt(states)
+        population.adopt(transition)
         if not arm.silent:
             redraw_last_layer(population, rows)
     elif arm.steps_behind and step == arm.blend_step:
@@ -210,7 +210,7 @@ def grow_straight_through(arm: Arm, task: Task, num_hosts: int, minibatches: int
         for step in range(NUM_STEPS):
             if step == BIRTH_STEP:
                 host.slots[SLOT].germinate(0, BlendStyle.ADD, arm.ramp_steps, 1.0, 0, True)
-                host.new_hosts(SLOT)
+                host.add_seed(SLOT)
                 host.load_seed(SLOT, seed_rows[host_id])
             elif step == arm.blend_step:
                 host.slots[SLOT].advance()

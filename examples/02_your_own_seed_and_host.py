@@ -45,10 +45,9 @@ def main() -> None:
 
     population = Population(network, menu, task, num_hosts=8)
     for step in range(10):
-        states = population.states
         if step == 2:  # the first four hosts grow, the others are the control
-            states = lifecycle.germinate(
-                states,
+            transition = lifecycle.germinate(
+                population.states,
                 torch.arange(4),
                 torch.zeros(4, dtype=torch.int64),
                 blueprint=0,
@@ -57,7 +56,8 @@ def main() -> None:
                 alpha_target=1.0,
                 curve=AlphaCurve.LINEAR,
             )
-        population.adopt(lifecycle.begin_step(states))
+            population.adopt(transition)
+        population.adopt(lifecycle.begin_step(population.states))
         steps = range(20 * step, 20 * step + 20)
         population.train(
             minibatch_indices(

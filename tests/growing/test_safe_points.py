@@ -336,7 +336,7 @@ def test_what_a_broken_network_shows_is_no_evidence():
     for _ in range(3):
         train(growth)
         growth.decide()
-    known = growth._evidence.contribution[0].clone()
+    known = growth._evidence.contribution[0, 0].clone()
     train(growth)
     with torch.no_grad():
         growth.model[0].weight[0, 0] = math.nan

@@ -184,10 +184,10 @@ class PerHost:
         """One factored action."""
         self.slots[choice["slot"]].act(choice, shadow_training)
         if choice["op"] == LifecycleOp.GERMINATE:
-            self.new_hosts(choice["slot"])
+            self.add_seed(choice["slot"])
         self._drop_removed_seeds()
 
-    def new_hosts(self, slot: int) -> None:
+    def add_seed(self, slot: int) -> None:
         """A module, its last layer zero, and an optimiser for the seed that germinated in a slot."""
         program = self.menu[self.slots[slot].blueprint].program(self.sites[slot])
         seed = program.module().to(next(self.module.parameters()).dtype)

@@ -12,8 +12,9 @@ from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, blueprint_menu
 from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv, MixPositions, Norm, Relu
-from esper.kernels.hosts import fused, fused_build, steps
+from esper.kernels.hosts import fused, fused_build
 from esper.leyline.constants import BlendStyle, SiteKind
+from esper.tolaria import steps
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.population import Population
 

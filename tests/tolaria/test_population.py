@@ -168,10 +168,10 @@ def test_a_slots_second_seed_differs_from_its_first():
         grow(population, [0], [0], blueprint=5)
         births.append(population.parameter_table.params[0, columns(population, 0)].clone())
         take_step(population)
-        states = lifecycle.prune(population.states, torch.tensor([0]), torch.tensor([0]))
+        transition = lifecycle.prune(population.states, torch.tensor([0]), torch.tensor([0]))
         for _ in range(3):
-            states = lifecycle.end_step(states)
-        population.adopt(states)
+            transition = transition.then(lifecycle.end_step)
+        population.adopt(transition)
     assert not torch.equal(*births)
 
 

@@ -19,7 +19,7 @@ from esper.growing.ledger import (
     StepRecord,
 )
 from esper.growing.network import GrowingNetwork
-from esper.growing.reporting import Evidence, Reporter
+from esper.growing.reporting import Reporter
 from esper.growing.sites import SiteTrace
 from esper.leyline.constants import (
     ALPHA_SPEED_STEPS,
@@ -30,6 +30,7 @@ from esper.leyline.constants import (
 )
 from esper.leyline.factored_actions import OP_HEADS, ActionMasks
 from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.tolaria.reports import History
 
 CLEAR_FALL, LOOKS = 0.2, 3  # share of the metric, and how many times in a row it must be seen
 
@@ -47,7 +48,7 @@ class Bookkeeper:
         self,
         step: int,
         metric: float,
-        evidence: Evidence,
+        evidence: History,
         *,
         val_loss: float | None,
         train_loss: float | None,
@@ -97,7 +98,7 @@ class Bookkeeper:
         self.ledger.record_decision(record)
         return record
 
-    def fates(self, step: int, evidence: Evidence) -> None:
+    def fates(self, step: int, evidence: History) -> None:
         """Seeds that were pruned or committed since the last look."""
         for index, seed in list(self.seed_ids.items()):
             slot = self._network.slots[index]
@@ -114,7 +115,7 @@ class Bookkeeper:
                 fate = FateRecord(seed=seed, step=step, fate="kept", reason=reason)
                 self.ledger.record_fate(fate)
 
-    def last_fates(self, step: int, best_step: int, evidence: Evidence) -> None:
+    def last_fates(self, step: int, best_step: int, evidence: History) -> None:
         """Seeds that are not in the network that the run ends with."""
         for index, seed in list(self.seed_ids.items()):
             if self._network.slots[index].seed is None:
@@ -151,15 +152,17 @@ class Bookkeeper:
             )
         )
 
-    def _seed_state(self, slot: int, evidence: Evidence) -> SeedState:
+    def _seed_state(self, slot: int, evidence: History) -> SeedState:
         states = self._network.states
-        is_new = bool(evidence.contribution_known[slot] & (evidence.contribution_age[slot] == 0))
+        is_new = bool(
+            evidence.contribution_known[0, slot] & (evidence.contribution_age[0, slot] == 0)
+        )
         return SeedState(
             seed=self.seed_ids[slot],
             stage=SeedStage(int(states.stage[0, slot])).name,
             alpha=float(states.alpha[0, slot]),
-            contribution=float(evidence.contribution[slot]) if is_new else None,
-            contribution_error=float(evidence.contribution_error[slot]) if is_new else None,
+            contribution=float(evidence.contribution[0, slot]) if is_new else None,
+            contribution_error=float(evidence.contribution_error[0, slot]) if is_new else None,
         )
 
     def _details(self, op: LifecycleOp, choices: dict[str, int]) -> dict[str, str | float]:
@@ -186,7 +189,7 @@ class Bookkeeper:
             return 0
         return int(costs[choices["slot"], choices["blueprint"]])
 
-    def _why(self, op: LifecycleOp, evidence: Evidence, slot: int) -> str:
+    def _why(self, op: LifecycleOp, evidence: History, slot: int) -> str:
         """The controller's reason when it last did `op` to a seed; if it gave none, its worth."""
         about = [
             decision.reason
@@ -197,12 +200,15 @@ class Bookkeeper:
             return about[-1]
         return f"{NO_REASON}; {self._worth(evidence, slot)}"
 
-    def _worth(self, evidence: Evidence, slot: int) -> str:
+    def _worth(self, evidence: History, slot: int) -> str:
         """What was last known of a seed, in words."""
-        if not bool(evidence.contribution_known[slot]):
+        if not bool(evidence.contribution_known[0, slot]):
             return "never measured"
-        gain, error = float(evidence.contribution[slot]), float(evidence.contribution_error[slot])
-        age = int(evidence.contribution_age[slot])
+        gain, error = (
+            float(evidence.contribution[0, slot]),
+            float(evidence.contribution_error[0, slot]),
+        )
+        age = int(evidence.contribution_age[0, slot])
         when = "now" if age == 0 else f"{age} steps ago"
         return f"worth {self.ledger.show_gain(gain, error)}, measured {when}"
 

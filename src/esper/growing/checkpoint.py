@@ -19,7 +19,7 @@ from esper.growing.network import NetworkState
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.files import read_file, write_file
 
-_KIND, _VERSION = "growth", 7
+_KIND, _VERSION = "growth", 8
 
 
 def write(path: str | Path, contents: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ from esper.growing.measuring import (
 )
 from esper.growing.network import GrowingNetwork
 from esper.growing.plain import check_plain, plain_model
-from esper.growing.reporting import Evidence, Reporter
+from esper.growing.reporting import Reporter, add_measured_seeds
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.seed_groups import AnyScheduler
 from esper.growing.sites import ModelSite, count_macs, count_params, site_table, trace_sites
@@ -66,8 +66,8 @@ from esper.growing.slots import hand_on_whole_tensors
 from esper.growing.starting import check_arguments, check_measuring, fitting_menu, seed_costs
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
-from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.action_masks import compute_batch_masks
+from esper.tolaria.reports import History
 
 DEFAULT_RENT = 0.02  # little: the budget is the limit, rent keeps out what brings nothing
 
@@ -154,7 +154,7 @@ class Growth:
             rent=rent,
             max_germinations=max_germinations,
         )
-        self._evidence = Evidence(len(chosen))
+        self._evidence = History(1, len(chosen), self._reporter.action_space.num_heads)
         ledger = Ledger(
             model=type(model).__name__,
             metric=metric,
@@ -355,7 +355,7 @@ class Growth:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
         self._safe.load(saved["safe_points"])
-        self._evidence = Evidence.from_dict(saved["evidence"])
+        self._evidence = History.from_dict(saved["evidence"])
         self.step, self.optimizer_steps, self.is_closed = saved["counts"]
         self._train_losses, self._gradient_norms = saved["train_losses"], saved["gradient_norms"]
         self._books.ledger = Ledger.from_json(saved["ledger"])
@@ -389,8 +389,9 @@ class Growth:
             self._settle_fates()
         broken = self._safe.why_broken(measured)
         # what a broken network shows of its seeds is no evidence
-        self._evidence.note_gradients({} if broken else self._gradient_norms)
-        self._evidence.take_in({} if broken else measured.contributions)
+        contributions = {} if broken else measured.contributions
+        gradient_norms = {} if broken else self._gradient_norms
+        add_measured_seeds(self._evidence, contributions, gradient_norms)
         self._gradient_norms = {}
         self._books.step(
             self.step,
@@ -402,8 +403,8 @@ class Growth:
         )
         if broken:
             return self._roll_back(broken)
-        self._evidence.metrics.appendleft(measured.metric)
-        self._evidence.loss = measured.loss_or_guess
+        metric, loss = torch.tensor([[measured.metric], [measured.loss_or_guess]])
+        self._evidence.add_validation(metric, loss)
         self._safe.keep(self.step, measured.metric, measured.committed_metric)
         return self._safe.last
 
@@ -415,15 +416,14 @@ class Growth:
         check_legal(actions, masks)
         reason = reason_of(self.controller, reports, masks, actions)
         record = self._books.decision(self.step, actions[0], masks, reason)
-        states = apply(
+        transition = apply(
             self._network.states,
             actions,
             self._reporter.action_space,
             shadow_training=self.shadow_training,
         )
-        self._network.adopt(begin_step(states))
-        self._evidence.germinations += record.op == LifecycleOp.GERMINATE.name
-        self._evidence.last_action = actions[0]
+        self._network.adopt(transition.then(begin_step))
+        self._evidence.add_action(actions)
         self._settle_fates()
         self._gradient_use.begin(self._network.learning)
         self._network.forget_calls()
@@ -435,7 +435,7 @@ class Growth:
     def _settle_fates(self) -> None:
         """What became of seeds is written down; what was known of those that are gone is not."""
         self._books.fates(self.step, self._evidence)
-        self._evidence.forget(~self._network.states.has_seed[0])
+        self._evidence.forget(~self._network.states.has_seed)
 
     def _measured(self, val_metric: Number | None, val_loss: Number | None) -> Measurement:
         if self._val_loader is not None and self._score is not None:
@@ -460,8 +460,8 @@ class Growth:
         self.ledger.record_rollback(
             RollbackRecord(step=self.step, to_step=point.step, reason=reason)
         )
-        self._evidence.metrics.appendleft(point.metric)
-        self._evidence.forget(~self._network.states.has_seed[0])
+        self._evidence.add_validation(torch.tensor([point.metric]))
+        self._evidence.forget(~self._network.states.has_seed)
         return point if self._safe.is_whole(point) else None
 
     def _check_shadow(self) -> None:

@@ -18,7 +18,7 @@ from esper.growing.seed_groups import AnyScheduler, SeedGroups
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
-from esper.kasmina.lifecycle import NO_BLUEPRINT, SlotStates
+from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
 
@@ -76,18 +76,17 @@ class GrowingNetwork:
             "weights outside the model": {n: tuple(p.shape) for n, p in self._others.items()},
         }
 
-    def adopt(self, states: SlotStates) -> None:
-        """Take in the states of the slots: seeds are born and removed, alphas move."""
-        self.states = states
+    def adopt(self, transition: Transition) -> None:
+        """Carry out a transition that starts from `self.states`: add and remove seeds, set alphas."""
+        self.states = states = transition.states
         self.behind = (states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
         for index, slot in enumerate(self.slots):
-            blueprint = int(states.blueprint[0, index])
+            if transition.removed[0, index]:
+                self._remove_seed(slot)
+            if transition.germinated[0, index]:
+                self._add_seed(index)
             stage = SeedStage(int(states.stage[0, index]))
-            if blueprint == NO_BLUEPRINT and slot.seed is not None:
-                self._remove(slot)
-            elif blueprint != NO_BLUEPRINT and slot.seed is None:
-                self._plant(index, blueprint)
-            # a seed behind its host is felt in the shadow pass alone
+            # a seed in shadow training is active in the shadow pass only
             slot.alpha = 0.0 if stage == SeedStage.TRAINING else float(states.alpha[0, index])
             slot.is_committed = stage == SeedStage.FOSSILIZED
 
@@ -190,7 +189,9 @@ class GrowingNetwork:
                 self._others[name].copy_(value)
         for name, extra in state.extras.items():
             self.model.get_submodule(name).set_extra_state(copy.deepcopy(extra))
-        self.adopt(state.slots)
+        wanted = state.slots.has_seed
+        present = torch.tensor([[slot.seed is not None for slot in self.slots]])
+        self.adopt(Transition(state.slots, wanted & ~present, present & ~wanted))
         for index, weights in state.seeds.items():
             self.seed(index).load_state_dict(weights)
         for name, parameter in self._trained().items():
@@ -205,15 +206,15 @@ class GrowingNetwork:
         """All that the optimiser may hold."""
         return self.named_parameters() | self._others
 
-    def _plant(self, index: int, blueprint: int) -> None:
+    def _add_seed(self, index: int) -> None:
         slot = self.slots[index]
-        program = self.menu[blueprint].program(slot.site.seed_site)
-        seed = new_seed(program, slot.site, self.generator)
-        slot.new_hosts(seed, BlendStyle(int(self.states.style[0, index])))
+        blueprint = self.menu[int(self.states.blueprint[0, index])]
+        seed = new_seed(blueprint.program(slot.site.seed_site), slot.site, self.generator)
+        slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
         self._groups.join(self._owners[index], named)
 
-    def _remove(self, slot: Slot) -> None:
+    def _remove_seed(self, slot: Slot) -> None:
         assert slot.seed is not None
         self._groups.leave(slot.seed.parameters())
         slot.clear()

@@ -90,7 +90,7 @@ def _is_felt_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> 
     try:
         for slot in slots:
             # not linear: no norm that comes after hides it
-            slot.new_hosts(Seed(nn.Sequential(nn.Identity()), per_token=False), BlendStyle.MULTIPLY)
+            slot.add_seed(Seed(nn.Sequential(nn.Identity()), per_token=False), BlendStyle.MULTIPLY)
             slot.alpha, slot.is_committed = 1.0, True
         with resting(model):
             expected = forward(model, example)

@@ -119,7 +119,7 @@ class Slot:
             self._hook.remove()
             self._hook = None
 
-    def new_hosts(self, seed: Seed, style: BlendStyle) -> None:
+    def add_seed(self, seed: Seed, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
         self.seed, self.style = seed, style
         self._has_been_called, self._steps_felt = False, 0

@@ -14,12 +14,18 @@ from torch import Tensor
 
 from esper.kasmina.blueprints.registry import Blueprint
 from esper.kasmina.hosts import Host
-from esper.kasmina.lifecycle import SlotStates, begin_step, end_step, remove_live_seeds
-from esper.tolaria.environment import Evidence, HostFacts
+from esper.kasmina.lifecycle import (
+    SlotStates,
+    Transition,
+    begin_step,
+    end_step,
+    remove_live_seeds,
+)
 from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.optimizers import AdamW, Optimizer
 from esper.tolaria.population import Population
+from esper.tolaria.reports import HostFacts, StepMeasurements
 from esper.tolaria.steps import Kernels
 from esper.tolaria.tasks import Task, minibatch_indices
 
@@ -98,7 +104,7 @@ class PopulationBatch:
 
     @property
     def states(self) -> SlotStates:
-        return SlotStates.cat([member.population.states for member in self._members])
+        return self._states
 
     @property
     def types(self) -> tuple[Host, ...]:
@@ -142,12 +148,15 @@ class PopulationBatch:
                 ids = member.env_ids
                 member.population.reset(rng_seed, view_ids[ids], self.host_ids[ids])
                 member.governor.reset()
+        self._collect_states()
 
     def preset_seeds(self, states: SlotStates) -> None:
-        """Give the hosts seeds before they train: networks that are born grown."""
+        """Give new hosts seeds before they train, so that they start fully grown."""
+        transition = Transition.of(states, germinated=states.has_seed)
         for member in self._members:
             with member.on_stream():
-                member.population.adopt(states.at(member.env_ids))
+                member.population.adopt(transition.at(member.env_ids))
+        self._collect_states()
 
     def facts(self) -> HostFacts:
         """What is known of this episode's hosts and their data before they train."""
@@ -160,39 +169,41 @@ class PopulationBatch:
             locality=self.task.locality[views],
         )
 
-    def train_step(self, states: SlotStates) -> Evidence:
-        """One step: every population trains, is watched and validated."""
+    def train_step(self, transition: Transition) -> StepMeasurements:
+        """One step: every population trains, is checked by its governor and validated."""
         if self._step == self.config.episode_steps:
             raise ValueError(f"episode_steps={self._step} are over; reset() or new_hosts() anew")
         losses, evaluations, events = [], [], []
         for member in self._members:  # all are sent off before the first is waited for
             with member.on_stream():
-                member.population.adopt(begin_step(states.at(member.env_ids)))
+                member.population.adopt(transition.at(member.env_ids).then(begin_step))
                 losses.append(self._train(member))
         for member, loss in zip(self._members, losses, strict=True):
             with member.on_stream():
                 events.append(member.governor.watch(loss))
                 member.population.adopt(end_step(member.population.states))
                 evaluations.append(self._evaluate(member))
-        evidence = []
+        measured = []
         for member, evaluation, rollbacks in zip(self._members, evaluations, events, strict=True):
             with member.on_stream():
-                evidence.append(_evidence(member.population, evaluation, rollbacks))
+                measured.append(_measurements(member.population, evaluation, rollbacks))
         self._step += 1
+        self._collect_states()
         self.events = tuple(
             replace(rollback, host=member.envs.start + rollback.host)
             for member, rollbacks in zip(self._members, events, strict=True)
             for rollback in rollbacks
         )
-        return Evidence(*(torch.cat(field) for field in zip(*evidence, strict=True)))
+        return StepMeasurements(*(torch.cat(field) for field in zip(*measured, strict=True)))
 
     def committed_accuracy(self) -> Tensor:
         evaluations = []
         for member in self._members:
             with member.on_stream():
-                everyone = torch.arange(member.population.num_hosts)
-                member.population.adopt(remove_live_seeds(member.population.states, everyone))
+                all_hosts = torch.arange(member.population.num_hosts)
+                member.population.adopt(remove_live_seeds(member.population.states, all_hosts))
                 evaluations.append(self._evaluate(member))
+        self._collect_states()
         accuracies = []
         for member, evaluation in zip(self._members, evaluations, strict=True):
             with member.on_stream():
@@ -206,6 +217,9 @@ class PopulationBatch:
             with member.on_stream():
                 accuracies.append(accuracy_on(member.population, x, labels).float().cpu())
         return torch.cat(accuracies)
+
+    def _collect_states(self) -> None:
+        self._states = SlotStates.cat([member.population.states for member in self._members])
 
     def _members_for(self, hosts: Sequence[Host]) -> list["_Member"]:
         """A population for each, built when first needed and used again in any place."""
@@ -301,9 +315,9 @@ def _known_of(host: Host, menu: Sequence[Blueprint]) -> dict[str, Tensor]:
     }
 
 
-def _evidence(
+def _measurements(
     population: Population, evaluation: Evaluation, rollbacks: Sequence[Rollback]
-) -> Evidence:
+) -> StepMeasurements:
     rolled_back = torch.zeros(population.num_hosts, dtype=torch.bool)
     rolled_back[[event.host for event in rollbacks]] = True
     per_host = torch.stack((evaluation.loss, evaluation.accuracy), dim=-1)
@@ -317,7 +331,7 @@ def _evidence(
     per_host, contribution, error, gradient_norm = torch.split(
         on_cpu, [part.shape[-1] for part in measured], dim=-1
     )
-    return Evidence(
+    return StepMeasurements(
         loss=per_host[:, 0],
         accuracy=per_host[:, 1],
         contribution=contribution,

@@ -1,13 +1,13 @@
 """P growing hosts of one task, trained as one program.
 
     population = Population(host, menu, task, num_hosts=32, batch_size=100)
-    states = lifecycle.germinate(population.states, host_ids, slot_ids, blueprint=..., ...)
-    population.adopt(lifecycle.begin_step(states))
+    transition = lifecycle.germinate(population.states, host_ids, slot_ids, blueprint=..., ...)
+    population.adopt(transition.then(lifecycle.begin_step))
     losses = population.train(rows)                    # [minibatches, P]
     population.adopt(lifecycle.end_step(population.states))
 
-What happens to the slots is decided by the pure functions of `kasmina.lifecycle`; `adopt` makes
-the weights follow: new seeds are born, the weights of removed ones are gone.
+The pure functions of `kasmina.lifecycle` change the slots; `adopt` changes the weights
+accordingly: it initialises new seeds and clears the weights of removed ones.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from esper.kasmina.blueprints.registry import Blueprint
 from esper.kasmina.hosts import Host
-from esper.kasmina.lifecycle import SlotStates
+from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched import BlendInputs, TrainingSetup
 from esper.tolaria.feed import CHUNK, Feed
@@ -84,7 +84,7 @@ class Population:
         self.parameter_table = ParameterTable(
             layout, num_hosts, self.optimizer.num_moments, device, dtype
         )
-        self._newborn = InitDistributions(host, menu, layout, device)
+        self._init = InitDistributions(host, menu, layout, device)
         self.learning_rates = torch.full(
             (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
         )
@@ -115,7 +115,7 @@ class Population:
 
         They have the same ids and see the same views of the data as before, or those given.
         """
-        everyone = torch.arange(self.num_hosts)
+        all_hosts = torch.arange(self.num_hosts)
         if host_ids is not None:
             self.host_ids = self._checked_ids(host_ids)
         if view_ids is not None:
@@ -123,32 +123,28 @@ class Population:
             self._feed.show(self.view_ids)
         self.learning_rates.fill_(self.optimizer.learning_rate)
         self._rng_seed = rng_seed
-        self._num_births = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
+        self._num_germinated = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
-        self.parameter_table.clear(everyone, slice(None))
+        self.parameter_table.clear(all_hosts, slice(None))
         self.parameter_table.steps.zero_()
         keys = fold(rng_seed, self.host_ids)
         columns = self.parameter_table.layout.host_columns()
-        self.parameter_table.place(everyone, columns, self._newborn.hosts(keys))
-        self._regroup()
+        self.parameter_table.place(all_hosts, columns, self._init.hosts(keys))
+        self._prepare_steps()
 
-    def adopt(self, states: SlotStates) -> None:
-        """Take in what a lifecycle function returned for `self.states`."""
-        before = self._states
-        # a slot may have been emptied and sown again since the last call
-        goes_on = (states.blueprint == before.blueprint) & (states.total_age >= before.total_age)
+    def adopt(self, transition: Transition) -> None:
+        """Carry out a transition that starts from `self.states`."""
+        states, germinated, removed = transition
         self._check_shape(states)
-        is_new = states.has_seed & ~(before.has_seed & goes_on)
-        is_gone = before.has_seed & ~(states.has_seed & goes_on)
-        self._check_births(states, is_new)
+        self._check_new_seeds(states, germinated)
         self._states = states
-        for slot in is_gone.any(dim=0).nonzero().flatten().tolist():
-            hosts = is_gone[:, slot].nonzero().flatten()
+        for slot in removed.any(dim=0).nonzero().flatten().tolist():
+            hosts = removed[:, slot].nonzero().flatten()
             self.parameter_table.clear(hosts, self.parameter_table.layout.seed_columns(slot))
             self.parameter_table.steps[hosts, 1 + slot] = 0
-        for slot in is_new.any(dim=0).nonzero().flatten().tolist():
-            self._give_birth(slot, is_new[:, slot].nonzero().flatten())
-        self._regroup()
+        for slot in germinated.any(dim=0).nonzero().flatten().tolist():
+            self._initialize_seeds(slot, germinated[:, slot].nonzero().flatten())
+        self._prepare_steps()
 
     def train(self, rows: Tensor) -> Tensor:
         """Losses `[M, P]` of M minibatches on data rows `[M, P, batch]`, one step each."""
@@ -186,7 +182,7 @@ class Population:
         """Some hosts as they were, seeds and optimiser state too; no other host is touched."""
         self.parameter_table.restore(snapshot.parameter_table, host_ids)
         self._states = self._states.put(snapshot.states.at(host_ids), host_ids)
-        self._regroup()
+        self._prepare_steps()
 
     def gradient_norms(self) -> Tensor:
         """Root mean square `[P, S]` of each seed's gradient in the last minibatch; 0 without one."""
@@ -202,7 +198,7 @@ class Population:
         """Parameters of the seed in each slot `[P, S]`, 0 where there is none; on the CPU."""
         states = self._states
         slots = torch.arange(self.num_slots).expand_as(states.blueprint)
-        return self._newborn.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
+        return self._init.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
 
     # Compiled code and captured graphs do not look where they read: it is looked at here.
 
@@ -251,7 +247,7 @@ class Population:
                 f"expected {(self.num_hosts, self.num_slots)}"
             )
 
-    def _check_births(self, states: SlotStates, is_new: Tensor) -> None:
+    def _check_new_seeds(self, states: SlotStates, is_new: Tensor) -> None:
         hosts, slots = is_new.nonzero(as_tuple=True)
         blueprints = states.blueprint[hosts, slots]
         past = blueprints >= len(self.menu)
@@ -260,19 +256,21 @@ class Population:
             raise ValueError(
                 f"host {host}, slot {slot}: blueprint {blueprint}; the menu has {len(self.menu)}"
             )
-        misfits = ~self._newborn.fits[slots, blueprints]
+        misfits = ~self._init.fits[slots, blueprints]
         if misfits.any():
             site = self.host.sites[int(slots[misfits][0])]
             self.menu[int(blueprints[misfits][0])].program(site)  # says why it does not fit
 
-    def _give_birth(self, slot: int, hosts: Tensor) -> None:
-        self._num_births[hosts, slot] += 1
-        keys = fold(self._rng_seed, self.host_ids[hosts], 1 + slot, self._num_births[hosts, slot])
+    def _initialize_seeds(self, slot: int, hosts: Tensor) -> None:
+        self._num_germinated[hosts, slot] += 1
+        keys = fold(
+            self._rng_seed, self.host_ids[hosts], 1 + slot, self._num_germinated[hosts, slot]
+        )
         blueprints = self._states.blueprint[hosts, slot]
         columns = self.parameter_table.layout.seed_columns(slot)
-        self.parameter_table.place(hosts, columns, self._newborn.seeds(slot, blueprints, keys))
+        self.parameter_table.place(hosts, columns, self._init.seeds(slot, blueprints, keys))
 
-    def _regroup(self) -> None:
+    def _prepare_steps(self) -> None:
         """Bring what the next minibatch reads up to date with the slots."""
         self._blend_inputs.fill(self._states)
         self.steps.prepare(self._states)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.kasmina.lifecycle import SlotStates, begin_step, end_step
+from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step
 from esper.leyline.constants import SiteKind
 from esper.leyline.stages import SeedStage
-from esper.tolaria.environment import Evidence, HostFacts
+from esper.tolaria.reports import HostFacts, StepMeasurements
 
 HOST_PARAMS, HOST_MACS = 858.0, 4000.0
 HOST_ACCURACY = 0.77
@@ -96,12 +96,12 @@ class SyntheticHosts:
             depth=torch.ones(per_choice),
         )
 
-    def train_step(self, states: SlotStates) -> Evidence:
-        self._states = end_step(begin_step(states))
+    def train_step(self, transition: Transition) -> StepMeasurements:
+        self._states = transition.then(begin_step).then(end_step).states
         effect = self._effect()
         accuracy = self._measured(effect)
         zeros, none = torch.zeros_like(effect), torch.zeros_like(effect, dtype=torch.bool)
-        return Evidence(
+        return StepMeasurements(
             loss=1 - accuracy,
             accuracy=accuracy,
             contribution=effect,
