@@ -22,9 +22,9 @@ from esper.leyline import (
     ActionMasks,
     FactoredActionSpace,
     Head,
-    audit_action_space,
     tamiyo_action_space,
 )
+from esper.leyline.factored_actions import audit_action_space
 from esper.leyline.sequences import SequenceLayout
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
 from esper.tamiyo.policy.features import FeatureLayout

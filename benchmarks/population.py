@@ -279,7 +279,7 @@ def measure_step(num_hosts: int, device: str, repeats: int) -> dict[str, float]:
             "regroup": lambda: population.adopt(Transition.of(population.states)),
             "train": lambda rows=rows, losses=losses: losses.append(population.train(rows[0])),
             "validate": lambda: evaluate(population),
-            "govern": lambda losses=losses: governor.watch(losses[0]),
+            "govern": lambda losses=losses: governor.check(losses[0]),
         }
         for name, phase in work.items():
             taken = seconds(phase, device)

@@ -142,7 +142,7 @@ def request(population: Population, arm: Arm, rows: Tensor, step: int) -> None:
 def redraw_last_layer(population: Population, rows: Tensor) -> None:
     """A birth as torch's layers have it, the last one too; the other layers stay as they are."""
     silent = population.menu[0].program(population.host.sites[SLOT])
-    centre, spread = replace(silent, silent=False).birth()
+    centre, spread = replace(silent, silent=False).init()
     columns = population.arena.layout.seed_columns(SLOT, silent.num_params)
     seeds = population.arena.params[rows, columns].double().cpu()
     rng = torch.Generator().manual_seed(0)

@@ -178,7 +178,7 @@ def test_behind_the_host_nothing_of_the_host_changes():
     growth = shadow_growth()
     growth.decide(0.5)
     assert stages(growth) == [SeedStage.TRAINING]
-    assert not growth._network.felt
+    assert not growth._network.active
     loss = F.cross_entropy(growth.model(X), Y)
     loss.backward()
     gradients = [p.grad.clone() for p in growth.model.parameters()]

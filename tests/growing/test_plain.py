@@ -55,7 +55,7 @@ def test_every_seed_is_felt_without_gradients_too(name):
         whole = model(example)
         torch.testing.assert_close(plain(example), whole)
         for slot in slots:
-            with slot.at(0.0):
+            with slot.with_alpha(0.0):
                 assert not torch.allclose(model(example), whole), slot.site.name
 
 
@@ -63,7 +63,7 @@ def test_uncommitted_seeds_are_left_out():
     model, example, slots = fully_grown("residual")
     slots[0].is_committed = False
     plain = plain_model(model, slots)
-    with slots[0].at(0.0):
+    with slots[0].with_alpha(0.0):
         assert torch.equal(plain(example), model(example))
     slots[0].clear()
     assert torch.equal(plain(example), model(example))

@@ -120,7 +120,7 @@ def test_looking_without_the_seed_is_undone():
     without = model(example)
     slot.alpha = 1.0
     with_seed = model(example)
-    with slot.at(0.0):
+    with slot.with_alpha(0.0):
         assert torch.equal(model(example), without)
     assert torch.equal(model(example), with_seed)
 
@@ -213,5 +213,5 @@ def test_a_model_compiled_in_place_feels_and_trains_its_seeds():
     assert slot.seed.layers[-1].weight.abs().max() > 0  # it was 0 at birth
     model = growth.model.eval()
     whole = model(X)
-    with slot.at(0.0):
+    with slot.with_alpha(0.0):
         assert not torch.allclose(model(X), whole)

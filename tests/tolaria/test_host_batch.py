@@ -162,7 +162,7 @@ def test_seeds_that_are_sown_are_there_from_birth():
 
 
 def test_too_few_hosts_to_draw_from_is_an_error():
-    with pytest.raises(ValueError, match="3 hosts to draw from, but num_types=4"):
+    with pytest.raises(ValueError, match="3 hosts to choose from, but num_types=4"):
         make_environment(num_types=4)
 
 

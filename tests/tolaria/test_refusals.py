@@ -133,9 +133,9 @@ def test_subclasses_are_not_taken_for_what_they_come_from():
     assert not has_kernels(replace(program, layers=(OwnConv(4),)))
 
 
-def test_a_step_without_minibatches_rolls_nobody_back(population):
-    with pytest.raises(ValueError, match="nothing to watch"):
-        Governor(population).watch(torch.zeros(0, 3))
+def test_a_step_without_minibatches_is_an_error(population):
+    with pytest.raises(ValueError, match="losses is empty"):
+        Governor(population).check(torch.zeros(0, 3))
 
 
 def test_fresh_rows_that_are_the_training_rows_are_refused(tmp_path):

@@ -62,7 +62,7 @@ from esper.growing.reporting import Reporter, add_measured_seeds
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.seed_groups import AnyScheduler
 from esper.growing.sites import ModelSite, count_macs, count_params, site_table, trace_sites
-from esper.growing.slots import hand_on_whole_tensors
+from esper.growing.slots import disable_nested_tensors
 from esper.growing.starting import check_arguments, check_measuring, fitting_menu, seed_costs
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
@@ -131,7 +131,7 @@ class Growth:
         self._val_loader, self._score = val_loader, score
         trace = trace_sites(model, example, *other_examples)
         chosen = trace.choose(sites, exclude)
-        hand_on_whole_tensors(model, chosen)
+        disable_nested_tensors(model, chosen)
         check_plain(model, chosen, example)
         model_params, model_macs = count_params(model), count_macs(model, example)
         self.budget.check(model_params, model_macs)
@@ -466,7 +466,7 @@ class Growth:
 
     def _check_shadow(self) -> None:
         has_shadowed, self._has_shadowed = self._has_shadowed, False
-        if self.shadow_training and not has_shadowed and self._network.behind:
+        if self.shadow_training and not has_shadowed and self._network.in_shadow:
             raise ValueError(
                 "shadow_training=True, but shadow_loss was not called in the last step, so the seed "
                 "behind the model did not train; call growth.shadow_loss(lambda: loss of the "

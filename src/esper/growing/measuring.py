@@ -55,7 +55,7 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
     """The network, and the network without each seed that it feels."""
     uncommitted = tuple(network.uncommitted)
     everything: tuple[int, ...] = ()
-    variants = {everything, *((slot,) for slot in network.felt), uncommitted}
+    variants = {everything, *((slot,) for slot in network.active), uncommitted}
     scores: dict[tuple[int, ...], list[Tensor]] = {slots: [] for slots in sorted(variants)}
     losses: list[Tensor] = []
     with resting(network.model, batches):
@@ -68,7 +68,7 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
                     losses.append(loss.detach() * len(values))
     per_example = {off: bounded(joined(collected)) for off, collected in scores.items()}
     whole = per_example[everything]
-    differences = {slot: paired_difference(whole, per_example[slot,]) for slot in network.felt}
+    differences = {slot: paired_difference(whole, per_example[slot,]) for slot in network.active}
     return Measurement(
         metric=float(whole.mean()),
         loss=float(torch.stack(losses).sum() / len(whole)) if losses else None,

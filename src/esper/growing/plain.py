@@ -59,7 +59,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
     copies = without_graphs(model)  # and what stands for each module, wherever it is kept
     with ExitStack() as stack:
         for slot in slots:
-            stack.enter_context(slot.at(0.0))
+            stack.enter_context(slot.with_alpha(0.0))
         for slot, alpha in committed:
             assert slot.seed is not None
             site = copy.deepcopy(slot.module, copies)

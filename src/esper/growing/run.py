@@ -42,7 +42,7 @@ from esper.growing.network import are_finite, finite_buffers
 from esper.growing.progress import Report, progress_bar, stopped_by_ctrl_c
 from esper.growing.randomness import untouched_randomness
 from esper.growing.sites import batch_size, forward
-from esper.growing.slots import hand_on_whole_tensors
+from esper.growing.slots import disable_nested_tensors
 from esper.growing.starting import check_arguments, check_whole
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.protocols import Controller
@@ -144,7 +144,7 @@ def grow(
             rng_seed=rng_seed,
             metric=metric_name,
         )
-        hand_on_whole_tensors(ungrown.model, growth.sites)  # as it is in the growing model
+        disable_nested_tensors(ungrown.model, growth.sites)  # as it is in the growing model
         with progress_bar(steps, growth.describe(), enabled=progress) as report:
             batches = chain([first], batches)
             _train(growth, ungrown, trainer, batches, val_loader, steps, report, is_stopped)

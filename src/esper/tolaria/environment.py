@@ -1,12 +1,12 @@
-"""Growing hosts as an environment: what a controller may do to them, and what it gets to see.
+"""Growing hosts as an environment for a controller.
 
     environment = GrowthEnvironment(host_batch, GrowthConfig(), rng_seed=0)
     environment.reset()
     reports = environment.observe()
     outcome = environment.step(actions)
 
-What actually grows is a `HostBatch`: a population of networks, or one whose gains are known.
-Slots, budgets, prices, the clock and the reports are the same for both, and are here.
+The hosts are a `HostBatch`: populations of real networks, or synthetic hosts with known gains.
+Slots, budgets, prices, steps and reports are the same for both, and are here.
 """
 
 import math
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.lifecycle import SlotStates, Transition, apply
+from esper.leyline.checks import require_at_least
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.protocols import StepOutcome
@@ -38,11 +39,11 @@ class GrowthConfig:
     num_steps: int = DEFAULT_EPISODE_LENGTH
     """Decisions per episode."""
     min_rent: float = 0.02
-    """Rent is drawn log-uniformly per episode from min_rent to max_rent."""
+    """Rent is sampled log-uniformly per episode from min_rent to max_rent."""
     max_rent: float = 0.30
     """Score charged per unit of log(1 + added params / host params)."""
     compute_price: float = 0.0
-    """Score charged for seeds that use as many multiply-adds as the host, all episode long."""
+    """Score charged if the seeds use as many multiply-adds as the host for the whole episode."""
     params_budget: float = math.inf
     """Parameters that may be added, as a share of the host's."""
     macs_budget: float = math.inf
@@ -50,18 +51,16 @@ class GrowthConfig:
     max_germinations: int = 100
     """Seeds that may be tried in one episode."""
     shadow_training: bool = False
-    """New seeds train behind the host before they blend."""
+    """New seeds train in the shadow of the host before they blend."""
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps={self.num_steps}; use 1 or more")
+        require_at_least(self, 1, "num_steps")
+        require_at_least(self, 0, "compute_price", "params_budget", "macs_budget")
+        require_at_least(self, 0, "max_germinations")
         if not 0 < self.min_rent <= self.max_rent:
             raise ValueError(
                 f"min_rent={self.min_rent}, max_rent={self.max_rent}; use 0 < min_rent <= max_rent"
             )
-        for name in ("compute_price", "params_budget", "macs_budget", "max_germinations"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
 
 
 class HostBatch(Protocol):
@@ -70,13 +69,13 @@ class HostBatch(Protocol):
     num_envs: int
     num_slots: int
     num_blueprints: int
-    siblings: int  # envs in a row whose hosts differ in nothing but what is done to them
+    siblings: int  # consecutive envs whose hosts differ only in the actions on them
 
     @property
     def states(self) -> SlotStates: ...
 
     def reset(self, generator: torch.Generator) -> HostFacts:
-        """New hosts in every env."""
+        """Start new hosts in every env."""
         ...
 
     def train_step(self, transition: Transition) -> StepMeasurements:
@@ -89,9 +88,9 @@ class HostBatch(Protocol):
 
 
 class GrowthEnvironment:
-    """N episodes side by side, on the CPU whatever the host_batch uses.
+    """N parallel episodes. All its tensors are on the CPU, on any device of the hosts.
 
-    What slots accept is checked here; budgets and the seed limit are the masks' to enforce.
+    An action that a slot does not accept raises; the masks enforce budgets and the seed limit.
     """
 
     def __init__(
@@ -101,7 +100,9 @@ class GrowthEnvironment:
         self.config = config or GrowthConfig()
         self.num_envs, self.siblings = host_batch.num_envs, host_batch.siblings
         self.action_space = tamiyo_action_space(host_batch.num_slots, host_batch.num_blueprints)
-        self.generator = torch.Generator().manual_seed(rng_seed)  # of all that episodes draw
+        self.generator = torch.Generator().manual_seed(
+            rng_seed
+        )  # of all that is sampled for episodes
 
     def reset(self) -> None:
         config = self.config
@@ -111,7 +112,7 @@ class GrowthEnvironment:
         self.begin(facts, rent.repeat_interleave(self.siblings))
 
     def begin(self, facts: HostFacts, rent: Tensor) -> None:
-        """Start an episode with the hosts that the host_batch holds, at these rents `[N]`."""
+        """Start an episode with the present hosts, at these rents `[N]`."""
         num_envs = self.num_envs
         self._facts, self._rent = facts, rent
         self._step = 0
@@ -122,7 +123,7 @@ class GrowthEnvironment:
     def step(self, actions: Tensor) -> StepOutcome:
         if self._step == self.config.num_steps:
             raise ValueError(f"the episode is over after {self._step} steps; call reset()")
-        actions = actions.cpu() * ~self._is_over.unsqueeze(-1)  # WAIT where nothing goes on
+        actions = actions.cpu() * ~self._is_over.unsqueeze(-1)  # WAIT where the episode is over
         transition = apply(
             self.host_batch.states,
             actions,

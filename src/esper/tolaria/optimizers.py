@@ -1,8 +1,8 @@
-"""Optimisers as row operations: one update for all hosts and seeds of an parameter_table.
+"""Optimisers as row operations: one update for all hosts and seeds of a parameter table.
 
 They follow `torch.optim.AdamW` and `torch.optim.SGD`, with a learning rate per host and a step
-count per part of it: the host itself and the seed in each slot. Columns without a seed are zero in parameters, gradients and moments, and an update
-leaves them so: nothing needs a mask.
+count per part: the host itself and the seed in each slot. Columns without a seed are zero in
+parameters, gradients and moments. An update keeps them zero, so no mask is needed.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Optimizer(Protocol):
-    """How parameters follow their gradients; fresh moments are zero."""
+    """An update rule; initial moments are zero."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -30,7 +30,7 @@ class Optimizer(Protocol):
         part_of_column: Tensor,
         learning_rates: Tensor,
     ) -> None:
-        """One step in place of all `[P, D]`, at learning rates `[P, 1]`.
+        """One step of all `[P, D]` in place, at learning rates `[P, 1]`.
 
         `steps` `[P, parts]` counts the steps of each part from 1, this one included.
         """

@@ -32,7 +32,7 @@ from esper.tolaria.tasks import Task
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A population as it was: weights, optimiser state and slots of every host."""
+    """A copy of the weights, optimiser state and slots of every host."""
 
     parameter_table: TableSnapshot
     states: SlotStates
@@ -41,10 +41,10 @@ class Snapshot:
 class Population:
     """Hosts of one architecture, each with its own weights, seeds, data view and optimiser state.
 
-    It works where the task's data are, in their floating-point type. `view_ids` says which view of
-    the data each host sees (view 0 if left out). `host_ids` are the names under which hosts draw
-    random numbers: a host's life depends on its id, not on its neighbours. `kernels` is how it is
-    run (see `steps`), the fastest way if left out. `learning_rates` are to be changed in place.
+    It runs on the device and in the floating-point type of the task's data. `view_ids` is the view
+    of the data that each host sees (default 0). `host_ids` are the keys of the hosts' random
+    numbers: a host depends on its id, not on the other hosts. `kernels` selects the implementation
+    (see `steps`; default: the fastest). Change `learning_rates` in place.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Population:
         if (task.input_shape, task.num_classes) != (host.input_shape, host.num_classes):
             raise ValueError(
                 f"task {task.names} has inputs {task.input_shape} and {task.num_classes} classes; "
-                f"the host takes {host.input_shape} and tells {host.num_classes} apart"
+                f"the host takes {host.input_shape} and has {host.num_classes} classes"
             )
         device, dtype = task.device, task.train_x.dtype
         if dtype not in (torch.float32, torch.float64):
@@ -105,22 +105,22 @@ class Population:
 
     @property
     def states(self) -> SlotStates:
-        """Of every slot of every host, on the CPU."""
+        """The states of every slot of every host, on the CPU."""
         return self._states
 
     def reset(
         self, rng_seed: int, view_ids: Tensor | None = None, host_ids: Tensor | None = None
     ) -> None:
-        """New hosts without seeds; their weights follow from `rng_seed` and their ids.
+        """Start new hosts without seeds; `rng_seed` and their ids determine their weights.
 
-        They have the same ids and see the same views of the data as before, or those given.
+        Views and ids stay as they are unless given.
         """
         all_hosts = torch.arange(self.num_hosts)
         if host_ids is not None:
             self.host_ids = self._checked_ids(host_ids)
         if view_ids is not None:
             self.view_ids = self._checked_views(view_ids)
-            self._feed.show(self.view_ids)
+            self._feed.set_views(self.view_ids)
         self.learning_rates.fill_(self.optimizer.learning_rate)
         self._rng_seed = rng_seed
         self._num_germinated = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
@@ -147,7 +147,7 @@ class Population:
         self._prepare_steps()
 
     def train(self, rows: Tensor) -> Tensor:
-        """Losses `[M, P]` of M minibatches on data rows `[M, P, batch]`, one step each."""
+        """Train on data rows `[M, P, batch]`, one optimiser step each; returns losses `[M, P]`."""
         self._check_rows(rows)
         losses = []
         for chunk in torch.split(rows, CHUNK):
@@ -162,30 +162,30 @@ class Population:
         return self.steps.logits(x, ablate=False)[0]
 
     def ablated_logits(self, x: Tensor) -> tuple[Tensor, Sequence[int]]:
-        """Logits `[P, classes, 1 + K, batch]`: with all seeds on, then with each of K slots off.
+        """Logits `[P, classes, 1 + K, batch]` with all seeds, then with each of K slots off.
 
-        The K slots are named; one in which no host feels a seed is left out.
+        The second value is the K slots: those in which a host has an active seed.
         """
         self._check_inputs(x)
         logits, slots = self.steps.logits(x, ablate=True)
         return logits.view(*logits.shape[:2], 1 + len(slots), x.shape[-1]), slots
 
     @property
-    def is_felt(self) -> Tensor:
-        """Slots `[P, S]` whose seed takes part in what the host says; on the CPU."""
+    def is_active(self) -> Tensor:
+        """Slots `[P, S]` whose seed is part of the host's output; on the CPU."""
         return self._states.has_seed & (self._states.stage != SeedStage.TRAINING)
 
     def save(self) -> Snapshot:
         return Snapshot(self.parameter_table.save(), self._states)
 
     def restore(self, snapshot: Snapshot, host_ids: Tensor) -> None:
-        """Some hosts as they were, seeds and optimiser state too; no other host is touched."""
+        """Restore some hosts with their seeds and optimiser state; the others are not touched."""
         self.parameter_table.restore(snapshot.parameter_table, host_ids)
         self._states = self._states.put(snapshot.states.at(host_ids), host_ids)
         self._prepare_steps()
 
     def gradient_norms(self) -> Tensor:
-        """Root mean square `[P, S]` of each seed's gradient in the last minibatch; 0 without one."""
+        """Root mean square `[P, S]` of each seed's last gradient; 0 without a seed."""
         layout = self.parameter_table.layout
         squares = [
             self.parameter_table.grads[:-1, layout.seed_columns(slot)].square().sum(1)
@@ -195,12 +195,12 @@ class Population:
         return (torch.stack(squares, 1) / sizes).sqrt()
 
     def seed_params(self) -> Tensor:
-        """Parameters of the seed in each slot `[P, S]`, 0 where there is none; on the CPU."""
+        """Parameters of the seed in each slot `[P, S]`, 0 without a seed; on the CPU."""
         states = self._states
         slots = torch.arange(self.num_slots).expand_as(states.blueprint)
         return self._init.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
 
-    # Compiled code and captured graphs do not look where they read: it is looked at here.
+    # Bounds checks; the compiled kernels and CUDA graphs do none.
 
     def _checked_ids(self, host_ids: Tensor) -> Tensor:
         if host_ids.shape != (self.num_hosts,):
@@ -229,7 +229,7 @@ class Population:
                 count = int(self.task.num_rows[self.view_ids[host]])
                 raise ValueError(
                     f"host {host} is to read row {int(last[host])}; its view has {count} rows: "
-                    "draw them with task.num_rows[population.view_ids]"
+                    "sample them with task.num_rows[population.view_ids]"
                 )
 
     def _check_inputs(self, x: Tensor) -> None:
@@ -259,7 +259,7 @@ class Population:
         misfits = ~self._init.fits[slots, blueprints]
         if misfits.any():
             site = self.host.sites[int(slots[misfits][0])]
-            self.menu[int(blueprints[misfits][0])].program(site)  # says why it does not fit
+            self.menu[int(blueprints[misfits][0])].program(site)  # raises: it does not fit
 
     def _initialize_seeds(self, slot: int, hosts: Tensor) -> None:
         self._num_germinated[hosts, slot] += 1
@@ -271,6 +271,6 @@ class Population:
         self.parameter_table.place(hosts, columns, self._init.seeds(slot, blueprints, keys))
 
     def _prepare_steps(self) -> None:
-        """Bring what the next minibatch reads up to date with the slots."""
+        """Update what the next minibatch reads of the slots."""
         self._blend_inputs.fill(self._states)
         self.steps.prepare(self._states)

@@ -1,4 +1,4 @@
-"""The seeds that can grow in a slot. Importing this package registers them."""
+"""Blueprints: the kinds of seed that can grow in a slot. Importing this package registers them."""
 
 from esper.kasmina.blueprints import convolution, dense, long_range
 from esper.kasmina.blueprints.registry import (

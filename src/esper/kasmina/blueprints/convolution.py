@@ -1,4 +1,4 @@
-"""Seeds that look at a neighbourhood, from the cheapest on."""
+"""Seeds that see a neighbourhood of each position, the cheapest first."""
 
 from esper.kasmina.blueprints.registry import Site, blueprint
 from esper.kasmina.layers import Conv, Layer, Norm, Relu

@@ -4,7 +4,7 @@ from esper.kasmina.blueprints.registry import Site, blueprint
 from esper.kasmina.layers import Layer, Linear, Norm, Relu
 from esper.leyline.constants import SiteKind
 
-MIN_HIDDEN = 4  # normalised, one unit is a constant and two are a sign: nothing could be learned
+MIN_HIDDEN = 4  # one normalised unit is a constant and two are a sign: too little to learn with
 
 
 @blueprint(SiteKind.VECTOR)

@@ -1,4 +1,4 @@
-"""Seeds that see every position of a series, for data where neighbours say little."""
+"""Seeds that see all positions of a series, for data without local structure."""
 
 from esper.kasmina.blueprints.registry import Site, blueprint
 from esper.kasmina.layers import Attention, Conv, Layer, MixPositions, Norm, Relu
