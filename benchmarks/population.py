@@ -1,4 +1,4 @@
-"""How fast a population of growing hosts trains, beside the same hosts trained one by one.
+"""Training speed of a population of growing hosts, against the same hosts trained one by one.
 
     python benchmarks/population.py [--device cuda] [--quick]
 
@@ -111,17 +111,17 @@ def rows_for(population: Population, first: int, count: int) -> Tensor:
 
 
 def copy_hosts(population: Population, hosts: Sequence[int]) -> list[PerHost]:
-    """Some hosts of a population as they are now, each by itself; moments start anew."""
+    """Copies of some hosts of a population, each on its own; moments start at zero."""
 
     def stock(params):
         return torch.optim.AdamW(
             params, lr=OPTIMIZER.learning_rate, weight_decay=OPTIMIZER.weight_decay
         )
 
-    layout, states = population.arena.layout, population.states
+    layout, states = population.parameter_table.layout, population.states
     copies = []
     for host in hosts:
-        row = population.arena.params[host]
+        row = population.parameter_table.params[host]
         alone = PerHost(population.host, population.menu, stock, row[layout.host_columns()].clone())
         for slot in states.has_seed[host].nonzero().flatten().tolist():
             life = alone.slots[slot]
@@ -147,14 +147,14 @@ def check_parity(device: str) -> float:
     kinds = len(population.menu)
     blueprints = torch.arange(9 * 3) % kinds
     grow_everywhere(population, blueprints, torch.arange(9 * 3) // 2 % len(BlendStyle))
-    everyone = range(9)
-    alone = copy_hosts(population, everyone)
+    all_hosts = range(9)
+    alone = copy_hosts(population, all_hosts)
     rows = rows_for(population, 0, 10)
     population.train(rows)
-    train_alone(alone, population, rows, everyone)
-    layout, worst = population.arena.layout, 0.0
+    train_alone(alone, population, rows, all_hosts)
+    layout, worst = population.parameter_table.layout, 0.0
     for host, one in enumerate(alone):
-        row = population.arena.params[host]
+        row = population.parameter_table.params[host]
         pairs = [(row[layout.host_columns()], one.weights())]
         for slot in range(population.num_slots):
             weights = one.seed_weights(slot)
@@ -177,8 +177,8 @@ def seconds(work: Callable[[], object], device: str) -> float:
 def measure_churn(num_hosts: int, device: str, num_steps: int, episodes: int) -> dict[str, float]:
     """Milliseconds per minibatch of the whole population under a random controller.
 
-    Everything that follows from an action counts: births, regrouping, captures. What the
-    controller itself takes to think does not.
+    All effects of an action are timed: initialisation, regrouping, captures. The controller's own
+    time is not.
     """
     population = build(num_hosts, device)
     space = tamiyo_action_space(population.num_slots, len(population.menu))
@@ -358,7 +358,7 @@ def measure_memory(device: str) -> float:
 
 
 def measure_roofline(num_hosts: int, device: str, repeats: int) -> dict[str, float]:
-    """Arithmetic rates of the parts, beside a large float32 matrix product and a large copy."""
+    """Arithmetic rates of the parts, against a large float32 matrix product and a large copy."""
     side = 4096 if device == "cuda" else 1024
     a, b = torch.randn(2, side, side, device=device)
     product = statistics.median(seconds(lambda: a @ b, device) for _ in range(repeats + 3))

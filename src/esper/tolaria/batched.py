@@ -20,7 +20,7 @@ from esper.kasmina.programs import Program
 from esper.leyline.stages import SeedStage
 from esper.tolaria.feed import Feed
 from esper.tolaria.groups import GroupKey, Membership, Signature
-from esper.tolaria.optimizers import Optimizer
+from esper.tolaria.optimizers import Optimizer, OptimizerRows
 from esper.tolaria.parameter_table import ParameterTable
 
 
@@ -138,15 +138,20 @@ class Minibatch:
     ):
         self.signature = signature
         self._setup, self._run_groups = setup, run_groups
-        self._parameter_table, self._inputs = setup.parameter_table, setup.blend_inputs
+        self._table, self._inputs = setup.parameter_table, setup.blend_inputs
+        layout, device = self._table.layout, self._table.params.device
         self._programs = {key: setup.seed_program(key) for key, _ in signature.capacities}
-        device = setup.parameter_table.params.device
-        self.members = Membership(signature, setup.parameter_table.num_hosts, device)
-        self._part_of_column = setup.parameter_table.layout.part_of_column().to(device)
+        self._host_columns = layout.host_columns()
+        self._columns = {
+            key: layout.seed_columns(key.slot, program.num_params)
+            for key, program in self._programs.items()
+        }
+        self.members = Membership(signature, self._table.num_hosts, device)
+        self._part_of_column = layout.part_of_column().to(device)
 
     def train(self) -> None:
         """Train every host and seed on the feed's next minibatch."""
-        parameter_table, feed = self._parameter_table, self._setup.feed
+        table, feed = self._table, self._setup.feed
         x, labels = feed.next()
         host_rows = self._host_rows().requires_grad_()
         in_host = {
@@ -155,20 +160,20 @@ class Minibatch:
         losses = self._losses(host_rows, in_host, self._inputs.alpha, x, labels)
         leaves = [host_rows, *in_host.values()]
         host_grads, *seed_grads = torch.autograd.grad(losses.sum(), leaves)
-        parameter_table.grads.zero_()
-        parameter_table.grads[:-1, parameter_table.layout.host_columns()] = host_grads
+        table.grads.zero_()
+        table.grads[:-1, self._host_columns] = host_grads
         self._collect(dict(zip(in_host, seed_grads, strict=True)))
         if in_shadow := self._keys(in_shadow=True):
             self._train_in_shadow(in_shadow, x, labels)
-        parameter_table.steps.add_(self._inputs.trains)
-        self._setup.optimizer.update(
-            parameter_table.params[:-1],
-            parameter_table.grads[:-1],
-            [moment[:-1] for moment in parameter_table.moments],
-            parameter_table.steps.clamp(min=1),
+        table.steps.add_(self._inputs.trains)
+        rows = OptimizerRows(
+            table.params[:-1],
+            table.grads[:-1],
+            [moment[:-1] for moment in table.moments],
+            table.steps.clamp(min=1),
             self._part_of_column,
-            self._setup.learning_rates.unsqueeze(1),
         )
+        self._setup.optimizer.update(rows, self._setup.learning_rates.unsqueeze(1))
         feed.record_loss(losses.detach())
 
     @property
@@ -207,14 +212,10 @@ class Minibatch:
 
     def _slots(self, seed_rows: dict[GroupKey, Tensor], alpha: Tensor) -> list[SlotSeeds]:
         slots: list[SlotSeeds] = []
+        sources, destinations = self.members.source, self.members.destination
         for slot, plain in enumerate(self.signature.plain_slots):
             groups = [
-                SeedGroup(
-                    self._programs[key],
-                    rows,
-                    self.members.source[key],
-                    self.members.destination[key],
-                )
+                SeedGroup(self._programs[key], rows, sources[key], destinations[key])
                 for key, rows in seed_rows.items()
                 if key.slot == slot
             ]
@@ -226,21 +227,13 @@ class Minibatch:
         return [key for key in self._programs if key.shadow_training == in_shadow]
 
     def _host_rows(self) -> Tensor:
-        return self._parameter_table.params[
-            :-1, self._parameter_table.layout.host_columns()
-        ].detach()
+        return self._table.params[:-1, self._host_columns].detach()
 
     def _seed_rows(self, key: GroupKey) -> Tensor:
-        return self._columns(self._parameter_table.params, key).index_select(
-            0, self.members.destination[key]
-        )
+        seeds = self._table.params[:, self._columns[key]]
+        return seeds.index_select(0, self.members.destination[key])
 
     def _collect(self, grads: dict[GroupKey, Tensor]) -> None:
         for key, grad in grads.items():
-            columns = self._columns(self._parameter_table.grads, key)
+            columns = self._table.grads[:, self._columns[key]]
             columns.index_copy_(0, self.members.destination[key], grad)
-
-    def _columns(self, table: Tensor, key: GroupKey) -> Tensor:
-        return table[
-            :, self._parameter_table.layout.seed_columns(key.slot, self._programs[key].num_params)
-        ]

@@ -5,9 +5,10 @@ that it learns from. Hosts of one architecture are one population. Populations a
 use and reused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from esper.kasmina.lifecycle import (
     end_step,
     remove_live_seeds,
 )
+from esper.leyline.arrays import copy_together
 from esper.leyline.checks import require_at_least
 from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
@@ -29,6 +31,8 @@ from esper.tolaria.population import Population
 from esper.tolaria.reports import HostFacts, StepMeasurements
 from esper.tolaria.steps import Kernels
 from esper.tolaria.tasks import Task, minibatch_indices
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +146,19 @@ class PopulationBatch:
             self.task.num_rows[view_ids],
         )
         self._members = self._members_for(hosts)
-        for member in self._members:
-            with member.on_stream():
-                ids = member.env_ids
-                member.population.reset(rng_seed, view_ids[ids], self.host_ids[ids])
-                member.governor.reset()
+
+        def reset(member: _Member) -> None:
+            ids = member.env_ids
+            member.population.reset(rng_seed, view_ids[ids], self.host_ids[ids])
+            member.governor.reset()
+
+        self._on_streams(reset)
         self._collect_states()
 
     def preset_seeds(self, states: SlotStates) -> None:
         """Give new hosts seeds before they train, so that they start fully grown."""
         transition = Transition.of(states, germinated=states.has_seed)
-        for member in self._members:
-            with member.on_stream():
-                member.population.adopt(transition.at(member.env_ids))
+        self._on_streams(lambda m: m.population.adopt(transition.at(m.env_ids)))
         self._collect_states()
 
     def facts(self) -> HostFacts:
@@ -174,20 +178,10 @@ class PopulationBatch:
             raise ValueError(
                 f"all episode_steps={self._step} were run; call reset() or new_hosts()"
             )
-        losses, evaluations, events = [], [], []
-        for member in self._members:  # start all before waiting for the first
-            with member.on_stream():
-                member.population.adopt(transition.at(member.env_ids).then(begin_step))
-                losses.append(self._train(member))
-        for member, loss in zip(self._members, losses, strict=True):
-            with member.on_stream():
-                events.append(member.governor.check(loss))
-                member.population.adopt(end_step(member.population.states))
-                evaluations.append(self._evaluate(member))
-        measured = []
-        for member, evaluation, rollbacks in zip(self._members, evaluations, events, strict=True):
-            with member.on_stream():
-                measured.append(_measurements(member.population, evaluation, rollbacks))
+        # start all populations before waiting for the first
+        losses = self._on_streams(lambda m: self._train(m, transition.at(m.env_ids)))
+        events, evaluations = zip(*self._on_streams(self._end_step, losses), strict=True)
+        measured = self._on_streams(_measurements, evaluations, events)
         self._step += 1
         self._collect_states()
         self.events = tuple(
@@ -198,26 +192,28 @@ class PopulationBatch:
         return StepMeasurements(*(torch.cat(field) for field in zip(*measured, strict=True)))
 
     def committed_accuracy(self) -> Tensor:
-        evaluations = []
-        for member in self._members:
-            with member.on_stream():
-                all_hosts = torch.arange(member.population.num_hosts)
-                member.population.adopt(remove_live_seeds(member.population.states, all_hosts))
-                evaluations.append(self._evaluate(member))
+        all_hosts = torch.arange(self.config.envs_per_type)
+        evaluations = self._on_streams(
+            lambda m: self._evaluate(m, remove_live_seeds(m.population.states, all_hosts))
+        )
         self._collect_states()
-        accuracies = []
-        for member, evaluation in zip(self._members, evaluations, strict=True):
-            with member.on_stream():
-                accuracies.append(evaluation.accuracy.float().cpu())
-        return torch.cat(accuracies)
+        return torch.cat(
+            self._on_streams(lambda _, found: found.accuracy.float().cpu(), evaluations)
+        )
 
     def accuracy_on(self, x: Tensor, labels: Tensor) -> Tensor:
         """Accuracy `[N]` on rows `[V, rows, *shape]` of each env's view."""
-        accuracies = []
-        for member in self._members:
+        return torch.cat(
+            self._on_streams(lambda m: accuracy_on(m.population, x, labels).float().cpu())
+        )
+
+    def _on_streams(self, work: Callable[..., T], *per_member: Sequence[Any]) -> list[T]:
+        """The results of `work(member, ...)`, for each population on its own stream."""
+        results = []
+        for member, *arguments in zip(self._members, *per_member, strict=True):
             with member.on_stream():
-                accuracies.append(accuracy_on(member.population, x, labels).float().cpu())
-        return torch.cat(accuracies)
+                results.append(work(member, *arguments))
+        return results
 
     def _collect_states(self) -> None:
         self._states = SlotStates.cat([member.population.states for member in self._members])
@@ -244,13 +240,20 @@ class PopulationBatch:
             members.append(replace(free[host].pop(), envs=envs))
         return members
 
-    def _train(self, member: "_Member") -> Tensor:
+    def _train(self, member: "_Member", transition: Transition) -> Tensor:
         first, population = self._step * self.config.minibatches, member.population
+        population.adopt(transition.then(begin_step))
         rows = self._rows[
             first : first + self.config.minibatches, member.envs.start : member.envs.stop
         ]
         population.learning_rates.fill_(self.optimizer.learning_rate * self._learning_share())
         return population.train(rows)
+
+    def _end_step(
+        self, member: "_Member", losses: Tensor
+    ) -> tuple[tuple[Rollback, ...], Evaluation]:
+        rollbacks = member.governor.check(losses)
+        return rollbacks, self._evaluate(member, end_step(member.population.states))
 
     def _learning_share(self) -> float:
         """Share of the full learning rate: 1, then linear down to 0.02 in the last step."""
@@ -259,7 +262,8 @@ class PopulationBatch:
         fallen = (self._step - start) / max(last - start, 1.0)
         return 1.0 - 0.98 * min(max(fallen, 0.0), 1.0)
 
-    def _evaluate(self, member: "_Member") -> Evaluation:
+    def _evaluate(self, member: "_Member", transition: Transition) -> Evaluation:
+        member.population.adopt(transition)
         return evaluate(member.population, self.config.validation_rows)
 
 
@@ -317,24 +321,24 @@ def _facts_of(host: Host, menu: Sequence[Blueprint]) -> dict[str, Tensor]:
 
 
 def _measurements(
-    population: Population, evaluation: Evaluation, rollbacks: Sequence[Rollback]
+    member: _Member, evaluation: Evaluation, rollbacks: Sequence[Rollback]
 ) -> StepMeasurements:
+    population = member.population
     rolled_back = torch.zeros(population.num_hosts, dtype=torch.bool)
     rolled_back[[event.host for event in rollbacks]] = True
-    per_host = torch.stack((evaluation.loss, evaluation.accuracy), dim=-1)
     measured = (
-        per_host,
+        evaluation.loss,
+        evaluation.accuracy,
         evaluation.contribution,
         evaluation.contribution_error,
         population.gradient_norms(),
     )
-    on_cpu = torch.cat(measured, dim=-1).float().cpu()  # one synchronisation
-    per_host, contribution, error, gradient_norm = torch.split(
-        on_cpu, [part.shape[-1] for part in measured], dim=-1
+    loss, accuracy, contribution, error, gradient_norm = copy_together(
+        [value.float() for value in measured], torch.device("cpu")
     )
     return StepMeasurements(
-        loss=per_host[:, 0],
-        accuracy=per_host[:, 1],
+        loss=loss,
+        accuracy=accuracy,
         contribution=contribution,
         contribution_error=error,
         contribution_known=evaluation.contribution_known,

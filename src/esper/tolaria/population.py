@@ -125,11 +125,11 @@ class Population:
         self._rng_seed = rng_seed
         self._num_germinated = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
-        self.parameter_table.clear(all_hosts, slice(None))
-        self.parameter_table.steps.zero_()
-        keys = fold(rng_seed, self.host_ids)
-        columns = self.parameter_table.layout.host_columns()
-        self.parameter_table.place(all_hosts, columns, self._init.hosts(keys))
+        weights = self._init.hosts(fold(rng_seed, self.host_ids))
+        table = self.parameter_table
+        table.clear(all_hosts, slice(None))
+        table.steps.zero_()
+        table.place(all_hosts, table.layout.host_columns(), weights)
         self._prepare_steps()
 
     def adopt(self, transition: Transition) -> None:
@@ -138,10 +138,11 @@ class Population:
         self._check_shape(states)
         self._check_new_seeds(states, germinated)
         self._states = states
+        table = self.parameter_table
         for slot in removed.any(dim=0).nonzero().flatten().tolist():
             hosts = removed[:, slot].nonzero().flatten()
-            self.parameter_table.clear(hosts, self.parameter_table.layout.seed_columns(slot))
-            self.parameter_table.steps[hosts, 1 + slot] = 0
+            table.clear(hosts, table.layout.seed_columns(slot))
+            table.steps[hosts, 1 + slot] = 0
         for slot in germinated.any(dim=0).nonzero().flatten().tolist():
             self._initialize_seeds(slot, germinated[:, slot].nonzero().flatten())
         self._prepare_steps()
@@ -186,12 +187,11 @@ class Population:
 
     def gradient_norms(self) -> Tensor:
         """Root mean square `[P, S]` of each seed's last gradient; 0 without a seed."""
-        layout = self.parameter_table.layout
+        grads, layout = self.parameter_table.grads, self.parameter_table.layout
         squares = [
-            self.parameter_table.grads[:-1, layout.seed_columns(slot)].square().sum(1)
-            for slot in range(self.num_slots)
+            grads[:-1, layout.seed_columns(slot)].square().sum(1) for slot in range(self.num_slots)
         ]
-        sizes = self.seed_params().clamp(min=1).to(self.parameter_table.grads)
+        sizes = self.seed_params().clamp(min=1).to(grads)
         return (torch.stack(squares, 1) / sizes).sqrt()
 
     def seed_params(self) -> Tensor:
@@ -234,9 +234,10 @@ class Population:
 
     def _check_inputs(self, x: Tensor) -> None:
         expected = (self.num_hosts, *self.host.input_shape)
-        if tuple(x.shape[:-1]) != expected or x.dtype != self.parameter_table.params.dtype:
+        dtype = self.parameter_table.params.dtype
+        if tuple(x.shape[:-1]) != expected or x.dtype != dtype:
             raise ValueError(
-                f"inputs are {x.dtype} {tuple(x.shape)}; expected {self.parameter_table.params.dtype} "
+                f"inputs are {x.dtype} {tuple(x.shape)}; expected {dtype} "
                 f"[hosts, *shape, batch] = {(*expected, 'batch')}"
             )
 

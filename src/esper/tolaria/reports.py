@@ -18,7 +18,7 @@ from esper.leyline.stages import LifecycleOp
 
 
 class HostFacts(NamedTuple):
-    """Facts about hosts and their data that hold before training; S slots, B blueprints.
+    """The fields of `Reports` that are known before training; S slots, B blueprints.
 
     Sizes and costs are float32, or int64 where they may be too large for it.
     """
@@ -132,7 +132,14 @@ def build_reports(
     seed_params, seed_macs = seed_costs(facts, states)
     has_acted = torch.full(per_env, history.has_acted)
     accuracies = torch.arange(ACCURACY_HISTORY).expand_as(history.accuracies)
+    in_float32 = facts._replace(
+        host_params=facts.host_params.float(),
+        host_macs=facts.host_macs.float(),
+        cost_params=_rounded_up(facts.cost_params),
+        cost_macs=_rounded_up(facts.cost_macs),
+    )
     return Reports(
+        **in_float32._asdict(),
         step=torch.full(per_env, step),
         steps_left=torch.full(per_env, steps_left),
         validation_loss=history.loss,
@@ -140,21 +147,16 @@ def build_reports(
         validation_known=torch.full(per_env, history.num_validations > 0),
         accuracy_history=history.accuracies,
         accuracy_history_known=accuracies < history.num_validations,
-        host_params=facts.host_params.float(),
-        host_macs=facts.host_macs.float(),
         params=(facts.host_params + seed_params.sum(dim=-1)).float(),
         macs=(facts.host_macs + seed_macs.sum(dim=-1)).float(),
         params_left=params_left,
         macs_left=macs_left,
         seeds_left=max_germinations - history.germinations,
-        train_rows=facts.train_rows,
-        locality=facts.locality,
         rent=rent,
         compute_price=torch.full(per_env, compute_price),
         last_action=history.last_action,
         last_action_known=has_acted,
         last_action_succeeded=has_acted,  # what a mask allows, a slot accepts
-        slot_exists=facts.slot_exists,
         stage=states.stage,
         stage_age=states.stage_age,
         total_age=states.total_age,
@@ -163,20 +165,12 @@ def build_reports(
         blueprint=states.blueprint,
         seed_params=seed_params.float(),
         seed_macs=seed_macs.float(),
-        site_kind=facts.site_kind,
-        site_width=facts.site_width,
-        site_depth=facts.site_depth,
         gradient_norm=history.gradient_norm,
         gradient_known=history.gradient_known,
         contribution=history.contribution,
         contribution_error=history.contribution_error,
         contribution_known=history.contribution_known & states.has_seed,
         contribution_age=history.contribution_age,
-        fits=facts.fits,
-        cost_params=_rounded_up(facts.cost_params),
-        cost_macs=_rounded_up(facts.cost_macs),
-        reach=facts.reach,
-        depth=facts.depth,
     )
 
 
