@@ -2,9 +2,8 @@
 
     python examples/02_your_own_seed_and_host.py
 
-A blueprint is one function from a site to a row of layers; a host is one function from its sizes to a
-row of layers per segment and one for the head. Everything else (costs, births, batching, the plain
-module) follows from the rows.
+A blueprint is a function from a site to layers. A host is a function from its sizes to the layers of
+each segment and of the head. Costs, initial weights and batching follow from the layers.
 """
 
 import torch

@@ -100,9 +100,7 @@ class GrowthEnvironment:
         self.config = config or GrowthConfig()
         self.num_envs, self.siblings = host_batch.num_envs, host_batch.siblings
         self.action_space = tamiyo_action_space(host_batch.num_slots, host_batch.num_blueprints)
-        self.generator = torch.Generator().manual_seed(
-            rng_seed
-        )  # of all that is sampled for episodes
+        self.generator = torch.Generator().manual_seed(rng_seed)  # of hosts, views and rents
 
     def reset(self) -> None:
         config = self.config
