@@ -82,7 +82,7 @@ class GrowingNetwork:
         }
 
     def adopt(self, transition: Transition) -> None:
-        """Carry out a transition that starts from `self.states`: add and remove seeds, set alphas."""
+        """Carry out a transition from `self.states`: add and remove seeds, set alphas."""
         self.states = states = transition.states
         self.in_shadow = (states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
         for index, slot in enumerate(self.slots):

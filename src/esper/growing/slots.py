@@ -130,7 +130,7 @@ class Slot:
         self.is_committed = False
 
     def note_step(self) -> None:
-        """Count an optimiser step; raises if the model has not called the seed in `PATIENCE` steps."""
+        """Count an optimiser step; raises if the seed was not called in `PATIENCE` steps."""
         self._has_been_called |= self.calls > 0
         self._steps_active += 1
         self.calls = 0

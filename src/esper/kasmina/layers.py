@@ -353,7 +353,7 @@ class _DepthwiseConv(torch.autograd.Function):
 
 
 def _per_channel(parameter: Tensor, x: Tensor) -> Tensor:
-    """A parameter `[G, C, *]` reshaped to broadcast over activations `[G, C, *, *positions, batch]`."""
+    """A parameter `[G, C, *]` that broadcasts over activations `[G, C, *, *positions, batch]`."""
     return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
 
 

@@ -63,7 +63,7 @@ class Governor:
         self._history: deque[Tensor] = deque(maxlen=self._config.history)
 
     def check(self, losses: Tensor) -> tuple[Rollback, ...]:
-        """Roll back hosts that broke in a step with minibatch losses `[M, P]`; call once per step."""
+        """Roll back hosts that broke in a step with losses `[M, P]`; call it once per step."""
         if len(losses) == 0:
             raise ValueError("losses is empty; a step needs one minibatch or more")
         self._age += 1

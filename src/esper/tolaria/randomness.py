@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def fold(rng_seed: int, *parts: Tensor | int) -> Tensor:
-    """A key from an rng seed and further parts: `fold(rng_seed, host_ids, slot)` is one per host."""
+    """A key from an rng seed and more parts: `fold(rng_seed, host_ids, slot)` is one per host."""
     key = hash64(torch.tensor(rng_seed))
     for part in parts:
         key = hash64(key + part)

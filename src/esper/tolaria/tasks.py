@@ -233,7 +233,7 @@ def minibatch_indices(
 
 
 def _reading_order(rng_seed: int, host_ids: Tensor, positions: range, count: int) -> Tensor:
-    """The rows that hosts with `count` rows read at these positions of their stream, `[P, positions]`.
+    """The rows that hosts with `count` rows read at these positions, `[P, len(positions)]`.
 
     Every row gets a hash in every epoch; sorting the hashes shuffles the rows. The low bits of a
     key are its row, so the sorted keys give the order.
