@@ -12,5 +12,7 @@ defines what it computes, and a parity test that compares the two.
 | `hosts/graphs.py` (CUDA) | `tolaria/batched.py` | `tests/tolaria/test_steps.py` |
 
 `tests/tolaria/test_parity.py` compares the plain twin of the hosts' kernels with stock modules
-that are trained one by one.
+that are trained one by one. For a step of 8 small hosts on a CPU, numba is 12 times as fast as
+the twin. On an H200, the fused kernel is 4 to 16 times as fast as captured graphs
+(`benchmarks/results/population_h200.md`); graphs serve custom layers and hosts too large for it.
 """
