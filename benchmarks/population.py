@@ -1,4 +1,4 @@
-"""How fast a population of growing hosts trains, beside the same hosts trained one by one.
+"""Training speed of a population of growing hosts, against the same hosts trained one by one.
 
     python benchmarks/population.py [--device cuda] [--quick]
 
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
+from esper.kasmina.lifecycle import Transition
 from esper.leyline.constants import AlphaCurve, BlendStyle
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tolaria.evaluation import evaluate
@@ -90,7 +91,7 @@ def grow_everywhere(population: Population, blueprints: Tensor | int, style: Ten
     """A seed in every slot of every host, at alpha 1."""
     hosts = torch.arange(population.num_hosts).repeat_interleave(population.num_slots)
     slots = torch.arange(population.num_slots).repeat(population.num_hosts)
-    states = lifecycle.germinate(
+    transition = lifecycle.germinate(
         population.states,
         hosts,
         slots,
@@ -100,7 +101,7 @@ def grow_everywhere(population: Population, blueprints: Tensor | int, style: Ten
         alpha_target=1.0,
         curve=AlphaCurve.LINEAR,
     )
-    population.adopt(lifecycle.begin_step(states))
+    population.adopt(transition.then(lifecycle.begin_step))
 
 
 def rows_for(population: Population, first: int, count: int) -> Tensor:
@@ -109,23 +110,23 @@ def rows_for(population: Population, first: int, count: int) -> Tensor:
 
 
 def copy_hosts(population: Population, hosts: Sequence[int]) -> list[PerHost]:
-    """Some hosts of a population as they are now, each by itself; moments start anew."""
+    """Copies of some hosts of a population, each on its own; moments start at zero."""
 
     def stock(params):
         return torch.optim.AdamW(
             params, lr=OPTIMIZER.learning_rate, weight_decay=OPTIMIZER.weight_decay
         )
 
-    layout, states = population.arena.layout, population.states
+    layout, states = population.parameter_table.layout, population.states
     copies = []
     for host in hosts:
-        row = population.arena.params[host]
+        row = population.parameter_table.params[host]
         alone = PerHost(population.host, population.menu, stock, row[layout.host_columns()].clone())
         for slot in states.has_seed[host].nonzero().flatten().tolist():
             life = alone.slots[slot]
             for name in ("stage", "alpha", "alpha_target", "style", "blueprint"):
                 setattr(life, name, getattr(states, name)[host, slot].item())
-            alone.new_hosts(slot)
+            alone.add_seed(slot)
             size = int(population.seed_params()[host, slot])
             alone.load_seed(slot, row[layout.seed_columns(slot, size)].clone())
         copies.append(alone)
@@ -145,14 +146,14 @@ def check_parity(device: str) -> float:
     kinds = len(population.menu)
     blueprints = torch.arange(9 * 3) % kinds
     grow_everywhere(population, blueprints, torch.arange(9 * 3) // 2 % len(BlendStyle))
-    everyone = range(9)
-    alone = copy_hosts(population, everyone)
+    all_hosts = range(9)
+    alone = copy_hosts(population, all_hosts)
     rows = rows_for(population, 0, 10)
     population.train(rows)
-    train_alone(alone, population, rows, everyone)
-    layout, worst = population.arena.layout, 0.0
+    train_alone(alone, population, rows, all_hosts)
+    layout, worst = population.parameter_table.layout, 0.0
     for host, one in enumerate(alone):
-        row = population.arena.params[host]
+        row = population.parameter_table.params[host]
         pairs = [(row[layout.host_columns()], one.weights())]
         for slot in range(population.num_slots):
             weights = one.seed_weights(slot)
@@ -175,8 +176,8 @@ def seconds(work: Callable[[], object], device: str) -> float:
 def measure_churn(num_hosts: int, device: str, num_steps: int, episodes: int) -> dict[str, float]:
     """Milliseconds per minibatch of the whole population under a random controller.
 
-    Everything that follows from an action counts: births, regrouping, captures. What the
-    controller itself takes to think does not.
+    All effects of an action are timed: initialisation, regrouping, captures. The controller's own
+    time is not.
     """
     population = build(num_hosts, device)
     space = tamiyo_action_space(population.num_slots, len(population.menu))
@@ -190,8 +191,8 @@ def measure_churn(num_hosts: int, device: str, num_steps: int, episodes: int) ->
             rows = rows_for(population, minibatches, STEP_MINIBATCHES)
 
             def act(actions=actions, rows=rows):
-                states = lifecycle.apply(population.states, actions, space)
-                population.adopt(lifecycle.begin_step(states))
+                transition = lifecycle.apply(population.states, actions, space)
+                population.adopt(transition.then(lifecycle.begin_step))
                 population.train(rows)
                 population.adopt(lifecycle.end_step(population.states))
 
@@ -274,10 +275,10 @@ def measure_step(num_hosts: int, device: str, repeats: int) -> dict[str, float]:
             "choose rows": lambda r=repeat, rows=rows: rows.append(
                 rows_for(population, r * STEP_MINIBATCHES, STEP_MINIBATCHES)
             ),
-            "regroup": lambda: population.adopt(population.states),
+            "regroup": lambda: population.adopt(Transition.of(population.states)),
             "train": lambda rows=rows, losses=losses: losses.append(population.train(rows[0])),
             "validate": lambda: evaluate(population),
-            "govern": lambda losses=losses: governor.watch(losses[0]),
+            "govern": lambda losses=losses: governor.check(losses[0]),
         }
         for name, phase in work.items():
             taken = seconds(phase, device)
@@ -356,7 +357,7 @@ def measure_memory(device: str) -> float:
 
 
 def measure_roofline(num_hosts: int, device: str, repeats: int) -> dict[str, float]:
-    """Arithmetic rates of the parts, beside a large float32 matrix product and a large copy."""
+    """Arithmetic rates of the parts, against a large float32 matrix product and a large copy."""
     side = 4096 if device == "cuda" else 1024
     a, b = torch.randn(2, side, side, device=device)
     product = statistics.median(seconds(lambda: a @ b, device) for _ in range(repeats + 3))

@@ -1,11 +1,11 @@
-"""How a seed should join its host: ramps, births and isolation, compared on the same hosts.
+"""Ways to add a seed to its host: ramps, initialisation and isolation, on the same hosts.
 
     python benchmarks/ramps.py [--quick]
 
 MNIST-1D, hosts of 8 channels, one conv-norm-relu-conv seed in the first slot from step 5 of 25 on.
-Every arm has the same hosts (weights, data order, the seed's birth); all arms of the population
-are rows of one program. Isolation by a straight-through seed (`x + seed - seed.detach()`) is no
-way to train a seed and no part of Esper: its arms run on the per-host oracle.
+Every arm has the same hosts (weights, data order, initial seed); all arms of the population run as
+one program. Isolation by a straight-through seed (`x + seed - seed.detach()`) is not part of Esper,
+since it does not train a seed well: its arms run on the tests' per-host oracle.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from esper.tolaria.tasks import DATA_DIR, Task, minibatch_indices, mnist1d
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.per_host import PerHost, blended
 
-NUM_STEPS, BIRTH_STEP, BATCH, SLOT = 25, 5, 100, 0
+NUM_STEPS, GERMINATION_STEP, BATCH, SLOT = 25, 5, 100, 0
 OPTIMIZER = AdamW(learning_rate=2e-2, weight_decay=0.01)
 
 
@@ -40,12 +40,12 @@ class Arm:
     name: str
     known: float
     ramp_steps: int | None = None  # None: no seed at all
-    steps_behind: int = 0  # steps in TRAINING before the blend
-    silent: bool = True  # last layer zero at birth
+    shadow_steps: int = 0  # steps in TRAINING before the blend
+    silent: bool = True  # last layer starts at zero
 
     @property
     def blend_step(self) -> int:
-        return BIRTH_STEP + self.steps_behind
+        return GERMINATION_STEP + self.shadow_steps
 
 
 ARMS = (
@@ -56,16 +56,16 @@ ARMS = (
     Arm("default birth, alpha 1 at once", 81.1, 1, silent=False),
     Arm("default birth, ramp 2", 86.7, 2, silent=False),
     Arm("default birth, ramp 5", 87.1, 5, silent=False),
-    Arm("shadow pass 2 steps, then at once", 84.4, 1, steps_behind=2),
-    Arm("shadow pass 5 steps, then at once", 83.9, 1, steps_behind=5),
-    Arm("shadow pass 2 steps, then ramp 2", 84.4, 2, steps_behind=2),
-    Arm("shadow pass 5 steps, then ramp 2", 83.9, 2, steps_behind=5),
+    Arm("shadow pass 2 steps, then at once", 84.4, 1, shadow_steps=2),
+    Arm("shadow pass 5 steps, then at once", 83.9, 1, shadow_steps=5),
+    Arm("shadow pass 2 steps, then ramp 2", 84.4, 2, shadow_steps=2),
+    Arm("shadow pass 5 steps, then ramp 2", 83.9, 2, shadow_steps=5),
 )
 STRAIGHT_THROUGH_ARMS = (
-    Arm("straight-through 2 steps, then at once", 62.0, 1, steps_behind=2),
-    Arm("straight-through 5 steps, then at once", 26.2, 1, steps_behind=5),
-    Arm("straight-through 2 steps, then ramp 2", 83.1, 2, steps_behind=2),
-    Arm("straight-through 5 steps, then ramp 2", 56.0, 2, steps_behind=5),
+    Arm("straight-through 2 steps, then at once", 62.0, 1, shadow_steps=2),
+    Arm("straight-through 5 steps, then at once", 26.2, 1, shadow_steps=5),
+    Arm("straight-through 2 steps, then ramp 2", 83.1, 2, shadow_steps=2),
+    Arm("straight-through 5 steps, then ramp 2", 56.0, 2, shadow_steps=5),
 )
 
 
@@ -94,7 +94,9 @@ def grow_population(task: Task, hosts_per_arm: int, minibatches: int) -> dict[Ar
         before = validation_logits(population)
         for arm, rows in zip(ARMS, rows_of, strict=True):
             request(population, arm, rows, step)
-        assert torch.equal(validation_logits(population), before), "a request was felt at once"
+        assert torch.equal(validation_logits(population), before), (
+            "a request changed the output at once"
+        )
         population.adopt(lifecycle.begin_step(population.states))
         train(population, step, minibatches)
         population.adopt(lifecycle.end_step(population.states))
@@ -118,10 +120,10 @@ def new_population(task: Task, host_ids: Tensor) -> Population:
 
 
 def request(population: Population, arm: Arm, rows: Tensor, step: int) -> None:
-    """What an arm does at a step: its seed is born, or comes out from behind its host."""
+    """Germinate an arm's seed, or end its shadow training, at the steps of the arm."""
     slots = torch.full_like(rows, SLOT)
-    if arm.ramp_steps is not None and step == BIRTH_STEP:
-        states = lifecycle.germinate(
+    if arm.ramp_steps is not None and step == GERMINATION_STEP:
+        transition = lifecycle.germinate(
             population.states,
             rows,
             slots,
@@ -130,24 +132,24 @@ def request(population: Population, arm: Arm, rows: Tensor, step: int) -> None:
             ramp_steps=arm.ramp_steps,
             alpha_target=1.0,
             curve=AlphaCurve.LINEAR,
-            shadow_training=arm.steps_behind > 0,
+            shadow_training=arm.shadow_steps > 0,
         )
-        population.adopt(states)
+        population.adopt(transition)
         if not arm.silent:
-            redraw_last_layer(population, rows)
-    elif arm.steps_behind and step == arm.blend_step:
+            sample_last_layer(population, rows)
+    elif arm.shadow_steps and step == arm.blend_step:
         population.adopt(lifecycle.advance(population.states, rows, slots))
 
 
-def redraw_last_layer(population: Population, rows: Tensor) -> None:
-    """A birth as torch's layers have it, the last one too; the other layers stay as they are."""
+def sample_last_layer(population: Population, rows: Tensor) -> None:
+    """Initialise the last layer like torch does; the other layers stay as they are."""
     silent = population.menu[0].program(population.host.sites[SLOT])
-    centre, spread = replace(silent, silent=False).birth()
-    columns = population.arena.layout.seed_columns(SLOT, silent.num_params)
-    seeds = population.arena.params[rows, columns].double().cpu()
+    centre, spread = replace(silent, silent=False).init()
+    columns = population.parameter_table.layout.seed_columns(SLOT, silent.num_params)
+    seeds = population.parameter_table.params[rows, columns].double().cpu()
     rng = torch.Generator().manual_seed(0)
-    drawn = centre + spread * (2 * torch.rand(seeds.shape, generator=rng) - 1)
-    population.arena.place(rows, columns, torch.where(seeds == 0, drawn, seeds))
+    sampled = centre + spread * (2 * torch.rand(seeds.shape, generator=rng) - 1)
+    population.parameter_table.place(rows, columns, torch.where(seeds == 0, sampled, seeds))
 
 
 def train(population: Population, step: int, minibatches: int) -> None:
@@ -177,7 +179,7 @@ def validation_logits(population: Population) -> Tensor:
 
 
 class StraightThrough(PerHost):
-    """A host that does not feel its TRAINING seed, which learns from the gradient at its output."""
+    """A host whose TRAINING seed does not change its output, but gets the gradient there."""
 
     def logits(self, x: Tensor, without: int | None = None) -> Tensor:
         for slot, segment in enumerate(self.module.segments):
@@ -193,24 +195,26 @@ class StraightThrough(PerHost):
         return self.module.head(x)
 
     def _train_behind_host(self, x: Tensor, labels: Tensor) -> None:
-        """The straight-through gradient took its place."""
+        """Not needed: the seed has its straight-through gradient."""
 
 
 def grow_straight_through(arm: Arm, task: Task, num_hosts: int, minibatches: int) -> Tensor:
     """Validation accuracy in percent, `[num_hosts]`; hosts and data order as in the population."""
     host_ids = torch.arange(num_hosts)
-    births = new_population(task, host_ids)
-    host_rows = births.arena.params[:, births.arena.layout.host_columns()].clone()
-    request(births, replace(arm, steps_behind=0), host_ids, BIRTH_STEP)
-    columns = births.arena.layout.seed_columns(SLOT)
-    seed_rows = births.arena.params[:, columns].clone()
+    initial = new_population(task, host_ids)
+    host_rows = initial.parameter_table.params[
+        :, initial.parameter_table.layout.host_columns()
+    ].clone()
+    request(initial, replace(arm, shadow_steps=0), host_ids, GERMINATION_STEP)
+    columns = initial.parameter_table.layout.seed_columns(SLOT)
+    seed_rows = initial.parameter_table.params[:, columns].clone()
     accuracies = []
     for host_id in host_ids.tolist():
-        host = StraightThrough(births.host, births.menu, stock_optimizer, host_rows[host_id])
+        host = StraightThrough(initial.host, initial.menu, stock_optimizer, host_rows[host_id])
         for step in range(NUM_STEPS):
-            if step == BIRTH_STEP:
+            if step == GERMINATION_STEP:
                 host.slots[SLOT].germinate(0, BlendStyle.ADD, arm.ramp_steps, 1.0, 0, True)
-                host.new_hosts(SLOT)
+                host.add_seed(SLOT)
                 host.load_seed(SLOT, seed_rows[host_id])
             elif step == arm.blend_step:
                 host.slots[SLOT].advance()
@@ -241,7 +245,7 @@ def train_alone(host: PerHost, task: Task, host_id: int, step: int, minibatches:
 def report(accuracies: dict[Arm, Tensor], device: str, quick: bool) -> None:
     """A table, and the last line as JSON: a figure is met where it is within the noise.
 
-    A quick run shows that everything works; its accuracies have no known figures beside them.
+    A quick run only shows that everything works; there are no known accuracies for it.
     """
     alone = accuracies[ARMS[0]]
     print(f"| arm | accuracy | standard error | over the host alone | known |\n|{'---|' * 5}")

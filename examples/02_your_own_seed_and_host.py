@@ -2,9 +2,8 @@
 
     python examples/02_your_own_seed_and_host.py
 
-A blueprint is one function from a site to a row of layers; a host is one function from its sizes to a
-row of layers per segment and one for the head. Everything else (costs, births, batching, the plain
-module) follows from the rows.
+A blueprint is a function from a site to layers. A host is a function from its sizes to the layers of
+each segment and of the head. Costs, initial weights and batching follow from the layers.
 """
 
 import torch
@@ -45,10 +44,9 @@ def main() -> None:
 
     population = Population(network, menu, task, num_hosts=8)
     for step in range(10):
-        states = population.states
         if step == 2:  # the first four hosts grow, the others are the control
-            states = lifecycle.germinate(
-                states,
+            transition = lifecycle.germinate(
+                population.states,
                 torch.arange(4),
                 torch.zeros(4, dtype=torch.int64),
                 blueprint=0,
@@ -57,7 +55,8 @@ def main() -> None:
                 alpha_target=1.0,
                 curve=AlphaCurve.LINEAR,
             )
-        population.adopt(lifecycle.begin_step(states))
+            population.adopt(transition)
+        population.adopt(lifecycle.begin_step(population.states))
         steps = range(20 * step, 20 * step + 20)
         population.train(
             minibatch_indices(

@@ -121,7 +121,8 @@ def test_budgets_stand_where_floats_are_coarse():
     reporter._budget = Budget(params=2**27 + 7)  # leaves 2**26 + 6; the nearest float is larger
     left = int(reporter.observe(0, 5, growth._evidence).params_left)
     assert 2**26 <= left <= 2**26 + 6
-    reporter.cost_params = torch.full_like(reporter.cost_params, 2**25 + 1)
+    costs = torch.full_like(reporter._facts.cost_params, 2**25 + 1)
+    reporter._facts = reporter._facts._replace(cost_params=costs)
     costs = reporter.observe(0, 5, growth._evidence).cost_params.double()
     assert ((costs >= 2**25 + 1) & (costs <= 2**25 + 4)).all()
 
@@ -184,7 +185,7 @@ def test_behind_the_host_nothing_of_the_host_changes():
     growth = shadow_growth()
     growth.decide(0.5)
     assert stages(growth) == [SeedStage.TRAINING]
-    assert not growth._network.felt
+    assert not growth._network.active
     loss = F.cross_entropy(growth.model(X), Y)
     loss.backward()
     gradients = [p.grad.clone() for p in growth.model.parameters()]

@@ -28,7 +28,7 @@ def with_committed_seeds(
     for place in sites or find_sites(model, example):
         slot = Slot(place, model.get_submodule(place.name))
         program = place.blueprints()[-1].program(place.seed_site)
-        slot.new_hosts(new_seed(program, place, torch.Generator().manual_seed(len(slots))), style)
+        slot.add_seed(new_seed(program, place, torch.Generator().manual_seed(len(slots))), style)
         for parameter in slot.seed.parameters():
             nn.init.normal_(parameter, std=0.2)
         slot.alpha, slot.is_committed = 0.7, True
@@ -55,7 +55,7 @@ def test_every_seed_is_felt_without_gradients_too(name):
         whole = model(example)
         torch.testing.assert_close(plain(example), whole)
         for slot in slots:
-            with slot.at(0.0):
+            with slot.with_alpha(0.0):
                 assert not torch.allclose(model(example), whole), slot.site.name
 
 
@@ -63,7 +63,7 @@ def test_uncommitted_seeds_are_left_out():
     model, example, slots = fully_grown("residual")
     slots[0].is_committed = False
     plain = plain_model(model, slots)
-    with slots[0].at(0.0):
+    with slots[0].with_alpha(0.0):
         assert torch.equal(plain(example), model(example))
     slots[0].clear()
     assert torch.equal(plain(example), model(example))
@@ -119,7 +119,7 @@ def test_a_site_that_two_parents_know_is_grown_for_both():
     place = find_sites(model, example)[0]
     slot = Slot(place, model.layer)
     program = place.blueprints()[1].program(place.seed_site)
-    slot.new_hosts(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
+    slot.add_seed(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
     nn.init.normal_(slot.seed.layers[-1].weight)
     slot.alpha, slot.is_committed = 1.0, True
     plain = plain_model(model, [slot])

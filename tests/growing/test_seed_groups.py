@@ -131,7 +131,7 @@ def test_named_parameters_stay_named():
 
 @pytest.mark.parametrize("kind", [optim.Adagrad, optim.LBFGS])
 def test_optimizers_that_take_in_no_one_are_refused(kind):
-    with pytest.raises(ValueError, match=f"{kind.__name__} takes in no new weights"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} does not support adding weights"):
         SeedGroups(kind(nn.Linear(2, 2).parameters()))
 
 

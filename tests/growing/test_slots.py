@@ -21,7 +21,7 @@ def slot_with_seed(name="residual", blueprint=-1, style=BlendStyle.ADD, site=0, 
     slot = Slot(place, model.get_submodule(place.name))
     program = place.blueprints()[blueprint].program(place.seed_site)
     seed = new_seed(program, place, torch.Generator().manual_seed(1))
-    slot.new_hosts(seed, style)
+    slot.add_seed(seed, style)
     if awake:
         for parameter in seed.parameters():
             nn.init.normal_(parameter, std=0.3)
@@ -38,7 +38,7 @@ def test_a_birth_changes_no_bit_of_the_output(name, style):
         for blueprint in place.blueprints():
             slot = Slot(place, model.get_submodule(place.name))
             program = blueprint.program(place.seed_site)
-            slot.new_hosts(new_seed(program, place, torch.Generator().manual_seed(0)), style)
+            slot.add_seed(new_seed(program, place, torch.Generator().manual_seed(0)), style)
             slot.alpha = 1.0
             assert torch.equal(model(example), before), (place.name, blueprint.name)
             slot.clear()
@@ -120,7 +120,7 @@ def test_looking_without_the_seed_is_undone():
     without = model(example)
     slot.alpha = 1.0
     with_seed = model(example)
-    with slot.at(0.0):
+    with slot.with_alpha(0.0):
         assert torch.equal(model(example), without)
     assert torch.equal(model(example), with_seed)
 
@@ -141,7 +141,7 @@ def test_a_seed_behind_a_tuple_acts_on_its_first_part():
     assert place.name == "layer"
     slot = Slot(place, layer)
     program = place.blueprints()[1].program(place.seed_site)
-    slot.new_hosts(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
+    slot.add_seed(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
     nn.init.normal_(slot.seed.layers[-1].weight)
     output, state = layer(example)
     slot.alpha = 1.0
@@ -191,7 +191,7 @@ def test_seeds_take_the_dtype_of_weights_whatever_flows(by_autocast):
     assert place.name == ("activation" if by_autocast else "upcast")
     slot = Slot(place, model.get_submodule(place.name))
     program = place.blueprints()[1].program(place.seed_site)
-    slot.new_hosts(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
+    slot.add_seed(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
     expected = {torch.float32 if by_autocast else torch.bfloat16}
     assert {parameter.dtype for parameter in slot.seed.parameters()} == expected
     before = model(example)
@@ -213,5 +213,5 @@ def test_a_model_compiled_in_place_feels_and_trains_its_seeds():
     assert slot.seed.layers[-1].weight.abs().max() > 0  # it was 0 at birth
     model = growth.model.eval()
     whole = model(X)
-    with slot.at(0.0):
+    with slot.with_alpha(0.0):
         assert not torch.allclose(model(X), whole)

@@ -62,13 +62,13 @@ def test_contributions_are_differences_on_the_same_examples():
     whole = correct(growth)
     slots = growth._network.slots
     for index, slot in enumerate(slots):
-        with slot.at(0.0):
+        with slot.with_alpha(0.0):
             difference = whole - correct(growth)
         mean, error = measured.contributions[index]
         assert mean == pytest.approx(float(difference.mean()))
         assert error == pytest.approx(float(difference.std()) / 60**0.5)
     assert measured.metric == pytest.approx(float(whole.mean()))
-    with slots[1].at(0.0):
+    with slots[1].with_alpha(0.0):
         assert measured.committed_metric == pytest.approx(float(correct(growth).mean()))
 
 

@@ -18,7 +18,7 @@ every_seed = pytest.mark.parametrize(
 
 
 def at_birth(program, num_seeds=3):
-    centre, spread = program.birth()
+    centre, spread = program.init()
     rng = torch.Generator().manual_seed(0)
     noise = torch.rand(num_seeds, len(centre), dtype=torch.float64, generator=rng)
     return centre + spread * (2 * noise - 1)
@@ -156,7 +156,7 @@ def test_mistakes_are_told_at_registration_or_before_a_seed_is_built():
         blueprint_menu("conv", "cnov")
     with pytest.raises(ValueError, match="registered already"):
         blueprint(SiteKind.SERIES)(conv.build_layers)
-    with pytest.raises(ValueError, match="names the kinds"):
+    with pytest.raises(ValueError, match="needs the kinds"):
         blueprint()
 
     @blueprint(SiteKind.SERIES)

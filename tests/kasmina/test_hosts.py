@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper.kasmina.hosts import HOSTS, build_host, host
 from esper.kasmina.layers import Conv, Flatten, Linear, Relu
 from esper.leyline.constants import SiteKind
+from support.per_host import HostModule
 
 CASES = {
     "conv1d": dict(input_shape=(1, 40), widths=(8, 4, 6)),
@@ -37,7 +38,7 @@ def test_the_mnist1d_host_has_the_published_sizes(width, params, macs):
 @every_host
 def test_costs_known_beforehand_are_those_of_the_module(kind, norm):
     found = build(kind, norm)
-    module = found.module()
+    module = HostModule(found)
     assert sum(p.numel() for p in module.parameters()) == found.num_params
     with FlopCounterMode(display=False) as counter:
         module(torch.randn(1, *found.input_shape))
@@ -55,17 +56,17 @@ def test_many_hosts_at_once_compute_what_each_computes_alone(kind, norm):
     for program, part in zip(found.programs, parts, strict=True):
         y = program.forward(part, y)
     for i in range(3):
-        module = found.module().double()
+        module = HostModule(found).double()
         vector_to_parameters(rows[i], module.parameters())
         torch.testing.assert_close(y[i].movedim(-1, 0), module(x[i].movedim(-1, 0)))
 
 
 @every_host
-def test_weights_at_birth_are_spread_like_those_of_torch(kind, norm):
+def test_initial_weights_are_spread_like_those_of_torch(kind, norm):
     found = build(kind, norm)
-    centre, spread = found.birth()
+    centre, spread = found.init()
     torch.manual_seed(0)
-    drawn = torch.stack([parameters_to_vector(found.module().parameters()) for _ in range(400)])
+    drawn = torch.stack([parameters_to_vector(HostModule(found).parameters()) for _ in range(400)])
     drawn = drawn.detach().double()
     assert bool(((drawn - centre).abs() <= spread + 1e-7).all())
     torch.testing.assert_close(drawn.amax(0), centre + spread, rtol=0.05, atol=0)
@@ -84,7 +85,7 @@ def test_a_host_of_ones_own_takes_a_few_lines():
     try:
         found = build_host("two_speeds", input_shape=(1, 40), num_classes=3, widths=(4, 6))
         assert [site.shape for site in found.sites] == [(4, 10), (6, 10)]
-        assert found.module()(torch.randn(2, 1, 40)).shape == (2, 3)
+        assert HostModule(found)(torch.randn(2, 1, 40)).shape == (2, 3)
     finally:
         del HOSTS["two_speeds"]
 

@@ -49,16 +49,16 @@ def one_slot(stage=SeedStage.DORMANT, **values) -> SlotStates:
 
 
 def step(states: SlotStates) -> SlotStates:
-    return lifecycle.end_step(lifecycle.begin_step(states))
+    return lifecycle.begin_step(states).then(lifecycle.end_step).states
 
 
 def alphas_until(states: SlotStates, stage: SeedStage) -> list[float]:
     """The alphas that the steps of a ramp train at, until the slot reaches a stage."""
     alphas = []
     while states.stage.item() != stage:
-        states = lifecycle.begin_step(states)
+        states = lifecycle.begin_step(states).states
         alphas.append(states.alpha.item())
-        states = lifecycle.end_step(states)
+        states = lifecycle.end_step(states).states
         assert len(alphas) < 20
     return alphas
 
@@ -88,7 +88,7 @@ def test_a_slot_accepts_exactly_what_the_table_says(stage, age, op):
 def test_waiting_is_always_legal_and_changes_nothing():
     for stage in SeedStage:
         states = one_slot(stage, total_age=3, stage_age=2)
-        assert_same(lifecycle.apply(states, action(op=LifecycleOp.WAIT), SPACE), states)
+        assert_same(lifecycle.apply(states, action(op=LifecycleOp.WAIT), SPACE).states, states)
 
 
 @pytest.mark.parametrize("target", range(len(ALPHA_TARGETS)))
@@ -102,7 +102,7 @@ def test_a_retarget_to_the_present_target_is_not_legal(target):
 
 def test_the_error_names_host_slot_stage_age_and_op():
     states = SlotStates.dormant(4, 3)
-    states = lifecycle.germinate(states, torch.tensor([2]), torch.tensor([1]), **SEED)
+    states = lifecycle.germinate(states, torch.tensor([2]), torch.tensor([1]), **SEED).states
     for _ in range(2):
         states = step(states)
     message = "host 2, slot 1: GERMINATE is not legal in stage HOLDING at age 2"
@@ -130,13 +130,13 @@ def test_impossible_values_are_errors(wrong):
 
 
 def test_a_ramp_of_two_trains_at_half_and_then_at_the_whole_target():
-    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED)
+    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED).states
     assert states.alpha.item() == 0.0  # until the step begins the host does not feel the seed
     assert alphas_until(states, SeedStage.HOLDING) == [0.35, 0.7]
 
 
 def test_a_ramp_of_one_step_is_the_whole_target_at_once():
-    states = lifecycle.germinate(one_slot(), HOST, SLOT, **{**SEED, "ramp_steps": 1})
+    states = lifecycle.germinate(one_slot(), HOST, SLOT, **{**SEED, "ramp_steps": 1}).states
     assert alphas_until(states, SeedStage.HOLDING) == [0.7]
 
 
@@ -145,7 +145,8 @@ def test_a_ramp_of_one_step_is_the_whole_target_at_once():
 @pytest.mark.parametrize("target", ALPHA_TARGETS)
 def test_alpha_arrives_exactly_and_on_time(ramp_steps, kind, target):
     seed = {**SEED, "ramp_steps": ramp_steps, "curve": kind, "alpha_target": target}
-    alphas = alphas_until(lifecycle.germinate(one_slot(), HOST, SLOT, **seed), SeedStage.HOLDING)
+    states = lifecycle.germinate(one_slot(), HOST, SLOT, **seed).states
+    alphas = alphas_until(states, SeedStage.HOLDING)
     assert len(alphas) == ramp_steps
     assert alphas[0] > 0.0
     assert alphas == sorted(alphas)
@@ -160,19 +161,19 @@ def test_a_retarget_arrives_exactly(start, target):
     states = one_slot(SeedStage.HOLDING, alpha=start, alpha_target=start)
     states = lifecycle.set_alpha_target(
         states, HOST, SLOT, alpha_target=target, ramp_steps=3, curve=AlphaCurve.COSINE
-    )
+    ).states
     assert alphas_until(states, SeedStage.HOLDING)[-1] == target  # start + way * 1 may be off
 
 
 def test_a_ramped_prune_blends_down_to_zero_and_then_the_slot_rests():
     states = one_slot(SeedStage.HOLDING, alpha=0.7, alpha_target=0.7, total_age=4, blueprint=1)
-    states = lifecycle.prune(states, HOST, SLOT, ramp_steps=2)
+    states = lifecycle.prune(states, HOST, SLOT, ramp_steps=2).states
     assert (states.stage.item(), states.alpha.item()) == (SeedStage.BLENDING, 0.7)
     states = step(states)
     assert (states.stage.item(), states.alpha.item()) == (SeedStage.BLENDING, 0.35)
-    states = lifecycle.begin_step(states)
+    states = lifecycle.begin_step(states).states
     assert (states.stage.item(), states.alpha.item()) == (SeedStage.BLENDING, 0.0)
-    states = lifecycle.end_step(states)
+    states = lifecycle.end_step(states).states
     for _ in range(EMBARGO_STEPS):
         assert states.stage.item() == SeedStage.EMBARGOED
         assert not states.has_seed.item()
@@ -182,10 +183,10 @@ def test_a_ramped_prune_blends_down_to_zero_and_then_the_slot_rests():
 
 def test_advance_ends_a_ramp_at_its_target_or_the_seed_when_it_was_going_down():
     up = one_slot(SeedStage.BLENDING, alpha=0.1, alpha_target=0.5, ramp_steps=8, ramp_elapsed=1)
-    up = lifecycle.advance(up, HOST, SLOT)
+    up = lifecycle.advance(up, HOST, SLOT).states
     assert (up.stage.item(), up.alpha.item()) == (SeedStage.HOLDING, 0.5)
     down = one_slot(SeedStage.BLENDING, alpha=0.1, alpha_target=0.0, ramp_steps=8, total_age=4)
-    down = lifecycle.advance(down, HOST, SLOT)
+    down = lifecycle.advance(down, HOST, SLOT).states
     assert (down.stage.item(), down.alpha.item()) == (SeedStage.EMBARGOED, 0.0)
 
 
@@ -193,29 +194,52 @@ def test_a_retarget_without_a_ramp_is_there_at_once():
     states = one_slot(SeedStage.HOLDING, alpha=1.0, stage_age=5)
     states = lifecycle.set_alpha_target(
         states, HOST, SLOT, alpha_target=0.5, ramp_steps=0, curve=AlphaCurve.SIGMOID
-    )
+    ).states
     assert (states.stage.item(), states.alpha.item()) == (SeedStage.HOLDING, 0.5)
 
 
 def test_behind_the_host_alpha_is_zero_until_advanced_and_then_ramps_as_planned():
-    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED, shadow_training=True)
+    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED, shadow_training=True).states
     for _ in range(3):
         states = step(states)
         assert (states.stage.item(), states.alpha.item()) == (SeedStage.TRAINING, 0.0)
-    pruned = lifecycle.prune(states, HOST, SLOT, ramp_steps=8)
+    pruned = lifecycle.prune(states, HOST, SLOT, ramp_steps=8).states
     assert pruned.stage.item() == SeedStage.EMBARGOED
-    assert alphas_until(lifecycle.advance(states, HOST, SLOT), SeedStage.HOLDING) == [0.35, 0.7]
+    assert alphas_until(lifecycle.advance(states, HOST, SLOT).states, SeedStage.HOLDING) == [
+        0.35,
+        0.7,
+    ]
 
 
 def test_uprooting_removes_the_live_seeds_of_those_hosts_alone():
     stages = torch.tensor([[stage.value for stage in SeedStage]] * 2)
     states = replace(SlotStates.dormant(*stages.shape), stage=stages)
     states = replace(states, blueprint=torch.where(states.is_live, 1, -1))
-    uprooted = lifecycle.remove_live_seeds(states, torch.tensor([1]))
+    uprooted = lifecycle.remove_live_seeds(states, torch.tensor([1])).states
     assert_same(uprooted.at(torch.tensor([0])), states.at(torch.tensor([0])))
     gone, rests = states.is_live[1], SeedStage.EMBARGOED
     assert uprooted.stage[1].tolist() == torch.where(gone, rests, stages[1]).tolist()
     assert not uprooted.has_seed[1].any()
+
+
+def test_a_transition_names_the_slots_that_got_or_lost_a_seed():
+    hosts, slots = torch.tensor([0, 1]), torch.tensor([2, 0])
+    start = lifecycle.germinate(SlotStates.dormant(2, 3), hosts, slots, **SEED)
+    assert start.germinated.nonzero().tolist() == [[0, 2], [1, 0]]
+    assert not start.removed.any()
+    trained = start.then(lifecycle.begin_step).then(lifecycle.end_step)
+    assert torch.equal(trained.germinated, start.germinated)  # survives the moves after it
+    gone = lifecycle.prune(trained.states, hosts[:1], slots[:1])
+    assert gone.removed.nonzero().tolist() == [[0, 2]]
+    assert not gone.germinated.any()
+    both = trained.then(lambda s: lifecycle.prune(s, hosts[:1], slots[:1]))
+    assert both.germinated.nonzero().tolist() == [[1, 0]]
+    for _ in range(EMBARGO_STEPS + 1):
+        both = both.then(lifecycle.end_step)
+    again = both.then(lambda s: lifecycle.germinate(s, hosts[:1], slots[:1], **SEED))
+    assert again.removed.nonzero().tolist() == [[0, 2]]  # the first seed made room for another
+    assert again.germinated.nonzero().tolist() == [[0, 2], [1, 0]]
+    assert again.at(hosts[1:]).germinated.tolist() == [[True, False, False]]
 
 
 def test_states_move_between_devices_as_one():
@@ -227,7 +251,7 @@ def test_the_number_of_tensor_operations_does_not_depend_on_the_population():
         states = SlotStates.dormant(num_hosts, NUM_SLOTS)
         grow = action(op=LifecycleOp.GERMINATE).expand(num_hosts, -1)
         with torch.profiler.profile() as profile:
-            step(lifecycle.apply(states, grow, SPACE))
+            step(lifecycle.apply(states, grow, SPACE).states)
         return sum(event.count for event in profile.key_averages())
 
     count(2)  # tables are made on first use
@@ -242,20 +266,20 @@ def test_a_population_lives_as_each_slot_would_alone(rng_seed, shadow_training):
     lives = [[SlotLife() for _ in range(NUM_SLOTS)] for _ in range(num_hosts)]
     for _ in range(15):
         actions = legal_actions(states, SPACE, rng)
-        states = lifecycle.apply(states, actions, SPACE, shadow_training=shadow_training)
+        states = lifecycle.apply(states, actions, SPACE, shadow_training=shadow_training).states
         for host, row in enumerate(actions.tolist()):
             choice = dict(zip(SPACE.names, row, strict=True))
             lives[host][choice["slot"]].act(choice, shadow_training)
         if torch.rand((), generator=rng) < 0.1:
             host = int(torch.randint(num_hosts, (), generator=rng))
-            states = lifecycle.remove_live_seeds(states, torch.tensor([host]))
+            states = lifecycle.remove_live_seeds(states, torch.tensor([host])).states
             for life in lives[host]:
                 if life.stage in (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING):
                     life.remove_live_seeds()
-        states = lifecycle.begin_step(states)
+        states = lifecycle.begin_step(states).states
         call_all(lives, SlotLife.begin_step)
         assert_lives(states, lives)
-        states = lifecycle.end_step(states)
+        states = lifecycle.end_step(states).states
         call_all(lives, SlotLife.end_step)
         assert_lives(states, lives)
 

@@ -1,10 +1,13 @@
-"""copy_together: every tensor keeps its content, and all travel in one copy."""
+"""Tensors that travel together, dataclasses of tensors, and tables that are made once."""
+
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper.leyline.arrays import ALIGNMENT, copy_together
+from esper.leyline.arrays import ALIGNMENT, TensorFields, copy_together
+from esper.leyline.devices import device_table
 
 TENSORS = [
     torch.tensor([True, False, True]),
@@ -44,3 +47,34 @@ def test_tensors_keep_their_content_on_the_way_to_a_gpu_and_back():
 def test_tensors_on_their_device_are_returned_as_they_are():
     for tensor, copy in zip(TENSORS, copy_together(TENSORS, torch.device("cpu")), strict=True):
         assert copy is tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pair(TensorFields):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def test_a_part_that_is_put_back_where_it_was_read_changes_nothing_else():
+    pair = Pair(a=torch.arange(6).view(3, 2), b=torch.arange(3.0))
+    rows = torch.tensor([2, 0])
+    part = pair.at(rows)
+    assert part.a.tolist() == [[4, 5], [0, 1]]
+    assert part.b.tolist() == [2.0, 0.0]
+    changed = pair.put(part.map(lambda value: value + 10), rows)
+    assert changed.a.tolist() == [[10, 11], [2, 3], [14, 15]]
+    assert changed.b.tolist() == [10.0, 1.0, 12.0]
+    assert pair.b.tolist() == [0.0, 1.0, 2.0]
+    assert Pair.cat([pair, part]).b.tolist() == [0.0, 1.0, 2.0, 2.0, 0.0]
+    assert pair.to("cpu") is pair
+
+
+def test_a_table_is_made_once_per_type_and_can_be_trained_with():
+    cpu = torch.device("cpu")
+    with torch.inference_mode():
+        table = device_table((0, 1), cpu, torch.float64)
+    assert table.dtype == torch.float64
+    assert device_table((0, 1), cpu, torch.float64) is table
+    assert device_table((False, True), cpu).dtype == torch.int64  # equal keys, another type
+    assert not table.is_inference()
+    assert device_table(range(0, 6, 2), cpu).tolist() == [0, 2, 4]

@@ -11,9 +11,9 @@ from esper.leyline import (
     DEFAULT_GAMMA,
     FactoredActionSpace,
     Head,
-    audit_action_space,
     tamiyo_action_space,
 )
+from esper.leyline.factored_actions import audit_action_space
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 
 STATE_DIM, LAYERS, HIDDEN = 6, 2, 4

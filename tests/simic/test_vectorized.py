@@ -129,11 +129,11 @@ class BreaksAtStep(SyntheticHosts):
         self.steps = 0
         return super().reset(generator)
 
-    def train_step(self, states):
-        evidence = super().train_step(states)
+    def train_step(self, transition):
+        evidence = super().train_step(transition)
         self.steps += 1
         if self.steps == 3:
-            self._states = remove_live_seeds(self._states, torch.tensor([1]))
+            self._states = remove_live_seeds(self._states, torch.tensor([1])).states
             evidence.rolled_back[1] = True
         return evidence
 

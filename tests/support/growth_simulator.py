@@ -69,10 +69,11 @@ class GrowthSimulator:
 
     def step(self, actions: Tensor) -> None:
         self.last_action = actions
-        self.states = begin_step(apply(self.states, actions, self.action_space))
+        transition = apply(self.states, actions, self.action_space)
+        self.states = transition.then(begin_step).states
         self.maturity += self.states.alpha.float() * MATURING * (1 - self.maturity)
         self.maturity *= self.states.has_seed
-        self.states = end_step(self.states)
+        self.states = end_step(self.states).states
         self.step_count += 1
         self.accuracies.insert(0, self.accuracy(self.states.has_seed))
 

@@ -46,10 +46,10 @@ def assert_agree(first, second, num_steps, shadow_training=False, atol=1e-9):
         actions = legal_actions(first.states, space, rng)
         losses = []
         for population in (first, second):
-            states = lifecycle.apply(
+            transition = lifecycle.apply(
                 population.states, actions, space, shadow_training=shadow_training
             )
-            population.adopt(lifecycle.begin_step(states))
+            population.adopt(transition.then(lifecycle.begin_step))
             rows = rows_for(population, 3 * step, 3).to(population.task.device)
             losses.append(population.train(rows).cpu())
         torch.testing.assert_close(*losses, **close)

@@ -162,6 +162,24 @@ def blended(x: Tensor, seed: Tensor, alpha: float, style: int) -> Tensor:
             return x + alpha * torch.sigmoid(x) * seed
 
 
+class HostModule(nn.Module):
+    """A host as a plain module; `seeds` act on the activations after each segment."""
+
+    def __init__(self, host: Host):
+        super().__init__()
+        self.segments = nn.ModuleList(segment.module() for segment in host.segments)
+        self.head = host.head.module()
+
+    def forward(
+        self, x: Tensor, seeds: Sequence[Callable[[Tensor], Tensor] | None] | None = None
+    ) -> Tensor:
+        for slot, segment in enumerate(self.segments):
+            x = segment(x)
+            seed = seeds[slot] if seeds is not None else None
+            x = x if seed is None else seed(x)
+        return self.head(x)
+
+
 class PerHost:
     """One growing host: a module, a module per seed, and an optimiser for each of them."""
 
@@ -173,7 +191,7 @@ class PerHost:
         weights: Tensor,
     ):
         self.sites, self.menu, self.make_optimizer = host.sites, menu, make_optimizer
-        self.module = host.module().to(weights.dtype)
+        self.module = HostModule(host).to(weights.dtype)
         vector_to_parameters(weights, self.module.parameters())
         self.optimizer = make_optimizer(self.module.parameters())
         self.slots = [SlotLife() for _ in host.sites]
@@ -184,10 +202,10 @@ class PerHost:
         """One factored action."""
         self.slots[choice["slot"]].act(choice, shadow_training)
         if choice["op"] == LifecycleOp.GERMINATE:
-            self.new_hosts(choice["slot"])
+            self.add_seed(choice["slot"])
         self._drop_removed_seeds()
 
-    def new_hosts(self, slot: int) -> None:
+    def add_seed(self, slot: int) -> None:
         """A module, its last layer zero, and an optimiser for the seed that germinated in a slot."""
         program = self.menu[self.slots[slot].blueprint].program(self.sites[slot])
         seed = program.module().to(next(self.module.parameters()).dtype)

@@ -48,7 +48,7 @@ def grow(
     population, hosts, slots, blueprint=0, style=BlendStyle.ADD, shadow_training=False, ramp=1
 ):
     """New seeds that stand at alpha 1 from the coming step on (ramp 1)."""
-    states = lifecycle.germinate(
+    transition = lifecycle.germinate(
         population.states,
         torch.as_tensor(hosts),
         torch.as_tensor(slots),
@@ -59,7 +59,7 @@ def grow(
         curve=AlphaCurve.LINEAR,
         shadow_training=shadow_training,
     )
-    population.adopt(states)
+    population.adopt(transition)
 
 
 def take_step(population, step=0, count=2):

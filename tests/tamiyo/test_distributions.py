@@ -12,9 +12,9 @@ from esper.leyline import (
     ActionMasks,
     FactoredActionSpace,
     Head,
-    audit_action_space,
     tamiyo_action_space,
 )
+from esper.leyline.factored_actions import audit_action_space
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, choose_actions
 
 SPACES = {
@@ -45,7 +45,7 @@ def random_rows(space, num_rows, generator, *, empty=0.3):
         if head.given:
             part &= torch.rand(num_rows, 1, generator=generator) >= empty
         parts[head.name] = part
-    return space.pack(parts)
+    return torch.cat([parts[name] for name in space.names], dim=-1)
 
 
 def random_masks(space, num_envs, generator):

@@ -232,12 +232,12 @@ def test_what_it_expects_of_a_first_seed(
 
 def is_legal(masks: ActionMasks, actions: Tensor) -> Tensor:
     """Each choice is in its row, or is 0 where the row is empty, `[N, H]`."""
-    rows = masks.action_space.split(masks.applied(actions))
+    rows = [masks.row(h, actions) for h in range(masks.action_space.num_heads)]
     return torch.stack(
         [
             row.gather(-1, actions[:, h : h + 1]).squeeze(-1)
             | (~row.any(dim=-1) & (actions[:, h] == 0))
-            for h, row in enumerate(rows.values())
+            for h, row in enumerate(rows)
         ],
         dim=-1,
     )

@@ -7,9 +7,9 @@ from esper.leyline import (
     ActionMasks,
     FactoredActionSpace,
     Head,
-    audit_action_space,
     tamiyo_action_space,
 )
+from esper.leyline.factored_actions import audit_action_space
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.action_masks import compute_batch_masks

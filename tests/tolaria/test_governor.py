@@ -16,7 +16,7 @@ def grown(num_steps=0, **options):
     governor = Governor(population, GovernorConfig(snapshot_every=2))
     grow(population, [0, 1, 1, 2], [0, 0, 2, 1], blueprint=torch.tensor([2, 2, 5, 7]))
     for step in range(num_steps):
-        assert governor.watch(take_step(population, step)) == ()
+        assert governor.check(take_step(population, step)) == ()
     return population, governor
 
 
@@ -30,7 +30,7 @@ def test_a_host_that_is_not_finite_goes_back_to_its_snapshot_alone(breakage):
         losses[1, 1] = math.inf
     else:
         population.parameter_table.moments[0][1, 5] = math.nan
-    (event,) = governor.watch(losses)
+    (event,) = governor.check(losses)
     assert (event.host, event.breakage, event.steps_lost) == (1, breakage, 1)
     assert population.states.stage[1].tolist() == [
         SeedStage.EMBARGOED,
@@ -56,7 +56,7 @@ def test_a_host_that_runs_away_from_its_history_goes_back():
     usual = take_step(population, 4)
     runaway = usual.clone()
     runaway[:, 2] *= 4
-    (event,) = governor.watch(runaway)
+    (event,) = governor.check(runaway)
     assert (event.host, event.breakage) == (2, Breakage.DIVERGED)
     assert event.loss == pytest.approx(float(runaway[:, 2].mean()))
     assert event.loss > 3 * event.usual_loss
@@ -65,21 +65,21 @@ def test_a_host_that_runs_away_from_its_history_goes_back():
 def test_a_host_that_does_better_than_guessing_has_not_diverged():
     population, governor = grown()
     for step in range(4):
-        assert governor.watch(0.01 + 0 * take_step(population, step)) == ()
+        assert governor.check(0.01 + 0 * take_step(population, step)) == ()
     much_more = 0 * take_step(population, 4) + 0.9 * math.log(5)
-    assert governor.watch(much_more) == ()
+    assert governor.check(much_more) == ()
 
 
 def test_a_history_is_the_hosts_own_and_starts_anew_after_a_rollback():
     population, governor = grown()
     level = torch.tensor([2.0, 20.0, 2.0, 2.0], dtype=torch.float64).expand(2, -1)
     for _ in range(3):
-        assert governor.watch(level) == ()
+        assert governor.check(level) == ()
     broken = level.clone()
     broken[:, 0] = math.nan
-    assert len(governor.watch(broken)) == 1
+    assert len(governor.check(broken)) == 1
     for _ in range(8):  # until its earlier losses are forgotten
-        assert governor.watch(level) == ()
+        assert governor.check(level) == ()
     assert population.states.stage[1, 0] != SeedStage.EMBARGOED
 
 
@@ -87,10 +87,10 @@ def test_a_fossil_survives_a_rollback():
     population, governor = grown(num_steps=2)
     population.adopt(lifecycle.fossilize(population.states, torch.tensor([1]), torch.tensor([0])))
     for step in range(2, 4):
-        governor.watch(take_step(population, step))
+        governor.check(take_step(population, step))
     broken = take_step(population, 4)
     broken[:, 1] = math.nan
-    governor.watch(broken)
+    governor.check(broken)
     assert population.states.stage[1, 0] == SeedStage.FOSSILIZED
     assert population.states.stage[1, 2] == SeedStage.EMBARGOED
 

@@ -8,6 +8,7 @@ import torch
 
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
+from esper.kasmina.lifecycle import Transition
 from esper.leyline.constants import SiteKind
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_batch_masks
@@ -136,7 +137,7 @@ def test_hosts_of_one_name_and_view_live_alike_and_names_change_them():
     host_batch.new_hosts(hosts, torch.tensor([0, 0, 0, 1]), rng_seed=1)
     environment.begin(host_batch.facts(), torch.tensor([0.1, 0.1, 0.2, 0.1]))
     assert environment.observe().rent.tolist() == pytest.approx([0.1, 0.1, 0.2, 0.1])
-    losses = environment.host_batch.train_step(host_batch.states).loss
+    losses = environment.host_batch.train_step(Transition.of(host_batch.states)).loss
     assert losses[0] == losses[2]
     assert len(set(losses.tolist())) == 3
 
@@ -163,7 +164,7 @@ def test_seeds_that_are_sown_are_there_from_birth():
 
 
 def test_too_few_hosts_to_draw_from_is_an_error():
-    with pytest.raises(ValueError, match="3 hosts to draw from, but num_types=4"):
+    with pytest.raises(ValueError, match="3 hosts to choose from, but num_types=4"):
         make_environment(num_types=4)
 
 

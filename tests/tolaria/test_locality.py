@@ -90,7 +90,7 @@ def test_without_positions_or_rows_to_compare_it_is_0():
 
 def test_only_as_many_rows_as_memory_allows_are_looked_at(monkeypatch):
     rows = chain(300, 10, 0.8, channels=2)
-    monkeypatch.setattr(module, "MOST_VALUES", 100 * 20)
+    monkeypatch.setattr(module, "MAX_VALUES", 100 * 20)
     assert locality(rows) == pytest.approx(pair_by_pair(rows[:100]), abs=1e-9)
-    monkeypatch.setattr(module, "MOST_VALUES", 1)
+    monkeypatch.setattr(module, "MAX_VALUES", 1)
     assert locality(rows) == pytest.approx(pair_by_pair(rows[:2]), abs=1e-9)

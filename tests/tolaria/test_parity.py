@@ -9,7 +9,7 @@ import torch
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints.registry import menu_for
 from esper.kasmina.hosts import build_host
-from esper.kasmina.lifecycle import SlotStates
+from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tolaria import optimizers
@@ -51,8 +51,8 @@ class Run:
         states = self.population.states
         space = action_space(self.population)
         self.population.adopt(
-            lifecycle.begin_step(
-                lifecycle.apply(states, actions, space, shadow_training=shadow_training)
+            lifecycle.apply(states, actions, space, shadow_training=shadow_training).then(
+                lifecycle.begin_step
             )
         )
         for host, row in enumerate(actions.tolist()):
@@ -187,7 +187,7 @@ def test_one_step_agrees_in_float32_too(kind):
     grow = torch.zeros(NUM_HOSTS, len(action_space(population)), dtype=torch.int64)
     grow[:, 0] = LifecycleOp.GERMINATE
     run.act(grow, shadow_training=False)
-    single.adopt(population.states)
+    single.adopt(Transition.of(population.states, germinated=population.states.has_seed))
     single.parameter_table.params.copy_(population.parameter_table.params)
     rows = minibatch_indices(0, torch.arange(NUM_HOSTS), range(1), BATCH, NUM_ROWS)
     single.train(rows)
@@ -215,7 +215,7 @@ def test_a_host_does_not_depend_on_the_others():
     for step in range(10):
         actions = legal_actions(population.states, space, rng)
         for hosts, chosen in ((population, actions), (alone, actions[2:3])):
-            hosts.adopt(lifecycle.begin_step(lifecycle.apply(hosts.states, chosen, space)))
+            hosts.adopt(lifecycle.apply(hosts.states, chosen, space).then(lifecycle.begin_step))
             ids = hosts.host_ids
             hosts.train(minibatch_indices(0, ids, range(2 * step, 2 * step + 2), BATCH, NUM_ROWS))
             hosts.adopt(lifecycle.end_step(hosts.states))

@@ -74,7 +74,7 @@ def test_a_refused_birth_leaves_the_population_as_it_was(population):
         grow(population, [0], [0], blueprint=99)
     assert population.states is before
     with pytest.raises(ValueError, match="expected"):
-        population.adopt(lifecycle.SlotStates.dormant(1, 3))
+        population.adopt(lifecycle.Transition.of(lifecycle.SlotStates.dormant(1, 3)))
 
 
 def test_a_slot_sown_again_between_two_calls_gets_a_new_seed(population):
@@ -82,12 +82,13 @@ def test_a_slot_sown_again_between_two_calls_gets_a_new_seed(population):
     population.adopt(lifecycle.begin_step(population.states))
     population.train(rows_for(population))
     population.adopt(lifecycle.end_step(population.states))
-    states = lifecycle.prune(population.states, torch.tensor([0]), torch.tensor([0]))
+    host, slot = torch.tensor([0]), torch.tensor([0])
+    seed = {"blueprint": 1, "style": 0, "ramp_steps": 1, "alpha_target": 1.0, "curve": 0}
+    transition = lifecycle.prune(population.states, host, slot)
     for _ in range(3):
-        states = lifecycle.end_step(states)
-    states = lifecycle.germinate(states, torch.tensor([0]), torch.tensor([0]), blueprint=1, style=0,
-                                 ramp_steps=1, alpha_target=1.0, curve=0)  # fmt: skip
-    population.adopt(states)
+        transition = transition.then(lifecycle.end_step)
+    transition = transition.then(lambda s: lifecycle.germinate(s, host, slot, **seed))
+    population.adopt(transition)
     assert population.parameter_table.steps[0, 1] == 0
     columns = population.parameter_table.layout.seed_columns(0)
     assert all(not moment[0, columns].any() for moment in population.parameter_table.moments)
@@ -132,9 +133,9 @@ def test_subclasses_are_not_taken_for_what_they_come_from():
     assert not has_kernels(replace(program, layers=(OwnConv(4),)))
 
 
-def test_a_step_without_minibatches_rolls_nobody_back(population):
-    with pytest.raises(ValueError, match="nothing to watch"):
-        Governor(population).watch(torch.zeros(0, 3))
+def test_a_step_without_minibatches_is_an_error(population):
+    with pytest.raises(ValueError, match="losses is empty"):
+        Governor(population).check(torch.zeros(0, 3))
 
 
 def test_fresh_rows_that_are_the_training_rows_are_refused(tmp_path):

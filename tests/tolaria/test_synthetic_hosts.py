@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from esper.kasmina.lifecycle import Transition
 from esper.tolaria.synthetic_hosts import (
     BLUEPRINT_PARAMS,
     FOUR_TYPES,
@@ -62,8 +63,8 @@ def test_with_one_type_there_is_nothing_to_know():
 def test_noise_has_the_deviation_asked_for_and_differs_between_siblings_and_steps():
     host_batch = planted(4000, FOUR_TYPES, siblings=4, noise=0.02)
     measured = [
-        host_batch.train_step(host_batch.states).accuracy,
-        host_batch.train_step(host_batch.states).accuracy,
+        host_batch.train_step(Transition.of(host_batch.states)).accuracy,
+        host_batch.train_step(Transition.of(host_batch.states)).accuracy,
     ]
     for accuracy in (*measured, host_batch.committed_accuracy()):
         noise = accuracy - HOST_ACCURACY
@@ -79,7 +80,8 @@ def test_without_noise_accuracies_are_exact_and_no_random_number_is_drawn():
     host_batch = SyntheticHosts(8, FOUR_TYPES)
     host_batch.reset(generator)
     assert torch.equal(
-        host_batch.train_step(host_batch.states).accuracy, torch.full((8,), HOST_ACCURACY)
+        host_batch.train_step(Transition.of(host_batch.states)).accuracy,
+        torch.full((8,), HOST_ACCURACY),
     )
     assert torch.equal(generator.get_state(), before)
 

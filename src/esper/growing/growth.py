@@ -40,7 +40,7 @@ from esper.growing.network import GrowingNetwork
 from esper.growing.plain import plain_model
 from esper.growing.preparation import prepare_model
 from esper.growing.recorder import Recorder, new_ledger
-from esper.growing.reporting import Evidence, Reporter
+from esper.growing.reporting import Reporter, add_measured_seeds
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.seed_gradients import SeedGradients
 from esper.growing.seed_groups import AnyScheduler
@@ -54,8 +54,8 @@ from esper.growing.validation import (
 )
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
-from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.action_masks import compute_batch_masks
+from esper.tolaria.reports import History
 
 DEFAULT_RENT = 0.02  # low: the budget is the limit, rent only keeps out seeds that gain nothing
 
@@ -148,7 +148,8 @@ class Growth:
             rent=rent,
             max_germinations=max_germinations,
         )
-        self._evidence = Evidence(len(prepared.sites))
+        num_heads = self._reporter.action_space.num_heads
+        self._history = History(1, len(prepared.sites), num_heads)
         ledger = new_ledger(
             model,
             prepared,
@@ -229,7 +230,7 @@ class Growth:
         assert best is not None
         self._safe_points.restore(best)
         self.is_closed = True
-        self._recorder.closed(self.step, best.step, self._evidence)
+        self._recorder.closed(self.step, best.step, self._history)
         self.ledger.conclude(after=replace(self.ledger.before, params=self.params, macs=self.macs))
 
     # ---- the state of the run
@@ -318,7 +319,7 @@ class Growth:
             "settings": checkpoint.group_settings(self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "safe_points": self._safe_points.to_dict(),
-            "evidence": self._evidence.to_dict(),
+            "history": self._history.to_dict(),
             "counts": (self.step, self.optimizer_steps, self.is_closed),
             "train_losses": self._train_losses,
             "gradient_norms": self._gradients.norms,
@@ -348,7 +349,7 @@ class Growth:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
         self._safe_points.load(saved["safe_points"])
-        self._evidence = Evidence.from_dict(saved["evidence"])
+        self._history = History.from_dict(saved["history"])
         self.step, self.optimizer_steps, self.is_closed = saved["counts"]
         self._train_losses, self._gradients.norms = saved["train_losses"], saved["gradient_norms"]
         self._recorder.ledger = Ledger.from_json(saved["ledger"])
@@ -383,14 +384,14 @@ class Growth:
             self._record_fates()
         broken = self._safe_points.why_broken(measured, has_grown=bool(self.ledger.seeds))
         # measurements of a broken network say nothing about its seeds
-        self._evidence.note_gradients({} if broken else self._gradients.norms)
-        self._evidence.take_in({} if broken else measured.contributions)
+        contributions = {} if broken else measured.contributions
+        add_measured_seeds(self._history, contributions, {} if broken else self._gradients.norms)
         self._gradients.norms = {}
         self._record_step(measured)
         if broken:
             return self._roll_back(broken)
-        self._evidence.metrics.appendleft(measured.metric)
-        self._evidence.loss = measured.loss_or_guess
+        metric, loss = torch.tensor([[measured.metric], [measured.loss_or_guess]])
+        self._history.add_validation(metric, loss)
         self._safe_points.update(self.step, measured)
         return self._safe_points.last
 
@@ -405,7 +406,7 @@ class Growth:
                 train_loss=float(torch.stack(losses).mean()) if losses else None,
                 validation_loss=measured.loss,
                 optimizer_steps=self.optimizer_steps,
-                seeds=self._recorder.seed_states(self._evidence),
+                seeds=self._recorder.seed_states(self._history),
             )
         )
         if not self._has_warned_of_metric:
@@ -415,13 +416,13 @@ class Growth:
         """Restore a safe point; returns None if one of its seeds was pruned since."""
         point = self._safe_points.recover()
         self._recorder.rolled_back(self.step, point.step, reason)
-        self._evidence.metrics.appendleft(point.metric)
-        self._evidence.forget(~self._network.states.has_seed[0])
+        self._history.add_validation(torch.tensor([point.metric]))
+        self._history.forget(~self._network.states.has_seed)
         return point if self._safe_points.has_all_seeds(point) else None
 
     def _apply_decision(self) -> DecisionRecord:
         steps_left = self.decisions - 1 - self.step
-        reports = self._reporter.observe(self.step, steps_left, self._evidence)
+        reports = self._reporter.observe(self.step, steps_left, self._history)
         action_space = self._reporter.action_space
         masks = compute_batch_masks(reports, action_space)
         actions = self.controller.decide(reports, masks)
@@ -429,10 +430,9 @@ class Growth:
         reason = reason_of(self.controller, reports, masks, actions)
         record = self._recorder.decision(self.step, actions[0], masks, reason)
         states = self._network.states
-        states = apply(states, actions, action_space, shadow_training=self.shadow_training)
-        self._network.adopt(begin_step(states))
-        self._evidence.germinations += record.op == LifecycleOp.GERMINATE.name
-        self._evidence.last_action = actions[0]
+        transition = apply(states, actions, action_space, shadow_training=self.shadow_training)
+        self._network.adopt(transition.then(begin_step))
+        self._history.add_action(actions)
         self._record_fates()
         self._network.forget_calls()
         self.step += 1
@@ -442,12 +442,12 @@ class Growth:
 
     def _record_fates(self) -> None:
         """Record seeds that were pruned or committed, and drop measurements of removed ones."""
-        self._recorder.fates(self.step, self._evidence)
-        self._evidence.forget(~self._network.states.has_seed[0])
+        self._recorder.fates(self.step, self._history)
+        self._history.forget(~self._network.states.has_seed)
 
     def _check_shadow(self) -> None:
         has_shadowed, self._has_shadowed = self._has_shadowed, False
-        if self.shadow_training and not has_shadowed and self._network.behind:
+        if self.shadow_training and not has_shadowed and self._network.in_shadow:
             raise ValueError(
                 "shadow_training=True, but shadow_loss was not called in the last step, so the new "
                 "seed did not train; call growth.shadow_loss(lambda: loss of the batch) before "

@@ -1,6 +1,6 @@
-"""A user's model with its slots and its optimiser: what happens to them when slots change.
+"""A user's model with its slots and its optimiser.
 
-`adopt` carries out what the lifecycle decided; `capture` and `restore` keep a whole state of
+`adopt` carries out a transition of the lifecycle. `capture` and `restore` copy the whole state of
 network and optimiser, for a rollback or a checkpoint.
 """
 
@@ -18,21 +18,26 @@ from esper.growing.seed_groups import AnyScheduler, SeedGroups
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
-from esper.kasmina.lifecycle import NO_BLUEPRINT, SlotStates
+from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
 
-_STATISTICS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # what they are kept in
+_STATISTICS = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # dtypes of running statistics
 
 
 @dataclass(frozen=True, eq=False)
 class NetworkState:
-    """Weights, seeds and optimiser state as they were; copies, nothing is shared."""
+    """A copy of weights, seeds and optimiser state."""
 
-    weights: dict[str, Tensor]  # the model's; by name, since a state_dict may leave some out
+    weights: dict[str, Tensor]  # of the model by name; a state_dict may leave some out
     buffers: dict[str, Tensor]
     extras: dict[str, Any]  # the extra states of its modules
-    others: dict[str, Tensor]  # weights that the optimiser trains beside the model's
+    others: dict[str, Tensor]  # weights that the optimiser trains outside the model
     seeds: dict[int, dict[str, Tensor]]  # by slot
     moments: dict[str, dict[str, Any]]  # the optimiser's state by parameter name
     slots: SlotStates  # one host
@@ -56,15 +61,15 @@ class GrowingNetwork:
         self.menu = tuple(menu)
         self.slots = tuple(Slot(site, model.get_submodule(site.name)) for site in sites)
         self.states = SlotStates.dormant(1, len(self.slots))
-        self.behind: list[int] = []  # slots whose seeds train behind the host
-        self.generator = generator  # of the seeds' weights at birth
+        self.in_shadow: list[int] = []  # slots whose seeds are in shadow training
+        self.generator = generator  # of the seeds' initial weights
         self._sound = finite_buffers(model)
         self._groups = SeedGroups(optimizer, scheduler)
         self._owners = [
             self._groups.owner(model.get_submodule(site.weights).parameters()) for site in sites
         ]
         own = {id(parameter) for parameter in model.parameters()}
-        self._others = {  # such as a loss with weights of its own
+        self._others = {  # such as a loss with weights
             f"other.{number}.{index}": parameter
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
@@ -76,23 +81,22 @@ class GrowingNetwork:
             "weights outside the model": {n: tuple(p.shape) for n, p in self._others.items()},
         }
 
-    def adopt(self, states: SlotStates) -> None:
-        """Take in the states of the slots: seeds are born and removed, alphas move."""
-        self.states = states
-        self.behind = (states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
+    def adopt(self, transition: Transition) -> None:
+        """Carry out a transition from `self.states`: add and remove seeds, set alphas."""
+        self.states = states = transition.states
+        self.in_shadow = (states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
         for index, slot in enumerate(self.slots):
-            blueprint = int(states.blueprint[0, index])
+            if transition.removed[0, index]:
+                self._remove_seed(slot)
+            if transition.germinated[0, index]:
+                self._add_seed(index)
             stage = SeedStage(int(states.stage[0, index]))
-            if blueprint == NO_BLUEPRINT and slot.seed is not None:
-                self._remove(slot)
-            elif blueprint != NO_BLUEPRINT and slot.seed is None:
-                self._plant(index, blueprint)
-            # a seed behind its host is felt in the shadow pass alone
+            # a seed in shadow training is active in the shadow pass only
             slot.alpha = 0.0 if stage == SeedStage.TRAINING else float(states.alpha[0, index])
             slot.is_committed = stage == SeedStage.FOSSILIZED
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's weights and those of every seed in it."""
+        """The weights of the model and of every seed in it."""
         yield from self.named_parameters().values()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -110,58 +114,58 @@ class GrowingNetwork:
 
     @property
     def learning(self) -> list[nn.Module]:
-        """The seeds that a step should move."""
-        return [self.seed(index) for index in (*self.felt, *self.behind)]
+        """The seeds that a step should train."""
+        return [self.seed(index) for index in (*self.active, *self.in_shadow)]
 
     @property
     def called(self) -> list[nn.Module]:
-        """Those of them that the last step has reached: a model may skip modules at random."""
-        felt = [index for index in self.felt if self.slots[index].calls > 0]
-        return [self.seed(index) for index in (*felt, *self.behind)]
+        """The seeds that the last step called: a model may skip modules at random."""
+        called = [index for index in self.active if self.slots[index].calls > 0]
+        return [self.seed(index) for index in (*called, *self.in_shadow)]
 
     def forget_calls(self) -> None:
-        """Those of validation, which are no step."""
+        """Reset the counts of calls, after a validation pass."""
         for slot in self.slots:
             slot.calls = 0
 
     @contextmanager
     def without(self, slots: Collection[int]) -> Iterator[None]:
-        """The network with some slots switched off."""
+        """Switch some slots off inside the block."""
         with ExitStack() as stack:
             for index in slots:
-                stack.enter_context(self.slots[index].at(0.0))
+                stack.enter_context(self.slots[index].with_alpha(0.0))
             yield
 
     @property
-    def felt(self) -> list[int]:
+    def active(self) -> list[int]:
         """Slots whose seeds change the output."""
         return [index for index, slot in enumerate(self.slots) if slot.alpha != 0.0]
 
     @property
     def uncommitted(self) -> list[int]:
         """Slots whose seeds change the output and are not committed."""
-        return [index for index in self.felt if not self.slots[index].is_committed]
+        return [index for index in self.active if not self.slots[index].is_committed]
 
     def is_finite(self) -> bool:
         return are_finite(self.model, self._trained().values(), self._sound)
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
-        """Gradients for the seeds behind the host, from a second pass that no one else notices."""
-        if not self.behind:
+        """Compute gradients of the seeds in shadow training, by a pass without other effects."""
+        if not self.in_shadow:
             return
-        weights = [p for index in self.behind for p in self.seed(index).parameters()]
+        weights = [p for index in self.in_shadow for p in self.seed(index).parameters()]
         with ExitStack() as stack:
-            stack.enter_context(_undisturbed(self.model))
-            for index in self.behind:
+            stack.enter_context(_restored_after(self.model))
+            for index in self.in_shadow:
                 target = float(self.states.alpha_target[0, index])
-                stack.enter_context(self.slots[index].at(target))
+                stack.enter_context(self.slots[index].with_alpha(target))
             gradients = torch.autograd.grad(compute_loss(), weights, allow_unused=True)
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     def capture(self, *, committed_only: bool = False) -> NetworkState:
-        """Copies of all that is there; or without the seeds that are not committed."""
+        """A copy of the state; with `committed_only`, without the uncommitted seeds."""
         state = self.optimizer.state
         return NetworkState(
             weights={name: p.detach().clone() for name, p in self.model.named_parameters()},
@@ -180,7 +184,7 @@ class GrowingNetwork:
         )
 
     def restore(self, state: NetworkState) -> None:
-        """Everything as it was captured, optimiser included; its settings (rates) stay as now."""
+        """Restore a captured state, optimiser included; its settings (rates) stay as they are."""
         with torch.no_grad():
             for name, value in state.weights.items():
                 self.model.get_parameter(name).copy_(value)
@@ -190,7 +194,9 @@ class GrowingNetwork:
                 self._others[name].copy_(value)
         for name, extra in state.extras.items():
             self.model.get_submodule(name).set_extra_state(copy.deepcopy(extra))
-        self.adopt(state.slots)
+        wanted = state.slots.has_seed
+        present = torch.tensor([[slot.seed is not None for slot in self.slots]])
+        self.adopt(Transition(state.slots, wanted & ~present, present & ~wanted))
         for index, weights in state.seeds.items():
             self.seed(index).load_state_dict(weights)
         for name, parameter in self._trained().items():
@@ -198,31 +204,31 @@ class GrowingNetwork:
             if name in state.moments:
                 moments = copy.deepcopy(state.moments[name])
                 self.optimizer.state[parameter] = {
-                    key: _beside(parameter, value) for key, value in moments.items()
+                    key: _on_device_of(parameter, value) for key, value in moments.items()
                 }
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """All that the optimiser may hold."""
+        """All weights that the optimiser may hold."""
         return self.named_parameters() | self._others
 
-    def _plant(self, index: int, blueprint: int) -> None:
+    def _add_seed(self, index: int) -> None:
         slot = self.slots[index]
-        program = self.menu[blueprint].program(slot.site.seed_site)
-        seed = new_seed(program, slot.site, self.generator)
-        slot.new_hosts(seed, BlendStyle(int(self.states.style[0, index])))
+        blueprint = self.menu[int(self.states.blueprint[0, index])]
+        seed = new_seed(blueprint.program(slot.site.seed_site), slot.site, self.generator)
+        slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
         self._groups.join(self._owners[index], named)
 
-    def _remove(self, slot: Slot) -> None:
+    def _remove_seed(self, slot: Slot) -> None:
         assert slot.seed is not None
         self._groups.leave(slot.seed.parameters())
         slot.clear()
 
 
 def finite_buffers(model: nn.Module) -> dict[str, torch.Size]:
-    """Names and sizes of the buffers that are finite now, as the statistics of a norm are.
+    """Names and sizes of the buffers that are finite now, such as the statistics of a norm.
 
-    Others, such as a mask of -inf or a place that waits for its value, say nothing of health.
+    Other buffers, such as a mask of -inf or an unset value, are not checked later.
     """
     return {
         name: buffer.shape
@@ -233,14 +239,14 @@ def finite_buffers(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def are_finite(model: nn.Module, weights: Iterable[Tensor], sound: dict[str, torch.Size]) -> bool:
-    """Whether weights are finite, and buffers that were so, unless their size has changed."""
+    """Whether weights are finite, and `sound` buffers whose size has not changed."""
     buffers = [b for name, b in model.named_buffers() if b.shape == sound.get(name)]
     flags = [tensor.detach().isfinite().all() for tensor in (*weights, *buffers)]
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:
-    """Copies of what modules have to keep beside tensors, by name."""
+    """Copies of the modules' extra states, by name."""
     return {
         name: copy.deepcopy(module.get_extra_state())
         for name, module in model.named_modules()
@@ -249,9 +255,9 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
-    """A buffer as it was; one that has another size now, such as a cache, is replaced.
+    """Set a buffer in place; replace it if its size has changed (a cache) or it is expanded.
 
-    So is an expanded one: torch does not write to numbers that stand in several places.
+    torch does not write to expanded tensors.
     """
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
@@ -270,16 +276,16 @@ def _is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
-def _beside(parameter: nn.Parameter, value: Any) -> Any:
-    """Optimiser state on its weight's device; a count may stay on the CPU, where they are kept."""
+def _on_device_of(parameter: nn.Parameter, value: Any) -> Any:
+    """Optimiser state on its weight's device; a step count on the CPU stays there."""
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cuda):
         return value.to(parameter.device)
     return value
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Running statistics and randomness are afterwards as they were."""
+def _restored_after(model: nn.Module) -> Iterator[None]:
+    """Restore running statistics and random state after the block."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with untouched_randomness(model):
         try:

@@ -57,7 +57,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
     copies = without_graphs(model)  # also replaces sites in lists and dicts of the model
     with ExitStack() as stack:
         for slot in slots:
-            stack.enter_context(slot.at(0.0))
+            stack.enter_context(slot.with_alpha(0.0))
         for slot, alpha in committed:
             assert slot.seed is not None
             site = copy.deepcopy(slot.module, copies)
@@ -88,7 +88,7 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
     try:
         for slot in slots:
             # multiplicative, so that a norm after it does not cancel it
-            slot.new_hosts(Seed(nn.Sequential(nn.Identity()), per_token=False), BlendStyle.MULTIPLY)
+            slot.add_seed(Seed(nn.Sequential(nn.Identity()), per_token=False), BlendStyle.MULTIPLY)
             slot.alpha, slot.is_committed = 1.0, True
         with eval_mode(model):
             expected = forward(model, example)

@@ -8,7 +8,7 @@ from torch import nn
 from esper.growing.budget import Budget, SeedCost
 from esper.growing.plain import check_plain
 from esper.growing.sites import ModelSite, SiteTrace, count_macs, count_params, trace_sites
-from esper.growing.slots import hand_on_whole_tensors
+from esper.growing.slots import disable_nested_tensors
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 
 
@@ -32,7 +32,7 @@ def prepare_model(
     """Find the sites and seeds for a run; raises if nothing can grow within the budget."""
     trace = trace_sites(model, *examples)
     chosen = trace.choose(sites, exclude)
-    hand_on_whole_tensors(model, chosen)
+    disable_nested_tensors(model, chosen)
     check_plain(model, chosen, examples[0])
     params, macs = count_params(model), count_macs(model, examples[0])
     budget.check(params, macs)

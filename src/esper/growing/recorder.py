@@ -21,7 +21,6 @@ from esper.growing.ledger import (
 )
 from esper.growing.network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
-from esper.growing.reporting import Evidence
 from esper.leyline.constants import (
     ALPHA_SPEED_STEPS,
     ALPHA_TARGETS,
@@ -31,6 +30,7 @@ from esper.leyline.constants import (
 )
 from esper.leyline.factored_actions import OP_HEADS, ActionMasks
 from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.tolaria.reports import History
 
 
 class Recorder:
@@ -41,9 +41,9 @@ class Recorder:
         self.seed_ids: dict[int, str] = {}  # by slot
         self._network = network
 
-    def seed_states(self, evidence: Evidence) -> tuple[SeedState, ...]:
+    def seed_states(self, history: History) -> tuple[SeedState, ...]:
         """The seeds in the network, in the order of their slots."""
-        return tuple(self._seed_state(slot, evidence) for slot in sorted(self.seed_ids))
+        return tuple(self._seed_state(slot, history) for slot in sorted(self.seed_ids))
 
     def decision(
         self, step: int, action: Tensor, masks: ActionMasks, reason: str
@@ -67,12 +67,12 @@ class Recorder:
         self.ledger.record_decision(record)
         return record
 
-    def fates(self, step: int, evidence: Evidence) -> None:
+    def fates(self, step: int, history: History) -> None:
         """Seeds that the controller pruned or committed since the last call."""
         for slot in self._emptied():
-            self._end(slot, step, "pruned", self._reason(LifecycleOp.PRUNE, slot, evidence))
+            self._end(slot, step, "pruned", self._reason(LifecycleOp.PRUNE, slot, history))
         for slot in self._newly_committed():
-            reason = self._reason(LifecycleOp.FOSSILIZE, slot, evidence)
+            reason = self._reason(LifecycleOp.FOSSILIZE, slot, history)
             self._record_fate(slot, step, "kept", reason)
 
     def committed_at_close(self, step: int, reason: str) -> None:
@@ -85,11 +85,11 @@ class Recorder:
             self._end(slot, step, "rolled_back", reason)
         self.ledger.record_rollback(RollbackRecord(step=step, to_step=to_step, reason=reason))
 
-    def closed(self, step: int, best_step: int, evidence: Evidence) -> None:
+    def closed(self, step: int, best_step: int, history: History) -> None:
         """Seeds that are not in the final network."""
         for slot in self._emptied():
             if self.ledger.fate_of(self.seed_ids[slot]) is None:
-                reason = f"the controller did not commit it; {self._worth(slot, evidence)}"
+                reason = f"the controller did not commit it; {self._worth(slot, history)}"
                 self._end(slot, step, "uncommitted", reason)
             else:
                 reason = f"the best network was the one at step {best_step}, without it"
@@ -128,15 +128,17 @@ class Recorder:
         self.ledger.record_seed(record)
         return record
 
-    def _seed_state(self, slot: int, evidence: Evidence) -> SeedState:
+    def _seed_state(self, slot: int, history: History) -> SeedState:
         states = self._network.states
-        is_new = bool(evidence.contribution_known[slot] & (evidence.contribution_age[slot] == 0))
+        is_new = bool(
+            history.contribution_known[0, slot] & (history.contribution_age[0, slot] == 0)
+        )
         return SeedState(
             seed=self.seed_ids[slot],
             stage=SeedStage(int(states.stage[0, slot])).name,
             alpha=float(states.alpha[0, slot]),
-            contribution=float(evidence.contribution[slot]) if is_new else None,
-            contribution_error=float(evidence.contribution_error[slot]) if is_new else None,
+            contribution=float(history.contribution[0, slot]) if is_new else None,
+            contribution_error=float(history.contribution_error[0, slot]) if is_new else None,
         )
 
     def _details(self, op: LifecycleOp, choices: dict[str, int]) -> dict[str, str | int | float]:
@@ -158,7 +160,7 @@ class Recorder:
             if bool(masks["op"][0, op])
         }
 
-    def _reason(self, op: LifecycleOp, slot: int, evidence: Evidence) -> str:
+    def _reason(self, op: LifecycleOp, slot: int, history: History) -> str:
         """The controller's reason when it last applied `op` to the seed in a slot.
 
         If it gave none, what was known of the seed.
@@ -168,14 +170,17 @@ class Recorder:
             for decision in self.ledger.decisions
             if decision.seed == self.seed_ids[slot] and decision.op == op.name
         ]
-        return (reasons and reasons[-1]) or f"{NO_REASON}; {self._worth(slot, evidence)}"
+        return (reasons and reasons[-1]) or f"{NO_REASON}; {self._worth(slot, history)}"
 
-    def _worth(self, slot: int, evidence: Evidence) -> str:
+    def _worth(self, slot: int, history: History) -> str:
         """The last measured contribution of a seed, in words."""
-        if not bool(evidence.contribution_known[slot]):
+        if not bool(history.contribution_known[0, slot]):
             return "never measured"
-        gain, error = float(evidence.contribution[slot]), float(evidence.contribution_error[slot])
-        age = int(evidence.contribution_age[slot])
+        gain, error = (
+            float(history.contribution[0, slot]),
+            float(history.contribution_error[0, slot]),
+        )
+        age = int(history.contribution_age[0, slot])
         when = "now" if age == 0 else f"{age} steps ago"
         return f"worth {self.ledger.show_gain(gain, error)}, measured {when}"
 

@@ -35,7 +35,7 @@ from esper.growing.metrics import Metric, default_metric
 from esper.growing.network import are_finite, finite_buffers
 from esper.growing.progress import Report, progress_bar
 from esper.growing.randomness import untouched_randomness
-from esper.growing.slots import hand_on_whole_tensors
+from esper.growing.slots import disable_nested_tensors
 from esper.growing.validation import (
     bounded,
     check_loader,
@@ -142,7 +142,7 @@ def grow(
             rng_seed=rng_seed,
             metric=metric_name,
         )
-        hand_on_whole_tensors(twin.model, growth.sites)  # as in the growing model
+        disable_nested_tensors(twin.model, growth.sites)  # as in the growing model
         with progress_bar(steps, growth.describe(), enabled=progress) as report:
             _train(growth, twin, task, chain([first], batches), steps, report, should_stop)
         return _conclude(growth, twin, task)

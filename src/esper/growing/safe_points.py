@@ -20,7 +20,7 @@ import torch
 from esper.growing.checkpoint import network_from_dict, network_to_dict
 from esper.growing.network import GrowingNetwork, NetworkState
 from esper.growing.validation import Measurement
-from esper.kasmina.lifecycle import SlotStates, remove_live_seeds
+from esper.kasmina.lifecycle import SlotStates, Transition, remove_live_seeds
 from esper.leyline.stages import SeedStage
 
 COLLAPSE = 0.5  # a network is broken below this share of a safe point's metric
@@ -121,7 +121,7 @@ class SafePoints:
         self.restore(point)
         stage = self._network.states.stage.clone()
         stage[0, self._network.uncommitted] = SeedStage.FOSSILIZED
-        self._network.adopt(replace(self._network.states, stage=stage))
+        self._network.adopt(Transition.of(replace(self._network.states, stage=stage)))
         self.best = self._point(point.step, point.metric, committed_only=True)
         return True
 
@@ -166,7 +166,8 @@ def _merged_slots(seeds: list[int], *, then: SlotStates, now: SlotStates) -> Slo
     stays[0, seeds] = True
     is_committed = now.stage == SeedStage.FOSSILIZED
     revoked = torch.where(is_committed & ~stays, SeedStage.HOLDING, now.stage)
-    removed = remove_live_seeds(replace(now, stage=revoked), torch.zeros(1, dtype=torch.int64))
+    one_host = torch.zeros(1, dtype=torch.int64)
+    removed = remove_live_seeds(replace(now, stage=revoked), one_host).states
     then = replace(then, stage=torch.where(is_committed, SeedStage.FOSSILIZED, then.stage))
     return SlotStates(
         **{

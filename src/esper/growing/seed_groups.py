@@ -1,8 +1,8 @@
-"""Where new weights join a user's optimiser: beside each of its groups, an empty one like it.
+"""Parameter groups for new weights: for each group of a user's optimiser, an empty copy.
 
-The groups exist from the start, so that their number never changes under a scheduler, and a
-schedule moves the new weights' settings as it moves those of the weights they grow on. A
-scheduler that was made before growth is taught about them once.
+The groups exist from the start, so their number never changes under a scheduler, and a schedule
+changes the settings of new weights like those of the weights that they grow on. A scheduler that
+was made before growth is extended once.
 """
 
 import copy
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 AnyScheduler = LRScheduler | ReduceLROnPlateau
 
-# what torch's schedulers keep per parameter group, outside the groups themselves
+# per-group lists of torch's schedulers
 _PER_GROUP = (
     "base_lrs",
     "_last_lr",
@@ -32,12 +32,14 @@ class SeedGroups:
     def __init__(self, optimizer: optim.Optimizer, scheduler: AnyScheduler | None = None):
         _check_optimizer(optimizer)
         self._optimizer = optimizer
-        self.num_own = len(optimizer.param_groups)  # the user's; the others follow in their order
+        self.num_own = len(
+            optimizer.param_groups
+        )  # the user's groups; their copies follow in the same order
         driven = any("initial_lr" in group for group in optimizer.param_groups)
         if driven and scheduler is None:
             raise ValueError(
-                "a learning-rate scheduler drives this optimizer: pass it as scheduler=..., so "
-                "that new weights follow it too, or make it after Growth"
+                "this optimizer has a learning-rate scheduler: pass it as scheduler=..., so that new "
+                "weights follow it too, or create it after Growth"
             )
         for group in list(optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
@@ -45,10 +47,10 @@ class SeedGroups:
                 settings["param_names"] = []
             optimizer.add_param_group({**copy.deepcopy(settings), "params": []})
         if scheduler is not None:
-            _teach(scheduler, self.num_own)
+            _extend(scheduler, self.num_own)
 
     def owner(self, weights: Iterable[nn.Parameter]) -> int:
-        """The user's group with the first of these weights that is trained; else the first one."""
+        """The user's group of the first of these weights that is trained, or group 0."""
         groups = self._optimizer.param_groups[: self.num_own]
         index = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         return next((index[id(p)] for p in weights if id(p) in index), 0)
@@ -61,7 +63,7 @@ class SeedGroups:
                 group["param_names"].append(name)
 
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes weights out, with their state; nothing else changes."""
+        """Remove weights with their optimiser state."""
         gone = {id(parameter) for parameter in parameters}
         for group in self._optimizer.param_groups[self.num_own :]:
             stays = [id(parameter) not in gone for parameter in group["params"]]
@@ -74,24 +76,24 @@ class SeedGroups:
 
 
 def _check_optimizer(optimizer: optim.Optimizer) -> None:
-    # both look at their weights only once, when they are made
+    # both read their weights only at construction
     if isinstance(optimizer, optim.Adagrad | optim.LBFGS):
         raise ValueError(
-            f"{type(optimizer).__name__} takes in no new weights once it is made; use another "
+            f"{type(optimizer).__name__} does not support adding weights later; use another "
             "optimizer, such as AdamW or SGD"
         )
     if isinstance(optimizer, optim.Muon):
         raise ValueError(
-            "Muon trains matrices only, and seeds have biases too; use another optimizer, such as "
+            "Muon trains matrices only, but seeds also have biases; use another optimizer, such as "
             "AdamW or SGD"
         )
 
 
-def _teach(scheduler: Any, num_groups: int) -> None:
-    """Every list that a scheduler keeps per group once more, for the groups added after them."""
+def _extend(scheduler: Any, num_groups: int) -> None:
+    """Repeat every per-group list of a scheduler for the groups that were added."""
     kept = vars(scheduler)
-    for part in kept.get("_schedulers", ()):  # of a sequence or a chain
-        _teach(part, num_groups)
+    for part in kept.get("_schedulers", ()):  # of SequentialLR or ChainedScheduler
+        _extend(part, num_groups)
     for name in _PER_GROUP:
         values = kept.get(name)
         if isinstance(values, Sequence) and len(values) == num_groups:

@@ -1,7 +1,7 @@
-"""How a seed sits in a user's model: a forward hook on the site, and nothing in the module tree.
+"""Seeds in a user's model: a forward hook on the site, and nothing in the module tree.
 
-The model's classes, names and state_dict stay as they are. While a slot is empty, or its seed has
-alpha 0, there is no hook either: the model is the user's own and costs what it always did.
+The model's classes, names and state_dict do not change. While a slot is empty, or its seed has
+alpha 0, there is no hook either, so the model is unchanged and costs nothing extra.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,16 +17,16 @@ from esper.kasmina.blending import gate
 from esper.kasmina.programs import Program
 from esper.leyline.constants import BlendStyle, SiteKind
 
-# a module that is skipped at random (LayerDrop, stochastic depth) was called once by then
-PATIENCE = 16  # steps
+# a module that is skipped at random (LayerDrop, stochastic depth) is called within this many steps
+PATIENCE = 16
 
 
 class Seed(nn.Module):
-    """A blueprint's layers at a site, for one network; they keep the shape of what they see.
+    """A blueprint's layers at a site, for one network; the output has the shape of the input.
 
-    At a TOKENS site, where the channels come last, every token is a vector of its own: the seed
-    works for any number of tokens, and sees no later token than the one it writes. It works in
-    the dtype of its weights, or in that of the autocast around it.
+    At a TOKENS site, where the channels come last, every token is a separate vector: the seed
+    takes any number of tokens and sees no later token. It computes in the dtype of its weights, or
+    in that of autocast.
     """
 
     def __init__(self, layers: nn.Sequential, per_token: bool):
@@ -43,14 +43,14 @@ class Seed(nn.Module):
 
 
 def new_seed(program: Program, site: ModelSite, generator: torch.Generator) -> Seed:
-    """A seed with the weights of its birth: its last layer is zero.
+    """A seed with initial weights; its last layer is zero.
 
-    The weights come from `generator` alone: the user's own randomness does not notice.
+    Only `generator` is used: torch's global random state does not change.
     """
     with torch.device("meta"):
         layers = program.module()
     layers = layers.to_empty(device="cpu")
-    centre, spread = program.birth()
+    centre, spread = program.init()
     uniform = torch.rand(len(centre), dtype=torch.float64, generator=generator)
     nn.utils.vector_to_parameters(centre + spread * (2 * uniform - 1), layers.parameters())
     seed = Seed(layers, per_token=site.kind == SiteKind.TOKENS)
@@ -58,7 +58,7 @@ def new_seed(program: Program, site: ModelSite, generator: torch.Generator) -> S
 
 
 def blend_one(x: Tensor, seed: Tensor, alpha: float, style: BlendStyle) -> Tensor:
-    """`kasmina.blending.blend` for a single network: only the style that is needed is computed."""
+    """`kasmina.blending.blend` for a single network and style."""
     seed = seed.to(x.dtype)
     if style == BlendStyle.MULTIPLY:
         return torch.addcmul(x, x, torch.tanh(seed), value=alpha)
@@ -67,10 +67,10 @@ def blend_one(x: Tensor, seed: Tensor, alpha: float, style: BlendStyle) -> Tenso
     return torch.add(x, seed, alpha=alpha)
 
 
-def hand_on_whole_tensors(model: nn.Module, sites: Iterable[ModelSite]) -> None:
-    """Torch's encoders with a site inside do without nested tensors, for good.
+def disable_nested_tensors(model: nn.Module, sites: Iterable[ModelSite]) -> None:
+    """Turn nested tensors off in every `nn.TransformerEncoder` that contains a site.
 
-    In evaluation they would give them to their layers, where only torch's own may compute.
+    In evaluation it would pass them to its layers, and seeds do not support them.
     """
     names = [site.name for site in sites]
     for path, module in model.named_modules():
@@ -80,7 +80,7 @@ def hand_on_whole_tensors(model: nn.Module, sites: Iterable[ModelSite]) -> None:
 
 
 def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A module's output with its tensor changed: the first of a tuple, which keeps its class."""
+    """A module's output with `change` applied to its tensor: the first element if it is a tuple."""
     if not isinstance(output, tuple):
         return change(output)
     parts = (change(output[0]), *output[1:])
@@ -90,7 +90,7 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Slot:
-    """A site of the user's model, empty or with a seed in it."""
+    """A site of the user's model, empty or with a seed."""
 
     def __init__(self, site: ModelSite, module: nn.Module):
         self.site = site
@@ -98,31 +98,31 @@ class Slot:
         self.seed: Seed | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
-        self.calls = 0  # how often the model has felt the seed since the last step
+        self.calls = 0  # of the seed since the last step
         self._alpha = 0.0
         self._has_been_called = False
-        self._steps_felt = 0
+        self._steps_active = 0
         self._hook: RemovableHandle | None = None
 
     @property
     def alpha(self) -> float:
-        """The seed's weight in the blend; setting it to 0 takes the hook away."""
+        """The seed's weight in the blend; setting it to 0 removes the hook."""
         return self._alpha
 
     @alpha.setter
     def alpha(self, value: float) -> None:
         self._alpha = value
-        is_felt = value != 0.0 and self.seed is not None
-        if is_felt and self._hook is None:
+        is_active = value != 0.0 and self.seed is not None
+        if is_active and self._hook is None:
             self._hook = self.module.register_forward_hook(self)
-        elif not is_felt and self._hook is not None:
+        elif not is_active and self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    def new_hosts(self, seed: Seed, style: BlendStyle) -> None:
+    def add_seed(self, seed: Seed, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
         self.seed, self.style = seed, style
-        self._has_been_called, self._steps_felt = False, 0
+        self._has_been_called, self._steps_active = False, 0
 
     def clear(self) -> None:
         self.alpha = 0.0
@@ -130,20 +130,20 @@ class Slot:
         self.is_committed = False
 
     def note_step(self) -> None:
-        """After a step of the optimiser with the seed in it; raises if it was never called."""
+        """Count an optimiser step; raises if the seed was not called in `PATIENCE` steps."""
         self._has_been_called |= self.calls > 0
-        self._steps_felt += 1
+        self._steps_active += 1
         self.calls = 0
-        if self._steps_felt >= PATIENCE and not self._has_been_called:
+        if self._steps_active >= PATIENCE and not self._has_been_called:
             raise ValueError(
                 f"the model has not called its site {self.site.name!r} in {PATIENCE} steps, so the "
-                "seed there does nothing; a model that is compiled or goes around a module cannot "
-                "grow there: compile the result instead, or leave the site out"
+                "seed there has no effect; a model that is compiled or bypasses a module cannot grow "
+                "there: compile the result instead, or exclude the site"
             )
 
     @contextmanager
-    def at(self, alpha: float) -> Iterator[None]:
-        """The model as it is with the seed at another alpha; 0: without it."""
+    def with_alpha(self, alpha: float) -> Iterator[None]:
+        """Set another alpha inside the block; 0 switches the seed off."""
         before, calls = self.alpha, self.calls
         self.alpha = alpha
         try:

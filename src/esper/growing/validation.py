@@ -99,7 +99,7 @@ def _as_float(number: Number) -> float:
 def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Measurement:
     """Score the network, the network without each active seed, and the committed network."""
     uncommitted, complete = tuple(network.uncommitted), ()
-    switched_off = {complete, *((slot,) for slot in network.felt), uncommitted}
+    switched_off = {complete, *((slot,) for slot in network.active), uncommitted}
     scores: dict[tuple[int, ...], list[Tensor]] = {slots: [] for slots in sorted(switched_off)}
     losses: list[Tensor] = []
     with eval_mode(network.model, batches):
@@ -112,7 +112,7 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
                     losses.append(loss.detach() * len(values))
     per_example = {off: bounded(joined(collected)) for off, collected in scores.items()}
     whole = per_example[complete]
-    differences = {slot: paired_difference(whole, per_example[slot,]) for slot in network.felt}
+    differences = {slot: paired_difference(whole, per_example[slot,]) for slot in network.active}
     return Measurement(
         metric=float(whole.mean()),
         loss=float(torch.stack(losses).sum() / len(whole)) if losses else None,

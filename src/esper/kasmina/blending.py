@@ -1,8 +1,8 @@
-"""How a seed's output joins its host's: the curve of an alpha ramp, and the blend itself.
+"""Blending a seed's output into its host: alpha curves and blend styles.
 
-Every blend is `x + alpha * change(x, seed)`, and the change is 0 wherever the seed's output is 0.
-So a seed whose last layer is zero leaves its host as it was, to the bit, in every style; and so
-does any seed at alpha 0.
+Every style is `x + alpha * change(x, seed)`, where the change is 0 wherever the seed's output is 0.
+So a seed whose last layer is zero leaves its host's output bit-exact in every style, and so does
+any seed at alpha 0.
 """
 
 import math
@@ -16,24 +16,24 @@ SIGMOID_STEEPNESS = 10.0  # the sigmoid curve is a logistic over [-5, 5], stretc
 
 
 def curve(kind: Tensor, fraction: Tensor) -> Tensor:
-    """How far along its way alpha is, 0 to 1, when `fraction` of its ramp is over.
+    """Progress of alpha from start to target, 0 to 1, after a `fraction` of its ramp.
 
-    `kind` holds an `AlphaCurve` per element. Exactly 0 at 0 and 1 at 1, monotone in between.
+    `kind` is an `AlphaCurve` per element. Exactly 0 at 0 and 1 at 1, monotone in between.
     """
     inside = fraction.clamp(0.0, 1.0)
     cosine = 0.5 - 0.5 * torch.cos(math.pi * inside)
     half = SIGMOID_STEEPNESS / 4  # logistic(2z) = (1 + tanh z) / 2
-    edge = torch.tanh(torch.full_like(inside, half))  # torch's own, so that the ends are exact
+    edge = torch.tanh(torch.full_like(inside, half))  # torch's tanh, so that the ends are exact
     sigmoid = 0.5 + 0.5 * torch.tanh(half * (2.0 * inside - 1.0)) / edge
     along = torch.where(kind == AlphaCurve.COSINE, cosine, inside)
     return torch.where(kind == AlphaCurve.SIGMOID, sigmoid, along)
 
 
 def blend(x: Tensor, seed: Tensor, alpha: Tensor, style: Tensor) -> Tensor:
-    """Activations `x` with the seeds' outputs blended in; both `[G, ...]`, whatever the layout.
+    """Activations `x` with the seeds' outputs blended in; both `[G, ...]` in any layout.
 
-    `alpha` and `style` (a `BlendStyle`) are `[G]`: one per host, mixed freely. The three styles
-    are one formula, so nothing waits to learn which are present.
+    `alpha` and `style` (a `BlendStyle`) are `[G]`, one per host. The styles are one formula, so no
+    synchronisation is needed to find out which are present.
     """
     per_host = (-1, *(1 for _ in x.shape[1:]))
     alpha = alpha.to(x.dtype).view(per_host)
@@ -44,9 +44,9 @@ def blend(x: Tensor, seed: Tensor, alpha: Tensor, style: Tensor) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """How open the GATE style lets a seed act on each activation: wide where the host is active.
+    """The weight of a seed's output in the GATE style: large where the host's activation is large.
 
-    It has no parameters, so that a blueprint costs the same in every style, and no reduction
-    over channels or positions, so that it means the same at every kind of site.
+    It has no parameters, so a blueprint costs the same in every style. It does not reduce over
+    channels or positions, so it is the same at every kind of site.
     """
     return torch.sigmoid(x)

@@ -5,7 +5,7 @@
 
     host = build_host("conv1d", input_shape=(1, 40), num_classes=10, widths=(8, 8, 8))
 
-A host is one function from its sizes to rows of layers, one row per segment and one for the head.
+A host kind is a function from sizes to layers: a row of layers per segment, and one for the head.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper.kasmina.blueprints.registry import Site
 from esper.kasmina.layers import Conv, Flatten, Layer, Linear, Norm, Relu, Shape
 from esper.kasmina.programs import Program
 
-Rows = tuple[tuple[Layer, ...], ...]  # a row per segment, then the head's
+Rows = tuple[tuple[Layer, ...], ...]  # the layers of each segment, then the head's
 BuildRows = Callable[[Shape, int, Sequence[int], bool], Rows]
 
 HOSTS: dict[str, BuildRows] = {}
@@ -36,7 +36,7 @@ def host(build_rows: BuildRows) -> BuildRows:
 
 @dataclass(frozen=True)
 class Host:
-    """A host network before it is built: its segments, a site after each, and its head."""
+    """A host network before it is built: segments, a site for seeds after each, and a head."""
 
     segments: tuple[Program, ...]
     head: Program
@@ -47,7 +47,7 @@ class Host:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The segments and the head: the order in which their parameters lie in a row."""
+        """The segments and the head, in the order in which a row stores their parameters."""
         return (*self.segments, self.head)
 
     @property
@@ -71,38 +71,16 @@ class Host:
         """Multiply-adds for one example."""
         return sum(program.macs for program in self.programs)
 
-    def birth(self) -> tuple[Tensor, Tensor]:
-        """Centre and spread of every parameter at birth, float64 `[num_params]` each."""
-        centres, spreads = zip(*(program.birth() for program in self.programs), strict=True)
+    def init(self) -> tuple[Tensor, Tensor]:
+        """Centre and spread of every parameter's initial value, float64 `[num_params]` each."""
+        centres, spreads = zip(*(program.init() for program in self.programs), strict=True)
         return torch.cat(centres), torch.cat(spreads)
-
-    def module(self) -> "HostModule":
-        return HostModule(self)
-
-
-class HostModule(nn.Module):
-    """One host as a plain module; `seeds` act on the activations after each segment."""
-
-    def __init__(self, host: Host):
-        super().__init__()
-        self.segments = nn.ModuleList(segment.module() for segment in host.segments)
-        self.head = host.head.module()
-
-    def forward(
-        self, x: Tensor, seeds: Sequence[Callable[[Tensor], Tensor] | None] | None = None
-    ) -> Tensor:
-        for slot, segment in enumerate(self.segments):
-            x = segment(x)
-            seed = seeds[slot] if seeds is not None else None
-            x = x if seed is None else seed(x)
-        logits: Tensor = self.head(x)
-        return logits
 
 
 def build_host(
     name: str, *, input_shape: Shape, num_classes: int, widths: Sequence[int], norm: bool = False
 ) -> Host:
-    """A registered host kind with a width per segment, with or without norm in its segments."""
+    """A host of a registered kind, with a width per segment; `norm` adds a norm to each."""
     if name not in HOSTS:
         raise ValueError(f"no host {name!r}; there are {list(HOSTS)}")
     if not widths or min(widths) < 1:
@@ -138,7 +116,7 @@ def conv2d(input_shape: Shape, num_classes: int, widths: Sequence[int], norm: bo
 
 @host
 def mlp(input_shape: Shape, num_classes: int, widths: Sequence[int], norm: bool) -> Rows:
-    """Fully connected layers on the input as one vector."""
+    """Fully connected layers on the flattened input."""
     first, *others = (_segment(Linear(width), norm) for width in widths)
     return ((Flatten(), *first), *others, (Linear(num_classes),))
 

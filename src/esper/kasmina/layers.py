@@ -1,12 +1,12 @@
-"""Layers as data: the rows that hosts and seeds are made of, for one network or for many at once.
+"""Layers as data: what hosts and seeds are made of, for one network or for many at once.
 
-A layer says what it does to a shape, which parameters it needs and what it costs, all before
-anything is built. `forward` runs it for G networks together; `module` is the same layer as a
-plain `nn.Module` for one network, with its parameters in the same order.
+A layer gives its output shape, its parameters and its costs before anything is built. `forward`
+runs it for G networks together; `module` is the same layer as an `nn.Module` for one network, with
+its parameters in the same order.
 
-Activations of G networks are `[G, width, *positions, batch]`. With the examples last, a layer
-is a matrix product from the left, a shift along the positions is a view, and the innermost
-loop runs over the examples, whatever the layer.
+Activations of G networks are `[G, width, *positions, batch]`. With the examples last, a layer is a
+matrix product from the left, a shift along the positions is a view, and the innermost loop is
+always over the examples.
 """
 
 import math
@@ -25,7 +25,7 @@ NORM_EPSILON = 1e-5
 
 
 class ParameterSpec(NamedTuple):
-    """A parameter before it exists; at birth it is uniform in `centre` +- `spread`."""
+    """A parameter before it is built; its initial values are uniform in `centre` +- `spread`."""
 
     name: str
     shape: Shape
@@ -34,19 +34,21 @@ class ParameterSpec(NamedTuple):
 
 
 class Layer(Protocol):
-    """One row of a host or a seed."""
+    """One layer of a host or a seed. The defaults are those of a layer without weights."""
 
-    def output_shape(self, shape: Shape) -> Shape: ...
+    def output_shape(self, shape: Shape) -> Shape:
+        return shape
 
-    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]: ...
+    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
+        return ()
 
     def macs(self, shape: Shape) -> int:
         """Multiply-adds of the weights for one example."""
-        ...
+        return 0
 
     def window(self, shape: Shape) -> int:
-        """How many positions of its input, along an axis, one output sees through the weights."""
-        ...
+        """Input positions along an axis that one output sees through the weights."""
+        return 1
 
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         """`[G, *output_shape, batch]` from `[G, *shape, batch]`, parameters `[G, *]` each."""
@@ -58,19 +60,19 @@ class Layer(Protocol):
 
 
 def _fan_in_uniform(fan_in: int, **shapes: Shape) -> tuple[ParameterSpec, ...]:
-    """torch's own initialiser of linear and convolution layers: uniform +- 1/sqrt(fan in)."""
+    """torch's default for linear and convolution layers: uniform in +- 1/sqrt(fan in)."""
     spread = 1 / math.sqrt(fan_in)
     return tuple(ParameterSpec(name, shape, 0.0, spread) for name, shape in shapes.items())
 
 
 @dataclass(frozen=True)
-class Conv:
-    """A convolution along one or two axes of positions; `depthwise` keeps channels apart."""
+class Conv(Layer):
+    """A convolution along one or two axes of positions; `depthwise`: one kernel per channel."""
 
     width: int
     kernel: int = 3
     stride: int = 1
-    padding: int | None = None  # None: as much as keeps the positions at stride 1
+    padding: int | None = None  # None: keeps the number of positions at stride 1
     depthwise: bool = False
 
     def output_shape(self, shape: Shape) -> Shape:
@@ -114,7 +116,7 @@ class Conv:
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Layer):
     """A fully connected layer on a vector."""
 
     width: int
@@ -130,9 +132,6 @@ class Linear:
     def macs(self, shape: Shape) -> int:
         return self.width * shape[0]
 
-    def window(self, shape: Shape) -> int:
-        return 1
-
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         weight, bias = parameters
         return torch.baddbmm(bias.unsqueeze(-1), weight, x)
@@ -142,21 +141,12 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(Layer):
     """Group norm with one group: each example over its channels and positions."""
-
-    def output_shape(self, shape: Shape) -> Shape:
-        return shape
 
     def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
         width = (shape[0],)
         return ParameterSpec("weight", width, 1.0, 0.0), ParameterSpec("bias", width, 0.0, 0.0)
-
-    def macs(self, shape: Shape) -> int:
-        return 0
-
-    def window(self, shape: Shape) -> int:
-        return 1
 
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         y: Tensor = _Norm.apply(x, *parameters)  # type: ignore[no-untyped-call]
@@ -167,19 +157,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Relu:
-    def output_shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
-        return ()
-
-    def macs(self, shape: Shape) -> int:
-        return 0
-
-    def window(self, shape: Shape) -> int:
-        return 1
-
+class Relu(Layer):
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         return torch.relu(x)
 
@@ -188,18 +166,9 @@ class Relu:
 
 
 @dataclass(frozen=True)
-class Flatten:
+class Flatten(Layer):
     def output_shape(self, shape: Shape) -> Shape:
         return (math.prod(shape),)
-
-    def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
-        return ()
-
-    def macs(self, shape: Shape) -> int:
-        return 0
-
-    def window(self, shape: Shape) -> int:
-        return 1
 
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         return x.flatten(1, -2)
@@ -209,7 +178,7 @@ class Flatten:
 
 
 @dataclass(frozen=True)
-class MixPositions:
+class MixPositions(Layer):
     """A linear map from all positions to all positions, shared by the channels."""
 
     def output_shape(self, shape: Shape) -> Shape:
@@ -235,8 +204,8 @@ class MixPositions:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One head of attention over the positions of a series, which it knows by a learned code."""
+class Attention(Layer):
+    """One head of attention over the positions of a series, with a learned position code."""
 
     width: int  # of queries, keys, values and the output
 
@@ -290,7 +259,7 @@ class _AttentionModule(nn.Module):
 
 
 def _windows(x: Tensor, kernel: Shape, stride: int, padding: int) -> Tensor:
-    """What each output of a convolution sees: a view `[G, C, *kernel, *outputs, batch]`."""
+    """The inputs of each output of a convolution: a view `[G, C, *kernel, *outputs, batch]`."""
     axes = len(kernel)
     padded = F.pad(x, (0, 0) + (padding, padding) * axes)
     steps = padded.stride()[2:-1]
@@ -302,7 +271,7 @@ def _windows(x: Tensor, kernel: Shape, stride: int, padding: int) -> Tensor:
 
 
 class _Conv(torch.autograd.Function):
-    """G convolutions at once: windows side by side, then one batched matrix product."""
+    """G convolutions at once: windows as columns, then one batched matrix product."""
 
     @staticmethod
     def forward(
@@ -331,7 +300,7 @@ class _Conv(torch.autograd.Function):
 
 
 def _fold(grad_taps: Tensor, kernel: Shape, ctx: Any) -> Tensor:
-    """The transpose of `_windows`: every input collects from the windows it was seen in.
+    """The transpose of `_windows`: every input sums over the windows that contain it.
 
     `grad_taps` is `[G, C, taps, *outputs, batch]`.
     """
@@ -375,7 +344,7 @@ class _DepthwiseConv(torch.autograd.Function):
         grad_weight = (seen * against).sum(over_outputs)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            # the input is reached by the same kernel, mirrored
+            # the gradient of the input is a convolution with the mirrored kernel
             mirrored = _per_channel(weight.squeeze(2).flip(over_taps), x)
             reach_back = kernel[0] - 1 - ctx.padding
             grad_x = (_windows(grad, kernel, 1, reach_back) * mirrored).sum(over_taps)
@@ -384,7 +353,7 @@ class _DepthwiseConv(torch.autograd.Function):
 
 
 def _per_channel(parameter: Tensor, x: Tensor) -> Tensor:
-    """A parameter `[G, C, *]` set against activations `[G, C, *, *positions, batch]`."""
+    """A parameter `[G, C, *]` that broadcasts over activations `[G, C, *, *positions, batch]`."""
     return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
 
 

@@ -1,29 +1,30 @@
-"""The life of every seed in a population, as arrays: pure functions from states to states.
+"""Lifecycle of every seed in a population, as arrays and pure functions.
 
-One step, a policy decision, is
+A move takes the slots' states and returns a `Transition`: the new states, and which slots got
+or lost a seed. One step (one policy decision) is
 
-    states = apply(states, actions, action_space)  # or germinate(...), prune(...), ...
-    states = begin_step(states)                    # alphas move; hosts train at these alphas
-    states = end_step(states)                      # ages grow; timed moves happen by themselves
+    transition = apply(states, actions, action_space)  # or germinate(...), prune(...), ...
+    transition = transition.then(begin_step)           # alphas move; hosts train at these alphas
+    transition = end_step(transition.states)           # ages grow; timed moves happen
 
-A ramp of n steps trains its k-th step at `curve(k / n)` of the way: the first already moves, the
-last stands at the target exactly, and the seed holds from the end of that step on. Between steps
-`alpha` is what the host was last trained (and validated) with, so a germination or the start of
-a ramp changes no output.
+A ramp of n steps trains its k-th step at `curve(k / n)` of the way: the first step already moves,
+the last is exactly at the target, and the seed is HOLDING from the end of that step on. Between
+steps `alpha` is the value that the host was last trained and validated with, so a germination or
+the start of a ramp does not change the output.
 
-What is legal stands in `leyline.stages.slot_accepts`, which the action masks read too; anything
-else raises `LifecycleError`. States are control data: on the CPU nothing here waits for a GPU.
+`leyline.stages.slot_accepts` defines what is legal, for the slots and for the action masks; other
+requests raise `LifecycleError`. States are on the CPU, so no function here synchronises a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from esper.kasmina.blending import curve
+from esper.leyline.arrays import TensorFields
 from esper.leyline.constants import (
     ALPHA_SPEED_STEPS,
     ALPHA_TARGETS,
@@ -32,6 +33,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
+from esper.leyline.devices import DeviceConstant, device_table
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.stages import (
     LEGAL_MOVES,
@@ -51,7 +53,7 @@ def _array(dtype: torch.dtype, empty: int | float = 0) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SlotStates:
+class SlotStates(TensorFields):
     """Every slot of every host, each field `[P, S]`."""
 
     stage: Tensor = _array(torch.int64)  # SeedStage
@@ -80,13 +82,6 @@ class SlotStates:
             }
         )
 
-    @classmethod
-    def cat(cls, parts: Sequence["SlotStates"]) -> "SlotStates":
-        """The states of several populations, one after the other."""
-        return cls(
-            **{e.name: torch.cat([getattr(part, e.name) for part in parts]) for e in fields(cls)}
-        )
-
     @property
     def num_hosts(self) -> int:
         return self.stage.shape[0]
@@ -106,22 +101,41 @@ class SlotStates:
     @property
     def is_live(self) -> Tensor:
         """Where a seed takes part in training and may still be pruned."""
-        return torch.isin(self.stage, _table(LIVE_STAGES, self.device))
+        return torch.isin(self.stage, device_table(LIVE_STAGES, self.device))
 
-    def to(self, device: torch.device | str) -> "SlotStates":
-        return SlotStates(**{e.name: getattr(self, e.name).to(device) for e in fields(self)})
 
-    def at(self, *index: Tensor) -> "SlotStates":
-        """The states at `host_ids` (rows `[K, S]`), or at `host_ids, slot_ids` (`[K]`)."""
-        return SlotStates(**{e.name: getattr(self, e.name)[index] for e in fields(self)})
+class Transition(NamedTuple):
+    """What a move did: the new states, and the slots `[P, S]` that got or lost a seed."""
 
-    def put(self, part: "SlotStates", *index: Tensor) -> "SlotStates":
-        """These states with `part` in the places that `at(*index)` reads."""
-        return SlotStates(
-            **{
-                e.name: getattr(self, e.name).index_put(index, getattr(part, e.name))
-                for e in fields(self)
-            }
+    states: SlotStates
+    germinated: Tensor  # bool: the seed in the slot is new
+    removed: Tensor  # bool: the slot's earlier seed was removed
+
+    @classmethod
+    def of(
+        cls, states: SlotStates, germinated: Tensor | None = None, removed: Tensor | None = None
+    ) -> "Transition":
+        """A transition to `states`; without a mask, no slot got or lost a seed."""
+        none = torch.zeros_like(states.stage, dtype=torch.bool)
+        return cls(
+            states,
+            none if germinated is None else germinated,
+            none if removed is None else removed,
+        )
+
+    def then(self, move: Callable[[SlotStates], "Transition"]) -> "Transition":
+        """This transition followed by another one."""
+        after = move(self.states)
+        return Transition(
+            after.states,
+            germinated=after.germinated | (self.germinated & ~after.removed),
+            removed=self.removed | after.removed,
+        )
+
+    def at(self, host_ids: Tensor) -> "Transition":
+        """The transition of some hosts."""
+        return Transition(
+            self.states.at(host_ids), self.germinated[host_ids], self.removed[host_ids]
         )
 
 
@@ -131,14 +145,14 @@ def apply(
     action_space: FactoredActionSpace,
     *,
     shadow_training: bool = False,
-) -> SlotStates:
-    """The states after one factored action `[P, H]` per host, in Tamiyo's eight heads."""
+) -> Transition:
+    """One factored action `[P, H]` per host, in Tamiyo's eight heads."""
     choice = dict(zip(action_space.names, actions.to(states.device).unbind(-1), strict=True))
     op = choice["op"]
     germinates = op == LifecycleOp.GERMINATE
-    tempo = _table(TEMPO_STEPS, states.device)[choice["tempo"]]
-    speed = _table(ALPHA_SPEED_STEPS, states.device)[choice["alpha_speed"]]
-    target = _table(ALPHA_TARGETS, states.device)[choice["alpha_target"]]
+    tempo = device_table(TEMPO_STEPS, states.device)[choice["tempo"]]
+    speed = device_table(ALPHA_SPEED_STEPS, states.device)[choice["alpha_speed"]]
+    target = device_table(ALPHA_TARGETS, states.device, torch.float64)[choice["alpha_target"]]
     return _request(
         states,
         torch.arange(states.num_hosts, device=states.device),
@@ -166,11 +180,11 @@ def germinate(
     alpha_target: Tensor | float,
     curve: Tensor | int,
     shadow_training: bool = False,
-) -> SlotStates:
-    """A new seed in each of K slots, alpha 0, on its ramp from the coming step on.
+) -> Transition:
+    """Put a new seed into each of K slots, at alpha 0; its ramp starts in the next step.
 
-    `ramp_steps=1` gives it the whole target in its first step. `shadow_training` puts it in
-    TRAINING instead; target, ramp and curve then wait for its ADVANCE.
+    `ramp_steps=1` reaches the target in the first step. With `shadow_training` the seed enters
+    TRAINING instead; target, ramp and curve apply after its ADVANCE.
     """
     request = _Request(
         blueprint=blueprint,
@@ -187,8 +201,8 @@ def germinate(
     return _request(states, host_ids, slot_ids, LifecycleOp.GERMINATE, request, shadow_training)
 
 
-def advance(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> SlotStates:
-    """K seeds one stage on: from behind the host into its blend, or from a ramp to its end."""
+def advance(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> Transition:
+    """Move K seeds one stage on: from shadow training to their ramp, or to the end of a ramp."""
     return _request(states, host_ids, slot_ids, LifecycleOp.ADVANCE, _Request())
 
 
@@ -200,8 +214,8 @@ def set_alpha_target(
     alpha_target: Tensor | float,
     ramp_steps: Tensor | int,
     curve: Tensor | int,
-) -> SlotStates:
-    """K held seeds on their way to another target, there at once where `ramp_steps` is 0."""
+) -> Transition:
+    """Give K held seeds another alpha target, reached at once where `ramp_steps` is 0."""
     request = _Request(alpha_target=alpha_target, ramp_steps=ramp_steps, curve=curve)
     _check_target(alpha_target)
     _check_ramp(ramp_steps, least=0)
@@ -211,29 +225,29 @@ def set_alpha_target(
 
 def prune(
     states: SlotStates, host_ids: Tensor, slot_ids: Tensor, *, ramp_steps: Tensor | int = 0
-) -> SlotStates:
-    """K seeds removed: at once, or after alpha has gone down to 0 over `ramp_steps`.
+) -> Transition:
+    """Remove K seeds: at once, or after a ramp of alpha down to 0 over `ramp_steps`.
 
-    A seed behind its host goes at once: its alpha is 0 already.
+    A seed in shadow training is removed at once: its alpha is 0 already.
     """
     _check_ramp(ramp_steps, least=0)
     request = _Request(ramp_steps=ramp_steps)
     return _request(states, host_ids, slot_ids, LifecycleOp.PRUNE, request)
 
 
-def fossilize(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> SlotStates:
-    """K held seeds committed for good."""
+def fossilize(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> Transition:
+    """Commit K held seeds for good."""
     return _request(states, host_ids, slot_ids, LifecycleOp.FOSSILIZE, _Request())
 
 
-def remove_live_seeds(states: SlotStates, host_ids: Tensor) -> SlotStates:
-    """Every live seed of K hosts removed at once, whatever its age: what a rollback does."""
+def remove_live_seeds(states: SlotStates, host_ids: Tensor) -> Transition:
+    """Remove every live seed of K hosts at once, at any age, as a rollback does."""
     rows = states.at(host_ids)
-    return states.put(_remove(rows, rows.is_live), host_ids)
+    return _transition(states, states.put(_remove(rows, rows.is_live), host_ids))
 
 
-def begin_step(states: SlotStates) -> SlotStates:
-    """The states with every ramp one step on: the alphas that hosts train at in this step."""
+def begin_step(states: SlotStates) -> Transition:
+    """Advance every ramp by one step: hosts train this step at the new alphas."""
     moves = states.stage == SeedStage.BLENDING
     elapsed = states.ramp_elapsed + moves
     fraction = elapsed.to(states.alpha.dtype) / states.ramp_steps.clamp(min=1)
@@ -241,23 +255,34 @@ def begin_step(states: SlotStates) -> SlotStates:
     way = states.alpha_target - states.alpha_start
     arrived = elapsed >= states.ramp_steps  # exact: no rounding of start + way
     alpha = torch.where(arrived, states.alpha_target, states.alpha_start + way * along)
-    return replace(states, alpha=torch.where(moves, alpha, states.alpha), ramp_elapsed=elapsed)
+    alpha = torch.where(moves, alpha, states.alpha)
+    return Transition.of(replace(states, alpha=alpha, ramp_elapsed=elapsed))
 
 
-def end_step(states: SlotStates) -> SlotStates:
-    """The states a step later: older, ramps that are over held or gone, rested slots free."""
-    states = replace(
+def end_step(states: SlotStates) -> Transition:
+    """End a step: ages grow, finished ramps hold or remove their seed, embargoes run out."""
+    older = replace(
         states, stage_age=states.stage_age + 1, total_age=states.total_age + states.has_seed
     )
     arrived = states.ramp_elapsed >= states.ramp_steps
-    states = _settle(states, (states.stage == SeedStage.BLENDING) & arrived)
-    rested = (states.stage == SeedStage.EMBARGOED) & (states.stage_age >= EMBARGO_STEPS)
-    return _enter(states, torch.where(rested, SeedStage.DORMANT, states.stage))
+    settled = _settle(older, (states.stage == SeedStage.BLENDING) & arrived)
+    rested = (settled.stage == SeedStage.EMBARGOED) & (settled.stage_age >= EMBARGO_STEPS)
+    freed = _enter(settled, torch.where(rested, SeedStage.DORMANT, settled.stage))
+    return _transition(states, freed)
+
+
+def _transition(before: SlotStates, after: SlotStates) -> Transition:
+    """The transition of one move, which never replaces a seed by another."""
+    return Transition(
+        after,
+        germinated=after.has_seed & ~before.has_seed,
+        removed=before.has_seed & ~after.has_seed,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What an op asks for besides its slot; one value for all K, or one each."""
+    """Values of an op apart from its slot: one for all K, or one each."""
 
     blueprint: Tensor | int = NO_BLUEPRINT
     style: Tensor | int = 0
@@ -273,8 +298,8 @@ def _request(
     op: Tensor | LifecycleOp,
     asked: _Request,
     shadow_training: bool = False,
-) -> SlotStates:
-    """The states after K requests, each for a slot of its own; WAIT changes nothing."""
+) -> Transition:
+    """K requests, each for a different slot; WAIT changes nothing."""
     if isinstance(op, LifecycleOp):
         _check_once(states, host_ids, slot_ids)
         op = torch.full_like(slot_ids, op)
@@ -298,15 +323,16 @@ def _request(
     jumps = (op == LifecycleOp.ADVANCE) & (old.stage == SeedStage.BLENDING)
     jumps |= (retargets | prunes) & (new.ramp_steps == 0)
     jumps |= prunes & (old.stage == SeedStage.TRAINING)
-    stage = _destinations(states.device)[old.stage, op]
+    stage = _DESTINATIONS.on(states.device)[old.stage, op]
     stage = torch.where(ramps & ~jumps, SeedStage.BLENDING, stage)
     if shadow_training:
         stage = torch.where(germinates, SeedStage.TRAINING, stage)
-    return states.put(_settle(_enter(new, stage), jumps), host_ids, slot_ids)
+    after = _settle(_enter(new, stage), jumps)
+    return _transition(states, states.put(after, host_ids, slot_ids))
 
 
 def _settle(states: SlotStates, arrived: Tensor) -> SlotStates:
-    """The states with the ramps in `arrived` over: the seed holds, or is gone if it went to 0."""
+    """End the ramps in `arrived`: the seed holds, or is removed if its target was 0."""
     gone = arrived & (states.alpha_target == 0.0)
     held = replace(states, alpha=torch.where(arrived, states.alpha_target, states.alpha))
     held = _enter(held, torch.where(arrived & ~gone, SeedStage.HOLDING, held.stage))
@@ -314,7 +340,7 @@ def _settle(states: SlotStates, arrived: Tensor) -> SlotStates:
 
 
 def _remove(states: SlotStates, gone: Tensor) -> SlotStates:
-    """The states with the seeds in `gone` removed and their slots at rest."""
+    """Remove the seeds in `gone` and put their slots under embargo."""
     empty = {
         e.name: torch.where(gone, e.metadata["empty"], getattr(states, e.name))
         for e in fields(states)
@@ -323,7 +349,7 @@ def _remove(states: SlotStates, gone: Tensor) -> SlotStates:
 
 
 def _enter(states: SlotStates, stage: Tensor) -> SlotStates:
-    """The states in another stage; the age of a stage that is new starts at 0."""
+    """Change stages; the age of a new stage starts at 0."""
     return replace(states, stage=stage, stage_age=states.stage_age * (stage == states.stage))
 
 
@@ -349,10 +375,7 @@ def _check_legal(
 
 
 def _check_once(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> None:
-    """Raise where one call names a slot twice, or one that is not there.
-
-    Of two requests for one slot, which comes first would be chance.
-    """
+    """Raise if a call names a slot twice (their order would be undefined) or out of range."""
     for name, ids, count in (
         ("host", host_ids, states.num_hosts),
         ("slot", slot_ids, states.num_slots),
@@ -384,17 +407,12 @@ def _check_ramp(ramp_steps: Tensor | int, least: int) -> None:
         raise ValueError(f"ramp_steps={ramp_steps}; use {least} or more")
 
 
-@cache
-def _destinations(device: torch.device) -> Tensor:
-    """`LEGAL_MOVES` as stages `[stages, ops]`; a pair that is not there stays where it is."""
+def _destination_table() -> Tensor:
+    """`LEGAL_MOVES` as stages `[stages, ops]`; an illegal pair keeps its stage."""
     table = torch.arange(len(SeedStage)).unsqueeze(1).repeat(1, len(LifecycleOp))
     for (stage, op), destination in LEGAL_MOVES.items():
         table[stage, op] = destination
-    return table.to(device)
+    return table
 
 
-@cache
-def _table(choices: tuple[float, ...], device: torch.device) -> Tensor:
-    """What the choices of a head mean, as a tensor to look them up in."""
-    dtype = torch.float64 if isinstance(choices[0], float) else torch.int64
-    return torch.tensor(choices, dtype=dtype, device=device)
+_DESTINATIONS = DeviceConstant(_destination_table())

@@ -1,7 +1,7 @@
-"""A program is a row of layers from a given shape on, with all its costs known beforehand.
+"""A program: a sequence of layers for a given input shape, with its costs known beforehand.
 
-The parameters of one network's program lie side by side in one row of length D; those of G
-networks are a tensor `[G, D]`.
+The parameters of a program are concatenated in one row of length D; those of G networks are a
+tensor `[G, D]`.
 """
 
 import math
@@ -17,7 +17,7 @@ from esper.kasmina.layers import Layer, ParameterSpec, Shape
 
 @dataclass(frozen=True)
 class Program:
-    """Layers in a row. With `silent`, the last layer that has weights is zero at birth."""
+    """Layers in sequence. With `silent`, the last layer that has weights is initialised to zero."""
 
     layers: tuple[Layer, ...]
     input_shape: Shape
@@ -37,12 +37,12 @@ class Program:
 
     @cached_property
     def parameters(self) -> tuple[tuple[ParameterSpec, ...], ...]:
-        """The parameters of each layer, in the order in which they lie in a row."""
+        """The parameters of each layer, in the order in which a row stores them."""
         rows = [layer.parameters(shape) for layer, shape in self._steps()]
         if self.silent:
             last = max((i for i, row in enumerate(rows) if row), default=None)
             if last is None:
-                raise ValueError(f"{self.layers} has no weights that could be zero at birth")
+                raise ValueError(f"{self.layers} has no weights that could start at zero")
             rows[last] = tuple(spec._replace(centre=0.0, spread=0.0) for spec in rows[last])
         return tuple(rows)
 
@@ -62,7 +62,7 @@ class Program:
 
     @cached_property
     def depth(self) -> int:
-        """Layers in a row that multiply by weights."""
+        """Number of layers that multiply by weights."""
         return sum(layer.macs(shape) > 0 for layer, shape in self._steps())
 
     @cached_property
@@ -71,8 +71,8 @@ class Program:
         seen = 1 + sum(layer.window(shape) - 1 for layer, shape in self._steps())
         return math.prod(min(1.0, seen / length) for length in self.input_shape[1:])
 
-    def birth(self) -> tuple[Tensor, Tensor]:
-        """Centre and spread of every parameter at birth, float64 `[D]` each."""
+    def init(self) -> tuple[Tensor, Tensor]:
+        """Centre and spread of every parameter's initial value, float64 `[D]` each."""
         specs = [spec for row in self.parameters for spec in row]
         sizes = torch.tensor(self.sizes, dtype=torch.int64)
         centre, spread = (
@@ -89,7 +89,7 @@ class Program:
         return x
 
     def module(self) -> nn.Sequential:
-        """The program for one network, plain torch; its parameters lie in the order of a row."""
+        """The program as a plain torch module for one network; parameters in the order of a row."""
         return nn.Sequential(*(layer.module(shape) for layer, shape in self._steps()))
 
     def _steps(self) -> Iterator[tuple[Layer, Shape]]:

@@ -1,1 +1,18 @@
-"""kernels: hand-written fast paths; every one has a plain twin and a parity test, so none has to be read."""
+"""kernels: speed -- hand-written fast paths for the three hot loops of Esper.
+
+You do not need to read this package to change the system. Every kernel has a plain twin that
+defines what it computes, and a parity test that compares the two.
+
+| kernel | plain twin | parity test |
+|---|---|---|
+| `gae/numba_cpu.py`, `gae/triton_cuda.py` | `gae/reference.py` | `tests/simic/test_gae.py` |
+| `lstm/numba_lstm.py`, `lstm/triton_lstm.py` | `torch.nn.LSTM` | `tests/tamiyo/test_packed_lstm.py` |
+| `hosts/compiled.py`, `hosts/numba_*.py` (CPU) | `tolaria/batched.py` | `tests/tolaria/test_steps.py` |
+| `hosts/fused*.py`, `hosts/fused_*.cu` (CUDA) | `tolaria/batched.py` | `tests/tolaria/test_fused.py` |
+| `hosts/graphs.py` (CUDA) | `tolaria/batched.py` | `tests/tolaria/test_steps.py` |
+
+`tests/tolaria/test_parity.py` compares the plain twin of the hosts' kernels with stock modules
+that are trained one by one. For a step of 8 small hosts on a CPU, numba is 12 times as fast as
+the twin. On an H200, the fused kernel is 4 to 16 times as fast as captured graphs
+(`benchmarks/results/population_h200.md`); graphs serve custom layers and hosts too large for it.
+"""

@@ -1,4 +1,9 @@
-"""leyline: contracts -- the words every other package shares; it imports none of them."""
+"""leyline: contracts -- the types and tables that all other packages share.
+
+It imports no other package of Esper. `stages.py` has the stages of a seed and the table of legal
+moves, `factored_actions.py` the actions and their masks, `reports.py` what a controller sees,
+`protocols.py` the interfaces between packages, and `sequences.py` the episodes of a rollout.
+"""
 
 from esper.leyline.constants import (
     DEFAULT_EPISODE_LENGTH,
@@ -10,7 +15,6 @@ from esper.leyline.factored_actions import (
     ActionMasks,
     FactoredActionSpace,
     Head,
-    audit_action_space,
     tamiyo_action_space,
 )
 from esper.leyline.stages import LEGAL_MOVES, LifecycleError, LifecycleOp, SeedStage
@@ -27,6 +31,5 @@ __all__ = [
     "LifecycleError",
     "LifecycleOp",
     "SeedStage",
-    "audit_action_space",
     "tamiyo_action_space",
 ]

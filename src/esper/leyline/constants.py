@@ -1,4 +1,4 @@
-"""Values that two packages must agree on. Every other default names one of these."""
+"""Constants and enums that several packages share."""
 
 from enum import IntEnum
 
@@ -7,17 +7,17 @@ DEFAULT_GAE_LAMBDA = 0.97
 DEFAULT_LSTM_HIDDEN_DIM = 128
 DEFAULT_EPISODE_LENGTH = 25
 
-# What the choices of Tamiyo's heads mean, in the order of the choices.
+# The meaning of each choice of Tamiyo's heads, in the order of the choices.
 TEMPO_STEPS = (2, 5, 8)  # length of the alpha ramp after germination
 ALPHA_TARGETS = (0.5, 0.7, 1.0)
 ALPHA_SPEED_STEPS = (0, 2, 5, 8)  # 0: at once
 
-EMBARGO_STEPS = 2  # a slot rests this long after a prune
-MIN_PRUNE_AGE = 1  # a seed has trained for at least one step before it may be pruned
+EMBARGO_STEPS = 2  # steps before a slot can be used again after a prune
+MIN_PRUNE_AGE = 1  # steps that a seed must have trained before it may be pruned
 
 
 class BlendStyle(IntEnum):
-    """How a seed's output joins its host's, with alpha the seed's weight."""
+    """How a seed's output is added to its host's, with weight alpha."""
 
     ADD = 0  # x + alpha * seed(x)
     MULTIPLY = 1  # x * (1 + alpha * tanh(seed(x)))
@@ -33,7 +33,7 @@ class AlphaCurve(IntEnum):
 
 
 class SiteKind(IntEnum):
-    """What flows through a slot: decides which blueprints fit."""
+    """The kind of activations at a slot, which determines the blueprints that fit."""
 
     VECTOR = 0  # [batch, width]
     SERIES = 1  # [batch, width, length]

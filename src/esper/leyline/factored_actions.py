@@ -1,4 +1,4 @@
-"""Factored actions: one decision made of several choices, each of which may depend on earlier ones.
+"""Factored actions: one decision made of several choices, which may depend on earlier ones.
 
     space = FactoredActionSpace((Head("row", 3), Head("column", 4, given=("row",))))
 
@@ -7,8 +7,8 @@ An unconditional head has a mask `[N, size]`; a head given `("op", "slot")` has 
 A row with no legal choice means "nothing to choose here": the head takes action 0 and adds
 nothing to log-prob, entropy or gradient.
 
-The choices of all heads lie side by side on one axis of length C, so that logits, and the mask
-rows that applied, are single tensors `[..., C]`.
+The choices of all heads are concatenated on one axis of length C, so that logits and the mask
+rows that applied are single tensors `[..., C]`.
 """
 
 import math
@@ -27,8 +27,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.device_constant import multiples
-from esper.leyline.devices import same_device
+from esper.leyline.devices import device_table, same_device
 from esper.leyline.stages import LifecycleOp
 
 
@@ -42,23 +41,25 @@ class Head:
 
 
 def _derived() -> Any:
-    """A field computed from the heads. Plain attributes: a cached_property cannot be compiled."""
+    """A field computed from the heads. torch.compile does not support cached_property."""
     return field(init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class FactoredActionSpace:
-    """The heads of a factored action, in the order in which they are decided."""
+    """The heads of a factored action, in the order in which they are sampled."""
 
     heads: tuple[Head, ...]
 
     names: tuple[str, ...] = _derived()
     sizes: tuple[int, ...] = _derived()
     num_choices: int = _derived()  # C: the choices of all heads together
-    slices: tuple[slice, ...] = _derived()  # where each head's choices lie on the axis of length C
-    given_indices: tuple[tuple[int, ...], ...] = _derived()  # the heads that each head is given
-    unconditional: tuple[int, ...] = _derived()  # the heads that always have something to choose
-    # Consecutive heads that are given the same earlier heads form a group: they are decided together.
+    slices: tuple[slice, ...] = _derived()  # each head's part of the axis of length C
+    given_indices: tuple[tuple[int, ...], ...] = (
+        _derived()
+    )  # earlier heads that each head depends on
+    unconditional: tuple[int, ...] = _derived()  # heads that depend on no other head
+    # Consecutive heads that depend on the same earlier heads form a group and are sampled together.
     head_groups: tuple[range, ...] = _derived()
     group_of: tuple[int, ...] = _derived()  # the group of each head
     group_spaces: tuple["FactoredActionSpace", ...] = _derived()  # each group as its own space
@@ -138,19 +139,6 @@ class FactoredActionSpace:
         self._check_packed(packed)
         return {h.name: packed[..., part] for h, part in zip(self.heads, self.slices, strict=True)}
 
-    def pack(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Per-head tensors `[..., size]` side by side as one `[..., C]`."""
-        self.check_names(parts)
-        batch_shape = parts[self.names[0]].shape[:-1]
-        for head in self.heads:
-            expected = (*batch_shape, head.size)
-            if tuple(parts[head.name].shape) != expected:
-                raise ValueError(
-                    f"head {head.name!r}: got shape {tuple(parts[head.name].shape)}, "
-                    f"expected {expected}"
-                )
-        return torch.cat([parts[name] for name in self.names], dim=-1)
-
     def check_names(self, parts: Mapping[str, object]) -> None:
         if missing := [name for name in self.names if name not in parts]:
             raise ValueError(f"heads {missing} are missing; expected all of {list(self.names)}")
@@ -166,7 +154,7 @@ class FactoredActionSpace:
 
 
 class ActionMasks:
-    """What N envs may choose: for each head a bool tensor `[N, *given sizes, size]`.
+    """Legal choices of N envs: for each head a bool tensor `[N, *given sizes, size]`.
 
     The masks of a head group are concatenated in one tensor, so one lookup finds the rows of all its
     heads. Shapes and dtypes are checked here; values are not, because they may be on a GPU.
@@ -210,7 +198,7 @@ class ActionMasks:
         return masks
 
     def __getitem__(self, name: str) -> Tensor:
-        """The whole mask of a head, `[N, *given sizes, size]`, without a copy."""
+        """The mask of a head, `[N, *given sizes, size]`, without a copy."""
         index = self.action_space.index(name)
         group = self.action_space.group_of[index]
         return self.action_space.group_spaces[group].view(self.groups[group], name)
@@ -228,15 +216,15 @@ class ActionMasks:
     def row(self, head_index: int, actions: Tensor | Sequence[Tensor]) -> Tensor:
         """A head's legal choices `[N, size]` given the earlier heads' actions.
 
-        `actions` holds at least the heads before `head_index`: a tensor `[N, H]` or one `[N]`
-        per head. It may be read while it is being filled, head by head.
+        `actions` holds at least the heads before `head_index`, as a tensor `[N, H]` or one `[N]`
+        per head; later heads may still be empty.
         """
         space, group = self.action_space, self.action_space.group_of[head_index]
         rows = self.rows(space.head_groups[group], actions)
         return space.group_spaces[group].view(rows, space.names[head_index])
 
     def rows(self, group: range, actions: Tensor | Sequence[Tensor]) -> Tensor:
-        """The legal choices of a group's heads, packed `[N, their choices]`, as `row` gives one's."""
+        """As `row`, for all heads of a group: `[N, their choices]`."""
         given = self.action_space.given_indices[group.start]
         mask = self.groups[self.action_space.group_of[group.start]]
         if not given:
@@ -246,15 +234,9 @@ class ActionMasks:
         combination = chosen[0].long()
         for size, choice in zip(sizes[1:], chosen[1:], strict=True):
             combination = torch.add(choice, combination, alpha=size)
-        # the rows of env n begin at n * (number of combinations)
-        first = multiples(math.prod(sizes), self.num_envs, self.device)
+        count = math.prod(sizes)  # of combinations: the rows of env n begin at n * count
+        first = device_table(range(0, self.num_envs * count, count), self.device)
         return mask.reshape(-1, mask.shape[-1]).index_select(0, first + combination)
-
-    def applied(self, actions: Tensor) -> Tensor:
-        """The mask rows that applied to a finished action, packed `[N, C]`: what a rollout stores."""
-        return torch.cat(
-            [self.rows(group, actions) for group in self.action_space.head_groups], dim=-1
-        )
 
     def _expected_shape(self, heads: range) -> tuple[int, ...]:
         given = self.action_space.given_indices[heads.start]
@@ -262,7 +244,7 @@ class ActionMasks:
         return (self.num_envs, *(sizes[g] for g in given), sum(sizes[i] for i in heads))
 
     def _check(self, mask: Tensor, heads: range) -> None:
-        """`heads` are given the same earlier heads; `mask` is theirs, side by side."""
+        """Check the concatenated mask of heads that depend on the same earlier heads."""
         expected = self._expected_shape(heads)
         if tuple(mask.shape) != expected or mask.dtype != torch.bool:
             names = ", ".join(repr(self.action_space.names[i]) for i in heads)
@@ -274,9 +256,9 @@ class ActionMasks:
             )
 
 
-# Which heads each op uses; the others have nothing to choose. A head's values are all legal for
-# an op that uses it, except those that the masks rule out: blueprints that do not fit the site or
-# the budget, and the alpha target that a seed already has.
+# The heads that each op uses; the others have nothing to choose. For an op that uses a head, all
+# its values are legal except blueprints that do not fit the site or the budget, and the alpha
+# target that a seed already has.
 OP_HEADS: dict[LifecycleOp, tuple[str, ...]] = {
     LifecycleOp.WAIT: (),
     LifecycleOp.GERMINATE: ("slot", "blueprint", "style", "tempo", "alpha_target", "alpha_curve"),
@@ -325,7 +307,7 @@ def choice_names(
 def audit_action_space(
     num_slots: int = 3, num_blueprints: int = 5, num_blends: int = 3, num_ops: int = 4
 ) -> FactoredActionSpace:
-    """The audit's four independent heads."""
+    """Four independent heads, for tests and benchmarks of unconditional spaces."""
     return FactoredActionSpace(
         (
             Head("slot", num_slots),

@@ -1,4 +1,4 @@
-"""Where packages meet: what a controller, an environment and a sink promise."""
+"""Interfaces between packages: controller, environment and event sink."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -13,10 +13,10 @@ from esper.leyline.reports import Reports
 
 @runtime_checkable
 class Controller(Protocol):
-    """Reports in, factored actions out. Whatever it remembers, it remembers per env."""
+    """Maps reports to factored actions. It may keep state per env."""
 
     def begin(self, env_ids: Tensor) -> None:
-        """Forget these envs: a new episode starts in each of them."""
+        """Drop the state of these envs: a new episode starts in each of them."""
         ...
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
@@ -25,9 +25,9 @@ class Controller(Protocol):
 
 
 class StepOutcome(NamedTuple):
-    """What came of one step, each `[N]`: what there is to score, and whether the episode is over.
+    """The result of one step, each `[N]`.
 
-    On an episode's last step accuracy and parameters are those of the committed network.
+    On the last step of an episode, accuracy and parameters are those of the committed network.
     """
 
     accuracy: Tensor  # validation, after the step's training
@@ -35,14 +35,14 @@ class StepOutcome(NamedTuple):
     added_compute: Tensor  # mean over the episode of the seeds' share of the host's multiply-adds
     terminated: Tensor
     truncated: Tensor
-    rolled_back: Tensor  # the governor took the host back; its episode is over
+    rolled_back: Tensor  # the governor rolled the host back; its episode is over
 
 
 class Environment(Protocol):
     """N growing hosts that take one factored action each per step."""
 
     num_envs: int
-    siblings: int  # envs in a row that differ in nothing but what is done to them
+    siblings: int  # consecutive envs with the same start, data and rent; only actions differ
     action_space: FactoredActionSpace
     generator: torch.Generator  # of everything that an episode samples
 
@@ -53,15 +53,15 @@ class Environment(Protocol):
     def observe(self) -> Reports: ...
 
     def step(self, actions: Tensor) -> StepOutcome:
-        """Act, then train. What an env that is over is told to do is ignored."""
+        """Act, then train. Actions of envs whose episode is over are ignored."""
         ...
 
 
 class EventSink(Protocol):
-    """Where a run's metrics go; open for the length of a `with`."""
+    """Records the metrics of a run; a context manager."""
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What was measured up to this step, by the names in docs/metrics.md."""
+        """Record metrics at a step, by the names in docs/metrics.md."""
         ...
 
     def __enter__(self) -> Self: ...

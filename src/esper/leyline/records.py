@@ -1,4 +1,4 @@
-"""What a round of training leaves behind for whoever keeps records of it."""
+"""The record of one training round, for databases and logs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoundRecord:
-    """N episodes of up to T decisions each, and what was learned from them; all on the CPU.
+    """N episodes of up to T decisions, and the metrics of the update; all on the CPU.
 
-    Of `[N, T]` tensors, env n has the first `step_counts[n]` entries; the rest means nothing.
+    In `[N, T]` tensors, only the first `step_counts[n]` entries of env n are defined.
     """
 
     round: int  # from 1
@@ -18,19 +18,19 @@ class RoundRecord:
     # per episode
     hosts: Sequence[str]  # the architectures, by their widths
     variants: Sequence[str]  # of the data
-    rent: Tensor  # [N], as are those below
-    host_params: Tensor
-    scores: Tensor  # nan where the governor ended the episode
-    rolled_back: Tensor
-    step_counts: Tensor
+    rent: Tensor  # [N]
+    host_params: Tensor  # [N]
+    scores: Tensor  # [N]; nan where the governor ended the episode
+    rolled_back: Tensor  # [N]
+    step_counts: Tensor  # [N]
     # per decision
     actions: Tensor  # [N, T, H]
-    legal: Tensor  # [N, T, C]: the choices there were, given the earlier heads' choices
+    legal: Tensor  # [N, T, C]: legal choices, given the choices of earlier heads
     cost_params: Tensor  # [N, T]: parameters of the seed that was germinated, or 0
     accuracy: Tensor  # [N, T]: validation, after the step; of the committed network at the end
-    added_params: Tensor  # [N, T]: likewise
+    added_params: Tensor  # [N, T]: as accuracy
     rewards: Tensor  # [N, T]
-    values: Tensor  # [N, T]: the reward that was still expected
-    # a sample
+    values: Tensor  # [N, T]: value estimates
+    # of some envs
     observed_envs: Tensor  # [K]
-    observations: Tensor  # [K, T, F]: the features that decisions were based on
+    observations: Tensor  # [K, T, F]: features

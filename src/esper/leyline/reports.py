@@ -1,7 +1,7 @@
-"""What a controller may know about N growing hosts, as struct-of-arrays tensors.
+"""Reports: what a controller sees of N growing hosts, one tensor per field.
 
-Everything here is something a user of a training run would know. Evidence that does not exist
-yet is flagged as missing by a bool next to it; the value beside a False flag means nothing.
+All of it is known to the user of a training run. A value that may be missing has a bool flag next
+to it; where the flag is False, the value is undefined.
 """
 
 from dataclasses import dataclass, field, fields
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.leyline.devices import same_device
+from esper.leyline.arrays import TensorFields
 
-ACCURACY_HISTORY = 5  # validation accuracies kept, the latest first
+ACCURACY_HISTORY = 5  # number of validation accuracies kept
 
 _DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 
 
 def _array(shape: str, kind: str = "float") -> Any:
-    """A tensor field: its shape in the project's letters (K: accuracy history) and its kind."""
+    """A tensor field: its axes (see `Reports`; K: accuracy history) and its dtype."""
     return field(metadata={"shape": shape, "dtype": _DTYPES[kind]})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Reports:
+class Reports(TensorFields):
     """One report per env. N envs, S slots, B blueprints, H heads; accuracy is 0 to 1."""
 
     # per env
@@ -33,13 +33,13 @@ class Reports:
     accuracy_history: Tensor = _array("NK")  # validation accuracies, the latest first
     accuracy_history_known: Tensor = _array("NK", "bool")
     host_params: Tensor = _array("N")  # of the host without any seed
-    host_macs: Tensor = _array("N")  # multiply-adds per example, likewise
+    host_macs: Tensor = _array("N")  # multiply-adds per example, without any seed
     params: Tensor = _array("N")  # host and all seeds in it now
     macs: Tensor = _array("N")
-    params_left: Tensor = _array("N")  # what the budget still allows; inf: no limit
+    params_left: Tensor = _array("N")  # left of the budget; inf: no limit
     macs_left: Tensor = _array("N")
-    seeds_left: Tensor = _array("N", "int")  # germinations that the seed limit still allows
-    train_rows: Tensor = _array("N", "int")  # that there are to train on
+    seeds_left: Tensor = _array("N", "int")  # germinations left of the limit
+    train_rows: Tensor = _array("N", "int")  # number of training rows
     locality: Tensor = _array("N")  # mean correlation of neighbouring input positions, or 0
     rent: Tensor = _array("N")  # score charged per unit of log(1 + added params / host params)
     compute_price: Tensor = _array("N")  # score charged for multiply-adds x time
@@ -56,19 +56,19 @@ class Reports:
     seed_macs: Tensor = _array("NS")
     site_kind: Tensor = _array("NS", "int")  # SiteKind
     site_width: Tensor = _array("NS")  # channels
-    site_depth: Tensor = _array("NS")  # how far into the host: 0 at its first slot, 1 at its last
+    site_depth: Tensor = _array("NS")  # position in the host: 0 at the first slot, 1 at the last
     gradient_norm: Tensor = _array("NS")  # of the seed's weights, root mean square
     gradient_known: Tensor = _array("NS", "bool")
-    contribution: Tensor = _array("NS")  # validation accuracy lost when the seed is switched off
+    contribution: Tensor = _array("NS")  # validation accuracy that is lost without the seed
     contribution_error: Tensor = _array("NS")  # its standard error
     contribution_known: Tensor = _array("NS", "bool")
     contribution_age: Tensor = _array("NS", "int")  # steps since it was measured
     # per slot and blueprint
-    fits: Tensor = _array("NSB", "bool")  # can grow at this site at all
+    fits: Tensor = _array("NSB", "bool")  # the blueprint can grow at this site
     cost_params: Tensor = _array("NSB")
     cost_macs: Tensor = _array("NSB")
     reach: Tensor = _array("NSB")  # share of the positions that one output sees, 0 to 1
-    depth: Tensor = _array("NSB")  # weight layers in a row
+    depth: Tensor = _array("NSB")  # number of layers with weights
 
     def __post_init__(self) -> None:
         num_envs, num_slots, num_blueprints = self.fits.shape
@@ -91,7 +91,7 @@ class Reports:
 
     @classmethod
     def shapes(cls) -> dict[str, str]:
-        """Each field's axes, in the project's letters."""
+        """The axes of each field, such as "NS"."""
         return {entry.name: entry.metadata["shape"] for entry in fields(cls)}
 
     @property
@@ -117,26 +117,9 @@ class Reports:
 
     @property
     def progress(self) -> Tensor:
-        """Share of each env's episode that is over, 0 to 1, `[N]`."""
+        """Completed share of each env's episode, 0 to 1, `[N]`."""
         return self.step / (self.step + self.steps_left).clamp(min=1)
-
-    def to(self, device: torch.device | str) -> "Reports":
-        """The reports on a device: one copy for all fields, and no wait for a GPU to take it."""
-        device = torch.device(device)
-        if same_device(device, self.device):
-            return self
-        values = {entry.name: getattr(self, entry.name).contiguous() for entry in fields(self)}
-        names = sorted(values, key=lambda name: -values[name].itemsize)  # keeps all aligned
-        parts = [values[name].flatten().view(torch.uint8) for name in names]
-        sizes = [len(part) for part in parts]
-        to_gpu = device.type == "cuda" and self.device.type == "cpu"
-        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device, pin_memory=to_gpu)
-        torch.cat(parts, out=packed)
-        moved = torch.split(packed.to(device, non_blocking=to_gpu), sizes)
-        for name, part in zip(names, moved, strict=True):
-            values[name] = part.view(values[name].dtype).view(values[name].shape)
-        return Reports(**values)
 
     def select(self, env_ids: Tensor) -> "Reports":
         """The reports of some envs, in the order of `env_ids`."""
-        return Reports(**{e.name: getattr(self, e.name)[env_ids] for e in fields(self)})
+        return self.at(env_ids)

@@ -1,7 +1,6 @@
-"""A seed's life: its stages, the operations on it, and the one table of legal moves.
+"""Stages of a seed, operations on it, and the one table of legal moves.
 
-The masks and the slots both read `slot_accepts`, so that what the mask allows and what the
-slot accepts cannot differ.
+The action masks and the slots both read `slot_accepts`, so they cannot disagree.
 """
 
 from enum import IntEnum
@@ -10,16 +9,16 @@ import torch
 from torch import Tensor
 
 from esper.leyline.constants import MIN_PRUNE_AGE
-from esper.leyline.device_constant import DeviceConstant
+from esper.leyline.devices import DeviceConstant
 
 
 class SeedStage(IntEnum):
     DORMANT = 0  # an empty slot
-    TRAINING = 1  # trained behind the host, which does not feel it
-    BLENDING = 2  # alpha is on its way to its target
-    HOLDING = 3  # alpha has arrived; keep, retarget or prune
+    TRAINING = 1  # shadow training: the host's output does not include the seed
+    BLENDING = 2  # alpha moves to its target
+    HOLDING = 3  # alpha is at its target; keep, retarget or prune
     FOSSILIZED = 4  # committed for good
-    EMBARGOED = 5  # pruned; the slot rests
+    EMBARGOED = 5  # pruned; the slot is not usable yet
 
 
 class LifecycleOp(IntEnum):
@@ -32,13 +31,12 @@ class LifecycleOp(IntEnum):
 
 
 class LifecycleError(RuntimeError):
-    """A request that the action mask should have stopped."""
+    """A request that is not legal; the action mask should have ruled it out."""
 
 
-# (stage, op) -> the stage that the op leads to; a pair that is not here is not legal.
-# WAIT chooses no slot and therefore has no row. GERMINATE leads to TRAINING instead where the
-# host must not be disturbed. An op that moves alpha over several steps (a ramped PRUNE too)
-# spends them in BLENDING.
+# (stage, op) -> the next stage; a pair that is not listed is not legal.
+# WAIT chooses no slot, so it has no row. With shadow training, GERMINATE leads to TRAINING. An op
+# that moves alpha over several steps (also a ramped PRUNE) spends them in BLENDING.
 LEGAL_MOVES: dict[tuple[SeedStage, LifecycleOp], SeedStage] = {
     (SeedStage.DORMANT, LifecycleOp.GERMINATE): SeedStage.BLENDING,
     (SeedStage.TRAINING, LifecycleOp.ADVANCE): SeedStage.BLENDING,
@@ -57,8 +55,8 @@ LIVE_STAGES = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
 def slot_accepts(stage: Tensor, total_age: Tensor) -> Tensor:
     """Which ops each slot accepts, bool `[..., ops]`, from its stage and the age of its seed.
 
-    What else GERMINATE needs (a blueprint that fits, budget, the seed limit) is not a matter
-    of the slot alone: the masks add it.
+    The other conditions of GERMINATE (a blueprint that fits, the budget, the seed limit) do not
+    depend on the slot alone; the masks add them.
     """
     old_enough = (total_age >= MIN_PRUNE_AGE).long()
     return _ACCEPTS.on(stage.device)[old_enough, stage.long()]

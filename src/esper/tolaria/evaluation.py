@@ -1,7 +1,7 @@
-"""How good every host is on its validation rows, and what each of its seeds is worth there.
+"""Validation of all hosts: loss, accuracy, and the contribution of each seed.
 
-One batched pass answers both: each slot that has seeds adds a copy of the batch in which it is
-switched off, so that a seed is judged on the very examples that it helped with or spoiled.
+One batched pass measures all three: each slot that has seeds adds a copy of the batch in which it
+is switched off. So contributions are paired differences on the same examples.
 """
 
 from collections.abc import Iterator
@@ -13,24 +13,24 @@ from torch import Tensor
 
 from esper.tolaria.population import Population
 
-# how many rows are worked on at a time, of one host and of all: bounds memory
+# rows per pass, of one host and of all hosts: limits memory
 CHUNK_ROWS = 400
-CHUNK_ROWS_OF_ALL = 128 * CHUNK_ROWS
+MAX_CHUNK_ROWS = 128 * CHUNK_ROWS
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Of P hosts, on the population's device; accuracy is 0 to 1."""
+    """Results for P hosts, on the population's device; accuracy is 0 to 1."""
 
     loss: Tensor  # [P]
     accuracy: Tensor  # [P]
     contribution: Tensor  # [P, S]: accuracy lost when the slot's seed is switched off
     contribution_error: Tensor  # [P, S]: its standard error, examples paired
-    contribution_known: Tensor  # [P, S], on the CPU: there is a seed, and the host feels it
+    contribution_known: Tensor  # [P, S], on the CPU: the slot has an active seed
 
 
 def evaluate(population: Population, num_rows: int | None = None) -> Evaluation:
-    """Every host on the first `num_rows` validation rows of its view (all if left out)."""
+    """Evaluate every host on the first `num_rows` validation rows of its view (default: all)."""
     task = population.task
     available = task.validation_y.shape[1]
     num_rows = available if num_rows is None else num_rows
@@ -51,9 +51,9 @@ def accuracy_on(population: Population, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def _chunks(population: Population, x: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each host's rows, so many at a time: inputs `[P, *shape, batch]` and labels `[P, batch]`."""
+    """Each host's rows in chunks: inputs `[P, *shape, batch]` and labels `[P, batch]`."""
     views = population.view_ids.to(x.device)
-    chunk = min(CHUNK_ROWS, max(1, CHUNK_ROWS_OF_ALL // population.num_hosts))
+    chunk = min(CHUNK_ROWS, max(1, MAX_CHUNK_ROWS // population.num_hosts))
     for start in range(0, x.shape[1], chunk):
         rows = slice(start, min(start + chunk, x.shape[1]))
         yield (
@@ -70,7 +70,7 @@ class _Totals:
         weights = population.parameter_table.params
         per_host = weights.new_zeros(2, population.num_hosts)
         self._loss, self._correct = per_host.unbind()
-        # of correct answers lost without a slot's seed, and of their squares
+        # sums of correct answers lost without a slot's seed, and of their squares
         self._gains = weights.new_zeros(2, population.num_hosts, population.num_slots)
 
     def add(self, x: Tensor, labels: Tensor) -> None:
@@ -92,7 +92,7 @@ class _Totals:
             accuracy=self._correct / num_rows,
             contribution=mean,
             contribution_error=(variance.clamp(min=0) / num_rows).sqrt(),
-            contribution_known=self._population.is_felt,
+            contribution_known=self._population.is_active,
         )
 
 

@@ -1,7 +1,7 @@
-"""The governor keeps hosts safe: one that breaks is rolled back, and no other notices.
+"""The governor rolls back hosts that break, without any effect on the others.
 
-A host is broken when a loss or a weight of it is not finite, or when its loss has run away from
-its own recent history. It goes back to its last snapshot, without the seeds that were live then.
+A host is broken if its loss or a weight is not finite, or if its loss is far above its own recent
+history. It is restored from its last snapshot, without the seeds that were live then.
 """
 
 import math
@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import lifecycle
+from esper.leyline.checks import require_at_least
 from esper.tolaria.population import Population, Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
 class GovernorConfig:
     snapshot_every: int = 3  # steps
-    history: int = 8  # steps whose mean loss is remembered
-    max_loss_ratio: float = 3.0  # to the median of its history; beyond it a host has diverged
+    history: int = 8  # steps whose mean loss is kept
+    max_loss_ratio: float = 3.0  # to the median of the history; a host above it has diverged
 
     def __post_init__(self) -> None:
-        if self.snapshot_every < 1 or self.history < 1 or self.max_loss_ratio <= 1:
-            raise ValueError(f"{self}; use counts of 1 or more and a ratio above 1")
+        require_at_least(self, 1, "snapshot_every", "history")
+        if not self.max_loss_ratio > 1:
+            raise ValueError(f"max_loss_ratio={self.max_loss_ratio}; use a number above 1")
 
 
 class Breakage(Enum):
@@ -35,35 +37,35 @@ class Breakage(Enum):
 
 @dataclass(frozen=True)
 class Rollback:
-    """One host went back to its snapshot."""
+    """One host was restored from its snapshot."""
 
     host: int
     breakage: Breakage
-    loss: float  # mean of the step that broke
-    usual_loss: float  # median of the host's history; nan without one
-    steps_lost: int  # since the snapshot
+    loss: float  # mean over the step in which the host broke
+    usual_loss: float  # median of the host's history; nan without history
+    steps_lost: int  # steps since the snapshot
 
 
 class Governor:
-    """Watches a population step by step; the first snapshot is the population as it is now."""
+    """Checks a population after every step; the first snapshot is taken at construction."""
 
     def __init__(self, population: Population, config: GovernorConfig | None = None):
         self._population = population
         self._config = config or GovernorConfig()
-        # a host that does better than guessing has not diverged, whatever it did before
+        # a host that does better than guessing has not diverged
         self._guessing_loss = math.log(population.host.num_classes)
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, after the population did."""
+        """Start again with a new snapshot, after the population was reset."""
         self._snapshot: Snapshot = self._population.save()
         self._age = 0
         self._history: deque[Tensor] = deque(maxlen=self._config.history)
 
-    def watch(self, losses: Tensor) -> tuple[Rollback, ...]:
-        """Rolls back what broke in a step with minibatch losses `[M, P]`; once per step."""
+    def check(self, losses: Tensor) -> tuple[Rollback, ...]:
+        """Roll back hosts that broke in a step with losses `[M, P]`; call it once per step."""
         if len(losses) == 0:
-            raise ValueError("a step without a minibatch has nothing to watch")
+            raise ValueError("losses is empty; a step needs one minibatch or more")
         self._age += 1
         weights_finite = self._population.parameter_table.finite_rows()
         loss, finite = torch.stack((losses.mean(0), weights_finite.to(losses))).cpu()
@@ -84,7 +86,7 @@ class Governor:
     def _find_broken(
         self, loss: Tensor, usual: Tensor, weights_finite: Tensor
     ) -> dict[int, Breakage]:
-        # from the mildest on: the last one written stands
+        # the worst cause comes last and overwrites the others
         causes = (
             (Breakage.DIVERGED, self._has_diverged(loss, usual)),
             (Breakage.WEIGHTS_NOT_FINITE, ~weights_finite),
@@ -96,11 +98,11 @@ class Governor:
         return broken
 
     def _has_diverged(self, loss: Tensor, usual: Tensor) -> Tensor:
-        runaway = loss > self._config.max_loss_ratio * usual  # never, without a history
+        runaway = loss > self._config.max_loss_ratio * usual  # False without history
         return runaway & (loss > self._guessing_loss)
 
     def _usual_loss(self, loss: Tensor) -> Tensor:
-        """The median of each host's history `[P]`, nan where it has none."""
+        """The median of each host's history `[P]`, nan without history."""
         if not self._history:
             return torch.full_like(loss, math.nan)
         return torch.stack(tuple(self._history)).nanmedian(0).values

@@ -1,12 +1,11 @@
-"""Which hosts run which seed together.
+"""Groups of seeds that run together: seeds of one blueprint in one slot.
 
-Seeds of one blueprint in one slot form a group. A group's capacity is a power of two and its
-members are an index, so that the same program serves while hosts come and go; what pads a group
-reads a host that is there and writes to a row that belongs to nobody.
+A group's capacity is fixed in its program and its members are an index, so that one program can
+serve changing hosts. Padding reads host 0 and writes to the scratch row after the last host.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -22,58 +21,37 @@ class GroupKey(NamedTuple):
 
     slot: int
     blueprint: int
-    shadow_training: bool  # trained in the shadow pass, and not part of the host's own
+    shadow_training: bool  # trained in the shadow pass; not part of the host's own pass
 
 
 @dataclass(frozen=True)
 class Signature:
-    """All that the shape of a minibatch's program depends on."""
+    """All that the shapes of a minibatch's program depend on."""
 
     capacities: tuple[tuple[GroupKey, int], ...]
-    plain_slots: tuple[bool, ...]  # every seed there is of style ADD
-
-    def covers(self, other: "Signature") -> bool:
-        """Whether a program of this signature can do the work of the other."""
-        room = dict(self.capacities)
-        return all(room.get(key, 0) >= size for key, size in other.capacities) and all(
-            theirs or not ours
-            for ours, theirs in zip(self.plain_slots, other.plain_slots, strict=True)
-        )
-
-    def join(self, other: "Signature") -> "Signature":
-        """The least signature that covers both."""
-        room = dict(self.capacities)
-        for key, size in other.capacities:
-            room[key] = max(size, room.get(key, 0))
-        plain = (a and b for a, b in zip(self.plain_slots, other.plain_slots, strict=True))
-        return Signature(tuple(sorted(room.items())), tuple(plain))
+    plain_slots: tuple[bool, ...]  # every seed in the slot has style ADD
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Who belongs to which group, on the CPU, and the tightest signature that has room."""
+    """The hosts in each group, on the CPU, and the signature without any padding."""
 
     signature: Signature
     members: dict[GroupKey, Tensor]
 
     @classmethod
     def of(cls, states: SlotStates) -> "Grouping":
-        behind = states.stage == SeedStage.TRAINING
+        shadow = states.stage == SeedStage.TRAINING
         hosts, slots = states.has_seed.nonzero(as_tuple=True)
-        keys = torch.stack((slots, states.blueprint[hosts, slots], behind[hosts, slots].long()), 1)
+        keys = torch.stack((slots, states.blueprint[hosts, slots], shadow[hosts, slots].long()), 1)
         kinds, group_of = torch.unique(keys, dim=0, return_inverse=True)
         members = {
-            GroupKey(slot, blueprint, bool(shadow)): hosts[group_of == group]
-            for group, (slot, blueprint, shadow) in enumerate(kinds.tolist())
+            GroupKey(slot, blueprint, bool(in_shadow)): hosts[group_of == group]
+            for group, (slot, blueprint, in_shadow) in enumerate(kinds.tolist())
         }
         styled = (states.style != BlendStyle.ADD) & states.has_seed
-        capacities = tuple((key, capacity_for(len(ids))) for key, ids in members.items())
-        return cls(Signature(capacities, tuple((~styled.any(0)).tolist())), members)
-
-
-def capacity_for(size: int) -> int:
-    """The least power of two that has room."""
-    return 1 << (size - 1).bit_length()
+        sizes = tuple((key, len(ids)) for key, ids in members.items())
+        return cls(Signature(sizes, tuple((~styled.any(0)).tolist())), members)
 
 
 class Membership:
@@ -81,33 +59,22 @@ class Membership:
 
     def __init__(self, signature: Signature, num_hosts: int, device: torch.device):
         self._num_hosts = num_hosts
-        self._bounds = _bounds(size for _, size in signature.capacities)
-        self._keys = [key for key, _ in signature.capacities]
-        total = sum(size for _, size in signature.capacities)
-        self._index = torch.zeros(2, total, dtype=torch.int64, device=device)
-        self.source = self._views(self._index[0])  # padding reads host 0, and gives it nothing
-        self.destination = self._views(self._index[1])  # padding writes to the row of nobody
+        capacities = dict(signature.capacities)
+        ends = dict(zip(capacities, accumulate(capacities.values()), strict=True))
+        self._places = {key: slice(end - capacities[key], end) for key, end in ends.items()}
+        self._index = torch.zeros(2, sum(capacities.values()), dtype=torch.int64, device=device)
+        self.source = self._views(self._index[0])  # padding reads host 0
+        self.destination = self._views(self._index[1])  # padding writes to the scratch row
 
     def fill(self, members: dict[GroupKey, Tensor]) -> None:
-        """Take in a grouping that the signature covers; one copy to the device."""
+        """Set the members of a grouping that the signature has room for; one copy to the device."""
         index = torch.zeros_like(self._index, device="cpu")
         index[1] = self._num_hosts
-        for key, (start, _) in zip(self._keys, self._bounds, strict=True):
+        for key, place in self._places.items():
             if key in members:
                 ids = members[key]
-                index[:, start : start + len(ids)] = ids
+                index[:, place.start : place.start + len(ids)] = ids
         self._index.copy_(index, non_blocking=True)
 
     def _views(self, index: Tensor) -> dict[GroupKey, Tensor]:
-        return {
-            key: index[start:end]
-            for key, (start, end) in zip(self._keys, self._bounds, strict=True)
-        }
-
-
-def _bounds(sizes: Iterable[int]) -> Sequence[tuple[int, int]]:
-    bounds, start = [], 0
-    for size in sizes:
-        bounds.append((start, start + size))
-        start += size
-    return bounds
+        return {key: index[place] for key, place in self._places.items()}

@@ -1,67 +1,76 @@
-"""Populations of real networks as one host_batch: hosts of several architectures, views of one task.
+"""Populations of real networks as one host batch: several architectures, views of one task.
 
-Each episode draws, for every group of envs, the widths of a host, and for every env the view of
-the data that it learns from. Hosts of one architecture are one population; populations are built
-when first drawn and used again.
+Each episode samples an architecture for every group of envs, and for every env the view of the data
+that it learns from. Hosts of one architecture are one population. Populations are built on first
+use and reused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints.registry import Blueprint
 from esper.kasmina.hosts import Host
-from esper.kasmina.lifecycle import SlotStates, begin_step, end_step, remove_live_seeds
-from esper.tolaria.environment import Evidence, HostFacts
+from esper.kasmina.lifecycle import (
+    SlotStates,
+    Transition,
+    begin_step,
+    end_step,
+    remove_live_seeds,
+)
+from esper.leyline.arrays import copy_together
+from esper.leyline.checks import require_at_least
 from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.optimizers import AdamW, Optimizer
 from esper.tolaria.population import Population
+from esper.tolaria.reports import HostFacts, StepMeasurements
 from esper.tolaria.steps import Kernels
 from esper.tolaria.tasks import Task, minibatch_indices
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostBatchConfig:
-    """How hosts train in one step of an episode."""
+    """Settings of a host batch."""
 
     num_types: int = 8
-    """Architectures per episode; each gets the same number of envs."""
+    """Architectures per episode, with the same number of envs each."""
     envs_per_type: int = 8
     """Hosts of one architecture."""
     siblings: int = 1
-    """Envs that share a start, a view, an order of the data and a rent: only actions differ."""
+    """Envs that share initial weights, data view, data order and rent: only actions differ."""
     minibatches: int = 20
     """Minibatches per step and host."""
     batch_size: int = 100
-    """Rows of a minibatch."""
+    """Rows per minibatch."""
     validation_rows: int = 400
-    """Validation rows that a step's accuracy is measured on."""
+    """Validation rows per step."""
     episode_steps: int = 25
-    """Steps that the learning rate is scheduled over: constant, then falling to a fiftieth."""
+    """Length of the learning-rate schedule: constant, then linear down to a fiftieth."""
     constant_share: float = 0.7
     """Share of the episode at the full learning rate."""
 
     def __post_init__(self) -> None:
-        for name in ("num_types", "envs_per_type", "minibatches", "batch_size", "episode_steps",
-                     "validation_rows"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; use 1 or more")
-        if self.siblings < 1 or self.envs_per_type % self.siblings:
+        counts = ("num_types", "envs_per_type", "siblings", "minibatches", "batch_size")
+        require_at_least(self, 1, *counts, "episode_steps", "validation_rows")
+        if self.envs_per_type % self.siblings:
             raise ValueError(
                 f"envs_per_type={self.envs_per_type} does not split into siblings={self.siblings}"
             )
 
 
 class PopulationBatch:
-    """`num_types` populations side by side; env n is host n % envs_per_type of type n // it.
+    """`num_types` populations; env n is host `n % envs_per_type` of type `n // envs_per_type`.
 
-    Envs draw random numbers under the names `host_ids` `[N]`, one for each group of siblings if
-    left out: hosts of one architecture, view and name begin alike and read the same rows in the
-    same order.
+    `host_ids` `[N]` are the keys of the envs' random numbers, by default one per group of siblings.
+    Hosts with the same architecture, view and id start with the same weights and read the same
+    rows in the same order.
     """
 
     def __init__(
@@ -77,7 +86,7 @@ class PopulationBatch:
         self.config = config = config or HostBatchConfig()
         if len(hosts) < config.num_types:
             raise ValueError(
-                f"{len(hosts)} hosts to draw from, but num_types={config.num_types} per episode"
+                f"{len(hosts)} hosts to choose from, but num_types={config.num_types} per episode"
             )
         available = task.validation_y.shape[1]
         if config.validation_rows > available:
@@ -85,20 +94,20 @@ class PopulationBatch:
                 f"validation_rows={config.validation_rows}, but {task.names} has {available}"
             )
         if len({host.num_slots for host in hosts}) != 1:
-            raise ValueError("hosts of one host_batch have the same number of slots")
+            raise ValueError("hosts of one host batch must have the same number of slots")
         self.hosts, self.menu, self.task = tuple(hosts), tuple(menu), task
         self.optimizer = optimizer or AdamW()
         self.num_envs, self.siblings = config.num_types * config.envs_per_type, config.siblings
         families = torch.arange(self.num_envs) // config.siblings
         self.host_ids = families if host_ids is None else host_ids
         self.num_slots, self.num_blueprints = hosts[0].num_slots, len(menu)
-        self.events: tuple[Rollback, ...] = ()  # of the last step, hosts numbered as envs
+        self.events: tuple[Rollback, ...] = ()  # rollbacks of the last step; `host` is the env
         self._built: dict[Host, list[_Member]] = {}
         self._members: list[_Member] = []  # of this episode
 
     @property
     def states(self) -> SlotStates:
-        return SlotStates.cat([member.population.states for member in self._members])
+        return self._states
 
     @property
     def types(self) -> tuple[Host, ...]:
@@ -126,7 +135,7 @@ class PopulationBatch:
 
     @property
     def kernels(self) -> Kernels:
-        """The way in which the populations are run."""
+        """The kernels that run the populations."""
         (member,) = self._members_for(self.hosts[:1])
         return member.population.kernels
 
@@ -140,7 +149,7 @@ class PopulationBatch:
         return self.facts()
 
     def new_hosts(self, hosts: Sequence[Host], view_ids: Tensor, rng_seed: int) -> None:
-        """New networks of these architectures, on these views, from this seed."""
+        """Start new networks of these architectures on these views."""
         config = self.config
         self._step = 0
         self._rows = minibatch_indices(
@@ -151,22 +160,25 @@ class PopulationBatch:
             self.task.num_rows[view_ids],
         )
         self._members = self._members_for(hosts)
-        for member in self._members:
-            with member.on_stream():
-                ids = member.env_ids
-                member.population.reset(rng_seed, view_ids[ids], self.host_ids[ids])
-                member.governor.reset()
+
+        def reset(member: _Member) -> None:
+            ids = member.env_ids
+            member.population.reset(rng_seed, view_ids[ids], self.host_ids[ids])
+            member.governor.reset()
+
+        self._on_streams(reset)
+        self._collect_states()
 
     def preset_seeds(self, states: SlotStates) -> None:
-        """Give the hosts seeds before they train: networks that are born grown."""
-        for member in self._members:
-            with member.on_stream():
-                member.population.adopt(states.at(member.env_ids))
+        """Give new hosts seeds before they train, so that they start fully grown."""
+        transition = Transition.of(states, germinated=states.has_seed)
+        self._on_streams(lambda m: m.population.adopt(transition.at(m.env_ids)))
+        self._collect_states()
 
     def facts(self) -> HostFacts:
-        """What is known of this episode's hosts and their data before they train."""
-        types = [_known_of(host, self.menu) for host in self.types]
-        of_types = {name: torch.stack([known[name] for known in types]) for name in types[0]}
+        """Facts about this episode's hosts and their data."""
+        types = [_facts_of(host, self.menu) for host in self.types]
+        of_types = {name: torch.stack([facts[name] for facts in types]) for name in types[0]}
         each, views = self.config.envs_per_type, self.view_ids
         return HostFacts(
             **{name: value.repeat_interleave(each, dim=0) for name, value in of_types.items()},
@@ -174,55 +186,54 @@ class PopulationBatch:
             locality=self.task.locality[views],
         )
 
-    def train_step(self, states: SlotStates) -> Evidence:
-        """One step: every population trains, is watched and validated."""
+    def train_step(self, transition: Transition) -> StepMeasurements:
+        """One step: every population trains, is checked by its governor and validated."""
         if self._step == self.config.episode_steps:
-            raise ValueError(f"episode_steps={self._step} are over; reset() or new_hosts() anew")
-        losses, evaluations, events = [], [], []
-        for member in self._members:  # all are sent off before the first is waited for
-            with member.on_stream():
-                member.population.adopt(begin_step(states.at(member.env_ids)))
-                losses.append(self._train(member))
-        for member, loss in zip(self._members, losses, strict=True):
-            with member.on_stream():
-                events.append(member.governor.watch(loss))
-                member.population.adopt(end_step(member.population.states))
-                evaluations.append(self._evaluate(member))
-        evidence = []
-        for member, evaluation, rollbacks in zip(self._members, evaluations, events, strict=True):
-            with member.on_stream():
-                evidence.append(_evidence(member.population, evaluation, rollbacks))
+            raise ValueError(
+                f"all episode_steps={self._step} were run; call reset() or new_hosts()"
+            )
+        # start all populations before waiting for the first
+        losses = self._on_streams(lambda m: self._train(m, transition.at(m.env_ids)))
+        events, evaluations = zip(*self._on_streams(self._end_step, losses), strict=True)
+        measured = self._on_streams(_measurements, evaluations, events)
         self._step += 1
+        self._collect_states()
         self.events = tuple(
             replace(rollback, host=member.envs.start + rollback.host)
             for member, rollbacks in zip(self._members, events, strict=True)
             for rollback in rollbacks
         )
-        return Evidence(*(torch.cat(field) for field in zip(*evidence, strict=True)))
+        return StepMeasurements(*(torch.cat(field) for field in zip(*measured, strict=True)))
 
     def committed_accuracy(self) -> Tensor:
-        evaluations = []
-        for member in self._members:
-            with member.on_stream():
-                everyone = torch.arange(member.population.num_hosts)
-                member.population.adopt(remove_live_seeds(member.population.states, everyone))
-                evaluations.append(self._evaluate(member))
-        accuracies = []
-        for member, evaluation in zip(self._members, evaluations, strict=True):
-            with member.on_stream():
-                accuracies.append(evaluation.accuracy.float().cpu())
-        return torch.cat(accuracies)
+        all_hosts = torch.arange(self.config.envs_per_type)
+        evaluations = self._on_streams(
+            lambda m: self._evaluate(m, remove_live_seeds(m.population.states, all_hosts))
+        )
+        self._collect_states()
+        return torch.cat(
+            self._on_streams(lambda _, found: found.accuracy.float().cpu(), evaluations)
+        )
 
     def accuracy_on(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Accuracy `[N]` on rows `[V, rows, *shape]` of each env's view, such as test rows."""
-        accuracies = []
-        for member in self._members:
+        """Accuracy `[N]` on rows `[V, rows, *shape]` of each env's view."""
+        return torch.cat(
+            self._on_streams(lambda m: accuracy_on(m.population, x, labels).float().cpu())
+        )
+
+    def _on_streams(self, work: Callable[..., T], *per_member: Sequence[Any]) -> list[T]:
+        """The results of `work(member, ...)`, for each population on its own stream."""
+        results = []
+        for member, *arguments in zip(self._members, *per_member, strict=True):
             with member.on_stream():
-                accuracies.append(accuracy_on(member.population, x, labels).float().cpu())
-        return torch.cat(accuracies)
+                results.append(work(member, *arguments))
+        return results
+
+    def _collect_states(self) -> None:
+        self._states = SlotStates.cat([member.population.states for member in self._members])
 
     def _members_for(self, hosts: Sequence[Host]) -> list["_Member"]:
-        """A population for each, built when first needed and used again in any place."""
+        """A population for each host, built on first use and reused."""
         config, free = self.config, {host: list(members) for host, members in self._built.items()}
         members = []
         for number, host in enumerate(hosts):
@@ -243,32 +254,40 @@ class PopulationBatch:
             members.append(replace(free[host].pop(), envs=envs))
         return members
 
-    def _train(self, member: "_Member") -> Tensor:
+    def _train(self, member: "_Member", transition: Transition) -> Tensor:
         first, population = self._step * self.config.minibatches, member.population
+        population.adopt(transition.then(begin_step))
         rows = self._rows[
             first : first + self.config.minibatches, member.envs.start : member.envs.stop
         ]
         population.learning_rates.fill_(self.optimizer.learning_rate * self._learning_share())
         return population.train(rows)
 
+    def _end_step(
+        self, member: "_Member", losses: Tensor
+    ) -> tuple[tuple[Rollback, ...], Evaluation]:
+        rollbacks = member.governor.check(losses)
+        return rollbacks, self._evaluate(member, end_step(member.population.states))
+
     def _learning_share(self) -> float:
-        """Of the full learning rate: 1, then a straight line down to 0.02 in the last step."""
+        """Share of the full learning rate: 1, then linear down to 0.02 in the last step."""
         last = self.config.episode_steps - 1
         start = self.config.constant_share * last
         fallen = (self._step - start) / max(last - start, 1.0)
         return 1.0 - 0.98 * min(max(fallen, 0.0), 1.0)
 
-    def _evaluate(self, member: "_Member") -> Evaluation:
+    def _evaluate(self, member: "_Member", transition: Transition) -> Evaluation:
+        member.population.adopt(transition)
         return evaluate(member.population, self.config.validation_rows)
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A population in the host_batch, and the envs that are its hosts."""
+    """A population, and the envs that are its hosts."""
 
     population: Population
     governor: Governor
-    stream: torch.cuda.Stream | None  # of its own, so that populations train side by side
+    stream: torch.cuda.Stream | None  # populations train in parallel on a GPU
     envs: range = range(0)
 
     @classmethod
@@ -283,15 +302,15 @@ class _Member:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """What is done inside comes after what this member and the caller did before."""
+        """Run the block on this population's CUDA stream, ordered after the caller's stream."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield
 
 
-def _known_of(host: Host, menu: Sequence[Blueprint]) -> dict[str, Tensor]:
-    """What is known of one host, by the names of a plan, without the axis of envs."""
+def _facts_of(host: Host, menu: Sequence[Blueprint]) -> dict[str, Tensor]:
+    """Facts about one host by the names of `HostFacts`, without the axis of envs."""
     sites = host.sites
     programs = [[b.program(site) if b.fits(site) else None for b in menu] for site in sites]
 
@@ -314,25 +333,25 @@ def _known_of(host: Host, menu: Sequence[Blueprint]) -> dict[str, Tensor]:
     }
 
 
-def _evidence(
-    population: Population, evaluation: Evaluation, rollbacks: Sequence[Rollback]
-) -> Evidence:
+def _measurements(
+    member: _Member, evaluation: Evaluation, rollbacks: Sequence[Rollback]
+) -> StepMeasurements:
+    population = member.population
     rolled_back = torch.zeros(population.num_hosts, dtype=torch.bool)
     rolled_back[[event.host for event in rollbacks]] = True
-    per_host = torch.stack((evaluation.loss, evaluation.accuracy), dim=-1)
     measured = (
-        per_host,
+        evaluation.loss,
+        evaluation.accuracy,
         evaluation.contribution,
         evaluation.contribution_error,
         population.gradient_norms(),
     )
-    on_cpu = torch.cat(measured, dim=-1).float().cpu()  # one wait for the device
-    per_host, contribution, error, gradient_norm = torch.split(
-        on_cpu, [part.shape[-1] for part in measured], dim=-1
+    loss, accuracy, contribution, error, gradient_norm = copy_together(
+        [value.float() for value in measured], torch.device("cpu")
     )
-    return Evidence(
-        loss=per_host[:, 0],
-        accuracy=per_host[:, 1],
+    return StepMeasurements(
+        loss=loss,
+        accuracy=accuracy,
         contribution=contribution,
         contribution_error=error,
         contribution_known=evaluation.contribution_known,

@@ -1,21 +1,21 @@
-"""How alike neighbouring positions of an input are: what decides how far a seed should see."""
+"""Locality: the correlation of neighbouring input positions."""
 
 import torch
 from torch import Tensor
 
-MOST_VALUES = 2**22  # looked at: fewer rows where an input is large
+MAX_VALUES = 2**22  # limits the rows that are read of large inputs
 
 
 def locality(rows: Tensor) -> float:
     """The mean correlation of neighbouring positions of inputs `[rows, channels, *positions]`.
 
-    It is taken over the rows, for every pair of neighbours along every axis of positions and in
-    every channel: near 1 for smooth inputs, about 0 for inputs in no order. Positions that never
-    vary are left out; where no pair is left, or inputs have no positions, it is 0.
+    Correlations are over the rows, for every pair of neighbours along every axis of positions, in
+    every channel: near 1 for smooth inputs, about 0 for inputs without order. Constant positions
+    are left out. Without any pair, such as for inputs without positions, the result is 0.
     """
     if rows.numel() == 0:
         return 0.0
-    rows = rows[: max(2, MOST_VALUES // rows[0].numel())].double()
+    rows = rows[: max(2, MAX_VALUES // rows[0].numel())].double()
     spread = rows.amax(dim=0) - rows.amin(dim=0)
     varies = (spread > 0) & spread.isfinite()
     centred = rows - rows.mean(dim=0)

@@ -1,19 +1,29 @@
-"""Optimisers as row operations: one update for all hosts and seeds of an parameter_table.
+"""Optimisers as row operations: one update for all hosts and seeds of a parameter table.
 
 They follow `torch.optim.AdamW` and `torch.optim.SGD`, with a learning rate per host and a step
-count per part of it: the host itself and the seed in each slot. Columns without a seed are zero in parameters, gradients and moments, and an update
-leaves them so: nothing needs a mask.
+count per part: the host itself and the seed in each slot. Columns without a seed are zero in
+parameters, gradients and moments. An update keeps them zero, so no mask is needed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 
+class OptimizerRows(NamedTuple):
+    """Rows of P hosts: an update reads them and changes parameters and moments in place."""
+
+    params: Tensor  # [P, D]
+    grads: Tensor  # [P, D]
+    moments: Sequence[Tensor]  # [P, D] each
+    steps: Tensor  # [P, parts]: steps of each part, this one included
+    part_of_column: Tensor  # [D]
+
+
 class Optimizer(Protocol):
-    """How parameters follow their gradients; fresh moments are zero."""
+    """An update rule; initial moments are zero."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -21,19 +31,8 @@ class Optimizer(Protocol):
     @property
     def num_moments(self) -> int: ...
 
-    def update(
-        self,
-        params: Tensor,
-        grads: Tensor,
-        moments: Sequence[Tensor],
-        steps: Tensor,
-        part_of_column: Tensor,
-        learning_rates: Tensor,
-    ) -> None:
-        """One step in place of all `[P, D]`, at learning rates `[P, 1]`.
-
-        `steps` `[P, parts]` counts the steps of each part from 1, this one included.
-        """
+    def update(self, rows: OptimizerRows, learning_rates: Tensor) -> None:
+        """One step of all rows in place, at learning rates `[P, 1]`."""
         ...
 
 
@@ -46,16 +45,8 @@ class AdamW:
 
     num_moments = 2
 
-    def update(
-        self,
-        params: Tensor,
-        grads: Tensor,
-        moments: Sequence[Tensor],
-        steps: Tensor,
-        part_of_column: Tensor,
-        learning_rates: Tensor,
-    ) -> None:
-        mean, square = moments
+    def update(self, rows: OptimizerRows, learning_rates: Tensor) -> None:
+        params, grads, (mean, square), steps, part_of_column = rows
         beta_mean, beta_square = self.betas
         mean.lerp_(grads, 1 - beta_mean)
         square.mul_(beta_square).addcmul_(grads, grads, value=1 - beta_square)
@@ -74,16 +65,8 @@ class SGD:
 
     num_moments = 1
 
-    def update(
-        self,
-        params: Tensor,
-        grads: Tensor,
-        moments: Sequence[Tensor],
-        steps: Tensor,
-        part_of_column: Tensor,
-        learning_rates: Tensor,
-    ) -> None:
-        (velocity,) = moments
+    def update(self, rows: OptimizerRows, learning_rates: Tensor) -> None:
+        params, grads, (velocity,), _, _ = rows
         velocity.mul_(self.momentum).add_(grads)
         if self.weight_decay:
             velocity.add_(params, alpha=self.weight_decay)

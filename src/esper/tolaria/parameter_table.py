@@ -1,8 +1,8 @@
-"""One `[P + 1, D]` tensor for the parameters of a population, and its like for each moment.
+"""The parameters of a population as one `[P + 1, D]` tensor, with one more for each moment.
 
 A row is a host: its own parameters, then a range of columns for each slot, as wide as the
-largest seed that can grow there. The last row belongs to nobody: what pads a group is written to
-it. Columns that hold no seed are zero everywhere.
+largest seed that can grow there. The last row is scratch: the padding of groups writes to it.
+Columns without a seed are zero.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class TableLayout:
     """Which columns belong to the host (part 0) and to the seed in each slot (part 1 + slot)."""
 
     host_size: int
-    widths: tuple[int, ...]  # of the parts, each a multiple of `ALIGNMENT`
+    widths: tuple[int, ...]  # of each part, multiples of `ALIGNMENT`
 
     @classmethod
     def of(cls, host: Host, menu: Sequence[Blueprint]) -> "TableLayout":
@@ -53,12 +53,12 @@ class TableLayout:
         return slice(0, self.host_size)
 
     def seed_columns(self, slot: int, num_params: int | None = None) -> slice:
-        """All columns of a slot, or the first ones, where a seed of this size lies."""
+        """All columns of a slot, or those of a seed with this many parameters."""
         start, width = self.starts[1 + slot], self.widths[1 + slot]
         return slice(start, start + (width if num_params is None else num_params))
 
     def part_of_column(self) -> Tensor:
-        """`[D]`."""
+        """The part that each column belongs to, `[D]`."""
         return torch.arange(self.num_parts).repeat_interleave(torch.tensor(self.widths))
 
 
@@ -85,24 +85,24 @@ class ParameterTable:
         self.steps = torch.zeros(num_hosts, layout.num_parts, device=device, dtype=dtype)
 
     def place(self, host_ids: Tensor, columns: slice, values: Tensor) -> None:
-        """New parameters `[K, ..]` for columns of some hosts; their moments are zero already."""
+        """Set parameters `[K, ..]` in columns of some hosts; their moments are zero already."""
         self.params[host_ids, columns] = values.to(self.params)
 
     def clear(self, host_ids: Tensor, columns: slice) -> None:
-        """Columns of some hosts back to zero, as if nothing had ever been there."""
+        """Set columns of some hosts to zero: parameters, moments and gradients."""
         self._storage[:, host_ids, columns] = 0
         self.grads[host_ids, columns] = 0
 
     def finite_rows(self) -> Tensor:
-        """Hosts `[P]` without a nan or an infinity in parameters and moments."""
+        """Hosts `[P]` whose parameters and moments are all finite."""
         return self._storage[:, :-1].isfinite().all(2).all(0)
 
     def save(self) -> "TableSnapshot":
-        """What every host is now: parameters, moments and step counts."""
+        """A copy of parameters, moments and step counts of all hosts."""
         return TableSnapshot(self._storage.clone(), self.steps.clone())
 
     def restore(self, snapshot: "TableSnapshot", host_ids: Tensor) -> None:
-        """Some hosts as they were; the others are not touched."""
+        """Restore some hosts; the others are not touched."""
         self._storage[:, host_ids] = snapshot.storage[:, host_ids]
         self.steps[host_ids] = snapshot.steps[host_ids]
         self.grads[host_ids] = 0

@@ -1,13 +1,13 @@
 """P growing hosts of one task, trained as one program.
 
     population = Population(host, menu, task, num_hosts=32, batch_size=100)
-    states = lifecycle.germinate(population.states, host_ids, slot_ids, blueprint=..., ...)
-    population.adopt(lifecycle.begin_step(states))
+    transition = lifecycle.germinate(population.states, host_ids, slot_ids, blueprint=..., ...)
+    population.adopt(transition.then(lifecycle.begin_step))
     losses = population.train(rows)                    # [minibatches, P]
     population.adopt(lifecycle.end_step(population.states))
 
-What happens to the slots is decided by the pure functions of `kasmina.lifecycle`; `adopt` makes
-the weights follow: new seeds are born, the weights of removed ones are gone.
+The pure functions of `kasmina.lifecycle` change the slots; `adopt` changes the weights
+accordingly: it initialises new seeds and clears the weights of removed ones.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from esper.kasmina.blueprints.registry import Blueprint
 from esper.kasmina.hosts import Host
-from esper.kasmina.lifecycle import SlotStates
+from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched import BlendInputs, TrainingSetup
 from esper.tolaria.feed import CHUNK, Feed
@@ -32,7 +32,7 @@ from esper.tolaria.tasks import Task
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A population as it was: weights, optimiser state and slots of every host."""
+    """A copy of the weights, optimiser state and slots of every host."""
 
     parameter_table: TableSnapshot
     states: SlotStates
@@ -41,10 +41,10 @@ class Snapshot:
 class Population:
     """Hosts of one architecture, each with its own weights, seeds, data view and optimiser state.
 
-    It works where the task's data are, in their floating-point type. `view_ids` says which view of
-    the data each host sees (view 0 if left out). `host_ids` are the names under which hosts draw
-    random numbers: a host's life depends on its id, not on its neighbours. `kernels` is how it is
-    run (see `steps`), the fastest way if left out. `learning_rates` are to be changed in place.
+    It runs on the device and in the floating-point type of the task's data. `view_ids` is the view
+    of the data that each host sees (default 0). `host_ids` are the keys of the hosts' random
+    numbers: a host depends on its id, not on the other hosts. `kernels` selects the implementation
+    (see `steps`; default: the fastest). Change `learning_rates` in place.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Population:
         if (task.input_shape, task.num_classes) != (host.input_shape, host.num_classes):
             raise ValueError(
                 f"task {task.names} has inputs {task.input_shape} and {task.num_classes} classes; "
-                f"the host takes {host.input_shape} and tells {host.num_classes} apart"
+                f"the host takes {host.input_shape} and has {host.num_classes} classes"
             )
         device, dtype = task.device, task.train_x.dtype
         if dtype not in (torch.float32, torch.float64):
@@ -84,7 +84,7 @@ class Population:
         self.parameter_table = ParameterTable(
             layout, num_hosts, self.optimizer.num_moments, device, dtype
         )
-        self._newborn = InitDistributions(host, menu, layout, device)
+        self._init = InitDistributions(host, menu, layout, device)
         self.learning_rates = torch.full(
             (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
         )
@@ -105,53 +105,50 @@ class Population:
 
     @property
     def states(self) -> SlotStates:
-        """Of every slot of every host, on the CPU."""
+        """The states of every slot of every host, on the CPU."""
         return self._states
 
     def reset(
         self, rng_seed: int, view_ids: Tensor | None = None, host_ids: Tensor | None = None
     ) -> None:
-        """New hosts without seeds; their weights follow from `rng_seed` and their ids.
+        """Start new hosts without seeds; `rng_seed` and their ids determine their weights.
 
-        They have the same ids and see the same views of the data as before, or those given.
+        Views and ids stay as they are unless given.
         """
-        everyone = torch.arange(self.num_hosts)
+        all_hosts = torch.arange(self.num_hosts)
         if host_ids is not None:
             self.host_ids = self._checked_ids(host_ids)
         if view_ids is not None:
             self.view_ids = self._checked_views(view_ids)
-            self._feed.show(self.view_ids)
+            self._feed.set_views(self.view_ids)
         self.learning_rates.fill_(self.optimizer.learning_rate)
         self._rng_seed = rng_seed
-        self._num_births = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
+        self._num_germinated = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
-        self.parameter_table.clear(everyone, slice(None))
-        self.parameter_table.steps.zero_()
-        keys = fold(rng_seed, self.host_ids)
-        columns = self.parameter_table.layout.host_columns()
-        self.parameter_table.place(everyone, columns, self._newborn.hosts(keys))
-        self._regroup()
+        weights = self._init.hosts(fold(rng_seed, self.host_ids))
+        table = self.parameter_table
+        table.clear(all_hosts, slice(None))
+        table.steps.zero_()
+        table.place(all_hosts, table.layout.host_columns(), weights)
+        self._prepare_steps()
 
-    def adopt(self, states: SlotStates) -> None:
-        """Take in what a lifecycle function returned for `self.states`."""
-        before = self._states
-        # a slot may have been emptied and sown again since the last call
-        goes_on = (states.blueprint == before.blueprint) & (states.total_age >= before.total_age)
+    def adopt(self, transition: Transition) -> None:
+        """Carry out a transition that starts from `self.states`."""
+        states, germinated, removed = transition
         self._check_shape(states)
-        is_new = states.has_seed & ~(before.has_seed & goes_on)
-        is_gone = before.has_seed & ~(states.has_seed & goes_on)
-        self._check_births(states, is_new)
+        self._check_new_seeds(states, germinated)
         self._states = states
-        for slot in is_gone.any(dim=0).nonzero().flatten().tolist():
-            hosts = is_gone[:, slot].nonzero().flatten()
-            self.parameter_table.clear(hosts, self.parameter_table.layout.seed_columns(slot))
-            self.parameter_table.steps[hosts, 1 + slot] = 0
-        for slot in is_new.any(dim=0).nonzero().flatten().tolist():
-            self._give_birth(slot, is_new[:, slot].nonzero().flatten())
-        self._regroup()
+        table = self.parameter_table
+        for slot in removed.any(dim=0).nonzero().flatten().tolist():
+            hosts = removed[:, slot].nonzero().flatten()
+            table.clear(hosts, table.layout.seed_columns(slot))
+            table.steps[hosts, 1 + slot] = 0
+        for slot in germinated.any(dim=0).nonzero().flatten().tolist():
+            self._initialize_seeds(slot, germinated[:, slot].nonzero().flatten())
+        self._prepare_steps()
 
     def train(self, rows: Tensor) -> Tensor:
-        """Losses `[M, P]` of M minibatches on data rows `[M, P, batch]`, one step each."""
+        """Train on data rows `[M, P, batch]`, one optimiser step each; returns losses `[M, P]`."""
         self._check_rows(rows)
         losses = []
         for chunk in torch.split(rows, CHUNK):
@@ -166,45 +163,44 @@ class Population:
         return self.steps.logits(x, ablate=False)[0]
 
     def ablated_logits(self, x: Tensor) -> tuple[Tensor, Sequence[int]]:
-        """Logits `[P, classes, 1 + K, batch]`: with all seeds on, then with each of K slots off.
+        """Logits `[P, classes, 1 + K, batch]` with all seeds, then with each of K slots off.
 
-        The K slots are named; one in which no host feels a seed is left out.
+        The second value is the K slots: those in which a host has an active seed.
         """
         self._check_inputs(x)
         logits, slots = self.steps.logits(x, ablate=True)
         return logits.view(*logits.shape[:2], 1 + len(slots), x.shape[-1]), slots
 
     @property
-    def is_felt(self) -> Tensor:
-        """Slots `[P, S]` whose seed takes part in what the host says; on the CPU."""
+    def is_active(self) -> Tensor:
+        """Slots `[P, S]` whose seed is part of the host's output; on the CPU."""
         return self._states.has_seed & (self._states.stage != SeedStage.TRAINING)
 
     def save(self) -> Snapshot:
         return Snapshot(self.parameter_table.save(), self._states)
 
     def restore(self, snapshot: Snapshot, host_ids: Tensor) -> None:
-        """Some hosts as they were, seeds and optimiser state too; no other host is touched."""
+        """Restore some hosts with their seeds and optimiser state; the others are not touched."""
         self.parameter_table.restore(snapshot.parameter_table, host_ids)
         self._states = self._states.put(snapshot.states.at(host_ids), host_ids)
-        self._regroup()
+        self._prepare_steps()
 
     def gradient_norms(self) -> Tensor:
-        """Root mean square `[P, S]` of each seed's gradient in the last minibatch; 0 without one."""
-        layout = self.parameter_table.layout
+        """Root mean square `[P, S]` of each seed's last gradient; 0 without a seed."""
+        grads, layout = self.parameter_table.grads, self.parameter_table.layout
         squares = [
-            self.parameter_table.grads[:-1, layout.seed_columns(slot)].square().sum(1)
-            for slot in range(self.num_slots)
+            grads[:-1, layout.seed_columns(slot)].square().sum(1) for slot in range(self.num_slots)
         ]
-        sizes = self.seed_params().clamp(min=1).to(self.parameter_table.grads)
+        sizes = self.seed_params().clamp(min=1).to(grads)
         return (torch.stack(squares, 1) / sizes).sqrt()
 
     def seed_params(self) -> Tensor:
-        """Parameters of the seed in each slot `[P, S]`, 0 where there is none; on the CPU."""
+        """Parameters of the seed in each slot `[P, S]`, 0 without a seed; on the CPU."""
         states = self._states
         slots = torch.arange(self.num_slots).expand_as(states.blueprint)
-        return self._newborn.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
+        return self._init.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
 
-    # Compiled code and captured graphs do not look where they read: it is looked at here.
+    # Bounds checks; the compiled kernels and CUDA graphs do none.
 
     def _checked_ids(self, host_ids: Tensor) -> Tensor:
         if host_ids.shape != (self.num_hosts,):
@@ -233,14 +229,15 @@ class Population:
                 count = int(self.task.num_rows[self.view_ids[host]])
                 raise ValueError(
                     f"host {host} is to read row {int(last[host])}; its view has {count} rows: "
-                    "draw them with task.num_rows[population.view_ids]"
+                    "sample them with task.num_rows[population.view_ids]"
                 )
 
     def _check_inputs(self, x: Tensor) -> None:
         expected = (self.num_hosts, *self.host.input_shape)
-        if tuple(x.shape[:-1]) != expected or x.dtype != self.parameter_table.params.dtype:
+        dtype = self.parameter_table.params.dtype
+        if tuple(x.shape[:-1]) != expected or x.dtype != dtype:
             raise ValueError(
-                f"inputs are {x.dtype} {tuple(x.shape)}; expected {self.parameter_table.params.dtype} "
+                f"inputs are {x.dtype} {tuple(x.shape)}; expected {dtype} "
                 f"[hosts, *shape, batch] = {(*expected, 'batch')}"
             )
 
@@ -251,7 +248,7 @@ class Population:
                 f"expected {(self.num_hosts, self.num_slots)}"
             )
 
-    def _check_births(self, states: SlotStates, is_new: Tensor) -> None:
+    def _check_new_seeds(self, states: SlotStates, is_new: Tensor) -> None:
         hosts, slots = is_new.nonzero(as_tuple=True)
         blueprints = states.blueprint[hosts, slots]
         past = blueprints >= len(self.menu)
@@ -260,19 +257,21 @@ class Population:
             raise ValueError(
                 f"host {host}, slot {slot}: blueprint {blueprint}; the menu has {len(self.menu)}"
             )
-        misfits = ~self._newborn.fits[slots, blueprints]
+        misfits = ~self._init.fits[slots, blueprints]
         if misfits.any():
             site = self.host.sites[int(slots[misfits][0])]
-            self.menu[int(blueprints[misfits][0])].program(site)  # says why it does not fit
+            self.menu[int(blueprints[misfits][0])].program(site)  # raises: it does not fit
 
-    def _give_birth(self, slot: int, hosts: Tensor) -> None:
-        self._num_births[hosts, slot] += 1
-        keys = fold(self._rng_seed, self.host_ids[hosts], 1 + slot, self._num_births[hosts, slot])
+    def _initialize_seeds(self, slot: int, hosts: Tensor) -> None:
+        self._num_germinated[hosts, slot] += 1
+        keys = fold(
+            self._rng_seed, self.host_ids[hosts], 1 + slot, self._num_germinated[hosts, slot]
+        )
         blueprints = self._states.blueprint[hosts, slot]
         columns = self.parameter_table.layout.seed_columns(slot)
-        self.parameter_table.place(hosts, columns, self._newborn.seeds(slot, blueprints, keys))
+        self.parameter_table.place(hosts, columns, self._init.seeds(slot, blueprints, keys))
 
-    def _regroup(self) -> None:
-        """Bring what the next minibatch reads up to date with the slots."""
+    def _prepare_steps(self) -> None:
+        """Update what the next minibatch reads of the slots."""
         self._blend_inputs.fill(self._states)
         self.steps.prepare(self._states)

@@ -1,8 +1,7 @@
-"""Random numbers as a function of what they are for, not of when they are drawn.
+"""Counter-based random numbers: a function of a key, not of the order of sampling.
 
-A key names a run's rng seed, a host and a purpose; the n-th number of a key is a hash of both. So
-what host i draws does not depend on how many hosts there are, in which order they are served,
-or on which device.
+A key is made of the rng seed, a host id and a purpose; the n-th number is a hash of the key and n.
+So the numbers of host i do not depend on the number of hosts, their order or the device.
 """
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 
 def fold(rng_seed: int, *parts: Tensor | int) -> Tensor:
-    """The key of a purpose within a purpose: `fold(rng_seed, host_ids, slot)` is one per host."""
+    """A key from an rng seed and more parts: `fold(rng_seed, host_ids, slot)` is one per host."""
     key = hash64(torch.tensor(rng_seed))
     for part in parts:
         key = hash64(key + part)
@@ -26,7 +25,7 @@ def uniform(keys: Tensor, count: int) -> Tensor:
 def hash64(x: Tensor) -> Tensor:
     """64 well-mixed bits of an int64 each: the output function of SplitMix64 (Steele 2014)."""
     x = x + -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
-    x ^= _shifted(x, 30)  # in place: large draws are bound by memory
+    x ^= _shifted(x, 30)  # in place: large samples are bound by memory
     x *= -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
     x ^= _shifted(x, 27)
     x *= -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
@@ -35,7 +34,7 @@ def hash64(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """A shift to the right that fills with zeros, not with the sign."""
+    """A logical right shift: it fills with zeros, not with the sign."""
     x = x >> bits
     x &= (1 << (64 - bits)) - 1
     return x

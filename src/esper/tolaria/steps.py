@@ -2,10 +2,10 @@
 
 | kernels | where | how |
 |---|---|---|
-| eager | anywhere, any layer | operations of the whole population, launched one by one |
-| graphs | CUDA | the same operations, captured |
-| compiled | CPU, the layers that kasmina knows | host after host, by compiled code |
-| fused | CUDA, the same layers | all hosts and minibatches in one launch, a block per host |
+| eager | any device, any layer | batched operations on the whole population, launched one by one |
+| graphs | CUDA, any layer | the same operations as a captured CUDA graph |
+| compiled | CPU, layers of kasmina | host after host, by numba |
+| fused | CUDA, layers of kasmina | all hosts and minibatches in one launch, a block per host |
 """
 
 from collections.abc import Sequence
@@ -26,23 +26,23 @@ Kernels = Literal["eager", "graphs", "compiled", "fused"]
 
 
 class Steps(Protocol):
-    """Runs minibatches for whatever seeds the hosts have."""
+    """Runs minibatches for the seeds that the hosts have."""
 
     def prepare(self, states: SlotStates) -> None:
-        """The slots have changed."""
+        """Called when slots have changed."""
         ...
 
     def run(self, count: int) -> None:
-        """That many minibatches from the feed."""
+        """Train on the next `count` minibatches of the feed."""
         ...
 
     def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, Sequence[int]]:
-        """See `batched.run_hosts`; and the slots that added a copy."""
+        """Logits as in `batched.run_hosts`, and the slots that added a copy."""
         ...
 
 
 class EagerSteps:
-    """Every operation launched by itself."""
+    """Launches every operation on its own."""
 
     def __init__(self, setup: TrainingSetup):
         self._setup = setup
@@ -57,19 +57,19 @@ class EagerSteps:
             self._minibatch.train()
 
     def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, tuple[int, ...]]:
-        return self._minibatch.logits(x, ablate), self._minibatch.felt_slots
+        return self._minibatch.logits(x, ablate), self._minibatch.active_slots
 
 
 def fastest_kernels(setup: TrainingSetup) -> Kernels:
-    """The fastest way that knows every layer and the optimiser."""
+    """The fastest kernels that support all layers and the optimiser."""
     on_cuda = setup.parameter_table.params.device.type == "cuda"
     seeds = (e.program(s) for e in setup.menu for s in setup.host.sites if e.fits(s))
-    knows_layers = all(map(has_kernels, (*setup.host.programs, *seeds)))
-    knows_optimizer = type(setup.optimizer) in (AdamW, SGD)
-    knows_all = knows_layers and knows_optimizer
+    supports_layers = all(map(has_kernels, (*setup.host.programs, *seeds)))
+    supports_optimizer = type(setup.optimizer) in (AdamW, SGD)
+    supports_all = supports_layers and supports_optimizer
     if on_cuda:
-        return "fused" if knows_all and has_room(setup) else "graphs"
-    return "compiled" if knows_all else "eager"
+        return "fused" if supports_all and has_room(setup) else "graphs"
+    return "compiled" if supports_all else "eager"
 
 
 def build_steps(setup: TrainingSetup, kernels: Kernels) -> Steps:

@@ -1,10 +1,10 @@
-"""A host_batch without networks: what every seed gains is known, and so is the best that can be done.
+"""A host batch without networks: the gain of every seed is known, and so is the best score.
 
     accuracy = host accuracy + sum over seeds of alpha * gain[type of data, slot, blueprint]
 
-Lifecycle, costs and prices are the real ones, so a learner must find what to grow where at which
-rent, blend it in and commit it in time. Gains and costs are the same in every episode; rent is not.
-With several types of data, it must also read from the reports which seeds these data want.
+Lifecycle, costs and prices are the real ones: a learner must find what to grow where at which rent,
+blend it in and commit it in time. Gains and costs are the same in every episode; rent is not. With
+several types of data, it must also infer from the reports which seeds suit the data.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.kasmina.lifecycle import SlotStates, begin_step, end_step
+from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step
 from esper.leyline.constants import SiteKind
 from esper.leyline.stages import SeedStage
-from esper.tolaria.environment import Evidence, HostFacts
+from esper.tolaria.reports import HostFacts, StepMeasurements
 
 HOST_PARAMS, HOST_MACS = 858.0, 4000.0
 HOST_ACCURACY = 0.77
@@ -26,17 +26,17 @@ BLUEPRINT_PARAMS = (64.0, 120.0, 200.0, 416.0, 672.0, 300.0)
 
 
 class DataType(NamedTuple):
-    """What a controller is told of data, and what each blueprint gains on them."""
+    """What reports say about the data, and the gain of each blueprint on them."""
 
     locality: float
     train_rows: int
     gains: tuple[float, ...]  # in the first slot
 
 
-PLAIN = DataType(0.5, 3200, (0.020, 0.035, 0.050, 0.075, 0.090, 0.005))  # the last one is a dud
+PLAIN = DataType(0.5, 3200, (0.020, 0.035, 0.050, 0.075, 0.090, 0.005))  # the last one is useless
 FOUR_TYPES = (
     PLAIN._replace(locality=0.8),
-    DataType(0.1, 3200, (0.005, 0.005, 0.010, 0.010, 0.020, 0.070)),  # no dud here
+    DataType(0.1, 3200, (0.005, 0.005, 0.010, 0.010, 0.020, 0.070)),  # the last one is the best
     DataType(0.8, 450, (0.030, 0.010, 0.000, -0.020, -0.030, -0.010)),  # large seeds overfit
     DataType(0.5, 3200, (0.010, 0.050, 0.030, 0.020, 0.020, 0.010)),
 )
@@ -45,8 +45,8 @@ FOUR_TYPES = (
 class SyntheticHosts:
     """N envs of one host with three slots and a menu of six.
 
-    Types of data take turns from one family of siblings to the next. `noise` is the standard
-    deviation of every accuracy that is measured, drawn anew for each env and each time.
+    Types of data alternate between groups of siblings. `noise` is the standard deviation of every
+    measured accuracy, sampled for each env and measurement.
     """
 
     num_slots = len(SITE_SHARES)
@@ -105,12 +105,12 @@ class SyntheticHosts:
             depth=torch.ones(per_choice),
         )
 
-    def train_step(self, states: SlotStates) -> Evidence:
-        self._states = end_step(begin_step(states))
+    def train_step(self, transition: Transition) -> StepMeasurements:
+        self._states = transition.then(begin_step).then(end_step).states
         effect = self._effect()
         accuracy = self._measured(effect)
         zeros, none = torch.zeros_like(effect), torch.zeros_like(effect, dtype=torch.bool)
-        return Evidence(
+        return StepMeasurements(
             loss=1 - accuracy,
             accuracy=accuracy,
             contribution=effect,
@@ -136,13 +136,13 @@ class SyntheticHosts:
         return float((scores - HOST_ACCURACY).sum() / possible)
 
     def best_blind_scores(self, rent: Tensor) -> Tensor:
-        """As `best_scores`, of the set that is best for the rent over all types alike."""
+        """As `best_scores`, for the set that is best on average over all types."""
         scores = self._scores_of_all_sets(rent)
         best = scores.mean(dim=0).argmax(dim=-1)
         return scores[self.type_ids, torch.arange(len(rent)), best]
 
     def _scores_of_all_sets(self, rent: Tensor) -> Tensor:
-        """What every set of seeds scores on each type of data, at each rent, `[types, N, sets]`."""
+        """The score of every set of seeds on each type of data at each rent, `[types, N, sets]`."""
         gains = torch.cat((torch.zeros_like(self.gains[..., :1]), self.gains), dim=-1)
         params = torch.tensor((0.0, *BLUEPRINT_PARAMS))
         sets = torch.tensor(list(product(range(len(params)), repeat=self.num_slots)))
@@ -151,7 +151,7 @@ class SyntheticHosts:
         return HOST_ACCURACY + gain.unsqueeze(1) - rent.unsqueeze(-1) * size
 
     def _measured(self, effect: Tensor) -> Tensor:
-        """The accuracy `[N]` that validation shows where seeds have this effect `[N, S]`."""
+        """The measured accuracy `[N]` for these effects of seeds `[N, S]`."""
         accuracy = HOST_ACCURACY + effect.sum(dim=-1)
         if self.noise:
             accuracy += self.noise * torch.randn(self.num_envs, generator=self._generator)

@@ -1,11 +1,11 @@
-"""What hosts learn: data as tensors on the device, and the order in which each host reads it.
+"""Tasks: data sets as tensors on a device, and the order in which each host reads them.
 
     task = mnist1d()                                        # one view of one data set
     task = stack([task, permuted(task, rng_seed=1), few_rows(task, 600)])     # three
     rows = minibatch_indices(0, host_ids, range(20), 100, task.num_rows[view_ids])
 
-Controllers and rewards see the training and validation rows. The test rows are under seal:
-`task.held_out.open()` hands them out once.
+Controllers and rewards see the training and validation rows. The test rows are sealed:
+`task.held_out.open()` returns them once.
 """
 
 import gzip
@@ -24,29 +24,29 @@ from esper.leyline.files import atomic_write
 from esper.tolaria.locality import locality
 from esper.tolaria.randomness import fold
 
-_PURPOSE = -1  # what a key of the rows' order begins with, where others have a host's id
+_PURPOSE = -1  # first part of the keys for the order of rows; other keys start with a host id
 
 DATA_DIR = Path("data")
 FASHION_MNIST_DIR = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
 
 
-PUBLISHED_RNG_SEED = 42  # of MNIST-1D as it was published
+PUBLISHED_RNG_SEED = 42  # of the published MNIST-1D
 
 
 class HeldOut:
-    """Test rows `[V, rows, ...]` and their labels under seal."""
+    """Test rows `[V, rows, ...]` and their labels, which can be read once."""
 
     def __init__(self, x: Tensor, y: Tensor):
         self._rows: tuple[Tensor, Tensor] | None = (x, y)
 
     def open(self) -> tuple[Tensor, Tensor]:
-        """The rows and labels, once: rows that are looked at twice are no test."""
+        """The rows and labels; a second call raises, since rows used twice are not a test."""
         x, y = self._sealed()
         self._rows = None
         return x, y
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HeldOut":
-        """Another sealed set: these rows changed."""
+        """Another sealed set, with `change` applied to the rows."""
         x, y = self._sealed()
         return HeldOut(change(x), y)
 
@@ -57,7 +57,7 @@ class HeldOut:
 
     def _sealed(self) -> tuple[Tensor, Tensor]:
         if self._rows is None:
-            raise RuntimeError("the test rows were handed out already; they are read once")
+            raise RuntimeError("the test rows were read already; they can be read once")
         return self._rows
 
 
@@ -68,7 +68,7 @@ class Task:
     names: tuple[str, ...]  # of the views
     train_x: Tensor  # [V, rows, *input_shape]
     train_y: Tensor  # [V, rows]
-    num_rows: Tensor  # [V], on the CPU: how many training rows a view has; the rest is padding
+    num_rows: Tensor  # [V], on the CPU: training rows of each view; the rest is padding
     validation_x: Tensor  # [V, rows, *input_shape]
     validation_y: Tensor  # [V, rows]
     held_out: HeldOut
@@ -84,7 +84,7 @@ class Task:
 
     @property
     def site_kind(self) -> SiteKind:
-        """What flows into a host: a vector, a series of channels or an image of channels."""
+        """The kind of the inputs: vector, series or image."""
         return (SiteKind.VECTOR, SiteKind.SERIES, SiteKind.IMAGE)[len(self.input_shape) - 1]
 
     @property
@@ -93,7 +93,7 @@ class Task:
 
     @cached_property
     def locality(self) -> Tensor:
-        """How alike neighbouring positions are in each view's training rows, `[V]` on the CPU."""
+        """Locality of each view's training rows, `[V]` on the CPU; see `locality`."""
         views = zip(self.train_x, self.num_rows.tolist(), strict=True)
         return torch.tensor([locality(rows[:count]) for rows, count in views])
 
@@ -106,7 +106,7 @@ class Task:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Task":
-        """The task with all its inputs changed, those under seal too."""
+        """The task with `change` applied to all inputs, also the sealed ones."""
         return replace(
             self,
             train_x=change(self.train_x),
@@ -120,8 +120,8 @@ def mnist1d(
 ) -> Task:
     """MNIST-1D (Greydanus 2020), `[1, 40]`: 3200 rows to train, 800 to validate, 1000 to test.
 
-    `fresh_test_rows` puts that many newly generated rows in the place of the 1000. Generated
-    rows are kept in `data_dir`; where the file is, the package `mnist1d` is not needed.
+    `fresh_test_rows` replaces the test rows by that many newly generated ones. Generated rows are
+    stored in `data_dir`; if the file exists, the package `mnist1d` is not needed.
     """
     x, y = _mnist1d_rows(Path(data_dir), num_rows=5000, rng_seed=PUBLISHED_RNG_SEED)
     test = x[4000:], y[4000:]
@@ -158,7 +158,7 @@ def fashion_mnist(folder: Path | str = FASHION_MNIST_DIR) -> Task:
 
 
 def permuted(task: Task, rng_seed: int) -> Task:
-    """The task with the positions of its inputs in another order: locality no longer helps."""
+    """The task with the positions of its inputs permuted, which removes locality."""
     rng = torch.Generator().manual_seed(rng_seed)
     order = torch.randperm(task.train_x[0, 0].numel(), generator=rng).to(task.device)
     changed = task.map(lambda x: x.flatten(2)[..., order].view_as(x))
@@ -166,7 +166,7 @@ def permuted(task: Task, rng_seed: int) -> Task:
 
 
 def few_rows(task: Task, num_rows: int) -> Task:
-    """The task with its first training rows only."""
+    """The task with only the first `num_rows` training rows."""
     if not 1 <= num_rows <= int(task.num_rows.min()):
         raise ValueError(f"num_rows={num_rows}; the task has {task.num_rows.tolist()} rows")
     fewer = replace(
@@ -179,7 +179,7 @@ def few_rows(task: Task, num_rows: int) -> Task:
 
 
 def noisy(task: Task, scale: float, rng_seed: int) -> Task:
-    """The task with Gaussian noise added to its inputs, once and for all."""
+    """The task with fixed Gaussian noise added to its inputs."""
     rng = torch.Generator().manual_seed(rng_seed)
 
     def add_noise(x: Tensor) -> Tensor:
@@ -218,26 +218,25 @@ def minibatch_indices(
 ) -> Tensor:
     """The rows that each host reads in some minibatch steps, `[len(steps), P, batch_size]`.
 
-    A host reads its `num_rows` (an int, or `[P]` on the CPU) in a new random order each epoch,
-    every row once, one minibatch after the other across the ends of epochs. What it reads at a
-    step is a function of `rng_seed`, its id and the step alone: it depends neither on the other
-    hosts nor on the device, so that arms can be paired.
+    A host reads all its `num_rows` (an int, or `[P]` on the CPU) in a new random order each epoch;
+    minibatches may cross the end of an epoch. The rows at a step are a function of `rng_seed`, the
+    host id and the step only, not of the other hosts or the device, so experiments can be paired.
     """
     device = host_ids.device
     counts = torch.as_tensor(num_rows).expand(len(host_ids))
     rows = torch.empty(len(host_ids), len(steps) * batch_size, dtype=torch.int64, device=device)
     first, last = steps.start * batch_size, steps.stop * batch_size
-    for count in sorted(set(counts.tolist())):  # hosts with as many rows are shuffled together
+    for count in sorted(set(counts.tolist())):  # shuffle hosts with equally many rows together
         alike = (counts == count).nonzero().squeeze(1).to(device)
         rows[alike] = _reading_order(rng_seed, host_ids[alike], range(first, last), count)
     return rows.view(len(host_ids), len(steps), batch_size).transpose(0, 1)
 
 
 def _reading_order(rng_seed: int, host_ids: Tensor, positions: range, count: int) -> Tensor:
-    """What hosts with `count` rows read at these positions of their lives, `[P, positions]`.
+    """The rows that hosts with `count` rows read at these positions, `[P, len(positions)]`.
 
-    Every row draws a hash in every epoch; sorting the hashes shuffles the rows. A key carries
-    its row in its low bits, so that the sorted keys are the order.
+    Every row gets a hash in every epoch; sorting the hashes shuffles the rows. The low bits of a
+    key are its row, so the sorted keys give the order.
     """
     first_epoch = positions.start // count
     num_epochs = (positions.stop - 1) // count + 1 - first_epoch
@@ -262,7 +261,7 @@ def _task(
     validation: tuple[Tensor, Tensor],
     test: tuple[Tensor, Tensor],
 ) -> Task:
-    """A task of a single view."""
+    """A task with a single view."""
     return Task(
         names=(name,),
         train_x=train[0].unsqueeze(0),
@@ -280,18 +279,18 @@ def _renamed(task: Task, variant: str) -> Task:
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    """`[V, rows, ...]` filled up with zeros to a length."""
+    """`[V, rows, ...]` padded with zeros to a length."""
     missing = rows.new_zeros(rows.shape[0], length - rows.shape[1], *rows.shape[2:])
     return torch.cat([rows, missing], dim=1)
 
 
 def _standardised(x: Tensor, reference: Tensor) -> Tensor:
-    """Inputs with the mean and the deviation of the training rows taken out."""
+    """Inputs standardised with the mean and deviation of the training rows."""
     return (x - reference.mean()) / reference.std()
 
 
 def _mnist1d_rows(data_dir: Path, num_rows: int, rng_seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs `[rows, 1, 40]` and labels, read from `data_dir` or generated and kept there."""
+    """Inputs `[rows, 1, 40]` and labels, read from `data_dir` or generated and stored there."""
     path = data_dir / f"mnist1d_{num_rows}_{rng_seed}.npz"
     if not path.exists():
         _generate_mnist1d(path, num_rows, rng_seed)
@@ -308,7 +307,7 @@ def _generate_mnist1d(path: Path, num_rows: int, rng_seed: int) -> None:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{path} does not exist and the package that generates it is not installed: "
-            "pip install mnist1d, or bring the file from a machine that has it"
+            "pip install mnist1d, or copy the file from a machine that has it"
         ) from error
     settings = get_dataset_args()
     settings.num_samples, settings.seed = num_rows, rng_seed
@@ -329,7 +328,7 @@ def _idx_rows(folder: Path, split: str) -> tuple[Tensor, Tensor]:
 
 
 def _read_idx(path: Path) -> Tensor:
-    """The bytes of an idx file (its own or gzipped), in the shape that its header gives."""
+    """The bytes of an idx file, gzipped or not, in the shape that its header gives."""
     zipped = path.with_name(path.name + ".gz")
     if zipped.exists():
         content = gzip.decompress(zipped.read_bytes())

@@ -1,6 +1,6 @@
-"""The seeds that can grow in a slot. Importing this package registers them."""
+"""Blueprints: the kinds of seed that can grow in a slot. Importing this package registers them."""
 
-from esper.kasmina.blueprints import convolution, dense, long_range
+from esper.kasmina.blueprints import seeds
 from esper.kasmina.blueprints.registry import (
     BLUEPRINTS,
     Blueprint,
@@ -16,8 +16,6 @@ __all__ = [
     "Site",
     "blueprint",
     "blueprint_menu",
-    "convolution",
-    "dense",
-    "long_range",
     "menu_for",
+    "seeds",
 ]

@@ -1,11 +1,10 @@
-"""The registry of seed blueprints: a blueprint is one function from a site to its layers.
+"""The registry of seed blueprints. A blueprint is a function from a site to layers.
 
     @blueprint(SiteKind.SERIES, SiteKind.IMAGE)
     def conv(site: Site) -> tuple[Layer, ...]:
         return (Conv(site.width),)
 
-A blueprint keeps the shape of its site. Its last layer with weights is zero at birth, which
-the registry sees to.
+A seed keeps the shape of its site. The registry initialises its last layer with weights to zero.
 """
 
 from collections.abc import Callable
@@ -49,7 +48,7 @@ class Blueprint:
         return site.kind in self.kinds
 
     def program(self, site: Site) -> Program:
-        """The seed at a site, with parameters, multiply-adds, reach and depth known."""
+        """The seed's layers at a site, with their costs."""
         return _program(self, site)
 
 
@@ -73,9 +72,11 @@ BLUEPRINTS: dict[str, Blueprint] = {}
 
 
 def blueprint(*kinds: SiteKind) -> Callable[[BuildLayers], BuildLayers]:
-    """Register the function that follows as a blueprint, under its own name."""
+    """Decorator: register a function as a blueprint, under its own name."""
     if not kinds:
-        raise ValueError("a blueprint names the kinds of site it fits: @blueprint(SiteKind.SERIES)")
+        raise ValueError(
+            "a blueprint needs the kinds of site that it fits: @blueprint(SiteKind.SERIES)"
+        )
 
     def register(build_layers: BuildLayers) -> BuildLayers:
         name = build_layers.__name__
@@ -95,5 +96,5 @@ def blueprint_menu(*names: str) -> tuple[Blueprint, ...]:
 
 
 def menu_for(kind: SiteKind) -> tuple[Blueprint, ...]:
-    """Every registered blueprint that fits a kind of site, in the order of registration."""
+    """All registered blueprints that fit a kind of site, in the order of registration."""
     return tuple(entry for entry in BLUEPRINTS.values() if kind in entry.kinds)

@@ -1,1 +1,1 @@
-"""Hosts trained by compiled code on the CPU, one host after the other, each with its own seeds."""
+"""Kernels that train the hosts of a population; see `esper.kernels` for their twins and tests."""

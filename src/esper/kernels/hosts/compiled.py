@@ -1,4 +1,7 @@
-"""Training on the CPU by compiled code: the tables it reads, and the threads it runs on."""
+"""Training on the CPU by numba: the tables that the kernels read, and their threads.
+
+Parity test: `tests/tolaria/test_steps.py`, against `tolaria/batched.py`.
+"""
 
 import math
 import os
@@ -20,7 +23,7 @@ from esper.tolaria.optimizers import SGD, AdamW, Optimizer
 
 
 class CompiledSteps:
-    """Hosts one after the other, each through all its minibatches; see `kernels.numba_hosts`."""
+    """Hosts one after the other, each through all its minibatches; see `numba_hosts`."""
 
     def __init__(self, setup: TrainingSetup):
         from esper.kernels.hosts import numba_hosts  # numba is loaded where it is used
@@ -44,12 +47,12 @@ class CompiledSteps:
         behind, inputs = states.stage == SeedStage.TRAINING, self._setup.blend_inputs
         self._slots = self._compiled.Slots(
             inputs.alpha.numpy(),
-            inputs.alpha_behind.numpy(),
+            inputs.shadow_alpha.numpy(),
             inputs.style.numpy(),
             states.blueprint.numpy(),
             behind.numpy(),
         )
-        self._felt_slots = (states.has_seed & ~behind).any(0).nonzero().flatten()
+        self._active_slots = (states.has_seed & ~behind).any(0).nonzero().flatten()
 
     def run(self, count: int) -> None:
         feed = self._setup.feed
@@ -71,7 +74,7 @@ class CompiledSteps:
         )
 
     def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
-        ablated = self._felt_slots if ablate else self._felt_slots[:0]
+        ablated = self._active_slots if ablate else self._active_slots[:0]
         num_hosts, batch = x.shape[0], x.shape[-1]
         logits = x.new_empty(num_hosts, self._setup.host.num_classes, 1 + len(ablated), batch)
         flat = x.contiguous().view(num_hosts, -1, batch)

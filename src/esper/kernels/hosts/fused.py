@@ -1,8 +1,10 @@
-"""Training by one kernel: a block of threads takes a host through all its minibatches.
+"""Training on CUDA by one kernel: a block of threads trains a host on all its minibatches.
 
-Hosts of a population differ in their seeds, and batched operations run them group by group in
-hundreds of small launches. Here a launch is a whole call, each block walks its own host's tables
-(see `kernels.fused_plan`), and hosts that all differ cost no more than hosts that are all alike.
+Hosts of a population have different seeds; batched operations run them group by group, in hundreds
+of small launches. Here one launch does a whole call. Each block reads its own host's tables (see
+`fused_plan`), so different hosts cost no more than identical ones.
+
+Parity test: `tests/tolaria/test_fused.py`, against `tolaria/batched.py`.
 """
 
 import ctypes
@@ -49,7 +51,7 @@ class Arguments(ctypes.Structure):
 
 
 class FusedSteps:
-    """Hosts side by side, a block each; see `kernels/fused_hosts.cu`."""
+    """One block of threads per host; see `fused_hosts.cu`."""
 
     def __init__(self, setup: TrainingSetup):
         parameter_table, host = setup.parameter_table, setup.host
@@ -74,9 +76,9 @@ class FusedSteps:
         behind = states.stage == SeedStage.TRAINING
         slots = torch.stack((states.blueprint, behind.to(states.blueprint.dtype)))
         self._slots.copy_(slots.to(torch.int32), non_blocking=True)
-        felt = (states.has_seed & ~behind).any(0).nonzero().flatten()
-        self._ablated[: len(felt)].copy_(felt, non_blocking=True)
-        self._felt_slots: list[int] = felt.tolist()
+        active = (states.has_seed & ~behind).any(0).nonzero().flatten()
+        self._ablated[: len(active)].copy_(active, non_blocking=True)
+        self._active_slots: list[int] = active.tolist()
 
     def run(self, count: int) -> None:
         feed = self._setup.feed
@@ -86,9 +88,9 @@ class FusedSteps:
         self._launch("train", num_hosts, n, inputs=inputs, minibatches=count, batch=batch)
 
     def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
-        felt = self._felt_slots if ablate else []
+        active = self._active_slots if ablate else []
         num_hosts, rows = x.shape[0], x.shape[-1]
-        logits = x.new_empty(num_hosts, self._setup.host.num_classes, (1 + len(felt)) * rows)
+        logits = x.new_empty(num_hosts, self._setup.host.num_classes, (1 + len(active)) * rows)
         x = x.contiguous()
         num_pieces, n = _pieces(rows)
         self._launch(
@@ -98,9 +100,9 @@ class FusedSteps:
             inputs=x.data_ptr(),
             logits=logits.data_ptr(),
             rows=rows,
-            num_ablated=len(felt),
+            num_ablated=len(active),
         )
-        return logits, felt
+        return logits, active
 
     def _launch(self, kernel: str, num_tasks: int, n: int, **arguments: int) -> None:
         """On the current stream; the workspace goes back to it and is used again."""
@@ -135,7 +137,7 @@ class FusedSteps:
             "steps": parameter_table.steps,
             "rates": self._setup.learning_rates,
             "alpha": blend.alpha,
-            "alpha_behind": blend.alpha_behind,
+            "alpha_behind": blend.shadow_alpha,
             "style": blend.style,
             "blueprint": self._slots[0],
             "behind": self._slots[1],

@@ -1,7 +1,7 @@
-"""The fused kernel, compiled where it runs: for a GPU by NVRTC, for a CPU by the C++ compiler.
+"""Compiles the fused kernel on first use: for a GPU by NVRTC, for a CPU by the C++ compiler.
 
-NVRTC is a library that comes with torch's CUDA builds; no CUDA toolkit is needed. The CPU's
-version does the same work with one thread: it is there to be compared with, not to be fast.
+NVRTC comes with torch's CUDA builds; no CUDA toolkit is needed. The CPU version does the same work
+with one thread. It exists for the parity test, `tests/tolaria/test_fused.py`, not for speed.
 """
 
 import contextlib

@@ -5,7 +5,9 @@
 // which threads take in turn; channels beyond the last are read, and what comes of them is not
 // written: there is room for that everywhere. A layer ends with all its results written but not
 // yet seen: SYNC stands between layers. Sums that many threads share are made by warps in a fixed
-// order, so that runs are the same to the bit.
+// order, so that runs are bit-exact.
+//
+// Parity test: tests/tolaria/test_fused.py.
 
 // How many channels a task takes: as many as do not make the threads with most tasks slower.
 DEVICE int task_channels(int channels, int area, int n) {

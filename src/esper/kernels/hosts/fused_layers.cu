@@ -1,4 +1,6 @@
 // The other layers, and how seeds join their hosts.
+//
+// Parity test: tests/tolaria/test_fused.py.
 
 // Slices of an example's values that are summed side by side.
 DEVICE int num_slices(int count, int n) { return least(count, num_teams(n)); }

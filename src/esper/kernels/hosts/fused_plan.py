@@ -1,9 +1,10 @@
-"""Layers as rows of numbers for the fused kernel, and where everything lies in its memory.
+"""Tables of the fused kernel: layers as rows of numbers, and their places in its memory.
 
-What a host runs is a walk through a table; every place in the workspace is decided here, once
-for all hosts of a population: each slot has room for the largest seed that can grow there.
-Attention becomes three rows (code, projection, attending), and mixing positions is a convolution
-whose channels are the positions.
+Every place in the workspace is fixed here, once for all hosts of a population: each slot has room
+for the largest seed that can grow there. Attention becomes three rows (code, projection,
+attending). Mixing positions is a convolution whose channels are the positions.
+
+Parity test: `tests/tolaria/test_fused.py`.
 """
 
 import math

@@ -2,6 +2,8 @@
 //
 // The same text is CUDA, in which the threads of a block take tasks in turn, and plain C++, in
 // which one thread takes them all: tests run it without a GPU.
+//
+// Parity test: tests/tolaria/test_fused.py.
 
 #ifdef __CUDACC__
 #define DEVICE static __device__ __forceinline__

@@ -1,7 +1,7 @@
-"""Layers as rows of numbers, for kernels that walk through a host's layers as a table.
+"""Layers as rows of numbers, for kernels that read a host's layers from a table.
 
-A series is an image of height 1 and a vector an image of a single pixel, so that one row format
-describes them all.
+A series is stored as an image of height 1, a vector as an image of one pixel, so that one row
+format describes all layers. Tested through the kernels: `tests/tolaria/test_steps.py`.
 """
 
 import math

@@ -1,8 +1,10 @@
-"""Whole hosts with their seeds, compiled: logits, and training minibatch by minibatch.
+"""Whole hosts with their seeds, compiled by numba: logits, and training on minibatches.
 
-Hosts do not depend on one another, so a host runs all its minibatches before the next one
-starts; its weights, moments and activations stay in the processor's cache. What a host runs
-is read from tables, and no two hosts need to be alike.
+Hosts are independent, so each runs all its minibatches before the next one starts; its weights,
+moments and activations stay in the processor's cache. What a host runs is read from tables, so
+all hosts may differ.
+
+Parity test: `tests/tolaria/test_steps.py`, against `tolaria/batched.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -534,8 +536,8 @@ def _cross_entropy(ws, logits, labels, ids, n, classes, top):
 def _entry_points(source_of_layers: str) -> tuple[Callable[..., None], Callable[..., None]]:
     """The two functions that are called from Python, kept compiled on disk.
 
-    numba compiles a kept function anew when its own file has changed. That the layers' file must
-    not have changed either is said by naming its text, which thereby becomes part of the key.
+    numba recompiles a cached function when its own file has changed. The layers' source text is
+    named in the functions, so that it is part of the cache key too.
     """
 
     @njit(nogil=True, cache=True)

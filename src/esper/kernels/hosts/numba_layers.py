@@ -1,11 +1,11 @@
-"""Forward and backward of every layer kind for one network, compiled.
+"""Forward and backward of every layer kind for one network, compiled by numba.
 
-All activations lie in one workspace; a tensor is where it begins. Its layout is `[channels,
-height, width, n]` with n examples last, so that all work is on rows of n examples or of n
-examples at neighbouring positions: a row gathers weighted rows, or meets another in a product.
+All activations are in one workspace; a tensor is the index of its first element. The layout is
+`[channels, height, width, n]` with n examples last, so all work is on rows of n examples or of n
+examples at neighbouring positions: a row sums weighted rows, or is multiplied with another row.
 
-Sums may be taken in another order (`reassoc`), so that they run in vectors; infinities and nans
-keep their meaning.
+Sums may be reordered (`reassoc`) so that they are vectorised; infinities and NaN keep their
+meaning. Parity test: `tests/tolaria/test_steps.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"

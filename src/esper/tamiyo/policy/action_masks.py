@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.constants import ALPHA_TARGETS
-from esper.leyline.device_constant import DeviceConstant
+from esper.leyline.devices import DeviceConstant
 from esper.leyline.factored_actions import (
     OP_HEADS,
     ActionMasks,

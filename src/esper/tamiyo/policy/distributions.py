@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import hardtanh
 
-from esper.leyline.device_constant import DeviceConstant
+from esper.leyline.devices import DeviceConstant
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 
 LARGEST_LOGIT = 1e29  # logits are clipped to this, up and down

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH, SiteKind
-from esper.leyline.device_constant import DeviceConstant
+from esper.leyline.devices import DeviceConstant
 from esper.leyline.reports import ACCURACY_HISTORY, Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
 
