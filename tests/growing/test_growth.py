@@ -119,11 +119,11 @@ def test_budgets_stand_where_floats_are_coarse():
     reporter = growth._reporter
     reporter.model_params = 2**26 + 1
     reporter._budget = Budget(params=2**27 + 7)  # leaves 2**26 + 6; the nearest float is larger
-    left = int(reporter.observe(0, 5, growth._evidence).params_left)
+    left = int(reporter.observe(0, 5, growth._history).params_left)
     assert 2**26 <= left <= 2**26 + 6
     costs = torch.full_like(reporter._facts.cost_params, 2**25 + 1)
     reporter._facts = reporter._facts._replace(cost_params=costs)
-    costs = reporter.observe(0, 5, growth._evidence).cost_params.double()
+    costs = reporter.observe(0, 5, growth._history).cost_params.double()
     assert ((costs >= 2**25 + 1) & (costs <= 2**25 + 4)).all()
 
 

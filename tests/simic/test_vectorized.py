@@ -100,7 +100,7 @@ def test_features_are_scaled_after_the_first_update_and_never_again():
     trainer.learn()
     after_one = {name: value.clone() for name, value in scales.state_dict().items()}
     assert after_one["is_fitted"]
-    assert after_one["env_center"].any()
+    assert after_one["center"].any()
     trainer.collect()
     assert trainer.learn()["ppo/first_ratio_error"] < 1e-5
     for name, value in scales.state_dict().items():

@@ -1,1 +1,1 @@
-"""grow: adoption -- your own nn.Module, grown within a budget and handed back as a plain one."""
+"""growing: adoption -- your own nn.Module, grown within a budget and returned as a plain one."""

@@ -225,7 +225,7 @@ class Trainer:
         Environments that can save their state resume at this very step; others collect the round
         again.
         """
-        for name, weight in self.agent.policy.state_dict().items():
+        for name, weight in self.agent.policy.named_parameters():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
         position = self._position() if self.envs.can_save_state else self._round_start
