@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from esper.leyline import devices
 from esper.leyline.arrays import ALIGNMENT, TensorFields, copy_together
 from esper.leyline.devices import device_table
 
@@ -78,3 +79,9 @@ def test_a_table_is_made_once_per_type_and_can_be_trained_with():
     assert device_table((False, True), cpu).dtype == torch.int64  # equal keys, another type
     assert not table.is_inference()
     assert device_table(range(0, 6, 2), cpu).tolist() == [0, 2, 4]
+
+
+def test_tables_of_ever_new_lengths_do_not_pile_up():
+    for length in range(2 * devices.MOST_TABLES):
+        device_table(range(length), torch.device("cpu"))
+    assert len(devices._TABLES) <= devices.MOST_TABLES

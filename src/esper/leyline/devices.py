@@ -45,9 +45,16 @@ def device_table(
     """
     key = (values, dtype, device)
     if key not in _TABLES:
+        while len(_TABLES) >= MOST_TABLES:  # ranges follow the batch size, which may always differ
+            del _TABLES[next(iter(_TABLES))]
         with torch.inference_mode(False):
-            _TABLES[key] = torch.tensor(values, dtype=dtype, device=device)
+            if isinstance(values, range):  # torch.tensor would wait for a GPU
+                table = torch.arange(values.start, values.stop, values.step, device=device)
+                _TABLES[key] = table.to(dtype)
+            else:
+                _TABLES[key] = torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
     return _TABLES[key]
 
 
+MOST_TABLES = 256
 _TABLES: dict[object, Tensor] = {}
