@@ -22,6 +22,7 @@ import json
 import os
 import random
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,16 +47,16 @@ torch.set_num_threads(1)
 
 TIME_LIMIT_S = 60.0
 MEMORY_LIMIT = 8 * 2**30
-TRAIN = (
+TRAIN = shlex.split(
     "train --preset oracle --rounds 4 --checkpoint-every 1 --device cpu --host-batch.num-types 1 "
     "--host-batch.envs-per-type 8 --host-batch.siblings 2 --ppo.num-minibatches 2 --ppo.ppo-epochs 1 "
     "--growth.num-steps 4 --host-batch.episode-steps 4 --policy.lstm-hidden-dim 8 "
     "--policy.slot-dim 8 --policy.blueprint-dim 8"
-).split()
-GYM = (
+)
+GYM = shlex.split(
     "gym CartPole-v1 --total-steps 256 --num-envs 4 --episodes 1 --save-every 1 --horizon 16 "
     "--ppo.ppo-epochs 1 --policy.lstm-hidden-dim 8"
-).split()
+)
 
 
 # -- children -------------------------------------------------------------------------------------
@@ -213,16 +214,16 @@ def grow_small_model(path: Path, steps: int, save_every: int) -> Growth:
     x = torch.randn(32, 6)
     y = torch.randint(3, (32,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    growth = Growth(model, x, optimizer=optimizer, decisions=steps)
+    growth = Growth(model, optimizer, example=x, decisions=steps + 1)
     if path.exists():
         growth.load(path)
-    for step in range(growth.decisions_made, steps):
+    for step in range(growth.step, steps):
         loss = torch.nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         growth.after_step()
-        growth.decide(float(-loss.detach().sigmoid() + 1))
+        growth.decide(float(torch.exp(-loss.detach())))
         if (step + 1) % save_every == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             growth.save(path)
@@ -296,8 +297,8 @@ def readers(folder: Path) -> Iterator[tuple[str, Path, Callable[[Path], Any]]]:
     kinds = {  # the kind and version in the header of each file are read from the file itself
         "train checkpoint": folder / "train-whole" / "checkpoint.pt",
         "controller": folder / "train-whole" / "controller.pt",
-        "gym checkpoint": folder / "gym-whole" / "checkpoint.pt",
-        "gym agent": folder / "gym-whole" / "agent.pt",
+        "previous checkpoint": folder / "train-whole" / "checkpoint.previous.pt",
+        "PPO model": folder / "gym-whole" / "checkpoint.pt",
         "growth": folder / "Growth-whole" / "growth.pt",
     }
     for name, path in kinds.items():
@@ -337,15 +338,15 @@ def damaged(path: Path, read: Callable[[Path], Any], cases: int, folder: Path) -
 # -- full disk ------------------------------------------------------------------------------------
 
 
-def full_disk(folder: Path, spare: int) -> dict[str, Counter[str]] | None:
-    """Every writer on a full disk; None where a tmpfs cannot be mounted."""
+def full_disk(folder: Path, spare: int) -> dict[str, Counter[str] | None]:
+    """Every writer on a full disk; None if a tmpfs cannot be mounted."""
     mount = folder / "small-disk"
     mount.mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=160m", "tmpfs", str(mount)], capture_output=True
     )
     if made.returncode:
-        return None
+        return {"any": None}
     try:
         return {job.name: _fill_up(job, mount, folder, spare) for job in disk_jobs()}
     finally:
@@ -520,17 +521,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jobs = [train_job(), gym_job(), growth_job()]
-        for job in jobs:  # also makes the files that are damaged below
-            table.add(f"kill points, {job.name}", kill_points(job, folder, points))
-        for kind, path, read in readers(folder):
-            table.add(f"damaged, {kind}", damaged(path, read, flips, folder))
-        disks = full_disk(folder, spare=20_000)
-        for kind, counted in (disks or {"any": None}).items():  # type: ignore[dict-item]
-            table.add(f"full disk, {kind}", counted)
+        if asked.only in "kill points, damaged files":
+            for job in jobs:  # also writes the files that are damaged below
+                table.add(f"kill points, {job.name}", kill_points(job, folder, points))
+            for kind, path, read in readers(folder):
+                table.add(f"damaged files, {kind}", damaged(path, read, flips, folder))
+        if asked.only in "full disk":
+            for kind, counted in full_disk(folder, spare=20_000).items():
+                table.add(f"full disk, {kind}", counted)
         for job in jobs[:2]:
-            table.add(f"races, {job.name}", races(job, folder, 1 if asked.quick else 3))
-            table.add(f"signals, {job.name}", signals(job, folder))
-        table.add("flags", fuzz_flags(folder, fuzzed))
+            if asked.only in "races":
+                table.add(f"races, {job.name}", races(job, folder, 1 if asked.quick else 3))
+            if asked.only in "signals":
+                table.add(f"signals, {job.name}", signals(job, folder))
+        if asked.only in "flags":
+            table.add("flags", fuzz_flags(folder, fuzzed))
     print(json.dumps({"benchmark": "storms", "device": "cpu", "bars": table.bars()}))
 
 
