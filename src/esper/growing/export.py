@@ -14,11 +14,13 @@ leaves those of an earlier export unchanged.
 import contextlib
 import copy
 import importlib.util
+import io
 import logging
 import runpy
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch.utils import _pytree as pytree
 from esper.growing.export_source import NO_END, ExportError, source_of
 from esper.growing.folding import folded
 from esper.growing.inputs import arguments, batch_size, forward, tensors
+from esper.leyline.files import atomic_write
 
 _FILES = {"torch": "model.pt2", "onnx": "model.onnx", "source": "model.py"}
 FORMATS = tuple(_FILES)
@@ -54,20 +57,40 @@ def export(
     formats = (formats,) if isinstance(formats, str) else formats
     _check_formats(formats)
     plain = folded(model).cpu().eval()
+    _check_names(plain)
     plain.register_forward_hook(_plain_output)
     example = _batch_of_two_or_more(_on_cpu(example))
     program = _traced(plain, example)
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".unchecked-") as unchecked:
+    with _checked_folder(folder) as unchecked:
         for name in formats:
-            file = Path(unchecked) / _FILES[name]
+            file = unchecked / _FILES[name]
             _WRITERS[name](program, plain, file)
             _check_equal(name, _READERS[name](file), plain, example)
-        for file in Path(unchecked).iterdir():
-            file.replace(folder / file.name)
     _warn_of_others(folder, formats)
     return {name: folder / _FILES[name] for name in formats}
+
+
+@contextlib.contextmanager
+def _checked_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder, whose files are moved to `folder` if the block succeeds."""
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".unchecked-") as unchecked:
+            yield Path(unchecked)
+            for file in Path(unchecked).iterdir():
+                file.replace(folder / file.name)
+    except BaseException as error:
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if it is empty
+        if isinstance(error, OSError):
+            reason = f"{folder} was not written ({error.strerror or error})"
+            raise OSError(
+                error.errno, f"{reason}; free some space, or give another path"
+            ) from error
+        raise
 
 
 def _warn_of_others(folder: Path, formats: Sequence[str]) -> None:
@@ -90,6 +113,17 @@ def _check_formats(formats: Sequence[str]) -> None:
             f"ONNX needs {', '.join(missing)}: pip install 'esper-lite[export]', or leave ONNX out "
             "with formats=('torch', 'source')"
         )
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise for names that could become code: torch and the source file write names into code."""
+    named = chain(model.named_modules(), model.named_parameters(), model.named_buffers())
+    for name, _ in named:
+        if not name.isprintable() or any(sign in name for sign in "\"'\\"):
+            raise ExportError(
+                f"the name {name!r} cannot be exported: it has a line break, a quote, a backslash "
+                "or a sign that cannot be printed; rename that module or weight"
+            )
 
 
 def _on_cpu(example: Any) -> Any:
@@ -260,7 +294,9 @@ def _add_head_axis(node: fx.Node) -> None:
 
 
 def _write_torch(program: ExportedProgram, model: nn.Module, file: Path) -> None:
-    torch.export.save(program, file)
+    memory = io.BytesIO()  # torch may abort the process when it writes to a full disk
+    torch.export.save(program, memory)
+    atomic_write(file, lambda out: out.write(memory.getbuffer()))
 
 
 def _write_onnx(program: ExportedProgram, model: nn.Module, file: Path) -> None:
@@ -280,8 +316,10 @@ def _write_onnx(program: ExportedProgram, model: nn.Module, file: Path) -> None:
 
 def _write_source(program: ExportedProgram, model: nn.Module, file: Path) -> None:
     source = source_of(program, model)
-    file.write_text(source.text, encoding="utf-8")
-    torch.save(source.state, file.with_name("model.pt"))
+    memory = io.BytesIO()  # as above
+    torch.save(source.state, memory)
+    atomic_write(file, lambda out: out.write(source.text.encode()))
+    atomic_write(file.with_name("model.pt"), lambda out: out.write(memory.getbuffer()))
 
 
 def _read_torch(file: Path) -> Callable[[Any], Any]:
