@@ -1,6 +1,8 @@
 """The ledger's page: one file that needs nothing else, whatever the run and its names were."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -128,6 +130,21 @@ def test_the_json_beside_the_page_is_the_ledger(tmp_path):
         assert Ledger.read(tmp_path / given / "run.2.json") == ledger
 
 
+def test_a_failed_write_leaves_the_earlier_page_and_ledger(tmp_path, monkeypatch):
+    write_page(full_ledger(), tmp_path / "run")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_page(full_ledger(), tmp_path / "run")
+    with pytest.raises(OSError, match="No space left"):
+        full_ledger().write(tmp_path / "run.json")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
 def test_odd_names_are_text_and_nothing_else():
     page = page_html(odd_ledger())
     reader = Reader(page)
@@ -199,6 +216,35 @@ def test_the_page_rounds_as_the_ledger_does(name):
     plain = shown.stdout.replace("\u2212", "-").replace("\u00a0", " ").replace("\u00b1", "+-")
     expected = [[ledger.show(v), ledger.show_gain(-v - 0.001, v)] for v in values]
     assert json.loads(plain) == expected
+
+
+FAKE_PAGE = """
+    class Node {
+      constructor(text) { this.own = text; this.children = []; }
+      append(...children) { this.children.push(...children); }
+      setAttribute() {}
+      get text() { return this.own + this.children.map((c) => c.text ?? c).join(" "); }
+    }
+    const nodes = {data: {textContent: DATA}, waits: {}, decisions: new Node("")};
+    const document = {
+      getElementById: (id) => nodes[id],
+      createElement: () => new Node(""),
+      createElementNS: () => new Node(""),
+    };
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("with_decisions", [True, False])
+def test_rollbacks_are_listed_with_their_reason(with_decisions):
+    data = page_data(full_ledger())
+    data["events"] = data["events"] if with_decisions else []
+    parts = resources.files("esper.growing").joinpath("page_parts")
+    scripts = [parts.joinpath(name).read_text() for name in ("basics.js", "sections.js")]
+    fake = FAKE_PAGE.replace("DATA", json.dumps(json.dumps(data)))
+    script = "\n".join([fake, *scripts, "drawDecisions(); console.log(nodes.decisions.text)"])
+    shown = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    assert "3 Rolled back to step 0 loss is not finite" in " ".join(shown.stdout.split())
 
 
 def test_waits_are_counted_not_listed():

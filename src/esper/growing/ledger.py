@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from esper.leyline.files import atomic_write
 from esper.leyline.plain_config import from_plain
 
 SCHEMA_VERSION = 1
@@ -298,7 +299,8 @@ class Ledger:
         return from_plain(cls, data)
 
     def write(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        text = self.to_json().encode()
+        atomic_write(Path(path), lambda file: file.write(text))
 
     @classmethod
     def read(cls, path: str | Path) -> "Ledger":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.growing.ledger import NO_REASON, DecisionRecord, Ledger, SeedRecord
+from esper.leyline.files import atomic_write
 
 _SCRIPTS = ("basics.js", "chart.js", "sections.js", "network.js", "start.js")  # in this order
 
@@ -22,8 +23,8 @@ def write_page(ledger: Ledger, path: str | Path) -> Path:
     """Write the page, and the ledger as JSON under the same name; returns the page's path."""
     page = Path(path)
     page = page if page.suffix == ".html" else page.with_name(f"{page.name}.html")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(page_html(ledger), encoding="utf-8")
+    text = page_html(ledger).encode()
+    atomic_write(page, lambda file: file.write(text))
     ledger.write(page.with_suffix(".json"))
     return page
 
