@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 
 from esper.growing.export import FORMATS, ExportError, export
 from esper.growing.export_source import Source
-from esper.growing.folding import folded
-from esper.growing.plain import Grown
+from esper.growing.plain import Grown, folded
 from esper.growing.slots import Seed
 from esper.kasmina.blueprints import BLUEPRINTS, Site
 from esper.leyline.constants import BlendStyle, SiteKind

@@ -30,8 +30,8 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils import _pytree as pytree
 
 from esper.growing.export_source import NO_END, ExportError, source_of
-from esper.growing.folding import folded
 from esper.growing.inputs import arguments, batch_size, forward, tensors
+from esper.growing.plain import folded
 from esper.leyline.files import atomic_write
 
 _FILES = {"torch": "model.pt2", "onnx": "model.onnx", "source": "model.py"}

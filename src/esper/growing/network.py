@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from esper.growing.randomness import untouched_randomness
-from esper.growing.seed_groups import AnyScheduler, SeedGroups
+from esper.growing.eval_mode import untouched_randomness
+from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
