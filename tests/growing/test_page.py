@@ -67,11 +67,11 @@ def odd_ledger() -> Ledger:
         before=NetworkRecord(params=1, macs=1, blocks=(block,)),
         facts={ODD: ODD},
     )
-    ledger.record_step(step(0))
-    ledger.record_seed(seed("a", born=0, site=ODD))
-    ledger.record_decision(DecisionRecord(step=0, op="GERMINATE", site=ODD, seed="a", reason=ODD))
-    ledger.record_step(step(1, state("a", "BLENDING", 0.5)))
-    ledger.record_fate(FateRecord(seed="a", step=1, fate="pruned", reason=ODD))
+    ledger.steps.append(step(0))
+    ledger.seeds.append(seed("a", born=0, site=ODD))
+    ledger.decisions.append(DecisionRecord(step=0, op="GERMINATE", site=ODD, seed="a", reason=ODD))
+    ledger.steps.append(step(1, state("a", "BLENDING", 0.5)))
+    ledger.fates.append(FateRecord(seed="a", step=1, fate="pruned", reason=ODD))
     return ledger
 
 
@@ -80,11 +80,11 @@ def long_ledger(num_steps: int, num_sites: int = 20) -> Ledger:
     sites = tuple(f"encoder.layers.{number}.feed_forward" for number in range(num_sites))
     for number in range(num_steps):
         alive = [state(f"s{k}", "HOLDING", 1.0) for k in range(10) if number > 20 * k]
-        ledger.record_step(step(number, *alive, metric=number / num_steps))
-        ledger.record_twin(TwinRecord(step=number, metric=0.5))
+        ledger.steps.append(step(number, *alive, metric=number / num_steps))
+        ledger.twin.append(TwinRecord(step=number, metric=0.5))
         if number % 20 == 0 and number < 200:
-            ledger.record_seed(seed(f"s{number // 20}", born=number, site=sites[0]))
-        ledger.record_decision(DecisionRecord(step=number, op="WAIT", legal={"GERMINATE": sites}))
+            ledger.seeds.append(seed(f"s{number // 20}", born=number, site=sites[0]))
+        ledger.decisions.append(DecisionRecord(step=number, op="WAIT", legal={"GERMINATE": sites}))
     return ledger
 
 
@@ -256,12 +256,12 @@ def test_waits_are_counted_not_listed():
 def test_a_verdict_reaches_the_page():
     ledger = new_ledger()
     verdict = Verdict(grown=0.7, ungrown=0.8, returned="ungrown", difference_error=0.01)
-    ledger.conclude(after=NetworkRecord(params=1058, macs=8000), verdict=verdict)
+    ledger.after, ledger.verdict = NetworkRecord(params=1058, macs=8000), verdict
     page = page_html(ledger)
     assert embedded(page)["verdict"] == {
         "grown": 0.7,
         "ungrown": 0.8,
-        "error": 0.01,
+        "difference_error": 0.01,
         "returned": "ungrown",
     }
     assert "Growing did not help" in "".join(Reader(page).texts["p"])  # readable without the script

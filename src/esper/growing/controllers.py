@@ -11,6 +11,7 @@ from torch import Tensor
 from esper.growing.budget import Budget
 from esper.growing.inputs import DataFacts
 from esper.growing.network import GrowingNetwork
+from esper.growing.preparation import PreparedModel
 from esper.growing.sites import ModelSite
 from esper.kasmina.blueprints import Blueprint
 from esper.leyline.constants import SiteKind
@@ -118,36 +119,31 @@ class Reporter:
         self,
         network: GrowingNetwork,
         budget: Budget,
+        prepared: PreparedModel,
         *,
-        model_params: int,
-        model_macs: int,
         data: DataFacts,
         rent: float,
         max_germinations: int,
     ):
         self._network, self._budget = network, budget
-        self.model_params, self.model_macs = model_params, model_macs
+        self.model_params, self.model_macs = prepared.params, prepared.macs
         self.data = data
         self._rent, self._max_germinations = rent, max_germinations
-        self.action_space = tamiyo_action_space(len(network.slots), len(network.menu))
-        sites, menu = [slot.site for slot in network.slots], network.menu
-        self.cost_params = _per_choice(sites, menu, ModelSite.params_of)
-        self.cost_macs = _per_choice(sites, menu, ModelSite.macs_of)
-        reach = _per_choice(sites, menu, _reach).float()
-        depth = _per_choice(sites, menu, lambda s, b: b.program(s.seed_site).depth).float()
+        self.action_space = tamiyo_action_space(len(prepared.sites), len(prepared.menu))
+        sites, menu = prepared.sites, prepared.menu
         self._facts = HostFacts(
-            host_params=torch.tensor([model_params]),
-            host_macs=torch.tensor([model_macs]),
+            host_params=torch.tensor([prepared.params]),
+            host_macs=torch.tensor([prepared.macs]),
             train_rows=torch.tensor([data.train_rows]),
             locality=torch.tensor([data.locality]),
             site_kind=torch.tensor([[int(site.kind) for site in sites]]),
             site_width=torch.tensor([[float(site.width) for site in sites]]),
             site_depth=torch.linspace(0, 1, len(sites)).unsqueeze(0),
             fits=torch.tensor([[[b.fits(site.seed_site) for b in menu] for site in sites]]),
-            cost_params=self.cost_params.unsqueeze(0),
-            cost_macs=self.cost_macs.unsqueeze(0),
-            reach=reach.unsqueeze(0),
-            depth=depth.unsqueeze(0),
+            cost_params=_per_choice(sites, menu, ModelSite.params_of),
+            cost_macs=_per_choice(sites, menu, ModelSite.macs_of),
+            reach=_per_choice(sites, menu, _reach).float(),
+            depth=_per_choice(sites, menu, lambda s, b: b.program(s.seed_site).depth).float(),
         )
 
     @property
@@ -202,9 +198,9 @@ def _per_choice(
     menu: tuple[Blueprint, ...],
     describe: Callable[[ModelSite, Blueprint], float],
 ) -> Tensor:
-    """A descriptor `[S, B]` of every blueprint at every site, 0 where it does not fit."""
+    """A descriptor `[1, S, B]` of every blueprint at every site, 0 where it does not fit."""
     return torch.tensor(
-        [[describe(s, b) if b.fits(s.seed_site) else 0 for b in menu] for s in sites]
+        [[[describe(s, b) if b.fits(s.seed_site) else 0 for b in menu] for s in sites]]
     )
 
 

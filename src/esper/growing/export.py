@@ -41,9 +41,8 @@ TOLERANCE = 1e-5  # largest difference, absolute and relative, between the model
 aten = torch.ops.aten
 
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST_ONNX_FILE = (
-    2**31 - 2**20
-)  # limit of protobuf; larger models keep their weights in a second file
+# limit of protobuf; larger models keep their weights in a second file
+_LARGEST_ONNX_FILE = 2**31 - 2**20
 
 
 def export(
@@ -59,7 +58,9 @@ def export(
     plain = folded(model).cpu().eval()
     _check_names(plain)
     plain.register_forward_hook(_plain_output)
-    example = _batch_of_two_or_more(_on_cpu(example))
+    example = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example)
+    if batch_size(example) == 1:  # torch.export would treat it as a constant
+        example = _repeated(example, 2)
     program = _traced(plain, example)
     folder = Path(path)
     with _checked_folder(folder) as unchecked:
@@ -124,15 +125,6 @@ def _check_names(model: nn.Module) -> None:
                 f"the name {name!r} cannot be exported: it has a line break, a quote, a backslash "
                 "or a sign that cannot be printed; rename that module or weight"
             )
-
-
-def _on_cpu(example: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example)
-
-
-def _batch_of_two_or_more(example: Any) -> Any:
-    """torch.export would treat a batch size of 1 as a constant."""
-    return example if batch_size(example) > 1 else _repeated(example, 2)
 
 
 def _repeated(example: Any, times: int) -> Any:
@@ -214,7 +206,8 @@ def _tidy(program: ExportedProgram) -> None:
             node.meta.pop(note, None)
         if stack := node.meta.get("nn_module_stack"):
             node.meta["nn_module_stack"] = {
-                key: (path, _without_own_classes(kind)) for key, (path, kind) in stack.items()
+                key: (path, "torch.nn.modules.module.Module" if kind.startswith("esper.") else kind)
+                for key, (path, kind) in stack.items()
             }
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -260,10 +253,6 @@ def _changes_nothing(node: fx.Node) -> bool:
         return bool(node.args[0].meta["val"].dtype == node.args[1])  # type: ignore[union-attr]
     is_whole = node.args[2:] in ((0, NO_END), (None, NO_END), ())
     return node.target is aten.slice.Tensor and is_whole
-
-
-def _without_own_classes(kind: str) -> str:
-    return "torch.nn.modules.module.Module" if kind.startswith("esper.") else kind
 
 
 def _add_head_axis(node: fx.Node) -> None:

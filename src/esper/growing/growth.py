@@ -142,8 +142,7 @@ class Growth:
         self._reporter = Reporter(
             self._network,
             self.budget,
-            model_params=prepared.params,
-            model_macs=prepared.macs,
+            prepared,
             data=data,
             rent=rent,
             max_germinations=max_germinations,
@@ -231,7 +230,7 @@ class Growth:
         self._safe_points.restore(best)
         self.is_closed = True
         self._recorder.closed(self.step, best.step, self._history)
-        self.ledger.conclude(after=replace(self.ledger.before, params=self.params, macs=self.macs))
+        self.ledger.after = replace(self.ledger.before, params=self.params, macs=self.macs)
 
     # ---- the state of the run
 
@@ -397,7 +396,7 @@ class Growth:
 
     def _record_step(self, measured: Measurement) -> None:
         losses, self._train_losses = self._train_losses, []
-        self.ledger.record_step(
+        self.ledger.steps.append(
             StepRecord(
                 step=self.step,
                 metric=measured.metric,

@@ -22,13 +22,8 @@ AnyScheduler = LRScheduler | ReduceLROnPlateau
 
 # per-group lists of torch's schedulers
 _PER_GROUP = (
-    "base_lrs",
-    "_last_lr",
-    "lr_lambdas",
-    "min_lrs",
-    "max_lrs",
-    "base_momentums",
-    "max_momentums",
+    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
+    *("base_momentums", "max_momentums"),
 )
 
 
@@ -38,9 +33,8 @@ class SeedGroups:
     def __init__(self, optimizer: optim.Optimizer, scheduler: AnyScheduler | None = None):
         _check_optimizer(optimizer)
         self._optimizer = optimizer
-        self.num_own = len(
-            optimizer.param_groups
-        )  # the user's groups; their copies follow in the same order
+        # the user's groups; their copies follow in the same order
+        self.num_own = len(optimizer.param_groups)
         driven = any("initial_lr" in group for group in optimizer.param_groups)
         if driven and scheduler is None:
             raise ValueError(

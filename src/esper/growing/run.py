@@ -280,7 +280,7 @@ class _Twin:
         (scores,) = self._task.val_scores(self.model)
         is_finite = are_finite(self.model, self.model.parameters(), self._finite_buffers)
         metric = float(scores.mean()) if is_finite else math.nan  # NaN is never the best
-        ledger.record_twin(TwinRecord(step=step, metric=metric))
+        ledger.twin.append(TwinRecord(step=step, metric=metric))
         if metric > self.best_metric:
             self.best_metric = metric
             self.best = copy.deepcopy(self.model, without_graphs(self.model))
@@ -359,8 +359,7 @@ def _conclude(growth: Growth, twin: _Twin, task: _Task) -> GrowthResult:
         returned="grown" if returns_grown else "ungrown",
         difference_error=error if len(without) > 1 else None,
     )
-    assert growth.ledger.after is not None
-    growth.ledger.conclude(after=growth.ledger.after, verdict=verdict)
+    growth.ledger.verdict = verdict
     returned = grown if returns_grown else ungrown
     return GrowthResult(returned, ungrown, growth.ledger, verdict, growth)
 

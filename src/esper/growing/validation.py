@@ -68,8 +68,17 @@ class Validator:
 
     def check(self, model: nn.Module) -> None:
         """Raise for validation data or scores that cannot be used."""
-        if self._loader is not None and self._score is not None:
-            check_score(model, self._loader, self._score)
+        if self._loader is None or self._score is None:
+            return
+        with eval_mode(model, self._loader):
+            scores = joined([_scored(batch, self._score)[0] for batch in self._loader])
+        lowest, highest = scores.aminmax()  # the mean can be valid while single scores are not
+        if lowest < -ROUNDING or highest > 1 + ROUNDING:
+            raise ValueError(
+                f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, "
+                "higher is better. Use a share instead of per cent, and 1 / (1 + error) for an error"
+            )
+        check_metric(float(bounded(scores).mean()))
 
     def measure(
         self,
@@ -89,19 +98,12 @@ class Validator:
                 "decide() needs the validation metric; or give Growth a val_loader and a score"
             )
         else:
-            is_committed = not network.uncommitted
-            measured = from_user_metric(val_metric, val_loss, is_committed=is_committed)
+            metric, loss = _as_float(val_metric), None if val_loss is None else _as_float(val_loss)
+            measured = Measurement(metric, loss, {}, None if network.uncommitted else metric)
         if is_first:
             check_metric(measured.metric)
         is_valid = 0.0 <= measured.metric <= 1.0
         return measured if is_valid else measured._replace(metric=math.nan)
-
-
-def from_user_metric(metric: Number, loss: Number | None, *, is_committed: bool) -> Measurement:
-    """A measurement made by the user's loop; `is_committed`: all active seeds are committed."""
-    value = _as_float(metric)
-    known_loss = None if loss is None else _as_float(loss)
-    return Measurement(value, known_loss, {}, value if is_committed else None)
 
 
 def _as_float(number: Number) -> float:
@@ -135,19 +137,6 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
         contributions={s: known for s, known in differences.items() if not math.isnan(known[0])},
         committed_metric=float(per_example[uncommitted].mean()),
     )
-
-
-def check_score(model: nn.Module, batches: Iterable[Any], score: Score) -> None:
-    """Raise for validation data or scores that cannot be used."""
-    with eval_mode(model, batches):
-        scores = joined([_scored(batch, score)[0] for batch in batches])
-    lowest, highest = scores.aminmax()  # the mean can be from 0 to 1 while single scores are not
-    if lowest < -ROUNDING or highest > 1 + ROUNDING:
-        raise ValueError(
-            f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, higher "
-            "is better. Use a share instead of per cent, and 1 / (1 + error) for an error"
-        )
-    check_metric(float(bounded(scores).mean()))
 
 
 def check_metric(metric: float) -> None:
@@ -287,10 +276,17 @@ def _class_axes(output: Tensor, target: Tensor) -> list[int]:
 
 def _variance(targets: Iterable[Tensor]) -> float:
     """Variance over all examples, averaged over positions; raises if it cannot scale an error."""
-    moments = _Moments(0, torch.zeros(()), torch.zeros(()))
+    rows, origin = 0, None
     is_binary, is_probabilities = True, True
     for target in targets:
-        moments = moments.with_more(target.detach().cpu().double().reshape(len(target), -1))
+        values = target.detach().cpu().double().reshape(len(target), -1)
+        if origin is None:
+            origin = values[0]  # of the differences, which lose no digits where values are large
+            sums = squares = torch.zeros_like(origin)
+        if values.shape[1:] != origin.shape:
+            raise ValueError(f"the targets of validation batches differ in shape; {_PASS_ONE}")
+        apart, rows = values - origin, rows + len(values)
+        sums, squares = sums + apart.sum(0), squares + apart.square().sum(0)
         is_binary &= bool(((target == 0) | (target == 1)).all())
         is_probabilities &= _are_probabilities(target)
     if is_probabilities:
@@ -300,31 +296,13 @@ def _variance(targets: Iterable[Tensor]) -> float:
             "targets of 0.0 and 1.0 are probably classes, for which a squared error is wrong; "
             f"{_PASS_ONE}. {_FOR_ONE_LOGIT}"
         )
-    variance = float((moments.squares / moments.rows).mean())
+    variance = float((squares / rows - (sums / rows).square()).mean())
     if not 0 < variance < math.inf:
         raise ValueError(
             f"the validation targets have a variance of {variance}, which cannot scale an error; "
             f"{_PASS_ONE}"
         )
     return variance
-
-
-class _Moments(NamedTuple):
-    """Mean and sum of squared deviations of rows, per position."""
-
-    rows: int
-    mean: Tensor
-    squares: Tensor
-
-    def with_more(self, new: Tensor) -> "_Moments":
-        """Moments of both sets of rows (Chan, Golub and LeVeque, 1983)."""
-        if self.rows and new.shape[1:] != self.mean.shape:
-            raise ValueError(f"the targets of validation batches differ in shape; {_PASS_ONE}")
-        rows = self.rows + len(new)
-        apart = new.mean(0) - self.mean
-        between = apart.square() * self.rows * len(new) / rows
-        within = (new - new.mean(0)).square().sum(0)
-        return _Moments(rows, self.mean + apart * len(new) / rows, self.squares + between + within)
 
 
 def _are_probabilities(target: Tensor) -> bool:

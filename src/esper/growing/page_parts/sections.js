@@ -55,7 +55,7 @@ function drawTiles() {
           el(
             "p",
             {},
-            `${metric(verdict.ungrown)} ungrown, ${gain(verdict.grown - verdict.ungrown, verdict.error)}`,
+            `${metric(verdict.ungrown)} ungrown, ${gain(verdict.grown - verdict.ungrown, verdict.difference_error)}`,
           ),
         )
       : tile(capital(metricTitle), metric(best), el("p", {}, "best so far")),
@@ -250,7 +250,7 @@ const alternatives = (event) => {
 };
 function outcome(event) {
   if (event.before === null || event.next === null) return "";
-  const seed = data.seeds.find((s) => s.id === event.seed);
+  const seed = data.seeds.find((s) => s.seed === event.seed);
   const then =
     event.op === "GERMINATE" && seed && seed.fate ? `; ${FATES[seed.fate]} at step ${seed.fateStep}` : "";
   return `${metric(event.before)} to ${metric(event.next)} at the next step${then}`;
