@@ -1,6 +1,7 @@
 """Exports: what the files compute, in a process without esper, is what the grown model computes."""
 
 import importlib.util
+import os
 import resource
 import runpy
 import subprocess
@@ -554,3 +555,16 @@ def test_an_export_to_a_full_disk_raises_and_leaves_nothing(formats, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_export_removes_what_a_killed_one_left(tmp_path):
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    left, running = (
+        tmp_path / f".unchecked-{process}-abc" for process in (killed.pid, os.getppid())
+    )
+    for folder in (left, running):
+        folder.mkdir()
+        (folder / "model.pt2").write_bytes(b"half")
+    export(nn.Linear(3, 2), torch.randn(4, 3), tmp_path, formats="torch")
+    assert sorted(tmp_path.iterdir()) == [running, tmp_path / "model.pt2"]

@@ -16,7 +16,9 @@ import copy
 import importlib.util
 import io
 import logging
+import os
 import runpy
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +34,7 @@ from torch.utils import _pytree as pytree
 from esper.growing.export_source import NO_END, ExportError, source_of
 from esper.growing.inputs import arguments, batch_size, forward, tensors
 from esper.growing.plain import folded
-from esper.leyline.files import atomic_write
+from esper.leyline.files import atomic_write, is_running
 
 _FILES = {"torch": "model.pt2", "onnx": "model.onnx", "source": "model.py"}
 FORMATS = tuple(_FILES)
@@ -74,11 +76,18 @@ def export(
 
 @contextlib.contextmanager
 def _checked_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder, whose files are moved to `folder` if the block succeeds."""
+    """A temporary folder, whose files are moved to `folder` if the block succeeds.
+
+    Those that killed processes left are removed.
+    """
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".unchecked-") as unchecked:
+        for left in folder.glob(".unchecked-[0-9]*-*"):
+            if not is_running(int(left.name.split("-")[1])):
+                shutil.rmtree(left)
+        prefix = f".unchecked-{os.getpid()}-"
+        with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as unchecked:
             yield Path(unchecked)
             for file in Path(unchecked).iterdir():
                 file.replace(folder / file.name)

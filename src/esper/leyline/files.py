@@ -114,16 +114,16 @@ def require_same_layout(found: Any, expected: Any, path: str | Path) -> None:
 
 
 def _remove_unfinished(path: Path) -> None:
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d{{1,9}})\.partial")
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.partial")
     for name in os.listdir(path.parent):
-        if (found := pattern.fullmatch(name)) and not _is_running(int(found[1])):
+        if (found := pattern.fullmatch(name)) and not is_running(int(found[1])):
             path.with_name(name).unlink(missing_ok=True)
 
 
-def _is_running(process: int) -> bool:
+def is_running(process: int) -> bool:
     try:
         os.kill(process, 0)  # signal 0 only checks
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # it belongs to another user
         pass
