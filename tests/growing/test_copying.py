@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import esper
-from esper.growing.copying import without_graphs
 from esper.growing.export import export
+from esper.growing.plain import without_graphs
 from esper.leyline.stages import LifecycleOp
 from support.growth_loops import X, Y
 from support.models import Script, act, germinate, loaders

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import esper
 from esper import Growth
-from esper.growing.data import LEAST_ROWS, USUAL_TRAIN_ROWS, DataFacts, count_rows
+from esper.growing.inputs import LEAST_ROWS, USUAL_TRAIN_ROWS, DataFacts, count_rows
 from esper.tolaria.locality import locality
 from support.models import Script, build
 

@@ -1,6 +1,8 @@
 """Exports: what the files compute, in a process without esper, is what the grown model computes."""
 
 import importlib.util
+import os
+import resource
 import runpy
 import subprocess
 import sys
@@ -15,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from esper.growing.export import FORMATS, ExportError, export
 from esper.growing.export_source import Source
-from esper.growing.folding import folded
-from esper.growing.plain import Grown
+from esper.growing.plain import Grown, folded
 from esper.growing.slots import Seed
 from esper.kasmina.blueprints import BLUEPRINTS, Site
 from esper.leyline.constants import BlendStyle, SiteKind
@@ -499,3 +500,71 @@ def test_an_export_that_fails_leaves_the_last_one_as_it_was(tmp_path, monkeypatc
     with pytest.raises(ExportError, match="off by"):
         export(nn.Linear(3, 3), example, tmp_path, formats=("torch", "source"))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+class Named(nn.Module):
+    """A layer and a weight of its own, in a module of any name."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x @ self.weight) + 1
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, nn.Sequential(nn.Linear(10, 8), self.Inner()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._modules[self.name](x)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a\n        open('executed', 'w')\n        #",
+        "a\n",
+        "a\r",
+        "a\x00",
+        'a", None); open("executed", "w"); ("',
+    ],
+)
+def test_a_name_that_could_become_code_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExportError, match="the name .* cannot be exported.*rename"):
+        export(Named(name), torch.randn(4, 10), tmp_path / "grown", formats=("torch", "source"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["__hidden", "___", "a b", "x²", "ﬁrst", "схема", "# a", "()"])
+def test_odd_names_become_attributes(name, tmp_path):
+    export(Named(name), torch.randn(4, 10), tmp_path, formats=("source",))
+
+
+@pytest.mark.parametrize("formats", [("torch",), ("source",), ("onnx",)])
+def test_an_export_to_a_full_disk_raises_and_leaves_nothing(formats, tmp_path):
+    model, example = nn.Linear(64, 64), torch.randn(2, 64)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # stands for a full disk
+    try:
+        with pytest.raises(OSError, match=r"grown was not written \(File too large\)"):
+            export(model, example, tmp_path / "grown", formats)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_export_removes_what_a_killed_one_left(tmp_path):
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    left, running = (
+        tmp_path / f".unchecked-{process}-abc" for process in (killed.pid, os.getppid())
+    )
+    for folder in (left, running):
+        folder.mkdir()
+        (folder / "model.pt2").write_bytes(b"half")
+    export(nn.Linear(3, 2), torch.randn(4, 3), tmp_path, formats="torch")
+    assert sorted(tmp_path.iterdir()) == [running, tmp_path / "model.pt2"]

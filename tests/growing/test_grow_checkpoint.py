@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
 
 from esper import Budget, Growth
-from esper.growing.randomness import random_states, set_random_states
+from esper.growing.eval_mode import random_states, set_random_states
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout

@@ -23,7 +23,7 @@ def test_json_gives_the_same_ledger_back(tmp_path):
     assert back == ledger
     assert isinstance(back.before.blocks[0].shape, tuple)
     assert isinstance(back.decisions[0].legal["GERMINATE"], tuple)
-    back.record_step(step(10))  # a resumed run goes on with what was read
+    back.steps.append(step(10))  # a resumed run goes on with what was read
     assert len(back.steps) == len(ledger.steps) + 1
 
 
@@ -45,25 +45,25 @@ def test_a_life_is_the_stages_as_the_steps_show_them():
 
 def test_a_seed_that_no_step_has_shown_yet_has_no_life():
     ledger = new_ledger()
-    ledger.record_step(step(0))
-    ledger.record_seed(seed("a", born=0))
+    ledger.steps.append(step(0))
+    ledger.seeds.append(seed("a", born=0))
     assert ledger.life_of("a") == []
     assert ledger.fate_of("a") is None
 
 
 def test_a_prune_that_takes_its_time_ends_the_life_when_it_is_over():
     ledger = new_ledger()
-    ledger.record_seed(seed("a", born=0))
-    ledger.record_step(step(1, state("a", "HOLDING", 1.0)))
-    ledger.record_step(step(2, state("a", "BLENDING", 0.5)))
-    ledger.record_step(step(3))
-    ledger.record_fate(FateRecord(seed="a", step=3, fate="pruned"))
+    ledger.seeds.append(seed("a", born=0))
+    ledger.steps.append(step(1, state("a", "HOLDING", 1.0)))
+    ledger.steps.append(step(2, state("a", "BLENDING", 0.5)))
+    ledger.steps.append(step(3))
+    ledger.fates.append(FateRecord(seed="a", step=3, fate="pruned"))
     assert ledger.life_of("a")[-1] == StageSpan("BLENDING", 2, 3)
 
 
 def test_the_last_fate_counts():
     ledger = full_ledger()
-    ledger.record_fate(FateRecord(seed="b", step=9, fate="rolled_back"))
+    ledger.fates.append(FateRecord(seed="b", step=9, fate="rolled_back"))
     assert ledger.fate_of("b").fate == "rolled_back"
 
 
@@ -76,12 +76,7 @@ def test_numbers_that_are_not_finite_become_none():
     assert Ledger.from_json(ledger.to_json()) == ledger
 
 
-def test_seed_ids_are_unique_and_known():
-    ledger = full_ledger()
-    with pytest.raises(ValueError, match="'a' is in the ledger already"):
-        ledger.record_seed(seed("a", born=9))
-    with pytest.raises(ValueError, match="no seed 'z'"):
-        ledger.record_fate(FateRecord(seed="z", step=1, fate="pruned"))
+def test_a_verdict_needs_finite_metrics():
     with pytest.raises(ValueError, match="both must be finite"):
         Verdict(grown=math.nan, ungrown=0.5, returned="ungrown")
 
@@ -97,7 +92,7 @@ def test_seed_ids_are_unique_and_known():
 )
 def test_the_summary_says_what_the_verdict_says(verdict, opening):
     ledger = new_ledger()
-    ledger.conclude(after=NetworkRecord(params=1058, macs=8000), verdict=verdict)
+    ledger.after, ledger.verdict = NetworkRecord(params=1058, macs=8000), verdict
     assert ledger.summary().startswith(opening)
     assert f"{verdict.grown:.1%}" in ledger.summary()
 
@@ -105,14 +100,14 @@ def test_the_summary_says_what_the_verdict_says(verdict, opening):
 def test_a_metric_that_is_no_share_is_told_as_it_is():
     ledger = new_ledger(metric="likelihood")
     verdict = Verdict(grown=0.145, ungrown=0.1225, returned="grown", difference_error=0.005)
-    ledger.conclude(after=NetworkRecord(params=1058, macs=8000), verdict=verdict)
+    ledger.after, ledger.verdict = NetworkRecord(params=1058, macs=8000), verdict
     assert "likelihood 0.1225 to 0.145 (+0.0225 +- 0.005)" in ledger.summary()
 
 
 def test_a_summary_without_a_verdict_claims_nothing():
     ledger = new_ledger()
     assert "not over" in ledger.summary()
-    ledger.conclude(after=NetworkRecord(params=1058, macs=8000))
+    ledger.after = NetworkRecord(params=1058, macs=8000)
     assert "the gain is not known" in ledger.summary()
     assert "+200 parameters (+23%)" in ledger.summary()
 
@@ -120,9 +115,9 @@ def test_a_summary_without_a_verdict_claims_nothing():
 def test_a_summary_of_nothing_kept_says_so():
     ledger = new_ledger()
     same = NetworkRecord(params=ledger.before.params, macs=ledger.before.macs)
-    ledger.conclude(after=same)
+    ledger.after = same
     assert ledger.summary() == "Nothing was kept: the network has its original size."
-    ledger.conclude(after=same, verdict=Verdict(grown=0.8, ungrown=0.8, returned="grown"))
+    ledger.after, ledger.verdict = same, Verdict(grown=0.8, ungrown=0.8, returned="grown")
     told = "Nothing was kept: accuracy 80.0% to 80.0% (+0.0 points), at the same size."
     assert ledger.summary() == told
 

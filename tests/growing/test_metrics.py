@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import esper
-from esper.growing.metrics import accuracy, closeness, default_metric
+from esper.growing.validation import accuracy, closeness, default_metric
 from esper.tamiyo.scripted import FixedSchedule
 from support.grow_calls import refused
 

@@ -1,6 +1,8 @@
 """The ledger's page: one file that needs nothing else, whatever the run and its names were."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -65,11 +67,11 @@ def odd_ledger() -> Ledger:
         before=NetworkRecord(params=1, macs=1, blocks=(block,)),
         facts={ODD: ODD},
     )
-    ledger.record_step(step(0))
-    ledger.record_seed(seed("a", born=0, site=ODD))
-    ledger.record_decision(DecisionRecord(step=0, op="GERMINATE", site=ODD, seed="a", reason=ODD))
-    ledger.record_step(step(1, state("a", "BLENDING", 0.5)))
-    ledger.record_fate(FateRecord(seed="a", step=1, fate="pruned", reason=ODD))
+    ledger.steps.append(step(0))
+    ledger.seeds.append(seed("a", born=0, site=ODD))
+    ledger.decisions.append(DecisionRecord(step=0, op="GERMINATE", site=ODD, seed="a", reason=ODD))
+    ledger.steps.append(step(1, state("a", "BLENDING", 0.5)))
+    ledger.fates.append(FateRecord(seed="a", step=1, fate="pruned", reason=ODD))
     return ledger
 
 
@@ -78,11 +80,11 @@ def long_ledger(num_steps: int, num_sites: int = 20) -> Ledger:
     sites = tuple(f"encoder.layers.{number}.feed_forward" for number in range(num_sites))
     for number in range(num_steps):
         alive = [state(f"s{k}", "HOLDING", 1.0) for k in range(10) if number > 20 * k]
-        ledger.record_step(step(number, *alive, metric=number / num_steps))
-        ledger.record_twin(TwinRecord(step=number, metric=0.5))
+        ledger.steps.append(step(number, *alive, metric=number / num_steps))
+        ledger.twin.append(TwinRecord(step=number, metric=0.5))
         if number % 20 == 0 and number < 200:
-            ledger.record_seed(seed(f"s{number // 20}", born=number, site=sites[0]))
-        ledger.record_decision(DecisionRecord(step=number, op="WAIT", legal={"GERMINATE": sites}))
+            ledger.seeds.append(seed(f"s{number // 20}", born=number, site=sites[0]))
+        ledger.decisions.append(DecisionRecord(step=number, op="WAIT", legal={"GERMINATE": sites}))
     return ledger
 
 
@@ -126,6 +128,21 @@ def test_the_json_beside_the_page_is_the_ledger(tmp_path):
         page = write_page(ledger, tmp_path / given / given)
         assert page == tmp_path / given / "run.2.html"
         assert Ledger.read(tmp_path / given / "run.2.json") == ledger
+
+
+def test_a_failed_write_leaves_the_earlier_page_and_ledger(tmp_path, monkeypatch):
+    write_page(full_ledger(), tmp_path / "run")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_page(full_ledger(), tmp_path / "run")
+    with pytest.raises(OSError, match="No space left"):
+        full_ledger().write(tmp_path / "run.json")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_odd_names_are_text_and_nothing_else():
@@ -201,6 +218,35 @@ def test_the_page_rounds_as_the_ledger_does(name):
     assert json.loads(plain) == expected
 
 
+FAKE_PAGE = """
+    class Node {
+      constructor(text) { this.own = text; this.children = []; }
+      append(...children) { this.children.push(...children); }
+      setAttribute() {}
+      get text() { return this.own + this.children.map((c) => c.text ?? c).join(" "); }
+    }
+    const nodes = {data: {textContent: DATA}, waits: {}, decisions: new Node("")};
+    const document = {
+      getElementById: (id) => nodes[id],
+      createElement: () => new Node(""),
+      createElementNS: () => new Node(""),
+    };
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("with_decisions", [True, False])
+def test_rollbacks_are_listed_with_their_reason(with_decisions):
+    data = page_data(full_ledger())
+    data["events"] = data["events"] if with_decisions else []
+    parts = resources.files("esper.growing").joinpath("page_parts")
+    scripts = [parts.joinpath(name).read_text() for name in ("basics.js", "sections.js")]
+    fake = FAKE_PAGE.replace("DATA", json.dumps(json.dumps(data)))
+    script = "\n".join([fake, *scripts, "drawDecisions(); console.log(nodes.decisions.text)"])
+    shown = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    assert "3 Rolled back to step 0 loss is not finite" in " ".join(shown.stdout.split())
+
+
 def test_waits_are_counted_not_listed():
     ledger = long_ledger(50)
     data = page_data(ledger)
@@ -210,12 +256,12 @@ def test_waits_are_counted_not_listed():
 def test_a_verdict_reaches_the_page():
     ledger = new_ledger()
     verdict = Verdict(grown=0.7, ungrown=0.8, returned="ungrown", difference_error=0.01)
-    ledger.conclude(after=NetworkRecord(params=1058, macs=8000), verdict=verdict)
+    ledger.after, ledger.verdict = NetworkRecord(params=1058, macs=8000), verdict
     page = page_html(ledger)
     assert embedded(page)["verdict"] == {
         "grown": 0.7,
         "ungrown": 0.8,
-        "error": 0.01,
+        "difference_error": 0.01,
         "returned": "ungrown",
     }
     assert "Growing did not help" in "".join(Reader(page).texts["p"])  # readable without the script

@@ -11,7 +11,13 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from esper.leyline.files import UnreadableFile, read_file, require_same_layout, write_file
+from esper.leyline.files import (
+    UnreadableFile,
+    atomic_write,
+    read_file,
+    require_same_layout,
+    write_file,
+)
 
 
 def test_other_shapes_missing_and_unknown_keys_are_named():
@@ -129,3 +135,21 @@ def test_a_kill_during_writing_leaves_the_last_good_file(tmp_path):
         contents = read_file(path, "apple")
         assert contents["n"] in (written, written + 1)
         assert bool((contents["same"] == contents["n"]).all())
+
+
+def test_files_of_killed_writers_are_removed_by_the_next_write(tmp_path):
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    stale = tmp_path / f".run.pt.{killed.pid}.partial"
+    alive, other, long = (
+        tmp_path / name
+        for name in (
+            f".run.pt.{os.getppid()}.partial",
+            f".other.pt.{killed.pid}.partial",
+            f".run.pt.x.{killed.pid}.partial",
+        )
+    )
+    for file in (stale, alive, other, long):
+        file.write_bytes(b"half")
+    atomic_write(tmp_path / "run.pt", lambda file: file.write(b"whole"))
+    assert sorted(tmp_path.iterdir()) == sorted([alive, other, long, tmp_path / "run.pt"])

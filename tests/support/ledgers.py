@@ -1,8 +1,8 @@
 """Small runs for the tests of the ledger and its page."""
 
+from esper.growing.budget import Budget
 from esper.growing.ledger import (
     BlockRecord,
-    BudgetRecord,
     DecisionRecord,
     FateRecord,
     Ledger,
@@ -47,9 +47,9 @@ def new_ledger(**changes: object) -> Ledger:
 
 def full_ledger() -> Ledger:
     """Seed a is pruned, b takes its slot and is kept."""
-    ledger = new_ledger(budget=BudgetRecord(params=2000), facts={"device": "cpu"})
-    ledger.record_step(step(0))
-    ledger.record_decision(
+    ledger = new_ledger(budget=Budget(params=2000), facts={"device": "cpu"})
+    ledger.steps.append(step(0))
+    ledger.decisions.append(
         DecisionRecord(
             step=0,
             op="GERMINATE",
@@ -61,23 +61,21 @@ def full_ledger() -> Ledger:
             params=200,
         )
     )
-    ledger.record_seed(seed("a", born=0))
-    ledger.record_step(step(1, state("a", "BLENDING", 0.5)))
-    ledger.record_step(step(2, state("a", "HOLDING", 1.0, contribution=-0.01)))
-    ledger.record_fate(FateRecord(seed="a", step=2, fate="pruned", reason="does not pay"))
-    ledger.record_step(step(3))
-    ledger.record_rollback(RollbackRecord(step=3, to_step=0, reason="loss is not finite"))
-    ledger.record_seed(seed("b", born=4))
-    ledger.record_step(step(4))
-    ledger.record_step(step(5, state("b", "BLENDING", 0.5)))
-    ledger.record_step(step(6, state("b", "BLENDING", 1.0)))
-    ledger.record_step(step(7, state("b", "HOLDING", 1.0, contribution=0.03)))
-    ledger.record_fate(FateRecord(seed="b", step=7, fate="kept"))
-    ledger.record_step(step(8, state("b", "FOSSILIZED", 1.0)))
-    ledger.record_step(step(9, state("b", "FOSSILIZED", 1.0)))
-    ledger.record_twin(TwinRecord(step=9, metric=0.45))
-    ledger.conclude(
-        after=NetworkRecord(params=1058, macs=8000),
-        verdict=Verdict(grown=0.50, ungrown=0.45, returned="grown", difference_error=0.01),
-    )
+    ledger.seeds.append(seed("a", born=0))
+    ledger.steps.append(step(1, state("a", "BLENDING", 0.5)))
+    ledger.steps.append(step(2, state("a", "HOLDING", 1.0, contribution=-0.01)))
+    ledger.fates.append(FateRecord(seed="a", step=2, fate="pruned", reason="does not pay"))
+    ledger.steps.append(step(3))
+    ledger.rollbacks.append(RollbackRecord(step=3, to_step=0, reason="loss is not finite"))
+    ledger.seeds.append(seed("b", born=4))
+    ledger.steps.append(step(4))
+    ledger.steps.append(step(5, state("b", "BLENDING", 0.5)))
+    ledger.steps.append(step(6, state("b", "BLENDING", 1.0)))
+    ledger.steps.append(step(7, state("b", "HOLDING", 1.0, contribution=0.03)))
+    ledger.fates.append(FateRecord(seed="b", step=7, fate="kept"))
+    ledger.steps.append(step(8, state("b", "FOSSILIZED", 1.0)))
+    ledger.steps.append(step(9, state("b", "FOSSILIZED", 1.0)))
+    ledger.twin.append(TwinRecord(step=9, metric=0.45))
+    ledger.after = NetworkRecord(params=1058, macs=8000)
+    ledger.verdict = Verdict(grown=0.50, ungrown=0.45, returned="grown", difference_error=0.01)
     return ledger

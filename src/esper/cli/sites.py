@@ -1,17 +1,21 @@
 """`esper sites module:factory`: list where a model can grow."""
 
 import importlib
+import inspect
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import nn
 
 from esper.growing.sites import count_macs, count_params, site_table, trace_sites
 
 EXAMPLES = 2  # in the random batch for --shape
+MOST_NUMBERS = 2**28  # in that batch: 1 GiB
 
 
 def sites(factory: tyro.conf.Positional[str], shape: tuple[int, ...] = ()) -> None:
@@ -30,36 +34,70 @@ def sites(factory: tyro.conf.Positional[str], shape: tuple[int, ...] = ()) -> No
 
 def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     """The model that a factory returns, and an example batch."""
-    module_name, _, function = factory.partition(":")
-    if not function:
-        raise ValueError(f"{factory!r} does not name a function; write module:function")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        make = getattr(importlib.import_module(module_name), function)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"{factory!r} cannot be found: {error}") from error
-    finally:
-        sys.path.pop(0)
-    made = make()
+    if any(size < 1 for size in shape):
+        raise ValueError(f"--shape {shape}; use numbers of 1 or more, such as --shape 3 32 32")
+    if EXAMPLES * math.prod(shape) > MOST_NUMBERS:
+        raise ValueError(f"--shape {shape} makes a batch of more than {MOST_NUMBERS:,} numbers")
+    made = _made(_function(factory), factory)
     if isinstance(made, nn.Module):
         if not shape:
             raise ValueError(
                 f"{factory!r} returns only a model; return (model, example), or give the shape of an "
                 "example: --shape 3 32 32"
             )
-        return made, _random_batch(made, shape)
-    model, example = made
+        model, example = made, torch.randn(EXAMPLES, *shape)
+        given = f"random numbers of --shape {shape}"
+        advice = ". For other inputs, such as tokens, return (model, example) from the function"
+    elif isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        model, example = made
+        given, advice = "the example", ""
+    else:
+        size = f" of {len(made)}" if isinstance(made, tuple) else ""
+        raise ValueError(
+            f"{factory!r} returned a {type(made).__name__}{size}; return an nn.Module, or a model "
+            "and an example batch of its inputs"
+        )
+    try:
+        count_macs(model, example)
+    except Exception as error:  # any code may fail in the user's model
+        raise ValueError(f"the model does not accept {given}: {_line(error)}{advice}") from error
     return model, example
 
 
-def _random_batch(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """A batch of random numbers; raises if the model does not accept it."""
-    example = torch.randn(EXAMPLES, *shape)
+def _function(factory: str) -> Callable[[], Any]:
+    module_name, _, name = factory.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise ValueError(f"{factory!r} does not name a function; write module:function")
+    sys.path.insert(0, str(Path.cwd()))
     try:
-        count_macs(model, example)
-    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"{factory!r} cannot be found: {error}") from error
+    except Exception as error:  # raised by the user's code
+        raise ValueError(f"{module_name!r} cannot be imported: {_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(function):
+        raise ValueError(f"{factory!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _made(function: Callable[[], Any], factory: str) -> Any:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
         raise ValueError(
-            f"the model does not accept random numbers of --shape {shape}: {error}. For other "
-            "inputs, such as tokens, return (model, example) from the function"
+            f"{factory!r} needs arguments ({error}); name a function that works without arguments"
         ) from error
-    return example
+    except ValueError:  # a built-in function without a signature
+        pass
+    try:
+        return function()
+    except Exception as error:  # raised by the user's code
+        raise ValueError(f"{factory!r} raised {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """The error in one line."""
+    text = f"{error}".strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,16 +1,27 @@
-"""Controllers for growth: the heuristic, a saved policy, or a custom one."""
+"""Controllers for growth: the heuristic, a saved policy, or a custom one; and their reports."""
 
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from esper.leyline.factored_actions import ActionMasks
+from esper.growing.budget import Budget
+from esper.growing.inputs import DataFacts
+from esper.growing.network import GrowingNetwork
+from esper.growing.preparation import PreparedModel
+from esper.growing.sites import ModelSite
+from esper.kasmina.blueprints import Blueprint
+from esper.leyline.constants import SiteKind
+from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.protocols import Controller
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleError
 from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
+from esper.tolaria.reports import History, HostFacts, build_reports, seed_costs
 
 
 @runtime_checkable
@@ -99,3 +110,109 @@ def check_legal(actions: Tensor, masks: ActionMasks) -> None:
                 f"the controller chose {choice} for {head.name!r}; legal now: "
                 f"{row.nonzero().flatten().tolist()}"
             )
+
+
+class Reporter:
+    """Makes reports about one model; facts that hold for the whole run are computed once."""
+
+    def __init__(
+        self,
+        network: GrowingNetwork,
+        budget: Budget,
+        prepared: PreparedModel,
+        *,
+        data: DataFacts,
+        rent: float,
+        max_germinations: int,
+    ):
+        self._network, self._budget = network, budget
+        self.model_params, self.model_macs = prepared.params, prepared.macs
+        self.data = data
+        self._rent, self._max_germinations = rent, max_germinations
+        self.action_space = tamiyo_action_space(len(prepared.sites), len(prepared.menu))
+        sites, menu = prepared.sites, prepared.menu
+        self._facts = HostFacts(
+            host_params=torch.tensor([prepared.params]),
+            host_macs=torch.tensor([prepared.macs]),
+            train_rows=torch.tensor([data.train_rows]),
+            locality=torch.tensor([data.locality]),
+            site_kind=torch.tensor([[int(site.kind) for site in sites]]),
+            site_width=torch.tensor([[float(site.width) for site in sites]]),
+            site_depth=torch.linspace(0, 1, len(sites)).unsqueeze(0),
+            fits=torch.tensor([[[b.fits(site.seed_site) for b in menu] for site in sites]]),
+            cost_params=_per_choice(sites, menu, ModelSite.params_of),
+            cost_macs=_per_choice(sites, menu, ModelSite.macs_of),
+            reach=_per_choice(sites, menu, _reach).float(),
+            depth=_per_choice(sites, menu, lambda s, b: b.program(s.seed_site).depth).float(),
+        )
+
+    @property
+    def params(self) -> int:
+        """Parameters of the model and every seed in it."""
+        return self.model_params + int(seed_costs(self._facts, self._network.states)[0].sum())
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds per example, likewise."""
+        return self.model_macs + int(seed_costs(self._facts, self._network.states)[1].sum())
+
+    def observe(self, step: int, steps_left: int, history: History) -> Reports:
+        data = self.data  # a checkpoint may have replaced it
+        facts = self._facts._replace(
+            train_rows=torch.tensor([data.train_rows]),
+            locality=torch.tensor([data.locality], dtype=torch.float32),
+        )
+        return build_reports(
+            facts,
+            self._network.states,
+            history,
+            step=step,
+            steps_left=steps_left,
+            params_left=_left(self._budget.params, self.params),
+            macs_left=_left(self._budget.macs, self.macs),
+            max_germinations=self._max_germinations,
+            rent=torch.tensor([self._rent], dtype=torch.float32),
+            compute_price=0.0,
+        )
+
+
+def add_measured_seeds(
+    history: History,
+    contributions: Mapping[int, tuple[float, float]],
+    gradient_norms: Mapping[int, Tensor],
+) -> None:
+    """Add contributions with their standard errors, and gradient norms, each by slot."""
+    mean, error, norm = torch.zeros(3, *history.contribution.shape).unbind()
+    is_measured, has_gradient = torch.zeros(2, *mean.shape, dtype=torch.bool).unbind()
+    for slot, contribution in contributions.items():
+        mean[0, slot], error[0, slot] = contribution
+        is_measured[0, slot] = True
+    for slot, value in gradient_norms.items():
+        norm[0, slot], has_gradient[0, slot] = value.float().cpu(), True
+    history.add_contributions(mean, error, is_measured)
+    history.add_gradients(norm, has_gradient)
+
+
+def _per_choice(
+    sites: list[ModelSite],
+    menu: tuple[Blueprint, ...],
+    describe: Callable[[ModelSite, Blueprint], float],
+) -> Tensor:
+    """A descriptor `[1, S, B]` of every blueprint at every site, 0 where it does not fit."""
+    return torch.tensor(
+        [[[describe(s, b) if b.fits(s.seed_site) else 0 for b in menu] for s in sites]]
+    )
+
+
+def _reach(site: ModelSite, blueprint: Blueprint) -> float:
+    if site.kind == SiteKind.TOKENS:
+        return 1 / max(1.0, site.tokens)
+    return blueprint.program(site.seed_site).reach
+
+
+def _left(limit: int | None, used: int) -> Tensor:
+    """What a limit leaves `[1]`, as a float32 that is never more."""
+    if limit is None:
+        return torch.tensor([math.inf])
+    left = torch.tensor([float(limit - used)])
+    return left if left.double() <= limit - used else left.nextafter(torch.tensor(-math.inf))

@@ -1,13 +1,14 @@
-"""Run a model in eval mode without side effects."""
+"""Run a model in eval mode without side effects, on random generators too."""
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-
-from esper.growing.randomness import untouched_randomness
+from torch.utils.data import DataLoader
 
 
 @contextmanager
@@ -35,3 +36,50 @@ def eval_mode(model: nn.Module, *loaders: Iterable[Any], with_grad: bool = False
                 parameter.requires_grad_(False)
             for module, training in modes:
                 module.training = training
+
+
+@contextmanager
+def untouched_randomness(model: nn.Module, *loaders: Iterable[Any]) -> Iterator[None]:
+    """Restore all generators afterwards: torch's on the CPU and on the model's devices, numpy's,
+    Python's, and those of DataLoaders.
+    """
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    states = random_states(devices)
+    of_loaders = [(g, g.get_state()) for loader in loaders for g in _generators(loader)]
+    try:
+        yield
+    finally:
+        set_random_states(states)
+        for generator, state in of_loaders:
+            generator.set_state(state)
+
+
+def random_states(cuda_devices: Iterable[int]) -> dict[str, Any]:
+    """States of the global generators of torch, Python and numpy, as tensors and numbers."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": {device: torch.cuda.get_rng_state(device) for device in cuda_devices},
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys)), *rest],
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    for device, state in states["cuda"].items():
+        torch.cuda.set_rng_state(state, device)
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))  # noqa: NPY002
+
+
+def _generators(loader: Iterable[Any]) -> Iterator[torch.Generator]:
+    """The loader's generator and those of its samplers; one may be yielded twice."""
+    if not isinstance(loader, DataLoader):
+        return
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    for part in (loader, loader.sampler, loader.batch_sampler, inner):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator

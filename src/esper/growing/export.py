@@ -14,11 +14,15 @@ leaves those of an earlier export unchanged.
 import contextlib
 import copy
 import importlib.util
+import io
 import logging
+import os
 import runpy
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +32,9 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils import _pytree as pytree
 
 from esper.growing.export_source import NO_END, ExportError, source_of
-from esper.growing.folding import folded
 from esper.growing.inputs import arguments, batch_size, forward, tensors
+from esper.growing.plain import folded
+from esper.leyline.files import atomic_write, is_running
 
 _FILES = {"torch": "model.pt2", "onnx": "model.onnx", "source": "model.py"}
 FORMATS = tuple(_FILES)
@@ -38,9 +43,8 @@ TOLERANCE = 1e-5  # largest difference, absolute and relative, between the model
 aten = torch.ops.aten
 
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST_ONNX_FILE = (
-    2**31 - 2**20
-)  # limit of protobuf; larger models keep their weights in a second file
+# limit of protobuf; larger models keep their weights in a second file
+_LARGEST_ONNX_FILE = 2**31 - 2**20
 
 
 def export(
@@ -54,20 +58,49 @@ def export(
     formats = (formats,) if isinstance(formats, str) else formats
     _check_formats(formats)
     plain = folded(model).cpu().eval()
+    _check_names(plain)
     plain.register_forward_hook(_plain_output)
-    example = _batch_of_two_or_more(_on_cpu(example))
+    example = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example)
+    if batch_size(example) == 1:  # torch.export would treat it as a constant
+        example = _repeated(example, 2)
     program = _traced(plain, example)
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".unchecked-") as unchecked:
+    with _checked_folder(folder) as unchecked:
         for name in formats:
-            file = Path(unchecked) / _FILES[name]
+            file = unchecked / _FILES[name]
             _WRITERS[name](program, plain, file)
             _check_equal(name, _READERS[name](file), plain, example)
-        for file in Path(unchecked).iterdir():
-            file.replace(folder / file.name)
     _warn_of_others(folder, formats)
     return {name: folder / _FILES[name] for name in formats}
+
+
+@contextlib.contextmanager
+def _checked_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder, whose files are moved to `folder` if the block succeeds.
+
+    Those that killed processes left are removed.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".unchecked-[0-9]*-*"):
+            if not is_running(int(left.name.split("-")[1])):
+                shutil.rmtree(left)
+        prefix = f".unchecked-{os.getpid()}-"
+        with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as unchecked:
+            yield Path(unchecked)
+            for file in Path(unchecked).iterdir():
+                file.replace(folder / file.name)
+    except BaseException as error:
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if it is empty
+        if isinstance(error, OSError):
+            reason = f"{folder} was not written ({error.strerror or error})"
+            raise OSError(
+                error.errno, f"{reason}; free some space, or give another path"
+            ) from error
+        raise
 
 
 def _warn_of_others(folder: Path, formats: Sequence[str]) -> None:
@@ -92,13 +125,15 @@ def _check_formats(formats: Sequence[str]) -> None:
         )
 
 
-def _on_cpu(example: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example)
-
-
-def _batch_of_two_or_more(example: Any) -> Any:
-    """torch.export would treat a batch size of 1 as a constant."""
-    return example if batch_size(example) > 1 else _repeated(example, 2)
+def _check_names(model: nn.Module) -> None:
+    """Raise for names that could become code: torch and the source file write names into code."""
+    named = chain(model.named_modules(), model.named_parameters(), model.named_buffers())
+    for name, _ in named:
+        if not name.isprintable() or any(sign in name for sign in "\"'\\"):
+            raise ExportError(
+                f"the name {name!r} cannot be exported: it has a line break, a quote, a backslash "
+                "or a sign that cannot be printed; rename that module or weight"
+            )
 
 
 def _repeated(example: Any, times: int) -> Any:
@@ -180,7 +215,8 @@ def _tidy(program: ExportedProgram) -> None:
             node.meta.pop(note, None)
         if stack := node.meta.get("nn_module_stack"):
             node.meta["nn_module_stack"] = {
-                key: (path, _without_own_classes(kind)) for key, (path, kind) in stack.items()
+                key: (path, "torch.nn.modules.module.Module" if kind.startswith("esper.") else kind)
+                for key, (path, kind) in stack.items()
             }
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -228,10 +264,6 @@ def _changes_nothing(node: fx.Node) -> bool:
     return node.target is aten.slice.Tensor and is_whole
 
 
-def _without_own_classes(kind: str) -> str:
-    return "torch.nn.modules.module.Module" if kind.startswith("esper.") else kind
-
-
 def _add_head_axis(node: fx.Node) -> None:
     """Rewrite attention over `[batch, tokens, width]` as one head `[batch, 1, tokens, width]`.
 
@@ -260,7 +292,9 @@ def _add_head_axis(node: fx.Node) -> None:
 
 
 def _write_torch(program: ExportedProgram, model: nn.Module, file: Path) -> None:
-    torch.export.save(program, file)
+    memory = io.BytesIO()  # torch may abort the process when it writes to a full disk
+    torch.export.save(program, memory)
+    atomic_write(file, lambda out: out.write(memory.getbuffer()))
 
 
 def _write_onnx(program: ExportedProgram, model: nn.Module, file: Path) -> None:
@@ -280,8 +314,10 @@ def _write_onnx(program: ExportedProgram, model: nn.Module, file: Path) -> None:
 
 def _write_source(program: ExportedProgram, model: nn.Module, file: Path) -> None:
     source = source_of(program, model)
-    file.write_text(source.text, encoding="utf-8")
-    torch.save(source.state, file.with_name("model.pt"))
+    memory = io.BytesIO()  # as above
+    torch.save(source.state, memory)
+    atomic_write(file, lambda out: out.write(source.text.encode()))
+    atomic_write(file.with_name("model.pt"), lambda out: out.write(memory.getbuffer()))
 
 
 def _read_torch(file: Path) -> Callable[[Any], Any]:

@@ -10,6 +10,7 @@ import inspect
 import keyword
 import math
 import operator
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
@@ -410,7 +411,13 @@ def _described(node: fx.Node) -> str:
 
 
 def _identifier(text: str) -> str:
-    name = "".join(letter if letter.isalnum() else "_" for letter in text)
+    """A name like `text`, in the form that Python stores and with at most one leading underscore.
+
+    Python changes attribute names that begin with two.
+    """
+    letters = unicodedata.normalize("NFKC", text)
+    name = "".join(letter if f"_{letter}".isidentifier() else "_" for letter in letters)
+    name = f"_{name.lstrip('_')}" if name.startswith("__") else name
     return name if name.isidentifier() and not keyword.iskeyword(name) else f"_{name}"
 
 

@@ -22,28 +22,28 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn, optim
 
-from esper.growing import checkpoint, randomness
-from esper.growing.argument_checks import check_arguments
+from esper.growing import checkpoint
 from esper.growing.budget import Budget
 from esper.growing.controllers import (
+    Reporter,
     StatefulController,
+    add_measured_seeds,
     check_legal,
     check_time,
     controller_name,
     make_controller,
     reason_of,
 )
-from esper.growing.data import DataFacts
+from esper.growing.eval_mode import random_states, set_random_states
 from esper.growing.export import FORMATS, export
+from esper.growing.inputs import DataFacts
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
 from esper.growing.network import GrowingNetwork
+from esper.growing.optimizers import AnyScheduler, SeedGradients
 from esper.growing.plain import plain_model
-from esper.growing.preparation import prepare_model
+from esper.growing.preparation import check_arguments, prepare_model
 from esper.growing.recorder import Recorder, new_ledger
-from esper.growing.reporting import Reporter, add_measured_seeds
 from esper.growing.safe_points import SafePoint, SafePoints
-from esper.growing.seed_gradients import SeedGradients
-from esper.growing.seed_groups import AnyScheduler
 from esper.growing.sites import ModelSite, site_table
 from esper.growing.validation import (
     Measurement,
@@ -142,8 +142,7 @@ class Growth:
         self._reporter = Reporter(
             self._network,
             self.budget,
-            model_params=prepared.params,
-            model_macs=prepared.macs,
+            prepared,
             data=data,
             rent=rent,
             max_germinations=max_germinations,
@@ -231,7 +230,7 @@ class Growth:
         self._safe_points.restore(best)
         self.is_closed = True
         self._recorder.closed(self.step, best.step, self._history)
-        self.ledger.conclude(after=replace(self.ledger.before, params=self.params, macs=self.macs))
+        self.ledger.after = replace(self.ledger.before, params=self.params, macs=self.macs)
 
     # ---- the state of the run
 
@@ -327,7 +326,7 @@ class Growth:
             "seed_ids": self._recorder.seed_ids,
             "controller": controller.memory() if isinstance(controller, StatefulController) else {},
             "seed_generator": self._network.generator.get_state(),
-            "random": randomness.random_states(range(torch.cuda.device_count())),
+            "random": random_states(range(torch.cuda.device_count())),
         }
         checkpoint.write(path, contents)
 
@@ -357,7 +356,7 @@ class Growth:
         if isinstance(self.controller, StatefulController):
             self.controller.recall(saved["controller"])
         self._network.generator.set_state(saved["seed_generator"])
-        randomness.set_random_states(saved["random"])
+        set_random_states(saved["random"])
 
     # ---- the parts of a decision
 
@@ -397,7 +396,7 @@ class Growth:
 
     def _record_step(self, measured: Measurement) -> None:
         losses, self._train_losses = self._train_losses, []
-        self.ledger.record_step(
+        self.ledger.steps.append(
             StepRecord(
                 step=self.step,
                 metric=measured.metric,

@@ -1,11 +1,16 @@
-"""A batch of a model's inputs: a tensor, a tuple of arguments, or a dict of them."""
+"""A batch of a model's inputs (a tensor, a tuple of arguments, or a dict of them), and facts about
+the training data.
+"""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from esper.tolaria.locality import locality
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:
@@ -42,3 +47,41 @@ def batch_size(inputs: Any) -> int:
     if len(found[0]) == 0:
         raise ValueError("an empty batch of inputs; give one example or more")
     return len(found[0])
+
+
+LEAST_ROWS = 8  # with two rows every correlation is 1 or -1
+USUAL_TRAIN_ROWS = 3200  # if unknown: the size of the data that controllers are trained on
+
+
+class DataFacts(NamedTuple):
+    """The part of a report that describes the data."""
+
+    train_rows: int
+    locality: float
+
+    @classmethod
+    def of(cls, example: Any, train_rows: int | None) -> "DataFacts":
+        """Facts from a batch of inputs (channels first) and the number of training rows, if known.
+
+        Locality is that of the first float input with positions; 0 if there is none, or if it has
+        fewer than `LEAST_ROWS` rows.
+        """
+        if train_rows is not None and train_rows < 1:
+            raise ValueError(f"train_rows={train_rows}; use 1 or more, or leave it out")
+        floats = (x for x in tensors(example) if x.is_floating_point())
+        with_positions = (x for x in floats if x.dim() >= 3 and len(x) >= LEAST_ROWS)
+        inputs = next(with_positions, None)
+        return cls(
+            train_rows=USUAL_TRAIN_ROWS if train_rows is None else train_rows,
+            locality=0.0 if inputs is None else locality(inputs.detach()),
+        )
+
+
+def count_rows(loader: Iterable[Any], inputs: Any) -> int | None:
+    """Rows of a training loader whose first batch has these inputs; None if unknown."""
+    if isinstance(loader, DataLoader):
+        return len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+    found = tensors(inputs)
+    if not isinstance(loader, Sized) or not found or found[0].dim() == 0:
+        return None
+    return len(loader) * len(found[0])

@@ -1,11 +1,9 @@
 """The record of a growth run: measurements, decisions, seeds and the verdict.
 
     ledger = Ledger(model="ResNet", metric="accuracy", controller="heuristic", before=network)
-    ledger.record_step(StepRecord(step=0, metric=0.41, params=858, macs=4000))
-    ledger.record_decision(DecisionRecord(step=0, op="GERMINATE", site="layer1", seed="s1"))
-    ledger.record_seed(SeedRecord(seed="s1", site="layer1", blueprint="conv", born=0, ...))
-    ledger.record_fate(FateRecord(seed="s1", step=9, fate="kept"))
-    ledger.conclude(after=network, verdict=Verdict(...))
+    ledger.steps.append(StepRecord(step=0, metric=0.41, params=858, macs=4000))
+    ledger.seeds.append(SeedRecord(seed="s1", site="layer1", blueprint="conv", born=0, ...))
+    ledger.fates.append(FateRecord(seed="s1", step=9, fate="kept"))
     ledger.write("run.json")
 
 A *step* is one decision of the controller. Records are plain, immutable data. Everything derived
@@ -21,6 +19,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from esper.growing.budget import Budget
+from esper.leyline.files import atomic_write
 from esper.leyline.plain_config import from_plain
 
 SCHEMA_VERSION = 1
@@ -51,17 +51,18 @@ class NetworkRecord:
     blocks: tuple[BlockRecord, ...] = ()
 
 
+class _Measured:
+    """A record in which numbers that are not finite become None."""
+
+    def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            if isinstance(value, float) and not math.isfinite(value):
+                object.__setattr__(self, name, None)
+
+
 @dataclass(frozen=True, kw_only=True)
-class BudgetRecord:
-    """Limits on the whole grown network; None: no limit."""
-
-    params: int | None = None
-    macs: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeedState:
-    """A seed before a step's decision. Numbers that are not finite become None."""
+class SeedState(_Measured):
+    """A seed before a step's decision."""
 
     seed: str
     stage: str  # SeedStage's name
@@ -69,13 +70,10 @@ class SeedState:
     contribution: float | None = None  # metric lost without the seed; None: not measured
     contribution_error: float | None = None  # its standard error
 
-    def __post_init__(self) -> None:
-        _drop_not_finite(self, "contribution", "contribution_error")
-
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """Measurements before a step's decision. Numbers that are not finite become None."""
+class StepRecord(_Measured):
+    """Measurements before a step's decision."""
 
     step: int
     metric: float | None  # validation
@@ -85,9 +83,6 @@ class StepRecord:
     validation_loss: float | None = None
     optimizer_steps: int | None = None  # taken so far
     seeds: tuple[SeedState, ...] = ()  # all seeds in the network, committed ones too
-
-    def __post_init__(self) -> None:
-        _drop_not_finite(self, "metric", "train_loss", "validation_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +133,11 @@ class RollbackRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwinRecord:
-    """The ungrown twin at one step. A metric that is not finite becomes None."""
+class TwinRecord(_Measured):
+    """The ungrown twin at one step."""
 
     step: int
     metric: float | None
-
-    def __post_init__(self) -> None:
-        _drop_not_finite(self, "metric")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +170,7 @@ class Ledger:
     metric: str  # 0 to 1, higher is better
     controller: str
     before: NetworkRecord
-    budget: BudgetRecord = BudgetRecord()
+    budget: Budget = Budget()
     facts: dict[str, str] = field(default_factory=dict)  # device, versions, rng seed, ...
     steps: list[StepRecord] = field(default_factory=list)
     decisions: list[DecisionRecord] = field(default_factory=list)
@@ -188,33 +180,6 @@ class Ledger:
     twin: list[TwinRecord] = field(default_factory=list)
     after: NetworkRecord | None = None
     verdict: Verdict | None = None
-
-    def record_step(self, step: StepRecord) -> None:
-        self.steps.append(step)
-
-    def record_decision(self, decision: DecisionRecord) -> None:
-        self.decisions.append(decision)
-
-    def record_seed(self, seed: SeedRecord) -> None:
-        if any(known.seed == seed.seed for known in self.seeds):
-            raise ValueError(
-                f"seed {seed.seed!r} is in the ledger already; seed ids must be unique"
-            )
-        self.seeds.append(seed)
-
-    def record_fate(self, fate: FateRecord) -> None:
-        if all(known.seed != fate.seed for known in self.seeds):
-            raise ValueError(f"no seed {fate.seed!r} in the ledger; call record_seed first")
-        self.fates.append(fate)
-
-    def record_rollback(self, rollback: RollbackRecord) -> None:
-        self.rollbacks.append(rollback)
-
-    def record_twin(self, twin: TwinRecord) -> None:
-        self.twin.append(twin)
-
-    def conclude(self, *, after: NetworkRecord, verdict: Verdict | None = None) -> None:
-        self.after, self.verdict = after, verdict
 
     def summary(self) -> str:
         """The verdict in one sentence."""
@@ -298,7 +263,8 @@ class Ledger:
         return from_plain(cls, data)
 
     def write(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        text = self.to_json().encode()
+        atomic_write(Path(path), lambda file: file.write(text))
 
     @classmethod
     def read(cls, path: str | Path) -> "Ledger":
@@ -317,10 +283,3 @@ def _short(value: float, digits: int = 3) -> str:
     """At most this many significant digits."""
     rounded = Context(prec=digits, rounding=ROUND_HALF_UP).create_decimal_from_float(value)
     return f"{float(rounded):.{digits}g}"
-
-
-def _drop_not_finite(record: SeedState | StepRecord | TwinRecord, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if value is not None and not math.isfinite(value):
-            object.__setattr__(record, name, None)

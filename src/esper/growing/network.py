@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from esper.growing.randomness import untouched_randomness
-from esper.growing.seed_groups import AnyScheduler, SeedGroups
+from esper.growing.eval_mode import untouched_randomness
+from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
@@ -22,12 +22,8 @@ from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
 
-_STATISTICS = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # dtypes of running statistics
+# dtypes of running statistics
+_STATISTICS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,17 +107,6 @@ class GrowingNetwork:
         seed = self.slots[index].seed
         assert seed is not None, f"slot {index} is empty"
         return seed
-
-    @property
-    def learning(self) -> list[nn.Module]:
-        """The seeds that a step should train."""
-        return [self.seed(index) for index in (*self.active, *self.in_shadow)]
-
-    @property
-    def called(self) -> list[nn.Module]:
-        """The seeds that the last step called: a model may skip modules at random."""
-        called = [index for index in self.active if self.slots[index].calls > 0]
-        return [self.seed(index) for index in (*called, *self.in_shadow)]
 
     def forget_calls(self) -> None:
         """Reset the counts of calls, after a validation pass."""

@@ -9,11 +9,13 @@ The page is assembled from `page_parts/` and loads nothing else. All it shows co
 import html
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from esper.growing.ledger import NO_REASON, DecisionRecord, Ledger, SeedRecord
+from esper.leyline.files import atomic_write
 
 _SCRIPTS = ("basics.js", "chart.js", "sections.js", "network.js", "start.js")  # in this order
 
@@ -22,8 +24,8 @@ def write_page(ledger: Ledger, path: str | Path) -> Path:
     """Write the page, and the ledger as JSON under the same name; returns the page's path."""
     page = Path(path)
     page = page if page.suffix == ".html" else page.with_name(f"{page.name}.html")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(page_html(ledger), encoding="utf-8")
+    text = page_html(ledger).encode()
+    atomic_write(page, lambda file: file.write(text))
     ledger.write(page.with_suffix(".json"))
     return page
 
@@ -47,24 +49,16 @@ def _part(name: str) -> str:
 
 def page_data(ledger: Ledger) -> dict[str, Any]:
     """The data that the page shows, with the stages of seeds and the effects of decisions."""
-    verdict, after = ledger.verdict, ledger.after
     return {
         "model": ledger.model,
         "summary": ledger.summary(),
         "metric": {"name": ledger.metric, "isShare": ledger.is_share},
         "controller": ledger.controller,
         "facts": ledger.facts,
-        "budget": {"params": ledger.budget.params, "macs": ledger.budget.macs},
-        "before": {"params": ledger.before.params, "macs": ledger.before.macs},
-        "after": None if after is None else {"params": after.params, "macs": after.macs},
-        "verdict": None
-        if verdict is None
-        else {
-            "grown": verdict.grown,
-            "ungrown": verdict.ungrown,
-            "error": verdict.difference_error,
-            "returned": verdict.returned,
-        },
+        "budget": asdict(ledger.budget),
+        "before": asdict(ledger.before),
+        "after": ledger.after and asdict(ledger.after),
+        "verdict": ledger.verdict and asdict(ledger.verdict),
         "steps": [
             [r.step, r.metric, r.params, r.macs, r.train_loss, r.optimizer_steps]
             for r in ledger.steps
@@ -74,25 +68,15 @@ def page_data(ledger: Ledger) -> dict[str, Any]:
         "waits": sum(entry.op == "WAIT" for entry in ledger.decisions),
         "rollbacks": [[entry.step, entry.to_step, entry.reason] for entry in ledger.rollbacks],
         "seeds": [_seed(ledger, record) for record in ledger.seeds],
-        "blocks": [
-            {"name": b.name, "kind": b.kind, "shape": b.shape, "site": b.site_kind is not None}
-            for b in ledger.before.blocks
-        ],
     }
 
 
 def _event(ledger: Ledger, decision: DecisionRecord) -> dict[str, Any]:
     metrics = [(r.step, r.metric) for r in ledger.steps if r.metric is not None]
     return {
-        "step": decision.step,
-        "op": decision.op,
-        "site": decision.site,
-        "seed": decision.seed,
-        "details": decision.details,
+        **asdict(decision),
         "legal": {op: len(sites) for op, sites in decision.legal.items()},
         "reason": decision.reason or _no_reason(ledger, decision),
-        "params": decision.params,
-        "macs": decision.macs,
         "before": next((m for step, m in reversed(metrics) if step <= decision.step), None),
         "next": next((m for step, m in metrics if step > decision.step), None),
     }
@@ -113,13 +97,7 @@ def _seed(ledger: Ledger, record: SeedRecord) -> dict[str, Any]:
     states, fate = ledger.states_of(record.seed), ledger.fate_of(record.seed)
     measured = ((step, s.contribution, s.contribution_error) for step, s in states)
     return {
-        "id": record.seed,
-        "site": record.site,
-        "blueprint": record.blueprint,
-        "style": record.style,
-        "params": record.params,
-        "macs": record.macs,
-        "born": record.born,
+        **asdict(record),
         "fate": None if fate is None else fate.fate,
         "fateStep": None if fate is None else fate.step,
         "why": "" if fate is None else fate.reason,

@@ -9,7 +9,6 @@ from esper.growing.budget import Budget
 from esper.growing.ledger import (
     NO_REASON,
     BlockRecord,
-    BudgetRecord,
     DecisionRecord,
     Fate,
     FateRecord,
@@ -64,7 +63,7 @@ class Recorder:
             params=0 if new is None else new.params,
             macs=0 if new is None else new.macs,
         )
-        self.ledger.record_decision(record)
+        self.ledger.decisions.append(record)
         return record
 
     def fates(self, step: int, history: History) -> None:
@@ -83,7 +82,7 @@ class Recorder:
         """A rollback, and the seeds that it removed."""
         for slot in self._emptied():
             self._end(slot, step, "rolled_back", reason)
-        self.ledger.record_rollback(RollbackRecord(step=step, to_step=to_step, reason=reason))
+        self.ledger.rollbacks.append(RollbackRecord(step=step, to_step=to_step, reason=reason))
 
     def closed(self, step: int, best_step: int, history: History) -> None:
         """Seeds that are not in the final network."""
@@ -106,7 +105,7 @@ class Recorder:
 
     def _record_fate(self, slot: int, step: int, fate: Fate, reason: str) -> None:
         seed = self.seed_ids[slot]
-        self.ledger.record_fate(FateRecord(seed=seed, step=step, fate=fate, reason=reason))
+        self.ledger.fates.append(FateRecord(seed=seed, step=step, fate=fate, reason=reason))
 
     def _end(self, slot: int, step: int, fate: Fate, reason: str) -> None:
         self._record_fate(slot, step, fate, reason)
@@ -125,7 +124,7 @@ class Recorder:
             born=step,
         )
         self.seed_ids[slot] = record.seed
-        self.ledger.record_seed(record)
+        self.ledger.seeds.append(record)
         return record
 
     def _seed_state(self, slot: int, history: History) -> SeedState:
@@ -204,7 +203,7 @@ def new_ledger(
         metric=metric,
         controller=controller,
         before=_network_record(model, prepared),
-        budget=BudgetRecord(**vars(budget)),
+        budget=budget,
         facts={"device": device, "torch": torch.__version__, "rng seed": str(rng_seed)},
     )
 

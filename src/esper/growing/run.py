@@ -7,12 +7,13 @@ The twin is a copy of the model that does not grow. It trains on the same batche
 randomness and optimizer settings. The verdict compares the two.
 """
 
-import contextlib
 import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -21,25 +22,23 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from esper.growing.argument_checks import check_arguments, check_whole
 from esper.growing.budget import Budget
 from esper.growing.checkpoint import group_settings
-from esper.growing.copying import without_graphs
-from esper.growing.data import count_rows
-from esper.growing.eval_mode import eval_mode
+from esper.growing.eval_mode import eval_mode, untouched_randomness
 from esper.growing.export import FORMATS, export
 from esper.growing.growth import DEFAULT_RENT, Growth
-from esper.growing.inputs import batch_size, forward, moved
+from esper.growing.inputs import batch_size, count_rows, forward, moved
 from esper.growing.ledger import Ledger, TwinRecord, Verdict
-from esper.growing.metrics import Metric, default_metric
 from esper.growing.network import are_finite, finite_buffers
-from esper.growing.progress import Report, progress_bar
-from esper.growing.randomness import untouched_randomness
+from esper.growing.plain import without_graphs
+from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
 from esper.growing.validation import (
+    Metric,
     bounded,
     check_loader,
     checked_scores,
+    default_metric,
     joined,
     paired_difference,
 )
@@ -48,6 +47,9 @@ from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import Controller
 
 Loss = Callable[[Any, Any], Tensor]  # (model output, target) -> mean loss of the batch
+Report = Callable[[int, str], None]  # steps done, and a short status
+
+LINES = 20  # of progress printed in all, without a bar
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class _Task:
     def val_scores(self, *models: nn.Module) -> list[Tensor]:
         """The scores of each model on the same validation batches, each `[n]`."""
         scores: list[list[Tensor]] = [[] for _ in models]
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for model in models:
                 stack.enter_context(eval_mode(model, self._val_loader))
             for batch in self._val_loader:
@@ -278,7 +280,7 @@ class _Twin:
         (scores,) = self._task.val_scores(self.model)
         is_finite = are_finite(self.model, self.model.parameters(), self._finite_buffers)
         metric = float(scores.mean()) if is_finite else math.nan  # NaN is never the best
-        ledger.record_twin(TwinRecord(step=step, metric=metric))
+        ledger.twin.append(TwinRecord(step=step, metric=metric))
         if metric > self.best_metric:
             self.best_metric = metric
             self.best = copy.deepcopy(self.model, without_graphs(self.model))
@@ -357,8 +359,7 @@ def _conclude(growth: Growth, twin: _Twin, task: _Task) -> GrowthResult:
         returned="grown" if returns_grown else "ungrown",
         difference_error=error if len(without) > 1 else None,
     )
-    assert growth.ledger.after is not None
-    growth.ledger.conclude(after=growth.ledger.after, verdict=verdict)
+    growth.ledger.verdict = verdict
     returned = grown if returns_grown else ungrown
     return GrowthResult(returned, ungrown, growth.ledger, verdict, growth)
 
@@ -403,3 +404,28 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
             raise ValueError("the training loader yields nothing when it is read again")
         if batches == 0:
             return
+
+
+@contextmanager
+def progress_bar(total_steps: int, heading: str, *, enabled: bool) -> Iterator[Report]:
+    """Progress in the terminal: a bar if `rich` is installed, else a line now and then."""
+    if not enabled:
+        yield lambda steps, status: None
+        return
+    print(heading)
+    if find_spec("rich") is None:
+        yield lambda steps, status: _print_line(steps, total_steps, status)
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    counted = TextColumn("{task.completed:>7,.0f} / {task.total:,.0f} steps")
+    with Progress(
+        counted, BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+    ) as progress:
+        task = progress.add_task("", total=total_steps)
+        yield lambda steps, status: progress.update(task, completed=steps, description=status)
+
+
+def _print_line(steps: int, total_steps: int, status: str) -> None:
+    if steps * LINES // total_steps > (steps - 1) * LINES // total_steps:
+        print(f"{steps:>7,} / {total_steps:,} steps  {status}")

@@ -2,6 +2,10 @@
 
 Each batch is scored with all seeds and then without each of them. A contribution is therefore a
 paired difference on the same examples, whatever the order of the data.
+
+Default metrics of `esper.grow`: accuracy for class targets. For numbers: 1 / (1 + squared error /
+variance), with the variance of the validation targets. It does not depend on the unit, and is 0.5
+for an error of one standard deviation.
 """
 
 import math
@@ -19,9 +23,21 @@ from esper.growing.network import GrowingNetwork
 # batch -> a score per example [n], 0 to 1, higher is better; optionally with the mean loss
 Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]
 Number = float | Tensor  # a tensor has one element; numpy's floats are floats
+Metric = Callable[[Any, Any], Tensor]  # (output, target) -> a score per example [batch], 0 to 1
 
 ROUNDING = 1e-4  # a score may exceed 0 or 1 by this much, as sums of probabilities do
 CLEAR_FALL, NUM_FALLS = 0.2, 3  # share of the metric, and how many steps must show it
+IGNORED = -100  # a target that does not count, as in torch's cross_entropy
+
+_PASS_ONE = "pass metric=..., a score per example from 0 to 1"
+_FOR_ONE_LOGIT = (
+    "For one logit: lambda output, target: ((output > 0).reshape(len(target), -1) == "
+    "(target > 0.5).reshape(len(target), -1)).float().mean(1)"
+)
+_FOR_PROBABILITIES = (
+    "For the most probable class: lambda output, target: (output.argmax(1) == target.argmax(1))"
+    ".reshape(len(target), -1).float().mean(1)"
+)
 
 
 class Measurement(NamedTuple):
@@ -52,8 +68,17 @@ class Validator:
 
     def check(self, model: nn.Module) -> None:
         """Raise for validation data or scores that cannot be used."""
-        if self._loader is not None and self._score is not None:
-            check_score(model, self._loader, self._score)
+        if self._loader is None or self._score is None:
+            return
+        with eval_mode(model, self._loader):
+            scores = joined([_scored(batch, self._score)[0] for batch in self._loader])
+        lowest, highest = scores.aminmax()  # the mean can be valid while single scores are not
+        if lowest < -ROUNDING or highest > 1 + ROUNDING:
+            raise ValueError(
+                f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, "
+                "higher is better. Use a share instead of per cent, and 1 / (1 + error) for an error"
+            )
+        check_metric(float(bounded(scores).mean()))
 
     def measure(
         self,
@@ -73,19 +98,12 @@ class Validator:
                 "decide() needs the validation metric; or give Growth a val_loader and a score"
             )
         else:
-            is_committed = not network.uncommitted
-            measured = from_user_metric(val_metric, val_loss, is_committed=is_committed)
+            metric, loss = _as_float(val_metric), None if val_loss is None else _as_float(val_loss)
+            measured = Measurement(metric, loss, {}, None if network.uncommitted else metric)
         if is_first:
             check_metric(measured.metric)
         is_valid = 0.0 <= measured.metric <= 1.0
         return measured if is_valid else measured._replace(metric=math.nan)
-
-
-def from_user_metric(metric: Number, loss: Number | None, *, is_committed: bool) -> Measurement:
-    """A measurement made by the user's loop; `is_committed`: all active seeds are committed."""
-    value = _as_float(metric)
-    known_loss = None if loss is None else _as_float(loss)
-    return Measurement(value, known_loss, {}, value if is_committed else None)
 
 
 def _as_float(number: Number) -> float:
@@ -119,19 +137,6 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
         contributions={s: known for s, known in differences.items() if not math.isnan(known[0])},
         committed_metric=float(per_example[uncommitted].mean()),
     )
-
-
-def check_score(model: nn.Module, batches: Iterable[Any], score: Score) -> None:
-    """Raise for validation data or scores that cannot be used."""
-    with eval_mode(model, batches):
-        scores = joined([_scored(batch, score)[0] for batch in batches])
-    lowest, highest = scores.aminmax()  # the mean can be from 0 to 1 while single scores are not
-    if lowest < -ROUNDING or highest > 1 + ROUNDING:
-        raise ValueError(
-            f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, higher "
-            "is better. Use a share instead of per cent, and 1 / (1 + error) for an error"
-        )
-    check_metric(float(bounded(scores).mean()))
 
 
 def check_metric(metric: float) -> None:
@@ -215,3 +220,101 @@ def paired_difference(a: Tensor, b: Tensor) -> tuple[float, float]:
     difference = a - b
     error = float(difference.std()) / math.sqrt(len(difference)) if len(difference) > 1 else 0.0
     return float(difference.mean()), error
+
+
+def default_metric(first: Any, targets: Iterable[Any]) -> tuple[str, Metric]:
+    """The name and function of the metric for targets like `first`; raises if none fits.
+
+    `targets` are those of all validation batches; they are read only if they are numbers.
+    """
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        return "accuracy", accuracy
+    return "1 / (1 + squared error / variance)", closeness(_variance(targets))
+
+
+def accuracy(output: Any, target: Any) -> Tensor:
+    """The share of an example's classes that are predicted correctly; NaN outputs count as wrong."""
+    if isinstance(output, Tensor) and isinstance(target, Tensor):
+        for axis in _class_axes(output, target):
+            if output.argmax(axis).shape == target.shape:
+                correct = (output.argmax(axis) == target) & ~output.isnan().any(axis)
+                counts = (target != IGNORED).reshape(len(target), -1)
+                right = correct.reshape(len(target), -1) & counts
+                return right.sum(1) / counts.sum(1).clamp(min=1)
+    raise ValueError(f"{_unknown(output, target)}; {_PASS_ONE}. {_FOR_ONE_LOGIT}")
+
+
+def closeness(variance: float) -> Metric:
+    """1 / (1 + squared error / variance)."""
+
+    def score(output: Any, target: Any) -> Tensor:
+        if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+            raise ValueError(f"{_unknown(output, target)}; {_PASS_ONE}")
+        if output.shape != target.shape:
+            like = (
+                "give them the same shape, such as target.unsqueeze(1): a loss would broadcast "
+                "each output against every target"
+                if output.numel() == target.numel()
+                else _PASS_ONE
+            )
+            raise ValueError(f"{_unknown(output, target)} of numbers; {like}")
+        error = (output - target).square().reshape(len(target), -1).mean(1)
+        return 1 / (1 + error / variance)
+
+    return score
+
+
+def _class_axes(output: Tensor, target: Tensor) -> list[int]:
+    """Axes that may hold the classes: the last, or the second as in torch's losses.
+
+    An axis of size 1 is excluded: a single logit is always the largest.
+    """
+    if target.is_floating_point() or output.dim() < 2:
+        return []
+    return [axis for axis in (-1, 1) if output.shape[axis] > 1]
+
+
+def _variance(targets: Iterable[Tensor]) -> float:
+    """Variance over all examples, averaged over positions; raises if it cannot scale an error."""
+    rows, origin = 0, None
+    is_binary, is_probabilities = True, True
+    for target in targets:
+        values = target.detach().cpu().double().reshape(len(target), -1)
+        if origin is None:
+            origin = values[0]  # of the differences, which lose no digits where values are large
+            sums = squares = torch.zeros_like(origin)
+        if values.shape[1:] != origin.shape:
+            raise ValueError(f"the targets of validation batches differ in shape; {_PASS_ONE}")
+        apart, rows = values - origin, rows + len(values)
+        sums, squares = sums + apart.sum(0), squares + apart.square().sum(0)
+        is_binary &= bool(((target == 0) | (target == 1)).all())
+        is_probabilities &= _are_probabilities(target)
+    if is_probabilities:
+        raise ValueError(f"the targets are class probabilities; {_PASS_ONE}. {_FOR_PROBABILITIES}")
+    if is_binary:
+        raise ValueError(
+            "targets of 0.0 and 1.0 are probably classes, for which a squared error is wrong; "
+            f"{_PASS_ONE}. {_FOR_ONE_LOGIT}"
+        )
+    variance = float((squares / rows - (sums / rows).square()).mean())
+    if not 0 < variance < math.inf:
+        raise ValueError(
+            f"the validation targets have a variance of {variance}, which cannot scale an error; "
+            f"{_PASS_ONE}"
+        )
+    return variance
+
+
+def _are_probabilities(target: Tensor) -> bool:
+    """Whether all rows have several numbers, none below 0, that sum to 1."""
+    if target.dim() < 2 or target.shape[1] < 2 or bool((target < 0).any()):
+        return False
+    sums = target.float().sum(1)
+    return torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+
+
+def _unknown(output: Any, target: Any) -> str:
+    shown = [
+        f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
+    ]
+    return f"there is no default metric for an output {shown[0]} and a target {shown[1]}"

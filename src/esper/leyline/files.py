@@ -12,6 +12,7 @@ import copy
 import io
 import os
 import pickle
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -82,8 +83,12 @@ def read_file(
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace a file in one step: after a kill at any instant either the old or the new one exists."""
+    """Replace a file in one step: after a kill at any instant either the old or the new one exists.
+
+    Unfinished files that killed processes left for the same path are removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(path)
     # the process id keeps two writers apart
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -106,6 +111,23 @@ def require_same_layout(found: Any, expected: Any, path: str | Path) -> None:
     if len(differences) > len(shown):
         shown.append(f"and {len(differences) - len(shown)} more")
     raise UnreadableFile(f"{path} does not fit:\n  " + "\n  ".join(shown))
+
+
+def _remove_unfinished(path: Path) -> None:
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.partial")
+    for name in os.listdir(path.parent):
+        if (found := pattern.fullmatch(name)) and not is_running(int(found[1])):
+            path.with_name(name).unlink(missing_ok=True)
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # signal 0 only checks
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # it belongs to another user
+        pass
+    return True
 
 
 def _sync_folder(folder: Path) -> None:

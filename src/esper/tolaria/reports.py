@@ -3,7 +3,7 @@
     history.add_step(measured, states.has_seed)       # after every step of training
     reports = build_reports(facts, states, history, step=3, ...)
 
-Populations (`environment.py`) and a user's own model (`growing/reporting.py`) share this builder.
+Populations (`environment.py`) and a user's own model (`growing/controllers.py`) share this builder.
 """
 
 import math

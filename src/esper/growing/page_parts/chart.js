@@ -345,4 +345,4 @@ function readStep(index) {
     ...undone,
   ];
 }
-const eventSeed = (event) => data.seeds.find((s) => s.id === event.seed)?.blueprint ?? "";
+const eventSeed = (event) => data.seeds.find((s) => s.seed === event.seed)?.blueprint ?? "";

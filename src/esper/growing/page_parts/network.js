@@ -106,7 +106,7 @@ function drawBranch(canvas, seed, y, middle, box, width) {
 /** The blocks to draw; in a large network, runs of blocks without a seed become a count. */
 function collapsed() {
   const sites = new Set(data.seeds.map((s) => s.site)),
-    blocks = data.blocks;
+    blocks = data.before.blocks;
   if (blocks.length <= 12) return blocks;
   const shown = blocks.map((b, i) => sites.has(b.name) || i === 0 || i === blocks.length - 1);
   const rows = [];

@@ -55,7 +55,7 @@ function drawTiles() {
           el(
             "p",
             {},
-            `${metric(verdict.ungrown)} ungrown, ${gain(verdict.grown - verdict.ungrown, verdict.error)}`,
+            `${metric(verdict.ungrown)} ungrown, ${gain(verdict.grown - verdict.ungrown, verdict.difference_error)}`,
           ),
         )
       : tile(capital(metricTitle), metric(best), el("p", {}, "best so far")),
@@ -182,7 +182,7 @@ function drawDecisions() {
     data.events.length || data.waits
       ? `${data.events.length} decisions changed something; the controller waited ${data.waits} times.`
       : "";
-  if (!data.events.length)
+  if (!data.events.length && !data.rollbacks.length)
     return $("decisions").append(el("p", { class: "empty" }, "Nothing was changed in this run."));
   const columns = ["Step", "Decision", "Where", "Cost", "Why", "Effect"];
   const head = el(
@@ -196,7 +196,8 @@ function drawDecisions() {
   );
   const cell = (i, ...content) =>
     el("td", { "data-label": columns[i], class: i === 3 ? "number" : null }, ...content);
-  const rows = data.events.map((event) =>
+  const decided = data.events.map((event) => [
+    event.step,
     el(
       "tr",
       {},
@@ -210,7 +211,22 @@ function drawDecisions() {
       cell(4, el("span", {}, plusMinus(event.reason), el("small", {}, alternatives(event)))),
       cell(5, outcome(event)),
     ),
-  );
+  ]);
+  const restored = data.rollbacks.map(([step, to, reason]) => [
+    step,
+    el(
+      "tr",
+      {},
+      cell(0, count(step)),
+      cell(1, el("span", {}, "Rolled back", el("small", {}, `to step ${count(to)}`))),
+      cell(2, ""),
+      cell(3, ""),
+      cell(4, plusMinus(reason)),
+      cell(5, ""),
+    ),
+  ]);
+  // a rollback comes before the decision of its step
+  const rows = [...restored, ...decided].sort((a, b) => a[0] - b[0]).map((entry) => entry[1]);
   $("decisions").append(el("table", {}, head, el("tbody", {}, rows)));
 }
 
@@ -234,7 +250,7 @@ const alternatives = (event) => {
 };
 function outcome(event) {
   if (event.before === null || event.next === null) return "";
-  const seed = data.seeds.find((s) => s.id === event.seed);
+  const seed = data.seeds.find((s) => s.seed === event.seed);
   const then =
     event.op === "GERMINATE" && seed && seed.fate ? `; ${FATES[seed.fate]} at step ${seed.fateStep}` : "";
   return `${metric(event.before)} to ${metric(event.next)} at the next step${then}`;

@@ -1,28 +1,29 @@
-"""Parameter groups for new weights: for each group of a user's optimiser, an empty copy.
+"""Seeds in a user's optimiser: their parameter groups and their gradients.
 
-The groups exist from the start, so their number never changes under a scheduler, and a schedule
-changes the settings of new weights like those of the weights that they grow on. A scheduler that
-was made before growth is extended once.
+For each group of the optimiser there is an empty copy, for new weights. The groups exist from the
+start, so their number never changes under a scheduler, and a schedule changes the settings of new
+weights like those of the weights that they grow on. A scheduler that was made before growth is
+extended once.
 """
 
 import copy
+import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn, optim
+import torch
+from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from esper.growing.slots import Slot
 
 AnyScheduler = LRScheduler | ReduceLROnPlateau
 
 # per-group lists of torch's schedulers
 _PER_GROUP = (
-    "base_lrs",
-    "_last_lr",
-    "lr_lambdas",
-    "min_lrs",
-    "max_lrs",
-    "base_momentums",
-    "max_momentums",
+    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
+    *("base_momentums", "max_momentums"),
 )
 
 
@@ -32,9 +33,8 @@ class SeedGroups:
     def __init__(self, optimizer: optim.Optimizer, scheduler: AnyScheduler | None = None):
         _check_optimizer(optimizer)
         self._optimizer = optimizer
-        self.num_own = len(
-            optimizer.param_groups
-        )  # the user's groups; their copies follow in the same order
+        # the user's groups; their copies follow in the same order
+        self.num_own = len(optimizer.param_groups)
         driven = any("initial_lr" in group for group in optimizer.param_groups)
         if driven and scheduler is None:
             raise ValueError(
@@ -98,3 +98,47 @@ def _extend(scheduler: Any, num_groups: int) -> None:
         values = kept.get(name)
         if isinstance(values, Sequence) and len(values) == num_groups:
             setattr(scheduler, name, [*values, *copy.deepcopy(list(values))])
+
+
+class SeedGradients:
+    def __init__(self, optimizer: optim.Optimizer, slots: Sequence[Slot]):
+        self.norms: dict[int, Tensor] = {}  # by slot: root mean square in the last step
+        self._slots = slots
+        self._calls = self._uses = 0  # since the last check
+        self._is_used = self._has_warned = False
+        optimizer.register_step_pre_hook(self._before_optimizer_step)
+
+    def _before_optimizer_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._is_used |= any(self._gradients(slot) for slot in self._slots)
+
+    def after_step(self) -> None:
+        """Keep the norms of the gradients and clear them."""
+        has_gradients = False
+        for index, slot in enumerate(self._slots):
+            if gradients := self._gradients(slot):
+                has_gradients = True
+                count = sum(gradient.numel() for gradient in gradients)
+                norm = torch.nn.utils.get_total_norm(gradients) / math.sqrt(count)
+                self.norms[index] = norm.detach()
+                assert slot.seed is not None
+                slot.seed.zero_grad()
+        self._calls += self._is_used or has_gradients
+        self._uses += self._is_used
+        self._is_used = False
+
+    def check(self) -> None:
+        """Warn once if half of the gradients or more were not used; then count from 0."""
+        if self._calls >= 2 * max(1, self._uses) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"after_step() was called {self._calls} times, but the optimizer used the seeds' "
+                f"gradients {self._uses} times: call it once after each optimizer.step(), not "
+                "after each backward pass",
+                stacklevel=3,
+            )
+        self._calls = self._uses = 0
+
+    @staticmethod
+    def _gradients(slot: Slot) -> list[Tensor]:
+        parameters = () if slot.seed is None else slot.seed.parameters()
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
