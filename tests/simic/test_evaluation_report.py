@@ -310,9 +310,6 @@ def test_sizes_have_intervals_and_stages_their_seconds(report):
         "statistics",
     }  # fmt: skip
     assert all(f"{stage} {seconds:.1f}" in text for stage, seconds in report.stages.items())
-    watching = report.arms[arms.LEARNED].array("validation_flops").sum()
-    share = watching / report.arms[arms.LEARNED].array("training_flops").sum()
-    assert f"is {share:.1%} of the training FLOPs of learned networks" in text
     learned = report.arms[arms.LEARNED]
     networks = learned.search.flops / learned.array("training_flops").mean()
     assert f"as much as growing {networks:,.0f} networks with it" in text

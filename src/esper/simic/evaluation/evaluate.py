@@ -127,9 +127,6 @@ def evaluate_controllers(
     clock.lap("static hosts")
     searches = [plan_per_type.random_search(rent) for rent in settings.rents]
     results = Results(held_out, arms, searches, statics)
-    names = [blueprint.name for blueprint in held_out.menu]
-    plans = plan_for_all.describe(["all types"], names)
-    plans |= plan_per_type.describe(held_out.type_names, names)
     verdicts = judge_claims(results, settings.rents)
     variants = leads_by_variant(results, settings.rents)
     clock.lap("statistics")
@@ -139,7 +136,6 @@ def evaluate_controllers(
         results=results,
         learning_rates=rates,
         heuristic=heuristic,
-        plans=plans,
         verdicts=verdicts,
         variants=variants,
         stages=clock.take(),
