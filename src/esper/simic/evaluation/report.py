@@ -42,7 +42,7 @@ class EvaluationReport:
     heuristic: Sweep
     verdicts: list[Verdict]
     variants: list[VariantLeads]
-    stages: dict[str, float]  # seconds
+    seconds: float
 
     @property
     def arms(self) -> Mapping[str, ArmResult]:
@@ -58,7 +58,7 @@ class EvaluationReport:
         size = (
             f"{experiment.num_hosts} hosts per arm of {len(experiment.type_names)} types held out "
             f"from training, {self.num_controllers} controller(s), "
-            f"{sum(self.stages.values()):.0f} s on {experiment.task.device}."
+            f"{self.seconds:.0f} s on {experiment.task.device}."
         )
         if experiment.num_hosts < FEW_HOSTS or self.num_controllers < 3:
             size += (
@@ -97,7 +97,6 @@ class EvaluationReport:
         return [header, *rows]
 
     def markdown(self) -> str:
-        seconds = ", ".join(f"{stage} {s:.1f}" for stage, s in self.stages.items())
         blocks = [
             f"# Evaluation on {self.config.task}",
             self.headline(),
@@ -106,7 +105,6 @@ class EvaluationReport:
             _markdown_table(self.arm_table()),
             self._arm_note(),
             self._costs(),
-            f"Seconds: {seconds}.",
             "## Claims",
             _markdown_table(self.claim_table()),
             self.claim_note(),
@@ -125,7 +123,7 @@ class EvaluationReport:
             "config": to_plain(self.config),
             "settings": to_plain(self.settings),
             "device": str(experiment.task.device),
-            "seconds": self.stages,
+            "seconds": self.seconds,
             "types": list(experiment.type_names),
             "learning_rates": asdict(self.learning_rates),
             "heuristic": asdict(self.heuristic),
