@@ -23,9 +23,10 @@ from esper.nissa.console import ProgressSink
 from esper.nissa.database import RunDatabase, reasons_if_all_rolled_back
 from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.evaluation.evaluate import evaluate_run
+from esper.simic.evaluation.evaluate import evaluate_run, prepare
+from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.distribution import choice_labels, describe_hosts, load_task
+from esper.simic.training.distribution import choice_labels, describe_hosts
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder
 from esper.tolaria.synthetic_hosts import SyntheticHosts
@@ -82,10 +83,10 @@ def preset_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
 
 
 def _checked(config: TrainConfig) -> GrowthTraining:
-    """A new run; raises if its settings, or those of the evaluation after it, cannot be used."""
+    """A new run; raises if it cannot be trained with its settings, or evaluated after that."""
     training = GrowthTraining(config)
-    if config.task != "known_gains" and config.held_out_variants:
-        load_task(config, config.held_out_variants)
+    if config.task != "known_gains":
+        prepare(config, EVALUATIONS["quick"])
     return training
 
 

@@ -92,8 +92,8 @@ def evaluate_controllers(
     started = time.perf_counter()
     controller_cost = host_training_cost(config)
     config = config if task is None else on_task(config, task)
-    training, held_out = _experiments(config, settings)
-    lines = frontier_lines(settings.frontier_widths, held_out.hosts, settings.widening_factors)
+    training, held_out, lines = prepare(config, settings)
+    held_out = replace(held_out, measure_test=_open_test_set(held_out.task.held_out))
     say(f"tuning the learning rate on {training.num_hosts} hosts of training types")
     rates = tune_learning_rate(training, settings.learning_rates, rng_seed=2)
     optimizer = AdamW(learning_rate=rates.best["learning_rate"])
@@ -151,10 +151,13 @@ def host_training_cost(config: TrainConfig) -> Cost:
     return Cost(networks, networks * rows * TRAINING_FLOPS * macs)
 
 
-def _experiments(
+def prepare(
     config: TrainConfig, settings: EvaluationConfig
-) -> tuple[PairedExperiment, PairedExperiment]:
-    """Training types to search and tune on, and held-out types to compare arms on."""
+) -> tuple[PairedExperiment, PairedExperiment, FrontierLines]:
+    """Training types to search and tune on, held-out types to compare arms on, and frontiers.
+
+    Raises if the settings cannot be used; `esper train` calls it before it trains.
+    """
     if not config.held_out_widths and not config.held_out_variants:
         raise ValueError(
             "nothing was held out from the controller's training; train with held_out_widths or "
@@ -178,13 +181,14 @@ def _experiments(
         growth=config.growth,
         max_macs=settings.max_macs,
     )
-    return training, replace(
+    on_held_out = replace(
         training,
         hosts=load_hosts(config, task, tuple((held_out or trained_on)[: settings.num_widths])),
         view_ids=tuple(range(len(seen), len(seen) + len(unseen))),
         repeats=settings.repeats,
-        measure_test=_open_test_set(task.held_out),
     )
+    lines = frontier_lines(settings.frontier_widths, on_held_out.hosts, settings.widening_factors)
+    return training, on_held_out, lines
 
 
 def _open_test_set(held_out: HeldOut) -> MeasureTest:
