@@ -18,6 +18,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from esper import cli
 from esper.cli import evaluate, main, train
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.files import write_file
@@ -75,6 +76,34 @@ def test_a_closed_pipe_is_not_an_error():
         assert run.stderr.read() == ""
         run.wait()
     assert run.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (KeyboardInterrupt(), 130),
+        (OSError(errno.ENOSPC, "No space left"), "esper: [Errno 28] No space left"),
+        (MemoryError(), "esper: a size is too large for this machine (MemoryError)"),
+        (RuntimeError("CUDA out of memory."), "esper: a size is too large for this machine (CUDA"),
+    ],
+)
+def test_errors_of_the_machine_are_one_line(monkeypatch, error, status):
+    def fail(_arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(SystemExit) as stop:
+        main(["train"])
+    assert str(stop.value).startswith(str(status))
+
+
+def test_an_error_of_the_program_keeps_its_traceback(monkeypatch):
+    def fail(_arguments):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["train"])
 
 
 def test_an_unknown_command_is_refused():
