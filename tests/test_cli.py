@@ -1,6 +1,7 @@
 """The command line, end to end."""
 
 import errno
+import json
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from esper import cli
 from esper.cli import evaluate, main, train
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.files import write_file
@@ -48,15 +50,16 @@ def test_gym_trains_evaluates_and_leaves_agent_checkpoint_and_curves(tmp_path, c
 
 
 @pytest.mark.usefixtures("default_sigint")
-def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_prints_the_command_that_continues(tmp_path, number, status):
     arguments = ["gym", "CartPole-v1", *SMALL, "--out", str(tmp_path)]
     command = [sys.executable, "-m", "esper.cli", *arguments, "--total-steps", "1000000"]
     with child_process(command, stdout=subprocess.PIPE, text=True) as run:
         first = run.stdout.readline()
         wait_until(lambda: any(tmp_path.glob("events*")), run)  # training is about to begin
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         rest, _ = run.communicate()
-    assert run.returncode == 0
+    assert run.returncode == status
     assert "4 envs" in first
     assert f"esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume" in " ".join(rest.split())
     resumed = PPO.load(
@@ -73,6 +76,34 @@ def test_a_closed_pipe_is_not_an_error():
         assert run.stderr.read() == ""
         run.wait()
     assert run.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (KeyboardInterrupt(), 130),
+        (OSError(errno.ENOSPC, "No space left"), "esper: [Errno 28] No space left"),
+        (MemoryError(), "esper: a size is too large for this machine (MemoryError)"),
+        (RuntimeError("CUDA out of memory."), "esper: a size is too large for this machine (CUDA"),
+    ],
+)
+def test_errors_of_the_machine_are_one_line(monkeypatch, error, status):
+    def fail(_arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(SystemExit) as stop:
+        main(["train"])
+    assert str(stop.value).startswith(str(status))
+
+
+def test_an_error_of_the_program_keeps_its_traceback(monkeypatch):
+    def fail(_arguments):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["train"])
 
 
 def test_an_unknown_command_is_refused():
@@ -97,6 +128,12 @@ def test_an_unknown_flag_is_refused():
         ("CartPole-v1 --total-steps 0", "total_steps=0; use 1 or more"),
         ("CartPole-v1 --device cuda:99", "device=cuda:99 cannot be used here"),
         ("CartPole-v1 --device gpu", "device=gpu cannot be used here"),
+        ("CartPole-v1 --device meta", "device=meta cannot be used here"),
+        ("CartPole-v1 --rng-seed -1", "rng_seed=-1; use a number from 0"),
+        (f"CartPole-v1 --rng-seed {10**30}", "rng_seed=1000"),
+        ("../x:Y", "../x:Y cannot be made"),
+        (f"CartPole-v1 --horizon {10**15}", "a size is too large for this machine"),
+        (f"CartPole-v1 --policy.lstm-hidden-dim {10**30}", "a size is too large"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(arguments, message, tmp_path, monkeypatch):
@@ -306,14 +343,17 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
 
 
 @pytest.mark.usefixtures("default_sigint")
-def test_ctrl_c_saves_a_growth_run_and_prints_the_command_that_continues(tmp_path, capsys):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_saves_a_growth_run_and_prints_the_command_that_continues(
+    tmp_path, number, status
+):
     folder, config = tmp_path / "run", replace(ORACLE, rounds=2000, checkpoint_every=1000)
     command = train_command(*flags(config), "--out", str(folder))
     with child_process(command, stdout=subprocess.PIPE, text=True) as run:
         wait_for_round(folder, 2, run)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         printed, _ = run.communicate()
-    assert run.returncode == 0
+    assert run.returncode == status
     assert f"esper train --resume {folder}" in " ".join(printed.split())
     training = GrowthTraining.resume(RunFiles(folder).checkpoint)
     assert 2 <= training.rounds_done < 2000
@@ -343,7 +383,68 @@ def test_a_damaged_checkpoint_names_the_one_before(tmp_path):
     files = RunFiles(tmp_path / "run")
     GrowthTraining(ORACLE).save(files.previous_checkpoint)
     files.checkpoint.write_bytes(b"not a checkpoint")
-    with pytest.raises(SystemExit, match="checkpoint.previous.pt is the checkpoint before it"):
+    copy = rf"cp {files.previous_checkpoint} {files.checkpoint}"
+    with pytest.raises(SystemExit, match=f"checkpoint.pt is damaged(.|\n)*{copy}"):
+        main(["train", "--resume", str(files.path)])
+    files.checkpoint.unlink()
+    with pytest.raises(SystemExit, match=f"checkpoint.pt is missing(.|\n)*{copy}"):
+        main(["train", "--resume", str(files.path)])
+    assert files.previous_checkpoint.exists()
+
+
+def trained(folder, config=ORACLE):
+    """A run that has ended, without its evaluation."""
+    with RunFolder.create(folder, config) as run:
+        train._train(GrowthTraining(config), run)
+    return RunFiles(folder)
+
+
+def test_a_changed_config_is_named_and_refused(tmp_path):
+    files = trained(tmp_path / "run", replace(ORACLE, rounds=1))
+    plain = json.loads(files.config.read_text())
+    plain["rounds"], plain["ppo"]["clip"] = 9, 0.3
+    files.config.write_text(json.dumps(plain))
+    with pytest.raises(SystemExit, match=r"ppo.clip is 0.3, was 0.2; rounds is 9, was 1. Change"):
+        main(["train", "--resume", str(files.path)])
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_missing_database_is_reported(tmp_path, capsys, is_empty):
+    files = trained(tmp_path / "run", replace(ORACLE, rounds=2))
+    files.database.unlink()
+    if is_empty:
+        files.database.touch()
+    main(["train", "--resume", str(files.path)])
+    assert "run.sqlite lacks 2 of the 2 rounds" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_damaged_database_is_named_with_the_way_out(tmp_path):
+    files = trained(tmp_path / "run", replace(ORACLE, rounds=1))
+    files.database.write_bytes(b"not a database" * 100)
+    with pytest.raises(SystemExit, match=rf"mv {files.database} {files.database}.old"):
+        main(["train", "--resume", str(files.path)])
+
+
+def test_a_resumed_run_warns_if_threads_or_cpu_have_changed(tmp_path, capsys, monkeypatch):
+    files = trained(tmp_path / "run", replace(ORACLE, rounds=1))
+    main(["train", "--resume", str(files.path)])
+    assert "bit-exact" not in capsys.readouterr().out
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    main(["train", "--resume", str(files.path)])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "threads is 7, was " in printed
+    assert "will not be bit-exact" in printed
+    with closing(sqlite3.connect(files.database)) as connection:
+        (details,) = connection.execute("SELECT details FROM runs ORDER BY rowid DESC").fetchone()
+    assert json.loads(details)["threads"] == 7
+    assert "cpu" in json.loads(details)
+
+
+def test_a_run_in_which_every_host_broke_is_a_failure(tmp_path):
+    files = trained(tmp_path / "run", replace(ORACLE, rounds=1))
+    with closing(sqlite3.connect(files.database)) as connection, connection:
+        connection.execute("UPDATE episodes SET score = NULL, rollback_reason = 'diverged'")
+    with pytest.raises(SystemExit, match=r"every host was rolled back in every round .diverged."):
         main(["train", "--resume", str(files.path)])
 
 
@@ -365,7 +466,8 @@ def test_every_preset_can_be_asked_for(command, presets):
 
 def test_the_entropy_of_every_head_has_a_flag(tmp_path, monkeypatch):
     folders = []
-    monkeypatch.setattr(train, "run_training", folders.append)
+    monkeypatch.setattr(train, "_checked", lambda config: None)
+    monkeypatch.setattr(train, "run_training", lambda folder, _: folders.append(folder))
     main(["train", "--ppo.head-entropy-weights.op", "0.5", "--out", str(tmp_path / "run")])
     with folders[0] as folder:
         weights = folder.files.read_config().ppo.head_entropy_weights
@@ -373,18 +475,44 @@ def test_the_entropy_of_every_head_has_a_flag(tmp_path, monkeypatch):
     assert tuple(weights) == tamiyo_action_space(1, 1).names
 
 
-@pytest.mark.parametrize("arguments", [["--resume", "no-run"], ["--rounds", "0"]])
-def test_mistakes_in_training_are_one_line(arguments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="esper: (no-run is not the folder of a run|rounds=0)"):
-        main(["train", *arguments])
+def test_a_folder_without_a_run_is_not_resumed(tmp_path):
+    with pytest.raises(SystemExit, match="no-run is not the folder of a run"):
+        main(["train", "--resume", str(tmp_path / "no-run")])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_device_that_is_not_there_leaves_no_folder(tmp_path):
-    with pytest.raises(SystemExit, match="device=cuda:99 cannot be used here"):
-        main(["train", *flags(ORACLE), "--device", "cuda:99", "--out", str(tmp_path / "run")])
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--rounds 0", "rounds=0"),
+        ("--preset oracle --device cuda:99", "device=cuda:99 cannot be used here"),
+        ("--preset oracle --device meta", "device=meta cannot be used here"),
+        ("--host-learning-rate inf", "host_learning_rate=inf"),
+        ("--host-learning-rate nan", "host_learning_rate=nan"),
+        ("--host_batch.constant-share nan", "constant_share=nan; use a number from 0 to 1"),
+        ("--host_batch.constant-share -1", "constant_share=-1.0; use a number from 0 to 1"),
+        ("--growth.max-rent inf", "max_rent=inf; use a finite number"),
+        ("--rng-seed -1", "rng_seed=-1"),
+        (f"--rng-seed {10**30}", "rng_seed=1000"),
+        ("--num-layers 1000000", "num_layers=1000000 are more than 10,000 hosts"),
+        ("--held-out-variants rows:0", "no variant 'rows:0'"),
+        ("--held-out-variants rows:\u0663", "no variant 'rows:\u0663'"),
+        (f"--held-out-variants rows:{'9' * 20}", "no variant 'rows:9999"),
+        (f"--held-out-variants permuted:{'9' * 23}", "no variant 'permuted:9999"),
+        ("--held-out-variants rows:999999999999", "num_rows=999999999999; the task has"),
+        ("--host abc", "abc"),
+        ("--widths 1 2 3 --held-out-widths 1-1-1", "widening_factors=(1.0, 1.5, 2.0) give a host"),
+        ("--held-out-variants --held-out-widths", "nothing was held out"),
+        ("--menu nope", "nope"),
+        (f"--preset oracle --policy.lstm-hidden-dim {10**9}", "a size is too large"),
+    ],
+)
+def test_mistakes_in_training_are_one_line_and_leave_nothing(arguments, message, tmp_path):
+    with pytest.raises(SystemExit, match="esper: ") as stop:
+        main(["train", "--device=cpu", f"--out={tmp_path / 'run'}", *arguments.split()])
+    assert message in str(stop.value)
+    assert "\n" not in str(stop.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
@@ -416,6 +544,30 @@ def test_a_disk_that_fills_up_stops_the_run_with_its_checkpoint_whole(tmp_path, 
     assert GrowthTraining.resume(tmp_path / "run" / "checkpoint.pt").rounds_done == 2
     main(["train", "--resume", str(tmp_path / "run")])
     assert GrowthTraining.resume(tmp_path / "run" / "checkpoint.pt").is_finished
+
+
+def test_a_full_disk_stops_a_gym_run_with_its_checkpoint_whole(tmp_path, monkeypatch):
+    save, saved = PPO.save, []
+
+    def save_until_full(model, path):
+        if saved:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        saved.append(path)
+        save(model, path)
+
+    monkeypatch.setattr(PPO, "save", save_until_full)
+    command = ["gym", "CartPole-v1", *SMALL, "--total-steps", "192", "--save-every", "1"]
+    with pytest.raises(SystemExit, match=r"No space left on device(.|\n)*esper gym .*--resume"):
+        main([*command, "--out", str(tmp_path)])
+    monkeypatch.undo()
+    main(["gym", "CartPole-v1", "--num-envs", "4", "--out", str(tmp_path), "--resume"])
+
+
+def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
+    for name in (".checkpoint.pt.1.partial", ".probe.1.partial"):
+        (tmp_path / name).write_bytes(b"half")
+    LockedFolder(tmp_path).close()
+    assert not list(tmp_path.glob(".*.partial"))
 
 
 def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):

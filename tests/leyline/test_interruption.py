@@ -1,4 +1,4 @@
-"""Ctrl-C stops a loop between two steps."""
+"""Ctrl-C, SIGTERM and SIGHUP stop a loop between two steps."""
 
 import signal
 import threading
@@ -48,3 +48,28 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     thread.start()
     thread.join()
     assert answers == [False]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_asks_to_stop_and_is_named(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with stop_on_interrupt() as should_stop:
+            assert should_stop.signal is None
+            signal.raise_signal(number)
+            assert should_stop()
+            assert should_stop.signal == number
+            assert signal.getsignal(number) is signal.SIG_DFL  # a second one ends the process
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with stop_on_interrupt() as should_stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not should_stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)

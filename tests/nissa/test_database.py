@@ -32,7 +32,7 @@ def make_record(number, num_envs=3, num_steps=4, num_features=5):
         rent=draw(num_envs),
         host_params=torch.full((num_envs,), 858.0),
         scores=draw(num_envs),
-        rolled_back=torch.tensor([False, True, False]),
+        rollback_reasons=(None, "diverged", None),
         step_counts=torch.tensor([4, 2, 4]),
         actions=torch.randint(2, (num_envs, num_steps, 2), generator=rng),
         legal=legal,
@@ -93,6 +93,7 @@ def test_episodes_end_with_their_last_decision(path):
         last = [3, 1, 3][env]
         assert row["host"] == f"4-{env}"
         assert row["rolled_back"] == (env == 1)
+        assert row["rollback_reason"] == ("diverged" if env == 1 else None)
         assert row["steps"] == last + 1
         assert row["accuracy"] == record.accuracy[env, last].item()
         assert row["added_params"] == record.added_params[env, last].item()
@@ -198,3 +199,43 @@ def test_a_head_with_more_choices_than_bits_is_refused(path):
     with pytest.raises(ValueError, match="'slot': 64.*63 bits"):
         RunDatabase(path, wide, choices={}, details={})
     assert not path.exists()
+
+
+def test_a_resumed_run_reads_the_details_and_rounds_of_the_run_before(path):
+    with open_database(path) as database:
+        assert (database.previous_details, database.num_rounds()) == ({}, 0)
+        database.add(make_record(1))
+    with open_database(path, rounds_done=1) as database:
+        assert (database.previous_details, database.num_rounds()) == ({"device": "cpu"}, 1)
+
+
+def flip_in_a_page(path):
+    contents = bytearray(path.read_bytes())
+    contents[4096:4196] = bytes(100)  # the second page
+    path.write_bytes(contents)
+
+
+def change_version(path):
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b"not a database" * 100),
+        lambda path: path.write_bytes(path.read_bytes()[:6000]),
+        flip_in_a_page,
+        change_version,
+    ],
+)
+def test_a_damaged_database_is_named_with_the_way_out(path, damage):
+    with open_database(path) as database:
+        database.add(make_record(1))
+    damage(path)
+    with pytest.raises(ValueError, match=rf"{path} cannot be used: (.|\n)*mv {path} {path}.old"):
+        open_database(path, rounds_done=1)
+    path.rename(f"{path}.old")
+    with open_database(path, rounds_done=1) as database:
+        assert database.num_rounds() == 0

@@ -1,5 +1,7 @@
 """The picture of an evaluation shows every line and arm, and tells them apart."""
 
+from pathlib import Path
+
 import pytest
 from matplotlib.figure import Figure
 
@@ -53,3 +55,18 @@ def test_the_legend_names_all_and_every_mean_is_in_the_picture(figure):
     low, high = figure.axes[0].get_ylim()
     assert low < 0.5
     assert high > 0.83
+
+
+def test_a_plot_that_cannot_be_drawn_leaves_the_last_one(tmp_path, monkeypatch):
+    path = draw_frontier({"lines": LINES, "points": POINTS}, tmp_path / "frontier.png")
+    before = path.read_bytes()
+
+    def fail(_figure, file, **_options):
+        if isinstance(file, Path):
+            file.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="No space"):
+        draw_frontier({"lines": LINES, "points": POINTS}, path)
+    assert path.read_bytes() == before

@@ -106,6 +106,15 @@ def test_mistakes_are_found_at_construction(changes, message):
         replace(NETWORKS, **changes)
 
 
+@pytest.mark.parametrize("name", ["value_coefficient", "entropy_coefficient"])
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
+def test_coefficients_of_the_loss_are_finite(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}; use a finite number"):
+        replace(NETWORKS.ppo, **{name: value})
+    with pytest.raises(ValueError, match=f"head_entropy_weights.op={value}; use a finite number"):
+        replace(NETWORKS.ppo, head_entropy_weights={"op": value})
+
+
 @pytest.mark.parametrize("name", ["compute_price", "params_budget", "macs_budget"])
 @pytest.mark.parametrize("value", [-0.1, math.nan])
 def test_prices_and_budgets_are_not_negative(name, value):

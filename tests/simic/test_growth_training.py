@@ -1,5 +1,6 @@
 """A growth run: exact resumption, rounds that are all or nothing, and what is kept of them."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,13 @@ from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.rewards import growth_score
 from esper.simic.training.growth_training import GrowthTraining
 from esper.tamiyo.learned import LearnedController
-from esper.tolaria.synthetic_hosts import BLUEPRINT_PARAMS, HOST_ACCURACY, HOST_PARAMS
+from esper.tolaria.governor import Breakage, Rollback
+from esper.tolaria.synthetic_hosts import (
+    BLUEPRINT_PARAMS,
+    HOST_ACCURACY,
+    HOST_PARAMS,
+    SyntheticHosts,
+)
 from support.training_configs import NETWORKS, ORACLE
 
 PHASES = {"observe", "features", "masks", "act", "hosts", "buffer", "update", "telemetry"}
@@ -159,6 +166,30 @@ def test_the_controller_of_a_run_decides_as_its_policy_does(tmp_path):
     loaded = LearnedController.load(tmp_path / "controller.pt")
     for name, weight in training.agent.policy.state_dict().items():
         assert torch.equal(weight, loaded.policy.state_dict()[name])
+
+
+def test_a_record_has_the_reason_of_every_rollback():
+    class Breaking(SyntheticHosts):
+        """Env 5 breaks in step 2, and again in step 3, after its episode has ended."""
+
+        events = ()
+        steps = 0
+
+        def train_step(self, transition):
+            measured = super().train_step(transition)
+            self.steps += 1
+            self.events = ()
+            if self.steps in (2, 3):
+                breakage = list(Breakage)[self.steps - 2]
+                self.events = (Rollback(5, breakage, math.nan, 1.0, 1),)
+                measured.rolled_back[5] = True
+            return measured
+
+    training = GrowthTraining(replace(ORACLE, rounds=1))
+    training.environment.host_batch = Breaking(8)
+    (record,) = run(training)
+    assert record.rollback_reasons == (None,) * 5 + ("loss not finite",) + (None,) * 2
+    assert record.scores.isnan().nonzero().flatten().tolist() == [5]
 
 
 @pytest.mark.gpu

@@ -1,8 +1,11 @@
 """cli: commands -- `esper train`, `esper evaluate`, `esper sites` and `esper gym`."""
 
 import os
+import re
+import signal
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 # command -> summary; each is a function in the module of its name
 _COMMANDS = {
@@ -12,19 +15,37 @@ _COMMANDS = {
     "gym": "Train PPO on a Gymnasium environment, then evaluate it.",
 }
 
+# what torch says when a tensor cannot be allocated
+_TOO_LARGE = re.compile("allocat|out of memory|overflow|negative dimension", re.IGNORECASE)
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command line; flags are generated from the fields of the configs."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         _run(arguments)
-    except ValueError as error:  # a user's mistake: no traceback
-        sys.exit(f"esper: {error}")
-    except KeyboardInterrupt:
-        sys.exit("esper: interrupted")
     except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except (ValueError, OSError) as error:  # a user's mistake: no traceback
+        sys.exit(f"esper: {error}")
+    except KeyboardInterrupt:
+        print("esper: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        if not (isinstance(error, MemoryError | OverflowError) or _TOO_LARGE.search(str(error))):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        sys.exit(f"esper: a size is too large for this machine ({reason}); use smaller settings")
+
+
+def stop_after_signal(number: int, message: str) -> NoReturn:
+    """Print how to continue, and exit with the status of a process that this signal ended."""
+    try:
+        print(message, flush=True)
+    except OSError:  # the terminal is closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(128 + number)
 
 
 def _run(arguments: list[str]) -> None:

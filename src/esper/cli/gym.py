@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from esper.cli import stop_after_signal
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import EventSink
 from esper.nissa.console import ProgressSink
@@ -33,7 +34,7 @@ def gym(
 ) -> None:
     """Train PPO on a Gymnasium environment, then evaluate it.
 
-    Ctrl-C finishes the step, saves, and prints the command that continues.
+    Ctrl-C, SIGTERM and SIGHUP finish the step, save, and print the command that continues.
 
     Args:
         env_id: a registered environment, or "module:EnvId"
@@ -69,18 +70,23 @@ def gym(
             )
         print(describe(model, out))
         try:
-            _train(model, None if resume else total_steps, out, save_every)
-        except TrainingFailed as error:
-            model.save(out / "agent.pt")
-            last = f"; resume from the last checkpoint with\n  {resume_command}"
-            raise ValueError(
-                f"{error}\nthe last good agent is saved as {out / 'agent.pt'}"
-                + (last if checkpoint.exists() else "")
-            ) from error
-        if not model.is_finished:
-            print(f"stopped after {model.num_steps:,} steps; resume with\n  {resume_command}")
-            return
-        model.save(out / "agent.pt")
+            stopped_by = _train(model, None if resume else total_steps, out, save_every)
+            if stopped_by is None:
+                model.save(out / "agent.pt")
+        except (OSError, TrainingFailed) as error:
+            reason = str(error)
+            if isinstance(error, TrainingFailed):
+                model.save(out / "agent.pt")
+                reason += f"\nthe last good agent is saved as {out / 'agent.pt'}"
+            reason += f"\nthe run stopped after {model.num_steps:,} steps; "
+            if checkpoint.exists():
+                reason += f"resume from the last checkpoint with\n  {resume_command}"
+            else:
+                reason += "no checkpoint was written yet"
+            raise ValueError(reason) from error
+        if stopped_by is not None:
+            done = f"stopped after {model.num_steps:,} steps; resume with\n  {resume_command}"
+            stop_after_signal(stopped_by, done)
     result = evaluate(model, envs, episodes)
     print(
         f"return {result.returns.mean():.2f} +- {result.returns.std():.2f} over {episodes} "
@@ -95,7 +101,7 @@ def _make(env_id: str, num_envs: int) -> "VectorEnv[Any, Any, Any]":
         return gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync")
     except gymnasium.error.UnregisteredEnv as error:
         raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
-    except (gymnasium.error.Error, ImportError) as error:
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{env_id} cannot be made: {error}") from error
 
 
@@ -110,8 +116,8 @@ def describe(model: PPO, out: Path) -> str:
     )
 
 
-def _train(model: PPO, total_steps: int | None, out: Path, save_every: int) -> None:
-    """Train to the end or to Ctrl-C, then write the checkpoint."""
+def _train(model: PPO, total_steps: int | None, out: Path, save_every: int) -> int | None:
+    """Train to the end or to a signal, then write the checkpoint; returns the signal."""
     shown = {"episode/return": "return", "time/steps_per_second": "steps/s"}
     done, end = model.num_steps, total_steps or model.total_steps
     with ExitStack() as stack, stop_on_interrupt() as should_stop:
@@ -128,3 +134,4 @@ def _train(model: PPO, total_steps: int | None, out: Path, save_every: int) -> N
 
         model.learn(total_steps, callback, should_stop)
         model.save(out / "checkpoint.pt")
+    return should_stop.signal

@@ -1,5 +1,6 @@
 """`esper train`: train Tamiyo to grow networks, then compare it with other controllers."""
 
+import platform
 import sqlite3
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -12,15 +13,18 @@ import torch
 import tyro
 from rich.console import Console
 
+from esper.cli import stop_after_signal
 from esper.cli.evaluate import show
 from esper.leyline.interruption import stop_on_interrupt
+from esper.leyline.plain_config import differences
 from esper.leyline.protocols import EventSink
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
-from esper.nissa.database import RunDatabase
+from esper.nissa.database import RunDatabase, reasons_if_all_rolled_back
 from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.evaluation.evaluate import evaluate_run
+from esper.simic.evaluation.evaluate import evaluate_run, prepare
+from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import choice_labels, describe_hosts
 from esper.simic.training.growth_training import GrowthTraining
@@ -48,7 +52,7 @@ def command(arguments: list[str]) -> Callable[..., None]:
     ) -> None:
         """Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.
 
-        Ctrl-C finishes the step, saves, and prints the command that continues.
+        Ctrl-C, SIGTERM and SIGHUP finish the step, save, and print the command that continues.
 
         Args:
             preset: quick (two CPU cores), full (a GPU) or oracle (no networks); other flags change it
@@ -56,8 +60,8 @@ def command(arguments: list[str]) -> Callable[..., None]:
             resume: the folder of a run to continue, bit-exact
         """
         if resume is None:
-            config.resolved_device()  # raises before the folder is made
-            run_training(RunFolder.create(out or _free_folder(preset), config))
+            training = _checked(config)  # a mistake is found before the folder is made
+            run_training(RunFolder.create(out or _free_folder(preset), config), training)
             return
         if config != defaults or out is not None:
             raise ValueError(
@@ -78,24 +82,40 @@ def preset_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
     return name, PRESETS[name]
 
 
-def run_training(folder: RunFolder) -> None:
+def _checked(config: TrainConfig) -> GrowthTraining:
+    """A new run; raises if it cannot be trained with its settings, or evaluated after that."""
+    training = GrowthTraining(config)
+    if config.task != "known_gains":
+        prepare(config, EVALUATIONS["quick"])
+    return training
+
+
+def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> None:
+    """Train a new run, or the one in the folder; then evaluate it."""
     files = folder.files
+    resume_command = f"esper train --resume {files.path}"
     with folder:
-        training = folder.resume()
+        training = training or folder.resume()
         print(describe(training, files))
         try:
-            _train(training, folder)
+            stopped_by = _train(training, folder)
         except (OSError, sqlite3.Error, TrainingFailed, ValueError) as error:
+            where = f"{files.database}: " if isinstance(error, sqlite3.Error) else ""
             raise ValueError(
-                f"{error}\nthe run stopped in round {training.rounds_done + 1}; resume from its "
-                f"last checkpoint with\n  esper train --resume {files.path}"
+                f"{where}{error}\nthe run stopped in round {training.rounds_done + 1}; resume from "
+                f"its last checkpoint with\n  {resume_command}"
             ) from error
-        if not training.is_finished:
-            print(
-                f"stopped after {training.rounds_done} of {training.config.rounds} rounds; resume "
-                f"with\n  esper train --resume {files.path}"
-            )
-            return
+    if stopped_by is not None:
+        stop_after_signal(
+            stopped_by,
+            f"stopped after {training.rounds_done} of {training.config.rounds} rounds; resume "
+            f"with\n  {resume_command}",
+        )
+    if reasons := reasons_if_all_rolled_back(files.database):
+        raise ValueError(
+            f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
+            "a new run with other settings, such as a lower --host-learning-rate"
+        )
     host_batch = training.environment.host_batch
     if isinstance(host_batch, SyntheticHosts):
         episodes = training.play_round()
@@ -124,20 +144,11 @@ def describe(training: GrowthTraining, files: RunFiles) -> str:
     )
 
 
-def _train(training: GrowthTraining, folder: RunFolder) -> None:
-    """Train to the last round or to Ctrl-C, then write the checkpoint."""
+def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
+    """Train to the last round or to a signal, then write the checkpoint; returns the signal."""
     config, files = training.config, folder.files
-    environment = training.environment
     with ExitStack() as stack, stop_on_interrupt() as should_stop:
-        database = stack.enter_context(
-            RunDatabase(
-                files.database,
-                environment.action_space,
-                choices=choice_labels(environment),
-                details={"device": str(training.agent.device), "torch": torch.__version__},
-                rounds_done=training.rounds_done,
-            )
-        )
+        database = stack.enter_context(_open_database(training, files))
         sinks: list[EventSink] = [
             stack.enter_context(TensorBoardSink(files.path, first_step=training.rounds_done + 1)),
             stack.enter_context(
@@ -158,6 +169,35 @@ def _train(training: GrowthTraining, folder: RunFolder) -> None:
 
         training.run(on_round, should_stop=should_stop)
         save()
+    return should_stop.signal
+
+
+def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
+    """The run's database; warns if rounds are missing, or if a resumed run may not be bit-exact."""
+    details = {
+        "device": str(training.agent.device),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": f"{platform.processor() or platform.machine()}, "
+        f"{torch.backends.cpu.get_cpu_capability()}",
+    }
+    done = training.rounds_done
+    database = RunDatabase(
+        files.database,
+        training.environment.action_space,
+        choices=choice_labels(training.environment),
+        details=details,
+        rounds_done=done,
+    )
+    if missing := done - database.num_rounds():
+        print(f"warning: {files.database} lacks {missing} of the {done} rounds before this one")
+    changed = differences(details, {**details, **database.previous_details})
+    if done and changed:
+        print(
+            f"warning: {'; '.join(changed)} before; the results will not be bit-exact those of a "
+            "run that never stopped"
+        )
+    return database
 
 
 def _written(files: RunFiles) -> str:

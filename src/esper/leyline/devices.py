@@ -9,7 +9,7 @@ from torch import Tensor
 def usable_device(name: str) -> torch.device:
     """The device of this name; raises `ValueError` if torch cannot use it on this machine."""
     try:
-        torch.empty(0, device=name)
+        torch.empty(1, device=name).item()  # "meta" has no values
     except (AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device={name} cannot be used here ({reason}); use cpu") from error

@@ -1,4 +1,4 @@
-"""Ctrl-C as a request that a loop checks between two steps.
+"""Ctrl-C, SIGTERM and SIGHUP as a request that a loop checks between two steps.
 
 with stop_on_interrupt() as should_stop:
     while not should_stop():
@@ -7,31 +7,57 @@ with stop_on_interrupt() as should_stop:
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+# the signals that ask a process to end, with Python's handlers for them
+_DEFAULT_HANDLERS: dict[signal.Signals, Any] = {
+    getattr(signal, name): handler
+    for name, handler in (
+        ("SIGINT", signal.default_int_handler),
+        ("SIGTERM", signal.SIG_DFL),
+        ("SIGHUP", signal.SIG_DFL),
+    )
+    if hasattr(signal, name)
+}
+
+
+class StopRequest:
+    """Whether a signal has asked to stop, and which."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yields `should_stop`: whether Ctrl-C was pressed. A second Ctrl-C interrupts at once.
+def stop_on_interrupt() -> Iterator[StopRequest]:
+    """Yields `should_stop`: whether a signal has asked to stop. A second one ends the process.
 
-    Only the default handler is replaced: a custom handler stays in place, and so does a SIGINT that
-    is ignored. Outside the main thread Python allows no handler, so `should_stop` is always False.
+    Only default handlers are replaced: a custom handler stays in place, and so does a signal that
+    is ignored. Outside the main thread Python allows no handlers: `should_stop()` is always False.
     """
-    is_pressed = False
+    request = StopRequest()
+    replaced: list[signal.Signals] = []
 
-    def press(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal is_pressed
-        is_pressed = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def restore() -> None:
+        for number in replaced:
+            signal.signal(number, _DEFAULT_HANDLERS[number])
 
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, press)
+    def stop(number: int, _frame: FrameType | None) -> None:
+        request.signal = number
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in _DEFAULT_HANDLERS.items():
+            if signal.getsignal(number) == handler:
+                replaced.append(number)
+                signal.signal(number, stop)
     try:
-        yield lambda: is_pressed
+        yield request
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        restore()

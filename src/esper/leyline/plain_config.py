@@ -42,6 +42,18 @@ def from_plain(kind: type[Config], plain: Mapping[str, Any], where: str = "") ->
     return kind(**{n: _value(hints[n], value, _path(where, n)) for n, value in plain.items()})
 
 
+def differences(plain: Any, other: Any, where: str = "") -> list[str]:
+    """The settings that differ between two plain configs, with both values."""
+    if isinstance(plain, Mapping) and isinstance(other, Mapping):
+        names = dict.fromkeys((*plain, *other))
+        return [
+            line
+            for name in names
+            for line in differences(plain.get(name), other.get(name), _path(where, name))
+        ]
+    return [] if plain == other else [f"{where} is {plain}, was {other}"]
+
+
 def _value(hint: Any, value: Any, where: str) -> Any:
     """A plain value as the type that its field declares."""
     origin, choices = get_origin(hint), get_args(hint)

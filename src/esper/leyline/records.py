@@ -21,7 +21,7 @@ class RoundRecord:
     rent: Tensor  # [N]
     host_params: Tensor  # [N]
     scores: Tensor  # [N]; nan where the governor ended the episode
-    rolled_back: Tensor  # [N]
+    rollback_reasons: Sequence[str | None]  # None if the host was not rolled back
     step_counts: Tensor  # [N]
     # per decision
     actions: Tensor  # [N, T, H]

@@ -1,6 +1,7 @@
 """Progress of a run in the terminal."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Self
 
 from rich.console import Console
@@ -44,4 +45,5 @@ class ProgressSink:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        with suppress(OSError):  # the terminal may be closed
+            self._progress.stop()

@@ -20,7 +20,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from itertools import repeat
 from pathlib import Path
@@ -33,6 +33,7 @@ from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.records import RoundRecord
 
 Rows = Iterator[tuple[Any, ...]]
+_VERSION = 2  # raise it when a table changes
 _MOST_BITS = 63  # a SQLite integer without its sign bit
 _BUSY_TIMEOUT_S = 30.0  # a reader can delay a WAL checkpoint, never a write
 
@@ -48,7 +49,8 @@ CREATE TABLE IF NOT EXISTS rounds (
 );
 CREATE TABLE IF NOT EXISTS episodes (
     round INTEGER, env INTEGER, host TEXT, variant TEXT, rent REAL, host_params INTEGER,
-    steps INTEGER, rolled_back INTEGER, accuracy REAL, added_params INTEGER, score REAL,
+    steps INTEGER, rolled_back INTEGER, rollback_reason TEXT, accuracy REAL, added_params INTEGER,
+    score REAL,
     PRIMARY KEY (round, env)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS observations (
@@ -74,7 +76,10 @@ class RunDatabase:
         details: Mapping[str, Any],
         rounds_done: int = 0,
     ):
-        """`choices` names each head's choices; rounds after `rounds_done` are deleted."""
+        """`choices` names each head's choices; rounds after `rounds_done` are deleted.
+
+        A file that is damaged, or of another version, raises a ValueError.
+        """
         if max(action_space.sizes) > _MOST_BITS:
             raise ValueError(
                 f"heads of {dict(zip(action_space.names, action_space.sizes, strict=True))} "
@@ -86,12 +91,41 @@ class RunDatabase:
         )
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
+        try:
+            self._open(choices, details, rounds_done)
+        except (sqlite3.DatabaseError, ValueError) as error:
+            self._connection.close()
+            if getattr(error, "sqlite_errorcode", None) in (
+                sqlite3.SQLITE_FULL,
+                sqlite3.SQLITE_BUSY,
+            ):
+                raise
+            raise ValueError(
+                f"{path} cannot be used: {error}. Move it away with\n  mv {path} {path}.old\nand "
+                f"resume: a new one then starts at round {rounds_done + 1}"
+            ) from error
+
+    def _open(
+        self, choices: Mapping[str, Sequence[str]], details: Mapping[str, Any], rounds_done: int
+    ) -> None:
         execute = self._connection.execute
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = FULL")  # a flushed round survives a power loss
+        (version,), (tables,) = (
+            execute(query).fetchone()
+            for query in ("PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+        )
+        if tables and version != _VERSION:
+            raise ValueError("another version of Esper wrote it")
+        (damage,) = execute("PRAGMA quick_check(1)").fetchone()
+        if damage != "ok":
+            raise ValueError(f"it is damaged ({damage})")
         with _transaction(self._connection):
             for statement in self._schema().split(";\n"):
                 execute(statement)
+            execute(f"PRAGMA user_version = {_VERSION}")
+            last = execute("SELECT details FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
+            self.previous_details: dict[str, Any] = json.loads(last[0]) if last else {}
             for table in ("rounds", "episodes", "decisions", "observations"):
                 execute(f"DELETE FROM {table} WHERE round > ?", (rounds_done,))
             execute(
@@ -99,6 +133,11 @@ class RunDatabase:
             )
             named = [(head, c, name) for head in choices for c, name in enumerate(choices[head])]
             self._connection.executemany("INSERT OR REPLACE INTO choices VALUES (?, ?, ?)", named)
+
+    def num_rounds(self) -> int:
+        """Rounds in the database."""
+        count: int = self._connection.execute("SELECT count(*) FROM rounds").fetchone()[0]
+        return count
 
     def add(self, record: RoundRecord) -> None:
         """Write a round in the background; raises if the round before it failed."""
@@ -167,6 +206,14 @@ class RunDatabase:
             self.flush()
 
 
+def reasons_if_all_rolled_back(path: str | Path) -> str | None:
+    """Why the hosts of a run were rolled back, if no episode has a score."""
+    query = "SELECT group_concat(DISTINCT rollback_reason) FROM episodes HAVING count(score) = 0"
+    with closing(sqlite3.connect(path)) as connection:
+        found = connection.execute(query).fetchone()
+    return found[0] if found else None
+
+
 @contextmanager
 def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("BEGIN IMMEDIATE")
@@ -197,7 +244,8 @@ def _episode_rows(record: RoundRecord) -> Rows:
         record.rent.tolist(),
         record.host_params.long().tolist(),
         record.step_counts.tolist(),
-        record.rolled_back.long().tolist(),
+        [int(reason is not None) for reason in record.rollback_reasons],
+        record.rollback_reasons,
         record.accuracy[envs, last].tolist(),
         record.added_params[envs, last].long().tolist(),
         record.scores.tolist(),

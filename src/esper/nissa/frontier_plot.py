@@ -1,8 +1,11 @@
 """Plot grown and static networks: test accuracy by parameters and by multiply-adds."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from esper.leyline.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +41,9 @@ def draw_frontier(plot: Mapping[str, Any], path: Path | str) -> Path:
     panels[0].set_ylabel("test accuracy, 95 % intervals")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
-    path = Path(path)
-    figure.savefig(path, dpi=130)
+    image, path = io.BytesIO(), Path(path)
+    figure.savefig(image, format="png", dpi=130)
+    atomic_write(path, lambda file: file.write(image.getbuffer()))
     return path
 
 

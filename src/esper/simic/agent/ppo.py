@@ -10,6 +10,7 @@ optimiser step.
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -80,7 +81,12 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "ppo_epochs", "num_minibatches", "max_failed_updates")
-        require_at_least(self, 0, "value_coefficient", "entropy_coefficient")
+        weights = {f"head_entropy_weights.{n}": w for n, w in self.head_entropy_weights.items()}
+        weights["value_coefficient"] = self.value_coefficient
+        weights["entropy_coefficient"] = self.entropy_coefficient
+        for name, weight in weights.items():
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"{name}={weight}; use a finite number from 0 up")
         require_fraction(self, "gamma", "gae_lambda")
         require_positive(self, "learning_rate")
         for name in ("clip", "max_grad_norm", "value_clip", "target_kl"):  # infinite: no limit

@@ -4,6 +4,7 @@ report = evaluate_run("runs/first", "quick")
 print(report.markdown())
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,6 @@ from esper.simic.evaluation.searches import (
 from esper.simic.evaluation.settings import EvaluationConfig, evaluation_preset
 from esper.simic.training.config import TaskName, TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task
-from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.run_folder import RunFiles
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.optimizers import AdamW
@@ -89,23 +89,19 @@ def evaluate_controllers(
 
     `task` evaluates on other data than the controllers trained on.
     """
-    clock = PhaseClock()
+    started = time.perf_counter()
     controller_cost = host_training_cost(config)
     config = config if task is None else on_task(config, task)
-    training, held_out = _experiments(config, settings)
-    lines = frontier_lines(settings.frontier_widths, held_out.hosts, settings.widening_factors)
-    clock.lap("loading data")
+    training, held_out, lines = prepare(config, settings)
+    held_out = replace(held_out, measure_test=_open_test_set(held_out.task.held_out))
     say(f"tuning the learning rate on {training.num_hosts} hosts of training types")
     rates = tune_learning_rate(training, settings.learning_rates, rng_seed=2)
-    clock.lap("learning rate")
     optimizer = AdamW(learning_rate=rates.best["learning_rate"])
     training, held_out = (replace(e, optimizer=optimizer) for e in (training, held_out))
     say(f"learning rate {optimizer.learning_rate:g}; tuning the heuristic")
     heuristic = tune_heuristic(training, settings.heuristic_scales, settings.rents, rng_seed=3)
-    clock.lap("heuristic")
     say(f"searching {settings.num_plans} constant plans")
     plan_for_all, plan_per_type = _search_plans(training, held_out, settings)
-    clock.lap("constant plans")
     seed = _reference_seed(settings, held_out)
     say(f"growing {held_out.num_hosts} hosts in every arm; all seeds from the start: {seed.name}")
     grown = run_arms(
@@ -119,30 +115,21 @@ def evaluate_controllers(
         controller_cost=controller_cost,
     )
     arms = {result.name: result for result in grown}
-    clock.lap("arms")
     statics = _train_static(config, settings, held_out, lines, arms[LEARNED].search.flops, say)
     found = width_search(statics, arms[HOST_ALONE].outcome, settings.rents, held_out)
     static_cost = Cost.of([statics.networks])
     arms[WIDTH_SEARCH] = ArmResult.of(WIDTH_SEARCH, settings.rents, [found], static_cost)
-    clock.lap("static hosts")
     searches = [plan_per_type.random_search(rent) for rent in settings.rents]
     results = Results(held_out, arms, searches, statics)
-    names = [blueprint.name for blueprint in held_out.menu]
-    plans = plan_for_all.describe(["all types"], names)
-    plans |= plan_per_type.describe(held_out.type_names, names)
-    verdicts = judge_claims(results, settings.rents)
-    variants = leads_by_variant(results, settings.rents)
-    clock.lap("statistics")
     return EvaluationReport(
         config=config,
         settings=settings,
         results=results,
         learning_rates=rates,
         heuristic=heuristic,
-        plans=plans,
-        verdicts=verdicts,
-        variants=variants,
-        stages=clock.take(),
+        verdicts=judge_claims(results, settings.rents),
+        variants=leads_by_variant(results, settings.rents),
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -164,10 +151,13 @@ def host_training_cost(config: TrainConfig) -> Cost:
     return Cost(networks, networks * rows * TRAINING_FLOPS * macs)
 
 
-def _experiments(
+def prepare(
     config: TrainConfig, settings: EvaluationConfig
-) -> tuple[PairedExperiment, PairedExperiment]:
-    """Training types to search and tune on, and held-out types to compare arms on."""
+) -> tuple[PairedExperiment, PairedExperiment, FrontierLines]:
+    """Training types to search and tune on, held-out types to compare arms on, and frontiers.
+
+    Raises if the settings cannot be used; `esper train` calls it before it trains.
+    """
     if not config.held_out_widths and not config.held_out_variants:
         raise ValueError(
             "nothing was held out from the controller's training; train with held_out_widths or "
@@ -191,13 +181,14 @@ def _experiments(
         growth=config.growth,
         max_macs=settings.max_macs,
     )
-    return training, replace(
+    on_held_out = replace(
         training,
         hosts=load_hosts(config, task, tuple((held_out or trained_on)[: settings.num_widths])),
         view_ids=tuple(range(len(seen), len(seen) + len(unseen))),
         repeats=settings.repeats,
-        measure_test=_open_test_set(task.held_out),
     )
+    lines = frontier_lines(settings.frontier_widths, on_held_out.hosts, settings.widening_factors)
+    return training, on_held_out, lines
 
 
 def _open_test_set(held_out: HeldOut) -> MeasureTest:

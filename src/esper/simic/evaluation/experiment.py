@@ -68,7 +68,6 @@ class ArmOutcome:
     macs: Tensor  # multiply-adds of one prediction
     compute_charge: Tensor
     training_flops: Tensor  # includes removed seeds and validation
-    validation_flops: Tensor  # the part of it spent on validation, ablations included
     rolled_back: Tensor
     seeds: Seeds
 
@@ -276,7 +275,6 @@ def play(
         macs=(reports.host_macs + (reports.seed_macs * committed).sum(dim=-1)).double(),
         compute_charge=(reports.compute_price * outcome.added_compute).double(),
         training_flops=trained_macs.double() * training_rows * TRAINING_FLOPS + validation_flops,
-        validation_flops=validation_flops,
         rolled_back=rolled_back,
         seeds=Seeds(
             torch.where(committed, reports.blueprint, -1),

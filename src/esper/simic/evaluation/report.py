@@ -27,8 +27,7 @@ from esper.simic.evaluation.statistics import Array, Estimate, estimate, estimat
 from esper.simic.training.config import TrainConfig
 
 Rows = list[list[str]]  # of a table, header first
-_FIELDS = ("validation", "test", "added_params", "params", "macs", "training_flops",
-           "validation_flops", "rolled_back")  # fmt: skip
+_FIELDS = ("validation", "test", "added_params", "params", "macs", "training_flops", "rolled_back")
 FEW_HOSTS = 256  # with fewer, differences below a point are noise
 
 
@@ -41,10 +40,9 @@ class EvaluationReport:
     results: Results
     learning_rates: Sweep
     heuristic: Sweep
-    plans: dict[str, list[str]]  # the best constant plans, one per rent
     verdicts: list[Verdict]
     variants: list[VariantLeads]
-    stages: dict[str, float]  # seconds
+    seconds: float
 
     @property
     def arms(self) -> Mapping[str, ArmResult]:
@@ -60,7 +58,7 @@ class EvaluationReport:
         size = (
             f"{experiment.num_hosts} hosts per arm of {len(experiment.type_names)} types held out "
             f"from training, {self.num_controllers} controller(s), "
-            f"{sum(self.stages.values()):.0f} s on {experiment.task.device}."
+            f"{self.seconds:.0f} s on {experiment.task.device}."
         )
         if experiment.num_hosts < FEW_HOSTS or self.num_controllers < 3:
             size += (
@@ -99,13 +97,6 @@ class EvaluationReport:
         return [header, *rows]
 
     def markdown(self) -> str:
-        rents = self.settings.rents
-        curves = [search.curve() for search in self.results.searches]
-        curve_rows = [
-            [f"{rent:g}", *map(_with_interval, curve.values())]
-            for rent, curve in zip(rents, curves, strict=True)
-        ]
-        seconds = ", ".join(f"{stage} {s:.1f}" for stage, s in self.stages.items())
         blocks = [
             f"# Evaluation on {self.config.task}",
             self.headline(),
@@ -114,19 +105,14 @@ class EvaluationReport:
             _markdown_table(self.arm_table()),
             self._arm_note(),
             self._costs(),
-            f"Seconds: {seconds}.",
             "## Claims",
             _markdown_table(self.claim_table()),
             self.claim_note(),
             "## Lead of the learned controller by data variant",
             _markdown_table(self._variant_table()),
-            "## Random search over plans: test score of the best of k by validation",
-            _markdown_table([["rent", *(f"k = {k}" for k in curves[0])], *curve_rows]),
             "## Tuned on training types",
             f"Learning rate: {_sweep(self.learning_rates)}",
             f"Heuristic: {_sweep(self.heuristic)}",
-            f"## Best constant plans at rents {', '.join(f'{rent:g}' for rent in rents)}",
-            "\n".join(f"- {name}: {'; '.join(plans)}" for name, plans in self.plans.items()),
         ]
         return "\n\n".join(blocks) + "\n"
 
@@ -137,15 +123,10 @@ class EvaluationReport:
             "config": to_plain(self.config),
             "settings": to_plain(self.settings),
             "device": str(experiment.task.device),
-            "seconds": self.stages,
+            "seconds": self.seconds,
             "types": list(experiment.type_names),
             "learning_rates": asdict(self.learning_rates),
             "heuristic": asdict(self.heuristic),
-            "plans": self.plans,
-            "random_search": [
-                {k: asdict(found) for k, found in search.curve().items()}
-                for search in self.results.searches
-            ],
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
             "variants": [asdict(found) for found in self.variants],
             "arms": {name: _plain_arm(arm) for name, arm in self.arms.items()},
@@ -207,16 +188,10 @@ class EvaluationReport:
         controller, grown = learned.search.flops, learned.array("training_flops").mean()
         names = (WIDTH_SEARCH, CONSTANT, CONSTANT_PER_TYPE, HEURISTIC)
         parts = [f"{name} {self.arms[name].search.flops / controller:.1%}" for name in names]
-        validation = [
-            self.arms[name].array("validation_flops").sum()
-            / self.arms[name].array("training_flops").sum()
-            for name in (LEARNED, HOST_ALONE)
-        ]
         return (
             f"Training a controller took {controller / 1e12:,.2f} TFLOP, as much as growing "
             f"{controller / grown:,.0f} networks with it. Searches, relative to that: "
-            f"{', '.join(parts)}. Validation, ablations included, is {validation[0]:.1%} of the "
-            f"training FLOPs of learned networks and {validation[1]:.1%} of those of hosts alone."
+            f"{', '.join(parts)}."
         )
 
     def claim_note(self) -> str:

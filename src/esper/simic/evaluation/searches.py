@@ -93,15 +93,6 @@ class Plans:
     def __len__(self) -> int:
         return len(self.step)
 
-    def describe(self, number: int, names: Sequence[str]) -> str:
-        steps, blueprints = self.step[number].tolist(), self.blueprint[number].tolist()
-        seeds = [
-            f"{names[blueprint]} in slot {slot} at step {step}"
-            for slot, (step, blueprint) in enumerate(zip(steps, blueprints, strict=True))
-            if step != NEVER
-        ]
-        return ", ".join(seeds) or "no seeds"
-
 
 def candidate_plans(
     count: int, num_slots: int, num_blueprints: int, num_steps: int, generator: torch.Generator
@@ -164,11 +155,6 @@ class PlanSearch:
     best: Tensor  # index of the best plan, [R, types]
     pool: ArmOutcome  # every plan on every host, [M, H]
     cost: Cost
-
-    def describe(self, types: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-        """The best plan of each type at each rent, in words; `names` are those of blueprints."""
-        best = dict(zip(types, self.best.T.tolist(), strict=True))
-        return {name: [self.plans.describe(p, names) for p in best[name]] for name in types}
 
     def random_search(self, rent: float) -> RandomSearch:
         """Plans tried at random on each host, at a rent."""

@@ -27,8 +27,6 @@ class Estimate:
     standard_error: float
     degrees: float  # of freedom
     per_controller: tuple[float, ...] = ()  # each controller's mean, if there are several
-    same_controllers: tuple[float, float] | None = None
-    """The interval if only hosts vary: these controllers, on other hosts."""
 
     @property
     def half_width(self) -> float:
@@ -59,13 +57,7 @@ def estimate(values: Array, other_variances: Sequence[Variance] = ()) -> Estimat
     found = _interval(float(values.mean()), [*_variances(values), *other_variances])
     if len(values) == 1:
         return found
-    of_hosts = _variances(values.mean(0, keepdims=True))
-    same = _interval(found.mean, [*of_hosts, *other_variances])
-    return replace(
-        found,
-        per_controller=tuple(values.mean(1).tolist()),
-        same_controllers=(same.low, same.high),
-    )
+    return replace(found, per_controller=tuple(values.mean(1).tolist()))
 
 
 def estimate_over_groups(values: Array) -> Estimate:
@@ -118,11 +110,6 @@ class RandomSearch:
         order = np.argsort(self.validation_scores, axis=0, kind="stable")
         mean: Array = np.asarray(shares) @ np.take_along_axis(self.test_scores, order, axis=0)
         return mean
-
-    def curve(self) -> dict[int, Estimate]:
-        """The best of k = 1, 2, 4, ... runs."""
-        doublings = len(self.test_scores).bit_length()
-        return {2**power: estimate(self.best_of(2**power)) for power in range(doublings)}
 
     def runs_to_match(self, rival: Array) -> RunsToMatch:
         """The smallest k whose best run matches a rival's scores, `[H]` or `[K, H]`."""

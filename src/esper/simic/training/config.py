@@ -23,6 +23,7 @@ from esper.tolaria.host_batch import HostBatchConfig
 
 TaskName = Literal["mnist1d", "digits", "fashion_mnist", "known_gains"]
 VARIANT_KINDS = ("permuted", "rows", "noise")
+MOST_HOSTS = 10_000  # architectures to choose from
 
 
 _PPO = PPOConfig(
@@ -83,6 +84,10 @@ class TrainConfig:
         require_at_least(self, 1, "num_layers", "rounds", "checkpoint_every")
         require_fraction(self, "observed_share")
         require_positive(self, "host_learning_rate")
+        require_fraction(self.host_batch, "constant_share")
+        require_positive(self.growth, "min_rent", "max_rent")
+        if not 0 <= self.rng_seed < 2**63:
+            raise ValueError(f"rng_seed={self.rng_seed}; use a number from 0 to 2**63 - 1")
         if self.growth.num_steps != self.host_batch.episode_steps:
             raise ValueError(
                 f"growth.num_steps={self.growth.num_steps}, but host_batch.episode_steps="
@@ -104,6 +109,11 @@ class TrainConfig:
             )
         if not self.variants:
             raise ValueError("variants is empty; name at least one, such as plain")
+        if len(self.widths) ** self.num_layers > MOST_HOSTS:
+            raise ValueError(
+                f"{len(self.widths)} widths in num_layers={self.num_layers} are more than "
+                f"{MOST_HOSTS:,} hosts; use fewer widths or layers"
+            )
         possible = {widths_name(widths) for widths in product(self.widths, repeat=self.num_layers)}
         if unknown := [name for name in self.held_out_widths if name not in possible]:
             raise ValueError(
@@ -139,8 +149,10 @@ def widths_name(widths: tuple[int, ...]) -> str:
 
 def check_variant(name: str) -> None:
     kind, _, value = name.partition(":")
-    is_number = value.replace(".", "", kind == "noise").isdecimal()
-    if name != "plain" and not (kind in VARIANT_KINDS and is_number):
+    digits = value.replace(".", "", kind == "noise")
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= 18  # below 2**63
+    is_in_range = is_number and (kind != "rows" or int(value) > 0)
+    if name != "plain" and not (kind in VARIANT_KINDS and is_in_range):
         raise ValueError(
             f"no variant {name!r}; use plain, permuted:RNG_SEED, rows:COUNT or noise:SCALE"
         )

@@ -60,6 +60,7 @@ class GrowthEnvs:
         # siblings' rewards after the governor ended an episode: the env is compared with them too
         self._sibling_correction = torch.zeros(self.num_envs)
         self._trace = []
+        self.rollback_reasons: list[str | None] = [None] * self.num_envs
         self._observe()
         return torch.ones(self.num_envs, dtype=torch.bool)
 
@@ -67,6 +68,7 @@ class GrowthEnvs:
         reports, is_real_step = self.reports, self._is_running
         result = self.environment.step(actions)
         self.clock.lap("hosts")
+        self._note_rollbacks(is_real_step & result.rolled_back)
         rewards = self.reward.of(reports, result)
         sibling_mean = siblings_mean(rewards, self.environment.siblings)
         self._sibling_correction += torch.where(
@@ -88,6 +90,12 @@ class GrowthEnvs:
             is_first=torch.zeros_like(is_real_step),
             final_features=self.features,
         )
+
+    def _note_rollbacks(self, rolled_back: Tensor) -> None:
+        host_batch = getattr(self.environment, "host_batch", None)  # test environments have none
+        reasons = {e.host: e.breakage.value for e in getattr(host_batch, "events", ())}
+        for env in rolled_back.nonzero().flatten().tolist():
+            self.rollback_reasons[env] = reasons.get(env, "rolled back")
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
         """Give the rolled back their penalty, relative to the whole episode of their siblings."""

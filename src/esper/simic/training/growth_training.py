@@ -99,7 +99,7 @@ class GrowthTraining:
             rent=episodes.rent,
             host_params=episodes.host_params,
             scores=episodes.scores,
-            rolled_back=episodes.rolled_back,
+            rollback_reasons=tuple(self.envs.rollback_reasons),
             step_counts=episodes.lengths,
             actions=rollout.actions.to("cpu", copy=True),
             legal=rollout.masks.to("cpu", copy=True),

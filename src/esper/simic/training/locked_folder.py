@@ -21,7 +21,7 @@ class LockedFolder:
         _check_writable(self.path)
         self._lock = _locked(self.path)
         for unfinished in self.path.glob(".*.partial"):  # left by a killed run
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the lock."""
@@ -37,9 +37,9 @@ class LockedFolder:
 def _check_writable(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".probe.{os.getpid()}"
+        probe = path / f".probe.{os.getpid()}.partial"
         probe.write_bytes(b"esper")
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
     free = shutil.disk_usage(path).free

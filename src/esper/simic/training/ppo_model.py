@@ -58,6 +58,8 @@ class GymConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.rng_seed < 2**63:
+            raise ValueError(f"rng_seed={self.rng_seed}; use a number from 0 to 2**63 - 1")
         require_at_least(self, 2, "horizon")  # with NEXT_STEP, 1 could be an autoreset step only
         if self.masks not in ("auto", "info", "method", "none"):
             raise ValueError(f"masks={self.masks!r}; use 'auto', 'info', 'method' or 'none'")

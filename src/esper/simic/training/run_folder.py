@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from esper.leyline.files import UnreadableFile, atomic_write
-from esper.leyline.plain_config import from_plain, to_plain
+from esper.leyline.plain_config import differences, from_plain, to_plain
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.locked_folder import LockedFolder
@@ -75,13 +75,22 @@ class RunFolder:
         return cls(path)
 
     def resume(self) -> GrowthTraining:
-        """The run after its last checkpoint, or from the start if there is none."""
-        if not self.files.checkpoint.exists():
-            return GrowthTraining(self.files.read_config())
+        """The run after its last checkpoint, or from the start if none was written yet."""
+        files, config = self.files, self.files.read_config()
+        if not files.checkpoint.exists():
+            if files.previous_checkpoint.exists() or files.controller.exists():
+                raise ValueError(f"{files.checkpoint} is missing; {self._advice()}")
+            return GrowthTraining(config)
         try:
-            return GrowthTraining.resume(self.files.checkpoint)
+            training = GrowthTraining.resume(files.checkpoint)
         except UnreadableFile as error:
             raise ValueError(f"{error}; {self._advice()}") from error
+        if changed := differences(to_plain(config), to_plain(training.config)):
+            raise ValueError(
+                f"{files.config} was changed after the run had started: {'; '.join(changed)}. "
+                "Change it back, or start a new run with these settings"
+            )
+        return training
 
     def _advice(self) -> str:
         """What to do about a checkpoint that cannot be resumed."""
@@ -91,8 +100,8 @@ class RunFolder:
         except (UnreadableFile, FileNotFoundError):
             return "start a new run in another folder"
         return (
-            f"{previous.name} is the checkpoint before it: copy it to {self.files.checkpoint} to "
-            "resume from there"
+            f"{previous.name} is the checkpoint before it; to resume from there, run\n"
+            f"  cp {previous} {self.files.checkpoint}"
         )
 
     def save(self, training: GrowthTraining) -> None:
