@@ -13,7 +13,7 @@ WORDS = {
     r"\b(to the bit|bit for bit)\b": "bit-exact",
     r"\b(goes on|going on|gone on|go on with)\b": "continues, resumes",
     r"\b(felt|feels)\b": "active, sees",
-    r"\bof (one's|its|your|their) own\b": "custom, your own",
+    r"\bof (one's|its|your|their) own\b(?! \w)": "custom, your own",
     r"\b(newborn|births|born)\b": "initialised, new",
     r"\b(nobody|whoever|everyone)\b": "the caller, none, all hosts",
     r"\bbeside\b": "next to, with",
