@@ -8,6 +8,7 @@ import torch
 from esper.kasmina import lifecycle
 from esper.kasmina.layers import Conv
 from esper.kernels.hosts.layer_table import has_kernels
+from esper.leyline.stages import SeedStage
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.governor import Governor
 from esper.tolaria.optimizers import AdamW
@@ -70,11 +71,30 @@ def test_more_validation_rows_than_there_are_is_an_error(population):
 
 def test_a_refused_birth_leaves_the_population_as_it_was(population):
     before = population.states
-    with pytest.raises(ValueError, match="the menu has"):
+    with pytest.raises(ValueError, match="blueprint 99; use 0 to"):
         grow(population, [0], [0], blueprint=99)
     assert population.states is before
     with pytest.raises(ValueError, match="expected"):
         population.adopt(lifecycle.Transition.of(lifecycle.SlotStates.dormant(1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(blueprint=-1), "host 1, slot 0: stage HOLDING with blueprint -1"),
+        (dict(blueprint=-5), "host 1, slot 0: stage HOLDING with blueprint -5; use 0 to"),
+        (dict(blueprint=99), "host 1, slot 0: stage HOLDING with blueprint 99; use 0 to"),
+        (dict(stage=int(SeedStage.DORMANT), blueprint=2), "stage DORMANT with blueprint 2; use -1"),
+        (dict(stage=17), "host 1, slot 0: stage 17"),
+    ],
+)
+def test_states_that_contradict_themselves_are_refused(population, change, message):
+    before, states = population.states, lifecycle.SlotStates.dormant(3, 3)
+    for name, value in ({"stage": int(SeedStage.HOLDING)} | change).items():
+        getattr(states, name)[1, 0] = value
+    with pytest.raises(ValueError, match=message):
+        population.adopt(lifecycle.Transition.of(states))
+    assert population.states is before
 
 
 def test_a_slot_sown_again_between_two_calls_gets_a_new_seed(population):

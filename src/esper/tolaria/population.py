@@ -135,8 +135,7 @@ class Population:
     def adopt(self, transition: Transition) -> None:
         """Carry out a transition that starts from `self.states`."""
         states, germinated, removed = transition
-        self._check_shape(states)
-        self._check_new_seeds(states, germinated)
+        self._check_states(states)
         self._states = states
         table = self.parameter_table
         for slot in removed.any(dim=0).nonzero().flatten().tolist():
@@ -241,26 +240,30 @@ class Population:
                 f"[hosts, *shape, batch] = {(*expected, 'batch')}"
             )
 
-    def _check_shape(self, states: SlotStates) -> None:
+    def _check_states(self, states: SlotStates) -> None:
         if states.stage.shape != (self.num_hosts, self.num_slots):
             raise ValueError(
                 f"states of {tuple(states.stage.shape)} hosts and slots; "
                 f"expected {(self.num_hosts, self.num_slots)}"
             )
-
-    def _check_new_seeds(self, states: SlotStates, is_new: Tensor) -> None:
-        hosts, slots = is_new.nonzero(as_tuple=True)
-        blueprints = states.blueprint[hosts, slots]
-        past = blueprints >= len(self.menu)
-        if past.any():
-            host, slot, blueprint = (int(x[past][0]) for x in (hosts, slots, blueprints))
+        stage, blueprint = states.stage, states.blueprint
+        needs_seed = states.is_live | (stage == SeedStage.FOSSILIZED)
+        in_menu = (blueprint >= 0) & (blueprint < len(self.menu))
+        is_right = torch.where(needs_seed, in_menu, ~states.has_seed)
+        is_right &= (stage >= 0) & (stage < len(SeedStage))
+        if not bool(is_right.all()):
+            host, slot = (~is_right).nonzero()[0].tolist()
+            number, expected = int(stage[host, slot]), f"0 to {len(self.menu) - 1}"
+            name = SeedStage(number).name if number in iter(SeedStage) else number
             raise ValueError(
-                f"host {host}, slot {slot}: blueprint {blueprint}; the menu has {len(self.menu)}"
+                f"host {host}, slot {slot}: stage {name} with blueprint "
+                f"{int(blueprint[host, slot])}; use {expected if needs_seed[host, slot] else -1}"
             )
-        misfits = ~self._init.fits[slots, blueprints]
-        if misfits.any():
+        hosts, slots = states.has_seed.nonzero(as_tuple=True)
+        misfits = ~self._init.fits[slots, blueprint[hosts, slots]]
+        if bool(misfits.any()):
             site = self.host.sites[int(slots[misfits][0])]
-            self.menu[int(blueprints[misfits][0])].program(site)  # raises: it does not fit
+            self.menu[int(blueprint[hosts, slots][misfits][0])].program(site)  # raises
 
     def _initialize_seeds(self, slot: int, hosts: Tensor) -> None:
         self._num_germinated[hosts, slot] += 1
