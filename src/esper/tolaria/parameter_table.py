@@ -97,18 +97,12 @@ class ParameterTable:
         """Hosts `[P]` whose parameters and moments are all finite."""
         return self._storage[:, :-1].isfinite().all(2).all(0)
 
-    def save(self) -> "TableSnapshot":
-        """A copy of parameters, moments and step counts of all hosts."""
-        return TableSnapshot(self._storage.clone(), self.steps.clone())
+    def save(self) -> tuple[Tensor, Tensor]:
+        """A copy of parameters and moments, and of the step counts, of all hosts."""
+        return self._storage.clone(), self.steps.clone()
 
-    def restore(self, snapshot: "TableSnapshot", host_ids: Tensor) -> None:
-        """Restore some hosts; the others are not touched."""
-        self._storage[:, host_ids] = snapshot.storage[:, host_ids]
-        self.steps[host_ids] = snapshot.steps[host_ids]
+    def restore(self, storage: Tensor, steps: Tensor, host_ids: Tensor) -> None:
+        """Restore some hosts from what `save` returned; the others are not touched."""
+        self._storage[:, host_ids] = storage[:, host_ids]
+        self.steps[host_ids] = steps[host_ids]
         self.grads[host_ids] = 0
-
-
-@dataclass(frozen=True, eq=False)
-class TableSnapshot:
-    storage: Tensor
-    steps: Tensor

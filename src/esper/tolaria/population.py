@@ -11,7 +11,7 @@ accordingly: it initialises new seeds and clears the weights of removed ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +24,17 @@ from esper.tolaria.batched import BlendInputs, TrainingSetup
 from esper.tolaria.feed import CHUNK, Feed
 from esper.tolaria.initialization import InitDistributions
 from esper.tolaria.optimizers import AdamW, Optimizer
-from esper.tolaria.parameter_table import ParameterTable, TableLayout, TableSnapshot
+from esper.tolaria.parameter_table import ParameterTable, TableLayout
 from esper.tolaria.randomness import fold
 from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
 from esper.tolaria.tasks import Task
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A copy of the weights, optimiser state and slots of every host."""
 
-    parameter_table: TableSnapshot
+    storage: Tensor  # parameters and moments
+    steps: Tensor
     states: SlotStates
 
 
@@ -175,12 +175,19 @@ class Population:
         """Slots `[P, S]` whose seed is part of the host's output; on the CPU."""
         return self._states.has_seed & (self._states.stage != SeedStage.TRAINING)
 
-    def save(self) -> Snapshot:
-        return Snapshot(self.parameter_table.save(), self._states)
+    def save(self, earlier: Snapshot | None = None, keep: Tensor | None = None) -> Snapshot:
+        """A snapshot of all hosts; those in `keep` stay as they are in the `earlier` one."""
+        storage, steps = self.parameter_table.save()
+        states = self._states
+        if earlier is not None and keep is not None and len(keep):
+            storage[:, keep] = earlier.storage[:, keep]
+            steps[keep] = earlier.steps[keep]
+            states = states.put(earlier.states.at(keep), keep)
+        return Snapshot(storage, steps, states)
 
     def restore(self, snapshot: Snapshot, host_ids: Tensor) -> None:
         """Restore some hosts with their seeds and optimiser state; the others are not touched."""
-        self.parameter_table.restore(snapshot.parameter_table, host_ids)
+        self.parameter_table.restore(snapshot.storage, snapshot.steps, host_ids)
         self._states = self._states.put(snapshot.states.at(host_ids), host_ids)
         self._prepare_steps()
 
@@ -254,7 +261,7 @@ class Population:
         if not bool(is_right.all()):
             host, slot = (~is_right).nonzero()[0].tolist()
             number, expected = int(stage[host, slot]), f"0 to {len(self.menu) - 1}"
-            name = SeedStage(number).name if number in iter(SeedStage) else number
+            name = SeedStage(number).name if 0 <= number < len(SeedStage) else number
             raise ValueError(
                 f"host {host}, slot {slot}: stage {name} with blueprint "
                 f"{int(blueprint[host, slot])}; use {expected if needs_seed[host, slot] else -1}"

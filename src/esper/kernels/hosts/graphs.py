@@ -71,7 +71,7 @@ class GraphedSteps:
             self._minibatch.train()
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        parameter_table.restore(before, torch.arange(parameter_table.num_hosts))
+        parameter_table.restore(*before, torch.arange(parameter_table.num_hosts))
         feed.rewind()
         return graph
 
