@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import lifecycle
-from esper.kasmina.blueprints.registry import blueprint_menu
+from esper.kasmina.blueprints import blueprint_menu
 from esper.kasmina.hosts import build_host
 from esper.leyline.constants import AlphaCurve, BlendStyle
 from esper.leyline.stages import SeedStage

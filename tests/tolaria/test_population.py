@@ -6,7 +6,7 @@ import torch
 from esper.kasmina import lifecycle
 from esper.kernels.hosts.graphs import covers, join, round_up
 from esper.leyline.constants import BlendStyle
-from esper.tolaria.groups import Grouping
+from esper.tolaria.batched import Grouping
 from esper.tolaria.randomness import fold, uniform
 from support.populations import (
     grow,

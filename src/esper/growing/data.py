@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from esper.growing.inputs import tensors
-from esper.tolaria.locality import locality
+from esper.tolaria.tasks import locality
 
 LEAST_ROWS = 8  # with two rows every correlation is 1 or -1
 USUAL_TRAIN_ROWS = 3200  # if unknown: the size of the data that controllers are trained on

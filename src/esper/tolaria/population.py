@@ -16,15 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.stages import SeedStage
-from esper.tolaria.batched import BlendInputs, TrainingSetup
-from esper.tolaria.feed import CHUNK, Feed
-from esper.tolaria.initialization import InitDistributions
+from esper.tolaria.batched import CHUNK, BlendInputs, Feed, TrainingSetup
 from esper.tolaria.optimizers import AdamW, Optimizer
-from esper.tolaria.parameter_table import ParameterTable, TableLayout
+from esper.tolaria.parameter_table import InitDistributions, ParameterTable, TableLayout
 from esper.tolaria.randomness import fold
 from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
 from esper.tolaria.tasks import Task

@@ -30,15 +30,13 @@ from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.tamiyo.policy.distributions import (
+    ChoiceChecks,
     LegalChoices,
     MaskedFactoredCategorical,
     check_floor,
-    choose_actions,
-)
-from esper.tamiyo.policy.input_checks import (
-    ChoiceChecks,
     check_masks,
     check_shape,
+    choose_actions,
     sizes_by_name,
 )
 from esper.tamiyo.policy.layers import POLICY_GAIN, init_lstm, linear
