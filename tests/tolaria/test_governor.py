@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from esper.kasmina import lifecycle
 from esper.leyline.stages import SeedStage
 from esper.tolaria.governor import Breakage, Governor, GovernorConfig
+from support import moves
 from support.populations import grow, small_population, take_step
 
 
@@ -85,7 +85,7 @@ def test_a_history_is_the_hosts_own_and_starts_anew_after_a_rollback():
 
 def test_a_fossil_survives_a_rollback():
     population, governor = grown(num_steps=2)
-    population.adopt(lifecycle.fossilize(population.states, torch.tensor([1]), torch.tensor([0])))
+    population.adopt(moves.fossilize(population.states, torch.tensor([1]), torch.tensor([0])))
     for step in range(2, 4):
         governor.check(take_step(population, step))
     broken = take_step(population, 4)

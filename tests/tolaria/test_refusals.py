@@ -13,6 +13,7 @@ from esper.tolaria.evaluation import evaluate
 from esper.tolaria.governor import Governor
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.tasks import few_rows, mnist1d, stack
+from support import moves
 from support.populations import grow, random_task, rows_for, small_population
 
 
@@ -104,10 +105,10 @@ def test_a_slot_sown_again_between_two_calls_gets_a_new_seed(population):
     population.adopt(lifecycle.end_step(population.states))
     host, slot = torch.tensor([0]), torch.tensor([0])
     seed = {"blueprint": 1, "style": 0, "ramp_steps": 1, "alpha_target": 1.0, "curve": 0}
-    transition = lifecycle.prune(population.states, host, slot)
+    transition = moves.prune(population.states, host, slot)
     for _ in range(3):
         transition = transition.then(lifecycle.end_step)
-    transition = transition.then(lambda s: lifecycle.germinate(s, host, slot, **seed))
+    transition = transition.then(lambda s: moves.germinate(s, host, slot, **seed))
     population.adopt(transition)
     assert population.parameter_table.steps[0, 1] == 0
     columns = population.parameter_table.layout.seed_columns(0)
@@ -128,7 +129,7 @@ def test_requests_out_of_range_are_refused(change, message):
     request = dict(host_ids=torch.tensor([0]), slot_ids=torch.tensor([0]), blueprint=0, style=0,
                    ramp_steps=1, alpha_target=1.0, curve=0)  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        lifecycle.germinate(lifecycle.SlotStates.dormant(3, 3), **(request | change))
+        moves.germinate(lifecycle.SlotStates.dormant(3, 3), **(request | change))
 
 
 def test_a_reset_brings_the_learning_rate_back(population):
