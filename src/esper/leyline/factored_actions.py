@@ -27,7 +27,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.devices import device_table, same_device
+from esper.leyline.devices import block_starts, same_device
 from esper.leyline.stages import LifecycleOp
 
 # Sizes of the four independent heads of `audit_action_space`.
@@ -123,8 +123,9 @@ class FactoredActionSpace:
     def __iter__(self) -> Iterator[Head]:
         return iter(self.heads)
 
-    def __len__(self) -> int:
-        return len(self.heads)
+    @property
+    def sizes_by_name(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
 
     @property
     def num_heads(self) -> int:
@@ -143,12 +144,12 @@ class FactoredActionSpace:
 
     def view(self, packed: Tensor, name: str) -> Tensor:
         """One head's part of a packed tensor `[..., C]`, without a copy."""
-        self._check_packed(packed)
+        self.check_packed(packed)
         return packed[..., self.slices[self.index(name)]]
 
     def split(self, packed: Tensor) -> dict[str, Tensor]:
         """Every head's part of a packed tensor `[..., C]`, by name, without a copy."""
-        self._check_packed(packed)
+        self.check_packed(packed)
         return {h.name: packed[..., part] for h, part in zip(self.heads, self.slices, strict=True)}
 
     def check_names(self, parts: Mapping[str, object]) -> None:
@@ -157,11 +158,12 @@ class FactoredActionSpace:
         if unknown := [name for name in parts if name not in self.names]:
             raise ValueError(f"no heads {unknown}; this action space has {list(self.names)}")
 
-    def _check_packed(self, packed: Tensor) -> None:
+    def check_packed(self, packed: Tensor) -> None:
+        """Raise unless the last axis holds the choices of all heads."""
         if packed.shape[-1:] != (self.num_choices,):
             raise ValueError(
                 f"got shape {tuple(packed.shape)}, expected [..., {self.num_choices}] "
-                f"for heads {dict(zip(self.names, self.sizes, strict=True))}"
+                f"for heads {self.sizes_by_name}"
             )
 
 
@@ -253,8 +255,7 @@ class ActionMasks:
         combination = chosen[0].long()
         for size, choice in zip(sizes[1:], chosen[1:], strict=True):
             combination = torch.add(choice, combination, alpha=size)
-        count = math.prod(sizes)  # of combinations: the rows of env n begin at n * count
-        first = device_table(range(0, self.num_envs * count, count), self.device)
+        first = block_starts(self.num_envs, math.prod(sizes), self.device)
         return mask.reshape(-1, mask.shape[-1]).index_select(0, first + combination)
 
     def _expected_shape(self, heads: range) -> tuple[int, ...]:

@@ -208,11 +208,6 @@ class Feed:
 
     def load(self, rows: Tensor) -> None:
         """Load the rows of at most `CHUNK` minibatches; a host's rows are numbered in its view."""
-        if rows.shape[1:] != self.rows.shape[1:]:
-            raise ValueError(
-                f"minibatch rows {tuple(rows.shape)}; expected [minibatches, hosts, batch] = "
-                f"[.., {self.rows.shape[1]}, {self.rows.shape[2]}]"
-            )
         self.rows[: len(rows)].copy_(rows, non_blocking=True)
         self.rewind()
 

@@ -1,7 +1,7 @@
 """P growing hosts of one task, trained as one program.
 
     population = Population(host, menu, task, num_hosts=32, batch_size=100)
-    transition = lifecycle.germinate(population.states, host_ids, slot_ids, blueprint=..., ...)
+    transition = lifecycle.request(population.states, op, host_ids, slot_ids, blueprint=..., ...)
     population.adopt(transition.then(lifecycle.begin_step))
     losses = population.train(rows)                    # [minibatches, P]
     population.adopt(lifecycle.end_step(population.states))
@@ -220,12 +220,14 @@ class Population:
         return views
 
     def _check_rows(self, rows: Tensor) -> None:
-        if rows.dtype != torch.int64 or rows.dim() != 3 or len(rows) == 0:
+        expected = tuple(self._feed.rows.shape[1:])
+        if rows.dtype != torch.int64 or len(rows) == 0 or rows.shape[1:] != expected:
             raise ValueError(
-                f"minibatch rows are {rows.dtype} {tuple(rows.shape)}; "
-                "expected int64 [minibatches, hosts, batch], at least one minibatch"
+                f"minibatch rows are {rows.dtype} {tuple(rows.shape)}; expected int64 "
+                f"[minibatches, hosts, batch] = [.., {expected[0]}, {expected[1]}], at least one "
+                "minibatch"
             )
-        if rows.device.type == "cpu" and rows.shape[1] == self.num_hosts:
+        if rows.device.type == "cpu":
             last = rows.amax(dim=(0, 2))
             past = (rows.amin(dim=(0, 2)) < 0) | (last >= self.task.num_rows[self.view_ids])
             if past.any():

@@ -49,7 +49,13 @@ class MaskedFactoredCategorical:
         legal: "LegalChoices | None" = None,
         floor: float = 0.0,
     ):
-        _check_packed(action_space, logits, masks, floor)
+        action_space.check_packed(logits)
+        if masks.shape != logits.shape or masks.dtype != torch.bool:
+            raise ValueError(
+                f"masks are {masks.dtype} {tuple(masks.shape)}, expected {torch.bool} "
+                f"{tuple(logits.shape)}"
+            )
+        check_floor(floor)
         self.action_space = action_space
         self.masks = masks
         self._legal = legal
@@ -226,15 +232,11 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], letters: s
 
 def check_masks(masks: ActionMasks, action_space: FactoredActionSpace, num_envs: int) -> None:
     if masks.action_space != action_space:
-        expected, got = sizes_by_name(action_space), sizes_by_name(masks.action_space)
+        expected, got = action_space.sizes_by_name, masks.action_space.sizes_by_name
         wrong = [name for name in expected | got if expected.get(name) != got.get(name)]
         raise ValueError(f"masks are for heads {got}, expected {expected}; these differ: {wrong}")
     if masks.num_envs != num_envs:
         raise ValueError(f"masks are for {masks.num_envs} envs, features for {num_envs}")
-
-
-def sizes_by_name(action_space: FactoredActionSpace) -> dict[str, int]:
-    return dict(zip(action_space.names, action_space.sizes, strict=True))
 
 
 def _join(parts: list[Tensor]) -> Tensor:
@@ -287,21 +289,6 @@ def _grid(action_space: FactoredActionSpace) -> _Grid:
         with torch.inference_mode(False):  # a later caller may need gradients
             _GRIDS[sizes] = _Grid(sizes)
     return _GRIDS[sizes]
-
-
-def _check_packed(
-    action_space: FactoredActionSpace, logits: Tensor, masks: Tensor, floor: float
-) -> None:
-    num_choices = action_space.num_choices
-    if logits.shape[-1:] != (num_choices,) or masks.shape != logits.shape:
-        raise ValueError(
-            f"got logits {tuple(logits.shape)} and masks {tuple(masks.shape)}, expected both "
-            f"[..., {num_choices}] for heads "
-            f"{dict(zip(action_space.names, action_space.sizes, strict=True))}"
-        )
-    if masks.dtype != torch.bool:
-        raise ValueError(f"masks are {masks.dtype}, expected {torch.bool}")
-    check_floor(floor)
 
 
 def check_floor(floor: float) -> None:
