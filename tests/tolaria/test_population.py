@@ -257,5 +257,5 @@ def test_mistakes_are_told_at_construction():
     with pytest.raises(ValueError, match="has inputs"):
         small_population(task=random_task(input_shape=(1, 21)))
     population = small_population()
-    with pytest.raises(ValueError, match=r"expected \[minibatches, hosts, batch\]"):
+    with pytest.raises(ValueError, match=r"expected int64 \[minibatches, hosts, batch\]"):
         population.train(rows_for(population)[:, :2])

@@ -171,7 +171,7 @@ def request(
     host_ids: Tensor,
     slot_ids: Tensor,
     *,
-    blueprint: Tensor | int = 0,
+    blueprint: Tensor | int = NO_BLUEPRINT,
     style: Tensor | int = 0,
     ramp_steps: Tensor | int = 0,
     alpha_target: Tensor | float = 1.0,
@@ -352,10 +352,10 @@ def _check_details(
     target = torch.as_tensor(alpha_target)
     if not bool(((target > 0.0) & (target <= 1.0)).all()):
         raise ValueError(f"alpha_target={alpha_target}; use more than 0 and at most 1")
-    shortest = 1 if op == LifecycleOp.GERMINATE else 0
+    germinates = op == LifecycleOp.GERMINATE
     for name, value, least, most in (
-        ("ramp_steps", ramp_steps, shortest, None),
-        ("blueprint", blueprint, 0, None),
+        ("ramp_steps", ramp_steps, int(germinates), None),
+        ("blueprint", blueprint, 0 if germinates else NO_BLUEPRINT, None),
         ("style", style, 0, len(BlendStyle) - 1),
         ("curve", curve, 0, len(AlphaCurve) - 1),
     ):
