@@ -29,6 +29,7 @@ from esper.kasmina.hosts import build_host
 from esper.kasmina.lifecycle import Transition
 from esper.leyline.constants import AlphaCurve, BlendStyle
 from esper.leyline.factored_actions import tamiyo_action_space
+from esper.leyline.stages import LifecycleOp
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.governor import Governor
 from esper.tolaria.optimizers import AdamW
@@ -91,8 +92,9 @@ def grow_everywhere(population: Population, blueprints: Tensor | int, style: Ten
     """A seed in every slot of every host, at alpha 1."""
     hosts = torch.arange(population.num_hosts).repeat_interleave(population.num_slots)
     slots = torch.arange(population.num_slots).repeat(population.num_hosts)
-    transition = lifecycle.germinate(
+    transition = lifecycle.request(
         population.states,
+        LifecycleOp.GERMINATE,
         hosts,
         slots,
         blueprint=blueprints,

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import lifecycle
-from esper.kasmina.blueprints.registry import blueprint_menu
+from esper.kasmina.blueprints import blueprint_menu
 from esper.kasmina.hosts import build_host
 from esper.leyline.constants import AlphaCurve, BlendStyle
-from esper.leyline.stages import SeedStage
+from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import DATA_DIR, Task, minibatch_indices, mnist1d
@@ -123,8 +123,9 @@ def request(population: Population, arm: Arm, rows: Tensor, step: int) -> None:
     """Germinate an arm's seed, or end its shadow training, at the steps of the arm."""
     slots = torch.full_like(rows, SLOT)
     if arm.ramp_steps is not None and step == GERMINATION_STEP:
-        transition = lifecycle.germinate(
+        transition = lifecycle.request(
             population.states,
+            LifecycleOp.GERMINATE,
             rows,
             slots,
             blueprint=0,
@@ -138,7 +139,7 @@ def request(population: Population, arm: Arm, rows: Tensor, step: int) -> None:
         if not arm.silent:
             sample_last_layer(population, rows)
     elif arm.shadow_steps and step == arm.blend_step:
-        population.adopt(lifecycle.advance(population.states, rows, slots))
+        population.adopt(lifecycle.request(population.states, LifecycleOp.ADVANCE, rows, slots))
 
 
 def sample_last_layer(population: Population, rows: Tensor) -> None:

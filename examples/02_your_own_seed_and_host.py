@@ -13,6 +13,7 @@ from esper.kasmina.blueprints import Site, blueprint, blueprint_menu
 from esper.kasmina.hosts import build_host, host
 from esper.kasmina.layers import Conv, Flatten, Linear, Norm, Relu
 from esper.leyline.constants import AlphaCurve, BlendStyle, SiteKind
+from esper.leyline.stages import LifecycleOp
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import minibatch_indices, mnist1d
@@ -45,8 +46,9 @@ def main() -> None:
     population = Population(network, menu, task, num_hosts=8)
     for step in range(10):
         if step == 2:  # the first four hosts grow, the others are the control
-            transition = lifecycle.germinate(
+            transition = lifecycle.request(
                 population.states,
+                LifecycleOp.GERMINATE,
                 torch.arange(4),
                 torch.zeros(4, dtype=torch.int64),
                 blueprint=0,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from esper.growing.run import GrowthResult as GrowthResult
     from esper.growing.run import grow as grow
     from esper.growing.sites import find_sites as find_sites
-    from esper.kasmina.blueprints.registry import blueprint as blueprint
+    from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.hosts import host as host
     from esper.leyline.factored_actions import FactoredActionSpace as ActionSpace
     from esper.leyline.factored_actions import Head as Head
@@ -38,7 +38,7 @@ _PUBLIC = {
     "PPOConfig": ("esper.simic.agent.ppo", "PPOConfig"),
     "PolicyConfig": ("esper.tamiyo.policy.network", "PolicyConfig"),
     "Population": ("esper.tolaria.population", "Population"),
-    "blueprint": ("esper.kasmina.blueprints.registry", "blueprint"),
+    "blueprint": ("esper.kasmina.blueprints", "blueprint"),
     "evaluate": ("esper.simic.training.ppo_model", "evaluate"),
     "find_sites": ("esper.growing.sites", "find_sites"),
     "grow": ("esper.growing.run", "grow"),

@@ -18,6 +18,7 @@ from esper.leyline.constants import (
 )
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage, slot_accepts
+from support import moves
 from support.legal_actions import legal_actions
 from support.per_host import SlotLife
 
@@ -32,14 +33,23 @@ SEED = {
     "curve": AlphaCurve.LINEAR,
 }
 REQUESTS = {
-    LifecycleOp.GERMINATE: lambda s: lifecycle.germinate(s, HOST, SLOT, **SEED),
-    LifecycleOp.SET_ALPHA_TARGET: lambda s: lifecycle.set_alpha_target(
+    LifecycleOp.GERMINATE: lambda s: moves.germinate(s, HOST, SLOT, **SEED),
+    LifecycleOp.SET_ALPHA_TARGET: lambda s: moves.set_alpha_target(
         s, HOST, SLOT, alpha_target=0.5, ramp_steps=2, curve=AlphaCurve.LINEAR
     ),
-    LifecycleOp.PRUNE: lambda s: lifecycle.prune(s, HOST, SLOT),
-    LifecycleOp.FOSSILIZE: lambda s: lifecycle.fossilize(s, HOST, SLOT),
-    LifecycleOp.ADVANCE: lambda s: lifecycle.advance(s, HOST, SLOT),
+    LifecycleOp.PRUNE: lambda s: moves.prune(s, HOST, SLOT),
+    LifecycleOp.FOSSILIZE: lambda s: moves.fossilize(s, HOST, SLOT),
+    LifecycleOp.ADVANCE: lambda s: moves.advance(s, HOST, SLOT),
 }
+
+
+@pytest.mark.parametrize(("head", "choice"), [("slot", -1), ("slot", 3), ("tempo", -1), ("op", 6)])
+def test_an_action_out_of_range_is_refused(head, choice):
+    actions = torch.zeros(2, SPACE.num_heads, dtype=torch.int64)
+    actions[:, 0] = LifecycleOp.GERMINATE
+    actions[1, SPACE.index(head)] = choice
+    with pytest.raises(ValueError, match=f"host 1, head '{head}': choice {choice}; there are"):
+        lifecycle.apply(SlotStates.dormant(2, NUM_SLOTS), actions, SPACE)
 
 
 def one_slot(stage=SeedStage.DORMANT, **values) -> SlotStates:
@@ -102,15 +112,15 @@ def test_a_retarget_to_the_present_target_is_not_legal(target):
 
 def test_the_error_names_host_slot_stage_age_and_op():
     states = SlotStates.dormant(4, 3)
-    states = lifecycle.germinate(states, torch.tensor([2]), torch.tensor([1]), **SEED).states
+    states = moves.germinate(states, torch.tensor([2]), torch.tensor([1]), **SEED).states
     for _ in range(2):
         states = step(states)
     message = "host 2, slot 1: GERMINATE is not legal in stage HOLDING at age 2"
     hosts, slots = torch.tensor([0, 2]), torch.tensor([0, 1])
     with pytest.raises(LifecycleError, match=message):
-        lifecycle.germinate(states, hosts, slots, **SEED)
+        moves.germinate(states, hosts, slots, **SEED)
     with pytest.raises(LifecycleError, match="to the present target 0.7 is not legal"):
-        lifecycle.set_alpha_target(
+        moves.set_alpha_target(
             states, hosts[1:], slots[1:], alpha_target=0.7, ramp_steps=0, curve=0
         )
 
@@ -118,7 +128,7 @@ def test_the_error_names_host_slot_stage_age_and_op():
 def test_a_slot_named_twice_in_one_call_is_an_error():
     twice = torch.tensor([1, 0, 1])
     with pytest.raises(ValueError, match="host 1, slot 1 is named more than once"):
-        lifecycle.germinate(SlotStates.dormant(2, 2), twice, twice, **SEED)
+        moves.germinate(SlotStates.dormant(2, 2), twice, twice, **SEED)
 
 
 @pytest.mark.parametrize(
@@ -126,17 +136,17 @@ def test_a_slot_named_twice_in_one_call_is_an_error():
 )
 def test_impossible_values_are_errors(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        lifecycle.germinate(SlotStates.dormant(1, 1), HOST, SLOT, **{**SEED, **wrong})
+        moves.germinate(SlotStates.dormant(1, 1), HOST, SLOT, **{**SEED, **wrong})
 
 
 def test_a_ramp_of_two_trains_at_half_and_then_at_the_whole_target():
-    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED).states
+    states = moves.germinate(one_slot(), HOST, SLOT, **SEED).states
     assert states.alpha.item() == 0.0  # until the step begins the host does not feel the seed
     assert alphas_until(states, SeedStage.HOLDING) == [0.35, 0.7]
 
 
 def test_a_ramp_of_one_step_is_the_whole_target_at_once():
-    states = lifecycle.germinate(one_slot(), HOST, SLOT, **{**SEED, "ramp_steps": 1}).states
+    states = moves.germinate(one_slot(), HOST, SLOT, **{**SEED, "ramp_steps": 1}).states
     assert alphas_until(states, SeedStage.HOLDING) == [0.7]
 
 
@@ -145,7 +155,7 @@ def test_a_ramp_of_one_step_is_the_whole_target_at_once():
 @pytest.mark.parametrize("target", ALPHA_TARGETS)
 def test_alpha_arrives_exactly_and_on_time(ramp_steps, kind, target):
     seed = {**SEED, "ramp_steps": ramp_steps, "curve": kind, "alpha_target": target}
-    states = lifecycle.germinate(one_slot(), HOST, SLOT, **seed).states
+    states = moves.germinate(one_slot(), HOST, SLOT, **seed).states
     alphas = alphas_until(states, SeedStage.HOLDING)
     assert len(alphas) == ramp_steps
     assert alphas[0] > 0.0
@@ -159,7 +169,7 @@ def test_a_retarget_arrives_exactly(start, target):
     if start == target:
         return
     states = one_slot(SeedStage.HOLDING, alpha=start, alpha_target=start)
-    states = lifecycle.set_alpha_target(
+    states = moves.set_alpha_target(
         states, HOST, SLOT, alpha_target=target, ramp_steps=3, curve=AlphaCurve.COSINE
     ).states
     assert alphas_until(states, SeedStage.HOLDING)[-1] == target  # start + way * 1 may be off
@@ -167,7 +177,7 @@ def test_a_retarget_arrives_exactly(start, target):
 
 def test_a_ramped_prune_blends_down_to_zero_and_then_the_slot_rests():
     states = one_slot(SeedStage.HOLDING, alpha=0.7, alpha_target=0.7, total_age=4, blueprint=1)
-    states = lifecycle.prune(states, HOST, SLOT, ramp_steps=2).states
+    states = moves.prune(states, HOST, SLOT, ramp_steps=2).states
     assert (states.stage.item(), states.alpha.item()) == (SeedStage.BLENDING, 0.7)
     states = step(states)
     assert (states.stage.item(), states.alpha.item()) == (SeedStage.BLENDING, 0.35)
@@ -183,29 +193,29 @@ def test_a_ramped_prune_blends_down_to_zero_and_then_the_slot_rests():
 
 def test_advance_ends_a_ramp_at_its_target_or_the_seed_when_it_was_going_down():
     up = one_slot(SeedStage.BLENDING, alpha=0.1, alpha_target=0.5, ramp_steps=8, ramp_elapsed=1)
-    up = lifecycle.advance(up, HOST, SLOT).states
+    up = moves.advance(up, HOST, SLOT).states
     assert (up.stage.item(), up.alpha.item()) == (SeedStage.HOLDING, 0.5)
     down = one_slot(SeedStage.BLENDING, alpha=0.1, alpha_target=0.0, ramp_steps=8, total_age=4)
-    down = lifecycle.advance(down, HOST, SLOT).states
+    down = moves.advance(down, HOST, SLOT).states
     assert (down.stage.item(), down.alpha.item()) == (SeedStage.EMBARGOED, 0.0)
 
 
 def test_a_retarget_without_a_ramp_is_there_at_once():
     states = one_slot(SeedStage.HOLDING, alpha=1.0, stage_age=5)
-    states = lifecycle.set_alpha_target(
+    states = moves.set_alpha_target(
         states, HOST, SLOT, alpha_target=0.5, ramp_steps=0, curve=AlphaCurve.SIGMOID
     ).states
     assert (states.stage.item(), states.alpha.item()) == (SeedStage.HOLDING, 0.5)
 
 
 def test_behind_the_host_alpha_is_zero_until_advanced_and_then_ramps_as_planned():
-    states = lifecycle.germinate(one_slot(), HOST, SLOT, **SEED, shadow_training=True).states
+    states = moves.germinate(one_slot(), HOST, SLOT, **SEED, shadow_training=True).states
     for _ in range(3):
         states = step(states)
         assert (states.stage.item(), states.alpha.item()) == (SeedStage.TRAINING, 0.0)
-    pruned = lifecycle.prune(states, HOST, SLOT, ramp_steps=8).states
+    pruned = moves.prune(states, HOST, SLOT, ramp_steps=8).states
     assert pruned.stage.item() == SeedStage.EMBARGOED
-    assert alphas_until(lifecycle.advance(states, HOST, SLOT).states, SeedStage.HOLDING) == [
+    assert alphas_until(moves.advance(states, HOST, SLOT).states, SeedStage.HOLDING) == [
         0.35,
         0.7,
     ]
@@ -224,26 +234,22 @@ def test_uprooting_removes_the_live_seeds_of_those_hosts_alone():
 
 def test_a_transition_names_the_slots_that_got_or_lost_a_seed():
     hosts, slots = torch.tensor([0, 1]), torch.tensor([2, 0])
-    start = lifecycle.germinate(SlotStates.dormant(2, 3), hosts, slots, **SEED)
+    start = moves.germinate(SlotStates.dormant(2, 3), hosts, slots, **SEED)
     assert start.germinated.nonzero().tolist() == [[0, 2], [1, 0]]
     assert not start.removed.any()
     trained = start.then(lifecycle.begin_step).then(lifecycle.end_step)
     assert torch.equal(trained.germinated, start.germinated)  # survives the moves after it
-    gone = lifecycle.prune(trained.states, hosts[:1], slots[:1])
+    gone = moves.prune(trained.states, hosts[:1], slots[:1])
     assert gone.removed.nonzero().tolist() == [[0, 2]]
     assert not gone.germinated.any()
-    both = trained.then(lambda s: lifecycle.prune(s, hosts[:1], slots[:1]))
+    both = trained.then(lambda s: moves.prune(s, hosts[:1], slots[:1]))
     assert both.germinated.nonzero().tolist() == [[1, 0]]
     for _ in range(EMBARGO_STEPS + 1):
         both = both.then(lifecycle.end_step)
-    again = both.then(lambda s: lifecycle.germinate(s, hosts[:1], slots[:1], **SEED))
+    again = both.then(lambda s: moves.germinate(s, hosts[:1], slots[:1], **SEED))
     assert again.removed.nonzero().tolist() == [[0, 2]]  # the first seed made room for another
     assert again.germinated.nonzero().tolist() == [[0, 2], [1, 0]]
     assert again.at(hosts[1:]).germinated.tolist() == [[True, False, False]]
-
-
-def test_states_move_between_devices_as_one():
-    assert SlotStates.dormant(2, 3).to("meta").device.type == "meta"
 
 
 def test_the_number_of_tensor_operations_does_not_depend_on_the_population():

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper.leyline import devices
 from esper.leyline.arrays import ALIGNMENT, TensorFields, copy_together
-from esper.leyline.devices import device_table
+from esper.leyline.devices import block_starts
 
 TENSORS = [
     torch.tensor([True, False, True]),
@@ -70,18 +69,9 @@ def test_a_part_that_is_put_back_where_it_was_read_changes_nothing_else():
     assert pair.to("cpu") is pair
 
 
-def test_a_table_is_made_once_per_type_and_can_be_trained_with():
-    cpu = torch.device("cpu")
+def test_block_starts_are_made_once_and_can_be_trained_with():
     with torch.inference_mode():
-        table = device_table((0, 1), cpu, torch.float64)
-    assert table.dtype == torch.float64
-    assert device_table((0, 1), cpu, torch.float64) is table
-    assert device_table((False, True), cpu).dtype == torch.int64  # equal keys, another type
-    assert not table.is_inference()
-    assert device_table(range(0, 6, 2), cpu).tolist() == [0, 2, 4]
-
-
-def test_tables_of_ever_new_lengths_do_not_pile_up():
-    for length in range(2 * devices.MOST_TABLES):
-        device_table(range(length), torch.device("cpu"))
-    assert len(devices._TABLES) <= devices.MOST_TABLES
+        starts = block_starts(3, 2, torch.device("cpu"))
+    assert starts.tolist() == [0, 2, 4]
+    assert block_starts(3, 2, torch.device("cpu")) is starts
+    assert not starts.is_inference()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from esper import leyline
 from esper.leyline.factored_actions import (
     OP_HEADS,
     ActionMasks,
@@ -43,6 +44,11 @@ def random_masks(space: FactoredActionSpace, num_envs: int, rng_seed: int) -> di
         ((), "at least one head"),
         ((Head("a", 2), Head("a", 3)), "appears twice"),
         ((Head("a", 0),), "size 0"),
+        ((Head("a", 2.5),), "size 2.5; use an int from 1"),
+        ((Head("a", True),), "size True; use an int"),
+        ((Head("a", 2**40),), "use an int from 1 to 1048576"),
+        ((Head("", 2),), "the name ''"),
+        ((Head(None, 2),), "the name None"),
         ((Head("a", 2, given=("b",)), Head("b", 2)), r"given \['b'\]"),
         ((Head("a", 2), Head("b", 2, given=("a", "a"))), "names a head twice"),
     ],
@@ -53,7 +59,7 @@ def test_impossible_heads_are_refused(heads: tuple[Head, ...], message: str) -> 
 
 
 def test_the_layout_of_a_space_follows_from_its_heads() -> None:
-    assert CHAIN.num_heads == len(CHAIN) == 6
+    assert CHAIN.num_heads == 6
     assert CHAIN.num_choices == 18
     assert CHAIN.slices[3] == slice(7, 11)
     assert CHAIN.given_indices == ((), (0,), (1,), (0, 2), (0, 2), ())
@@ -91,6 +97,20 @@ def test_a_row_is_the_masks_entry_at_the_earlier_choices(num_envs: int, rng_seed
         assert torch.equal(torch.cat(applied, dim=-1), torch.cat(expected, dim=-1))
     assert masks.to("cpu") is masks
     assert masks.to("meta").device.type == "meta"
+
+
+def test_an_earlier_choice_out_of_range_is_refused() -> None:
+    masks = ActionMasks(CHAIN, random_masks(CHAIN, 3, 0))
+    for head, wrong in ((1, 2), (1, -1), (3, 2)):
+        actions = torch.zeros(3, CHAIN.num_heads, dtype=torch.int64)
+        actions[1, CHAIN.given_indices[head][-1]] = wrong
+        with pytest.raises(ValueError, match=f"env 1, head .*choice {wrong}; there are 2"):
+            masks.row(head, actions)
+
+
+def test_the_sizes_of_the_audit_space_are_constants_of_leyline() -> None:
+    sizes = (leyline.NUM_SLOTS, leyline.NUM_BLUEPRINTS, leyline.NUM_BLENDS, leyline.NUM_OPS)
+    assert audit_action_space().sizes == sizes == (3, 5, 3, 4)
 
 
 def test_masks_of_a_wrong_shape_or_type_are_refused_by_head() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.reports import Reports
-from support.random_reports import random_reports
+from support.random_reports import random_reports, report_shapes
 
 
 def test_a_wrong_shape_or_type_is_refused_by_name() -> None:
@@ -22,7 +22,7 @@ def test_a_wrong_shape_or_type_is_refused_by_name() -> None:
 
 def test_selected_reports_are_those_of_the_envs_in_their_order() -> None:
     reports = random_reports(5)
-    some = reports.select(torch.tensor([3, 0]))
+    some = reports.at(torch.tensor([3, 0]))
     assert some.num_envs == 2
     for entry in fields(Reports):
         selected, whole = getattr(some, entry.name), getattr(reports, entry.name)
@@ -69,7 +69,7 @@ def test_progress_follows_from_the_steps_made_and_left(num_steps: int) -> None:
 
 
 def test_every_piece_of_evidence_has_a_flag_or_is_always_there() -> None:
-    shapes = Reports.shapes()
+    shapes = report_shapes()
     for value, flag in {
         "accuracy_history": "accuracy_history_known",
         "gradient_norm": "gradient_known",

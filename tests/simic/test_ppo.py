@@ -20,8 +20,8 @@ from esper.simic.agent.ppo import (
     rollout_rows,
 )
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
+from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
-from esper.tamiyo.policy.normalize import RunningNormalizer
 from esper.tamiyo.policy.plain_heads import flat_policy
 
 FEATURES, NUM_ENVS, NUM_STEPS = 5, 4, 12

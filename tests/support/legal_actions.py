@@ -12,7 +12,7 @@ from esper.leyline.stages import LifecycleOp, slot_accepts
 def legal_actions(states: SlotStates, space: FactoredActionSpace, rng: torch.Generator) -> Tensor:
     """A random legal action for each host, [P, H]; heads that an op ignores are random too."""
     sizes = torch.tensor(space.sizes)
-    draws = torch.rand(states.num_hosts, len(space), generator=rng)
+    draws = torch.rand(states.num_hosts, space.num_heads, generator=rng)
     actions = (draws * sizes).long()
     accepts = slot_accepts(states.stage, states.total_age)
     for host in range(states.num_hosts):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.leyline.constants import (
     ALPHA_SPEED_STEPS,

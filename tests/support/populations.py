@@ -8,6 +8,7 @@ from esper.kasmina.hosts import build_host
 from esper.leyline.constants import AlphaCurve, BlendStyle
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import HeldOut, Task, minibatch_indices
+from support import moves
 
 BATCH = 8
 
@@ -48,7 +49,7 @@ def grow(
     population, hosts, slots, blueprint=0, style=BlendStyle.ADD, shadow_training=False, ramp=1
 ):
     """New seeds that stand at alpha 1 from the coming step on (ramp 1)."""
-    transition = lifecycle.germinate(
+    transition = moves.germinate(
         population.states,
         torch.as_tensor(hosts),
         torch.as_tensor(slots),

@@ -1,5 +1,7 @@
 """Random reports that a real run could make: every value is legal, and all envs differ."""
 
+from dataclasses import fields
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -140,3 +142,8 @@ class _Draw:
 
     def integer(self, shape: tuple[int, ...], low: int, high: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator)
+
+
+def report_shapes() -> dict[str, str]:
+    """The axes of each field of `Reports`, such as "NS"."""
+    return {entry.name: entry.metadata["shape"] for entry in fields(Reports)}

@@ -90,6 +90,13 @@ def test_one_env_gets_the_masks_it_gets_in_a_batch() -> None:
         assert all(torch.equal(alone[name][0], batch[name][env]) for name in space.names)
 
 
+def test_masks_of_an_env_that_does_not_exist_are_refused() -> None:
+    reports = random_reports(3)
+    for env in (-1, 3):
+        with pytest.raises(ValueError, match=f"env_id={env}; the reports have envs 0 to 2"):
+            compute_action_masks(reports, space_of(reports), env)
+
+
 def test_the_number_of_tensor_operations_does_not_depend_on_the_number_of_envs() -> None:
     counts = []
     for num_envs in (1, 4096):

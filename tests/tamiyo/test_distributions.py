@@ -81,7 +81,7 @@ def test_scores_equal_torch_distributions_in_float64(space, floor, device):
     actions = legal_actions(space, rows, generator)
     on_device = [t.to(device) for t in (logits, rows, actions)]
     mine = MaskedFactoredCategorical(space, on_device[0], on_device[1], floor=floor)
-    expected = torch.zeros(3, 40, len(space), dtype=torch.float64)
+    expected = torch.zeros(3, 40, space.num_heads, dtype=torch.float64)
     for r in range(40):
         for h, part in enumerate(space.slices):
             row = rows[r, part]
@@ -230,7 +230,7 @@ def test_decided_actions_are_legal_given_each_other_and_rescore_alike(seed, name
     masks = random_masks(space, 9, generator)
     tables = torch.randn(9, space.num_choices, generator=generator)
     # the logits of a later head depend on every earlier choice
-    coupling = torch.randn(len(space), space.num_choices, generator=generator)
+    coupling = torch.randn(space.num_heads, space.num_choices, generator=generator)
 
     def packed_logits(actions, known):
         return tables + actions[:, :known].float() @ coupling[:known]
@@ -307,8 +307,8 @@ def test_the_distribution_compiles_as_one_graph(backend, floor):
 @pytest.mark.parametrize(
     ("logits", "rows", "floor", "message"),
     [
-        ((2, 14), (2, 15), 0.0, r"logits \(2, 14\).*15\].*'blueprint': 5"),
-        ((2, 15), (3, 15), 0.0, r"masks \(3, 15\)"),
+        ((2, 14), (2, 15), 0.0, r"shape \(2, 14\).*15\].*'blueprint': 5"),
+        ((2, 15), (3, 15), 0.0, r"masks are .*\(3, 15\)"),
         ((2, 15), (2, 15), 1.0, "floor=1.0"),
         ((2, 15), (2, 15), -0.1, "floor=-0.1"),
     ],

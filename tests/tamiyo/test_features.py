@@ -9,10 +9,10 @@ from torch import Tensor
 
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
-from esper.tamiyo.policy.features import FEATURES, FeatureLayout
+from esper.tamiyo.policy.features import FEATURES, FeatureLayout, feature_list
 from support.count_ops import CountOps
 from support.per_env import looped_features, unpack
-from support.random_reports import random_reports, report_batches
+from support.random_reports import random_reports, report_batches, report_shapes
 
 
 def layout_of(reports: Reports) -> FeatureLayout:
@@ -82,7 +82,7 @@ def test_a_worked_example_of_scales() -> None:
 def permuted(reports: Reports, slots: Tensor, blueprints: Tensor) -> Reports:
     """The same envs with slot i now that which was `slots[i]`, and blueprints likewise."""
     moved = {}
-    for name, shape in Reports.shapes().items():
+    for name, shape in report_shapes().items():
         value = getattr(reports, name)
         for axis, letter in enumerate(shape):
             if letter in "SB":
@@ -137,7 +137,7 @@ def test_an_env_has_the_same_features_whoever_else_is_in_the_batch() -> None:
     some = torch.tensor([7, 2])
     # vectorised and scalar float32 arithmetic may differ in the last bit
     torch.testing.assert_close(
-        layout.features(reports.select(some)), layout.features(reports)[some], atol=1e-6, rtol=1e-6
+        layout.features(reports.at(some)), layout.features(reports)[some], atol=1e-6, rtol=1e-6
     )
 
 
@@ -161,16 +161,11 @@ def test_features_compile_without_a_graph_break() -> None:
         torch.testing.assert_close(compiled(reports), layout.features(reports))
 
 
-def test_describe_lists_every_feature_with_its_width() -> None:
-    layout = FeatureLayout(3, 8)
-    text = layout.describe()
-    assert f"{layout.width} features" in text
+def test_the_list_has_every_feature_with_its_width() -> None:
+    listed = feature_list()
+    assert len(listed) == len(FEATURES)
     for row in FEATURES:
-        assert any(
-            line.split()[1:3] == [f"+{row.width}", row.name]
-            for line in text.splitlines()
-            if line.startswith("  ")
-        ), row.name
+        assert any(line.startswith(f"{row.block} {row.name} [{row.width}]: ") for line in listed)
 
 
 def test_flags_are_0_or_1_and_nothing_else_is_called_one() -> None:

@@ -79,7 +79,7 @@ def test_random_choices_are_even_over_what_is_legal() -> None:
     reports.cost_params.fill_(1.0)
     reports.cost_macs.fill_(1.0)
     reports.seeds_left.fill_(1)
-    many = reports.select(torch.zeros(20_000, dtype=torch.int64))
+    many = reports.at(torch.zeros(20_000, dtype=torch.int64))
     masks = compute_batch_masks(many, tamiyo_action_space(3, 4))
     actions = RandomController(torch.Generator().manual_seed(0)).decide(many, masks)
     ops = torch.bincount(actions[:, 0], minlength=len(LifecycleOp)) / len(actions)

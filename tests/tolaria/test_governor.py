@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from esper.kasmina import lifecycle
 from esper.leyline.stages import SeedStage
 from esper.tolaria.governor import Breakage, Governor, GovernorConfig
+from support import moves
 from support.populations import grow, small_population, take_step
 
 
@@ -85,7 +85,7 @@ def test_a_history_is_the_hosts_own_and_starts_anew_after_a_rollback():
 
 def test_a_fossil_survives_a_rollback():
     population, governor = grown(num_steps=2)
-    population.adopt(lifecycle.fossilize(population.states, torch.tensor([1]), torch.tensor([0])))
+    population.adopt(moves.fossilize(population.states, torch.tensor([1]), torch.tensor([0])))
     for step in range(2, 4):
         governor.check(take_step(population, step))
     broken = take_step(population, 4)
@@ -93,6 +93,80 @@ def test_a_fossil_survives_a_rollback():
     governor.check(broken)
     assert population.states.stage[1, 0] == SeedStage.FOSSILIZED
     assert population.states.stage[1, 2] == SeedStage.EMBARGOED
+
+
+GUESSING = math.log(5)
+
+
+def check_all(governor, *levels):
+    """The events of steps in which all four hosts have these mean losses."""
+    return [
+        event
+        for level in levels
+        for event in governor.check(torch.full((2, 4), level, dtype=torch.float64))
+    ]
+
+
+def test_a_host_that_falls_back_to_guessing_is_restored_from_before_the_fall():
+    population, governor = grown()  # a snapshot every second step
+    usual, fallen = torch.full((2, 4), 0.5).double(), torch.full((2, 4), 0.5).double()
+    fallen[:, 2] = GUESSING
+    for _ in range(4):
+        assert governor.check(usual) == ()
+    saved = population.parameter_table.params[2].clone()
+    population.parameter_table.params[2] += 1.0  # the collapse
+    population.parameter_table.params[0] += 2.0
+    assert governor.check(fallen) == ()
+    assert governor.check(fallen) == ()  # a snapshot of the other hosts
+    (event,) = governor.check(fallen)
+    assert (event.host, event.breakage, event.steps_lost) == (2, Breakage.COLLAPSED, 3)
+    assert event.reason == (
+        "collapsed to guessing: the training loss was about ln(5) = 1.61 for 3 steps, "
+        "after a best of 0.5"
+    )
+    host = population.parameter_table.layout.host_columns()
+    assert torch.equal(population.parameter_table.params[2, host], saved[host])
+    population.parameter_table.params[0, 0] = math.nan
+    (other,) = governor.check(usual)
+    assert (other.host, other.steps_lost) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        [GUESSING] * 20,  # never learned
+        [0.8 * GUESSING] * 5 + [GUESSING] * 5,  # hardly learned
+        [0.5, GUESSING] * 10,  # noisy
+        [0.5] * 4 + [GUESSING, GUESSING, 0.5] * 5,  # noisy after it has learned
+        [0.5] * 5 + [0.85 * GUESSING] * 10,  # worse, not guessing
+    ],
+)
+def test_hosts_that_never_learned_or_are_noisy_have_not_collapsed(levels):
+    _, governor = grown()
+    assert check_all(governor, *levels) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda losses, table: losses[:, 1].fill_(math.inf), "the training loss was inf"),
+        (
+            lambda losses, table: table.params[1, 0].fill_(math.nan),
+            "a weight or an optimiser moment was not finite",
+        ),
+        (
+            lambda losses, table: losses[:, 1].fill_(9.0),
+            "the training loss was 9, more than 3 times its usual 2",
+        ),
+    ],
+)
+def test_a_rollback_gives_its_reason_in_words(spoil, reason):
+    population, governor = grown()
+    assert check_all(governor, 2.0, 2.0) == []
+    losses = torch.full((2, 4), 2.0, dtype=torch.float64)
+    spoil(losses, population.parameter_table)
+    (event,) = governor.check(losses)
+    assert event.reason == reason
 
 
 def test_settings_that_cannot_work_are_refused():

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.tolaria import locality as module
-from esper.tolaria.locality import locality
+from esper.tolaria import tasks as module
+from esper.tolaria.tasks import locality
 
 
 def chain(num_rows, length, correlation, channels=1, rng_seed=0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esper.kasmina import lifecycle
-from esper.kasmina.blueprints.registry import menu_for
+from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.factored_actions import tamiyo_action_space

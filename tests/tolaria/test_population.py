@@ -6,8 +6,9 @@ import torch
 from esper.kasmina import lifecycle
 from esper.kernels.hosts.graphs import covers, join, round_up
 from esper.leyline.constants import BlendStyle
-from esper.tolaria.groups import Grouping
+from esper.tolaria.batched import Grouping
 from esper.tolaria.randomness import fold, uniform
+from support import moves
 from support.populations import (
     grow,
     logits,
@@ -73,7 +74,7 @@ def test_a_pruned_seed_leaves_the_host_as_if_it_were_switched_off():
     with_all, without_slot_1 = copies[:, :, 0], copies[:, :, 2]
     assert not torch.equal(with_all[1], without_slot_1[1])
     population.adopt(
-        lifecycle.prune(population.states, torch.tensor([1]), torch.tensor([1]), ramp_steps=0)
+        moves.prune(population.states, torch.tensor([1]), torch.tensor([1]), ramp_steps=0)
     )
     after = storage(population)
     assert torch.equal(logits(population)[1], without_slot_1[1])
@@ -169,7 +170,7 @@ def test_a_slots_second_seed_differs_from_its_first():
         grow(population, [0], [0], blueprint=5)
         births.append(population.parameter_table.params[0, columns(population, 0)].clone())
         take_step(population)
-        transition = lifecycle.prune(population.states, torch.tensor([0]), torch.tensor([0]))
+        transition = moves.prune(population.states, torch.tensor([0]), torch.tensor([0]))
         for _ in range(3):
             transition = transition.then(lifecycle.end_step)
         population.adopt(transition)
@@ -256,5 +257,5 @@ def test_mistakes_are_told_at_construction():
     with pytest.raises(ValueError, match="has inputs"):
         small_population(task=random_task(input_shape=(1, 21)))
     population = small_population()
-    with pytest.raises(ValueError, match=r"expected \[minibatches, hosts, batch\]"):
+    with pytest.raises(ValueError, match=r"expected int64 \[minibatches, hosts, batch\]"):
         population.train(rows_for(population)[:, :2])

@@ -8,10 +8,12 @@ import torch
 from esper.kasmina import lifecycle
 from esper.kasmina.layers import Conv
 from esper.kernels.hosts.layer_table import has_kernels
+from esper.leyline.stages import SeedStage
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.governor import Governor
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.tasks import few_rows, mnist1d, stack
+from support import moves
 from support.populations import grow, random_task, rows_for, small_population
 
 
@@ -70,11 +72,30 @@ def test_more_validation_rows_than_there_are_is_an_error(population):
 
 def test_a_refused_birth_leaves_the_population_as_it_was(population):
     before = population.states
-    with pytest.raises(ValueError, match="the menu has"):
+    with pytest.raises(ValueError, match="blueprint 99; use 0 to"):
         grow(population, [0], [0], blueprint=99)
     assert population.states is before
     with pytest.raises(ValueError, match="expected"):
         population.adopt(lifecycle.Transition.of(lifecycle.SlotStates.dormant(1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(blueprint=-1), "host 1, slot 0: stage HOLDING with blueprint -1"),
+        (dict(blueprint=-5), "host 1, slot 0: stage HOLDING with blueprint -5; use 0 to"),
+        (dict(blueprint=99), "host 1, slot 0: stage HOLDING with blueprint 99; use 0 to"),
+        (dict(stage=int(SeedStage.DORMANT), blueprint=2), "stage DORMANT with blueprint 2; use -1"),
+        (dict(stage=17), "host 1, slot 0: stage 17"),
+    ],
+)
+def test_states_that_contradict_themselves_are_refused(population, change, message):
+    before, states = population.states, lifecycle.SlotStates.dormant(3, 3)
+    for name, value in ({"stage": int(SeedStage.HOLDING)} | change).items():
+        getattr(states, name)[1, 0] = value
+    with pytest.raises(ValueError, match=message):
+        population.adopt(lifecycle.Transition.of(states))
+    assert population.states is before
 
 
 def test_a_slot_sown_again_between_two_calls_gets_a_new_seed(population):
@@ -84,10 +105,10 @@ def test_a_slot_sown_again_between_two_calls_gets_a_new_seed(population):
     population.adopt(lifecycle.end_step(population.states))
     host, slot = torch.tensor([0]), torch.tensor([0])
     seed = {"blueprint": 1, "style": 0, "ramp_steps": 1, "alpha_target": 1.0, "curve": 0}
-    transition = lifecycle.prune(population.states, host, slot)
+    transition = moves.prune(population.states, host, slot)
     for _ in range(3):
         transition = transition.then(lifecycle.end_step)
-    transition = transition.then(lambda s: lifecycle.germinate(s, host, slot, **seed))
+    transition = transition.then(lambda s: moves.germinate(s, host, slot, **seed))
     population.adopt(transition)
     assert population.parameter_table.steps[0, 1] == 0
     columns = population.parameter_table.layout.seed_columns(0)
@@ -108,7 +129,7 @@ def test_requests_out_of_range_are_refused(change, message):
     request = dict(host_ids=torch.tensor([0]), slot_ids=torch.tensor([0]), blueprint=0, style=0,
                    ramp_steps=1, alpha_target=1.0, curve=0)  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        lifecycle.germinate(lifecycle.SlotStates.dormant(3, 3), **(request | change))
+        moves.germinate(lifecycle.SlotStates.dormant(3, 3), **(request | change))
 
 
 def test_a_reset_brings_the_learning_rate_back(population):

@@ -9,8 +9,8 @@ from esper.kasmina.layers import Conv
 from esper.kernels.hosts import compiled
 from esper.kernels.hosts.graphs import choose_signature, covers
 from esper.leyline.constants import SiteKind
+from esper.tolaria.batched import Grouping, GroupKey, Signature
 from esper.tolaria.evaluation import evaluate
-from esper.tolaria.groups import Grouping, GroupKey, Signature
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import minibatch_indices
 from support.kernel_parity import HOSTS, OPTIMIZERS, assert_agree, build

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from esper.leyline.constants import SiteKind
 from esper.tolaria import tasks
-from esper.tolaria.tasks import few_rows, minibatch_indices, noisy, permuted, stack
+from esper.tolaria.tasks import HeldOut, few_rows, minibatch_indices, noisy, permuted, stack
+from support.populations import random_task
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,34 @@ def test_mnist1d_is_the_published_set_split_three_ways(mnist1d):
     assert y_test.shape == (1, 1000)
     assert (task.input_shape, task.num_classes) == ((1, 40), 10)
     assert task.site_kind == SiteKind.SERIES
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(train_y=torch.full((1, 60), 5)), "train_y: label 5; use 0 to 4"),
+        (dict(train_y=torch.full((1, 60), -1)), "train_y: label -1; use 0 to 4"),
+        (dict(validation_y=torch.full((1, 60), 10**9)), "validation_y: label 1000000000"),
+        (dict(train_y=torch.zeros(1, 60)), "train_y is torch.float32"),
+        (dict(train_y=torch.zeros(1, 59, dtype=torch.int64)), r"train_y is .*\(1, 59\)"),
+        (dict(num_rows=torch.tensor([61])), r"num_rows is .*\[61\]"),
+        (dict(num_rows=torch.tensor([0])), r"num_rows is .*\[0\]"),
+        (dict(num_rows=torch.tensor([60.0])), "num_rows is torch.float32"),
+        (dict(num_rows=torch.tensor([60, 60])), r"num_rows is .*\[60, 60\]"),
+        (dict(names=("one", "two")), "train_x is .* expected \\[2 views"),
+        (dict(validation_x=torch.zeros(1, 60, 1, 19)), "validation_x is .*1, 19"),
+        (dict(train_x=torch.full((1, 60, 1, 20), torch.nan)), "train_x is not finite"),
+        (
+            dict(held_out=HeldOut(torch.zeros(1, 4, 1, 20), torch.full((1, 4), 9))),
+            "test_y: label 9",
+        ),
+        (dict(num_classes=1), "num_classes=1"),
+        (dict(num_classes=2.5), "num_classes=2.5"),
+    ],
+)
+def test_a_task_that_kernels_would_read_out_of_bounds_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(random_task(), **change)
 
 
 def test_generating_leaves_the_global_generators_alone(tmp_path):
@@ -142,6 +171,7 @@ def test_locality_knows_nothing_of_rows_that_are_not_trained_on(mnist1d):
     other = replace(
         base,
         train_x=torch.cat([base.train_x, torch.randn(1, 300, 1, 40)], dim=1),  # past num_rows
+        train_y=torch.cat([base.train_y, torch.zeros(1, 300, dtype=torch.int64)], dim=1),
         validation_x=torch.randn_like(base.validation_x),
         held_out=base.held_out.map(torch.randn_like),
     )

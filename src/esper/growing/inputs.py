@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from esper.tolaria.locality import locality
+from esper.tolaria.tasks import locality
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from esper.kasmina.blueprints.registry import Site
+from esper.kasmina.blueprints import Site
 from esper.kasmina.layers import Conv, Flatten, Layer, Linear, Norm, Relu, Shape
 from esper.kasmina.programs import Program
 

@@ -3,7 +3,7 @@
 A move takes the slots' states and returns a `Transition`: the new states, and which slots got
 or lost a seed. One step (one policy decision) is
 
-    transition = apply(states, actions, action_space)  # or germinate(...), prune(...), ...
+    transition = apply(states, actions, action_space)  # or request(states, op, ...)
     transition = transition.then(begin_step)           # alphas move; hosts train at these alphas
     transition = end_step(transition.states)           # ages grow; timed moves happen
 
@@ -33,7 +33,6 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.devices import DeviceConstant, device_table
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.stages import (
     LEGAL_MOVES,
@@ -69,17 +68,11 @@ class SlotStates(TensorFields):
     blueprint: Tensor = _array(torch.int64, NO_BLUEPRINT)
 
     @classmethod
-    def dormant(
-        cls, num_hosts: int, num_slots: int, device: torch.device | str = "cpu"
-    ) -> "SlotStates":
+    def dormant(cls, num_hosts: int, num_slots: int) -> "SlotStates":
         """States of hosts without any seed."""
-        shape = (num_hosts, num_slots)
-        empty = {e.name: e.metadata for e in fields(cls)}
+        shape, empty = (num_hosts, num_slots), {e.name: e.metadata for e in fields(cls)}
         return cls(
-            **{
-                name: torch.full(shape, e["empty"], dtype=e["dtype"], device=device)
-                for name, e in empty.items()
-            }
+            **{name: torch.full(shape, e["empty"], dtype=e["dtype"]) for name, e in empty.items()}
         )
 
     @property
@@ -91,17 +84,13 @@ class SlotStates(TensorFields):
         return self.stage.shape[1]
 
     @property
-    def device(self) -> torch.device:
-        return self.stage.device
-
-    @property
     def has_seed(self) -> Tensor:
         return self.blueprint != NO_BLUEPRINT
 
     @property
     def is_live(self) -> Tensor:
         """Where a seed takes part in training and may still be pruned."""
-        return torch.isin(self.stage, device_table(LIVE_STAGES, self.device))
+        return torch.isin(self.stage, _LIVE)
 
 
 class Transition(NamedTuple):
@@ -147,97 +136,64 @@ def apply(
     shadow_training: bool = False,
 ) -> Transition:
     """One factored action `[P, H]` per host, in Tamiyo's eight heads."""
-    choice = dict(zip(action_space.names, actions.to(states.device).unbind(-1), strict=True))
+    is_outside = (actions < 0) | (actions >= torch.tensor(action_space.sizes))
+    if bool(is_outside.any()):
+        host, head = is_outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"host {host}, head {action_space.names[head]!r}: choice {int(actions[host, head])}; "
+            f"there are {action_space.sizes[head]}"
+        )
+    choice = dict(zip(action_space.names, actions.unbind(-1), strict=True))
     op = choice["op"]
     germinates = op == LifecycleOp.GERMINATE
-    tempo = device_table(TEMPO_STEPS, states.device)[choice["tempo"]]
-    speed = device_table(ALPHA_SPEED_STEPS, states.device)[choice["alpha_speed"]]
-    target = device_table(ALPHA_TARGETS, states.device, torch.float64)[choice["alpha_target"]]
+    target = _ALPHA_TARGETS[choice["alpha_target"]]
     return _request(
         states,
-        torch.arange(states.num_hosts, device=states.device),
+        torch.arange(states.num_hosts),
         choice["slot"],
         op,
-        _Request(
+        _Details(
             blueprint=choice["blueprint"],
             style=choice["style"],
             alpha_target=torch.where(op == LifecycleOp.PRUNE, 0.0, target),
-            ramp_steps=torch.where(germinates, tempo, speed),
+            ramp_steps=torch.where(
+                germinates, _TEMPO_STEPS[choice["tempo"]], _SPEED_STEPS[choice["alpha_speed"]]
+            ),
             curve=choice["alpha_curve"],
         ),
         shadow_training,
     )
 
 
-def germinate(
+def request(
     states: SlotStates,
+    op: LifecycleOp,
     host_ids: Tensor,
     slot_ids: Tensor,
     *,
-    blueprint: Tensor | int,
-    style: Tensor | int,
-    ramp_steps: Tensor | int,
-    alpha_target: Tensor | float,
-    curve: Tensor | int,
+    blueprint: Tensor | int = NO_BLUEPRINT,
+    style: Tensor | int = 0,
+    ramp_steps: Tensor | int = 0,
+    alpha_target: Tensor | float = 1.0,
+    curve: Tensor | int = 0,
     shadow_training: bool = False,
 ) -> Transition:
-    """Put a new seed into each of K slots, at alpha 0; its ramp starts in the next step.
+    """One op on each of K slots; the details that it uses are one for all, or `[K]`.
 
-    `ramp_steps=1` reaches the target in the first step. With `shadow_training` the seed enters
-    TRAINING instead; target, ramp and curve apply after its ADVANCE.
+    - GERMINATE puts a new seed at alpha 0; its ramp of 1 or more steps starts in the next step.
+      With `shadow_training` it enters TRAINING; target, ramp and curve apply after its ADVANCE.
+    - ADVANCE moves a seed from shadow training to its ramp, or to the end of its ramp.
+    - SET_ALPHA_TARGET and PRUNE move alpha over `ramp_steps`, at once if 0. A seed in shadow
+      training is pruned at once: its alpha is 0 already.
+    - FOSSILIZE commits a held seed for good.
     """
-    request = _Request(
-        blueprint=blueprint,
-        style=style,
-        alpha_target=alpha_target,
-        ramp_steps=ramp_steps,
-        curve=curve,
+    _check_once(states, host_ids, slot_ids)
+    _check_details(op, blueprint, style, ramp_steps, alpha_target, curve)
+    target = 0.0 if op == LifecycleOp.PRUNE else alpha_target
+    asked = _Details(blueprint, style, target, ramp_steps, curve)
+    return _request(
+        states, host_ids, slot_ids, torch.full_like(slot_ids, op), asked, shadow_training
     )
-    _check_target(alpha_target)
-    _check_ramp(ramp_steps, least=1)
-    _check_choice("blueprint", blueprint, None)
-    _check_choice("style", style, len(BlendStyle))
-    _check_choice("curve", curve, len(AlphaCurve))
-    return _request(states, host_ids, slot_ids, LifecycleOp.GERMINATE, request, shadow_training)
-
-
-def advance(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> Transition:
-    """Move K seeds one stage on: from shadow training to their ramp, or to the end of a ramp."""
-    return _request(states, host_ids, slot_ids, LifecycleOp.ADVANCE, _Request())
-
-
-def set_alpha_target(
-    states: SlotStates,
-    host_ids: Tensor,
-    slot_ids: Tensor,
-    *,
-    alpha_target: Tensor | float,
-    ramp_steps: Tensor | int,
-    curve: Tensor | int,
-) -> Transition:
-    """Give K held seeds another alpha target, reached at once where `ramp_steps` is 0."""
-    request = _Request(alpha_target=alpha_target, ramp_steps=ramp_steps, curve=curve)
-    _check_target(alpha_target)
-    _check_ramp(ramp_steps, least=0)
-    _check_choice("curve", curve, len(AlphaCurve))
-    return _request(states, host_ids, slot_ids, LifecycleOp.SET_ALPHA_TARGET, request)
-
-
-def prune(
-    states: SlotStates, host_ids: Tensor, slot_ids: Tensor, *, ramp_steps: Tensor | int = 0
-) -> Transition:
-    """Remove K seeds: at once, or after a ramp of alpha down to 0 over `ramp_steps`.
-
-    A seed in shadow training is removed at once: its alpha is 0 already.
-    """
-    _check_ramp(ramp_steps, least=0)
-    request = _Request(ramp_steps=ramp_steps)
-    return _request(states, host_ids, slot_ids, LifecycleOp.PRUNE, request)
-
-
-def fossilize(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> Transition:
-    """Commit K held seeds for good."""
-    return _request(states, host_ids, slot_ids, LifecycleOp.FOSSILIZE, _Request())
 
 
 def remove_live_seeds(states: SlotStates, host_ids: Tensor) -> Transition:
@@ -280,29 +236,25 @@ def _transition(before: SlotStates, after: SlotStates) -> Transition:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """Values of an op apart from its slot: one for all K, or one each."""
+class _Details(NamedTuple):
+    """The values of an op apart from its slot: one for all K, or one each."""
 
-    blueprint: Tensor | int = NO_BLUEPRINT
-    style: Tensor | int = 0
-    alpha_target: Tensor | float = 0.0
-    ramp_steps: Tensor | int = 0
-    curve: Tensor | int = 0
+    blueprint: Tensor | int
+    style: Tensor | int
+    alpha_target: Tensor | float
+    ramp_steps: Tensor | int
+    curve: Tensor | int
 
 
 def _request(
     states: SlotStates,
     host_ids: Tensor,
     slot_ids: Tensor,
-    op: Tensor | LifecycleOp,
-    asked: _Request,
-    shadow_training: bool = False,
+    op: Tensor,
+    asked: _Details,
+    shadow_training: bool,
 ) -> Transition:
     """K requests, each for a different slot; WAIT changes nothing."""
-    if isinstance(op, LifecycleOp):
-        _check_once(states, host_ids, slot_ids)
-        op = torch.full_like(slot_ids, op)
     old = states.at(host_ids, slot_ids)
     _check_legal(old, op, asked, host_ids, slot_ids)
     germinates = op == LifecycleOp.GERMINATE
@@ -323,7 +275,7 @@ def _request(
     jumps = (op == LifecycleOp.ADVANCE) & (old.stage == SeedStage.BLENDING)
     jumps |= (retargets | prunes) & (new.ramp_steps == 0)
     jumps |= prunes & (old.stage == SeedStage.TRAINING)
-    stage = _DESTINATIONS.on(states.device)[old.stage, op]
+    stage = _DESTINATIONS[old.stage, op]
     stage = torch.where(ramps & ~jumps, SeedStage.BLENDING, stage)
     if shadow_training:
         stage = torch.where(germinates, SeedStage.TRAINING, stage)
@@ -354,7 +306,7 @@ def _enter(states: SlotStates, stage: Tensor) -> SlotStates:
 
 
 def _check_legal(
-    old: SlotStates, op: Tensor, asked: _Request, host_ids: Tensor, slot_ids: Tensor
+    old: SlotStates, op: Tensor, asked: _Details, host_ids: Tensor, slot_ids: Tensor
 ) -> None:
     """Raise for the first of K requests that its slot does not accept."""
     accepts = slot_accepts(old.stage, old.total_age)
@@ -389,22 +341,28 @@ def _check_once(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> None:
         raise ValueError(f"host {host}, slot {slot} is named more than once in one call")
 
 
-def _check_target(alpha_target: Tensor | float) -> None:
+def _check_details(
+    op: LifecycleOp,
+    blueprint: Tensor | int,
+    style: Tensor | int,
+    ramp_steps: Tensor | int,
+    alpha_target: Tensor | float,
+    curve: Tensor | int,
+) -> None:
     target = torch.as_tensor(alpha_target)
     if not bool(((target > 0.0) & (target <= 1.0)).all()):
         raise ValueError(f"alpha_target={alpha_target}; use more than 0 and at most 1")
-
-
-def _check_choice(name: str, choice: Tensor | int, count: int | None) -> None:
-    value = torch.as_tensor(choice)
-    if bool((value < 0).any()) or (count is not None and bool((value >= count).any())):
-        most = "or more" if count is None else f"to {count - 1}"
-        raise ValueError(f"{name}={choice}; use 0 {most}")
-
-
-def _check_ramp(ramp_steps: Tensor | int, least: int) -> None:
-    if not bool((torch.as_tensor(ramp_steps) >= least).all()):
-        raise ValueError(f"ramp_steps={ramp_steps}; use {least} or more")
+    germinates = op == LifecycleOp.GERMINATE
+    for name, value, least, most in (
+        ("ramp_steps", ramp_steps, int(germinates), None),
+        ("blueprint", blueprint, 0 if germinates else NO_BLUEPRINT, None),
+        ("style", style, 0, len(BlendStyle) - 1),
+        ("curve", curve, 0, len(AlphaCurve) - 1),
+    ):
+        given = torch.as_tensor(value)
+        if bool((given < least).any()) or (most is not None and bool((given > most).any())):
+            expected = f"{least} or more" if most is None else f"{least} to {most}"
+            raise ValueError(f"{name}={value}; use {expected}")
 
 
 def _destination_table() -> Tensor:
@@ -415,4 +373,7 @@ def _destination_table() -> Tensor:
     return table
 
 
-_DESTINATIONS = DeviceConstant(_destination_table())
+_DESTINATIONS = _destination_table()
+_LIVE = torch.tensor(LIVE_STAGES)
+_TEMPO_STEPS, _SPEED_STEPS = torch.tensor(TEMPO_STEPS), torch.tensor(ALPHA_SPEED_STEPS)
+_ALPHA_TARGETS = torch.tensor(ALPHA_TARGETS, dtype=torch.float64)

@@ -12,6 +12,10 @@ from esper.leyline.constants import (
     DEFAULT_LSTM_HIDDEN_DIM,
 )
 from esper.leyline.factored_actions import (
+    NUM_BLENDS,
+    NUM_BLUEPRINTS,
+    NUM_OPS,
+    NUM_SLOTS,
     ActionMasks,
     FactoredActionSpace,
     Head,
@@ -25,6 +29,10 @@ __all__ = [
     "DEFAULT_GAMMA",
     "DEFAULT_LSTM_HIDDEN_DIM",
     "LEGAL_MOVES",
+    "NUM_BLENDS",
+    "NUM_BLUEPRINTS",
+    "NUM_OPS",
+    "NUM_SLOTS",
     "ActionMasks",
     "FactoredActionSpace",
     "Head",

@@ -1,6 +1,6 @@
 """Devices: which can be used, and small constant tensors kept on each of them."""
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,25 +36,8 @@ class DeviceConstant:
         return self._copies[device]
 
 
-def device_table(
-    values: range | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
-) -> Tensor:
-    """A range or a tuple of numbers as a tensor `[len(values)]`, made once per device.
-
-    The result is shared: do not write to it.
-    """
-    key = (values, dtype, device)
-    if key not in _TABLES:
-        while len(_TABLES) >= MOST_TABLES:  # ranges follow the batch size, which may always differ
-            del _TABLES[next(iter(_TABLES))]
-        with torch.inference_mode(False):
-            if isinstance(values, range):  # torch.tensor would wait for a GPU
-                table = torch.arange(values.start, values.stop, values.step, device=device)
-                _TABLES[key] = table.to(dtype)
-            else:
-                _TABLES[key] = torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-    return _TABLES[key]
-
-
-MOST_TABLES = 256
-_TABLES: dict[object, Tensor] = {}
+@lru_cache(maxsize=256)  # minibatches of ever other sizes must not fill the memory
+def block_starts(num_blocks: int, size: int, device: torch.device) -> Tensor:
+    """The first row of each block of `size` rows, `[num_blocks]`; shared, so do not write to it."""
+    with torch.inference_mode(False):
+        return torch.arange(0, num_blocks * size, size, device=device)

@@ -27,8 +27,16 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.devices import device_table, same_device
+from esper.leyline.devices import block_starts, same_device
 from esper.leyline.stages import LifecycleOp
+
+# Sizes of the four independent heads of `audit_action_space`.
+NUM_SLOTS = 3
+NUM_BLUEPRINTS = 5
+NUM_BLENDS = 3
+NUM_OPS = 4
+
+MOST_CHOICES = 2**20  # of one head: each choice is a column of logits and masks
 
 
 @dataclass(frozen=True)
@@ -95,10 +103,14 @@ class FactoredActionSpace:
             raise ValueError("a FactoredActionSpace needs at least one head")
         earlier: set[str] = set()
         for head in self.heads:
+            if not isinstance(head.name, str) or not head.name:
+                raise ValueError(f"a head has the name {head.name!r}; use a non-empty string")
             if head.name in earlier:
                 raise ValueError(f"head {head.name!r} appears twice; head names must differ")
-            if head.size < 1:
-                raise ValueError(f"head {head.name!r} has size {head.size}; use 1 or more")
+            if type(head.size) is not int or not 1 <= head.size <= MOST_CHOICES:
+                raise ValueError(
+                    f"head {head.name!r} has size {head.size}; use an int from 1 to {MOST_CHOICES}"
+                )
             if unknown := [name for name in head.given if name not in earlier]:
                 raise ValueError(
                     f"head {head.name!r} is given {unknown}, not among the heads before it "
@@ -111,8 +123,9 @@ class FactoredActionSpace:
     def __iter__(self) -> Iterator[Head]:
         return iter(self.heads)
 
-    def __len__(self) -> int:
-        return len(self.heads)
+    @property
+    def sizes_by_name(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
 
     @property
     def num_heads(self) -> int:
@@ -131,12 +144,12 @@ class FactoredActionSpace:
 
     def view(self, packed: Tensor, name: str) -> Tensor:
         """One head's part of a packed tensor `[..., C]`, without a copy."""
-        self._check_packed(packed)
+        self.check_packed(packed)
         return packed[..., self.slices[self.index(name)]]
 
     def split(self, packed: Tensor) -> dict[str, Tensor]:
         """Every head's part of a packed tensor `[..., C]`, by name, without a copy."""
-        self._check_packed(packed)
+        self.check_packed(packed)
         return {h.name: packed[..., part] for h, part in zip(self.heads, self.slices, strict=True)}
 
     def check_names(self, parts: Mapping[str, object]) -> None:
@@ -145,11 +158,12 @@ class FactoredActionSpace:
         if unknown := [name for name in parts if name not in self.names]:
             raise ValueError(f"no heads {unknown}; this action space has {list(self.names)}")
 
-    def _check_packed(self, packed: Tensor) -> None:
+    def check_packed(self, packed: Tensor) -> None:
+        """Raise unless the last axis holds the choices of all heads."""
         if packed.shape[-1:] != (self.num_choices,):
             raise ValueError(
                 f"got shape {tuple(packed.shape)}, expected [..., {self.num_choices}] "
-                f"for heads {dict(zip(self.names, self.sizes, strict=True))}"
+                f"for heads {self.sizes_by_name}"
             )
 
 
@@ -224,18 +238,24 @@ class ActionMasks:
         return space.group_spaces[group].view(rows, space.names[head_index])
 
     def rows(self, group: range, actions: Tensor | Sequence[Tensor]) -> Tensor:
-        """As `row`, for all heads of a group: `[N, their choices]`."""
+        """As `row`, for all heads of a group: `[N, their choices]`.
+
+        On a CPU, an earlier choice out of range raises. On a GPU it is not checked, because that
+        would synchronise: pass choices that were sampled from these masks.
+        """
         given = self.action_space.given_indices[group.start]
         mask = self.groups[self.action_space.group_of[group.start]]
         if not given:
             return mask
         chosen = [actions[:, g] if isinstance(actions, Tensor) else actions[g] for g in given]
         sizes = [self.action_space.sizes[g] for g in given]
+        if self.device.type == "cpu":
+            for index, size, choice in zip(given, sizes, chosen, strict=True):
+                _check_range(self.action_space.names[index], size, choice)
         combination = chosen[0].long()
         for size, choice in zip(sizes[1:], chosen[1:], strict=True):
             combination = torch.add(choice, combination, alpha=size)
-        count = math.prod(sizes)  # of combinations: the rows of env n begin at n * count
-        first = device_table(range(0, self.num_envs * count, count), self.device)
+        first = block_starts(self.num_envs, math.prod(sizes), self.device)
         return mask.reshape(-1, mask.shape[-1]).index_select(0, first + combination)
 
     def _expected_shape(self, heads: range) -> tuple[int, ...]:
@@ -254,6 +274,14 @@ class ActionMasks:
                 f"expected {torch.bool} {expected}"
                 + (f" (envs, {', '.join(given)}, choices)" if given else "")
             )
+
+
+def _check_range(name: str, size: int, choice: Tensor) -> None:
+    """Raise for a choice outside 0 to size - 1: it would find the row of another env."""
+    is_outside = (choice < 0) | (choice >= size)
+    if bool(is_outside.any()):
+        env = int(is_outside.nonzero()[0])
+        raise ValueError(f"env {env}, head {name!r}: choice {int(choice[env])}; there are {size}")
 
 
 # The heads that each op uses; the others have nothing to choose. For an op that uses a head, all
@@ -305,7 +333,10 @@ def choice_names(
 
 
 def audit_action_space(
-    num_slots: int = 3, num_blueprints: int = 5, num_blends: int = 3, num_ops: int = 4
+    num_slots: int = NUM_SLOTS,
+    num_blueprints: int = NUM_BLUEPRINTS,
+    num_blends: int = NUM_BLENDS,
+    num_ops: int = NUM_OPS,
 ) -> FactoredActionSpace:
     """Four independent heads, for tests and benchmarks of unconditional spaces."""
     return FactoredActionSpace(

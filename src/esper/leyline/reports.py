@@ -89,11 +89,6 @@ class Reports(TensorFields):
                     f"{dtype} {shape} ([{', '.join(entry.metadata['shape'])}])"
                 )
 
-    @classmethod
-    def shapes(cls) -> dict[str, str]:
-        """The axes of each field, such as "NS"."""
-        return {entry.name: entry.metadata["shape"] for entry in fields(cls)}
-
     @property
     def num_envs(self) -> int:
         return self.fits.shape[0]
@@ -119,7 +114,3 @@ class Reports(TensorFields):
     def progress(self) -> Tensor:
         """Completed share of each env's episode, 0 to 1, `[N]`."""
         return self.step / (self.step + self.steps_left).clamp(min=1)
-
-    def select(self, env_ids: Tensor) -> "Reports":
-        """The reports of some envs, in the order of `env_ids`."""
-        return self.at(env_ids)

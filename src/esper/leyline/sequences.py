@@ -116,17 +116,6 @@ class SequenceLayout:
         """A stored field `[N, T, ...]` as `[R, ...]`, the stored steps in packed order."""
         return self._as_parts.gather(field)
 
-    def initial(self, stored: Tensor) -> Tensor:
-        """The initial state of each packed episode, `[episodes, ...]`: its env's state or zeros.
-
-        `stored` `[N, ...]` are the states before the envs' first stored steps.
-        """
-        return self._as_parts.initial(stored)
-
-    def padded_index_on(self, device: torch.device) -> Tensor:
-        """`padded_index` on a device."""
-        return self.padded_index.to(device)
-
     def steps_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`step_starts` and the lengths of the packed episodes, on a device."""
         if device not in self._steps:
@@ -161,7 +150,10 @@ class SequenceParts:
         return field.flatten(0, 1).index_select(0, self.on(field.device).rows)
 
     def initial(self, stored: Tensor) -> Tensor:
-        """The initial state of each episode, `[episodes, ...]`; see `SequenceLayout.initial`."""
+        """The initial state of each episode, `[episodes, ...]`: its env's state or zeros.
+
+        `stored` `[N, ...]` are the states before the envs' first stored steps.
+        """
         tables = self.on(stored.device)
         states = stored.index_select(0, tables.env_ids)
         has_prior_state = tables.has_prior_state.view(-1, *[1] * (stored.dim() - 1))

@@ -82,7 +82,7 @@ class RunDatabase:
         """
         if max(action_space.sizes) > _MOST_BITS:
             raise ValueError(
-                f"heads of {dict(zip(action_space.names, action_space.sizes, strict=True))} "
+                f"heads of {action_space.sizes_by_name} "
                 f"choices; legal choices are stored in {_MOST_BITS} bits, so use at most {_MOST_BITS}"
             )
         self._space = action_space

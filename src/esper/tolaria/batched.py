@@ -1,11 +1,16 @@
 """P growing hosts as one batched program: the forward pass and one minibatch of training.
 
-Host segments run for all P hosts at once. Seeds run group by group, and one blend per slot joins
-their outputs to the hosts. This is the plain twin of every kernel in `kernels.hosts`.
+Host segments run for all P hosts at once. Seeds of one blueprint in one slot form a group. Groups
+run one by one, and one blend per slot joins their outputs to the hosts. This is the plain twin of
+every kernel in `kernels.hosts`.
+
+A group's capacity is fixed in its program and its members are an index, so that one program can
+serve changing hosts. Padding reads host 0 and writes to the scratch row after the last host.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -13,15 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from esper.kasmina.blending import blend
-from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates
 from esper.kasmina.programs import Program
+from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
-from esper.tolaria.feed import Feed
-from esper.tolaria.groups import GroupKey, Membership, Signature
 from esper.tolaria.optimizers import Optimizer, OptimizerRows
 from esper.tolaria.parameter_table import ParameterTable
+
+CHUNK = 32  # minibatches whose rows are on the device at a time
 
 
 class SeedGroup(NamedTuple):
@@ -112,6 +118,114 @@ class BlendInputs:
         self.style.copy_(states.style, non_blocking=True)
         self.trains[:, 0] = 1
         self.trains[:, 1:].copy_(states.has_seed, non_blocking=True)
+
+
+class GroupKey(NamedTuple):
+    """Seeds that can run together."""
+
+    slot: int
+    blueprint: int
+    shadow_training: bool  # trained in the shadow pass; not part of the host's own pass
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that the shapes of a minibatch's program depend on."""
+
+    capacities: tuple[tuple[GroupKey, int], ...]
+    plain_slots: tuple[bool, ...]  # every seed in the slot has style ADD
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The hosts in each group, on the CPU, and the signature without any padding."""
+
+    signature: Signature
+    members: dict[GroupKey, Tensor]
+
+    @classmethod
+    def of(cls, states: SlotStates) -> "Grouping":
+        shadow = states.stage == SeedStage.TRAINING
+        hosts, slots = states.has_seed.nonzero(as_tuple=True)
+        keys = torch.stack((slots, states.blueprint[hosts, slots], shadow[hosts, slots].long()), 1)
+        kinds, group_of = torch.unique(keys, dim=0, return_inverse=True)
+        members = {
+            GroupKey(slot, blueprint, bool(in_shadow)): hosts[group_of == group]
+            for group, (slot, blueprint, in_shadow) in enumerate(kinds.tolist())
+        }
+        styled = (states.style != BlendStyle.ADD) & states.has_seed
+        sizes = tuple((key, len(ids)) for key, ids in members.items())
+        return cls(Signature(sizes, tuple((~styled.any(0)).tolist())), members)
+
+
+class Membership:
+    """The members of each group of a signature, as index tensors that a program reads."""
+
+    def __init__(self, signature: Signature, num_hosts: int, device: torch.device):
+        self._num_hosts = num_hosts
+        capacities = dict(signature.capacities)
+        ends = dict(zip(capacities, accumulate(capacities.values()), strict=True))
+        self._places = {key: slice(end - capacities[key], end) for key, end in ends.items()}
+        self._index = torch.zeros(2, sum(capacities.values()), dtype=torch.int64, device=device)
+        self.source = self._views(self._index[0])  # padding reads host 0
+        self.destination = self._views(self._index[1])  # padding writes to the scratch row
+
+    def fill(self, members: dict[GroupKey, Tensor]) -> None:
+        """Set the members of a grouping that the signature has room for; one copy to the device."""
+        index = torch.zeros_like(self._index, device="cpu")
+        index[1] = self._num_hosts
+        for key, place in self._places.items():
+            if key in members:
+                ids = members[key]
+                index[:, place.start : place.start + len(ids)] = ids
+        self._index.copy_(index, non_blocking=True)
+
+    def _views(self, index: Tensor) -> dict[GroupKey, Tensor]:
+        return {key: index[place] for key, place in self._places.items()}
+
+
+class Feed:
+    """Data `[V, N, ...]` in V views, and the rows of the next minibatches `[M, P, batch]`.
+
+    The cursor is a tensor on the device, so that a captured CUDA graph can advance it.
+    """
+
+    def __init__(self, inputs: Tensor, labels: Tensor, view_ids: Tensor, batch_size: int):
+        device, num_hosts = inputs.device, len(view_ids)
+        self.inputs = inputs.flatten(0, 1)
+        self.labels = labels.flatten()
+        self._rows_per_view = labels.shape[1]
+        self.first_row = torch.zeros(num_hosts, 1, dtype=torch.int64, device=device)
+        self.set_views(view_ids)
+        shape = (CHUNK, num_hosts, batch_size)
+        self.rows = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.losses = torch.zeros(CHUNK, num_hosts, dtype=inputs.dtype, device=device)
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def set_views(self, view_ids: Tensor) -> None:
+        """Set the view `[P]` that each host reads from now on."""
+        self.first_row.copy_(view_ids.unsqueeze(1) * self._rows_per_view)
+
+    def load(self, rows: Tensor) -> None:
+        """Load the rows of at most `CHUNK` minibatches; a host's rows are numbered in its view."""
+        self.rows[: len(rows)].copy_(rows, non_blocking=True)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go back to the first loaded minibatch."""
+        self._cursor.zero_()
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Inputs `[P, *shape, batch]` and labels `[P, batch]` of the minibatch at the cursor."""
+        rows = self.rows.index_select(0, self._cursor).squeeze(0) + self.first_row
+        flat = rows.flatten()
+        x = self.inputs.index_select(0, flat).view(*rows.shape, *self.inputs.shape[1:])
+        return x.movedim(1, -1).contiguous(), self.labels.index_select(0, flat).view(rows.shape)
+
+    def record_loss(self, losses: Tensor) -> None:
+        """Store the losses `[P]` of the minibatch at the cursor, and advance the cursor."""
+        self.losses.index_copy_(0, self._cursor, losses.unsqueeze(0))
+        self._cursor.add_(1)
 
 
 @dataclass(frozen=True, eq=False)

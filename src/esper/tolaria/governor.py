@@ -1,7 +1,8 @@
 """The governor rolls back hosts that break, without any effect on the others.
 
-A host is broken if its loss or a weight is not finite, or if its loss is far above its own recent
-history. It is restored from its last snapshot, without the seeds that were live then.
+A host is broken if its loss or a weight is not finite, if its loss is far above its own recent
+history, or if it had learned and falls back to guessing. It is restored from its last snapshot,
+without the seeds that were live then.
 """
 
 import math
@@ -15,6 +16,12 @@ from torch import Tensor
 from esper.kasmina import lifecycle
 from esper.leyline.checks import require_at_least
 from esper.tolaria.population import Population, Snapshot
+
+# A host has collapsed if its mean loss was below `LEARNED` times the loss of guessing, ln(classes),
+# for `LEARNED_STEPS` in a row, and later at `GUESSING` times it or above for `COLLAPSED_STEPS` in a
+# row. Single bad steps and hosts that hardly learned raise no alarm.
+LEARNED, LEARNED_STEPS = 0.7, 3
+GUESSING, COLLAPSED_STEPS = 0.95, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,7 @@ class Breakage(Enum):
     LOSS_NOT_FINITE = "loss not finite"
     WEIGHTS_NOT_FINITE = "weights not finite"
     DIVERGED = "diverged"
+    COLLAPSED = "collapsed to guessing"
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,10 @@ class Rollback:
 
     host: int
     breakage: Breakage
+    reason: str  # in words, with the numbers
     loss: float  # mean over the step in which the host broke
     usual_loss: float  # median of the host's history; nan without history
-    steps_lost: int  # steps since the snapshot
+    steps_lost: int  # steps of training that were undone
 
 
 class Governor:
@@ -59,28 +68,41 @@ class Governor:
     def reset(self) -> None:
         """Start again with a new snapshot, after the population was reset."""
         self._snapshot: Snapshot = self._population.save()
-        self._age = 0
+        self._num_steps = 0
         self._history: deque[Tensor] = deque(maxlen=self._config.history)
+        # of each host, [P]: steps since its snapshot, and in a row with a low or a guessing loss
+        per_host = torch.zeros(4, self._population.num_hosts, dtype=torch.int64)
+        self._age, self._low_steps, self._guessing_steps, has_learned = per_host.unbind()
+        self._has_learned = has_learned.bool()
+        self._best_loss = torch.full((self._population.num_hosts,), math.inf)
 
     def check(self, losses: Tensor) -> tuple[Rollback, ...]:
         """Roll back hosts that broke in a step with losses `[M, P]`; call it once per step."""
         if len(losses) == 0:
             raise ValueError("losses is empty; a step needs one minibatch or more")
         self._age += 1
+        self._num_steps += 1
         weights_finite = self._population.parameter_table.finite_rows()
         loss, finite = torch.stack((losses.mean(0), weights_finite.to(losses))).cpu()
         usual = self._usual_loss(loss)
         broken = self._find_broken(loss, usual, finite.bool())
         events = tuple(
-            Rollback(host, breakage, float(loss[host]), float(usual[host]), self._age)
+            Rollback(
+                host,
+                breakage,
+                self._reason(host, breakage, float(loss[host]), float(usual[host])),
+                float(loss[host]),
+                float(usual[host]),
+                int(self._age[host]),
+            )
             for host, breakage in broken.items()
         )
         hosts = torch.tensor(list(broken), dtype=torch.int64)
         if len(hosts):
             self._roll_back(hosts)
         self._remember(loss, hosts)
-        if self._age == self._config.snapshot_every:
-            self._snapshot, self._age = self._population.save(), 0
+        if self._num_steps % self._config.snapshot_every == 0:
+            self._take_snapshot()
         return events
 
     def _find_broken(
@@ -88,6 +110,7 @@ class Governor:
     ) -> dict[int, Breakage]:
         # the worst cause comes last and overwrites the others
         causes = (
+            (Breakage.COLLAPSED, self._has_collapsed(loss)),
             (Breakage.DIVERGED, self._has_diverged(loss, usual)),
             (Breakage.WEIGHTS_NOT_FINITE, ~weights_finite),
             (Breakage.LOSS_NOT_FINITE, ~loss.isfinite()),
@@ -96,6 +119,35 @@ class Governor:
         for breakage, hosts in causes:
             broken.update(dict.fromkeys(hosts.nonzero().flatten().tolist(), breakage))
         return broken
+
+    def _reason(self, host: int, breakage: Breakage, loss: float, usual: float) -> str:
+        match breakage:
+            case Breakage.LOSS_NOT_FINITE:
+                return f"the training loss was {loss}"
+            case Breakage.WEIGHTS_NOT_FINITE:
+                return "a weight or an optimiser moment was not finite"
+            case Breakage.DIVERGED:
+                ratio = self._config.max_loss_ratio
+                return (
+                    f"the training loss was {loss:.3g}, more than {ratio:g} times its usual "
+                    f"{usual:.3g}"
+                )
+            case Breakage.COLLAPSED:
+                classes = self._population.host.num_classes
+                return (
+                    f"collapsed to guessing: the training loss was about ln({classes}) = "
+                    f"{self._guessing_loss:.3g} for {COLLAPSED_STEPS} steps, after a best of "
+                    f"{float(self._best_loss[host]):.3g}"
+                )
+
+    def _has_collapsed(self, loss: Tensor) -> Tensor:
+        is_low = loss < LEARNED * self._guessing_loss
+        is_guessing = self._has_learned & (loss >= GUESSING * self._guessing_loss)
+        self._low_steps = (self._low_steps + 1) * is_low
+        self._guessing_steps = (self._guessing_steps + 1) * is_guessing
+        self._has_learned = self._has_learned | (self._low_steps >= LEARNED_STEPS)
+        self._best_loss = self._best_loss.fmin(loss)
+        return self._guessing_steps >= COLLAPSED_STEPS
 
     def _has_diverged(self, loss: Tensor, usual: Tensor) -> Tensor:
         runaway = loss > self._config.max_loss_ratio * usual  # False without history
@@ -111,6 +163,15 @@ class Governor:
         population = self._population
         population.restore(self._snapshot, hosts)
         population.adopt(lifecycle.remove_live_seeds(population.states, hosts))
+        for counter in (self._age, self._low_steps, self._guessing_steps, self._has_learned):
+            counter[hosts] = 0
+        self._best_loss[hosts] = math.inf
+
+    def _take_snapshot(self) -> None:
+        """A new snapshot; hosts that may be about to collapse keep their earlier one."""
+        is_suspect = self._guessing_steps > 0
+        self._snapshot = self._population.save(self._snapshot, is_suspect.nonzero().flatten())
+        self._age *= is_suspect
 
     def _remember(self, loss: Tensor, rolled_back: Tensor) -> None:
         remembered = loss.clone()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import (
     SlotStates,

@@ -1,7 +1,7 @@
 """P growing hosts of one task, trained as one program.
 
     population = Population(host, menu, task, num_hosts=32, batch_size=100)
-    transition = lifecycle.germinate(population.states, host_ids, slot_ids, blueprint=..., ...)
+    transition = lifecycle.request(population.states, op, host_ids, slot_ids, blueprint=..., ...)
     population.adopt(transition.then(lifecycle.begin_step))
     losses = population.train(rows)                    # [minibatches, P]
     population.adopt(lifecycle.end_step(population.states))
@@ -11,30 +11,28 @@ accordingly: it initialises new seeds and clears the weights of removed ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.stages import SeedStage
-from esper.tolaria.batched import BlendInputs, TrainingSetup
-from esper.tolaria.feed import CHUNK, Feed
-from esper.tolaria.initialization import InitDistributions
+from esper.tolaria.batched import CHUNK, BlendInputs, Feed, TrainingSetup
 from esper.tolaria.optimizers import AdamW, Optimizer
-from esper.tolaria.parameter_table import ParameterTable, TableLayout, TableSnapshot
+from esper.tolaria.parameter_table import InitDistributions, ParameterTable, TableLayout
 from esper.tolaria.randomness import fold
 from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
 from esper.tolaria.tasks import Task
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A copy of the weights, optimiser state and slots of every host."""
 
-    parameter_table: TableSnapshot
+    storage: Tensor  # parameters and moments
+    steps: Tensor
     states: SlotStates
 
 
@@ -135,8 +133,7 @@ class Population:
     def adopt(self, transition: Transition) -> None:
         """Carry out a transition that starts from `self.states`."""
         states, germinated, removed = transition
-        self._check_shape(states)
-        self._check_new_seeds(states, germinated)
+        self._check_states(states)
         self._states = states
         table = self.parameter_table
         for slot in removed.any(dim=0).nonzero().flatten().tolist():
@@ -176,12 +173,19 @@ class Population:
         """Slots `[P, S]` whose seed is part of the host's output; on the CPU."""
         return self._states.has_seed & (self._states.stage != SeedStage.TRAINING)
 
-    def save(self) -> Snapshot:
-        return Snapshot(self.parameter_table.save(), self._states)
+    def save(self, earlier: Snapshot | None = None, keep: Tensor | None = None) -> Snapshot:
+        """A snapshot of all hosts; those in `keep` stay as they are in the `earlier` one."""
+        storage, steps = self.parameter_table.save()
+        states = self._states
+        if earlier is not None and keep is not None and len(keep):
+            storage[:, keep] = earlier.storage[:, keep]
+            steps[keep] = earlier.steps[keep]
+            states = states.put(earlier.states.at(keep), keep)
+        return Snapshot(storage, steps, states)
 
     def restore(self, snapshot: Snapshot, host_ids: Tensor) -> None:
         """Restore some hosts with their seeds and optimiser state; the others are not touched."""
-        self.parameter_table.restore(snapshot.parameter_table, host_ids)
+        self.parameter_table.restore(snapshot.storage, snapshot.steps, host_ids)
         self._states = self._states.put(snapshot.states.at(host_ids), host_ids)
         self._prepare_steps()
 
@@ -216,12 +220,14 @@ class Population:
         return views
 
     def _check_rows(self, rows: Tensor) -> None:
-        if rows.dtype != torch.int64 or rows.dim() != 3 or len(rows) == 0:
+        expected = tuple(self._feed.rows.shape[1:])
+        if rows.dtype != torch.int64 or len(rows) == 0 or rows.shape[1:] != expected:
             raise ValueError(
-                f"minibatch rows are {rows.dtype} {tuple(rows.shape)}; "
-                "expected int64 [minibatches, hosts, batch], at least one minibatch"
+                f"minibatch rows are {rows.dtype} {tuple(rows.shape)}; expected int64 "
+                f"[minibatches, hosts, batch] = [.., {expected[0]}, {expected[1]}], at least one "
+                "minibatch"
             )
-        if rows.device.type == "cpu" and rows.shape[1] == self.num_hosts:
+        if rows.device.type == "cpu":
             last = rows.amax(dim=(0, 2))
             past = (rows.amin(dim=(0, 2)) < 0) | (last >= self.task.num_rows[self.view_ids])
             if past.any():
@@ -241,26 +247,30 @@ class Population:
                 f"[hosts, *shape, batch] = {(*expected, 'batch')}"
             )
 
-    def _check_shape(self, states: SlotStates) -> None:
+    def _check_states(self, states: SlotStates) -> None:
         if states.stage.shape != (self.num_hosts, self.num_slots):
             raise ValueError(
                 f"states of {tuple(states.stage.shape)} hosts and slots; "
                 f"expected {(self.num_hosts, self.num_slots)}"
             )
-
-    def _check_new_seeds(self, states: SlotStates, is_new: Tensor) -> None:
-        hosts, slots = is_new.nonzero(as_tuple=True)
-        blueprints = states.blueprint[hosts, slots]
-        past = blueprints >= len(self.menu)
-        if past.any():
-            host, slot, blueprint = (int(x[past][0]) for x in (hosts, slots, blueprints))
+        stage, blueprint = states.stage, states.blueprint
+        needs_seed = states.is_live | (stage == SeedStage.FOSSILIZED)
+        in_menu = (blueprint >= 0) & (blueprint < len(self.menu))
+        is_right = torch.where(needs_seed, in_menu, ~states.has_seed)
+        is_right &= (stage >= 0) & (stage < len(SeedStage))
+        if not bool(is_right.all()):
+            host, slot = (~is_right).nonzero()[0].tolist()
+            number, expected = int(stage[host, slot]), f"0 to {len(self.menu) - 1}"
+            name = SeedStage(number).name if 0 <= number < len(SeedStage) else number
             raise ValueError(
-                f"host {host}, slot {slot}: blueprint {blueprint}; the menu has {len(self.menu)}"
+                f"host {host}, slot {slot}: stage {name} with blueprint "
+                f"{int(blueprint[host, slot])}; use {expected if needs_seed[host, slot] else -1}"
             )
-        misfits = ~self._init.fits[slots, blueprints]
-        if misfits.any():
+        hosts, slots = states.has_seed.nonzero(as_tuple=True)
+        misfits = ~self._init.fits[slots, blueprint[hosts, slots]]
+        if bool(misfits.any()):
             site = self.host.sites[int(slots[misfits][0])]
-            self.menu[int(blueprints[misfits][0])].program(site)  # raises: it does not fit
+            self.menu[int(blueprint[hosts, slots][misfits][0])].program(site)  # raises
 
     def _initialize_seeds(self, slot: int, hosts: Tensor) -> None:
         self._num_germinated[hosts, slot] += 1

@@ -18,8 +18,7 @@ from esper.kernels.hosts.compiled import CompiledSteps
 from esper.kernels.hosts.fused import FusedSteps, has_room
 from esper.kernels.hosts.graphs import GraphedSteps
 from esper.kernels.hosts.layer_table import has_kernels
-from esper.tolaria.batched import Minibatch, TrainingSetup
-from esper.tolaria.groups import Grouping
+from esper.tolaria.batched import Grouping, Minibatch, TrainingSetup
 from esper.tolaria.optimizers import SGD, AdamW
 
 Kernels = Literal["eager", "graphs", "compiled", "fused"]

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from esper.leyline.constants import SiteKind
 from esper.leyline.files import atomic_write
-from esper.tolaria.locality import locality
 from esper.tolaria.randomness import fold
 
 _PURPOSE = -1  # first part of the keys for the order of rows; other keys start with a host id
@@ -29,8 +28,9 @@ _PURPOSE = -1  # first part of the keys for the order of rows; other keys start 
 DATA_DIR = Path("data")
 FASHION_MNIST_DIR = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
 
-
 PUBLISHED_RNG_SEED = 42  # of the published MNIST-1D
+
+MAX_VALUES = 2**22  # of the inputs that `locality` reads
 
 
 class HeldOut:
@@ -41,21 +41,26 @@ class HeldOut:
 
     def open(self) -> tuple[Tensor, Tensor]:
         """The rows and labels; a second call raises, since rows used twice are not a test."""
-        x, y = self._sealed()
+        x, y = self.sealed()
         self._rows = None
         return x, y
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HeldOut":
         """Another sealed set, with `change` applied to the rows."""
-        x, y = self._sealed()
+        x, y = self.sealed()
         return HeldOut(change(x), y)
 
     @staticmethod
     def stack(sets: Sequence["HeldOut"]) -> "HeldOut":
-        xs, ys = zip(*(held_out._sealed() for held_out in sets), strict=True)
+        xs, ys = zip(*(held_out.sealed() for held_out in sets), strict=True)
         return HeldOut(torch.cat(xs), torch.cat(ys))
 
-    def _sealed(self) -> tuple[Tensor, Tensor]:
+    @property
+    def is_sealed(self) -> bool:
+        return self._rows is not None
+
+    def sealed(self) -> tuple[Tensor, Tensor]:
+        """The rows and labels, to check or to copy them; they stay sealed."""
         if self._rows is None:
             raise RuntimeError("the test rows were read already; they can be read once")
         return self._rows
@@ -73,6 +78,44 @@ class Task:
     validation_y: Tensor  # [V, rows]
     held_out: HeldOut
     num_classes: int
+
+    def __post_init__(self) -> None:
+        """Bounds checks; the compiled kernels do none."""
+        if type(self.num_classes) is not int or self.num_classes < 2:
+            raise ValueError(f"num_classes={self.num_classes}; use an int of 2 or more")
+        if self.train_x.dim() not in (3, 4, 5):
+            raise ValueError(f"train_x is {tuple(self.train_x.shape)}; inputs have 1 to 3 axes")
+        self._check_rows("train", self.train_x, self.train_y)
+        self._check_rows("validation", self.validation_x, self.validation_y)
+        if self.held_out.is_sealed:
+            self._check_rows("test", *self.held_out.sealed())
+        counts, available = self.num_rows, self.train_y.shape[1]
+        is_count = counts.shape == (self.num_views,) and counts.dtype == torch.int64
+        if not is_count or bool(((counts < 1) | (counts > available)).any()):
+            raise ValueError(
+                f"num_rows is {counts.dtype} {counts.tolist()}; expected {self.num_views} x int64 "
+                f"from 1 to {available}, the rows of train_x"
+            )
+
+    def _check_rows(self, name: str, x: Tensor, y: Tensor) -> None:
+        if len(x) != self.num_views or x.shape[2:] != self.train_x.shape[2:]:
+            raise ValueError(
+                f"{name}_x is {tuple(x.shape)}; expected [{self.num_views} views, rows, "
+                f"*{self.input_shape}]"
+            )
+        if y.shape != x.shape[:2] or y.dtype != torch.int64:
+            raise ValueError(
+                f"{name}_y is {y.dtype} {tuple(y.shape)}; expected int64 {tuple(x.shape[:2])}"
+            )
+        if x.is_meta:
+            return  # has no values
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"{name}_x is not finite; replace NaN and inf by numbers")
+        is_wrong = (y < 0) | (y >= self.num_classes)
+        if bool(is_wrong.any()):
+            raise ValueError(
+                f"{name}_y: label {int(y[is_wrong][0])}; use 0 to {self.num_classes - 1}"
+            )
 
     @property
     def num_views(self) -> int:
@@ -253,6 +296,29 @@ def _reading_order(rng_seed: int, host_ids: Tensor, positions: range, count: int
     ordered &= (1 << bits) - 1
     skipped = positions.start - first_epoch * count
     return ordered.flatten(1)[:, skipped : skipped + len(positions)]
+
+
+def locality(rows: Tensor) -> float:
+    """The mean correlation of neighbouring positions of inputs `[rows, channels, *positions]`.
+
+    Correlations are over the rows, for every pair of neighbours along every axis of positions, in
+    every channel: near 1 for smooth inputs, about 0 for inputs without order. Constant positions
+    are left out. Without any pair, such as for inputs without positions, the result is 0.
+    """
+    if rows.numel() == 0:
+        return 0.0
+    rows = rows[: max(2, MAX_VALUES // rows[0].numel())].double()
+    spread = rows.amax(dim=0) - rows.amin(dim=0)
+    varies = (spread > 0) & spread.isfinite()
+    centred = rows - rows.mean(dim=0)
+    units = torch.where(varies, centred / centred.norm(dim=0), 0.0)  # products are correlations
+    total, pairs = units.new_zeros(()), units.new_zeros(())
+    for axis in range(1, varies.dim()):
+        count = varies.shape[axis] - 1
+        near, far = units.narrow(axis + 1, 0, count), units.narrow(axis + 1, 1, count)
+        total += (near * far).sum()
+        pairs += (varies.narrow(axis, 0, count) & varies.narrow(axis, 1, count)).sum()
+    return float(total / pairs.clamp(min=1))
 
 
 def _task(

@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.lifecycle import SlotStates
-from esper.tolaria.batched import Minibatch, SeedGroup, TrainingSetup, run_in_order
-from esper.tolaria.groups import Grouping, Signature
+from esper.tolaria.batched import (
+    Grouping,
+    Minibatch,
+    SeedGroup,
+    Signature,
+    TrainingSetup,
+    run_in_order,
+)
 
 MAX_WASTE = 2.0  # arithmetic of the graph in use over that of the tightest one
 MAX_GRAPHS = 64
@@ -71,7 +77,7 @@ class GraphedSteps:
             self._minibatch.train()
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        parameter_table.restore(before, torch.arange(parameter_table.num_hosts))
+        parameter_table.restore(*before, torch.arange(parameter_table.num_hosts))
         feed.rewind()
         return graph
 

@@ -24,6 +24,7 @@ from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.simic.agent.rollout_buffer import RolloutBatch, TamiyoRolloutBuffer
+from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.network import (
     Decision,
     Evaluation,
@@ -32,7 +33,6 @@ from esper.tamiyo.policy.network import (
     StoredSteps,
     full_precision,
 )
-from esper.tamiyo.policy.normalize import RunningNormalizer
 
 
 @dataclass(frozen=True, kw_only=True)

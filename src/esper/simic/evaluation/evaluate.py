@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.simic.evaluation.arms import HOST_ALONE, LEARNED, WIDTH_SEARCH, ArmResult, run_arms
 from esper.simic.evaluation.claims import Results, judge_claims, leads_by_variant

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.protocols import Controller
@@ -254,7 +254,7 @@ def play(
     validation_macs, reports = torch.zeros(num_envs), environment.observe()
     for _ in range(environment.config.num_steps):
         for arm, ids in zip(layout.arms, layout.env_ids, strict=True):
-            part = reports.select(ids.flatten())
+            part = reports.at(ids.flatten())
             masks = compute_batch_masks(part, space)
             actions[ids.flatten()] = arm.controller.decide(part, masks).cpu()
         outcome = environment.step(actions)

@@ -1,7 +1,6 @@
 """The hosts and data of a config: built for training or held out, and named for people."""
 
-from esper.kasmina.blueprints import blueprint_menu, menu_for
-from esper.kasmina.blueprints.registry import Blueprint
+from esper.kasmina.blueprints import Blueprint, blueprint_menu, menu_for
 from esper.kasmina.hosts import Host, build_host
 from esper.leyline.factored_actions import choice_names
 from esper.simic.training.config import TrainConfig

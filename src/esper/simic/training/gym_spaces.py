@@ -103,7 +103,7 @@ class GymSpaces:
                 f"heads {list(space.names)} depend on each other, so masks must be a mapping from "
                 f"head to array; got {type(masks).__name__}"
             )
-        heads = dict(zip(space.names, space.sizes, strict=True))
+        heads = space.sizes_by_name
         return [_mask_array(f"action mask of heads {heads}", masks, (space.num_choices,))]
 
     def masks(self, masks: Any) -> ActionMasks:

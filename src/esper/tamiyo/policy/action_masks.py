@@ -42,8 +42,10 @@ def compute_action_masks(
     reports: Reports, action_space: FactoredActionSpace, env_id: int = 0
 ) -> ActionMasks:
     """The legal choices of one env, as a batch of one."""
+    if not 0 <= env_id < reports.num_envs:
+        raise ValueError(f"env_id={env_id}; the reports have envs 0 to {reports.num_envs - 1}")
     env_ids = torch.tensor([env_id], device=reports.device)
-    return compute_batch_masks(reports.select(env_ids), action_space)
+    return compute_batch_masks(reports.at(env_ids), action_space)
 
 
 def affordable_blueprints(reports: Reports) -> Tensor:

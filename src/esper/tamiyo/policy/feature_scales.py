@@ -1,9 +1,6 @@
-"""Tamiyo's features scaled to mean 0 and variance 1: every slot alike, every blueprint alike.
+"""Features scaled to mean 0 and variance 1: by running statistics, or fitted once for Tamiyo."""
 
-scales = FeatureScales(layout)
-scales.fit(features)                       # once, from a first rollout
-env, slots, blueprints = scales(features)
-"""
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +10,80 @@ from esper.tamiyo.policy.features import FeatureLayout
 LEAST_STD = 0.1  # amplify a near-constant feature at most 10x
 LIMIT = 3.0  # clip to 3 standard deviations
 _ONE = FeatureLayout(1, 1)  # scales of env, slot and blueprint, laid out as for one of each
+
+
+class RunningNormalizer(nn.Module):
+    """Scales rows `[..., width]` to mean 0 and variance 1 with the statistics seen so far.
+
+    Statistics change only in `update`, so all rows between two updates are scaled alike. Before
+    the first update values stay as they are.
+    """
+
+    bound: Tensor
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, width: int, *, limit: float = 10.0, epsilon: float = 1e-8):
+        super().__init__()
+        self.limit = limit  # clip to this many standard deviations
+        self.register_buffer("bound", torch.tensor(torch.inf))  # `limit` from the first update on
+        self.epsilon = epsilon
+        # float64: sums over millions of rows stay exact enough to merge
+        self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self._scales: dict[tuple[torch.device, torch.dtype], _Scale] = {}
+        self.register_load_state_dict_post_hook(_forget_scales)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> None:
+        """Merge rows `[R, width]` into the statistics (Chan et al. 1979)."""
+        if rows.shape[0] == 0:
+            return
+        rows = rows.double()
+        batch_mean = rows.mean(dim=0)
+        batch_variance = rows.var(dim=0, correction=0)
+        total = self.count + rows.shape[0]
+        share = rows.shape[0] / total
+        delta = batch_mean - self.mean
+        spread = (1 - share) * self.variance + share * batch_variance
+        self.variance.copy_(spread + share * (1 - share) * delta.square())
+        self.mean.add_(share * delta)
+        self.count.copy_(total)
+        self.bound.fill_(self.limit)
+        self._scales.clear()
+
+    @property
+    def std(self) -> Tensor:
+        """The divisor, `[width]`."""
+        return (self.variance + self.epsilon).sqrt()
+
+    def normalize(self, values: Tensor) -> Tensor:
+        scale = self._scale(values.dtype)
+        return ((values - scale.mean) / scale.std).clamp(-scale.bound, scale.bound)
+
+    def denormalize(self, values: Tensor) -> Tensor:
+        scale = self._scale(values.dtype)
+        return torch.addcmul(scale.mean, values, scale.std)
+
+    def _scale(self, dtype: torch.dtype) -> "_Scale":
+        """The statistics in the dtype of the values, cached until they change."""
+        key = (self.mean.device, dtype)
+        if key not in self._scales:
+            self._scales[key] = _Scale(*(t.to(dtype) for t in (self.mean, self.std, self.bound)))
+        return self._scales[key]
+
+
+def _forget_scales(normalizer: nn.Module, _: object) -> None:
+    assert isinstance(normalizer, RunningNormalizer)
+    normalizer._scales.clear()
+
+
+class _Scale(NamedTuple):
+    mean: Tensor
+    std: Tensor
+    bound: Tensor
 
 
 class FeatureScales(nn.Module):

@@ -70,7 +70,7 @@ class Feature:
     scale: Plain | Flag | Log = Plain()
     width: int = 1
     known: str | None = None  # a flag of the reports; without it the feature is 0
-    note: str = ""  # for `describe`, in place of the scale
+    note: str = ""  # for `feature_list`, in place of the scale
 
     def read(self, reports: Reports) -> Tensor:
         """The unscaled value; 0 where it is not known."""
@@ -162,23 +162,6 @@ class FeatureLayout:
         )
         slots, choices = self.num_slots, self.num_slots * self.num_blueprints
         return torch.tensor(env + slots * slot + choices * blueprint)
-
-    def describe(self) -> str:
-        """The layout as a table: position, width, name and scale of each block's features."""
-        copies = (
-            (_ENV, "once"),
-            (_SLOT, f"for each of {self.num_slots} slots"),
-            (_BLUEPRINT, f"for each of {self.num_slots} x {self.num_blueprints} blueprints"),
-        )
-        lines = [f"{self.width} features per env"]
-        for table, often in copies:
-            lines.append(f"\n{table.block}: {table.width} features, {often}")
-            for row in table.rows:
-                start, width = table.positions[row.name]
-                what = row.note or str(row.scale)
-                unless = f", 0 unless {row.known}" if row.known else ""
-                lines.append(f"  {start:3} +{width}  {row.name:22}{what}{unless}")
-        return "\n".join(lines)
 
 
 def feature_list() -> list[str]:

@@ -30,16 +30,13 @@ from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.tamiyo.policy.distributions import (
+    ChoiceChecks,
     LegalChoices,
     MaskedFactoredCategorical,
     check_floor,
-    choose_actions,
-)
-from esper.tamiyo.policy.input_checks import (
-    ChoiceChecks,
     check_masks,
     check_shape,
-    sizes_by_name,
+    choose_actions,
 )
 from esper.tamiyo.policy.layers import POLICY_GAIN, init_lstm, linear
 from esper.tamiyo.policy.packed_lstm import packed_lstm
@@ -312,7 +309,7 @@ class FactoredRecurrentActorCritic(nn.Module):
     ) -> None:
         layout = parts.layouts[0]
         space, rollout = self.action_space, (layout.num_envs, layout.max_steps)
-        heads = f"N, T, {sizes_by_name(space)}"
+        heads = f"N, T, {space.sizes_by_name}"
         check_shape("features", features, (*rollout, self.feature_size), "N, T, F")
         check_shape("actions", actions, (*rollout, space.num_heads), heads)
         check_shape("masks", masks, (*rollout, space.num_choices), heads)

@@ -68,9 +68,9 @@ def _fits_triton(device: torch.device, dtype: torch.dtype, hidden: int) -> bool:
 def _padded_lstm(
     lstm: nn.LSTM, rows: Tensor, layout: SequenceLayout, state: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Pad every sequence to the longest; sequences of one length need no copy."""
+    """Pad every sequence to the longest, on a CPU; sequences of one length need no copy."""
     num_steps, num_episodes = len(layout.batch_sizes), layout.num_episodes
-    padded_index = layout.padded_index_on(rows.device)
+    padded_index = layout.padded_index
     if is_ragged := num_steps * num_episodes > len(rows):
         rows = rows.new_zeros(num_steps * num_episodes, rows.shape[1]).index_copy(
             0, padded_index, rows

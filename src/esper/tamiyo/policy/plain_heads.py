@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace
+from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene
-from esper.tamiyo.policy.normalize import RunningNormalizer
 
 
 def flat_policy(

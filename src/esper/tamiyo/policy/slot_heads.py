@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from esper.leyline.devices import device_table
+from esper.leyline.devices import block_starts
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.feature_scales import FeatureScales
@@ -98,11 +98,7 @@ class SlotHeads(nn.Module):
         if group == _SLOT_GROUP:
             logits: Tensor = self.slot_pointer(core + self.slot_op(op), slots)
             return logits
-        num_rows, num_slots = slots.shape[:2]
-        chosen = (
-            device_table(range(0, num_rows * num_slots, num_slots), slots.device)
-            + actions[:, _SLOT]
-        )
+        chosen = block_starts(*slots.shape[:2], slots.device) + actions[:, _SLOT]
         slot = slots.flatten(0, 1).index_select(0, chosen)
         menu = blueprints.flatten(0, 1).index_select(0, chosen)
         where = (self.where_core(core) + self.where_op(op) + self.where_slot(slot)).tanh()

@@ -1,19 +1,22 @@
-"""The registry of seed blueprints. A blueprint is a function from a site to layers.
+"""Blueprints: the kinds of seed that can grow in a slot, and their registry.
 
     @blueprint(SiteKind.SERIES, SiteKind.IMAGE)
     def conv(site: Site) -> tuple[Layer, ...]:
         return (Conv(site.width),)
 
-A seed keeps the shape of its site. The registry initialises its last layer with weights to zero.
+A blueprint is a function from a site to layers. A seed keeps the shape of its site. Its last layer
+with weights is initialised to zero.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from esper.kasmina.layers import Layer, Shape
+from esper.kasmina.layers import Attention, Conv, Layer, Linear, MixPositions, Norm, Relu, Shape
 from esper.kasmina.programs import Program
 from esper.leyline.constants import SiteKind
+
+MIN_HIDDEN = 4  # one normalised unit is a constant and two are a sign: too little to learn with
 
 _KIND_BY_AXES = {1: SiteKind.VECTOR, 2: SiteKind.SERIES, 3: SiteKind.IMAGE}
 
@@ -98,3 +101,84 @@ def blueprint_menu(*names: str) -> tuple[Blueprint, ...]:
 def menu_for(kind: SiteKind) -> tuple[Blueprint, ...]:
     """All registered blueprints that fit a kind of site, in the order of registration."""
     return tuple(entry for entry in BLUEPRINTS.values() if kind in entry.kinds)
+
+
+# Menus list blueprints in the order of this file, the cheapest first within each part.
+
+# Seeds that see a neighbourhood of each position.
+
+
+@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
+def depthwise7(site: Site) -> tuple[Layer, ...]:
+    return (Conv(site.width, kernel=7, depthwise=True),)
+
+
+@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
+def pointwise(site: Site) -> tuple[Layer, ...]:
+    return (Conv(site.width, kernel=1),)
+
+
+@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
+def separable(site: Site) -> tuple[Layer, ...]:
+    return (Conv(site.width, depthwise=True), Norm(), Relu(), Conv(site.width, kernel=1))
+
+
+@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
+def conv(site: Site) -> tuple[Layer, ...]:
+    return (Conv(site.width),)
+
+
+@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
+def conv_bottleneck(site: Site) -> tuple[Layer, ...]:
+    half = max(1, site.width // 2)
+    return (Conv(half), Norm(), Relu(), Conv(site.width))
+
+
+@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
+def conv_conv(site: Site) -> tuple[Layer, ...]:
+    return (Conv(site.width), Norm(), Relu(), Conv(site.width))
+
+
+@blueprint(SiteKind.SERIES)
+def conv5_conv5(site: Site) -> tuple[Layer, ...]:
+    return (Conv(site.width, kernel=5), Norm(), Relu(), Conv(site.width, kernel=5))
+
+
+# Seeds for vectors.
+
+
+@blueprint(SiteKind.VECTOR)
+def dense_narrow(site: Site) -> tuple[Layer, ...]:
+    return _two_layers(site, max(MIN_HIDDEN, site.width // 4))
+
+
+@blueprint(SiteKind.VECTOR)
+def dense(site: Site) -> tuple[Layer, ...]:
+    return (Linear(site.width),)
+
+
+@blueprint(SiteKind.VECTOR)
+def dense_bottleneck(site: Site) -> tuple[Layer, ...]:
+    return _two_layers(site, max(MIN_HIDDEN, site.width // 2))
+
+
+@blueprint(SiteKind.VECTOR)
+def dense_dense(site: Site) -> tuple[Layer, ...]:
+    return _two_layers(site, site.width)
+
+
+def _two_layers(site: Site, hidden: int) -> tuple[Layer, ...]:
+    return (Linear(hidden), Norm(), Relu(), Linear(site.width))
+
+
+# Seeds that see all positions of a series, for data without local structure.
+
+
+@blueprint(SiteKind.SERIES)
+def mixer(site: Site) -> tuple[Layer, ...]:
+    return (MixPositions(), Norm(), Relu(), Conv(site.width, kernel=1))
+
+
+@blueprint(SiteKind.SERIES)
+def attention(site: Site) -> tuple[Layer, ...]:
+    return (Norm(), Attention(site.width), Conv(site.width, kernel=1))
