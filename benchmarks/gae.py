@@ -1,4 +1,4 @@
-"""How fast `compute_gae` is beside the usual ways, after a check that all agree.
+"""Time of `compute_gae` and of the usual ways, after a check that all agree.
 
     python benchmarks/gae.py [--device cpu|cuda] [--quick]
 

@@ -1,4 +1,4 @@
-"""How fast a step enters the rollout buffer, beside the usual way and beside a bare copy.
+"""Time to store a step in the rollout buffer, against the usual way and a bare copy.
 
     python benchmarks/rollout_buffer.py [--device cuda] [--quick]
 

@@ -1,4 +1,4 @@
-"""A seed blueprint and a host of your own, grown in a small population.
+"""A custom blueprint and a custom host, grown in a small population.
 
     python examples/02_your_own_seed_and_host.py
 

@@ -14,7 +14,7 @@ WORDS = {
     r"\b(goes on|going on|gone on|go on with)\b": "continues, resumes",
     r"\b(felt|feels)\b": "active, sees",
     r"\bof (one's|its|your|their) own\b(?! \w)": "custom, your own",
-    r"\b(newborn|births|born)\b": "initialised, new",
+    r"\b(newborn|births)\b": "initialised, new",
     r"\b(nobody|whoever|everyone)\b": "the caller, none, all hosts",
     r"\bbeside\b": "next to, with",
     r"\b(goes|taken|took) back\b": "rolls back, restored",

@@ -105,7 +105,7 @@ class FusedSteps:
         return logits, active
 
     def _launch(self, kernel: str, num_tasks: int, n: int, **arguments: int) -> None:
-        """On the current stream; the workspace goes back to it and is used again."""
+        """Launch on the current stream; the workspace is returned to its allocator."""
         blocks = min(num_tasks, max_blocks(self._device))
         memory, params = _Memory(self._plan, self._setup, n), self._setup.parameter_table.params
         workspace = params.new_empty(blocks * memory.workspace)
@@ -189,7 +189,7 @@ def has_room(setup: TrainingSetup) -> bool:
 
 
 def max_blocks(device: torch.device) -> int:
-    """As many as run at a time: each has a workspace of its own."""
+    """The number of blocks that run at a time; each needs its own workspace."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 1

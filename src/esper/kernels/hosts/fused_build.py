@@ -158,7 +158,7 @@ def _check(result: int) -> None:
 
 
 def _kept_binary(source: str, options: list[str]) -> bytes:
-    """Machine code of a CUDA source, kept beside this file where that can be written."""
+    """Machine code of a CUDA source, cached next to this file if its folder is writable."""
     key = hashlib.sha256("\n".join((str(torch.version.cuda), *options, source)).encode())
     kept = Path(__file__).parent / "__pycache__" / f"fused-{key.hexdigest()[:16]}.cubin"
     if kept.exists():

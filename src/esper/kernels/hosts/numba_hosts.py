@@ -186,7 +186,7 @@ def _any(flags):
 
 @inlined
 def _felt(slots, p, in_host):
-    """The blueprints of the seeds that a host feels, -1 elsewhere."""
+    """The blueprints of the active seeds of a host, -1 elsewhere."""
     for s in range(len(in_host)):
         in_host[s] = -1 if slots.behind[p, s] else slots.blueprint[p, s]
 

@@ -18,7 +18,7 @@ from esper.kernels.hosts.layer_table import Column
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 compiled = njit(fastmath=FAST, error_model="numpy")
-# each level of calls is optimised anew with all that is below it: thin ones join their caller
+# inline thin functions: numba optimises every level of calls again, with all levels below it
 inlined = njit(fastmath=FAST, error_model="numpy", inline="always")
 ROW_POSITIONS = 8  # neighbouring positions in one row; nine rows of them fit a first-level cache
 
@@ -163,7 +163,7 @@ def _add_at(g, at, value, exists):
 
 @inlined
 def fill_up(rows, count):
-    """Rows beyond `count`, up to a multiple of eight, are the first one once more."""
+    """Rows beyond `count`, up to a multiple of eight, repeat the first one."""
     for j in range(count, (count + 7) // 8 * 8):
         rows[j] = rows[0]
 
