@@ -1,5 +1,8 @@
 """TamiyoRolloutBuffer: what goes in comes out, bad input is refused whole, episodes stay apart."""
 
+import operator
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -238,7 +241,15 @@ BAD_STEPS = {
     "another device kind": (dict(state=STEP.state.to("meta")), "state is on meta, the buffer on cpu"),
     "last field wrong": (dict(hidden_c=torch.zeros(2, 1, HIDDEN)), "hidden_c"),
     "no bootstrap shape": (dict(bootstrap_value=torch.zeros(3)), "bootstrap_value"),
+    "sparse state": (dict(state=STEP.state.to_sparse()), "state: got a tensor of layout torch.sparse_coo.*to_dense"),
+    "sparse last field": (dict(hidden_c=STEP.hidden_c.to_sparse()), "hidden_c: got a tensor of layout"),
+    "state of another layout": (dict(state=STEP.state.to_mkldnn()), "state: got a tensor of layout torch._mkldnn"),
+    "no reward": (dict(reward=None), "reward: got NoneType, expected a tensor or numbers"),
+    "text for actions": (dict(actions="wait"), "actions: got str"),
+    "a set of values": (dict(value={0.5, 1.5}), "value: got set"),
+    "ragged state": (dict(state=[[1.0], [1.0, 2.0]]), "state: got list"),
 }  # fmt: skip
+ONE_ENV = row_of(STEP, 0)
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_STEPS.values(), ids=BAD_STEPS)
@@ -252,6 +263,22 @@ def test_a_bad_step_is_refused_and_nothing_is_written(change, message):
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(hidden_h=ONE_ENV.hidden_h.to_sparse()), "hidden_h: got a tensor of layout"),
+        (dict(state=None), "state: got NoneType"),
+        (dict(reward="1"), "reward: got str"),
+    ],
+)
+def test_a_bad_step_of_one_env_is_refused_and_nothing_is_written(change, message):
+    buffer = make_buffer(space=SPACE)
+    before = stored(buffer)
+    with pytest.raises(ValueError, match=message):
+        buffer.add(0, ONE_ENV._replace(**change))
+    assert_same_storage(before, stored(buffer))
+
+
+@pytest.mark.parametrize(
     ("env_ids", "message"),
     [
         ([0, 3], r"env_ids \[3\] are out of range for num_envs=3"),
@@ -260,6 +287,10 @@ def test_a_bad_step_is_refused_and_nothing_is_written(change, message):
         ([0.0, 1.0], "integers"),
         (torch.zeros(2, 1, dtype=torch.long), r"\(2, 1\)"),
         ([0, 1, 2], r"state: got shape \(2, 6\), expected \(3, 6\)"),
+        ({0, 1}, "env_ids: got set, expected a tensor or numbers"),
+        ("01", "env_ids: got str"),
+        ([0, None], "env_ids: got list"),
+        (torch.tensor([0, 1]).to_sparse(), "env_ids: got a tensor of layout torch.sparse_coo"),
     ],
 )
 def test_bad_env_ids_are_refused_and_nothing_is_written(env_ids, message):
@@ -313,6 +344,81 @@ def test_a_saved_rollout_of_other_sizes_is_refused():
         large.load_state_dict(small.state_dict())
 
 
+def without(state, name):
+    return state | {"fields": {key: v for key, v in state["fields"].items() if key != name}}
+
+
+BAD_ROLLOUTS = {
+    "no fields": (lambda s: {"step_counts": s["step_counts"]}, "'fields' is missing"),
+    "no counts": (lambda s: {"fields": s["fields"]}, "'step_counts' is missing"),
+    "a field is missing": (lambda s: without(s, "hidden_c"), "'hidden_c' is missing"),
+    "an unknown field": (lambda s: s | {"fields": s["fields"] | {"x": 1}}, "'x' is unknown"),
+    "not a tensor": (lambda s: s | {"fields": s["fields"] | {"hidden_c": [1]}}, "hidden_c: the saved rollout has list"),
+    "another dtype": (lambda s: s | {"step_counts": s["step_counts"].int()}, "step_counts: the saved rollout has torch.int32"),
+    "sparse": (lambda s: s | {"fields": s["fields"] | {"hidden_c": s["fields"]["hidden_c"].to_sparse()}}, "hidden_c.*layout"),
+    "negative counts": (lambda s: s | {"step_counts": torch.tensor([5, -1, 0])}, r"step_counts \[5, -1, 0\].*0 to 5"),
+    "counts above the end": (lambda s: s | {"step_counts": torch.tensor([0, 99, 0])}, "step_counts.*0 to 5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_ROLLOUTS.values(), ids=BAD_ROLLOUTS)
+def test_a_bad_saved_rollout_is_refused_and_nothing_is_loaded(change, message):
+    source, buffer = make_buffer(space=SPACE), make_buffer(space=SPACE)
+    source.add_batch(random_step(SPACE, 3))
+    buffer.add_batch(random_step(SPACE, 3))
+    before = stored(buffer)
+    with pytest.raises(ValueError, match=message):
+        buffer.load_state_dict(change(source.state_dict()))
+    assert_same_storage(before, stored(buffer))
+
+
+def test_a_nested_tensor_is_refused():
+    with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
+        nested = torch.nested.nested_tensor([*STEP.state])
+    with pytest.raises(ValueError, match="state: got a nested tensor"):
+        make_buffer(space=SPACE).add_batch(STEP._replace(state=nested), [0, 1])
+
+
+# -- fields by name ---------------------------------------------------------------------------
+
+
+def test_fields_are_read_only_attributes():
+    buffer = make_buffer(space=SPACE)
+    step = random_step(SPACE, 3)
+    buffer.add_batch(step)
+    assert torch.equal(buffer.hidden_h[0, 0], step.hidden_h[0])
+    derived = {"advantages", "returns", "valid_mask", "initial_hidden_h", "initial_hidden_c"}
+    for name in set(buffer.fields) - derived:
+        assert getattr(buffer, name) is buffer.fields[name]
+    assert buffer.valid_mask.tolist() == [[True] + [False] * 4] * 3
+    with pytest.raises(AttributeError, match="states"):
+        buffer.states = step.state
+    with pytest.raises(ValueError, match="no advantages"):
+        _ = buffer.advantages
+    buffer.compute_advantages_and_returns()
+    assert buffer.advantages is buffer.fields["advantages"]
+    assert buffer.returns is buffer.fields["returns"]
+
+
+def test_a_compiled_caller_runs():
+    buffer = make_buffer(space=SPACE)
+    buffer.add_batch(random_step(SPACE, 3))
+    compiled = []
+
+    def keep_calls(graph, inputs):
+        compiled.extend(node.target for node in graph.graph.nodes if "call" in node.op)
+        return graph.forward
+
+    @torch.compile(backend=keep_calls)
+    def learn(scale):
+        buffer.compute_advantages_and_returns(gamma=0.5)
+        batch, layout = buffer.get_batched_sequences(), buffer.sequence_layout()
+        return batch.advantages * scale * layout.num_rows
+
+    assert torch.equal(learn(torch.tensor(2.0)), buffer.advantages * 2 * 3)
+    assert set(compiled) <= {operator.mul}  # the methods themselves are not traced
+
+
 # -- advantages -------------------------------------------------------------------------------
 
 
@@ -324,6 +430,8 @@ def fill_worked_case(buffer, env=0, bootstrap=7.0):
         step = random_step(buffer.action_space, 1, reward=torch.tensor([float(reward)]),
                            value=torch.tensor([float(value)]), truncated=[t == 2],
                            bootstrap=bootstrap if t == 2 else None)  # fmt: skip
+        if t == 3:  # the first step of an episode
+            step = step._replace(hidden_h=step.hidden_h * 0, hidden_c=step.hidden_c * 0)
         buffer.add_batch(step, [env])
 
 
@@ -395,6 +503,8 @@ def test_last_values_of_the_wrong_shape_are_refused(shape):
         ("values", "the value"),
         ("states", "the state"),
         ("log_probs", "a log-prob"),
+        ("hidden_h", "the recurrent state"),
+        ("hidden_c", "the recurrent state"),
     ],
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -495,6 +605,20 @@ def test_boundaries_come_from_the_flags():
     assert buffer.sequence_layout() is layout
     buffer.add_batch(random_step(SPACE, 2))
     assert buffer.sequence_layout().lengths.tolist() == [2, 3, 1, 2, 2]
+
+
+@pytest.mark.parametrize("part", ["hidden_h", "hidden_c"])
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_a_recurrent_state_that_was_not_reset_is_refused(part, end):
+    buffer = make_buffer(num_envs=2, space=SPACE)
+    zeros = torch.zeros(2, LAYERS, HIDDEN)
+    buffer.add_batch(random_step(SPACE, 2, **{end: [False, True]}))
+    state = {"hidden_h": zeros.clone(), "hidden_c": zeros.clone()}
+    buffer.add_batch(random_step(SPACE, 2, **state))
+    buffer.compute_advantages_and_returns()
+    buffer.fields[part][1, 1, -1, -1] = 0.1
+    with pytest.raises(ValueError, match="env 1, step 1: the recurrent state was not reset.*zero"):
+        buffer.compute_advantages_and_returns()
 
 
 def test_a_penalty_ends_the_episode_and_replaces_the_reward():
