@@ -155,7 +155,7 @@ def test_a_model_evaluated_in_its_own_environments_continues_with_new_episodes(m
 def test_autoreset_steps_do_not_enter_the_normaliser():
     trainer = PPO.from_config(counters(AutoresetMode.NEXT_STEP), CONFIG).trainer
     trainer.collect()
-    seen = trainer.buffer.fields["states"][trainer.buffer._valid_mask()]
+    seen = trainer.buffer.states[trainer.buffer.valid_mask]
     trainer.learn()
     normalizer = trainer.agent.policy.heads.scales
     assert normalizer.count == len(seen)

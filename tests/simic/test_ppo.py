@@ -449,7 +449,6 @@ def test_running_statistics_do_not_depend_on_how_rows_arrive():
 # -- when it goes wrong ---------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:first_ratio_error")
 @pytest.mark.parametrize("rng_seed", range(6))  # the bad env is in the first minibatch or the last
 @pytest.mark.parametrize(
     ("field", "bad", "normalize_values"),

@@ -192,7 +192,8 @@ class PPOAgent:
         scalars = torch.stack([advantage.mean, advantage.std, returns.mean(), explained]).tolist()
         names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
         means = meter.means()
-        self._check_first_ratios(means["first_ratio_error"])
+        if is_finite:
+            self._check_first_ratios(means["first_ratio_error"])
         return means | {
             **dict(zip(names, scalars, strict=True)),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -397,6 +398,7 @@ def ppo_loss(
         for kind, values in (
             ("entropy", evaluation.entropies),
             ("normalized_entropy", evaluation.normalized_entropies),
+            ("choice_fraction", (legal.counts > 1).float()),
         ):
             names = (f"{kind}/{name}" for name in action_space.names)
             measured |= zip(names, values.mean(dim=0).unbind(), strict=True)
