@@ -87,11 +87,11 @@ def rows_of(step: TamiyoRolloutStep, num_envs: int) -> list[TamiyoRolloutStep]:
 def check_same(buffer: TamiyoRolloutBuffer, rival: PerFieldBuffer) -> None:
     """Both ways stored the same rollout."""
     buffer.compute_advantages_and_returns()
-    batch = buffer.get_batched_sequences(with_hidden=True)
+    batch = buffer.get_batched_sequences()
     space = rival.space
     for name in ("states", "values", "rewards", "terminated", "truncated", "bootstrap_values",
                  "hidden_h", "hidden_c"):  # fmt: skip
-        assert torch.equal(getattr(batch, name), getattr(rival, name)), name
+        assert torch.equal(getattr(buffer, name), getattr(rival, name)), name
     for i, name in enumerate(space.names):
         assert torch.equal(batch.actions[..., i], rival.actions[name])
         assert torch.equal(batch.log_probs[..., i], rival.log_probs[name])

@@ -75,13 +75,15 @@ def test_a_batch_comes_back_as_it_went_in(space):
     for step in steps:
         buffer.add_batch(step)
     buffer.compute_advantages_and_returns()
-    batch = buffer.get_batched_sequences(with_hidden=True)
+    batch = buffer.get_batched_sequences()
     names = dict(states="state", actions="actions", log_probs="log_probs", masks="masks",
                  values="value", rewards="reward", terminated="terminated", truncated="truncated",
                  bootstrap_values="bootstrap_value", hidden_h="hidden_h", hidden_c="hidden_c")  # fmt: skip
     for field, argument in names.items():
         expected = torch.stack([getattr(step, argument) for step in steps], dim=1)
-        assert torch.equal(getattr(batch, field), expected), field
+        assert torch.equal(getattr(buffer, field), expected), field
+        if field in vars(batch):
+            assert torch.equal(getattr(batch, field), expected), field
     assert torch.equal(batch.initial_hidden_h, steps[0].hidden_h)
     assert torch.equal(batch.initial_hidden_c, steps[0].hidden_c)
     assert batch.valid_mask.all()
@@ -142,8 +144,7 @@ def test_stored_tensors_carry_no_graph():
     buffer.add_batch(step._replace(**live))
     buffer.compute_advantages_and_returns(last_values=torch.ones(3) * weight)
     buffer.normalize_advantages()
-    batch = buffer.get_batched_sequences(with_hidden=True)
-    for name, tensor in vars(batch).items():
+    for name, tensor in [*vars(buffer.get_batched_sequences()).items(), *buffer.fields.items()]:
         assert not tensor.requires_grad, name
 
 
@@ -188,17 +189,15 @@ def test_the_number_of_operations_does_not_depend_on_the_number_of_envs():
 # -- one arena --------------------------------------------------------------------------------
 
 
-def test_fields_share_one_allocation_and_hidden_states_another():
+def test_fields_of_a_batch_share_one_allocation():
     buffer = make_buffer()
     step = random_step(buffer.action_space, 3)
     buffer.add_batch(step)
     buffer.compute_advantages_and_returns(torch.zeros(3))
-    batch = vars(buffer.get_batched_sequences(with_hidden=True))
-    storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in batch.items()}
-    hidden = {storages.pop("hidden_h"), storages.pop("hidden_c")}
-    assert len(set(storages.values())) == 1
-    assert len(hidden) == 1
-    assert hidden.isdisjoint(storages.values())
+    batch = vars(buffer.get_batched_sequences())
+    storages = {tensor.untyped_storage().data_ptr() for tensor in batch.values()}
+    assert len(storages) == 1
+    assert buffer.hidden_h.untyped_storage().data_ptr() not in storages  # large, and never moved
     assert all(tensor.is_contiguous() for tensor in batch.values())
 
 
@@ -214,11 +213,9 @@ def test_a_move_to_another_device_is_one_copy():
         there = buffer.get_batched_sequences("meta")
     assert ops.calls.count(torch.ops.aten._to_copy) == 1
     for name, tensor in vars(there).items():
-        if tensor is not None:
-            assert tensor.device.type == "meta", name
-            assert tensor.shape == getattr(here, name).shape
-            assert tensor.dtype == getattr(here, name).dtype
-    assert there.hidden_h is None
+        assert tensor.device.type == "meta", name
+        assert tensor.shape == getattr(here, name).shape
+        assert tensor.dtype == getattr(here, name).dtype
 
 
 # -- bad input: refused, and nothing written ----------------------------------------------------
@@ -693,9 +690,8 @@ def test_collecting_on_a_gpu_never_waits_and_equals_the_cpu():
     expected, there = buffers[0].get_batched_sequences(), buffers[1].get_batched_sequences("cpu")
     moved = buffers[0].get_batched_sequences("cuda")
     for name, tensor in vars(expected).items():
-        if tensor is not None:
-            torch.testing.assert_close(getattr(there, name), tensor, msg=name)
-            assert torch.equal(getattr(moved, name).cpu(), tensor)
+        torch.testing.assert_close(getattr(there, name), tensor, msg=name)
+        assert torch.equal(getattr(moved, name).cpu(), tensor)
     assert (
         buffers[1].get_batched_sequences("cuda").states.data_ptr()
         == buffers[1].fields["states"].data_ptr()

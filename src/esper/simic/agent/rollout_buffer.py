@@ -83,8 +83,6 @@ class RolloutBatch:
     valid_mask: Tensor  # [N, T]: True for stored steps
     initial_hidden_h: Tensor  # [N, L, hidden]: the state before each env's first row
     initial_hidden_c: Tensor
-    hidden_h: Tensor | None = None  # [N, T, L, hidden], only if requested
-    hidden_c: Tensor | None = None
 
 
 class AdvantageStatistics(NamedTuple):
@@ -152,7 +150,7 @@ class TamiyoRolloutBuffer:
         self._step_specs = _step_specs(action_space, state_dim, hidden)
         rows = (num_envs, max_steps_per_env)
         stored = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_specs}
-        hidden_fields = {name: stored.pop(name) for name in ("hidden_h", "hidden_c")}
+        per_step = [stored.pop(name)[1] for name in ("hidden_h", "hidden_c")]  # never moved
         stored |= {
             "advantages": (torch.float32, rows),
             "returns": (torch.float32, rows),
@@ -161,8 +159,8 @@ class TamiyoRolloutBuffer:
             "initial_hidden_c": (torch.float32, (num_envs, *hidden)),
         }
         self._storage = PackedTensors(stored, self.device)
-        self._hidden_storage = PackedTensors(hidden_fields, self.device)
-        self._fields: dict[str, Tensor] = self._storage.views | self._hidden_storage.views
+        h, c = (torch.zeros(shape, device=self.device) for shape in per_step)
+        self._fields: dict[str, Tensor] = self._storage.views | {"hidden_h": h, "hidden_c": c}
         self._rows = {s.name: self._fields[s.name].flatten(0, 1) for s in self._step_specs}
 
         self._layout: SequenceLayout | None = None
@@ -320,13 +318,11 @@ class TamiyoRolloutBuffer:
         return self._advantage_statistics
 
     @_not_compiled
-    def get_batched_sequences(
-        self, device: torch.device | str | None = None, *, with_hidden: bool = False
-    ) -> RolloutBatch:
+    def get_batched_sequences(self, device: torch.device | str | None = None) -> RolloutBatch:
         """The rollout on `device` (default: the buffer's device, without a copy).
 
         On another device it is one copy; on the buffer's device the tensors are its storage,
-        valid until `reset()`. `with_hidden` adds the hidden states of every step.
+        valid until `reset()`. Of the hidden states, only the first of each env is included.
         """
         self._require_advantages()
         field = self._fields
@@ -334,10 +330,7 @@ class TamiyoRolloutBuffer:
         field["initial_hidden_h"].copy_(self.hidden_h[:, 0])
         field["initial_hidden_c"].copy_(self.hidden_c[:, 0])
         target = self.device if device is None else torch.device(device)
-        views = self._storage.views_on(target)
-        if with_hidden:
-            views = views | self._hidden_storage.views_on(target)
-        return RolloutBatch(**views)
+        return RolloutBatch(**self._storage.views_on(target))
 
     @_not_compiled
     def sequence_layout(self) -> SequenceLayout:
