@@ -335,9 +335,7 @@ def test_sizes_below_one_are_refused(size):
 
 def test_a_saved_rollout_of_other_sizes_is_refused():
     small, large = make_buffer(num_envs=1, space=SPACE), make_buffer(num_envs=3, space=SPACE)
-    with pytest.raises(
-        ValueError, match=r"states: the saved rollout has torch.float32 \(1, 5, 6\)"
-    ):
+    with pytest.raises(ValueError, match=r"fields.states: found .*\[1, 5, 6\]"):
         large.load_state_dict(small.state_dict())
 
 
@@ -346,12 +344,12 @@ def without(state, name):
 
 
 BAD_ROLLOUTS = {
-    "no fields": (lambda s: {"step_counts": s["step_counts"]}, "'fields' is missing"),
-    "no counts": (lambda s: {"fields": s["fields"]}, "'step_counts' is missing"),
-    "a field is missing": (lambda s: without(s, "hidden_c"), "'hidden_c' is missing"),
-    "an unknown field": (lambda s: s | {"fields": s["fields"] | {"x": 1}}, "'x' is unknown"),
-    "not a tensor": (lambda s: s | {"fields": s["fields"] | {"hidden_c": [1]}}, "hidden_c: the saved rollout has list"),
-    "another dtype": (lambda s: s | {"step_counts": s["step_counts"].int()}, "step_counts: the saved rollout has torch.int32"),
+    "no fields": (lambda s: {"step_counts": s["step_counts"]}, "fields: missing"),
+    "no counts": (lambda s: {"fields": s["fields"]}, "step_counts: missing"),
+    "a field is missing": (lambda s: without(s, "hidden_c"), "fields.hidden_c: missing"),
+    "an unknown field": (lambda s: s | {"fields": s["fields"] | {"x": 1}}, "fields.x: not expected"),
+    "not a tensor": (lambda s: s | {"fields": s["fields"] | {"hidden_c": [1]}}, "fields.hidden_c: found .*list"),
+    "another dtype": (lambda s: s | {"step_counts": s["step_counts"].int()}, "step_counts: found .*int32"),
     "sparse": (lambda s: s | {"fields": s["fields"] | {"hidden_c": s["fields"]["hidden_c"].to_sparse()}}, "hidden_c.*layout"),
     "negative counts": (lambda s: s | {"step_counts": torch.tensor([5, -1, 0])}, r"step_counts \[5, -1, 0\].*0 to 5"),
     "counts above the end": (lambda s: s | {"step_counts": torch.tensor([0, 99, 0])}, "step_counts.*0 to 5"),

@@ -29,9 +29,11 @@ from esper.leyline.constants import (
     DEFAULT_LSTM_HIDDEN_DIM,
 )
 from esper.leyline.factored_actions import FactoredActionSpace
+from esper.leyline.files import require_same_layout
 from esper.leyline.sequences import SequenceLayout
 from esper.simic.agent.gae import compute_gae
 from esper.simic.agent.packed_tensors import PackedTensors
+from esper.simic.agent.step_fields import INTEGERS, dense_tensor, step_fields
 
 ADVANTAGE_STD_FLOOR = 1e-8
 PROBLEMS_SHOWN = 5  # bad values that one error message lists
@@ -147,9 +149,9 @@ class TamiyoRolloutBuffer:
         self._all_envs = torch.arange(num_envs, device="cpu")
 
         hidden = (lstm_layers, lstm_hidden_dim)
-        self._step_specs = _step_specs(action_space, state_dim, hidden)
+        self._step_fields = step_fields(action_space, state_dim, hidden)
         rows = (num_envs, max_steps_per_env)
-        stored = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_specs}
+        stored = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_fields}
         per_step = [stored.pop(name)[1] for name in ("hidden_h", "hidden_c")]  # never moved
         stored |= {
             "advantages": (torch.float32, rows),
@@ -161,7 +163,7 @@ class TamiyoRolloutBuffer:
         self._storage = PackedTensors(stored, self.device)
         h, c = (torch.zeros(shape, device=self.device) for shape in per_step)
         self._fields: dict[str, Tensor] = self._storage.views | {"hidden_h": h, "hidden_c": c}
-        self._rows = {s.name: self._fields[s.name].flatten(0, 1) for s in self._step_specs}
+        self._rows = {s.name: self._fields[s.name].flatten(0, 1) for s in self._step_fields}
 
         self._layout: SequenceLayout | None = None
         self._has_advantages = False
@@ -187,7 +189,7 @@ class TamiyoRolloutBuffer:
     def add(self, env_id: int, step: TamiyoRolloutStep) -> None:
         """Store one env's next step."""
         batched = (
-            None if x is None else _dense_tensor(name, x).unsqueeze(0)
+            None if x is None else dense_tensor(name, x).unsqueeze(0)
             for name, x in zip(step._fields, step, strict=True)
         )
         self.add_batch(TamiyoRolloutStep(*batched), [env_id])  # type: ignore[arg-type]
@@ -241,27 +243,25 @@ class TamiyoRolloutBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the steps stored so far; advantages are not included."""
-        stored = {spec.name: self._fields[spec.name].clone() for spec in self._step_specs}
+        stored = {spec.name: self._fields[spec.name].clone() for spec in self._step_fields}
         return {"fields": stored, "step_counts": self.step_counts.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the steps of a buffer of the same sizes; all is checked before it is copied."""
-        _check_keys(state, {"fields", "step_counts"})
-        _check_keys(state["fields"], {spec.name for spec in self._step_specs})
-        saved = {**state["fields"], "step_counts": state["step_counts"]}
-        mine = self._fields | {"step_counts": self.step_counts}
-        for name, tensor in saved.items():
-            found, expected = _described(tensor), _described(mine[name])
-            if found != expected:
-                raise ValueError(f"{name}: the saved rollout has {found}, this buffer {expected}")
+        mine = {spec.name: self._fields[spec.name] for spec in self._step_fields}
+        expected = {"fields": mine, "step_counts": self.step_counts}
+        require_same_layout(state, expected, "the saved rollout")
+        for name, tensor in state["fields"].items():
+            dense_tensor(name, tensor)
         counts = state["step_counts"].tolist()
         if not all(0 <= count <= self.max_steps_per_env for count in counts):
             raise ValueError(
                 f"the saved rollout has step_counts {counts}; expected 0 to "
                 f"{self.max_steps_per_env} steps per env"
             )
-        for name, tensor in saved.items():
+        for name, tensor in state["fields"].items():
             mine[name].copy_(tensor)
+        self.step_counts.copy_(state["step_counts"])
         self._forget_derived()
 
     # -- learning -----------------------------------------------------------------------------
@@ -354,8 +354,8 @@ class TamiyoRolloutBuffer:
     def _checked_env_ids(self, env_ids: Tensor | Sequence[int] | None) -> Tensor:
         if env_ids is None:
             return self._all_envs
-        envs = _dense_tensor("env_ids", env_ids)
-        if envs.ndim != 1 or (envs.numel() and envs.dtype not in _INTEGERS):
+        envs = dense_tensor("env_ids", env_ids)
+        if envs.ndim != 1 or (envs.numel() and envs.dtype not in INTEGERS):
             raise ValueError(
                 f"env_ids: got {envs.dtype} {tuple(envs.shape)}, expected integers of shape [K]"
             )
@@ -372,38 +372,17 @@ class TamiyoRolloutBuffer:
     def _checked_values(self, step: TamiyoRolloutStep, num_rows: int) -> dict[str, Tensor]:
         """The step's tensors by field name, with the buffer's dtypes and device."""
         values = {}
-        for spec, value in zip(self._step_specs, step, strict=True):
+        for spec, value in zip(self._step_fields, step, strict=True):
             if value is None and spec.name == "bootstrap_values":
                 # NaN: `_raise_on_bad_values` reports it if it is needed
                 value = torch.full((num_rows,), torch.nan, device=self.device)
-            values[spec.name] = self._checked_value(spec, value, num_rows)
+            values[spec.name] = spec.checked(value, num_rows, self.device)
         return values
 
-    def _checked_value(self, spec: "_StepSpec", given: object, num_rows: int) -> Tensor:
-        value = _dense_tensor(spec.argument, given)
-        expected = (num_rows, *spec.shape)
-        if tuple(value.shape) != expected:
-            raise ValueError(
-                f"{spec.argument}: got shape {tuple(value.shape)}, expected {expected} = "
-                f"[envs{''.join(f', {letter}' for letter in spec.letters)}]{spec.note}"
-            )
-        if not spec.accepts(value.dtype):
-            raise ValueError(f"{spec.argument}: got {value.dtype}, expected {spec.kind}")
-        if value.device.type not in ("cpu", self.device.type):
-            raise ValueError(
-                f"{spec.argument} is on {value.device}, the buffer on {self.device}; "
-                "move it to the CPU or to the buffer's device"
-            )
-        if value.requires_grad:
-            value = value.detach()
-        # block for pinned memory: the caller may change it before a non-blocking copy has run
-        must_block = value.device != self.device and value.is_pinned()
-        return value.to(self.device, spec.dtype, non_blocking=not must_block)
-
     def _store_last_values(self, last_values: Tensor) -> None:
-        spec = next(s for s in self._step_specs if s.name == "bootstrap_values")
+        spec = next(s for s in self._step_fields if s.name == "bootstrap_values")
         spec = spec._replace(argument="last_values")
-        last_values = self._checked_value(spec, last_values, self.num_envs)
+        last_values = spec.checked(last_values, self.num_envs, self.device)
         envs = self.step_counts.nonzero().squeeze(1)
         rows = envs * self.max_steps_per_env + self.step_counts[envs] - 1
         envs, rows = (index.to(self.device, non_blocking=True) for index in (envs, rows))
@@ -462,81 +441,3 @@ class TamiyoRolloutBuffer:
         self._layout = None
         self._has_advantages = False
         self._advantage_statistics = None
-
-
-def _dense_tensor(name: str, value: object) -> Tensor:
-    """The value as a tensor; raises an error with its name if it is not one, or not a dense one."""
-    try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name}: got {type(value).__name__}, expected a tensor or numbers ({error})"
-        ) from error
-    if tensor.is_nested:
-        raise ValueError(f"{name}: got a nested tensor, expected a dense one")
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{name}: got a tensor of layout {tensor.layout}, expected a dense one; call to_dense()"
-        )
-    return tensor
-
-
-def _check_keys(saved: Mapping[str, Any], expected: set[str]) -> None:
-    for name in sorted(expected ^ set(saved)):
-        problem = "missing" if name in expected else "unknown"
-        raise ValueError(f"{name!r} is {problem} in the saved rollout; expected {sorted(expected)}")
-
-
-def _described(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    layout = "" if value.layout == torch.strided else f" of layout {value.layout}"
-    return f"{value.dtype} {tuple(value.shape)}{layout}"
-
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-class _StepSpec(NamedTuple):
-    """How one field of a `TamiyoRolloutStep` is stored and checked."""
-
-    argument: str  # its name in the step
-    name: str  # its name in the buffer
-    dtype: torch.dtype
-    shape: tuple[int, ...]  # of one env
-    letters: str  # names of the axes, for errors
-    note: str = ""  # more about the axes, for errors
-
-    @property
-    def kind(self) -> str:
-        return {torch.float32: "floating point", torch.int64: "integers", torch.bool: "bool"}[
-            self.dtype
-        ]
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        if self.dtype == torch.float32:
-            return dtype.is_floating_point
-        return dtype in _INTEGERS if self.dtype == torch.int64 else dtype == torch.bool
-
-
-def _step_specs(
-    action_space: FactoredActionSpace, state_dim: int, hidden: tuple[int, int]
-) -> tuple[_StepSpec, ...]:
-    """One row per field of `TamiyoRolloutStep`, in its order."""
-    number, integer, flag = torch.float32, torch.int64, torch.bool
-    heads = (action_space.num_heads,)
-    names = f", heads {', '.join(action_space.names)}"
-    sizes = ", ".join(f"{h.name}: {h.size}" for h in action_space)
-    return (
-        _StepSpec("state", "states", number, (state_dim,), "F"),
-        _StepSpec("actions", "actions", integer, heads, "H", names),
-        _StepSpec("log_probs", "log_probs", number, heads, "H", names),
-        _StepSpec("masks", "masks", flag, (action_space.num_choices,), "C", f", heads {sizes}"),
-        _StepSpec("value", "values", number, (), ""),
-        _StepSpec("reward", "rewards", number, (), ""),
-        _StepSpec("terminated", "terminated", flag, (), ""),
-        _StepSpec("truncated", "truncated", flag, (), ""),
-        _StepSpec("bootstrap_value", "bootstrap_values", number, (), ""),
-        _StepSpec("hidden_h", "hidden_h", number, hidden, "Lh", ", L layers, h hidden units"),
-        _StepSpec("hidden_c", "hidden_c", number, hidden, "Lh", ", L layers, h hidden units"),
-    )
