@@ -616,6 +616,18 @@ def test_a_recurrent_state_that_was_not_reset_is_refused(part, end):
         buffer.compute_advantages_and_returns()
 
 
+def test_a_state_with_layers_and_envs_swapped_is_refused():
+    """[L, N, hidden], as torch returns it, has the shape of [N, L, hidden] if N equals L."""
+    buffer = make_buffer(num_envs=LAYERS, space=SPACE)
+    buffer.add_batch(random_step(SPACE, LAYERS, terminated=[True] + [False] * (LAYERS - 1)))
+    state = torch.rand(LAYERS, LAYERS, HIDDEN)
+    state[0] = 0.0  # env 0 starts an episode
+    swapped = state.transpose(0, 1)
+    buffer.add_batch(random_step(SPACE, LAYERS, hidden_h=swapped, hidden_c=swapped))
+    with pytest.raises(ValueError, match=r"env 0, step 1: the recurrent state.*\[envs, layers"):
+        buffer.compute_advantages_and_returns()
+
+
 def test_a_penalty_ends_the_episode_and_replaces_the_reward():
     buffer = make_buffer(num_envs=2, max_steps=5, space=SPACE)
     for _ in range(3):

@@ -118,7 +118,7 @@ class TamiyoRolloutBuffer:
     """A fixed-size rollout of `num_envs` rows, each with its own number of stored steps.
 
     The fields are attributes `[N, T, ...]`: views of the storage, not copies. Where `valid_mask`
-    is False they may hold anything.
+    is False they may hold anything. Two threads may add steps at once, but not of the same env.
     """
 
     states, actions, log_probs, masks = _Field(), _Field(), _Field(), _Field()
