@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 ENTROPY_FLOOR = 1e-3  # share of a uniform choice
+VALUE_LOSS_FLOOR = 0.1  # below, the critic is accurate on the scale of all returns so far
 ENTROPY_ROUNDS = KL_ROUNDS = GERMINATION_ROUNDS = 10
 EXPLAINED_VARIANCE_ROUNDS = 20
 
@@ -51,9 +52,11 @@ def _signs(metrics: Mapping[str, float], ppo_epochs: int) -> Iterator[_Sign]:
                 f"head {head!r} has made the same choices without exploring (entropy near 0); "
                 "unless the task is solved, raise entropy_coefficient or lower learning_rate",
             )
+    # In a solved task returns hardly vary, and an accurate critic explains none of it.
+    is_inaccurate = metrics["ppo/value_loss"] > VALUE_LOSS_FLOOR
     yield _Sign(
         "explained variance",
-        metrics["ppo/explained_variance"] < 0,
+        is_inaccurate and metrics["ppo/explained_variance"] < 0,
         EXPLAINED_VARIANCE_ROUNDS,
         "the critic has predicted returns worse than their mean (explained variance below 0); "
         "lower learning_rate, or check that the observations tell how an episode will end",
