@@ -684,6 +684,8 @@ def test_reset_keeps_the_storage_and_forgets_the_rollout():
 def test_collecting_on_a_gpu_never_waits_and_equals_the_cpu():
     torch.manual_seed(0)
     steps = [random_step(SPACE, 3, truncated=[t == 1, False, False]) for t in range(4)]
+    for hidden in (steps[2].hidden_h, steps[2].hidden_c):
+        hidden[0] = 0.0  # the first step of an episode
     buffers = [make_buffer(space=SPACE, device=device) for device in ("cpu", "cuda")]
     for step in steps:
         buffers[0].add_batch(step)
