@@ -54,7 +54,7 @@ def test_every_table_is_described(finished_run):
 def test_every_metric_of_a_growth_run_is_explained(finished_run):
     page = (DOCS / "metrics.md").read_text()
     for name in {name for record in finished_run[0] for name in record.metrics}:
-        explained = re.sub(r"entropy/\w+$", "entropy/HEAD", name)
+        explained = re.sub(r"(entropy|fraction)/\w+$", r"\1/HEAD", name)
         assert f"`{explained}`" in page, name
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from esper.leyline.factored_actions import Head as Head
     from esper.simic.agent.ppo import PPOConfig as PPOConfig
     from esper.simic.training.ppo_model import PPO as PPO
+    from esper.simic.training.ppo_model import GymConfig as GymConfig
     from esper.simic.training.ppo_model import evaluate as evaluate
     from esper.tamiyo.policy.network import PolicyConfig as PolicyConfig
     from esper.tolaria import tasks as tasks
@@ -33,6 +34,7 @@ _PUBLIC = {
     "Budget": ("esper.growing.budget", "Budget"),
     "Growth": ("esper.growing.growth", "Growth"),
     "GrowthResult": ("esper.growing.run", "GrowthResult"),
+    "GymConfig": ("esper.simic.training.ppo_model", "GymConfig"),
     "Head": ("esper.leyline.factored_actions", "Head"),
     "PPO": ("esper.simic.training.ppo_model", "PPO"),
     "PPOConfig": ("esper.simic.agent.ppo", "PPOConfig"),
@@ -53,6 +55,7 @@ __all__ = [
     "Budget",
     "Growth",
     "GrowthResult",
+    "GymConfig",
     "Head",
     "PPOConfig",
     "PolicyConfig",

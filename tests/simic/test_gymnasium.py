@@ -13,6 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.gym_envs import GymEnvs
+from esper.simic.training.gym_spaces import GymSpaces
 from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector
@@ -25,7 +26,11 @@ CONFIG = GymConfig(
 
 
 def train(envs, total_steps, config=CONFIG, heads=None, callback=None):
-    return PPO.from_config(envs, config, heads).learn(total_steps, callback)
+    return PPO(envs, config, heads).learn(total_steps, callback)
+
+
+def world_of(envs, heads=None):
+    return GymEnvs(envs, GymSpaces.of(envs, heads), rng_seed=0)
 
 
 class Counter(gymnasium.Env):
@@ -60,7 +65,7 @@ def counters(mode: AutoresetMode) -> SyncVectorEnv:
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_rollout_holds_exactly_the_steps_taken_in_every_autoreset_mode(mode):
-    trainer = PPO.from_config(counters(mode), CONFIG).trainer
+    trainer = PPO(counters(mode), CONFIG).trainer
     trainer.collect()
     stored, counts = trainer.buffer.fields, trainer.buffer.step_counts
     for env, length in enumerate((3, 4, 1)):
@@ -88,7 +93,7 @@ def test_every_autoreset_mode_stores_bit_exact_the_same_rows(make, mode):
     def collected(mode):
         heads = RowThenColumn.action_heads if make is RowThenColumn else None
         config = replace(CONFIG, horizon=40)
-        trainer = PPO.from_config(vector(make, 3, mode), config, heads).trainer
+        trainer = PPO(vector(make, 3, mode), config, heads).trainer
         trainer.collect(deterministic=True)
         return trainer.buffer.state_dict()
 
@@ -112,7 +117,7 @@ def test_every_autoreset_mode_stores_bit_exact_the_same_rows(make, mode):
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_cut_row_bootstraps_from_the_final_observation_and_the_state_that_saw_it(mode):
-    model = PPO.from_config(counters(mode), CONFIG)
+    model = PPO(counters(mode), CONFIG)
     model.trainer.collect()
     stored, ppo = model.trainer.buffer.fields, model.agent
     # env 0, its first episode: rows 0 to 2; replay it from a zero state
@@ -136,7 +141,7 @@ def test_evaluation_counts_whole_episodes_of_every_env(mode):
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_model_evaluated_in_its_own_environments_continues_with_new_episodes(mode):
     envs = counters(mode)
-    model = PPO.from_config(envs, CONFIG)
+    model = PPO(envs, CONFIG)
     model.learn(100, should_stop=iter([False] * 20 + [True]).__next__)  # within the second round
     steps, episodes = model.trainer.progress.steps_before_round, list(model.envs.log.recent)
     evaluate(model, envs, episodes=4)
@@ -153,9 +158,9 @@ def test_a_model_evaluated_in_its_own_environments_continues_with_new_episodes(m
 
 
 def test_autoreset_steps_do_not_enter_the_normaliser():
-    trainer = PPO.from_config(counters(AutoresetMode.NEXT_STEP), CONFIG).trainer
+    trainer = PPO(counters(AutoresetMode.NEXT_STEP), CONFIG).trainer
     trainer.collect()
-    seen = trainer.buffer.fields["states"][trainer.buffer._valid_mask()]
+    seen = trainer.buffer.states[trainer.buffer.valid_mask]
     trainer.learn()
     normalizer = trainer.agent.policy.heads.scales
     assert normalizer.count == len(seen)
@@ -188,14 +193,14 @@ class NoMasks(CueMemory):
     ("make", "source"), [(CueMemory, "info"), (MethodMasks, "method"), (NoMasks, "none")]
 )
 def test_the_source_of_masks_is_found_at_the_first_reset(make, source):
-    assert GymEnvs(vector(make, 2), rng_seed=0).mask_source == source
+    assert world_of(vector(make, 2)).mask_source == source
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("make", [CueMemory, MethodMasks, BestActions])
 def test_masks_are_those_of_the_current_observation(make, mode):
     envs = vector(make, 5, mode)
-    world = GymEnvs(envs, rng_seed=0)
+    world = world_of(envs)
     seen_pending = 0
     for _ in range(30):  # the environments assert that every choice is legal
         choices = torch.stack(
@@ -215,7 +220,7 @@ def test_masks_are_those_of_the_current_observation(make, mode):
 
 def test_conditional_masks_come_as_a_mapping():
     envs = vector(RowThenColumn, 3)
-    world = GymEnvs(envs, rng_seed=0, heads=RowThenColumn.action_heads)
+    world = world_of(envs, RowThenColumn.action_heads)
     for name in ("row", "column"):
         expected = np.stack([env.masks()[name] for env in envs.envs])
         np.testing.assert_array_equal(world.masks[name], expected)
@@ -224,7 +229,7 @@ def test_conditional_masks_come_as_a_mapping():
 def test_masks_work_across_processes():
     envs = AsyncVectorEnv([MethodMasks] * 2, context="fork")
     try:
-        assert GymEnvs(envs, rng_seed=0).mask_source == "method"
+        assert world_of(envs).mask_source == "method"
     finally:
         envs.close()
 
@@ -257,7 +262,7 @@ def test_spaces_that_do_not_work_are_refused_with_those_that_do(observation, act
 
 def test_heads_that_do_not_match_the_environment_are_refused():
     with pytest.raises(ValueError, match=r"sizes \(3, 4\).* needs \(3, 4, 2\)"):
-        PPO(vector(BestActions, 2), RowThenColumn.action_heads)
+        PPO(vector(BestActions, 2), heads=RowThenColumn.action_heads)
 
 
 def test_a_mask_of_the_wrong_shape_is_refused():
@@ -284,7 +289,7 @@ def test_a_missing_mask_names_the_env():
             *rest, info = super().step(action)
             return *rest, info if self.np_random_seed == 0 else {}
 
-    model = PPO.from_config(vector(Sometimes, 2), CONFIG)
+    model = PPO(vector(Sometimes, 2), CONFIG)
     with pytest.raises(ValueError, match=r"envs \[1\] gave no info\['action_mask'\]"):
         model.learn(100)
 
@@ -302,7 +307,7 @@ def test_an_episodes_last_step_needs_no_mask(mode, as_list):
             return *rest, truncated, {} if truncated else info
 
     envs = vector(Lasts, 3, mode)
-    model = PPO.from_config(envs, CONFIG)
+    model = PPO(envs, CONFIG)
     progress = model.trainer.progress
     model.learn(100, should_stop=lambda: progress.episodes >= 3)  # all end together
     envs.envs[1].elapsed = 4
@@ -330,10 +335,12 @@ def test_mistakes_are_found_before_the_first_step():
             PPO(vector(CueMemory, 4)).learn(total_steps)
     with pytest.raises(ValueError, match="not a vector environment; use gymnasium.make_vec"):
         PPO(CueMemory())
+    with pytest.raises(ValueError, match=r"config is a PPOConfig; use GymConfig\(ppo="):
+        PPO(vector(CueMemory, 4), PPOConfig())
     with pytest.raises(ValueError, match=r"no sub-environments with an action_masks\(\) method"):
-        PPO(vector(NoMasks, 4), masks="method")
+        PPO(vector(NoMasks, 4), GymConfig(masks="method"))
     with pytest.raises(ValueError, match=r"envs \[0, 1, 2, 3\] gave no info"):
-        PPO(vector(NoMasks, 4), masks="info")
+        PPO(vector(NoMasks, 4), GymConfig(masks="info"))
     with pytest.raises(ValueError, match="episodes=0"):
         evaluate(train(vector(CueMemory, 2), 32), vector(CueMemory, 2), 0)
 
@@ -384,7 +391,7 @@ def test_an_episode_start_resets_the_state_of_its_env_alone():
 def test_learning_again_adds_steps_and_restarts_the_schedules():
     rates = []
     config = replace(CONFIG, ppo=replace(CONFIG.ppo, learning_rate_schedule="linear"))
-    model = PPO.from_config(vector(CueMemory, 2, AutoresetMode.SAME_STEP), config)
+    model = PPO(vector(CueMemory, 2, AutoresetMode.SAME_STEP), config)
     for total in (64, 65):
         model.learn(total, lambda _, metrics: rates.append(metrics["ppo/learning_rate"]))
     assert model.num_steps == 64 + 96

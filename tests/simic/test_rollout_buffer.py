@@ -1,5 +1,8 @@
 """TamiyoRolloutBuffer: what goes in comes out, bad input is refused whole, episodes stay apart."""
 
+import operator
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -72,13 +75,15 @@ def test_a_batch_comes_back_as_it_went_in(space):
     for step in steps:
         buffer.add_batch(step)
     buffer.compute_advantages_and_returns()
-    batch = buffer.get_batched_sequences(with_hidden=True)
+    batch = buffer.get_batched_sequences()
     names = dict(states="state", actions="actions", log_probs="log_probs", masks="masks",
                  values="value", rewards="reward", terminated="terminated", truncated="truncated",
                  bootstrap_values="bootstrap_value", hidden_h="hidden_h", hidden_c="hidden_c")  # fmt: skip
     for field, argument in names.items():
         expected = torch.stack([getattr(step, argument) for step in steps], dim=1)
-        assert torch.equal(getattr(batch, field), expected), field
+        assert torch.equal(getattr(buffer, field), expected), field
+        if field in vars(batch):
+            assert torch.equal(getattr(batch, field), expected), field
     assert torch.equal(batch.initial_hidden_h, steps[0].hidden_h)
     assert torch.equal(batch.initial_hidden_c, steps[0].hidden_c)
     assert batch.valid_mask.all()
@@ -139,8 +144,7 @@ def test_stored_tensors_carry_no_graph():
     buffer.add_batch(step._replace(**live))
     buffer.compute_advantages_and_returns(last_values=torch.ones(3) * weight)
     buffer.normalize_advantages()
-    batch = buffer.get_batched_sequences(with_hidden=True)
-    for name, tensor in vars(batch).items():
+    for name, tensor in [*vars(buffer.get_batched_sequences()).items(), *buffer.fields.items()]:
         assert not tensor.requires_grad, name
 
 
@@ -185,17 +189,15 @@ def test_the_number_of_operations_does_not_depend_on_the_number_of_envs():
 # -- one arena --------------------------------------------------------------------------------
 
 
-def test_fields_share_one_allocation_and_hidden_states_another():
+def test_fields_of_a_batch_share_one_allocation():
     buffer = make_buffer()
     step = random_step(buffer.action_space, 3)
     buffer.add_batch(step)
     buffer.compute_advantages_and_returns(torch.zeros(3))
-    batch = vars(buffer.get_batched_sequences(with_hidden=True))
-    storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in batch.items()}
-    hidden = {storages.pop("hidden_h"), storages.pop("hidden_c")}
-    assert len(set(storages.values())) == 1
-    assert len(hidden) == 1
-    assert hidden.isdisjoint(storages.values())
+    batch = vars(buffer.get_batched_sequences())
+    storages = {tensor.untyped_storage().data_ptr() for tensor in batch.values()}
+    assert len(storages) == 1
+    assert buffer.hidden_h.untyped_storage().data_ptr() not in storages  # large, and never moved
     assert all(tensor.is_contiguous() for tensor in batch.values())
 
 
@@ -211,11 +213,9 @@ def test_a_move_to_another_device_is_one_copy():
         there = buffer.get_batched_sequences("meta")
     assert ops.calls.count(torch.ops.aten._to_copy) == 1
     for name, tensor in vars(there).items():
-        if tensor is not None:
-            assert tensor.device.type == "meta", name
-            assert tensor.shape == getattr(here, name).shape
-            assert tensor.dtype == getattr(here, name).dtype
-    assert there.hidden_h is None
+        assert tensor.device.type == "meta", name
+        assert tensor.shape == getattr(here, name).shape
+        assert tensor.dtype == getattr(here, name).dtype
 
 
 # -- bad input: refused, and nothing written ----------------------------------------------------
@@ -238,7 +238,15 @@ BAD_STEPS = {
     "another device kind": (dict(state=STEP.state.to("meta")), "state is on meta, the buffer on cpu"),
     "last field wrong": (dict(hidden_c=torch.zeros(2, 1, HIDDEN)), "hidden_c"),
     "no bootstrap shape": (dict(bootstrap_value=torch.zeros(3)), "bootstrap_value"),
+    "sparse state": (dict(state=STEP.state.to_sparse()), "state: got a tensor of layout torch.sparse_coo.*to_dense"),
+    "sparse last field": (dict(hidden_c=STEP.hidden_c.to_sparse()), "hidden_c: got a tensor of layout"),
+    "state of another layout": (dict(state=STEP.state.to_mkldnn()), "state: got a tensor of layout torch._mkldnn"),
+    "no reward": (dict(reward=None), "reward: got NoneType, expected a tensor or numbers"),
+    "text for actions": (dict(actions="wait"), "actions: got str"),
+    "a set of values": (dict(value={0.5, 1.5}), "value: got set"),
+    "ragged state": (dict(state=[[1.0], [1.0, 2.0]]), "state: got list"),
 }  # fmt: skip
+ONE_ENV = row_of(STEP, 0)
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_STEPS.values(), ids=BAD_STEPS)
@@ -252,6 +260,22 @@ def test_a_bad_step_is_refused_and_nothing_is_written(change, message):
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(hidden_h=ONE_ENV.hidden_h.to_sparse()), "hidden_h: got a tensor of layout"),
+        (dict(state=None), "state: got NoneType"),
+        (dict(reward="1"), "reward: got str"),
+    ],
+)
+def test_a_bad_step_of_one_env_is_refused_and_nothing_is_written(change, message):
+    buffer = make_buffer(space=SPACE)
+    before = stored(buffer)
+    with pytest.raises(ValueError, match=message):
+        buffer.add(0, ONE_ENV._replace(**change))
+    assert_same_storage(before, stored(buffer))
+
+
+@pytest.mark.parametrize(
     ("env_ids", "message"),
     [
         ([0, 3], r"env_ids \[3\] are out of range for num_envs=3"),
@@ -260,6 +284,10 @@ def test_a_bad_step_is_refused_and_nothing_is_written(change, message):
         ([0.0, 1.0], "integers"),
         (torch.zeros(2, 1, dtype=torch.long), r"\(2, 1\)"),
         ([0, 1, 2], r"state: got shape \(2, 6\), expected \(3, 6\)"),
+        ({0, 1}, "env_ids: got set, expected a tensor or numbers"),
+        ("01", "env_ids: got str"),
+        ([0, None], "env_ids: got list"),
+        (torch.tensor([0, 1]).to_sparse(), "env_ids: got a tensor of layout torch.sparse_coo"),
     ],
 )
 def test_bad_env_ids_are_refused_and_nothing_is_written(env_ids, message):
@@ -307,10 +335,83 @@ def test_sizes_below_one_are_refused(size):
 
 def test_a_saved_rollout_of_other_sizes_is_refused():
     small, large = make_buffer(num_envs=1, space=SPACE), make_buffer(num_envs=3, space=SPACE)
-    with pytest.raises(
-        ValueError, match=r"states: the saved rollout has torch.float32 \(1, 5, 6\)"
-    ):
+    with pytest.raises(ValueError, match=r"fields.states: found .*\[1, 5, 6\]"):
         large.load_state_dict(small.state_dict())
+
+
+def without(state, name):
+    return state | {"fields": {key: v for key, v in state["fields"].items() if key != name}}
+
+
+BAD_ROLLOUTS = {
+    "no fields": (lambda s: {"step_counts": s["step_counts"]}, "fields: missing"),
+    "no counts": (lambda s: {"fields": s["fields"]}, "step_counts: missing"),
+    "a field is missing": (lambda s: without(s, "hidden_c"), "fields.hidden_c: missing"),
+    "an unknown field": (lambda s: s | {"fields": s["fields"] | {"x": 1}}, "fields.x: not expected"),
+    "not a tensor": (lambda s: s | {"fields": s["fields"] | {"hidden_c": [1]}}, "fields.hidden_c: found .*list"),
+    "another dtype": (lambda s: s | {"step_counts": s["step_counts"].int()}, "step_counts: found .*int32"),
+    "sparse": (lambda s: s | {"fields": s["fields"] | {"hidden_c": s["fields"]["hidden_c"].to_sparse()}}, "hidden_c.*layout"),
+    "negative counts": (lambda s: s | {"step_counts": torch.tensor([5, -1, 0])}, r"step_counts \[5, -1, 0\].*0 to 5"),
+    "counts above the end": (lambda s: s | {"step_counts": torch.tensor([0, 99, 0])}, "step_counts.*0 to 5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_ROLLOUTS.values(), ids=BAD_ROLLOUTS)
+def test_a_bad_saved_rollout_is_refused_and_nothing_is_loaded(change, message):
+    source, buffer = make_buffer(space=SPACE), make_buffer(space=SPACE)
+    source.add_batch(random_step(SPACE, 3))
+    buffer.add_batch(random_step(SPACE, 3))
+    before = stored(buffer)
+    with pytest.raises(ValueError, match=message):
+        buffer.load_state_dict(change(source.state_dict()))
+    assert_same_storage(before, stored(buffer))
+
+
+def test_a_nested_tensor_is_refused():
+    with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
+        nested = torch.nested.nested_tensor([*STEP.state])
+    with pytest.raises(ValueError, match="state: got a nested tensor"):
+        make_buffer(space=SPACE).add_batch(STEP._replace(state=nested), [0, 1])
+
+
+# -- fields by name ---------------------------------------------------------------------------
+
+
+def test_fields_are_read_only_attributes():
+    buffer = make_buffer(space=SPACE)
+    step = random_step(SPACE, 3)
+    buffer.add_batch(step)
+    assert torch.equal(buffer.hidden_h[0, 0], step.hidden_h[0])
+    derived = {"advantages", "returns", "valid_mask", "initial_hidden_h", "initial_hidden_c"}
+    for name in set(buffer.fields) - derived:
+        assert getattr(buffer, name) is buffer.fields[name]
+    assert buffer.valid_mask.tolist() == [[True] + [False] * 4] * 3
+    with pytest.raises(AttributeError, match="states"):
+        buffer.states = step.state
+    with pytest.raises(ValueError, match="no advantages"):
+        _ = buffer.advantages
+    buffer.compute_advantages_and_returns()
+    assert buffer.advantages is buffer.fields["advantages"]
+    assert buffer.returns is buffer.fields["returns"]
+
+
+def test_a_compiled_caller_runs():
+    buffer = make_buffer(space=SPACE)
+    buffer.add_batch(random_step(SPACE, 3))
+    compiled = []
+
+    def keep_calls(graph, inputs):
+        compiled.extend(node.target for node in graph.graph.nodes if "call" in node.op)
+        return graph.forward
+
+    @torch.compile(backend=keep_calls)
+    def learn(scale):
+        buffer.compute_advantages_and_returns(gamma=0.5)
+        batch, layout = buffer.get_batched_sequences(), buffer.sequence_layout()
+        return batch.advantages * scale * layout.num_rows
+
+    assert torch.equal(learn(torch.tensor(2.0)), buffer.advantages * 2 * 3)
+    assert set(compiled) <= {operator.mul}  # the methods themselves are not traced
 
 
 # -- advantages -------------------------------------------------------------------------------
@@ -324,6 +425,8 @@ def fill_worked_case(buffer, env=0, bootstrap=7.0):
         step = random_step(buffer.action_space, 1, reward=torch.tensor([float(reward)]),
                            value=torch.tensor([float(value)]), truncated=[t == 2],
                            bootstrap=bootstrap if t == 2 else None)  # fmt: skip
+        if t == 3:  # the first step of an episode
+            step = step._replace(hidden_h=step.hidden_h * 0, hidden_c=step.hidden_c * 0)
         buffer.add_batch(step, [env])
 
 
@@ -395,6 +498,8 @@ def test_last_values_of_the_wrong_shape_are_refused(shape):
         ("values", "the value"),
         ("states", "the state"),
         ("log_probs", "a log-prob"),
+        ("hidden_h", "the recurrent state"),
+        ("hidden_c", "the recurrent state"),
     ],
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -497,6 +602,32 @@ def test_boundaries_come_from_the_flags():
     assert buffer.sequence_layout().lengths.tolist() == [2, 3, 1, 2, 2]
 
 
+@pytest.mark.parametrize("part", ["hidden_h", "hidden_c"])
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_a_recurrent_state_that_was_not_reset_is_refused(part, end):
+    buffer = make_buffer(num_envs=2, space=SPACE)
+    zeros = torch.zeros(2, LAYERS, HIDDEN)
+    buffer.add_batch(random_step(SPACE, 2, **{end: [False, True]}))
+    state = {"hidden_h": zeros.clone(), "hidden_c": zeros.clone()}
+    buffer.add_batch(random_step(SPACE, 2, **state))
+    buffer.compute_advantages_and_returns()
+    buffer.fields[part][1, 1, -1, -1] = 0.1
+    with pytest.raises(ValueError, match="env 1, step 1: the recurrent state was not reset.*zero"):
+        buffer.compute_advantages_and_returns()
+
+
+def test_a_state_with_layers_and_envs_swapped_is_refused():
+    """[L, N, hidden], as torch returns it, has the shape of [N, L, hidden] if N equals L."""
+    buffer = make_buffer(num_envs=LAYERS, space=SPACE)
+    buffer.add_batch(random_step(SPACE, LAYERS, terminated=[True] + [False] * (LAYERS - 1)))
+    state = torch.rand(LAYERS, LAYERS, HIDDEN)
+    state[0] = 0.0  # env 0 starts an episode
+    swapped = state.transpose(0, 1)
+    buffer.add_batch(random_step(SPACE, LAYERS, hidden_h=swapped, hidden_c=swapped))
+    with pytest.raises(ValueError, match=r"env 0, step 1: the recurrent state.*\[envs, layers"):
+        buffer.compute_advantages_and_returns()
+
+
 def test_a_penalty_ends_the_episode_and_replaces_the_reward():
     buffer = make_buffer(num_envs=2, max_steps=5, space=SPACE)
     for _ in range(3):
@@ -553,6 +684,8 @@ def test_reset_keeps_the_storage_and_forgets_the_rollout():
 def test_collecting_on_a_gpu_never_waits_and_equals_the_cpu():
     torch.manual_seed(0)
     steps = [random_step(SPACE, 3, truncated=[t == 1, False, False]) for t in range(4)]
+    for hidden in (steps[2].hidden_h, steps[2].hidden_c):
+        hidden[0] = 0.0  # the first step of an episode
     buffers = [make_buffer(space=SPACE, device=device) for device in ("cpu", "cuda")]
     for step in steps:
         buffers[0].add_batch(step)
@@ -569,9 +702,8 @@ def test_collecting_on_a_gpu_never_waits_and_equals_the_cpu():
     expected, there = buffers[0].get_batched_sequences(), buffers[1].get_batched_sequences("cpu")
     moved = buffers[0].get_batched_sequences("cuda")
     for name, tensor in vars(expected).items():
-        if tensor is not None:
-            torch.testing.assert_close(getattr(there, name), tensor, msg=name)
-            assert torch.equal(getattr(moved, name).cpu(), tensor)
+        torch.testing.assert_close(getattr(there, name), tensor, msg=name)
+        assert torch.equal(getattr(moved, name).cpu(), tensor)
     assert (
         buffers[1].get_batched_sequences("cuda").states.data_ptr()
         == buffers[1].fields["states"].data_ptr()

@@ -59,7 +59,7 @@ def gym(
     if resume and settings != (_DEFAULTS, _TOTAL_STEPS):
         raise ValueError(f"--resume uses the settings in {checkpoint}; leave out other flags")
     envs = _make(env_id, num_envs)
-    model = None if resume else PPO.from_config(envs, config)
+    model = None if resume else PPO(envs, config)
     with LockedFolder(out):
         if model is None:
             model = PPO.load(checkpoint, envs, device=config.device)

@@ -11,6 +11,7 @@ optimiser step.
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -33,6 +34,8 @@ from esper.tamiyo.policy.network import (
     StoredSteps,
     full_precision,
 )
+
+FIRST_RATIO_TOLERANCE = 1e-2  # rounding alone stays below 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +120,7 @@ class PPOAgent:
         self.failed_updates = 0
         self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
         self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
+        self._has_warned = False  # of ratios that are not 1
 
     # -- acting -------------------------------------------------------------------------------
 
@@ -193,7 +197,10 @@ class PPOAgent:
         explained = _explained_variance(layout.gather(batch.values), returns)
         scalars = torch.stack([advantage.mean, advantage.std, returns.mean(), explained]).tolist()
         names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
-        return meter.means() | {
+        means = meter.means()
+        if is_finite:
+            self._check_first_ratios(means["first_ratio_error"])
+        return means | {
             **dict(zip(names, scalars, strict=True)),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "ppo_epochs_run": float(epochs_run),
@@ -248,6 +255,18 @@ class PPOAgent:
         steps = self.policy.gather(rollout.states, rollout.actions, rollout.masks, parts, initial)
         rows = zip(*map(parts.split_rows, rollout_rows(rollout, parts)), strict=True)
         return zip(parts.layouts, steps, map(RolloutRows._make, rows), strict=True)
+
+    def _check_first_ratios(self, error: float) -> None:
+        if error > FIRST_RATIO_TOLERANCE and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"first_ratio_error is {error:.2g}, expected less than {FIRST_RATIO_TOLERANCE}: "
+                "the policy gives the stored actions other probabilities than when it acted. "
+                "Likely causes: the recurrent state was not reset at an episode end; the stored "
+                "masks are not those that applied; features changed between acting and learning; "
+                "this is a second update from one buffer",
+                stacklevel=3,
+            )
 
     def check_split(self, num_envs: int) -> None:
         """Raise if the envs do not split into minibatches of equal size."""
@@ -385,6 +404,7 @@ def ppo_loss(
         for kind, values in (
             ("entropy", evaluation.entropies),
             ("normalized_entropy", evaluation.normalized_entropies),
+            ("choice_fraction", (legal.counts > 1).float()),
         ):
             names = (f"{kind}/{name}" for name in action_space.names)
             measured |= zip(names, values.mean(dim=0).unbind(), strict=True)

@@ -14,10 +14,10 @@ synchronises with a GPU.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,12 +29,16 @@ from esper.leyline.constants import (
     DEFAULT_LSTM_HIDDEN_DIM,
 )
 from esper.leyline.factored_actions import FactoredActionSpace
+from esper.leyline.files import require_same_layout
 from esper.leyline.sequences import SequenceLayout
 from esper.simic.agent.gae import compute_gae
 from esper.simic.agent.packed_tensors import PackedTensors
+from esper.simic.agent.step_fields import INTEGERS, dense_tensor, step_fields
 
 ADVANTAGE_STD_FLOOR = 1e-8
 PROBLEMS_SHOWN = 5  # bad values that one error message lists
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class TamiyoRolloutStep(NamedTuple):
@@ -81,8 +85,6 @@ class RolloutBatch:
     valid_mask: Tensor  # [N, T]: True for stored steps
     initial_hidden_h: Tensor  # [N, L, hidden]: the state before each env's first row
     initial_hidden_c: Tensor
-    hidden_h: Tensor | None = None  # [N, T, L, hidden], only if requested
-    hidden_c: Tensor | None = None
 
 
 class AdvantageStatistics(NamedTuple):
@@ -92,8 +94,37 @@ class AdvantageStatistics(NamedTuple):
     std: Tensor
 
 
+def _not_compiled(method: _Method) -> _Method:
+    """Leave a method out of torch.compile: it runs once per rollout and needs the CPU."""
+    return cast(_Method, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+
+
+class _Field:
+    """A field of the storage as a read-only attribute."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, buffer: "TamiyoRolloutBuffer", owner: type) -> Tensor:
+        if self._name in ("advantages", "returns"):
+            buffer._require_advantages()
+        return buffer._fields[self._name]
+
+    def __set__(self, buffer: "TamiyoRolloutBuffer", value: object) -> None:
+        raise AttributeError(f"{self._name} cannot be replaced; use add_batch or copy_")
+
+
 class TamiyoRolloutBuffer:
-    """A fixed-size rollout of `num_envs` rows, each with its own number of stored steps."""
+    """A fixed-size rollout of `num_envs` rows, each with its own number of stored steps.
+
+    The fields are attributes `[N, T, ...]`: views of the storage, not copies. Where `valid_mask`
+    is False they may hold anything. Two threads may add steps at once, but not of the same env.
+    """
+
+    states, actions, log_probs, masks = _Field(), _Field(), _Field(), _Field()
+    values, rewards, terminated, truncated = _Field(), _Field(), _Field(), _Field()
+    bootstrap_values, hidden_h, hidden_c = _Field(), _Field(), _Field()
+    advantages, returns = _Field(), _Field()
 
     def __init__(
         self,
@@ -118,10 +149,10 @@ class TamiyoRolloutBuffer:
         self._all_envs = torch.arange(num_envs, device="cpu")
 
         hidden = (lstm_layers, lstm_hidden_dim)
-        self._step_specs = _step_specs(action_space, state_dim, hidden)
+        self._step_fields = step_fields(action_space, state_dim, hidden)
         rows = (num_envs, max_steps_per_env)
-        stored = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_specs}
-        hidden_fields = {name: stored.pop(name) for name in ("hidden_h", "hidden_c")}
+        stored = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_fields}
+        per_step = [stored.pop(name)[1] for name in ("hidden_h", "hidden_c")]  # never moved
         stored |= {
             "advantages": (torch.float32, rows),
             "returns": (torch.float32, rows),
@@ -130,10 +161,9 @@ class TamiyoRolloutBuffer:
             "initial_hidden_c": (torch.float32, (num_envs, *hidden)),
         }
         self._storage = PackedTensors(stored, self.device)
-        self._hidden_storage = PackedTensors(hidden_fields, self.device)
-        fields = self._storage.views | self._hidden_storage.views
-        self._rows = {s.name: fields[s.name].flatten(0, 1) for s in self._step_specs}
-        self._fields = fields
+        h, c = (torch.zeros(shape, device=self.device) for shape in per_step)
+        self._fields: dict[str, Tensor] = self._storage.views | {"hidden_h": h, "hidden_c": c}
+        self._rows = {s.name: self._fields[s.name].flatten(0, 1) for s in self._step_fields}
 
         self._layout: SequenceLayout | None = None
         self._has_advantages = False
@@ -148,14 +178,21 @@ class TamiyoRolloutBuffer:
         """Every field by name, `[N, T, ...]` or `[N, ...]`: the storage itself, not a copy."""
         return MappingProxyType(self._fields)
 
+    @property
+    def valid_mask(self) -> Tensor:
+        """True for stored steps, `[N, T]`."""
+        steps = torch.arange(self.max_steps_per_env, device=self.device)
+        return steps < self.step_counts.to(self.device, non_blocking=True)[:, None]
+
     # -- collecting ---------------------------------------------------------------------------
 
     def add(self, env_id: int, step: TamiyoRolloutStep) -> None:
         """Store one env's next step."""
-        batched = TamiyoRolloutStep(
-            *(None if x is None else torch.as_tensor(x).unsqueeze(0) for x in step)  # type: ignore[arg-type]
+        batched = (
+            None if x is None else dense_tensor(name, x).unsqueeze(0)
+            for name, x in zip(step._fields, step, strict=True)
         )
-        self.add_batch(batched, [env_id])
+        self.add_batch(TamiyoRolloutStep(*batched), [env_id])  # type: ignore[arg-type]
 
     def add_batch(
         self, step: TamiyoRolloutStep, env_ids: Tensor | Sequence[int] | None = None
@@ -194,9 +231,9 @@ class TamiyoRolloutBuffer:
             raise ValueError(f"env {env} has no stored step; add one before a penalty")
         if not math.isfinite(penalty):
             raise ValueError(f"penalty={penalty} for env {env}; use a finite number")
-        self._fields["rewards"][env, count - 1] = penalty
-        self._fields["terminated"][env, count - 1] = True
-        self._fields["truncated"][env, count - 1] = False
+        self.rewards[env, count - 1] = penalty
+        self.terminated[env, count - 1] = True
+        self.truncated[env, count - 1] = False
         self._forget_derived()
 
     def reset(self) -> None:
@@ -206,25 +243,30 @@ class TamiyoRolloutBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the steps stored so far; advantages are not included."""
-        stored = {spec.name: self._fields[spec.name].clone() for spec in self._step_specs}
+        stored = {spec.name: self._fields[spec.name].clone() for spec in self._step_fields}
         return {"fields": stored, "step_counts": self.step_counts.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the steps of a buffer of the same sizes."""
-        for name, saved in (state["fields"] | {"step_counts": state["step_counts"]}).items():
-            expected = self.step_counts if name == "step_counts" else self._fields[name]
-            if saved.shape != expected.shape or saved.dtype != expected.dtype:
-                raise ValueError(
-                    f"{name}: the saved rollout has {saved.dtype} {tuple(saved.shape)}, "
-                    f"this buffer {expected.dtype} {tuple(expected.shape)}"
-                )
-        for spec in self._step_specs:
-            self._fields[spec.name].copy_(state["fields"][spec.name])
+        """Restore the steps of a buffer of the same sizes; all is checked before it is copied."""
+        mine = {spec.name: self._fields[spec.name] for spec in self._step_fields}
+        expected = {"fields": mine, "step_counts": self.step_counts}
+        require_same_layout(state, expected, "the saved rollout")
+        for name, tensor in state["fields"].items():
+            dense_tensor(name, tensor)
+        counts = state["step_counts"].tolist()
+        if not all(0 <= count <= self.max_steps_per_env for count in counts):
+            raise ValueError(
+                f"the saved rollout has step_counts {counts}; expected 0 to "
+                f"{self.max_steps_per_env} steps per env"
+            )
+        for name, tensor in state["fields"].items():
+            mine[name].copy_(tensor)
         self.step_counts.copy_(state["step_counts"])
         self._forget_derived()
 
     # -- learning -----------------------------------------------------------------------------
 
+    @_not_compiled
     def compute_advantages_and_returns(
         self,
         last_values: Tensor | None = None,
@@ -237,25 +279,25 @@ class TamiyoRolloutBuffer:
         They are the bootstraps of the episodes that have not ended.
 
         Raises a ValueError for bad values in the rollout: an empty mask of an unconditional head,
-        or a state, log-prob, reward, value or needed bootstrap that is not finite.
+        or a state, log-prob, reward, value, recurrent state or needed bootstrap that is not finite.
+        The recurrent state of the row after an episode end must be zero.
         """
         if last_values is not None:
             self._store_last_values(last_values)
         self._raise_on_bad_values()
-        field = self._fields
         advantages, returns = compute_gae(
-            field["rewards"],
-            field["values"],
-            field["terminated"],
-            field["truncated"],
-            field["bootstrap_values"],
+            self.rewards,
+            self.values,
+            self.terminated,
+            self.truncated,
+            self.bootstrap_values,
             step_counts=self.step_counts,
             gamma=gamma,
             gae_lambda=gae_lambda,
         )
-        field["advantages"].copy_(advantages)
-        field["returns"].copy_(returns)
         self._has_advantages = True
+        self.advantages.copy_(advantages)
+        self.returns.copy_(returns)
         self._advantage_statistics = None
 
     def normalize_advantages(self) -> AdvantageStatistics:
@@ -265,7 +307,7 @@ class TamiyoRolloutBuffer:
         """
         self._require_advantages()
         if self._advantage_statistics is None:
-            advantages, valid = self._fields["advantages"], self._valid_mask()
+            advantages, valid = self.advantages, self.valid_mask
             count = max(len(self), 1)  # on the CPU: no synchronisation
             exact = advantages.double()  # so that rounding does not spread equal advantages
             mean = torch.where(valid, exact, 0.0).sum() / count
@@ -275,29 +317,26 @@ class TamiyoRolloutBuffer:
             self._advantage_statistics = AdvantageStatistics(mean.float(), std.float())
         return self._advantage_statistics
 
-    def get_batched_sequences(
-        self, device: torch.device | str | None = None, *, with_hidden: bool = False
-    ) -> RolloutBatch:
+    @_not_compiled
+    def get_batched_sequences(self, device: torch.device | str | None = None) -> RolloutBatch:
         """The rollout on `device` (default: the buffer's device, without a copy).
 
         On another device it is one copy; on the buffer's device the tensors are its storage,
-        valid until `reset()`. `with_hidden` adds the hidden states of every step.
+        valid until `reset()`. Of the hidden states, only the first of each env is included.
         """
         self._require_advantages()
         field = self._fields
-        field["valid_mask"].copy_(self._valid_mask())
-        field["initial_hidden_h"].copy_(field["hidden_h"][:, 0])
-        field["initial_hidden_c"].copy_(field["hidden_c"][:, 0])
+        field["valid_mask"].copy_(self.valid_mask)
+        field["initial_hidden_h"].copy_(self.hidden_h[:, 0])
+        field["initial_hidden_c"].copy_(self.hidden_c[:, 0])
         target = self.device if device is None else torch.device(device)
-        views = self._storage.views_on(target)
-        if with_hidden:
-            views = views | self._hidden_storage.views_on(target)
-        return RolloutBatch(**views)
+        return RolloutBatch(**self._storage.views_on(target))
 
+    @_not_compiled
     def sequence_layout(self) -> SequenceLayout:
         """Where each episode is stored, on the CPU. Cached: one synchronisation per rollout."""
         if self._layout is None:
-            ended = self._fields["terminated"] | self._fields["truncated"]
+            ended = self.terminated | self.truncated
             self._layout = SequenceLayout.from_flags(ended, self.step_counts)
         return self._layout
 
@@ -305,7 +344,7 @@ class TamiyoRolloutBuffer:
     def episode_boundaries(self) -> Tensor:
         """The episodes that have ended, CPU int64 `[episodes, 3]`: env, first step, end (exclusive)."""
         layout = self.sequence_layout()
-        ended = (self._fields["terminated"] | self._fields["truncated"]).cpu()
+        ended = (self.terminated | self.truncated).cpu()
         ends = layout.starts + layout.lengths
         boundaries = torch.stack([layout.env_ids, layout.starts, ends], dim=1)
         return boundaries[ended[layout.env_ids, ends - 1]]
@@ -315,8 +354,8 @@ class TamiyoRolloutBuffer:
     def _checked_env_ids(self, env_ids: Tensor | Sequence[int] | None) -> Tensor:
         if env_ids is None:
             return self._all_envs
-        envs = torch.as_tensor(env_ids)
-        if envs.ndim != 1 or (envs.numel() and envs.dtype not in _INTEGERS):
+        envs = dense_tensor("env_ids", env_ids)
+        if envs.ndim != 1 or (envs.numel() and envs.dtype not in INTEGERS):
             raise ValueError(
                 f"env_ids: got {envs.dtype} {tuple(envs.shape)}, expected integers of shape [K]"
             )
@@ -333,37 +372,17 @@ class TamiyoRolloutBuffer:
     def _checked_values(self, step: TamiyoRolloutStep, num_rows: int) -> dict[str, Tensor]:
         """The step's tensors by field name, with the buffer's dtypes and device."""
         values = {}
-        for spec, value in zip(self._step_specs, step, strict=True):
+        for spec, value in zip(self._step_fields, step, strict=True):
             if value is None and spec.name == "bootstrap_values":
                 # NaN: `_raise_on_bad_values` reports it if it is needed
                 value = torch.full((num_rows,), torch.nan, device=self.device)
-            values[spec.name] = self._checked_value(spec, torch.as_tensor(value), num_rows)
+            values[spec.name] = spec.checked(value, num_rows, self.device)
         return values
 
-    def _checked_value(self, spec: "_StepSpec", value: Tensor, num_rows: int) -> Tensor:
-        expected = (num_rows, *spec.shape)
-        if tuple(value.shape) != expected:
-            raise ValueError(
-                f"{spec.argument}: got shape {tuple(value.shape)}, expected {expected} = "
-                f"[envs{''.join(f', {letter}' for letter in spec.letters)}]{spec.note}"
-            )
-        if not spec.accepts(value.dtype):
-            raise ValueError(f"{spec.argument}: got {value.dtype}, expected {spec.kind}")
-        if value.device.type not in ("cpu", self.device.type):
-            raise ValueError(
-                f"{spec.argument} is on {value.device}, the buffer on {self.device}; "
-                "move it to the CPU or to the buffer's device"
-            )
-        if value.requires_grad:
-            value = value.detach()
-        # block for pinned memory: the caller may change it before a non-blocking copy has run
-        must_block = value.device != self.device and value.is_pinned()
-        return value.to(self.device, spec.dtype, non_blocking=not must_block)
-
     def _store_last_values(self, last_values: Tensor) -> None:
-        spec = next(s for s in self._step_specs if s.name == "bootstrap_values")
+        spec = next(s for s in self._step_fields if s.name == "bootstrap_values")
         spec = spec._replace(argument="last_values")
-        last_values = self._checked_value(spec, torch.as_tensor(last_values), self.num_envs)
+        last_values = spec.checked(last_values, self.num_envs, self.device)
         envs = self.step_counts.nonzero().squeeze(1)
         rows = envs * self.max_steps_per_env + self.step_counts[envs] - 1
         envs, rows = (index.to(self.device, non_blocking=True) for index in (envs, rows))
@@ -373,23 +392,35 @@ class TamiyoRolloutBuffer:
 
     def _raise_on_bad_values(self) -> None:
         """Check all values that learning uses, with one synchronisation."""
-        field = self._fields
-        steps = torch.arange(self.max_steps_per_env, device=self.device)
-        counts = self.step_counts.to(self.device, non_blocking=True)[:, None]
-        needs_bootstrap = ~field["terminated"] & (field["truncated"] | (steps == counts - 1))
+        valid = self.valid_mask
+        is_last = valid.clone()
+        is_last[:, :-1] &= ~valid[:, 1:]
+        needs_bootstrap = ~self.terminated & (self.truncated | is_last)
+        follows_end = torch.zeros_like(valid)
+        follows_end[:, 1:] = (self.terminated | self.truncated)[:, :-1]
+        # the largest magnitude of a row's state: 0 only if all are 0, not finite if any is not
+        h, c = (
+            torch.linalg.vector_norm(part, ord=torch.inf, dim=(-2, -1))
+            for part in (self.hidden_h, self.hidden_c)
+        )
+        hidden = torch.maximum(h, c)
         bad = {
-            "the state is not finite": ~field["states"].isfinite().all(dim=-1),
-            "a log-prob is not finite": ~field["log_probs"].isfinite().all(dim=-1),
-            "the reward is not finite": ~field["rewards"].isfinite(),
-            "the value is not finite": ~field["values"].isfinite(),
+            "the state is not finite": ~self.states.isfinite().all(dim=-1),
+            "a log-prob is not finite": ~self.log_probs.isfinite().all(dim=-1),
+            "the reward is not finite": ~self.rewards.isfinite(),
+            "the value is not finite": ~self.values.isfinite(),
             "a bootstrap value is needed, but none was given or it is not finite": needs_bootstrap
-            & ~field["bootstrap_values"].isfinite(),
+            & ~self.bootstrap_values.isfinite(),
+            "the recurrent state is not finite": ~hidden.isfinite(),
+            "the recurrent state was not reset after the episode that ended one step before; zero "
+            "hidden_h and hidden_c [envs, layers, hidden] at episode ends": follows_end
+            & (hidden != 0),
         }
         for head in self.action_space.unconditional:
-            part = field["masks"][..., self.action_space.slices[head]]
+            part = self.masks[..., self.action_space.slices[head]]
             name = self.action_space.names[head]
             bad[f"head {name!r} has no legal choice"] = ~part.any(dim=-1)
-        problems = torch.stack(list(bad.values())) & (steps < counts)
+        problems = torch.stack(list(bad.values())) & valid
         if not bool(problems.any()):
             return
         found = problems.permute(1, 2, 0).nonzero().tolist()
@@ -406,61 +437,7 @@ class TamiyoRolloutBuffer:
                 "call compute_advantages_and_returns() after adding the last step"
             )
 
-    # -- derived ------------------------------------------------------------------------------
-
-    def _valid_mask(self) -> Tensor:
-        steps = torch.arange(self.max_steps_per_env, device=self.device)
-        return steps < self.step_counts.to(self.device, non_blocking=True)[:, None]
-
     def _forget_derived(self) -> None:
         self._layout = None
         self._has_advantages = False
         self._advantage_statistics = None
-
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-class _StepSpec(NamedTuple):
-    """How one field of a `TamiyoRolloutStep` is stored and checked."""
-
-    argument: str  # its name in the step
-    name: str  # its name in the buffer
-    dtype: torch.dtype
-    shape: tuple[int, ...]  # of one env
-    letters: str  # names of the axes, for errors
-    note: str = ""  # more about the axes, for errors
-
-    @property
-    def kind(self) -> str:
-        return {torch.float32: "floating point", torch.int64: "integers", torch.bool: "bool"}[
-            self.dtype
-        ]
-
-    def accepts(self, dtype: torch.dtype) -> bool:
-        if self.dtype == torch.float32:
-            return dtype.is_floating_point
-        return dtype in _INTEGERS if self.dtype == torch.int64 else dtype == torch.bool
-
-
-def _step_specs(
-    action_space: FactoredActionSpace, state_dim: int, hidden: tuple[int, int]
-) -> tuple[_StepSpec, ...]:
-    """One row per field of `TamiyoRolloutStep`, in its order."""
-    number, integer, flag = torch.float32, torch.int64, torch.bool
-    heads = (action_space.num_heads,)
-    names = f", heads {', '.join(action_space.names)}"
-    sizes = ", ".join(f"{h.name}: {h.size}" for h in action_space)
-    return (
-        _StepSpec("state", "states", number, (state_dim,), "F"),
-        _StepSpec("actions", "actions", integer, heads, "H", names),
-        _StepSpec("log_probs", "log_probs", number, heads, "H", names),
-        _StepSpec("masks", "masks", flag, (action_space.num_choices,), "C", f", heads {sizes}"),
-        _StepSpec("value", "values", number, (), ""),
-        _StepSpec("reward", "rewards", number, (), ""),
-        _StepSpec("terminated", "terminated", flag, (), ""),
-        _StepSpec("truncated", "truncated", flag, (), ""),
-        _StepSpec("bootstrap_value", "bootstrap_values", number, (), ""),
-        _StepSpec("hidden_h", "hidden_h", number, hidden, "Lh", ", L layers, h hidden units"),
-        _StepSpec("hidden_c", "hidden_c", number, hidden, "Lh", ", L layers, h hidden units"),
-    )

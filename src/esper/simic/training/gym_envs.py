@@ -1,6 +1,6 @@
 """Gymnasium vector environments for the training loop, with one behaviour for all autoreset modes.
 
-    envs = GymEnvs(vector_env, rng_seed=0)
+    envs = GymEnvs(vector_env, GymSpaces.of(vector_env), rng_seed=0)
     outcome = envs.step(choices)             # for the observation in envs.features, envs.masks
 
 Three modes, read from `metadata["autoreset_mode"]`:
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.files import UnreadableFile
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_spaces import Array, GymSpaces
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
     from gymnasium.wrappers import TimeLimit
 
-MaskSource = Literal["info", "method", "none"]
+MaskOption = Literal["auto", "info", "method", "none"]
 
 RECENT_EPISODES = 100  # that the reported means are over
 
@@ -75,13 +75,13 @@ class GymEnvs:
     def __init__(
         self,
         envs: "VectorEnv[Any, Any, Any]",
+        spaces: GymSpaces,
         *,
-        rng_seed: int | None,
-        heads: FactoredActionSpace | None = None,
-        mask_source: Literal["auto", "info", "method", "none"] = "auto",
+        rng_seed: int,
+        mask_source: MaskOption = "auto",
     ):
-        require_vector_env(envs)
-        self.spaces = GymSpaces.of(envs.single_observation_space, envs.single_action_space, heads)
+        spaces.require_same(envs)
+        self.spaces = spaces
         self.num_envs = envs.num_envs
         self.num_features, self.action_space = self.spaces.num_features, self.spaces.action_space
         self.log = EpisodeLog(self.num_envs)
@@ -256,16 +256,6 @@ class GymEnvs:
         self.vector_env._autoreset_envs = self.pending.copy()  # its own record of pending resets
 
 
-def require_vector_env(envs: Any) -> None:
-    from gymnasium.vector import VectorEnv
-
-    if not isinstance(envs, VectorEnv):
-        raise ValueError(
-            f"{envs} is not a vector environment; use gymnasium.make_vec(ENV_ID, num_envs=8) or "
-            "gymnasium.vector.SyncVectorEnv([make_env] * 8)"
-        )
-
-
 def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
     from gymnasium.vector import AutoresetMode
 
@@ -279,10 +269,8 @@ def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
 
 
 def _mask_source(
-    envs: "VectorEnv[Any, Any, Any]",
-    infos: dict[str, Any],
-    asked: Literal["auto", "info", "method", "none"],
-) -> MaskSource:
+    envs: "VectorEnv[Any, Any, Any]", infos: dict[str, Any], asked: MaskOption
+) -> MaskOption:
     """Where masks come from: as asked, or the first source that the environment offers."""
     if asked in ("info", "none"):
         return asked

@@ -1,6 +1,6 @@
 """Conversion between Gymnasium spaces and the policy: observations to features, choices to actions."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Hea
 
 if TYPE_CHECKING:
     import gymnasium
+    from gymnasium.vector import VectorEnv
 
 Array = NDArray[Any]
 
@@ -29,26 +30,31 @@ class GymSpaces:
 
     @classmethod
     def of(
-        cls,
-        observation_space: "gymnasium.Space[Any]",
-        action_space: "gymnasium.Space[Any]",
-        heads: FactoredActionSpace | None = None,
+        cls, envs: "VectorEnv[Any, Any, Any]", heads: Iterable[Head] | None = None
     ) -> "GymSpaces":
-        """Read the spaces of a single environment; `heads` declares which choices depend on which."""
-        num_features, first_observation = _read_observation_space(observation_space)
-        sizes, firsts, is_scalar = _read_action_space(action_space)
+        """The spaces of each environment; `heads` declares which choices depend on which."""
+        from gymnasium.vector import VectorEnv
+
+        if not isinstance(envs, VectorEnv):
+            raise ValueError(
+                f"{envs} is not a vector environment; use gymnasium.make_vec(ENV_ID, num_envs=8) or "
+                "gymnasium.vector.SyncVectorEnv([make_env] * 8)"
+            )
+        num_features, first_observation = _read_observation_space(envs.single_observation_space)
+        sizes, firsts, is_scalar = _read_action_space(envs.single_action_space)
         if heads is None:
             names = ["action"] if is_scalar else [f"action_{i}" for i in range(len(sizes))]
-            heads = FactoredActionSpace(tuple(map(Head, names, sizes)))
-        if heads.sizes != sizes:
+            heads = map(Head, names, sizes)
+        action_space = FactoredActionSpace(tuple(heads))
+        if action_space.sizes != sizes:
             raise ValueError(
-                f"the heads have sizes {heads.sizes}, but the environment's {action_space} "
-                f"needs {sizes}"
+                f"the heads have sizes {action_space.sizes}, but the environment's "
+                f"{envs.single_action_space} needs {sizes}"
             )
         return cls(
             num_features=num_features,
             first_observation=first_observation,
-            action_space=heads,
+            action_space=action_space,
             first_actions=firsts,
             is_scalar_action=is_scalar,
         )
@@ -110,11 +116,9 @@ class GymSpaces:
         groups = [torch.from_numpy(group) for group in self.mask_groups(masks)]
         return ActionMasks.from_groups(self.action_space, groups)
 
-    def require_same(
-        self, observation_space: "gymnasium.Space[Any]", action_space: "gymnasium.Space[Any]"
-    ) -> None:
-        """Raise if an environment's spaces are not those that the policy was made for."""
-        found = GymSpaces.of(observation_space, action_space)._layout()
+    def require_same(self, envs: "VectorEnv[Any, Any, Any]") -> None:
+        """Raise if the environments' spaces are not those that the policy was made for."""
+        found = GymSpaces.of(envs)._layout()
         different = [
             f"{name} is {found[name]}, expected {mine}"
             for name, mine in self._layout().items()

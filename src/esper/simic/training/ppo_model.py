@@ -14,18 +14,18 @@ modes and action masks are supported. For choices whose legal values depend on e
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
 
 from esper.leyline.checks import require_at_least
 from esper.leyline.devices import usable_device
-from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
+from esper.leyline.factored_actions import ActionMasks, Head
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.training.gym_envs import Episode, GymEnvs, require_vector_env
+from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Trainer, load_agent, zero_rows
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
@@ -34,7 +34,6 @@ from esper.tamiyo.policy.plain_heads import flat_policy
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
 
-MaskOption = Literal["auto", "info", "method", "none"]
 RoundCallback = Callable[[int, dict[str, float]], None]
 """Called after each round with the steps taken so far and the round's metrics."""
 
@@ -61,7 +60,7 @@ class GymConfig:
         if not 0 <= self.rng_seed < 2**63:
             raise ValueError(f"rng_seed={self.rng_seed}; use a number from 0 to 2**63 - 1")
         require_at_least(self, 2, "horizon")  # with NEXT_STEP, 1 could be an autoreset step only
-        if self.masks not in ("auto", "info", "method", "none"):
+        if self.masks not in get_args(MaskOption):
             raise ValueError(f"masks={self.masks!r}; use 'auto', 'info', 'method' or 'none'")
 
 
@@ -69,47 +68,22 @@ class PPO:
     """A policy, and the environments that it learns in.
 
     Args:
-        envs: a Gymnasium vector environment; it is reset with `rng_seed`
+        envs: a Gymnasium vector environment; it is reset with the config's `rng_seed`
+        config: all settings
         heads: the choices of an action and what they depend on, such as
             `(Head("row", 3), Head("column", 4, given=("row",)))`; by default independent
-        config: settings of the PPO algorithm
-
-    The other arguments are the fields of `GymConfig`.
     """
 
     def __init__(
         self,
         envs: "VectorEnv[Any, Any, Any]",
+        config: GymConfig | None = None,
         heads: Iterable[Head] | None = None,
-        config: PPOConfig | None = None,
-        *,
-        policy: PolicyConfig | None = None,
-        horizon: int = GymConfig.horizon,
-        masks: MaskOption = GymConfig.masks,
-        rng_seed: int = GymConfig.rng_seed,
-        device: str = GymConfig.device,
     ):
-        settings = GymConfig(
-            horizon=horizon,
-            rng_seed=rng_seed,
-            device=device,
-            masks=masks,
-            policy=policy or PolicyConfig(),
-            ppo=config or PPOConfig(),
-        )
-        self._build(settings, _open(envs, settings, heads, rng_seed))
-
-    @classmethod
-    def from_config(
-        cls,
-        envs: "VectorEnv[Any, Any, Any]",
-        config: GymConfig,
-        heads: Iterable[Head] | None = None,
-    ) -> Self:
-        """A model with all its settings in one config."""
-        model = cls.__new__(cls)
-        model._build(config, _open(envs, config, heads, config.rng_seed))
-        return model
+        config = config or GymConfig()
+        if not isinstance(config, GymConfig):
+            raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
+        self._build(config, _open(envs, GymSpaces.of(envs, heads), config))
 
     def _build(self, config: GymConfig, envs: GymEnvs | GymSpaces) -> None:
         """`envs` are the environments to learn in, or only their spaces."""
@@ -140,10 +114,6 @@ class PPO:
         envs = self.trainer.envs
         assert isinstance(envs, GymEnvs)
         return envs
-
-    def learns_in(self, envs: "VectorEnv[Any, Any, Any]") -> bool:
-        """Whether these are the environments of the model."""
-        return self._trainer is not None and self.envs.vector_env.unwrapped is envs.unwrapped
 
     @property
     def num_steps(self) -> int:
@@ -270,8 +240,7 @@ class PPO:
             load_agent(model.agent, saved["trainer"]["agent"], path)
             model._loaded_trainer = saved["trainer"]
         else:
-            _require_spaces(envs, spaces)
-            model._build(config, _open(envs, config, spaces.action_space, config.rng_seed))
+            model._build(config, _open(envs, spaces, config))
             model.trainer.load_state_dict(saved["trainer"], path)
         model._first_step, model.total_steps = saved["learn"]
         return model
@@ -300,8 +269,7 @@ def evaluate(
     """
     if episodes < 1:
         raise ValueError(f"episodes={episodes}; use 1 or more")
-    _require_spaces(envs, model.spaces)
-    world = _open(envs, model.config, model.spaces.action_space, rng_seed)
+    world = _open(envs, model.spaces, model.config, rng_seed)
     agent, num_envs = model.agent, world.num_envs
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
     state = agent.policy.initial_state(num_envs)
@@ -322,7 +290,7 @@ def evaluate(
             if quota[episode.env]:
                 quota[episode.env] -= 1
                 counted.append(episode)
-    if model.learns_in(envs):
+    if model._trainer is not None and model.envs.vector_env.unwrapped is envs.unwrapped:
         model.envs.restart(model.trainer.shuffle_rng)
         model.trainer.abandon_round()
     return EvaluationResult(
@@ -332,14 +300,9 @@ def evaluate(
 
 def _open(
     envs: "VectorEnv[Any, Any, Any]",
+    spaces: GymSpaces,
     config: GymConfig,
-    heads: Iterable[Head] | None,
-    rng_seed: int,
+    rng_seed: int | None = None,
 ) -> GymEnvs:
-    space = None if heads is None else FactoredActionSpace(tuple(heads))
-    return GymEnvs(envs, rng_seed=rng_seed, heads=space, mask_source=config.masks)
-
-
-def _require_spaces(envs: "VectorEnv[Any, Any, Any]", spaces: GymSpaces) -> None:
-    require_vector_env(envs)
-    spaces.require_same(envs.single_observation_space, envs.single_action_space)
+    rng_seed = config.rng_seed if rng_seed is None else rng_seed
+    return GymEnvs(envs, spaces, rng_seed=rng_seed, mask_source=config.masks)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.files import UnreadableFile, require_same_layout
+from esper.simic.agent.health import HealthMonitor
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 from esper.simic.training.phase_clock import PhaseClock
@@ -25,7 +26,7 @@ from esper.tamiyo.policy.network import RecurrentState
 
 
 class Outcome(NamedTuple):
-    """The result of one step. Flags are CPU tensors, so reading them never waits for a GPU."""
+    """The result of one step. Flags are CPU tensors: reading them does not synchronise."""
 
     rewards: Tensor  # [N] float32
     terminated: Tensor  # [N] bool: the task ended
@@ -108,6 +109,7 @@ class Trainer:
         self.shuffle_rng = torch.Generator().manual_seed(rng_seed)
         self.progress = Progress()
         self.clock = envs.clock
+        self.health = HealthMonitor(agent.config.ppo_epochs)
         self._in_round = False
         self._round_start: dict[str, Any] = {}
         self._mark_round_start()
@@ -183,7 +185,7 @@ class Trainer:
         self._mark_round_start()
         seconds = self.clock.take()
         total = sum(seconds.values())
-        return {
+        metrics = {
             **envs.metrics(total),
             **{f"ppo/{name}": value for name, value in learned.items()},
             **{f"time/{phase}": s for phase, s in seconds.items()},
@@ -192,6 +194,8 @@ class Trainer:
             "progress/rounds": progress.rounds,
             "progress/episodes": progress.episodes,
         }
+        self.health.check(metrics)
+        return metrics
 
     def abandon_round(self) -> None:
         """Forget the current round and start from zero states: the episodes were started again."""
