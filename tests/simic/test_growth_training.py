@@ -181,7 +181,7 @@ def test_a_record_has_the_reason_of_every_rollback():
             self.events = ()
             if self.steps in (2, 3):
                 breakage = list(Breakage)[self.steps - 2]
-                self.events = (Rollback(5, breakage, math.nan, 1.0, 1),)
+                self.events = (Rollback(5, breakage, "a test", math.nan, 1.0, 1),)
                 measured.rolled_back[5] = True
             return measured
 

@@ -184,7 +184,7 @@ def test_one_step_agrees_in_float32_too(kind):
         optimizer=population.optimizer,
         view_ids=VIEWS,
     )
-    grow = torch.zeros(NUM_HOSTS, len(action_space(population)), dtype=torch.int64)
+    grow = torch.zeros(NUM_HOSTS, action_space(population).num_heads, dtype=torch.int64)
     grow[:, 0] = LifecycleOp.GERMINATE
     run.act(grow, shadow_training=False)
     single.adopt(Transition.of(population.states, germinated=population.states.has_seed))

@@ -44,6 +44,12 @@ class Environment(Protocol):
     num_envs: int
     siblings: int  # consecutive envs with the same start, data and rent; only actions differ
     action_space: FactoredActionSpace
+
+    @property
+    def rollback_reasons(self) -> Mapping[int, str]:
+        """Why hosts were rolled back in the last step, by env."""
+        ...
+
     generator: torch.Generator  # of everything that an episode samples
 
     def reset(self) -> None:

@@ -23,6 +23,7 @@ from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.protocols import StepOutcome
 from esper.leyline.reports import Reports
 from esper.leyline.stages import SeedStage
+from esper.tolaria.governor import Rollback
 from esper.tolaria.reports import (
     History,
     HostFacts,
@@ -70,6 +71,7 @@ class HostBatch(Protocol):
     num_slots: int
     num_blueprints: int
     siblings: int  # consecutive envs whose hosts differ only in the actions on them
+    events: tuple[Rollback, ...]  # rollbacks of the last step, with envs as hosts
 
     @property
     def states(self) -> SlotStates: ...
@@ -164,6 +166,11 @@ class GrowthEnvironment:
         )
         self._is_over = self._is_over | outcome.terminated
         return outcome
+
+    @property
+    def rollback_reasons(self) -> dict[int, str]:
+        """Why hosts were rolled back in the last step, by env."""
+        return {event.host: event.breakage.value for event in self.host_batch.events}
 
     def observe(self) -> Reports:
         config, facts, states = self.config, self._facts, self.host_batch.states

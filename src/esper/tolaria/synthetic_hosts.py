@@ -17,6 +17,7 @@ from torch import Tensor
 from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step
 from esper.leyline.constants import SiteKind
 from esper.leyline.stages import SeedStage
+from esper.tolaria.governor import Rollback
 from esper.tolaria.reports import HostFacts, StepMeasurements
 
 HOST_PARAMS, HOST_MACS = 858.0, 4000.0
@@ -65,6 +66,7 @@ class SyntheticHosts:
         if num_envs % siblings:
             raise ValueError(f"num_envs={num_envs} does not split into siblings={siblings}")
         self.num_envs, self.siblings, self.noise = num_envs, siblings, noise
+        self.events: tuple[Rollback, ...] = ()  # synthetic hosts do not break
         self.type_ids = torch.arange(num_envs) // siblings % len(types)
         self.train_rows = torch.tensor([each.train_rows for each in types])
         self.locality = torch.tensor([each.locality for each in types])

@@ -92,8 +92,7 @@ class GrowthEnvs:
         )
 
     def _note_rollbacks(self, rolled_back: Tensor) -> None:
-        host_batch = getattr(self.environment, "host_batch", None)  # test environments have none
-        reasons = {e.host: e.breakage.value for e in getattr(host_batch, "events", ())}
+        reasons = self.environment.rollback_reasons
         for env in rolled_back.nonzero().flatten().tolist():
             self.rollback_reasons[env] = reasons.get(env, "rolled back")
 
