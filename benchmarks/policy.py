@@ -209,10 +209,11 @@ def padded_to_longest(
 ) -> Tensor:
     layout = rollout.layout
     longest = len(layout.batch_sizes)
-    rows, index = layout.rows.to(encoded.device), layout.padded_index_on(encoded.device)
+    rows, index = (i.to(encoded.device) for i in (layout.rows, layout.padded_index))
     padded = encoded.new_zeros(longest * layout.num_episodes, encoded.shape[1])
     padded = padded.index_copy(0, index, encoded[rows]).view(longest, layout.num_episodes, -1)
-    h, c = (layout.initial(state).transpose(0, 1).contiguous() for state in rollout.initial)
+    parts = SequenceParts((layout,))
+    h, c = (parts.initial(state).transpose(0, 1).contiguous() for state in rollout.initial)
     outputs = policy.core(padded, (h, c))[0].flatten(0, 1)[index]
     return torch.zeros_like(encoded).index_copy(0, rows, outputs)
 
