@@ -43,7 +43,7 @@ BATCH, NUM_ROWS, VALIDATION_ROWS = 100, 3200, 800
 STEP_MINIBATCHES = 32
 WIDTH = {"cpu": 8, "cuda": 16}
 OPTIMIZER = AdamW(learning_rate=1e-2)
-GARDEN_MINIBATCHES, GARDEN_ROWS = 20, 400  # of an RL step in `esper train`
+STEP_MINIBATCHES, STEP_ROWS = 20, 400  # of an RL step in `esper train`
 Widths = tuple[tuple[int, ...], ...]
 MIXED_WIDTHS: Widths = (
     (16, 16, 16), (4, 8, 16), (16, 8, 4), (8, 8, 8), (12, 4, 12), (8, 16, 8), (4, 4, 4), (12, 12, 16),
@@ -303,7 +303,7 @@ def measure_host_batch(
         count = (num_hosts * population.num_slots,)
         blueprints = torch.randint(len(population.menu), count, generator=rng)
         grow_everywhere(population, blueprints, torch.randint(3, count, generator=rng))
-    rows = [rows_for(population, 0, GARDEN_MINIBATCHES) for population in populations]
+    rows = [rows_for(population, 0, STEP_MINIBATCHES) for population in populations]
     main = torch.cuda.current_stream()
     streams = [torch.cuda.Stream() if kernels == "fused" else main for _ in populations]
 
@@ -317,7 +317,7 @@ def measure_host_batch(
 
     phases = (
         partial(everywhere, lambda population, taken: population.train(taken)),
-        partial(everywhere, lambda population, _: evaluate(population, GARDEN_ROWS)),
+        partial(everywhere, lambda population, _: evaluate(population, STEP_ROWS)),
     )
     times = [[seconds(phase, "cuda") for _ in range(repeats + 1)][1:] for phase in phases]
     return [statistics.median(taken) * 1e3 for taken in times]

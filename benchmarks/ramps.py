@@ -195,7 +195,7 @@ class StraightThrough(PerHost):
                 x = blended(x, seed(x), life.alpha, life.style)
         return self.module.head(x)
 
-    def _train_behind_host(self, x: Tensor, labels: Tensor) -> None:
+    def _train_in_shadow(self, x: Tensor, labels: Tensor) -> None:
         """Not needed: the seed has its straight-through gradient."""
 
 

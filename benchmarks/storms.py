@@ -31,7 +31,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked children have no thread 
 
 import torch
 
+import esper
 import esper.cli
 import esper.leyline.files
 from esper.growing.growth import Growth
@@ -193,7 +195,9 @@ def gym_job() -> Job:
 
 def growth_job() -> Job:
     def work(path: Path) -> Callable[[], object]:
-        return lambda: grow_small_model(path / "growth.pt", steps=24, save_every=3)
+        return lambda: in_one_line(
+            lambda: grow_small_model(path / "growth.pt", steps=24, save_every=3)
+        )
 
     return Job(
         "Growth",
@@ -292,22 +296,27 @@ def same(left: Any, right: Any) -> bool:
 
 
 def readers(folder: Path) -> Iterator[tuple[str, Path, Callable[[Path], Any]]]:
-    """The five kinds of file, made small, each with the code that reads it."""
-    files = esper.leyline.files
-    kinds = {  # the kind and version in the header of each file are read from the file itself
-        "train checkpoint": folder / "train-whole" / "checkpoint.pt",
-        "controller": folder / "train-whole" / "controller.pt",
-        "previous checkpoint": folder / "train-whole" / "checkpoint.previous.pt",
-        "PPO model": folder / "gym-whole" / "checkpoint.pt",
-        "growth": folder / "Growth-whole" / "growth.pt",
-    }
-    for name, path in kinds.items():
-        header = torch.load(path, weights_only=True)
+    """The kinds of file, each with the code that users read it with, and what it then holds."""
+    from esper.simic.training.growth_training import GrowthTraining
+    from esper.tamiyo.learned import LearnedController
 
-        def read(path: Path, header: dict[str, Any] = header) -> Any:
-            return files.read_file(path, header["kind"], version=header["version"])
+    def checkpoint(path: Path) -> Any:
+        return GrowthTraining.resume(path).trainer.state_dict()
 
-        yield name, path, read
+    def growth(path: Path) -> Any:
+        return grow_small_model(path, steps=24, save_every=99)._network.capture().weights
+
+    train, gym = folder / "train-whole", folder / "gym-whole"
+    yield "train checkpoint", train / "checkpoint.pt", checkpoint
+    yield "previous checkpoint", train / "checkpoint.previous.pt", checkpoint
+    yield (
+        "controller",
+        train / "controller.pt",
+        lambda p: LearnedController.load(p).policy.state_dict(),
+    )
+    yield "PPO checkpoint", gym / "checkpoint.pt", lambda p: esper.PPO.load(p).agent.state_dict()
+    yield "PPO model", gym / "agent.pt", lambda p: esper.PPO.load(p).agent.state_dict()
+    yield "growth", folder / "Growth-whole" / "growth.pt", growth
 
 
 def damaged(path: Path, read: Callable[[Path], Any], cases: int, folder: Path) -> Counter[str]:
@@ -354,33 +363,61 @@ def full_disk(folder: Path, spare: int) -> dict[str, Counter[str] | None]:
 
 
 def disk_jobs() -> list[Job]:
-    return [train_job(), gym_job(), growth_job()]
+    return [train_job(), gym_job(), growth_job(), export_job()]
+
+
+def export_job() -> Job:
+    """A grown model exported in all formats with its page, again and again."""
+
+    def work(path: Path) -> Callable[[], object]:
+        def export() -> None:
+            growth = grow_small_model(path / "growth.pt", steps=4, save_every=2)
+            for number in range(20):
+                growth.export(path / f"export-{number}", formats=("torch", "source"))
+                esper.write_page(growth.ledger, path / "run.html")
+
+        return lambda: in_one_line(export)
+
+    return replace(growth_job(), name="export and page", start=work)
+
+
+def in_one_line(work: Callable[[], object]) -> None:
+    """End like a command of Esper: an OSError is one line and status 1."""
+    try:
+        work()
+    except OSError as error:
+        sys.exit(f"esper: {error}")
 
 
 def _fill_up(job: Job, mount: Path, folder: Path, spare: int) -> Counter[str]:
-    """Run once to have files, fill the disk up to `spare` bytes, and run on."""
-    counted, path = Counter[str](), mount / job.name
+    """Start the job, fill the disk up to `spare` bytes, and resume when there is space again."""
+    counted, path = Counter[str](), mount / job.name.replace(" ", "-")
     for free in (0, spare):
         process, log = fork(job.start(path), folder)
-        while not job.has_begun(path) and os.waitpid(process, os.WNOHANG)[0] == 0:
-            time.sleep(0.01)
+        deadline = time.monotonic() + TIME_LIMIT_S
+        while not job.has_begun(path) and is_alive(process) and time.monotonic() < deadline:
+            time.sleep(0.005)
         filler = mount / "filler"
-        with filler.open("wb") as file:
-            left = shutil.disk_usage(mount).free - free
-            try:
-                file.write(bytes(max(left, 0)))
-                file.flush()
-            except OSError:
-                pass
+        with filler.open("wb") as file, suppress(OSError):
+            file.write(bytes(max(shutil.disk_usage(mount).free - free, 0)))
         ended = wait(process, log)
         counted["cases"] += 1
         counted["tracebacks"] += ended.has_traceback
         counted["aborted"] += ended.status < 0
+        counted["ended before"] += ended.status == 0
         filler.unlink()
         again = run(job.resume(path) if job.has_begun(path) else job.start(path), folder)
         counted["unreadable"] += again.status != 0
+        if ended.has_traceback or again.status:
+            print(f"  {job.name}: {ended.output[-400:]}\n  then: {again.output[-300:]}")
         shutil.rmtree(path, ignore_errors=True)
     return counted
+
+
+def is_alive(process: int) -> bool:
+    """Whether a child has not ended; it is not waited for."""
+    state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"
 
 
 # -- races and signals ----------------------------------------------------------------------------

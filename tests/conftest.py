@@ -1,5 +1,6 @@
 """Two test workers share two cores: one torch thread each, the same everywhere."""
 
+import os
 import signal
 
 import pytest
@@ -8,17 +9,23 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for child processes
 # derandomized: a red test is red for everybody; no deadline: the first call may compile a kernel
 settings.register_profile("esper", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("esper")
 
 
 @pytest.fixture
-def default_sigint():
-    """Python's own Ctrl-C handler, also if the suite was started with SIGINT ignored (`nohup`).
+def default_signals():
+    """The default handlers, also if the suite was started with signals ignored, as by `nohup`.
 
     Child processes get the default, too: a handled signal is reset on exec, an ignored one is not.
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+    }
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -49,7 +49,7 @@ def test_gym_trains_evaluates_and_leaves_agent_checkpoint_and_curves(tmp_path, c
     assert {"episode/return", "ppo/kl", "time/env", "progress/rounds"} <= set(curves)
 
 
-@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_prints_the_command_that_continues(tmp_path, number, status):
     arguments = ["gym", "CartPole-v1", *SMALL, "--out", str(tmp_path)]
@@ -342,7 +342,7 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
     assert not list(folder.glob(".*.partial"))
 
 
-@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_a_growth_run_and_prints_the_command_that_continues(
     tmp_path, number, status

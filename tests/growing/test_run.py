@@ -239,7 +239,7 @@ def test_a_metric_that_fails_at_the_very_end_costs_no_result():
     assert result.verdict.difference_error is None
 
 
-@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_finishes_the_step_and_hands_back_what_there_is():
     def pressed_at(step):
         calls = 0
@@ -263,7 +263,7 @@ def test_ctrl_c_finishes_the_step_and_hands_back_what_there_is():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 def test_ctrl_c_leaves_the_workers_of_loaders_alive():
     """A terminal sends it to all processes; the result is still measured with those workers."""
@@ -287,7 +287,7 @@ def test_ctrl_c_leaves_the_workers_of_loaders_alive():
     assert len(result.ledger.twin) == 2
 
 
-@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_twice_interrupts_at_once():
     pressed = 0
 

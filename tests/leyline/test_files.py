@@ -153,3 +153,9 @@ def test_files_of_killed_writers_are_removed_by_the_next_write(tmp_path):
         file.write_bytes(b"half")
     atomic_write(tmp_path / "run.pt", lambda file: file.write(b"whole"))
     assert sorted(tmp_path.iterdir()) == sorted([alive, other, long, tmp_path / "run.pt"])
+
+
+def test_a_header_without_its_parts_is_refused(tmp_path):
+    torch.save({"format": "esper checkpoint", "version": 1}, tmp_path / "a.pt")
+    with pytest.raises(UnreadableFile, match="not a file that Esper wrote"):
+        read_file(tmp_path / "a.pt", "apple")

@@ -188,7 +188,7 @@ def test_a_record_has_the_reason_of_every_rollback():
     training = GrowthTraining(replace(ORACLE, rounds=1))
     training.environment.host_batch = Breaking(8)
     (record,) = run(training)
-    assert record.rollback_reasons == (None,) * 5 + ("loss not finite",) + (None,) * 2
+    assert record.rollback_reasons == (None,) * 5 + ("loss not finite: a test",) + (None,) * 2
     assert record.scores.isnan().nonzero().flatten().tolist() == [5]
 
 

@@ -231,7 +231,7 @@ class PerHost:
             module.zero_grad()
         loss = F.cross_entropy(self.logits(x), labels)
         loss.backward()
-        self._train_behind_host(x, labels)
+        self._train_in_shadow(x, labels)
         self.optimizer.step()
         for optimizer in self.seed_optimizers:
             if optimizer is not None:
@@ -277,7 +277,7 @@ class PerHost:
 
         return self.module(x, [joined(slot) for slot in range(len(self.slots))])
 
-    def _train_behind_host(self, x: Tensor, labels: Tensor) -> None:
+    def _train_in_shadow(self, x: Tensor, labels: Tensor) -> None:
         """The shadow pass: TRAINING seeds at their targets, and a gradient for them alone."""
         behind = [i for i, life in enumerate(self.slots) if life.stage == SeedStage.TRAINING]
         if not behind:

@@ -69,7 +69,8 @@ def read_file(
         ) from error
     except (RuntimeError, ValueError, KeyError, EOFError) as error:  # a zip file of another kind
         raise UnreadableFile(f"{path} is not a file that Esper wrote") from error
-    if not isinstance(loaded, dict) or loaded.get("format") != _FORMAT:
+    is_ours = isinstance(loaded, dict) and {"format", "kind", "version", "contents"} <= set(loaded)
+    if not is_ours or loaded["format"] != _FORMAT:
         raise UnreadableFile(f"{path} is not a file that Esper wrote")
     if loaded["kind"] != kind:
         raise UnreadableFile(f"{path} holds a {loaded['kind']}, expected a {kind}")

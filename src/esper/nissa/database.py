@@ -208,10 +208,11 @@ class RunDatabase:
 
 def reasons_if_all_rolled_back(path: str | Path) -> str | None:
     """Why the hosts of a run were rolled back, if no episode has a score."""
-    query = "SELECT group_concat(DISTINCT rollback_reason) FROM episodes HAVING count(score) = 0"
+    kind = "substr(rollback_reason, 1, instr(rollback_reason || ':', ':') - 1)"
+    query = f"SELECT count(score), group_concat(DISTINCT {kind}) FROM episodes"
     with closing(sqlite3.connect(path)) as connection:
-        found = connection.execute(query).fetchone()
-    return found[0] if found else None
+        num_scores, reasons = connection.execute(query).fetchone()
+    return None if num_scores else reasons
 
 
 @contextmanager

@@ -170,7 +170,7 @@ class GrowthEnvironment:
     @property
     def rollback_reasons(self) -> dict[int, str]:
         """Why hosts were rolled back in the last step, by env."""
-        return {event.host: event.breakage.value for event in self.host_batch.events}
+        return {e.host: f"{e.breakage.value}: {e.reason}" for e in self.host_batch.events}
 
     def observe(self) -> Reports:
         config, facts, states = self.config, self._facts, self.host_batch.states

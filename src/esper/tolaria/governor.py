@@ -135,7 +135,7 @@ class Governor:
             case Breakage.COLLAPSED:
                 classes = self._population.host.num_classes
                 return (
-                    f"collapsed to guessing: the training loss was about ln({classes}) = "
+                    f"the training loss was about ln({classes}) = "
                     f"{self._guessing_loss:.3g} for {COLLAPSED_STEPS} steps, after a best of "
                     f"{float(self._best_loss[host]):.3g}"
                 )

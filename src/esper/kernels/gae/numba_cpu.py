@@ -6,6 +6,8 @@ along time, so a row's recurrence is a serial chain; eight rows are processed in
 its latency.
 
 Float32 data are accumulated in float32, as in the reference.
+
+Parity test: `tests/simic/test_gae.py`, against `reference.py`.
 """
 
 import ctypes

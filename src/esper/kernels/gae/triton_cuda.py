@@ -7,6 +7,8 @@ the tile before it, so a row may have any length.
 
 Bootstraps are loaded only where they are needed: memory sectors without one are never fetched.
 Float32 data are accumulated in float32, as in the reference, though in the order of the scan.
+
+Parity test: `tests/simic/test_gae.py`, against `reference.py`.
 """
 
 import torch

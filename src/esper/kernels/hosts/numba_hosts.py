@@ -127,7 +127,7 @@ def _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses
     in_host = np.zeros(len(tables.seed_programs), dtype=np.int64)
     for p in range(first, last):
         w, g = weights.params[p], weights.grads[p]
-        _felt(slots, p, in_host)
+        _active(slots, p, in_host)
         for step in range(rows.shape[0]):
             _load(work.ws, data, p, rows[step, p], ids, n)
             fill(g, 0)
@@ -156,7 +156,7 @@ def _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated
     in_host, before = np.zeros((2, len(tables.seed_programs)), dtype=np.int64)
     for p in range(first, last):
         w, alpha, style = params[p], slots.alpha[p], slots.style[p]
-        _felt(slots, p, in_host)
+        _active(slots, p, in_host)
         for f in range(features):
             copy(inputs[p, f], work.ws[f * n : (f + 1) * n])
         logits, top, _ = _forward(
@@ -185,7 +185,7 @@ def _any(flags):
 
 
 @inlined
-def _felt(slots, p, in_host):
+def _active(slots, p, in_host):
     """The blueprints of the active seeds of a host, -1 elsewhere."""
     for s in range(len(in_host)):
         in_host[s] = -1 if slots.behind[p, s] else slots.blueprint[p, s]
