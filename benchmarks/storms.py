@@ -42,6 +42,10 @@ import torch
 
 import esper
 import esper.cli
+import esper.cli.evaluate
+import esper.cli.gym
+import esper.cli.sites
+import esper.cli.train
 import esper.leyline.files
 from esper.growing.growth import Growth
 

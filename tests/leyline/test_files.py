@@ -159,3 +159,14 @@ def test_a_header_without_its_parts_is_refused(tmp_path):
     torch.save({"format": "esper checkpoint", "version": 1}, tmp_path / "a.pt")
     with pytest.raises(UnreadableFile, match="not a file that Esper wrote"):
         read_file(tmp_path / "a.pt", "apple")
+
+
+def test_a_run_resumed_with_other_threads_is_warned_of(tmp_path):
+    write_file(tmp_path / "a.pt", "apple", {"n": 1})
+    assert read_file(tmp_path / "a.pt", "apple", resumes=True) == {"n": 1}  # no warning
+    saved = torch.load(tmp_path / "a.pt", weights_only=True)
+    saved["machine"]["threads"] += 1
+    torch.save(saved, tmp_path / "a.pt")
+    assert read_file(tmp_path / "a.pt", "apple") == {"n": 1}
+    with pytest.warns(UserWarning, match="threads 2, now 1: the resumed run will not be bit-exact"):
+        read_file(tmp_path / "a.pt", "apple", resumes=True)

@@ -1,11 +1,9 @@
 """`esper train`: train Tamiyo to grow networks, then compare it with other controllers."""
 
-import platform
 import sqlite3
 from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +14,7 @@ from rich.console import Console
 
 from esper.cli import stop_after_signal
 from esper.cli.evaluate import show
+from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.plain_config import differences
 from esper.leyline.protocols import EventSink
@@ -173,23 +172,9 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
     return should_stop.signal
 
 
-def _cpu_name() -> str:
-    """The model of the CPU, or its architecture where the system does not name the model."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
     """The run's database; warns if rounds are missing, or if a resumed run may not be bit-exact."""
-    details = {
-        "device": str(training.agent.device),
-        "torch": torch.__version__,
-        "numba": version("numba"),
-        "threads": torch.get_num_threads(),
-        "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
-    }
+    details = {"device": str(training.agent.device), **machine_facts()}
     done = training.rounds_done
     database = RunDatabase(
         files.database,

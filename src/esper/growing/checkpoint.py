@@ -22,7 +22,7 @@ def write(path: str | Path, contents: dict[str, Any]) -> None:
 def read(path: str | Path) -> dict[str, Any]:
     """The contents; each tensor stays on its device if this machine has a GPU."""
     device = None if torch.cuda.is_available() else "cpu"
-    return read_file(path, _KIND, version=_VERSION, device=device)
+    return read_file(path, _KIND, version=_VERSION, device=device, resumes=True)
 
 
 def check_fit(

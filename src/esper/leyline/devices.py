@@ -1,6 +1,9 @@
 """Devices: which can be used, and small constant tensors kept on each of them."""
 
-from functools import lru_cache
+import platform
+from functools import cache, lru_cache
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +17,25 @@ def usable_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device={name} cannot be used here ({reason}); use cpu") from error
     return torch.device(name)
+
+
+@cache
+def _cpu_name() -> str:
+    """The model of the CPU, or its architecture where the system does not name the model."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine_facts() -> dict[str, str | int]:
+    """What the last bits of CPU results depend on: versions, threads and the CPU."""
+    return {
+        "torch": str(torch.__version__),
+        "numba": version("numba"),
+        "threads": torch.get_num_threads(),
+        "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+    }
 
 
 def same_device(asked: torch.device, have: torch.device) -> bool:

@@ -13,6 +13,7 @@ import io
 import os
 import pickle
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 import torch
 from torch import Tensor
+
+from esper.leyline.devices import machine_facts
 
 _FORMAT = "esper checkpoint"
 _DIFFERENCES_SHOWN = 8
@@ -36,7 +39,7 @@ def write_file(
     path: str | Path, kind: str, contents: Mapping[str, Any], *, version: int = 1
 ) -> None:
     """Replace `path` atomically; contents that could not be read back raise a ValueError."""
-    header = {"format": _FORMAT, "version": version, "kind": kind}
+    header = {"format": _FORMAT, "version": version, "kind": kind, "machine": machine_facts()}
     memory = io.BytesIO()  # torch.save may abort the process when it writes to a full disk
 
     def write_and_read(file: BinaryIO) -> None:
@@ -55,9 +58,17 @@ def write_file(
 
 
 def read_file(
-    path: str | Path, kind: str, *, version: int = 1, device: str | None = "cpu"
+    path: str | Path,
+    kind: str,
+    *,
+    version: int = 1,
+    device: str | None = "cpu",
+    resumes: bool = False,
 ) -> dict[str, Any]:
-    """The contents of a file of this kind and version; `device` None keeps each tensor's own."""
+    """The contents of a file of this kind and version; `device` None keeps each tensor's own.
+
+    With `resumes`, a warning says if the run will not be bit-exact on this machine.
+    """
     path = Path(path)
     if not _is_intact(path):
         raise UnreadableFile(f"{path} is damaged, or not a file that Esper wrote")
@@ -79,8 +90,24 @@ def read_file(
             f"{path} holds version {loaded['version']} of a {kind}; this version of Esper reads "
             f"version {version}"
         )
+    if resumes:
+        _warn_of_another_machine(path, loaded.get("machine", {}))
     contents: dict[str, Any] = loaded["contents"]
     return contents
+
+
+def _warn_of_another_machine(path: Path, then: dict[str, str | int]) -> None:
+    now = machine_facts()
+    changed = [
+        f"{name} {then[name]}, now {now[name]}"
+        for name in now
+        if then.get(name, now[name]) != now[name]
+    ]
+    if changed:
+        warnings.warn(
+            f"{path} was written with {'; '.join(changed)}: the resumed run will not be bit-exact",
+            stacklevel=4,
+        )
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:

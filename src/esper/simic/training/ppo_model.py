@@ -230,7 +230,7 @@ class PPO:
         `envs` must be made as they were for the saved run; `learn()` then finishes it. On another
         kind of `device` than the saved one, it continues with other random numbers.
         """
-        saved = read_file(path, _KIND)
+        saved = read_file(path, _KIND, resumes=envs is not None)
         config = from_plain(GymConfig, saved["config"])
         config = config if device is None else replace(config, device=device)
         spaces = from_plain(GymSpaces, saved["spaces"])
