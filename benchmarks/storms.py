@@ -183,13 +183,15 @@ def train_job() -> Job:
     )
 
 
-def gym_job() -> Job:
+def gym_job(total_steps: int = 256) -> Job:
+    arguments = [str(total_steps) if word == "256" else word for word in GYM]
+
     def resume(path: Path) -> Callable[[], object]:
         return command(["gym", "CartPole-v1", "--num-envs", "4", "--episodes", "1", "--out", str(path), "--resume"])  # fmt: skip
 
     return Job(
         "gym",
-        lambda path: command([*GYM, "--out", str(path)]),
+        lambda path: command([*arguments, "--out", str(path)]),
         resume,
         lambda path: (path / "checkpoint.pt").exists(),
         lambda path: torch.load(path / "checkpoint.pt", weights_only=True),
@@ -363,11 +365,11 @@ def full_disk(folder: Path, spare: int) -> dict[str, Counter[str] | None]:
     try:
         return {job.name: _fill_up(job, mount, folder, spare) for job in disk_jobs()}
     finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 def disk_jobs() -> list[Job]:
-    return [train_job(), gym_job(), growth_job(), export_job()]
+    return [train_job(), gym_job(total_steps=8192), growth_job(), export_job()]
 
 
 def export_job() -> Job:
@@ -375,7 +377,7 @@ def export_job() -> Job:
 
     def work(path: Path) -> Callable[[], object]:
         def export() -> None:
-            growth = grow_small_model(path / "growth.pt", steps=4, save_every=2)
+            growth = grow_small_model(path / "growth.pt", steps=10, save_every=2)
             for number in range(20):
                 growth.export(path / f"export-{number}", formats=("torch", "source"))
                 esper.write_page(growth.ledger, path / "run.html")
@@ -402,14 +404,14 @@ def _fill_up(job: Job, mount: Path, folder: Path, spare: int) -> Counter[str]:
         while not job.has_begun(path) and is_alive(process) and time.monotonic() < deadline:
             time.sleep(0.005)
         filler = mount / "filler"
-        with filler.open("wb") as file, suppress(OSError):
+        with suppress(OSError), filler.open("wb") as file:
             file.write(bytes(max(shutil.disk_usage(mount).free - free, 0)))
         ended = wait(process, log)
         counted["cases"] += 1
         counted["tracebacks"] += ended.has_traceback
         counted["aborted"] += ended.status < 0
         counted["ended before"] += ended.status == 0
-        filler.unlink()
+        filler.unlink(missing_ok=True)
         again = run(job.resume(path) if job.has_begun(path) else job.start(path), folder)
         counted["unreadable"] += again.status != 0
         if ended.has_traceback or again.status:
@@ -455,7 +457,8 @@ def signals(job: Job, folder: Path) -> Counter[str]:
         if ended.status == 0:
             counted["ended before"] += 1  # the run was over before the signal came
             continue
-        if ended.status != 128 + number:
+        # ended by the signal itself: it came before training or after the last save
+        if ended.status not in (128 + number, -number):
             counted["silently wrong"] += 1
             print(f"  {job.name}, signal {number}: status {ended.status}, {ended.output[-200:]}")
         again = run(job.resume(path) if job.has_begun(path) else job.start(path), folder)
