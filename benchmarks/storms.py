@@ -1,6 +1,6 @@
 """Storms: kill, flip, fill, race and fuzz small runs, and count what goes wrong.
 
-    python benchmarks/storms.py            # a few minutes on two cores
+    python benchmarks/storms.py            # about ten minutes of CPU time
     python benchmarks/storms.py --quick    # fewer cases
 
 Each case runs in a child process forked from this one, which has torch and Esper loaded already.
