@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from esper.tamiyo.policy.network import PolicyConfig as PolicyConfig
     from esper.tolaria import tasks as tasks
     from esper.tolaria.population import Population as Population
+    from esper.tolaria.tasks import Task as Task
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _PUBLIC = {
     "PPOConfig": ("esper.simic.agent.ppo", "PPOConfig"),
     "PolicyConfig": ("esper.tamiyo.policy.network", "PolicyConfig"),
     "Population": ("esper.tolaria.population", "Population"),
+    "Task": ("esper.tolaria.tasks", "Task"),
     "blueprint": ("esper.kasmina.blueprints", "blueprint"),
     "evaluate": ("esper.simic.training.ppo_model", "evaluate"),
     "find_sites": ("esper.growing.sites", "find_sites"),
@@ -60,6 +62,7 @@ __all__ = [
     "PPOConfig",
     "PolicyConfig",
     "Population",
+    "Task",
     "__version__",
     "blueprint",
     "evaluate",

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.leyline.constants import SiteKind
-from esper.tolaria import tasks
-from esper.tolaria.tasks import HeldOut, few_rows, minibatch_indices, noisy, permuted, stack
+from esper.tolaria import data_files, tasks
+from esper.tolaria.tasks import HeldOut, Task, few_rows, minibatch_indices, noisy, permuted, stack
 from support.populations import random_task
 
 
@@ -80,7 +80,7 @@ def test_generating_leaves_the_global_generators_alone(tmp_path):
     expected = random.random(), np.random.rand()  # noqa: NPY002
     random.seed(3)
     np.random.seed(3)  # noqa: NPY002
-    tasks._generate_mnist1d(tmp_path / "few.npz", 20, rng_seed=5)
+    data_files.generate_mnist1d(tmp_path / "few.npz", 20, rng_seed=5)
     assert (random.random(), np.random.rand()) == expected  # noqa: NPY002
 
 
@@ -208,29 +208,213 @@ def write_idx(path, array, compress):
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_fashion_mnist_reads_the_idx_files(tmp_path, compress):
+@pytest.mark.parametrize("load", [tasks.fashion_mnist, tasks.data])
+def test_a_folder_of_idx_files_is_read(tmp_path, compress, load):
     rng = np.random.default_rng(0)
-    images = {name: rng.integers(0, 256, (n, 3, 2)) for name, n in [("train", 50_003), ("t10k", 7)]}
-    labels = {name: rng.integers(0, 10, len(rows)) for name, rows in images.items()}
+    images = {name: rng.integers(0, 256, (n, 3, 2)) for name, n in [("train", 60), ("t10k", 20)]}
+    labels = {name: np.arange(len(rows)) % 10 for name, rows in images.items()}
     for name in images:
         write_idx(tmp_path / f"{name}-images-idx3-ubyte", images[name], compress)
         write_idx(tmp_path / f"{name}-labels-idx1-ubyte", labels[name], compress)
-    task = tasks.fashion_mnist(tmp_path)
+    task = load(tmp_path)
     x_test, y_test = task.held_out.open()
-    assert task.train_x.shape == (1, 50_000, 1, 3, 2)
-    assert task.validation_y[0].tolist() == labels["train"][50_000:].tolist()
+    assert task.train_x.shape == (1, 50, 1, 3, 2)
+    assert task.validation_y[0].tolist() == labels["train"][50:].tolist()
     assert y_test[0].tolist() == labels["t10k"].tolist()
-    train = images["train"][:50_000] / 255
-    expected = (images["t10k"] / 255 - train.mean()) / train.std()
+    train = images["train"][:50]
+    expected = (images["t10k"] - train.mean()) / train.std()
     torch.testing.assert_close(x_test[0, :, 0], torch.from_numpy(expected).float())
 
 
 def test_missing_fashion_mnist_says_how_to_get_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match="dataset-fashion-mnist"):
+    with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte nor .*--data FOLDER"):
         tasks.fashion_mnist(tmp_path)
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="is not an idx file"):
-        tasks.fashion_mnist(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"else", b"\0\0\x08", b"\0\0\x08\x01\0\0\0\x09few", b"\0\0\x0d\x01\0\0\0\x01" + bytes(4)],
+)
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_damaged_idx_file_is_named(tmp_path, content, compress):
+    path = tmp_path / "train-images-idx3-ubyte"
+    if compress:
+        path, content = path.with_name(path.name + ".gz"), gzip.compress(content)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte is damaged, or is not an idx"):
+        tasks.data(tmp_path)
+
+
+def test_a_gzip_file_cut_short_is_named(tmp_path):
+    write_idx(tmp_path / "train-images-idx3-ubyte", np.zeros((9, 3, 2)), compress=True)
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="is damaged"):
+        tasks.data(tmp_path)
+
+
+def write_cifar(folder, num_batches=2, num_rows=30):
+    """CIFAR-10's binary files: a label, then the red, green and blue bytes."""
+    rng, written = np.random.default_rng(1), {}
+    for name in [*(f"data_batch_{n + 1}" for n in range(num_batches)), "test_batch"]:
+        labels, pixels = np.arange(num_rows) % 10, rng.integers(0, 256, (num_rows, 3, 32, 32))
+        records = np.concatenate((labels[:, None], pixels.reshape(num_rows, -1)), axis=1)
+        (folder / f"{name}.bin").write_bytes(records.astype(np.uint8).tobytes())
+        written[name] = pixels
+    return written
+
+
+def test_a_folder_of_cifar_files_is_read(tmp_path):
+    written = write_cifar(tmp_path)
+    (tmp_path / "readme.html").write_text("also in the archive")
+    task = tasks.data(tmp_path)
+    assert task.train_x.shape == (1, 50, 3, 32, 32)
+    assert task.validation_y[0].tolist() == [n % 10 for n in range(20, 30)]
+    train = np.concatenate((written["data_batch_1"], written["data_batch_2"]))[:50]
+    mean, std = (f(train, axis=(0, 2, 3), keepdims=True) for f in (np.mean, np.std))
+    expected = torch.from_numpy((written["test_batch"] - mean) / std).float()
+    torch.testing.assert_close(task.held_out.open()[0][0], expected)
+
+
+def test_a_damaged_or_missing_cifar_file_is_named(tmp_path):
+    write_cifar(tmp_path)
+    (tmp_path / "test_batch.bin").write_bytes(bytes(3072))
+    with pytest.raises(ValueError, match="test_batch.bin has 3072 bytes, not a multiple of 3073"):
+        tasks.data(tmp_path)
+    (tmp_path / "test_batch.bin").unlink()
+    with pytest.raises(FileNotFoundError, match="test_batch.bin"):
+        tasks.data(tmp_path)
+
+
+def test_a_folder_without_known_files_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no data that are known: .*test_batch.bin"):
+        tasks.data(tmp_path)
+
+
+ROWS, LABELS = np.random.default_rng(2).normal(3, 2, (60, 2, 5)), np.arange(60) % 3
+
+
+def test_your_arrays_become_a_task():
+    splits = dict(x_val=ROWS[40:50], y_val=LABELS[40:50], x_test=ROWS[50:], y_test=LABELS[50:])
+    task = Task.from_arrays(ROWS[:40], torch.from_numpy(LABELS[:40]), **splits, name="mine")
+    assert (task.names, task.num_classes, task.input_shape) == (("mine",), 3, (2, 5))
+    assert task.num_rows.tolist() == [40]
+    assert task.validation_y[0].tolist() == LABELS[40:50].tolist()
+    train = ROWS[:40]
+    mean, std = train.mean(axis=(0, 2), keepdims=True), train.std(axis=(0, 2), keepdims=True)
+    expected = torch.from_numpy((ROWS[50:] - mean) / std).float()
+    torch.testing.assert_close(task.held_out.open()[0][0], expected)
+    unchanged = Task.from_arrays(ROWS[:40], LABELS[:40], **splits, standardise=False)
+    torch.testing.assert_close(unchanged.validation_x[0], torch.from_numpy(ROWS[40:50]).float())
+
+
+def test_rows_without_splits_are_split_at_random_and_each_is_used_once():
+    x = np.arange(60.0).reshape(60, 1)
+    tasks_by_seed = [Task.from_arrays(x, LABELS, rng_seed=s, standardise=False) for s in (0, 0, 1)]
+    parts = [
+        [part.flatten().tolist() for part in (t.train_x, t.validation_x, t.held_out.open()[0])]
+        for t in tasks_by_seed
+    ]
+    assert [len(part) for part in parts[0]] == [42, 8, 10]
+    assert sorted(value for part in parts[0] for value in part) == x.flatten().tolist()
+    assert parts[0] == parts[1] != parts[2]
+    for inputs, labels in zip(
+        tasks_by_seed[0].train_x[0], tasks_by_seed[0].train_y[0], strict=True
+    ):
+        assert int(inputs) % 3 == int(labels)
+
+
+def test_a_constant_feature_stays_finite():
+    x = np.stack((np.full(60, 7.0), np.arange(60.0)), axis=1)
+    assert (Task.from_arrays(x, LABELS).train_x[..., 0] == 0).all()
+
+
+BAD_ARRAYS = {
+    "wrong axes": (dict(x=ROWS[0, 0]), r"x is float64 \(5,\); expected numbers \[rows, features\]"),
+    "no rows": (dict(x=ROWS[:0], y=LABELS[:0]), r"x is float64 \(0, 2, 5\); expected"),
+    "text": (dict(x=np.full((60, 2), "a")), "x is <U1 .*; expected numbers"),
+    "channels last": (dict(x=np.zeros((60, 8, 8, 3))), r"channels come before .*transpose"),
+    "too few labels": (dict(y=LABELS[:9]), r"y is int64 \(9,\); expected 60 integers"),
+    "labels in a column": (dict(y=LABELS[:, None]), r"y is int64 \(60, 1\); expected 60 integers"),
+    "labels not integers": (dict(y=LABELS / 2), r"y is float64 \(60,\); expected 60 integers"),
+    "names as labels": (dict(y=np.full(60, "cat")), r"y is <U3 .*; expected 60 integers"),
+    "NaN": (dict(x=np.where(ROWS > 6, np.nan, ROWS)), "x is not finite"),
+    "too large": (dict(x=ROWS * 1e300), "x is not finite"),
+    "one class": (dict(y=LABELS * 0), "all rows have the label 0; use two classes"),
+    "labels from 1": (dict(y=LABELS + 1), "label 1, but none is 0; number the 3 classes 0 to 2"),
+    "negative labels": (dict(y=LABELS - 1), "label -1, but none is 0"),
+    "half a split": (dict(x_val=ROWS), "x_val and y_val belong together"),
+    "other shape": (dict(x_test=ROWS[..., 1:], y_test=LABELS), r"test_x is \(1, 60, 2, 4\); expected"),
+    "too few rows": (dict(x=ROWS[:5], y=LABELS[:5]), "x has 5 rows to split"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_ARRAYS)
+def test_arrays_that_are_no_task_are_refused(case, tmp_path):
+    changes, message = BAD_ARRAYS[case]
+    arrays = {"x": ROWS, "y": LABELS, **changes}
+    with pytest.raises(ValueError, match=message):
+        Task.from_arrays(**arrays)
+    np.savez(tmp_path / "mine.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        tasks.data(tmp_path / "mine.npz")
+
+
+def test_an_npz_file_is_read_with_its_splits(tmp_path):
+    arrays = dict(x=ROWS, y=LABELS, x_val=ROWS[:7], y_val=LABELS[:7])
+    np.savez_compressed(tmp_path / "mine.npz", **arrays)
+    task, expected = tasks.data(tmp_path / "mine.npz"), Task.from_arrays(**arrays)
+    assert task.names == ("mine",)
+    for one, other in zip(inputs(task), inputs(expected), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_file_that_is_no_npz_is_named(tmp_path):
+    path = tmp_path / "mine.npz"
+    with pytest.raises(FileNotFoundError, match="mine.npz"):
+        tasks.data(path)
+    np.savez(path, x=ROWS, y=LABELS)
+    whole = path.read_bytes()
+    for content in (b"", b"text", whole[:-30], whole[:900] + b"!" + whole[901:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"mine.npz is damaged, or not an .npz file"):
+            tasks.data(path)
+    np.savez(path, x=ROWS, y=np.array([{}, None] * 30))
+    with pytest.raises(ValueError, match=r"mine.npz is damaged, or not an .npz file of numbers"):
+        tasks.data(path)
+    with path.open("wb") as file:
+        np.save(file, ROWS)
+    with pytest.raises(ValueError, match=r"mine.npz is damaged, or not an .npz file"):
+        tasks.data(path)
+    np.savez(path, x_train=ROWS, y=LABELS)
+    with pytest.raises(ValueError, match=r"mine.npz holds .*x_train.*; use x and y"):
+        tasks.data(path)
+
+
+def test_a_task_is_registered_once(monkeypatch):
+    monkeypatch.setattr(tasks, "TASKS", {})
+
+    @tasks.task
+    def mine():
+        return Task.from_arrays(ROWS, LABELS)
+
+    assert list(tasks.TASKS) == ["mine"]
+    with pytest.raises(ValueError, match="task 'mine' is registered already"):
+        tasks.task(mine)
+
+
+def test_a_checksum_is_that_of_names_and_contents(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"one")
+    (tmp_path / "folder").mkdir()
+    before, of_file = data_files.checksum(tmp_path), data_files.checksum(tmp_path / "a.bin")
+    (tmp_path / "folder" / "below").write_bytes(b"not read")
+    assert data_files.checksum(tmp_path) == before
+    (tmp_path / "a.bin").write_bytes(b"two")
+    assert data_files.checksum(tmp_path) != before
+    assert data_files.checksum(tmp_path / "a.bin") != of_file
+    (tmp_path / "a.bin").write_bytes(b"one")
+    (tmp_path / "a.bin").rename(tmp_path / "b.bin")
+    assert data_files.checksum(tmp_path) != before
 
 
 @given(

@@ -1,6 +1,7 @@
 """Tasks: data sets as tensors on a device, and the order in which each host reads them.
 
     task = mnist1d()                                        # one view of one data set
+    task = Task.from_arrays(x, y)                           # your data
     task = stack([task, permuted(task, rng_seed=1), few_rows(task, 600)])     # three
     rows = minibatch_indices(0, host_ids, range(20), 100, task.num_rows[view_ids])
 
@@ -8,8 +9,6 @@ Controllers and rewards see the training and validation rows. The test rows are 
 `task.held_out.open()` returns them once.
 """
 
-import gzip
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from esper.leyline.constants import SiteKind
-from esper.leyline.files import atomic_write
+from esper.tolaria.data_files import mnist1d_rows, read_data, read_idx, split_rows
 from esper.tolaria.randomness import fold
 
 _PURPOSE = -1  # first part of the keys for the order of rows; other keys start with a host id
@@ -78,6 +78,48 @@ class Task:
     validation_y: Tensor  # [V, rows]
     held_out: HeldOut
     num_classes: int
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x: ArrayLike,
+        y: ArrayLike,
+        *,
+        x_val: ArrayLike | None = None,
+        y_val: ArrayLike | None = None,
+        x_test: ArrayLike | None = None,
+        y_test: ArrayLike | None = None,
+        name: str = "data",
+        standardise: bool = True,
+        rng_seed: int = 0,
+    ) -> "Task":
+        """Your data as a task: inputs and integer labels, one per row.
+
+        `x` is `[rows, features]`, `[rows, channels, positions]` or `[rows, channels, height,
+        width]`. Without test rows, a random sixth of the rows becomes the test rows; the same for
+        validation. `standardise` scales each feature or channel by the training rows.
+        """
+        given = {"x": (x, y), "x_val": (x_val, y_val), "x_test": (x_test, y_test)}
+        rows = {
+            split: _checked_rows(split, *pair)
+            for split, pair in given.items()
+            if any(values is not None for values in pair)
+        }
+        for split in ("x_test", "x_val"):
+            if split not in rows:
+                rows[split], rows["x"] = _random_sixth(*rows["x"], rng_seed)
+        train, validation, test = ([part.unsqueeze(0) for part in rows[split]] for split in given)
+        task = cls(
+            names=(name,),
+            train_x=train[0],
+            train_y=train[1],
+            num_rows=torch.tensor([train[1].shape[1]]),
+            validation_x=validation[0],
+            validation_y=validation[1],
+            held_out=HeldOut(test[0], test[1]),
+            num_classes=_num_classes(torch.cat((train[1], validation[1], test[1]), dim=1)),
+        )
+        return task.map(lambda x: _standardised(x, task.train_x)) if standardise else task
 
     def __post_init__(self) -> None:
         """Bounds checks; the compiled kernels do none."""
@@ -158,6 +200,31 @@ class Task:
         )
 
 
+TASKS: dict[str, Callable[..., Task]] = {}
+
+
+def task(load: Callable[..., Task]) -> Callable[..., Task]:
+    """Register a function that returns a task under its name, for `esper train --task NAME`.
+
+    If its first argument can be given by position, `--data PATH` is that argument.
+    """
+    if load.__name__ in TASKS:
+        raise ValueError(f"task {load.__name__!r} is registered already")
+    TASKS[load.__name__] = load
+    return load
+
+
+@task
+def data(path: Path | str) -> Task:
+    """The rows in an `.npz` file, or in a folder of IDX or CIFAR-10 binary files.
+
+    An `.npz` file holds the arrays `x` and `y` and, if there are splits, `x_val`, `y_val`, `x_test`
+    and `y_test`: see `Task.from_arrays`.
+    """
+    return Task.from_arrays(**read_data(path), name=Path(path).stem)
+
+
+@task
 def mnist1d(
     *, data_dir: Path | str = DATA_DIR, fresh_test_rows: int = 0, fresh_rng_seed: int = 1
 ) -> Task:
@@ -166,38 +233,35 @@ def mnist1d(
     `fresh_test_rows` replaces the test rows by that many newly generated ones. Generated rows are
     stored in `data_dir`; if the file exists, the package `mnist1d` is not needed.
     """
-    x, y = _mnist1d_rows(Path(data_dir), num_rows=5000, rng_seed=PUBLISHED_RNG_SEED)
-    test = x[4000:], y[4000:]
     if fresh_test_rows and fresh_rng_seed == PUBLISHED_RNG_SEED:
         raise ValueError(
             f"fresh_rng_seed={fresh_rng_seed} generates the training rows again; use another"
         )
+    x, y = mnist1d_rows(Path(data_dir), num_rows=5000, rng_seed=PUBLISHED_RNG_SEED)
     if fresh_test_rows:
-        test = _mnist1d_rows(Path(data_dir), fresh_test_rows, fresh_rng_seed)
-    return _task("mnist1d", (x[:3200], y[:3200]), (x[3200:4000], y[3200:4000]), test)
+        x_test, y_test = mnist1d_rows(Path(data_dir), fresh_test_rows, fresh_rng_seed)
+        x, y = np.concatenate((x[:4000], x_test)), np.concatenate((y[:4000], y_test))
+    return Task.from_arrays(**split_rows(x, y, 3200, 800), name="mnist1d", standardise=False)
 
 
+@task
 def digits() -> Task:
     """scikit-learn's 8x8 digits, `[1, 8, 8]`: 1197 rows to train, 300 to validate, 300 to test."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
-    x = torch.from_numpy(images[order]).float().view(-1, 1, 8, 8) / 16.0
-    x, y = _standardised(x, x[:1197]), torch.from_numpy(labels[order]).long()
-    return _task("digits", (x[:1197], y[:1197]), (x[1197:1497], y[1197:1497]), (x[1497:], y[1497:]))
+    images = images[order].reshape(-1, 1, 8, 8)
+    return Task.from_arrays(**split_rows(images, labels[order], 1197, 300), name="digits")
 
 
+@task
 def fashion_mnist(folder: Path | str = FASHION_MNIST_DIR) -> Task:
     """Fashion-MNIST, `[1, 28, 28]`: 50000 rows to train, 10000 to validate, 10000 to test.
 
     `folder` holds the four idx files, gzipped or not.
     """
-    x, y = _idx_rows(Path(folder), "train")
-    x_test, y_test = _idx_rows(Path(folder), "t10k")
-    x_test, x = _standardised(x_test, x[:50000]), _standardised(x, x[:50000])
-    train, validation = (x[:50000], y[:50000]), (x[50000:], y[50000:])
-    return _task("fashion_mnist", train, validation, (x_test, y_test))
+    return Task.from_arrays(**read_idx(Path(folder)), name="fashion_mnist")
 
 
 def permuted(task: Task, rng_seed: int) -> Task:
@@ -211,7 +275,8 @@ def permuted(task: Task, rng_seed: int) -> Task:
 def few_rows(task: Task, num_rows: int) -> Task:
     """The task with only the first `num_rows` training rows."""
     if not 1 <= num_rows <= int(task.num_rows.min()):
-        raise ValueError(f"num_rows={num_rows}; the task has {task.num_rows.tolist()} rows")
+        has = f"{task.names} has {task.num_rows.tolist()} rows (--variants, --held-out-variants)"
+        raise ValueError(f"num_rows={num_rows}; {has}")
     fewer = replace(
         task,
         train_x=task.train_x[:, :num_rows],
@@ -321,25 +386,6 @@ def locality(rows: Tensor) -> float:
     return float(total / pairs.clamp(min=1))
 
 
-def _task(
-    name: str,
-    train: tuple[Tensor, Tensor],
-    validation: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-) -> Task:
-    """A task with a single view."""
-    return Task(
-        names=(name,),
-        train_x=train[0].unsqueeze(0),
-        train_y=train[1].unsqueeze(0),
-        num_rows=torch.tensor([len(train[1])]),
-        validation_x=validation[0].unsqueeze(0),
-        validation_y=validation[1].unsqueeze(0),
-        held_out=HeldOut(test[0].unsqueeze(0), test[1].unsqueeze(0)),
-        num_classes=10,
-    )
-
-
 def _renamed(task: Task, variant: str) -> Task:
     return replace(task, names=tuple(f"{name}, {variant}" for name in task.names))
 
@@ -350,65 +396,60 @@ def _padded(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, missing], dim=1)
 
 
-def _standardised(x: Tensor, reference: Tensor) -> Tensor:
-    """Inputs standardised with the mean and deviation of the training rows."""
-    return (x - reference.mean()) / reference.std()
-
-
-def _mnist1d_rows(data_dir: Path, num_rows: int, rng_seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs `[rows, 1, 40]` and labels, read from `data_dir` or generated and stored there."""
-    path = data_dir / f"mnist1d_{num_rows}_{rng_seed}.npz"
-    if not path.exists():
-        _generate_mnist1d(path, num_rows, rng_seed)
-    with np.load(path) as arrays:
-        x, y = torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["y"])
-    return x.unsqueeze(1), y
-
-
-def _generate_mnist1d(path: Path, num_rows: int, rng_seed: int) -> None:
-    if num_rows % 10:
-        raise ValueError(f"{num_rows} rows of MNIST-1D; it has ten classes, use a multiple of 10")
-    try:
-        from mnist1d.data import get_dataset_args, make_dataset
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path} does not exist and the package that generates it is not installed: "
-            "pip install mnist1d, or copy the file from a machine that has it"
-        ) from error
-    settings = get_dataset_args()
-    settings.num_samples, settings.seed = num_rows, rng_seed
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    made = make_dataset(settings)  # seeds both generators
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)  # noqa: NPY002
-    x = np.concatenate([made["x"], made["x_test"]]).astype(np.float32)
-    y = np.concatenate([made["y"], made["y_test"]]).astype(np.int64)
-    atomic_write(path, lambda file: np.savez(file, x=x, y=y))
-
-
-def _idx_rows(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Images `[rows, 1, height, width]`, 0 to 1, and labels, from two idx files."""
-    images = _read_idx(folder / f"{split}-images-idx3-ubyte")
-    labels = _read_idx(folder / f"{split}-labels-idx1-ubyte")
-    return images.unsqueeze(1).float() / 255.0, labels.long()
-
-
-def _read_idx(path: Path) -> Tensor:
-    """The bytes of an idx file, gzipped or not, in the shape that its header gives."""
-    zipped = path.with_name(path.name + ".gz")
-    if zipped.exists():
-        content = gzip.decompress(zipped.read_bytes())
-    elif path.exists():
-        content = path.read_bytes()
-    else:
-        raise FileNotFoundError(
-            f"neither {path} nor {zipped.name} exists; Fashion-MNIST is four idx files: install "
-            f"Debian's package dataset-fashion-mnist ({FASHION_MNIST_DIR}), or take them from "
-            "github.com/zalandoresearch/fashion-mnist (data/fashion) and pass their folder"
+def _checked_rows(name: str, x: ArrayLike | None, y: ArrayLike | None) -> tuple[Tensor, Tensor]:
+    """Inputs as float32 and labels as int64; `name` is that of the inputs."""
+    labels_name = name.replace("x", "y", 1)
+    if x is None or y is None:
+        raise ValueError(f"{name} and {labels_name} belong together; give both or none")
+    inputs, labels = (np.asarray(v.detach().cpu() if isinstance(v, Tensor) else v) for v in (x, y))
+    shape = inputs.shape
+    if inputs.dtype.kind not in "biuf" or inputs.ndim not in (2, 3, 4) or not inputs.size:
+        raise ValueError(
+            f"{name} is {inputs.dtype} {shape}; expected numbers [rows, features], [rows, channels, "
+            "positions] or [rows, channels, height, width]"
         )
-    num_axes = content[3]
-    if content[:3] != b"\x00\x00\x08" or len(content) < 4 + 4 * num_axes:
-        raise ValueError(f"{path} is not an idx file of bytes")
-    shape = np.frombuffer(content, ">i4", num_axes, offset=4).tolist()
-    pixels = np.frombuffer(content, np.uint8, offset=4 + 4 * num_axes)
-    return torch.from_numpy(pixels.copy()).view(shape)
+    if inputs.ndim == 4 and shape[3] in (1, 3, 4) and shape[1] > 4:
+        raise ValueError(
+            f"{name} is {shape}; channels come before height and width: "
+            f"{name}.transpose(0, 3, 1, 2)"
+        )
+    if labels.dtype.kind not in "iu" or labels.shape != shape[:1]:
+        raise ValueError(
+            f"{labels_name} is {labels.dtype} {labels.shape}; expected {shape[0]} integers, the "
+            "numbers of the classes"
+        )
+    with np.errstate(over="ignore"):
+        rows = torch.from_numpy(inputs.astype(np.float32))
+    return rows, torch.from_numpy(labels.astype(np.int64))
+
+
+def _num_classes(labels: Tensor) -> int:
+    """The number of classes; raises unless they are numbered from 0, without gaps."""
+    found = torch.unique(labels)
+    if len(found) == 1:
+        raise ValueError(f"all rows have the label {int(found)}; use two classes or more")
+    wrong = found != torch.arange(len(found))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"label {int(found[wrong][0])}, but none is {int(wrong.nonzero()[0])}; number the "
+            f"{len(found)} classes 0 to {len(found) - 1}"
+        )
+    return len(found)
+
+
+def _random_sixth(
+    x: Tensor, y: Tensor, rng_seed: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A sixth of the rows, sampled at random, and the others."""
+    if len(y) < 6:
+        raise ValueError(f"x has {len(y)} rows to split; use more, or give x_val and x_test")
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(rng_seed))
+    sixth, others = order[: len(y) // 6], order[len(y) // 6 :]
+    return (x[sixth], y[sixth]), (x[others], y[others])
+
+
+def _standardised(x: Tensor, reference: Tensor) -> Tensor:
+    """Inputs with each feature or channel standardised by the training rows."""
+    axes = (0, 1, *range(3, x.dim()))
+    deviation, mean = torch.std_mean(reference, dim=axes, correction=0, keepdim=True)
+    return (x - mean) / torch.where(deviation > 0, deviation, 1.0)
