@@ -24,10 +24,13 @@ from esper.kasmina.lifecycle import SlotStates
 from esper.kasmina.programs import Program
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
+from esper.tolaria.augmentation import Augmentation
 from esper.tolaria.optimizers import Optimizer, OptimizerRows
 from esper.tolaria.parameter_table import ParameterTable
+from esper.tolaria.tasks import Task
 
 CHUNK = 32  # minibatches whose rows are on the device at a time
+MAX_AUGMENTED = 2**24  # values of the augmented inputs of a population
 
 
 class SeedGroup(NamedTuple):
@@ -187,28 +190,48 @@ class Membership:
 class Feed:
     """Data `[V, N, ...]` in V views, and the rows of the next minibatches `[M, P, batch]`.
 
-    The cursor is a tensor on the device, so that a captured CUDA graph can advance it.
+    The cursor is a tensor on the device, so that a captured CUDA graph can advance it. With an
+    augmentation, the kernels read changed copies of the loaded rows in place of the data.
     """
 
-    def __init__(self, inputs: Tensor, labels: Tensor, view_ids: Tensor, batch_size: int):
-        device, num_hosts = inputs.device, len(view_ids)
-        self.inputs = inputs.flatten(0, 1)
-        self.labels = labels.flatten()
-        self._rows_per_view = labels.shape[1]
+    def __init__(self, task: Task, view_ids: Tensor, batch_size: int, augmentation: Augmentation):
+        device, num_hosts = task.device, len(view_ids)
+        self.inputs, self.labels = self._data = task.train_x.flatten(0, 1), task.train_y.flatten()
+        self._rows_per_view, self._augmentation = task.train_y.shape[1], augmentation
+        self.is_augmented = augmentation.is_on(task.input_shape)
+        self.capacity, num_rows = CHUNK, num_hosts * batch_size  # minibatches; rows of each
+        if self.is_augmented:
+            most = MAX_AUGMENTED // (num_rows * self.inputs[0].numel())
+            self.capacity = max(1, min(CHUNK, most))
+            self.inputs = self.inputs.new_zeros(self.capacity * num_rows, *task.input_shape)
+            self.labels = self.labels.new_zeros(self.capacity * num_rows)
         self.first_row = torch.zeros(num_hosts, 1, dtype=torch.int64, device=device)
+        self._first_in_data = torch.zeros_like(self.first_row)
         self.set_views(view_ids)
-        shape = (CHUNK, num_hosts, batch_size)
-        self.rows = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.losses = torch.zeros(CHUNK, num_hosts, dtype=inputs.dtype, device=device)
+        shape = (self.capacity, num_hosts, batch_size)
+        rows = torch.arange(self.capacity * num_rows, device=device).view(shape)
+        self.rows = rows if self.is_augmented else torch.zeros_like(rows)
+        self.losses = torch.zeros(shape[:2], dtype=self.inputs.dtype, device=device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
 
     def set_views(self, view_ids: Tensor) -> None:
         """Set the view `[P]` that each host reads from now on."""
-        self.first_row.copy_(view_ids.unsqueeze(1) * self._rows_per_view)
+        first = self._first_in_data if self.is_augmented else self.first_row
+        first.copy_(view_ids.unsqueeze(1) * self._rows_per_view)
 
-    def load(self, rows: Tensor) -> None:
-        """Load the rows of at most `CHUNK` minibatches; a host's rows are numbered in its view."""
-        self.rows[: len(rows)].copy_(rows, non_blocking=True)
+    def load(self, rows: Tensor, keys: Tensor | None = None) -> None:
+        """Load the rows of at most `capacity` minibatches; a host's rows are numbered in its view.
+
+        With an augmentation, examples have `keys` in the shape of `rows`.
+        """
+        if keys is None:
+            self.rows[: len(rows)].copy_(rows, non_blocking=True)
+        else:
+            inputs, labels = self._data
+            flat = (rows.to(labels.device) + self._first_in_data).flatten()
+            changed = self._augmentation.apply(inputs.index_select(0, flat), keys.flatten())
+            self.inputs[: len(flat)] = changed
+            self.labels[: len(flat)] = labels.index_select(0, flat)
         self.rewind()
 
     def rewind(self) -> None:

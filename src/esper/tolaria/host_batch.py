@@ -24,6 +24,7 @@ from esper.kasmina.lifecycle import (
 )
 from esper.leyline.arrays import copy_together
 from esper.leyline.checks import require_at_least
+from esper.tolaria.augmentation import NO_AUGMENTATION, Augmentation
 from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.optimizers import AdamW, Optimizer
@@ -55,6 +56,7 @@ class HostBatchConfig:
     """Length of the learning-rate schedule: constant, then linear down to a fiftieth."""
     constant_share: float = 0.7
     """Share of the episode at the full learning rate."""
+    augment: Augmentation = NO_AUGMENTATION
 
     def __post_init__(self) -> None:
         counts = ("num_types", "envs_per_type", "siblings", "minibatches", "batch_size")
@@ -93,6 +95,7 @@ class PopulationBatch:
             raise ValueError(
                 f"validation_rows={config.validation_rows}, but {task.names} has {available}"
             )
+        config.augment.is_on(task.input_shape)  # raises if the inputs are not images
         if len({host.num_slots for host in hosts}) != 1:
             raise ValueError("hosts of one host batch must have the same number of slots")
         self.hosts, self.menu, self.task = tuple(hosts), tuple(menu), task
@@ -245,6 +248,7 @@ class PopulationBatch:
                     num_hosts=config.envs_per_type,
                     batch_size=config.batch_size,
                     optimizer=self.optimizer,
+                    augmentation=config.augment,
                 )
                 built = _Member.of(population)
                 self._built.setdefault(host, []).append(built)

@@ -20,10 +20,11 @@ from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.stages import SeedStage
-from esper.tolaria.batched import CHUNK, BlendInputs, Feed, TrainingSetup
+from esper.tolaria.augmentation import NO_AUGMENTATION, PURPOSE, Augmentation
+from esper.tolaria.batched import BlendInputs, Feed, TrainingSetup
 from esper.tolaria.optimizers import AdamW, Optimizer
 from esper.tolaria.parameter_table import InitDistributions, ParameterTable, TableLayout
-from esper.tolaria.randomness import fold
+from esper.tolaria.randomness import fold, hash64
 from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
 from esper.tolaria.tasks import Task
 
@@ -58,6 +59,7 @@ class Population:
         host_ids: Tensor | None = None,
         view_ids: Tensor | None = None,
         kernels: Kernels | None = None,
+        augmentation: Augmentation = NO_AUGMENTATION,
     ):
         if (task.input_shape, task.num_classes) != (host.input_shape, host.num_classes):
             raise ValueError(
@@ -86,7 +88,7 @@ class Population:
         self.learning_rates = torch.full(
             (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
         )
-        self._feed = Feed(task.train_x, task.train_y, self.view_ids, batch_size)
+        self._feed = Feed(task, self.view_ids, batch_size, augmentation)
         self._blend_inputs = BlendInputs.empty(num_hosts, host.num_slots, device, dtype)
         setup = TrainingSetup(
             host,
@@ -120,7 +122,7 @@ class Population:
             self.view_ids = self._checked_views(view_ids)
             self._feed.set_views(self.view_ids)
         self.learning_rates.fill_(self.optimizer.learning_rate)
-        self._rng_seed = rng_seed
+        self._rng_seed, self._num_trained = rng_seed, 0  # minibatches
         self._num_germinated = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
         weights = self._init.hosts(fold(rng_seed, self.host_ids))
@@ -148,11 +150,19 @@ class Population:
         """Train on data rows `[M, P, batch]`, one optimiser step each; returns losses `[M, P]`."""
         self._check_rows(rows)
         losses = []
-        for chunk in torch.split(rows, CHUNK):
-            self._feed.load(chunk)
+        for chunk in torch.split(rows, self._feed.capacity):
+            self._feed.load(chunk, self._keys(chunk) if self._feed.is_augmented else None)
+            self._num_trained += len(chunk)
             self.steps.run(len(chunk))
             losses.append(self._feed.losses[: len(chunk)].clone())
         return torch.cat(losses)
+
+    def _keys(self, rows: Tensor) -> Tensor:
+        """Keys of the examples in the next minibatches, in the shape of their rows."""
+        numbers = self._num_trained + torch.arange(len(rows))
+        minibatch_keys = fold(self._rng_seed, PURPOSE, self.host_ids, numbers.unsqueeze(1))
+        examples = torch.arange(rows.shape[2], device=self.task.device)
+        return hash64(minibatch_keys.unsqueeze(2).to(self.task.device) + examples)
 
     def logits(self, x: Tensor) -> Tensor:
         """`[P, classes, batch]` on `x [P, *shape, batch]`."""
