@@ -7,6 +7,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from esper.kasmina.blueprints import BLUEPRINTS
+from esper.kasmina.hosts import HOSTS
+from esper.tolaria.tasks import TASKS
+
 pytest.register_assert_rewrite("support")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for child processes
@@ -29,3 +33,13 @@ def default_signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def registries():
+    """Remove the hosts, blueprints and tasks that a test registers."""
+    before = [(registry, dict(registry)) for registry in (HOSTS, BLUEPRINTS, TASKS)]
+    yield
+    for registry, entries in before:
+        registry.clear()
+        registry.update(entries)

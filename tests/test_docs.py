@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from esper.cli import main, train
 from esper.nissa.database import RunDatabase
 from esper.simic.training.distribution import choice_labels
 from esper.simic.training.growth_training import GrowthTraining
@@ -58,9 +59,33 @@ def test_every_metric_of_a_growth_run_is_explained(finished_run):
         assert f"`{explained}`" in page, name
 
 
+BLOCKS = re.findall(r"```python\n(.*?)```", (DOCS / "training.md").read_text(), re.DOTALL)
+
+
 def test_the_code_runs():
-    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "training.md").read_text(), re.DOTALL)
+    block = BLOCKS[-1]
     assert compile(block, "docs/training.md", "exec")
     for line in block.splitlines():
         if line.startswith("from "):
             exec(line, {})
+
+
+def test_the_example_on_your_data_trains(tmp_path, monkeypatch, capsys, registries):
+    """Both blocks and both commands of the section, with the smallest of runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(train, "evaluate_run", lambda folder, preset, say: None)
+    monkeypatch.setattr(train, "show", lambda report, folder, console: None)
+    exec(BLOCKS[0], {})
+    (tmp_path / "my_module.py").write_text(BLOCKS[1])
+    page = (DOCS / "training.md").read_text()
+    commands = re.findall(r"^esper (train --(?:data mine.npz --|import).*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    small = "--rounds=1 --device=cpu --host_batch.minibatches=1 --host_batch.batch-size=8"
+    for command in commands:
+        main([*command.split(), *small.split()])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{tmp_path / 'mine.npz'} on cpu" in printed
+    assert "23 conv2d hosts" in printed
+    assert "sensors on cpu" in printed
+    assert "23 two_wide hosts" in printed

@@ -74,7 +74,13 @@ def test_lists_dicts_and_unions_are_decoded():
         ({"rounds": True}, "rounds=True; expected int"),
         ({"ppo": 3}, "ppo is 3, expected a PPOConfig"),
         ({"variants": "plain"}, "variants='plain'; expected"),
-        ({"task": "mnist2d"}, "task='mnist2d'; expected"),
+        ({"task": "mnist2d"}, "no task 'mnist2d'; there are data, mnist1d, .* of --import MODULE"),
+        ({"task": "data"}, "task 'data' needs a path: use --data"),
+        ({"data": "x.npz"}, "task 'mnist1d' does not read x.npz: leave out --data"),
+        ({"task": "known_gains", "data": "x.npz"}, "task 'known_gains' does not read x.npz"),
+        ({"imports": ["no_such_module"]}, "module 'no_such_module' cannot be imported: No module"),
+        ({"imports": [".relative"]}, "module '.relative' cannot be imported"),
+        ({"host_batch": {"augment": {"crop": -1}}}, "crop=-1; use 0 or more"),
     ],
 )
 def test_what_a_config_does_not_know_is_refused_by_name(plain, message):

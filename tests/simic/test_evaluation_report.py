@@ -418,15 +418,16 @@ def test_the_picture_is_drawn(report, tmp_path):
 def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
     asked = []
 
-    def evaluated(runs, preset, *, task, say):
-        asked.append((runs, preset, task))
+    def evaluated(runs, preset, *, task, data, say):
+        asked.append((runs, preset, task, data))
         say("growing")
         return report
 
     monkeypatch.setattr("esper.cli.evaluate.evaluate_run", evaluated)
     runs = str(tmp_path / "a"), str(tmp_path / "b")
-    main(["evaluate", *runs, "--preset", "full", "--task", "digits", "--out", str(tmp_path)])
-    assert asked == [(tuple(map(Path, runs)), "full", "digits")]
+    flags = ["--preset", "full", "--task", "fashion_mnist", "--data", "folder"]
+    main(["evaluate", *runs, *flags, "--out", str(tmp_path)])
+    assert asked == [(tuple(map(Path, runs)), "full", "fashion_mnist", "folder")]
     shown = " ".join(capsys.readouterr().out.split())
     assert "- growing" in shown
     assert "This is a small evaluation" in shown

@@ -55,12 +55,16 @@ def _run(arguments: list[str]) -> None:
         return
     if name not in _COMMANDS:
         raise ValueError(f"no command {name!r}; use one of {', '.join(_COMMANDS)}")
+    if "" not in sys.path:
+        sys.path.append("")  # modules to --import may be in the current folder
     import tyro  # after the help: with torch, it takes seconds
 
     module = import_module(f"esper.cli.{name}")
     # the defaults of `train` are those of its --preset
     command = module.command(arguments) if name == "train" else getattr(module, name)
-    tyro.cli(command, prog=f"esper {name}", args=arguments[1:])
+    # `import` cannot be the name of a field
+    flags = [re.sub("^--import(?==|$)", "--imports", flag) for flag in arguments[1:]]
+    tyro.cli(command, prog=f"esper {name}", args=flags)
 
 
 def _help() -> str:

@@ -18,7 +18,8 @@ PresetName = Literal["quick", "full", "transfer", "transfer_large"]
 def evaluate(
     runs: tyro.conf.Positional[tuple[Path, ...]],
     preset: PresetName = "quick",
-    task: Literal["mnist1d", "digits", "fashion_mnist"] | None = None,
+    task: str | None = None,
+    data: str = "",
     out: Path | None = None,
 ) -> None:
     """Compare a learned controller with its rivals on hosts and data held out from training.
@@ -27,13 +28,17 @@ def evaluate(
         runs: run folders; several must differ only in rng_seed and are evaluated as one arm
         preset: quick (two CPU cores, a minute or two) or full (GPU). With --task: transfer, or
             transfer_large for the large networks of fashion_mnist (GPU)
-        task: evaluate on other data than the runs were trained on
+        task: evaluate on other data than the runs were trained on: mnist1d, digits, fashion_mnist
+            or a task that they import
+        data: the file or folder of such data; without --task, as in `esper train --data`
         out: folder for the report; default: the first run's folder
     """
     if not runs:
         raise ValueError("no run given; name its folder, as in: esper evaluate runs/quick-1")
     console = Console()
-    report = evaluate_run(runs, preset, task=task, say=lambda text: console.print(f"- {text}"))
+    report = evaluate_run(
+        runs, preset, task=task, data=data, say=lambda text: console.print(f"- {text}")
+    )
     show(report, out or runs[0], console)
 
 

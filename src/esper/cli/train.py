@@ -4,6 +4,7 @@ import sqlite3
 from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,9 +27,9 @@ from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import evaluate_run, prepare
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.distribution import choice_labels, describe_hosts
+from esper.simic.training.distribution import choice_labels, describe_hosts, with_checksum
 from esper.simic.training.growth_training import GrowthTraining
-from esper.simic.training.run_folder import RunFiles, RunFolder
+from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
 from esper.tolaria.synthetic_hosts import SyntheticHosts
 
 PresetName = Literal["quick", "full", "oracle"]
@@ -41,12 +42,13 @@ SHOWN = {
 
 
 def command(arguments: list[str]) -> Callable[..., None]:
-    """The command, with the defaults of the preset that `arguments` name."""
-    chosen, defaults = preset_of(arguments)
+    """The command, with the defaults of the preset or config that `arguments` name."""
+    chosen, defaults = defaults_of(arguments)
 
     def train(
-        config: Annotated[TrainConfig, tyro.conf.arg(name="")] = defaults,
+        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = defaults,
         preset: PresetName = chosen,
+        config: Path | None = None,
         out: Path | None = None,
         resume: Path | None = None,
     ) -> None:
@@ -56,14 +58,17 @@ def command(arguments: list[str]) -> Callable[..., None]:
 
         Args:
             preset: quick (two CPU cores), full (a GPU) or oracle (no networks); other flags change it
+            config: the config.json of another run, in place of a preset; other flags change it
             out: the run's folder; runs/PRESET-NUMBER by default
             resume: the folder of a run to continue, bit-exact
         """
         if resume is None:
-            training = _checked(config)  # a mistake is found before the folder is made
-            run_training(RunFolder.create(out or _free_folder(preset), config), training)
+            settings = with_checksum(settings)
+            training = _checked(settings)  # a mistake is found before the folder is made
+            folder = out or _free_folder("config" if config else preset)
+            run_training(RunFolder.create(folder, settings), training)
             return
-        if config != defaults or out is not None:
+        if settings != PRESETS[chosen] or out is not None or config is not None:
             raise ValueError(
                 f"--resume {resume} uses the settings in {RunFiles(resume).config}; leave out "
                 "other flags"
@@ -73,13 +78,22 @@ def command(arguments: list[str]) -> Callable[..., None]:
     return train
 
 
-def preset_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
-    """The name of the preset on a command line, and its config."""
+def defaults_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
+    """The name of the preset on a command line, and the settings that its flags change."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default="quick")
-    named = parser.parse_known_args(arguments)[0].preset
-    name: PresetName = named if named in PRESETS else "quick"  # tyro refuses an unknown one
-    return name, PRESETS[name]
+    for flag in ("--preset", "--config", "--task", "--data"):
+        parser.add_argument(flag, nargs="?")
+    given = parser.parse_known_args(arguments)[0]
+    if given.preset and given.config:
+        raise ValueError("--preset and --config are both where settings start; use one of them")
+    # tyro refuses an unknown preset
+    name: PresetName = given.preset if given.preset in PRESETS else "quick"
+    settings = PRESETS[name]
+    if given.config:  # a new run has its own checksum
+        settings = replace(read_config(Path(given.config)), data_checksum="")
+    if given.data and not given.task and not settings.data:
+        settings = replace(settings, task="data", data=given.data)
+    return name, settings
 
 
 def _checked(config: TrainConfig) -> GrowthTraining:

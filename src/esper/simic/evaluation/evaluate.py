@@ -33,10 +33,11 @@ from esper.simic.evaluation.searches import (
     width_search,
 )
 from esper.simic.evaluation.settings import EvaluationConfig, evaluation_preset
-from esper.simic.training.config import TaskName, TrainConfig
-from esper.simic.training.distribution import load_hosts, load_menu, load_task
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.distribution import load_hosts, load_menu, load_task, with_checksum
 from esper.simic.training.run_folder import RunFiles
 from esper.tamiyo.learned import LearnedController
+from esper.tolaria.augmentation import NO_AUGMENTATION
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.tasks import HeldOut
 
@@ -47,14 +48,15 @@ def evaluate_run(
     runs: Path | str | Sequence[Path | str],
     preset: str = "quick",
     *,
-    task: TaskName | None = None,
+    task: str | None = None,
+    data: str = "",
     settings: EvaluationConfig | None = None,
     say: Say = lambda text: None,
 ) -> EvaluationReport:
     """Evaluate the controller of a run, or those of several runs that differ only in `rng_seed`.
 
-    `task` evaluates on other data than the controllers trained on. `settings` replaces `preset`.
-    `say` receives progress messages.
+    `task` and `data` evaluate on other data than the controllers trained on. `settings` replaces
+    `preset`. `say` receives progress messages.
     """
     paths = [runs] if isinstance(runs, Path | str) else runs
     files = [RunFiles(Path(path)) for path in paths]
@@ -74,7 +76,7 @@ def evaluate_run(
         for entry, own in zip(files, configs, strict=True)
     ]
     settings = settings or evaluation_preset(preset)
-    return evaluate_controllers(controllers, first, settings, task=task, say=say)
+    return evaluate_controllers(controllers, first, settings, task=task, data=data, say=say)
 
 
 def evaluate_controllers(
@@ -82,16 +84,18 @@ def evaluate_controllers(
     config: TrainConfig,
     settings: EvaluationConfig,
     *,
-    task: TaskName | None = None,
+    task: str | None = None,
+    data: str = "",
     say: Say = lambda text: None,
 ) -> EvaluationReport:
     """Compare controllers with every arm on the types that `config` held out from training.
 
-    `task` evaluates on other data than the controllers trained on.
+    `task` and `data` evaluate on other data than the controllers trained on.
     """
     started = time.perf_counter()
     controller_cost = host_training_cost(config)
-    config = config if task is None else on_task(config, task)
+    if task or data:
+        config = on_task(config, task or "data", data)
     training, held_out, lines = prepare(config, settings)
     held_out = replace(held_out, measure_test=_open_test_set(held_out.task.held_out))
     say(f"tuning the learning rate on {training.num_hosts} hosts of training types")
@@ -133,11 +137,13 @@ def evaluate_controllers(
     )
 
 
-def on_task(config: TrainConfig, task: TaskName) -> TrainConfig:
-    """The same widths and variants on other data."""
-    if task == config.task:
+def on_task(config: TrainConfig, task: str, data: str = "") -> TrainConfig:
+    """The same widths and variants on other data, without augmentation."""
+    if task == config.task and not data:
         return config
-    return replace(config, task=task, host="conv1d" if task == "mnist1d" else "conv2d", menu=())
+    host_batch = replace(config.host_batch, augment=NO_AUGMENTATION)
+    config = replace(config, host="auto", menu=(), host_batch=host_batch)
+    return with_checksum(replace(config, task=task, data=data, data_checksum=""))
 
 
 def host_training_cost(config: TrainConfig) -> Cost:
@@ -169,6 +175,7 @@ def prepare(
     spread = len(config.training_widths) / settings.training_widths
     trained_on = [config.training_widths[int(i * spread)] for i in range(settings.training_widths)]
     host_batch = settings.host_batch or config.host_batch
+    host_batch = replace(host_batch, siblings=1, augment=config.host_batch.augment)
     rows = min(host_batch.validation_rows, task.validation_y.shape[1])
     steps = config.growth.num_steps
     training = PairedExperiment(
@@ -177,7 +184,7 @@ def prepare(
         repeats=settings.training_repeats,
         task=task,
         menu=load_menu(config, task),
-        host_batch=replace(host_batch, validation_rows=rows, episode_steps=steps, siblings=1),
+        host_batch=replace(host_batch, validation_rows=rows, episode_steps=steps),
         growth=config.growth,
         max_macs=settings.max_macs,
     )

@@ -8,8 +8,9 @@ of the data its change, "rows:600".
 """
 
 from dataclasses import dataclass, replace
+from importlib import import_module
+from inspect import signature
 from itertools import product
-from typing import Literal
 
 import torch
 
@@ -20,8 +21,8 @@ from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig
+from esper.tolaria.tasks import TASKS
 
-TaskName = Literal["mnist1d", "digits", "fashion_mnist", "known_gains"]
 VARIANT_KINDS = ("permuted", "rows", "noise")
 MOST_HOSTS = 10_000  # architectures to choose from
 
@@ -43,14 +44,21 @@ _PPO = PPOConfig(
 class TrainConfig:
     """A run in which Tamiyo learns to grow networks."""
 
-    task: TaskName = "mnist1d"
-    """The data; "known_gains" has no networks: the gain of every seed is known."""
+    task: str = "mnist1d"
+    """mnist1d, digits, fashion_mnist, data (see `data`), or one that a module registers;
+    "known_gains" has no networks: the gain of every seed is known."""
+    data: str = ""
+    """File or folder of the task's data: .npz with x and y, a folder of IDX or CIFAR-10 files."""
+    data_checksum: str = ""
+    """Of `data`, recorded when the run starts; other data are refused."""
+    imports: tuple[str, ...] = ()
+    """Modules with tasks, hosts and blueprints, imported first; also --import."""
     variants: tuple[str, ...] = ("plain", "permuted:1", "permuted:2", "rows:600", "noise:0.3")
     """Of the data; each host samples one: permuted:RNG_SEED, rows:COUNT, noise:SCALE or plain."""
     held_out_variants: tuple[str, ...] = ("permuted:3", "rows:1000", "noise:0.2")
     """Not trained on; controllers are evaluated on them."""
-    host: str = "conv1d"
-    """The kind of host, by its name in `kasmina.hosts`."""
+    host: str = "auto"
+    """The kind of host, by its name; "auto": conv1d for series, conv2d for images, else mlp."""
     num_layers: int = 3
     """Segments of a host, with a slot after each."""
     norm: bool = False
@@ -62,7 +70,7 @@ class TrainConfig:
     )  # fmt: skip
     """Hosts that are not trained on; controllers are evaluated on them."""
     menu: tuple[str, ...] = ()
-    """Blueprints to choose from, by name; by default all that fit."""
+    """Blueprints to choose from, by name; those that fit no slot are left out. Default: all."""
     host_learning_rate: float = 1e-2
     """Learning rate of AdamW in the hosts, before it falls."""
     growth: GrowthConfig = GrowthConfig()
@@ -98,7 +106,24 @@ class TrainConfig:
                 f"host_batch.num_types x host_batch.envs_per_type = {self.num_envs} hosts do not split "
                 f"into ppo.num_minibatches={self.ppo.num_minibatches}; use a divisor"
             )
+        self._check_task()
         self._check_distribution()
+
+    def _check_task(self) -> None:
+        for name in self.imports:
+            try:
+                import_module(name)
+            except (ImportError, TypeError) as error:
+                raise ValueError(f"module {name!r} cannot be imported: {error}") from error
+        if self.task not in (known := (*TASKS, "known_gains")):
+            raise ValueError(
+                f"no task {self.task!r}; there are {', '.join(known)} and those of --import MODULE"
+            )
+        try:
+            signature(TASKS.get(self.task, lambda: None)).bind(*filter(None, [self.data]))
+        except TypeError as error:
+            fault = f"does not read {self.data}: leave out" if self.data else "needs a path: use"
+            raise ValueError(f"task {self.task!r} {fault} --data") from error
 
     def _check_distribution(self) -> None:
         for variant in (*self.variants, *self.held_out_variants):
@@ -164,7 +189,10 @@ PRESETS: dict[str, TrainConfig] = {
         variants=("plain", "permuted:1", "rows:600", "noise:0.3"),
         widths=(4, 6, 8),
         held_out_widths=("8-8-8", "4-8-6", "6-4-8", "8-6-4"),
-        menu=("depthwise7", "separable", "conv_bottleneck", "conv_conv"),
+        menu=(
+            *("depthwise7", "separable", "conv_bottleneck", "conv_conv"),
+            *("dense_narrow", "dense", "dense_bottleneck", "dense_dense"),  # fit other slots
+        ),
         host_learning_rate=2e-2,
         growth=GrowthConfig(num_steps=12),
         host_batch=HostBatchConfig(
@@ -183,14 +211,8 @@ PRESETS: dict[str, TrainConfig] = {
     # one H200, three minutes: hosts train as they do in the evaluation
     "full": TrainConfig(
         variants=(
-            "plain",
-            "permuted:1",
-            "permuted:2",
-            "rows:300",
-            "rows:600",
-            "noise:0.2",
-            "noise:0.5",
-            "noise:1.0",
+            *("plain", "permuted:1", "permuted:2", "rows:300", "rows:600"),
+            *("noise:0.2", "noise:0.5", "noise:1.0"),
         ),
         held_out_variants=("permuted:3", "rows:450", "noise:0.1", "noise:0.7"),
         norm=True,

@@ -1,25 +1,21 @@
 """The hosts and data of a config: built for training or held out, and named for people."""
 
-from esper.kasmina.blueprints import Blueprint, blueprint_menu, menu_for
+from dataclasses import replace
+from pathlib import Path
+
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 from esper.kasmina.hosts import Host, build_host
+from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import choice_names
 from esper.simic.training.config import TrainConfig
+from esper.tolaria.data_files import checksum
 from esper.tolaria.environment import GrowthEnvironment, HostBatch
 from esper.tolaria.host_batch import PopulationBatch
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.synthetic_hosts import SyntheticHosts
-from esper.tolaria.tasks import (
-    Task,
-    digits,
-    fashion_mnist,
-    few_rows,
-    mnist1d,
-    noisy,
-    permuted,
-    stack,
-)
+from esper.tolaria.tasks import TASKS, Task, few_rows, noisy, permuted, stack
 
-_TASKS = {"mnist1d": mnist1d, "digits": digits, "fashion_mnist": fashion_mnist}
+_HOSTS = {SiteKind.VECTOR: "mlp", SiteKind.SERIES: "conv1d", SiteKind.IMAGE: "conv2d"}
 _NOISE_RNG_SEED = 1
 
 
@@ -37,9 +33,24 @@ def training_hosts(config: TrainConfig) -> HostBatch:
     )
 
 
+def with_checksum(config: TrainConfig) -> TrainConfig:
+    """The config of a new run: with the absolute path of its data, and their checksum."""
+    if not config.data or config.data_checksum:
+        return config
+    return replace(
+        config, data=str(Path(config.data).resolve()), data_checksum=checksum(config.data)
+    )
+
+
 def load_task(config: TrainConfig, variants: tuple[str, ...]) -> Task:
     """One task with a view per variant, on the config's device."""
-    base = _TASKS[config.task]()
+    if config.data_checksum and checksum(config.data) != config.data_checksum:
+        raise ValueError(
+            f"{config.data} has changed since the run was started; restore it, or start a new run"
+        )
+    base = TASKS[config.task](*filter(None, [config.data]))
+    if not isinstance(base, Task) or base.num_views != 1:
+        raise ValueError(f"task {config.task!r} must return an esper.Task with one view")
     return stack([_variant(base, name) for name in variants]).to(config.resolved_device())
 
 
@@ -48,7 +59,7 @@ def load_hosts(
 ) -> tuple[Host, ...]:
     return tuple(
         build_host(
-            config.host,
+            host_kind(config, task),
             input_shape=task.input_shape,
             num_classes=task.num_classes,
             widths=layers,
@@ -58,8 +69,21 @@ def load_hosts(
     )
 
 
+def host_kind(config: TrainConfig, task: Task) -> str:
+    return _HOSTS[task.site_kind] if config.host == "auto" else config.host
+
+
 def load_menu(config: TrainConfig, task: Task) -> tuple[Blueprint, ...]:
-    return blueprint_menu(*config.menu) if config.menu else menu_for(task.site_kind)
+    """The blueprints of the config, or all, without those that fit no slot of its hosts."""
+    entries = blueprint_menu(*config.menu) if config.menu else tuple(BLUEPRINTS.values())
+    (host,) = load_hosts(config, task, config.training_widths[:1])
+    menu = tuple(entry for entry in entries if any(map(entry.fits, host.sites)))
+    if not menu:
+        kinds = sorted({site.kind.name for site in host.sites})
+        raise ValueError(
+            f"menu={config.menu}: none fits a slot of {kinds}; leave out --menu for all"
+        )
+    return menu
 
 
 def variant_names(config: TrainConfig, host_batch: HostBatch) -> list[str]:
@@ -83,9 +107,9 @@ def describe_hosts(config: TrainConfig, host_batch: HostBatch) -> str:
     if not isinstance(host_batch, PopulationBatch):
         return f"{config.task}: no networks; the gain of every seed is known"
     return (
-        f"{config.task} on {host_batch.task.device}, {host_batch.kernels} kernels; "
+        f"{config.data or config.task} on {host_batch.task.device}, {host_batch.kernels} kernels; "
         f"seeds: {', '.join(host_batch.blueprint_names)}\n"
-        f"trained on {len(config.training_widths)} {config.host} hosts with "
+        f"trained on {len(config.training_widths)} {host_kind(config, host_batch.task)} hosts with "
         f"{config.num_layers} layers of {', '.join(map(str, config.widths))} and "
         f"{', '.join(config.variants)}\n"
         f"held out: {', '.join(config.held_out_widths)} and {', '.join(config.held_out_variants)}"

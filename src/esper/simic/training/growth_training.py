@@ -21,7 +21,7 @@ from esper.leyline.plain_config import from_plain, to_plain
 from esper.leyline.records import RoundRecord
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.distribution import training_hosts, variant_names
+from esper.simic.training.distribution import training_hosts, variant_names, with_checksum
 from esper.simic.training.growth_envs import Episodes, GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
@@ -38,7 +38,7 @@ class GrowthTraining:
     """The environment, agent and trainer of a config."""
 
     def __init__(self, config: TrainConfig | None = None):
-        self.config = config = config or TrainConfig()
+        self.config = config = with_checksum(config or TrainConfig())
         host_batch = training_hosts(config)
         self.environment = GrowthEnvironment(host_batch, config.growth, rng_seed=config.rng_seed)
         with torch.random.fork_rng(devices=[]):  # weights depend on rng_seed alone

@@ -24,6 +24,8 @@ from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.locked_folder import LockedFolder
 
+_CONFIG_VERSION = 1
+
 
 class RunFiles:
     """Paths of a run's files."""
@@ -39,11 +41,22 @@ class RunFiles:
     def read_config(self) -> TrainConfig:
         if not self.config.exists():
             raise ValueError(f"{self.path} is not the folder of a run: it has no config.json")
-        try:
-            plain = json.loads(self.config.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{self.config} is not JSON: {error}") from error
-        return from_plain(TrainConfig, plain)
+        return read_config(self.config)
+
+
+def read_config(path: Path) -> TrainConfig:
+    """The settings in a `config.json`."""
+    try:
+        plain = json.loads(path.read_text())
+        version = plain.pop("version", _CONFIG_VERSION)
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is not the JSON of a config: {error}") from error
+    if version != _CONFIG_VERSION:
+        raise ValueError(
+            f"{path} is a config of version {version}; this version of Esper reads version "
+            f"{_CONFIG_VERSION}"
+        )
+    return from_plain(TrainConfig, plain)
 
 
 class RunFolder:
@@ -64,7 +77,8 @@ class RunFolder:
                 f"{path} already holds a run; resume it with `esper train --resume {path}`, or "
                 "choose another folder with --out"
             )
-        text = json.dumps(to_plain(config), indent=2, allow_nan=False) + "\n"
+        plain = {"version": _CONFIG_VERSION, **to_plain(config)}
+        text = json.dumps(plain, indent=2, allow_nan=False) + "\n"
         atomic_write(folder.files.config, lambda file: file.write(text.encode()))
         return folder
 
