@@ -7,10 +7,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from esper.kasmina.blueprints import BLUEPRINTS
-from esper.kasmina.hosts import HOSTS
-from esper.tolaria.tasks import TASKS
-
 pytest.register_assert_rewrite("support")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for child processes
@@ -38,6 +34,10 @@ def default_signals():
 @pytest.fixture
 def registries():
     """Remove the hosts, blueprints and tasks that a test registers."""
+    from esper.kasmina.blueprints import BLUEPRINTS
+    from esper.kasmina.hosts import HOSTS
+    from esper.tolaria.tasks import TASKS
+
     before = [(registry, dict(registry)) for registry in (HOSTS, BLUEPRINTS, TASKS)]
     yield
     for registry, entries in before:

@@ -22,6 +22,7 @@ NAMES = ("x", "y", "x_val", "y_val", "x_test", "y_test")
 Arrays = dict[str, Any]  # arrays of these names; the splits may be missing
 
 _CIFAR_SHAPE = (3, 32, 32)
+_DAMAGE = (ValueError, EOFError, OSError, zlib.error)  # raised for the contents of a file
 
 
 def read_data(path: Path | str) -> Arrays:
@@ -92,11 +93,14 @@ def generate_mnist1d(path: Path, num_rows: int, rng_seed: int) -> None:
 
 
 def _read_npz(path: Path) -> Arrays:
-    try:
-        with path.open("rb") as content, np.load(content) as file:
-            arrays = dict(file.items())
-    except (ValueError, TypeError, EOFError, KeyError, BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is damaged, or not an .npz file of numbers ({error})") from error
+    with path.open("rb") as content:
+        try:
+            with np.load(content) as file:
+                arrays = dict(file.items())
+        except (*_DAMAGE, TypeError, KeyError, RuntimeError, BadZipFile) as error:
+            raise ValueError(
+                f"{path} is damaged, or not an .npz file of numbers ({error})"
+            ) from error
     if not {"x", "y"} <= set(arrays) <= set(NAMES):
         raise ValueError(f"{path} holds {list(arrays)}; use x and y, and for splits {NAMES[2:]}")
     return arrays
@@ -134,7 +138,7 @@ def _read_idx_file(folder: Path, kind: str) -> np.ndarray:
             raise ValueError("its header is another one")
         shape = np.frombuffer(content, ">i4", num_axes, offset=4)
         return np.frombuffer(content, np.uint8, offset=4 + 4 * num_axes).reshape(shape)
-    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except _DAMAGE as error:
         raise ValueError(f"{path} is damaged, or is not an idx file of bytes ({error})") from error
 
 
