@@ -218,7 +218,7 @@ def test_a_run_starts_from_the_config_of_another(started, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 99}', "config of version 99; this version of Esper reads version 1"),
+        ('{"version": 99}', "config of version 99; expected 1"),
         ('{"version": 1, "roundz": 3}', "no setting 'roundz'; did you mean 'rounds'"),
         ('{"rounds": "many"}', "rounds='many'; expected int"),
         ("{", "is not the JSON of a config"),

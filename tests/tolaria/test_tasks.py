@@ -324,6 +324,10 @@ def test_rows_without_splits_are_split_at_random_and_each_is_used_once():
         assert int(inputs) % 3 == int(labels)
 
 
+def test_many_channels_of_few_positions_are_not_taken_for_channels_last():
+    assert Task.from_arrays(np.ones((60, 64, 3, 3)), LABELS).input_shape == (64, 3, 3)
+
+
 def test_a_constant_feature_stays_finite():
     x = np.stack((np.full(60, 7.0), np.arange(60.0)), axis=1)
     assert (Task.from_arrays(x, LABELS).train_x[..., 0] == 0).all()
@@ -333,7 +337,7 @@ BAD_ARRAYS = {
     "wrong axes": (dict(x=ROWS[0, 0]), r"x is float64 \(5,\); expected numbers \[rows, features\]"),
     "no rows": (dict(x=ROWS[:0], y=LABELS[:0]), r"x is float64 \(0, 2, 5\); expected"),
     "text": (dict(x=np.full((60, 2), "a")), "x is <U1 .*; expected numbers"),
-    "channels last": (dict(x=np.zeros((60, 8, 8, 3))), r"channels come before .*transpose"),
+    "channels last": (dict(x=np.zeros((60, 8, 8, 3))), "channels come first, as in x.transpose"),
     "too few labels": (dict(y=LABELS[:9]), r"y is int64 \(9,\); expected 60 integers"),
     "labels in a column": (dict(y=LABELS[:, None]), r"y is int64 \(60, 1\); expected 60 integers"),
     "labels not integers": (dict(y=LABELS / 2), r"y is float64 \(60,\); expected 60 integers"),

@@ -408,16 +408,13 @@ def _checked_rows(name: str, x: ArrayLike | None, y: ArrayLike | None) -> tuple[
             f"{name} is {inputs.dtype} {shape}; expected numbers [rows, features], [rows, channels, "
             "positions] or [rows, channels, height, width]"
         )
-    if inputs.ndim == 4 and shape[3] in (1, 3, 4) and shape[1] > 4:
+    if inputs.ndim == 4 and shape[3] in (1, 3, 4) and min(shape[1:3]) > 4:
         raise ValueError(
-            f"{name} is {shape}; channels come before height and width: "
-            f"{name}.transpose(0, 3, 1, 2)"
+            f"{name} is {shape}; channels come first, as in {name}.transpose(0, 3, 1, 2)"
         )
     if labels.dtype.kind not in "iu" or labels.shape != shape[:1]:
-        raise ValueError(
-            f"{labels_name} is {labels.dtype} {labels.shape}; expected {shape[0]} integers, the "
-            "numbers of the classes"
-        )
+        given = f"{labels_name} is {labels.dtype} {labels.shape}"
+        raise ValueError(f"{given}; expected {shape[0]} integers, the numbers of the classes")
     with np.errstate(over="ignore"):
         rows = torch.from_numpy(inputs.astype(np.float32))
     return rows, torch.from_numpy(labels.astype(np.int64))

@@ -37,9 +37,8 @@ def with_checksum(config: TrainConfig) -> TrainConfig:
     """The config of a new run: with the absolute path of its data, and their checksum."""
     if not config.data or config.data_checksum:
         return config
-    return replace(
-        config, data=str(Path(config.data).resolve()), data_checksum=checksum(config.data)
-    )
+    path = Path(config.data).resolve()
+    return replace(config, data=str(path), data_checksum=checksum(path))
 
 
 def load_task(config: TrainConfig, variants: tuple[str, ...]) -> Task:
@@ -79,10 +78,7 @@ def load_menu(config: TrainConfig, task: Task) -> tuple[Blueprint, ...]:
     (host,) = load_hosts(config, task, config.training_widths[:1])
     menu = tuple(entry for entry in entries if any(map(entry.fits, host.sites)))
     if not menu:
-        kinds = sorted({site.kind.name for site in host.sites})
-        raise ValueError(
-            f"menu={config.menu}: none fits a slot of {kinds}; leave out --menu for all"
-        )
+        raise ValueError(f"menu={config.menu}: none fits a slot of {host_kind(config, task)} hosts")
     return menu
 
 

@@ -52,10 +52,7 @@ def read_config(path: Path) -> TrainConfig:
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is not the JSON of a config: {error}") from error
     if version != _CONFIG_VERSION:
-        raise ValueError(
-            f"{path} is a config of version {version}; this version of Esper reads version "
-            f"{_CONFIG_VERSION}"
-        )
+        raise ValueError(f"{path} is a config of version {version}; expected {_CONFIG_VERSION}")
     return from_plain(TrainConfig, plain)
 
 
