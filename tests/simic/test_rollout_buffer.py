@@ -186,19 +186,7 @@ def test_the_number_of_operations_does_not_depend_on_the_number_of_envs():
     assert counts[0] < 100
 
 
-# -- one arena --------------------------------------------------------------------------------
-
-
-def test_fields_of_a_batch_share_one_allocation():
-    buffer = make_buffer()
-    step = random_step(buffer.action_space, 3)
-    buffer.add_batch(step)
-    buffer.compute_advantages_and_returns(torch.zeros(3))
-    batch = vars(buffer.get_batched_sequences())
-    storages = {tensor.untyped_storage().data_ptr() for tensor in batch.values()}
-    assert len(storages) == 1
-    assert buffer.hidden_h.untyped_storage().data_ptr() not in storages  # large, and never moved
-    assert all(tensor.is_contiguous() for tensor in batch.values())
+# -- moving --------------------------------------------------------------------------------
 
 
 def test_a_move_to_another_device_is_one_copy():
@@ -331,40 +319,6 @@ def test_sizes_below_one_are_refused(size):
     sizes = dict(num_envs=1, max_steps_per_env=1, state_dim=1, lstm_hidden_dim=1, lstm_layers=1)
     with pytest.raises(ValueError, match=f"{size}=0"):
         TamiyoRolloutBuffer(**(sizes | {size: 0}), action_space=SPACE)
-
-
-def test_a_saved_rollout_of_other_sizes_is_refused():
-    small, large = make_buffer(num_envs=1, space=SPACE), make_buffer(num_envs=3, space=SPACE)
-    with pytest.raises(ValueError, match=r"fields.states: found .*\[1, 5, 6\]"):
-        large.load_state_dict(small.state_dict())
-
-
-def without(state, name):
-    return state | {"fields": {key: v for key, v in state["fields"].items() if key != name}}
-
-
-BAD_ROLLOUTS = {
-    "no fields": (lambda s: {"step_counts": s["step_counts"]}, "fields: missing"),
-    "no counts": (lambda s: {"fields": s["fields"]}, "step_counts: missing"),
-    "a field is missing": (lambda s: without(s, "hidden_c"), "fields.hidden_c: missing"),
-    "an unknown field": (lambda s: s | {"fields": s["fields"] | {"x": 1}}, "fields.x: not expected"),
-    "not a tensor": (lambda s: s | {"fields": s["fields"] | {"hidden_c": [1]}}, "fields.hidden_c: found .*list"),
-    "another dtype": (lambda s: s | {"step_counts": s["step_counts"].int()}, "step_counts: found .*int32"),
-    "sparse": (lambda s: s | {"fields": s["fields"] | {"hidden_c": s["fields"]["hidden_c"].to_sparse()}}, "hidden_c.*layout"),
-    "negative counts": (lambda s: s | {"step_counts": torch.tensor([5, -1, 0])}, r"step_counts \[5, -1, 0\].*0 to 5"),
-    "counts above the end": (lambda s: s | {"step_counts": torch.tensor([0, 99, 0])}, "step_counts.*0 to 5"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "message"), BAD_ROLLOUTS.values(), ids=BAD_ROLLOUTS)
-def test_a_bad_saved_rollout_is_refused_and_nothing_is_loaded(change, message):
-    source, buffer = make_buffer(space=SPACE), make_buffer(space=SPACE)
-    source.add_batch(random_step(SPACE, 3))
-    buffer.add_batch(random_step(SPACE, 3))
-    before = stored(buffer)
-    with pytest.raises(ValueError, match=message):
-        buffer.load_state_dict(change(source.state_dict()))
-    assert_same_storage(before, stored(buffer))
 
 
 def test_a_nested_tensor_is_refused():
