@@ -117,7 +117,7 @@ def tune_learning_rate(
     """Accuracy of hosts without seeds at each learning rate."""
     outcomes = [
         replace(experiment, optimizer=AdamW(learning_rate=rate)).run(
-            [Arm("host alone", ConstantPlan(()))], rng_seed=rng_seed
+            [Arm("host alone", ConstantPlan())], rng_seed=rng_seed
         )[0]
         for rate in learning_rates
     ]
@@ -158,7 +158,7 @@ def train_with_seeds(
 ) -> ArmOutcome:
     """Networks that have these seeds from the start, each `[lanes, H, S]`; -1 is an empty slot."""
     layout = EnvLayout(
-        [Arm("preset", ConstantPlan(()), tuple(rents))], experiment.num_hosts, len(experiment.hosts)
+        [Arm("preset", ConstantPlan(), tuple(rents))], experiment.num_hosts, len(experiment.hosts)
     )
     host_batch = experiment.new_hosts(layout)
     (ids,) = layout.env_ids
@@ -302,7 +302,7 @@ def train_static(
     smallest = min(experiment.menu, key=lambda blueprint: blueprint.program(site).num_params)
     without_seeds = replace(experiment, menu=(smallest,))  # reserves the least memory for seeds
     outcomes = [
-        replace(without_seeds, hosts=part).run([Arm("static", ConstantPlan(()))])[0]
+        replace(without_seeds, hosts=part).run([Arm("static", ConstantPlan())])[0]
         for part in _split_by_size(built, experiment.max_macs / (repeats * views))
     ]
 

@@ -12,8 +12,6 @@ from esper.leyline.constants import SiteKind
 from esper.simic.evaluation.experiment import Arm, EnvLayout, PairedExperiment, play
 from esper.simic.evaluation.plans import (
     NEVER,
-    PlanPerEnv,
-    Plans,
     candidate_plans,
     run_plans,
     search_plans,
@@ -22,11 +20,12 @@ from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig
 from esper.tolaria.synthetic_hosts import SyntheticHosts
+from support.plans import planned
 from support.populations import random_task
 
 STEPS, MINIBATCHES, BATCH = 6, 3, 20
 MENU = menu_for(SiteKind.SERIES)[:4]
-WAIT = ConstantPlan(())
+WAIT = ConstantPlan()
 
 
 def make_experiment(**options):
@@ -75,7 +74,7 @@ def test_a_host_is_the_same_in_every_arm_whatever_grows_beside_it():
 
 
 def test_waves_change_nothing():
-    arms = [random_arm(), Arm("alone", WAIT), Arm("plan", ConstantPlan([(0, 0, 1)]))]
+    arms = [random_arm(), Arm("alone", WAIT), Arm("plan", planned((0, 0, 1), num_slots=2))]
     together = make_experiment().run(arms)
     apart = make_experiment(max_macs=1).run([random_arm(), *arms[1:]])
     for one, other in zip(together, apart, strict=True):
@@ -118,7 +117,7 @@ def test_every_finished_network_is_examined_once_on_its_own_view():
 
 def test_training_flops_count_a_seed_while_it_lives_and_every_look():
     experiment = make_experiment()
-    late = ConstantPlan([(2, 0, 1)])
+    late = planned((2, 0, 1), num_slots=2)
     alone, grown = experiment.run([Arm("alone", WAIT), Arm("late", late)])
     rows = STEPS * MINIBATCHES * BATCH
     for number, host in enumerate(experiment.hosts):
@@ -142,7 +141,7 @@ def test_scores_charge_the_rent_and_choosing_uses_validation():
     experiment = make_experiment(
         measure_test=lambda host_batch: torch.full((host_batch.num_envs,), 0.5)
     )
-    (grown,) = experiment.run([Arm("plan", ConstantPlan([(0, 0, 1)]))])
+    (grown,) = experiment.run([Arm("plan", planned((0, 0, 1), num_slots=2))])
     size = torch.log1p(grown.added_params / grown.host_params)
     torch.testing.assert_close(
         grown.scores([0.1, 0.2]), torch.cat((0.5 - 0.1 * size, 0.5 - 0.2 * size))
@@ -166,7 +165,7 @@ def test_larger_hosts_train_in_smaller_companies():
 
 def every_plan():
     rows = torch.tensor(list(product(range(-1, SyntheticHosts.num_blueprints), repeat=3)))
-    return Plans(torch.where(rows < 0, NEVER, 0), rows.clamp(min=0))
+    return ConstantPlan(torch.where(rows < 0, NEVER, 0), rows.clamp(min=0))
 
 
 def grow_known(arms, num_hosts):
@@ -207,21 +206,23 @@ def test_the_best_constant_plan_is_the_optimum_where_gains_are_known(num_types, 
         )
     assert len(set(found.best[:, 0].tolist())) > 2  # rents want different plans
     assert len(set(experiment.seeds)) == (1 if finalists == 1 else 2)
-    assert found.num_networks == 2 * len(plans) + (8 * finalists if finalists > 1 else 0)
+    assert found.num_networks == 2 * len(plans.step) + (8 * finalists if finalists > 1 else 0)
 
 
 def test_each_env_follows_the_plan_of_its_number():
     plans = every_plan()
     numbers = [17, 200, 342]
-    _, planned = grow_known([Arm("all", PlanPerEnv(plans, torch.tensor(numbers)), (0.1,))], 3)
+    _, grown = grow_known(
+        [Arm("all", ConstantPlan(plans.step[numbers], plans.blueprint[numbers]), (0.1,))], 3
+    )
     for host, number in enumerate(numbers):
         one = [
             (0, slot, int(plans.blueprint[number, slot]))
             for slot in range(3)
             if plans.step[number, slot] == 0
         ]
-        _, (alone,) = grow_known([Arm("one", ConstantPlan(one))], 1)
-        assert planned[0].validation[0, host] == alone.validation[0, 0]
+        _, (alone,) = grow_known([Arm("one", planned(*one, num_slots=3))], 1)
+        assert grown[0].validation[0, host] == alone.validation[0, 0]
 
 
 @pytest.mark.parametrize("finalists", [1, 2])
@@ -276,7 +277,7 @@ def test_rents_reach_the_controllers_lane_by_lane():
             return super().decide(reports, masks)
 
     experiment = make_experiment()
-    experiment.run([Arm("other", WAIT), Arm("listens", Listens(()), (0.25, 0.5))])
+    experiment.run([Arm("other", WAIT), Arm("listens", Listens(), (0.25, 0.5))])
     assert seen[0] == [0.25] * 8 + [0.5] * 8
     assert len(seen) == STEPS
 

@@ -419,26 +419,12 @@ def test_running_statistics_do_not_depend_on_how_rows_arrive():
 
 
 @pytest.mark.parametrize("rng_seed", range(6))  # the bad env is in the first minibatch or the last
-@pytest.mark.parametrize(
-    ("field", "bad", "normalize_values"),
-    [
-        ("rewards", 3e38, False),  # finite, but its square is not
-        ("log_probs", -3e38, True),  # the ratio is not; the values have been rescaled by then
-    ],
-)
-def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several(
-    field, bad, normalize_values, rng_seed
-):
-    agent = make_agent(
-        SPACES["one head"],
-        max_failed_updates=2,
-        normalize_values=normalize_values,
-        rng_seed=rng_seed,
-    )
+def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several(rng_seed):
+    agent = make_agent(SPACES["one head"], max_failed_updates=2, rng_seed=rng_seed)
     agent.update(collect(agent))
     before = copy.deepcopy(agent.state_dict())
     buffer = collect(agent)
-    buffer.fields[field][0, 0] = bad
+    buffer.fields["log_probs"][0, 0] = -3e38  # its ratio is not finite
     metrics = agent.update(buffer)
     assert metrics["update_undone"] == 1.0
     after = agent.state_dict()

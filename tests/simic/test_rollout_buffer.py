@@ -1,7 +1,6 @@
 """TamiyoRolloutBuffer: what goes in comes out, bad input is refused whole, episodes stay apart."""
 
 import operator
-import warnings
 
 import pytest
 import torch
@@ -226,9 +225,6 @@ BAD_STEPS = {
     "another device kind": (dict(state=STEP.state.to("meta")), "state is on meta, the buffer on cpu"),
     "last field wrong": (dict(hidden_c=torch.zeros(2, 1, HIDDEN)), "hidden_c"),
     "no bootstrap shape": (dict(bootstrap_value=torch.zeros(3)), "bootstrap_value"),
-    "sparse state": (dict(state=STEP.state.to_sparse()), "state: got a tensor of layout torch.sparse_coo.*to_dense"),
-    "sparse last field": (dict(hidden_c=STEP.hidden_c.to_sparse()), "hidden_c: got a tensor of layout"),
-    "state of another layout": (dict(state=STEP.state.to_mkldnn()), "state: got a tensor of layout torch._mkldnn"),
     "no reward": (dict(reward=None), "reward: got NoneType, expected a tensor or numbers"),
     "text for actions": (dict(actions="wait"), "actions: got str"),
     "a set of values": (dict(value={0.5, 1.5}), "value: got set"),
@@ -250,7 +246,6 @@ def test_a_bad_step_is_refused_and_nothing_is_written(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(hidden_h=ONE_ENV.hidden_h.to_sparse()), "hidden_h: got a tensor of layout"),
         (dict(state=None), "state: got NoneType"),
         (dict(reward="1"), "reward: got str"),
     ],
@@ -275,7 +270,6 @@ def test_a_bad_step_of_one_env_is_refused_and_nothing_is_written(change, message
         ({0, 1}, "env_ids: got set, expected a tensor or numbers"),
         ("01", "env_ids: got str"),
         ([0, None], "env_ids: got list"),
-        (torch.tensor([0, 1]).to_sparse(), "env_ids: got a tensor of layout torch.sparse_coo"),
     ],
 )
 def test_bad_env_ids_are_refused_and_nothing_is_written(env_ids, message):
@@ -319,13 +313,6 @@ def test_sizes_below_one_are_refused(size):
     sizes = dict(num_envs=1, max_steps_per_env=1, state_dim=1, lstm_hidden_dim=1, lstm_layers=1)
     with pytest.raises(ValueError, match=f"{size}=0"):
         TamiyoRolloutBuffer(**(sizes | {size: 0}), action_space=SPACE)
-
-
-def test_a_nested_tensor_is_refused():
-    with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
-        nested = torch.nested.nested_tensor([*STEP.state])
-    with pytest.raises(ValueError, match="state: got a nested tensor"):
-        make_buffer(space=SPACE).add_batch(STEP._replace(state=nested), [0, 1])
 
 
 # -- fields by name ---------------------------------------------------------------------------

@@ -57,10 +57,7 @@ class PPOConfig:
     num_minibatches: int = 4
     """Minibatches per pass, each made of all steps of some envs."""
     value_coefficient: float = 0.25
-    """Weight of the value loss."""
-    normalize_values: bool = True
-    """Train the critic on returns scaled to mean 0 and variance 1. When the scale changes, the
-    critic is adjusted so that its predictions in units of the reward stay the same."""
+    """Weight of the value loss, on returns scaled to mean 0 and variance 1."""
     normalize_features: bool = True
     """Scale features to mean 0 and variance 1; what the policy makes of an observation does not
     change with the mean. Features of slots and blueprints are scaled once, after the first
@@ -170,8 +167,7 @@ class PPOAgent:
         before = self._snapshot()
         self._set_schedules(progress)
         returns = layout.gather(batch.returns)
-        if config.normalize_values:
-            self._rescale_values(returns)
+        self._rescale_values(returns)
         rollout = replace(batch, returns=self._scaled_values(batch.returns))
         meter = _Meter()
         try:
@@ -326,13 +322,9 @@ class PPOAgent:
         self.failed_updates = state["failed_updates"]
 
     def _scaled_values(self, values: Tensor) -> Tensor:
-        if not self.config.normalize_values:
-            return values
         return self.value_normalizer.normalize(values.unsqueeze(-1)).squeeze(-1)
 
     def _unscaled_values(self, values: Tensor) -> Tensor:
-        if not self.config.normalize_values:
-            return values
         return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
 
 

@@ -32,7 +32,7 @@ from esper.leyline.constants import (
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout
 from esper.simic.agent.gae import compute_gae
-from esper.simic.agent.step_fields import INTEGERS, dense_tensor, step_fields
+from esper.simic.agent.step_fields import INTEGERS, as_tensor, step_fields
 
 ADVANTAGE_STD_FLOOR = 1e-8
 PROBLEMS_SHOWN = 5  # bad values that one error message lists
@@ -187,7 +187,7 @@ class TamiyoRolloutBuffer:
     def add(self, env_id: int, step: TamiyoRolloutStep) -> None:
         """Store one env's next step."""
         batched = (
-            None if x is None else dense_tensor(name, x).unsqueeze(0)
+            None if x is None else as_tensor(name, x).unsqueeze(0)
             for name, x in zip(step._fields, step, strict=True)
         )
         self.add_batch(TamiyoRolloutStep(*batched), [env_id])  # type: ignore[arg-type]
@@ -329,7 +329,7 @@ class TamiyoRolloutBuffer:
     def _checked_env_ids(self, env_ids: Tensor | Sequence[int] | None) -> Tensor:
         if env_ids is None:
             return self._all_envs
-        envs = dense_tensor("env_ids", env_ids)
+        envs = as_tensor("env_ids", env_ids)
         if envs.ndim != 1 or (envs.numel() and envs.dtype not in INTEGERS):
             raise ValueError(
                 f"env_ids: got {envs.dtype} {tuple(envs.shape)}, expected integers of shape [K]"

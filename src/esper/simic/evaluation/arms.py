@@ -67,7 +67,7 @@ def standard_arms(
     """The controllers and their rivals; `controller_networks` trained each controller."""
     rents, for_all = tuple(rents), plan.best.expand(-1, num_hosts)
     return [
-        Arm(HOST_ALONE, ConstantPlan(())),
+        Arm(HOST_ALONE, ConstantPlan()),
         Arm(RANDOM, RandomController(torch.Generator().manual_seed(0))),
         Arm(SCHEDULE, FixedSchedule()),
         Arm(HEURISTIC, HeuristicController(), rents),

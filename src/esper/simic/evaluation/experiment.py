@@ -4,7 +4,7 @@ An *arm* is one way to build networks. It has one *lane* per rent, and every lan
 Host h is identical in every lane: architecture, initial weights, data and data order.
 
     experiment = PairedExperiment(hosts=hosts, view_ids=(0, 1), repeats=4, task=task, menu=menu)
-    alone, grown = experiment.run([Arm("host alone", ConstantPlan(())), Arm("heuristic", heuristic)])
+    alone, grown = experiment.run([Arm("host alone", ConstantPlan()), Arm("heuristic", heuristic)])
     (grown.validation - alone.validation).mean()
 """
 

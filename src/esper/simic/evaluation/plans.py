@@ -10,33 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper.leyline.factored_actions import ActionMasks
-from esper.leyline.reports import Reports
 from esper.simic.evaluation.experiment import Arm, ArmOutcome, PairedExperiment
-from esper.tamiyo.scripted import follow_plan
+from esper.tamiyo.scripted import NEVER, ConstantPlan
 
-NEVER = 1 << 30
 LATEST_START = 3  # a plan starts within the first third of training
 UNIFORM_SHARE = 0.25  # of the plans, at most: one blueprint in every slot
-RAMP_STEPS = 2
 FIRST_RNG_SEED, FINAL_RNG_SEED = 1, 4  # hosts of a search are not those that arms are compared on
-
-
-@dataclass(frozen=True, eq=False)
-class Plans:
-    """M plans, each field `[M, S]`."""
-
-    step: Tensor  # NEVER: nothing grows in this slot
-    blueprint: Tensor
-
-    def __len__(self) -> int:
-        return len(self.step)
 
 
 def candidate_plans(
     count: int, num_slots: int, num_blueprints: int, num_steps: int, generator: torch.Generator
-) -> Plans:
-    """The plan without seeds, some with one blueprint in every slot at step 0, and random ones.
+) -> ConstantPlan:
+    """`count` plans: the one without seeds, some with one blueprint in every slot at step 0, and random ones.
 
     Random plans have one or more seeds; three in four of them start at step 0.
     """
@@ -55,35 +40,24 @@ def candidate_plans(
     num_uniform = min(num_blueprints, int(UNIFORM_SHARE * count))
     uniform = slice(1, 1 + num_uniform)
     step[uniform], blueprint[uniform] = 0, torch.arange(num_uniform).unsqueeze(1)
-    return Plans(step, blueprint)
-
-
-class PlanPerEnv:
-    """A controller that follows plan `choice [N]` in each env."""
-
-    def __init__(self, plans: Plans, choice: Tensor):
-        self._step, self._blueprint = plans.step[choice], plans.blueprint[choice]
-
-    def begin(self, env_ids: Tensor) -> None:
-        """No state to reset."""
-
-    def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
-        return follow_plan(reports, masks, self._step, self._blueprint, RAMP_STEPS)
+    return ConstantPlan(step, blueprint)
 
 
 def plan_arm(
-    name: str, plans: Plans, choice: Tensor, rents: Sequence[float], search_networks: int = 0
+    name: str, plans: ConstantPlan, choice: Tensor, rents: Sequence[float], search_networks: int = 0
 ) -> Arm:
     """An arm that follows plan `choice [lanes, H]` in each host."""
-    return Arm(name, PlanPerEnv(plans, choice.flatten()), tuple(rents), search_networks)
+    chosen = choice.flatten()
+    controller = ConstantPlan(plans.step[chosen], plans.blueprint[chosen])
+    return Arm(name, controller, tuple(rents), search_networks)
 
 
-def run_plans(experiment: PairedExperiment, plans: Plans, *, rng_seed: int) -> ArmOutcome:
+def run_plans(experiment: PairedExperiment, plans: ConstantPlan, *, rng_seed: int) -> ArmOutcome:
     """Every plan on every host, `[M, H]`."""
     hosts = experiment.num_hosts
     arms = [
         plan_arm("plans", plans, part.unsqueeze(1).expand(-1, hosts), [0.1] * len(part))
-        for part in torch.split(torch.arange(len(plans)), experiment.max_lanes)
+        for part in torch.split(torch.arange(len(plans.step)), experiment.max_lanes)
     ]
     return ArmOutcome.cat(experiment.run(arms, rng_seed=rng_seed))
 
@@ -92,7 +66,7 @@ def run_plans(experiment: PairedExperiment, plans: Plans, *, rng_seed: int) -> A
 class PlanSearch:
     """The best of some plans, and how all of them did."""
 
-    plans: Plans
+    plans: ConstantPlan
     best: Tensor  # index of the best plan, [R, types]
     pool: ArmOutcome  # every plan on every host, [M, H]
     finals: ArmOutcome | None = None  # the best few again, on other hosts
@@ -108,7 +82,7 @@ class PlanSearch:
 
 def search_plans(
     experiment: PairedExperiment,
-    plans: Plans,
+    plans: ConstantPlan,
     rents: Sequence[float],
     *,
     num_types: int,
@@ -120,7 +94,7 @@ def search_plans(
     `finalists` run on other hosts, because the first round favours the plans it selected.
     """
     pool = run_plans(experiment, plans, rng_seed=FIRST_RNG_SEED)
-    per_plan = (len(plans), num_types, -1)
+    per_plan = (len(plans.step), num_types, -1)
     scores = torch.stack(
         [pool.scores([rent], "validation").view(per_plan).mean(dim=2) for rent in rents]
     )  # [R, M, types]

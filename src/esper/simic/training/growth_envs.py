@@ -10,7 +10,7 @@ from esper.leyline.protocols import Environment, StepOutcome
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.rewards import GrowthReward, siblings_mean
+from esper.simic.rewards import ROLLBACK_PENALTY, GrowthReward, siblings_mean
 from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.trainer import Outcome
 from esper.tamiyo.policy.action_masks import compute_batch_masks
@@ -100,7 +100,7 @@ class GrowthEnvs:
         """Give the rolled back their penalty, relative to the whole episode of their siblings."""
         rolled_back = torch.stack([step.rolled_back for step in self._trace]).any(dim=0)
         for env in rolled_back.nonzero().flatten().tolist():
-            penalty = self.reward.penalty - float(self._sibling_correction[env])
+            penalty = ROLLBACK_PENALTY - float(self._sibling_correction[env])
             buffer.mark_terminal_with_penalty(env, penalty)
 
     def _observe(self) -> None:
