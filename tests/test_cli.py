@@ -315,7 +315,7 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
     config = replace(ORACLE, rounds=16, checkpoint_every=1)
     expected = []
     training, began = GrowthTraining(config), time.perf_counter()
-    training.run(lambda record: expected.append(record.scores.tolist()))
+    training.run(lambda record: expected.append(record.episodes.scores.tolist()))
     round_s = (time.perf_counter() - began) / config.rounds
     folder, instants = tmp_path / "run", random.Random(0)
     command = train_command(*flags(config), "--out", str(folder))

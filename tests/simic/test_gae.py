@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from esper.leyline import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
+from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.simic.agent.gae import available_kernels, compute_gae
 
 NAN = float("nan")

@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper.leyline import (
-    DEFAULT_GAE_LAMBDA,
-    DEFAULT_GAMMA,
+from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
+from esper.leyline.factored_actions import (
     FactoredActionSpace,
     Head,
+    audit_action_space,
     tamiyo_action_space,
 )
-from esper.leyline.factored_actions import audit_action_space
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 
 STATE_DIM, LAYERS, HIDDEN = 6, 2, 4

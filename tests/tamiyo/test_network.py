@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from esper.leyline import (
+from esper.leyline.factored_actions import (
     ActionMasks,
     FactoredActionSpace,
     Head,
+    audit_action_space,
     tamiyo_action_space,
 )
-from esper.leyline.factored_actions import audit_action_space
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.action_masks import compute_batch_masks
