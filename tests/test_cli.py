@@ -501,7 +501,6 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
         (f"--held-out-variants permuted:{'9' * 23}", "no variant 'permuted:9999"),
         ("--held-out-variants rows:999999999999", "num_rows=999999999999; the task has"),
         ("--host abc", "abc"),
-        ("--widths 1 2 3 --held-out-widths 1-1-1", "widening_factors=(1.0, 1.5, 2.0) give a host"),
         ("--held-out-variants --held-out-widths", "nothing was held out"),
         ("--menu nope", "nope"),
         (f"--preset oracle --policy.lstm-hidden-dim {10**9}", "a size is too large"),

@@ -164,7 +164,7 @@ class PPOAgent:
         if layout.num_rows == 0:
             raise ValueError("the rollout has no steps; add some before the update")
 
-        before = self._snapshot()
+        before = copy.deepcopy(self.state_dict())
         self._set_schedules(progress)
         returns = layout.gather(batch.returns)
         self._rescale_values(returns)
@@ -305,15 +305,6 @@ class PPOAgent:
             "value_normalizer": self.value_normalizer.state_dict(),
             "failed_updates": self.failed_updates,
         }
-
-    def _snapshot(self) -> dict[str, Any]:
-        """A copy of `state_dict`; weights and optimiser moments in one `_foreach` copy."""
-        state = self.state_dict()
-        moments = state["optimizer"]["state"].values()
-        many = [*state["policy"].values(), *(m for each in moments for m in each.values())]
-        copies = [torch.empty_like(tensor) for tensor in many]
-        torch._foreach_copy_(copies, many)
-        return copy.deepcopy(state, {id(t): c for t, c in zip(many, copies, strict=True)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.policy.load_state_dict(state["policy"])
