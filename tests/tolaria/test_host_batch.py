@@ -17,6 +17,7 @@ from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch
 from esper.tolaria.tasks import few_rows, stack
+from support.feature_positions import positions
 from support.plans import planned
 from support.populations import random_task
 
@@ -74,7 +75,7 @@ def test_the_policy_is_shown_the_data_that_each_env_learns_from():
     reports = environment.observe()
     assert reports.train_rows.tolist() == [120, 50, 50, 120, 120, 50]
     layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
-    features, places = layout.features(reports), layout.positions("env")
+    features, places = layout.features(reports), positions("env")
     rows, found = (features[:, places[name][0]].tolist() for name in ("train_rows", "locality"))
     few, many = math.log(1.5) / 4, math.log(2.2) / 4
     assert rows == pytest.approx([many, few, few, many, many, few])

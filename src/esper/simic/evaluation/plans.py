@@ -21,7 +21,7 @@ FIRST_RNG_SEED, FINAL_RNG_SEED = 1, 4  # hosts of a search are not those that ar
 def candidate_plans(
     count: int, num_slots: int, num_blueprints: int, num_steps: int, generator: torch.Generator
 ) -> ConstantPlan:
-    """`count` plans: the one without seeds, some with one blueprint in every slot at step 0, and random ones.
+    """`count` plans: one without seeds, some with one blueprint in every slot, and random ones.
 
     Random plans have one or more seeds; three in four of them start at step 0.
     """
