@@ -7,11 +7,11 @@
     python benchmarks/growth.py --quick                          # smoke test
 
 Controllers from files must have been trained with `--preset`. The task they trained on is evaluated
-with that preset; other tasks with the smaller `transfer` or `transfer_large`.
+with that preset; other tasks with fewer hosts and smaller searches.
 
 Needs only torch, numpy, scipy and the data: MNIST-1D as data/mnist1d_5000_42.npz if its package is
 missing, Fashion-MNIST as four idx files. Writes one report per task to OUT. Draw a plot from its
-JSON with `esper.nissa.frontier_plot.draw_frontier`.
+JSON with `frontier_plot.draw_frontier`, which needs matplotlib.
 
 Several trainings share a GPU well, one process per rng seed (with NVIDIA's MPS running):
 
@@ -24,8 +24,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from esper.simic.evaluation.evaluate import evaluate_controllers
-from esper.simic.evaluation.report import EvaluationReport
+from growth_evaluation import FullReport, evaluate_fully
+from growth_searches import SearchConfig
+
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.evaluation.settings import EvaluationConfig
 from esper.simic.training.config import PRESETS, TaskName, TrainConfig
@@ -34,7 +35,41 @@ from esper.simic.training.run_folder import RunFiles
 from esper.tamiyo.learned import LearnedController
 
 TRAINED_ON = "mnist1d"
-TRANSFER: dict[str, str] = {"digits": "transfer", "fashion_mnist": "transfer_large"}  # evaluations
+_OTHER_DATA = EvaluationConfig(
+    num_widths=4, repeats=3, training_repeats=1, num_plans=16, finalists=2
+)
+_OTHER_SEARCH = SearchConfig(
+    heuristic_scales=(1.0,),
+    frontier_widths=(4, 8, 12, 16, 24, 32, 40),
+    width_search_share=0.02,  # the controller's training was paid for on another task
+)
+Sizes = tuple[EvaluationConfig, SearchConfig]
+SIZES: dict[str, Sizes] = {
+    "quick": (
+        EVALUATIONS["quick"],
+        SearchConfig(
+            learning_rates=(1e-2, 2e-2),
+            heuristic_scales=(1.0,),
+            frontier_widths=(4, 6, 8, 12, 16),
+            widening_factors=(1.0, 1.5, 2.0),
+            width_search_share=0.05,
+        ),
+    ),
+    "full": (EVALUATIONS["full"], SearchConfig()),
+    # data that the controllers did not train on, 48 hosts per arm
+    "digits": (_OTHER_DATA, _OTHER_SEARCH),
+    # networks with a hundred times the multiply-adds, 32 hosts per arm
+    "fashion_mnist": (
+        replace(_OTHER_DATA, repeats=2, training_widths=3, num_plans=8),
+        replace(
+            _OTHER_SEARCH,
+            learning_rates=(1e-2, 2e-2, 4e-2),
+            frontier_widths=(4, 8, 12, 16, 24, 32),
+            widening_factors=(1.0, 1.25, 1.5, 1.75, 2.0),
+            width_search_share=0.0,
+        ),
+    ),
+}
 MOST_SECONDS = 180.0  # to train one controller
 MOST_OVERHEAD = 0.15  # of that which is not host training
 
@@ -52,11 +87,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs") / "growth")
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
-    tasks, settings = asked.tasks, EVALUATIONS[asked.preset]
+    tasks, sizes = asked.tasks, SIZES[asked.preset]
     config, rng_seeds = PRESETS[asked.preset], asked.rng_seeds
     if asked.quick:
-        fewest = {"num_widths": 1, "repeats": 2, "num_plans": 2, "learning_rates": (2e-2,)}
-        tasks, settings = [TRAINED_ON], replace(EVALUATIONS["quick"], **fewest)
+        settings, search = SIZES["quick"]
+        fewest = replace(settings, num_widths=1, repeats=2, num_plans=2)
+        tasks, sizes = [TRAINED_ON], (fewest, replace(search, learning_rates=(2e-2,)))
         config, rng_seeds = replace(PRESETS["quick"], rounds=1), [0]
     bars: dict[str, dict[str, object]] = {}
     files = asked.controllers or []
@@ -69,8 +105,8 @@ def main() -> None:
     else:
         controllers = [train(config, seed, asked.out, bars) for seed in rng_seeds]
     for task in tasks:
-        size = settings if task == config.task else EVALUATIONS[TRANSFER[task]]
-        report = evaluate(controllers, config, task, size, asked.out)
+        of_task = sizes if task == config.task else SIZES[task]
+        report = evaluate(controllers, config, task, of_task, asked.out)
         bars |= bars_of(report, task)
     print(json.dumps({"benchmark": "growth", "device": str(device), "bars": bars}))
 
@@ -104,31 +140,29 @@ def evaluate(
     controllers: list[LearnedController],
     config: TrainConfig,
     task: TaskName,
-    settings: EvaluationConfig,
+    sizes: Sizes,
     out: Path,
-) -> EvaluationReport:
+) -> FullReport:
     """Evaluate on a task; the report is saved to OUT."""
     begun = time.perf_counter()
 
     def say(text: str) -> None:
         print(f"- {task}, {time.perf_counter() - begun:6.1f} s: {text}", flush=True)
 
-    report = evaluate_controllers(controllers, config, settings, task=task, say=say)
+    report = evaluate_fully(controllers, config, *sizes, task=task, say=say)
     report.save(out)
     print(report.markdown(), flush=True)
     return report
 
 
-def bars_of(report: EvaluationReport, task: str) -> dict[str, dict[str, object]]:
-    """Every claim at every rent: the lead (or number of runs), its margin, and whether it holds."""
-    bars = {}
-    for verdict in report.verdicts:
-        name = f"{task}: ({verdict.letter}) {verdict.rival}, rent {verdict.rent:g}"
-        is_met = verdict.decision == "holds"
-        bars[name] = _bar(verdict.lead.mean, verdict.margin, is_met)
-        if verdict.runs:
-            bars[name] = _bar(verdict.runs.k, 1, is_met)  # a search needs more than one run
-    return bars
+def bars_of(report: FullReport, task: str) -> dict[str, dict[str, object]]:
+    """Every claim at every rent: the lead, its margin, and whether it holds."""
+    return {
+        f"{task}: ({verdict.claim.letter}) {verdict.claim.rival}, rent {verdict.rent:g}": _bar(
+            verdict.lead.mean, verdict.claim.margin, verdict.decision == "holds"
+        )
+        for verdict in report.verdicts
+    }
 
 
 def _bar(value: object, bar: float, met: bool) -> dict[str, object]:

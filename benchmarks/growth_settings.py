@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from four_data_types import FOUR_TYPES, best_blind_scores
 from torch import Tensor, nn
 
 from esper.leyline.stages import LifecycleOp
@@ -29,7 +30,7 @@ from esper.tamiyo.policy.layers import POLICY_GAIN, linear
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
-from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, SyntheticHosts
+from esper.tolaria.synthetic_hosts import HOST_ACCURACY, SyntheticHosts
 
 CONFIG = PRESETS["oracle"]
 NUM_ENVS, EVALUATION_ROUNDS = 64, 4
@@ -120,7 +121,7 @@ def share_of_knowing(trainer: Trainer, host_batch: SyntheticHosts, is_greedy: bo
         trainer.collect(deterministic=is_greedy)
         assert isinstance(trainer.envs, GrowthEnvs)
         episodes = trainer.envs.episodes()
-        blind = host_batch.best_blind_scores(episodes.rent)
+        blind = best_blind_scores(host_batch, episodes.rent)
         gained += float((episodes.scores - blind).sum())
         worth += float((host_batch.best_scores(episodes.rent) - blind).sum())
     return gained / worth

@@ -19,8 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper.leyline import ActionMasks, FactoredActionSpace, Head
-from esper.leyline.factored_actions import audit_action_space
+from esper.leyline.factored_actions import (
+    ActionMasks,
+    FactoredActionSpace,
+    Head,
+    audit_action_space,
+)
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
 from esper.tamiyo.policy.features import FeatureLayout

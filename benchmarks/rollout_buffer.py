@@ -15,7 +15,8 @@ from itertools import pairwise
 
 import torch
 
-from esper.leyline import DEFAULT_LSTM_HIDDEN_DIM, FactoredActionSpace, tamiyo_action_space
+from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
+from esper.leyline.factored_actions import FactoredActionSpace, tamiyo_action_space
 from esper.leyline.sequences import SequenceLayout
 from esper.simic.agent.gae import compute_gae
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep

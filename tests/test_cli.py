@@ -315,7 +315,7 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
     config = replace(ORACLE, rounds=16, checkpoint_every=1)
     expected = []
     training, began = GrowthTraining(config), time.perf_counter()
-    training.run(lambda record: expected.append(record.scores.tolist()))
+    training.run(lambda record: expected.append(record.episodes.scores.tolist()))
     round_s = (time.perf_counter() - began) / config.rounds
     folder, instants = tmp_path / "run", random.Random(0)
     command = train_command(*flags(config), "--out", str(folder))
@@ -504,7 +504,6 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
             "num_rows=999999999999; ('mnist1d',) has [3200] rows",
         ),
         ("--host abc", "abc"),
-        ("--widths 1 2 3 --held-out-widths 1-1-1", "widening_factors=(1.0, 1.5, 2.0) give a host"),
         ("--held-out-variants --held-out-widths", "nothing was held out"),
         ("--menu nope", "nope"),
         (f"--preset oracle --policy.lstm-hidden-dim {10**9}", "a size is too large"),

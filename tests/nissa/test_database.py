@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esper.leyline.factored_actions import FactoredActionSpace, Head
-from esper.leyline.records import RoundRecord
+from esper.leyline.records import Episodes, RoundRecord
 from esper.nissa.database import RunDatabase
 
 SPACE = FactoredActionSpace((Head("op", 3), Head("slot", 2, given=("op",))))
@@ -29,16 +29,19 @@ def make_record(number, num_envs=3, num_steps=4, num_features=5):
         metrics={"episode/score": 0.5 + number, "episode/accuracy": 0.75, "ppo/x": float("nan")},
         hosts=[f"4-{env}" for env in range(num_envs)],
         variants=["plain"] * num_envs,
-        rent=draw(num_envs),
-        host_params=torch.full((num_envs,), 858.0),
-        scores=draw(num_envs),
         rollback_reasons=(None, "diverged", None),
-        step_counts=torch.tensor([4, 2, 4]),
+        episodes=Episodes(
+            scores=draw(num_envs),
+            rent=draw(num_envs),
+            host_params=torch.full((num_envs,), 858.0),
+            lengths=torch.tensor([4, 2, 4]),
+            rolled_back=torch.tensor([False, True, False]),
+            accuracy=draw(num_envs, num_steps),
+            added_params=torch.randint(900, (num_envs, num_steps), generator=rng).float(),
+            cost_params=torch.randint(300, (num_envs, num_steps), generator=rng).float(),
+        ),
         actions=torch.randint(2, (num_envs, num_steps, 2), generator=rng),
         legal=legal,
-        cost_params=torch.randint(300, (num_envs, num_steps), generator=rng).float(),
-        accuracy=draw(num_envs, num_steps),
-        added_params=torch.randint(900, (num_envs, num_steps), generator=rng).float(),
         rewards=draw(num_envs, num_steps),
         values=draw(num_envs, num_steps),
         observed_envs=torch.tensor([1, 2]),
@@ -76,13 +79,13 @@ def test_there_is_a_row_for_each_decision_that_was_made(path):
         for head, part, index in (("op", legal[:3], 0), ("slot", legal[3:], 1)):
             assert row[f"legal_{head}"] == sum(2**c for c, is_legal in enumerate(part) if is_legal)
             assert row[head] == (record.actions[at][index].item() if any(part) else None)
-        before = record.accuracy[at[0], at[1] - 1].item() if at[1] else None
+        before = record.episodes.accuracy[at[0], at[1] - 1].item() if at[1] else None
         assert row["accuracy_before"] == before
-        assert row["accuracy"] == record.accuracy[at].item()
+        assert row["accuracy"] == record.episodes.accuracy[at].item()
         assert row["reward"] == record.rewards[at].item()
         assert row["value"] == record.values[at].item()
-        assert row["cost_params"] == record.cost_params[at].item()
-        assert row["added_params"] == record.added_params[at].item()
+        assert row["cost_params"] == record.episodes.cost_params[at].item()
+        assert row["added_params"] == record.episodes.added_params[at].item()
 
 
 def test_episodes_end_with_their_last_decision(path):
@@ -95,10 +98,10 @@ def test_episodes_end_with_their_last_decision(path):
         assert row["rolled_back"] == (env == 1)
         assert row["rollback_reason"] == ("diverged" if env == 1 else None)
         assert row["steps"] == last + 1
-        assert row["accuracy"] == record.accuracy[env, last].item()
-        assert row["added_params"] == record.added_params[env, last].item()
-        assert row["score"] == record.scores[env].item()
-        assert row["rent"] == record.rent[env].item()
+        assert row["accuracy"] == record.episodes.accuracy[env, last].item()
+        assert row["added_params"] == record.episodes.added_params[env, last].item()
+        assert row["score"] == record.episodes.scores[env].item()
+        assert row["rent"] == record.episodes.rent[env].item()
 
 
 def test_observations_are_float32_of_the_sampled_envs(path):

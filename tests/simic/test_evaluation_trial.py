@@ -1,4 +1,4 @@
-"""Arms on the same hosts: pairing, costs, preset seeds, plans with known scores."""
+"""Arms on the same hosts: pairing, costs, plans with known scores."""
 
 from dataclasses import replace
 from itertools import product
@@ -8,22 +8,10 @@ import torch
 
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
-from esper.kasmina.lifecycle import SlotStates
-from esper.leyline.constants import ALPHA_TARGETS, SiteKind
-from esper.leyline.factored_actions import tamiyo_action_space
-from esper.leyline.stages import LifecycleOp
-from esper.simic.evaluation.experiment import (
-    Arm,
-    Cost,
-    EnvLayout,
-    PairedExperiment,
-    Seeds,
-    play,
-)
-from esper.simic.evaluation.searches import (
+from esper.leyline.constants import SiteKind
+from esper.simic.evaluation.experiment import Arm, EnvLayout, PairedExperiment, play
+from esper.simic.evaluation.plans import (
     NEVER,
-    PlanPerEnv,
-    Plans,
     candidate_plans,
     run_plans,
     search_plans,
@@ -32,11 +20,12 @@ from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig
 from esper.tolaria.synthetic_hosts import SyntheticHosts
+from support.plans import planned
 from support.populations import random_task
 
 STEPS, MINIBATCHES, BATCH = 6, 3, 20
 MENU = menu_for(SiteKind.SERIES)[:4]
-WAIT = ConstantPlan(())
+WAIT = ConstantPlan()
 
 
 def make_experiment(**options):
@@ -85,7 +74,7 @@ def test_a_host_is_the_same_in_every_arm_whatever_grows_beside_it():
 
 
 def test_waves_change_nothing():
-    arms = [random_arm(), Arm("alone", WAIT), Arm("plan", ConstantPlan([(0, 0, 1)]))]
+    arms = [random_arm(), Arm("alone", WAIT), Arm("plan", planned((0, 0, 1), num_slots=2))]
     together = make_experiment().run(arms)
     apart = make_experiment(max_macs=1).run([random_arm(), *arms[1:]])
     for one, other in zip(together, apart, strict=True):
@@ -102,7 +91,6 @@ def test_hosts_of_another_seed_are_others():
 def test_hosts_lie_by_architecture_view_and_repeat():
     experiment = make_experiment()
     assert experiment.num_hosts == 8
-    assert experiment.type_of_host.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert experiment.type_names == (
         "4-4 on view 1", "4-4 on view 0", "8-4 on view 1", "8-4 on view 0",
     )  # fmt: skip
@@ -129,7 +117,7 @@ def test_every_finished_network_is_examined_once_on_its_own_view():
 
 def test_training_flops_count_a_seed_while_it_lives_and_every_look():
     experiment = make_experiment()
-    late = ConstantPlan([(2, 0, 1)])
+    late = planned((2, 0, 1), num_slots=2)
     alone, grown = experiment.run([Arm("alone", WAIT), Arm("late", late)])
     rows = STEPS * MINIBATCHES * BATCH
     for number, host in enumerate(experiment.hosts):
@@ -147,69 +135,18 @@ def test_training_flops_count_a_seed_while_it_lives_and_every_look():
         )  # fmt: skip
         assert (grown.macs[0, hosts] == host.macs + seed.macs).all()
         assert (grown.added_params[0, hosts] == seed.num_params).all()
-    assert Cost.of([alone, grown]).networks == 16
 
 
 def test_scores_charge_the_rent_and_choosing_uses_validation():
     experiment = make_experiment(
         measure_test=lambda host_batch: torch.full((host_batch.num_envs,), 0.5)
     )
-    (grown,) = experiment.run([Arm("plan", ConstantPlan([(0, 0, 1)]))])
+    (grown,) = experiment.run([Arm("plan", planned((0, 0, 1), num_slots=2))])
     size = torch.log1p(grown.added_params / grown.host_params)
     torch.testing.assert_close(
         grown.scores([0.1, 0.2]), torch.cat((0.5 - 0.1 * size, 0.5 - 0.2 * size))
     )
     torch.testing.assert_close(grown.scores([0.1], "validation"), grown.validation - 0.1 * size)
-
-
-def test_networks_born_grown_keep_their_seeds_and_train_them():
-    experiment = make_experiment()
-    blueprint = torch.full((1, 8, 2), -1)
-    blueprint[0, ::2, 1] = 2
-    seeds = Seeds(blueprint, torch.zeros_like(blueprint), torch.ones(blueprint.shape))
-    alone, born = experiment.run([Arm("alone", WAIT), Arm("born", WAIT, preset=seeds)])
-    assert torch.equal(born.seeds.blueprint, blueprint)
-    assert torch.equal(born.validation[0, 1::2], alone.validation[0, 1::2])
-    assert not torch.equal(born.validation[0, ::2], alone.validation[0, ::2])
-    costs = [float(MENU[2].program(host.sites[1]).num_params) for host in experiment.hosts]
-    assert born.added_params[0].tolist() == [costs[0], 0, costs[0], 0, costs[1], 0, costs[1], 0]
-
-
-def test_what_was_grown_can_be_born_again():
-    experiment = make_experiment()
-    (grown,) = experiment.run([Arm("plan", ConstantPlan([(0, 0, 1), (0, 1, 2)]), (0.1, 0.2))])
-    (again,) = experiment.run([Arm("again", WAIT, (0.1, 0.2), preset=grown.seeds)])
-    assert torch.equal(again.params, grown.params)
-    assert torch.equal(again.macs, grown.macs)
-    assert (again.training_flops >= grown.training_flops).all()
-
-
-@pytest.mark.parametrize("target", [0.5, 1.0])
-def test_what_is_born_again_has_the_weight_it_was_committed_with(target):
-    experiment = make_experiment()
-    (grown,) = experiment.run([Arm("plan", _Halfway(target), (0.1,))])
-    assert (grown.seeds.alpha[..., 0] == target).all()
-    assert (grown.seeds.alpha[..., 1] == 0).all()
-    layout = EnvLayout([Arm("again", WAIT, preset=grown.seeds)], experiment.num_hosts)
-    states = layout.preset_seeds(SlotStates.dormant(experiment.num_hosts, 2))
-    assert (states.alpha[:, 0] == target).all()
-    assert (states.alpha_target[:, 0] == target).all()
-    assert (states.alpha[:, 1] == 0).all()
-
-
-class _Halfway(ConstantPlan):
-    """A seed in the first slot whose weight ends at `target`."""
-
-    def __init__(self, target):
-        super().__init__([(0, 0, 1)])
-        self._choice = ALPHA_TARGETS.index(target)
-
-    def decide(self, reports, masks):
-        actions = super().decide(reports, masks)
-        germinates = actions[:, 0] == LifecycleOp.GERMINATE
-        head = tamiyo_action_space(2, len(MENU)).names.index("alpha_target")
-        actions[germinates, head] = self._choice
-        return actions
 
 
 def test_larger_hosts_train_in_smaller_companies():
@@ -228,7 +165,7 @@ def test_larger_hosts_train_in_smaller_companies():
 
 def every_plan():
     rows = torch.tensor(list(product(range(-1, SyntheticHosts.num_blueprints), repeat=3)))
-    return Plans(torch.where(rows < 0, NEVER, 0), rows.clamp(min=0))
+    return ConstantPlan(torch.where(rows < 0, NEVER, 0), rows.clamp(min=0))
 
 
 def grow_known(arms, num_hosts):
@@ -269,21 +206,23 @@ def test_the_best_constant_plan_is_the_optimum_where_gains_are_known(num_types, 
         )
     assert len(set(found.best[:, 0].tolist())) > 2  # rents want different plans
     assert len(set(experiment.seeds)) == (1 if finalists == 1 else 2)
-    assert found.cost.networks == 2 * len(plans) + (8 * finalists if finalists > 1 else 0)
+    assert found.num_networks == 2 * len(plans.step) + (8 * finalists if finalists > 1 else 0)
 
 
 def test_each_env_follows_the_plan_of_its_number():
     plans = every_plan()
     numbers = [17, 200, 342]
-    _, planned = grow_known([Arm("all", PlanPerEnv(plans, torch.tensor(numbers)), (0.1,))], 3)
+    _, grown = grow_known(
+        [Arm("all", ConstantPlan(plans.step[numbers], plans.blueprint[numbers]), (0.1,))], 3
+    )
     for host, number in enumerate(numbers):
         one = [
             (0, slot, int(plans.blueprint[number, slot]))
             for slot in range(3)
             if plans.step[number, slot] == 0
         ]
-        _, (alone,) = grow_known([Arm("one", ConstantPlan(one))], 1)
-        assert planned[0].validation[0, host] == alone.validation[0, 0]
+        _, (alone,) = grow_known([Arm("one", planned(*one, num_slots=3))], 1)
+        assert grown[0].validation[0, host] == alone.validation[0, 0]
 
 
 @pytest.mark.parametrize("finalists", [1, 2])
@@ -338,7 +277,7 @@ def test_rents_reach_the_controllers_lane_by_lane():
             return super().decide(reports, masks)
 
     experiment = make_experiment()
-    experiment.run([Arm("other", WAIT), Arm("listens", Listens(()), (0.25, 0.5))])
+    experiment.run([Arm("other", WAIT), Arm("listens", Listens(), (0.25, 0.5))])
     assert seen[0] == [0.25] * 8 + [0.5] * 8
     assert len(seen) == STEPS
 

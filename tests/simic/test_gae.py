@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from esper.leyline import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
+from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.simic.agent.gae import available_kernels, compute_gae
 
 NAN = float("nan")
@@ -527,22 +527,3 @@ def test_no_place_for_a_cache_only_costs_a_compilation(tmp_path):
         "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator",  # look nowhere else
     }
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("rewards", [[0.0]], "rewards is a list; use a tensor"),
-        ("values", np.zeros((1, 1), dtype=np.float32), "values is float32"),
-        ("values", torch.zeros(1, 1).to_sparse(), "values is torch.sparse_coo; use a dense"),
-        ("step_counts", [1], "step_counts is a list; use a tensor"),
-        ("gamma", None, "gamma=None; use a number from 0 to 1"),
-    ],
-)
-def test_inputs_that_are_not_dense_tensors_are_refused_by_name(name, value, message):
-    zeros, flags = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
-    inputs = dict(
-        rewards=zeros, values=zeros, terminated=flags, truncated=flags, bootstrap_values=zeros
-    )
-    with pytest.raises(ValueError, match=message):
-        compute_gae(**(inputs | {name: value}))

@@ -88,7 +88,7 @@ def run_training() -> list[Round]:
         metrics = record.metrics
         curve.append(
             Round(
-                scores=record.scores.tolist(),
+                scores=record.episodes.scores.tolist(),
                 policy_loss=metrics["ppo/policy_loss"],
                 value_loss=metrics["ppo/value_loss"],
                 kl=metrics["ppo/kl"],

@@ -12,6 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from esper.simic.agent.ppo import PPOConfig
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_envs import GymEnvs
 from esper.simic.training.gym_spaces import GymSpaces
 from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
@@ -95,7 +96,9 @@ def test_every_autoreset_mode_stores_bit_exact_the_same_rows(make, mode):
         config = replace(CONFIG, horizon=40)
         trainer = PPO(vector(make, 3, mode), config, heads).trainer
         trainer.collect(deterministic=True)
-        return trainer.buffer.state_dict()
+        buffer = trainer.buffer
+        fields = {n: v for n, v in buffer.fields.items() if n in TamiyoRolloutBuffer.__dict__}
+        return {"fields": fields, "step_counts": buffer.step_counts}
 
     rows, same_step = collected(mode), collected(AutoresetMode.SAME_STEP)
     assert int(same_step["fields"]["truncated"].sum()) >= 9

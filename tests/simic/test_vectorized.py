@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from four_data_types import FOUR_TYPES, best_blind_scores
 
 from esper.kasmina.lifecycle import remove_live_seeds
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
@@ -13,7 +14,7 @@ from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
-from esper.tolaria.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
+from esper.tolaria.synthetic_hosts import HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
 
 
 def make_trainer(num_envs, host_batch=None, *, rng_seed=0, **settings):
@@ -86,7 +87,7 @@ def share_of_knowing_the_type(rng_seed, rounds=70):
     for _ in range(4):
         episodes = play(trainer)
         found += float((episodes.scores - HOST_ACCURACY).sum())
-        blind += float((host_batch.best_blind_scores(episodes.rent) - HOST_ACCURACY).sum())
+        blind += float((best_blind_scores(host_batch, episodes.rent) - HOST_ACCURACY).sum())
         possible += float((host_batch.best_scores(episodes.rent) - HOST_ACCURACY).sum())
     assert possible > 2.5 * blind > 0
     return (found - blind) / (possible - blind)

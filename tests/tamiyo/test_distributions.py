@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributions import Categorical
 
-from esper.leyline import (
+from esper.leyline.factored_actions import (
     ActionMasks,
     FactoredActionSpace,
     Head,
+    audit_action_space,
     tamiyo_action_space,
 )
-from esper.leyline.factored_actions import audit_action_space
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, choose_actions
 
 SPACES = {

@@ -6,6 +6,7 @@ import torch
 from esper.tamiyo.policy.feature_scales import LEAST_STD, LIMIT, FeatureScales
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout, Flag
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
+from support.feature_positions import positions
 from support.random_reports import random_reports
 
 LAYOUT = FeatureLayout(3, 8)
@@ -24,7 +25,7 @@ def fitted(features):
 def column(layout, features, block, name):
     """One feature of a block, `[all envs, slots and blueprints, width]`."""
     part = dict(zip(("env", "slot", "blueprint"), layout.split(features), strict=True))[block]
-    start, width = layout.positions(block)[name]
+    start, width = positions(block)[name]
     return part[..., start : start + width].reshape(-1, width)
 
 

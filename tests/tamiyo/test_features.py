@@ -11,6 +11,7 @@ from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout, feature_list
 from support.count_ops import CountOps
+from support.feature_positions import positions
 from support.per_env import looped_features, unpack
 from support.random_reports import random_reports, report_batches, report_shapes
 
@@ -26,7 +27,7 @@ def feature(reports: Reports, name: str) -> Tensor:
         zip(("env", "slot", "blueprint"), layout.split(layout.features(reports)), strict=True)
     )
     (block,) = [row.block for row in FEATURES if row.name == name]
-    start, width = layout.positions(block)[name]
+    start, width = positions(block)[name]
     return blocks[block][..., start : start + width]
 
 

@@ -21,8 +21,9 @@ from esper.tamiyo.heuristic import (
     value_of_growing,
 )
 from esper.tamiyo.policy.action_masks import compute_batch_masks
-from esper.tamiyo.scripted import ConstantPlan, FixedSchedule, RandomController
+from esper.tamiyo.scripted import FixedSchedule, RandomController
 from support.growth_simulator import HOST_MACS, HOST_PARAMS, GrowthSimulator, NoGrowth
+from support.plans import planned
 from support.random_reports import report_batches
 
 CONV, CONV_CONV = 3, 5  # blueprints of the simulator
@@ -251,7 +252,7 @@ def test_every_scripted_controller_acts_within_the_masks(reports: Reports) -> No
         HeuristicController(),
         RandomController(torch.Generator().manual_seed(0)),
         FixedSchedule(every=1),
-        ConstantPlan([(0, last_slot, last_blueprint)]),
+        planned((0, last_slot, last_blueprint), num_slots=last_slot + 1),
     ):
         controller.begin(torch.arange(reports.num_envs))
         actions = controller.decide(reports, masks)

@@ -90,10 +90,10 @@ def test_a_controller_that_was_trained_on_other_features_is_refused_by_their_nam
         return str(refusal.value)
 
     without = trained_on([feature for feature in here if "locality" not in feature])
-    assert "(missing: env locality [1]: x). Retrain it" in without
+    assert "(env locality [1]: x). Retrain it" in without
     rescaled = trained_on([feature.replace("log(1 + x / 100)", "log(1 + x)") for feature in here])
-    assert "missing: env train_rows [1]: 0.25 log(1 + x / 100); " in rescaled
-    assert "removed: env train_rows [1]: 0.25 log(1 + x))" in rescaled
+    assert "env train_rows [1]: 0.25 log(1 + x / 100)" in rescaled
+    assert "env train_rows [1]: 0.25 log(1 + x))" in rescaled
     assert "(another order)" in trained_on(here[::-1])
     torch.save({**saved, "version": 1}, path)
     with pytest.raises(ValueError, match="holds version 1 of a controller"):

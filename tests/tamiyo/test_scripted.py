@@ -7,8 +7,9 @@ from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.protocols import Controller
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tamiyo.policy.action_masks import compute_batch_masks
-from esper.tamiyo.scripted import ConstantPlan, FixedSchedule, RandomController
+from esper.tamiyo.scripted import FixedSchedule, RandomController
 from support.growth_simulator import GrowthSimulator
+from support.plans import planned
 from support.random_reports import random_reports
 
 
@@ -25,7 +26,7 @@ def actions_over_an_episode(sim: GrowthSimulator, controller: Controller) -> lis
 
 def test_a_constant_plan_germinates_on_its_steps_then_holds_and_commits() -> None:
     sim = GrowthSimulator(2, rent=0.1, num_steps=12)
-    actions = actions_over_an_episode(sim, ConstantPlan([(1, 0, 5), (4, 2, 3)]))
+    actions = actions_over_an_episode(sim, planned((1, 0, 5), (4, 2, 3), num_slots=3))
     did = {step: action for step, action in enumerate(actions) if action[0] != LifecycleOp.WAIT}
     # a ramp of two steps: a seed of step t trains in t and t + 1, and holds at t + 2
     assert did == {
@@ -38,25 +39,20 @@ def test_a_constant_plan_germinates_on_its_steps_then_holds_and_commits() -> Non
 
 def test_planned_seeds_of_one_step_are_grown_one_after_the_other() -> None:
     sim = GrowthSimulator(1, rent=0.1)
-    actions = actions_over_an_episode(sim, ConstantPlan([(0, 0, 1), (0, 1, 2), (0, 2, 0)]))
+    actions = actions_over_an_episode(sim, planned((0, 0, 1), (0, 1, 2), (0, 2, 0), num_slots=3))
     assert [a[:2] for a in actions[:3]] == [[LifecycleOp.GERMINATE, s] for s in range(3)]
     assert (sim.states.stage == SeedStage.FOSSILIZED).all()
 
 
 def test_a_plan_commits_in_time_when_steps_run_out() -> None:
     sim = GrowthSimulator(1, rent=0.1, num_steps=4)
-    actions = actions_over_an_episode(sim, ConstantPlan([(0, 0, 1), (1, 1, 2), (2, 2, 0)]))
+    actions = actions_over_an_episode(sim, planned((0, 0, 1), (1, 1, 2), (2, 2, 0), num_slots=3))
     assert [a[0] for a in actions[2:]] == [LifecycleOp.FOSSILIZE] * 2
 
 
-def test_a_plan_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="two seeds for one slot"):
-        ConstantPlan([(0, 1, 0), (5, 1, 2)])
-    sim = GrowthSimulator(1, rent=0.1)
-    with pytest.raises(ValueError, match="3 slots and 7 blueprints"):
-        actions_over_an_episode(sim, ConstantPlan([(0, 3, 0)]))
+def test_a_schedule_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="ramp_steps=3"):
-        ConstantPlan([(0, 0, 0)], ramp_steps=3)
+        FixedSchedule(ramp_steps=3)
     with pytest.raises(ValueError, match="every=0"):
         FixedSchedule(every=0)
 

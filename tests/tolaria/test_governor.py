@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from esper.leyline.stages import SeedStage
-from esper.tolaria.governor import Breakage, Governor, GovernorConfig
+from esper.tolaria.governor import Breakage, Governor
 from support import moves
 from support.populations import grow, small_population, take_step
 
 
 def grown(num_steps=0, **options):
     population = small_population(**options)
-    governor = Governor(population, GovernorConfig(snapshot_every=2))
+    governor = Governor(population, snapshot_every=2)
     grow(population, [0, 1, 1, 2], [0, 0, 2, 1], blueprint=torch.tensor([2, 2, 5, 7]))
     for step in range(num_steps):
         assert governor.check(take_step(population, step)) == ()
@@ -31,7 +31,7 @@ def test_a_host_that_is_not_finite_goes_back_to_its_snapshot_alone(breakage):
     else:
         population.parameter_table.moments[0][1, 5] = math.nan
     (event,) = governor.check(losses)
-    assert (event.host, event.breakage, event.steps_lost) == (1, breakage, 1)
+    assert (event.host, event.breakage) == (1, breakage)
     assert population.states.stage[1].tolist() == [
         SeedStage.EMBARGOED,
         SeedStage.DORMANT,
@@ -58,8 +58,10 @@ def test_a_host_that_runs_away_from_its_history_goes_back():
     runaway[:, 2] *= 4
     (event,) = governor.check(runaway)
     assert (event.host, event.breakage) == (2, Breakage.DIVERGED)
-    assert event.loss == pytest.approx(float(runaway[:, 2].mean()))
-    assert event.loss > 3 * event.usual_loss
+    assert (
+        f"the training loss was {float(runaway[:, 2].mean()):.3g}, more than 3 times"
+        in event.reason
+    )
 
 
 def test_a_host_that_does_better_than_guessing_has_not_diverged():
@@ -119,7 +121,7 @@ def test_a_host_that_falls_back_to_guessing_is_restored_from_before_the_fall():
     assert governor.check(fallen) == ()
     assert governor.check(fallen) == ()  # a snapshot of the other hosts
     (event,) = governor.check(fallen)
-    assert (event.host, event.breakage, event.steps_lost) == (2, Breakage.COLLAPSED, 3)
+    assert (event.host, event.breakage) == (2, Breakage.COLLAPSED)
     assert event.reason == (
         "the training loss was about ln(5) = 1.61 for 3 steps, after a best of 0.5"
     )
@@ -127,7 +129,7 @@ def test_a_host_that_falls_back_to_guessing_is_restored_from_before_the_fall():
     assert torch.equal(population.parameter_table.params[2, host], saved[host])
     population.parameter_table.params[0, 0] = math.nan
     (other,) = governor.check(usual)
-    assert (other.host, other.steps_lost) == (0, 2)
+    assert other.host == 0
 
 
 @pytest.mark.parametrize(
@@ -166,8 +168,3 @@ def test_a_rollback_gives_its_reason_in_words(spoil, reason):
     spoil(losses, population.parameter_table)
     (event,) = governor.check(losses)
     assert event.reason == reason
-
-
-def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="snapshot_every=0"):
-        GovernorConfig(snapshot_every=0)

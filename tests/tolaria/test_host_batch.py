@@ -17,6 +17,8 @@ from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch
 from esper.tolaria.tasks import few_rows, stack
+from support.feature_positions import positions
+from support.plans import planned
 from support.populations import random_task
 
 STEPS, EACH = 6, 3
@@ -49,7 +51,7 @@ def run(environment, controller):
 
 def test_costs_in_the_reports_are_those_of_the_networks():
     environment = make_environment()
-    _, reports = run(environment, ConstantPlan([(0, 0, 1), (0, 1, 2)]))
+    _, reports = run(environment, planned((0, 0, 1), (0, 1, 2), num_slots=2))
     host_batch = environment.host_batch
     for number, host in enumerate(host_batch.types):
         envs = slice(number * EACH, (number + 1) * EACH)
@@ -73,7 +75,7 @@ def test_the_policy_is_shown_the_data_that_each_env_learns_from():
     reports = environment.observe()
     assert reports.train_rows.tolist() == [120, 50, 50, 120, 120, 50]
     layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
-    features, places = layout.features(reports), layout.positions("env")
+    features, places = layout.features(reports), positions("env")
     rows, found = (features[:, places[name][0]].tolist() for name in ("train_rows", "locality"))
     few, many = math.log(1.5) / 4, math.log(2.2) / 4
     assert rows == pytest.approx([many, few, few, many, many, few])
@@ -85,7 +87,9 @@ def test_the_policy_is_shown_the_data_that_each_env_learns_from():
 
 def test_the_last_score_is_that_of_committed_seeds_only():
     environment = make_environment()
-    late = ConstantPlan([(0, 0, 1), (STEPS - 2, 1, 2)])  # the second has no time to be committed
+    late = planned(
+        (0, 0, 1), (STEPS - 2, 1, 2), num_slots=2
+    )  # the second has no time to be committed
     outcomes, reports = run(environment, late)
     assert (environment.host_batch.states.stage[:, 0] == SeedStage.FOSSILIZED).all()
     assert not environment.host_batch.states.has_seed[:, 1].any()  # removed before it is validated
@@ -180,14 +184,14 @@ def test_the_learning_rate_is_full_at_first_and_a_fiftieth_in_the_last_step():
 
 def test_a_step_past_the_end_is_refused():
     environment = make_environment()
-    run(environment, ConstantPlan([(0, 0, 1)]))
+    run(environment, planned((0, 0, 1), num_slots=2))
     with pytest.raises(ValueError, match=r"over after 6 steps; call reset\(\)"):
         environment.step(torch.zeros(2 * EACH, environment.action_space.num_heads).long())
 
 
 def test_siblings_differ_in_nothing_but_what_is_done_to_them():
     environment = make_environment(siblings=EACH)
-    outcomes, reports = run(environment, ConstantPlan([]))
+    outcomes, reports = run(environment, ConstantPlan())
     families = torch.stack([outcomes[-1].accuracy, reports.rent, reports.validation_loss]).view(
         3, 2, EACH
     )

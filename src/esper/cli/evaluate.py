@@ -1,4 +1,4 @@
-"""`esper evaluate`: does growing help? A table of arms, a verdict per claim, and a plot."""
+"""`esper evaluate`: does growing help? A table of arms and a verdict per claim."""
 
 from pathlib import Path
 from typing import Literal
@@ -8,11 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from esper.nissa.frontier_plot import draw_frontier
 from esper.simic.evaluation.evaluate import evaluate_run
 from esper.simic.evaluation.report import EvaluationReport
 
-PresetName = Literal["quick", "full", "transfer", "transfer_large"]
+PresetName = Literal["quick", "full"]
 
 
 def evaluate(
@@ -26,8 +25,7 @@ def evaluate(
 
     Args:
         runs: run folders; several must differ only in rng_seed and are evaluated as one arm
-        preset: quick (two CPU cores, a minute or two) or full (GPU). With --task: transfer, or
-            transfer_large for the large networks of fashion_mnist (GPU)
+        preset: quick (two CPU cores, a minute or two) or full (GPU)
         task: evaluate on other data than the runs were trained on: mnist1d, digits, fashion_mnist
             or a task that they import
         data: the file or folder of such data; without --task, as in `esper train --data`
@@ -43,16 +41,14 @@ def evaluate(
 
 
 def show(report: EvaluationReport, folder: Path, console: Console) -> None:
-    """Print the tables and whether growing helped; write the report and the plot."""
+    """Print the tables and whether growing helped; write the report."""
     columns = len(report.settings.rents) + 3
     arms = [row[:columns] for row in report.arm_table()]
     console.print(_table("Arms on hosts and data held out from training", arms))
     console.print(_table("Claims", report.claim_table()))
     for text in (report.claim_note(), report.summary(), report.headline()):
         console.print(text, highlight=False, markup=False)  # intervals are in square brackets
-    written = [*report.save(folder)]
-    written.append(draw_frontier(report.plot(), folder / f"{report.file_name}.png"))
-    console.print("written: " + ", ".join(map(str, written)), highlight=False)
+    console.print("written: " + ", ".join(map(str, report.save(folder))), highlight=False)
 
 
 def _table(title: str, rows: list[list[str]]) -> Table:

@@ -1,7 +1,7 @@
 """Controllers for growth: the heuristic, a saved policy, or a custom one; and their reports."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -12,16 +12,13 @@ from esper.growing.budget import Budget
 from esper.growing.inputs import DataFacts
 from esper.growing.network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
-from esper.growing.sites import ModelSite
-from esper.kasmina.blueprints import Blueprint
-from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.protocols import Controller
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleError
 from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
-from esper.tolaria.reports import History, HostFacts, build_reports, seed_costs
+from esper.tolaria.reports import History, HostFacts, build_reports, seed_costs, site_facts
 
 
 @runtime_checkable
@@ -130,20 +127,18 @@ class Reporter:
         self.data = data
         self._rent, self._max_germinations = rent, max_germinations
         self.action_space = tamiyo_action_space(len(prepared.sites), len(prepared.menu))
-        sites, menu = prepared.sites, prepared.menu
+        of_sites = site_facts(
+            [site.seed_site for site in prepared.sites],
+            prepared.menu,
+            [site.tokens for site in prepared.sites],
+        )
+        of_sites["site_kind"] = torch.tensor([int(site.kind) for site in prepared.sites])
         self._facts = HostFacts(
             host_params=torch.tensor([prepared.params]),
             host_macs=torch.tensor([prepared.macs]),
             train_rows=torch.tensor([data.train_rows]),
             locality=torch.tensor([data.locality]),
-            site_kind=torch.tensor([[int(site.kind) for site in sites]]),
-            site_width=torch.tensor([[float(site.width) for site in sites]]),
-            site_depth=torch.linspace(0, 1, len(sites)).unsqueeze(0),
-            fits=torch.tensor([[[b.fits(site.seed_site) for b in menu] for site in sites]]),
-            cost_params=_per_choice(sites, menu, ModelSite.params_of),
-            cost_macs=_per_choice(sites, menu, ModelSite.macs_of),
-            reach=_per_choice(sites, menu, _reach).float(),
-            depth=_per_choice(sites, menu, lambda s, b: b.program(s.seed_site).depth).float(),
+            **{name: fact.unsqueeze(0) for name, fact in of_sites.items()},
         )
 
     @property
@@ -191,23 +186,6 @@ def add_measured_seeds(
         norm[0, slot], has_gradient[0, slot] = value.float().cpu(), True
     history.add_contributions(mean, error, is_measured)
     history.add_gradients(norm, has_gradient)
-
-
-def _per_choice(
-    sites: list[ModelSite],
-    menu: tuple[Blueprint, ...],
-    describe: Callable[[ModelSite, Blueprint], float],
-) -> Tensor:
-    """A descriptor `[1, S, B]` of every blueprint at every site, 0 where it does not fit."""
-    return torch.tensor(
-        [[[describe(s, b) if b.fits(s.seed_site) else 0 for b in menu] for s in sites]]
-    )
-
-
-def _reach(site: ModelSite, blueprint: Blueprint) -> float:
-    if site.kind == SiteKind.TOKENS:
-        return 1 / max(1.0, site.tokens)
-    return blueprint.program(site.seed_site).reach
 
 
 def _left(limit: int | None, used: int) -> Tensor:

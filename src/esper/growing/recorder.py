@@ -1,6 +1,6 @@
 """Writes the ledger of a run and names its seeds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,8 @@ from esper.growing.ledger import (
 )
 from esper.growing.network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
-from esper.leyline.constants import (
-    ALPHA_SPEED_STEPS,
-    ALPHA_TARGETS,
-    TEMPO_STEPS,
-    AlphaCurve,
-    BlendStyle,
-)
-from esper.leyline.factored_actions import OP_HEADS, ActionMasks
+from esper.leyline.constants import BlendStyle
+from esper.leyline.factored_actions import OP_HEADS, ActionMasks, FactoredActionSpace, choice_names
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tolaria.reports import History
 
@@ -57,7 +51,7 @@ class Recorder:
             op=op.name,
             site=self._site(slot) if uses_slot else None,
             seed=self.seed_ids.get(slot) if uses_slot else None,
-            details=self._details(op, choices),
+            details=self._details(op, choices, masks.action_space),
             legal=self._legal(masks),
             reason=reason,
             params=0 if new is None else new.params,
@@ -140,16 +134,12 @@ class Recorder:
             contribution_error=float(history.contribution_error[0, slot]) if is_new else None,
         )
 
-    def _details(self, op: LifecycleOp, choices: dict[str, int]) -> dict[str, str | int | float]:
-        meanings: dict[str, Sequence[str | int | float]] = {
-            "blueprint": [blueprint.name for blueprint in self._network.menu],
-            "style": [style.name for style in BlendStyle],
-            "tempo": TEMPO_STEPS,
-            "alpha_target": ALPHA_TARGETS,
-            "alpha_speed": ALPHA_SPEED_STEPS,
-            "alpha_curve": [curve.name for curve in AlphaCurve],
-        }
-        return {head: meanings[head][choices[head]] for head in OP_HEADS[op] if head in meanings}
+    def _details(
+        self, op: LifecycleOp, choices: dict[str, int], space: FactoredActionSpace
+    ) -> dict[str, str | int | float]:
+        blueprints = [blueprint.name for blueprint in self._network.menu]
+        names = choice_names(space, blueprints, [slot.site.name for slot in self._network.slots])
+        return {head: names[head][choices[head]] for head in OP_HEADS[op] if head != "slot"}
 
     def _legal(self, masks: ActionMasks) -> dict[str, tuple[str, ...]]:
         sites = masks["slot"][0]

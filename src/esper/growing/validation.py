@@ -276,27 +276,18 @@ def _class_axes(output: Tensor, target: Tensor) -> list[int]:
 
 def _variance(targets: Iterable[Tensor]) -> float:
     """Variance over all examples, averaged over positions; raises if it cannot scale an error."""
-    rows, origin = 0, None
-    is_binary, is_probabilities = True, True
-    for target in targets:
-        values = target.detach().cpu().double().reshape(len(target), -1)
-        if origin is None:
-            origin = values[0]  # of the differences, which lose no digits where values are large
-            sums = squares = torch.zeros_like(origin)
-        if values.shape[1:] != origin.shape:
-            raise ValueError(f"the targets of validation batches differ in shape; {_PASS_ONE}")
-        apart, rows = values - origin, rows + len(values)
-        sums, squares = sums + apart.sum(0), squares + apart.square().sum(0)
-        is_binary &= bool(((target == 0) | (target == 1)).all())
-        is_probabilities &= _are_probabilities(target)
-    if is_probabilities:
+    parts = [target.detach().cpu().double() for target in targets]
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise ValueError(f"the targets of validation batches differ in shape; {_PASS_ONE}")
+    values = torch.cat(parts)
+    if _are_probabilities(values):
         raise ValueError(f"the targets are class probabilities; {_PASS_ONE}. {_FOR_PROBABILITIES}")
-    if is_binary:
+    if bool(((values == 0) | (values == 1)).all()):
         raise ValueError(
             "targets of 0.0 and 1.0 are probably classes, for which a squared error is wrong; "
             f"{_PASS_ONE}. {_FOR_ONE_LOGIT}"
         )
-    variance = float((squares / rows - (sums / rows).square()).mean())
+    variance = float(values.var(dim=0, correction=0).mean())
     if not 0 < variance < math.inf:
         raise ValueError(
             f"the validation targets have a variance of {variance}, which cannot scale an error; "
@@ -309,7 +300,7 @@ def _are_probabilities(target: Tensor) -> bool:
     """Whether all rows have several numbers, none below 0, that sum to 1."""
     if target.dim() < 2 or target.shape[1] < 2 or bool((target < 0).any()):
         return False
-    sums = target.float().sum(1)
+    sums = target.sum(1)
     return torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
 
 

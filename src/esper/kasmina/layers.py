@@ -12,8 +12,7 @@ always over the examples.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -98,9 +97,23 @@ class Conv(Layer):
 
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         weight, bias = parameters
-        convolve = _DepthwiseConv if self.depthwise else _Conv
-        y: Tensor = convolve.apply(x, weight, bias, self.stride, self.pad)  # type: ignore[no-untyped-call]
-        return y
+        windows = self._windows(x)
+        axes = x.dim() - 3
+        lengths = windows.shape[2 + axes : -1]
+        if self.depthwise:
+            scaled = windows * _per_channel(weight.squeeze(2), x)
+            return scaled.sum(tuple(range(2, 2 + axes))) + _per_channel(bias, x)
+        columns = windows.reshape(len(x), math.prod(weight.shape[2:]), -1)
+        y = torch.baddbmm(bias.unsqueeze(-1), weight.flatten(2), columns)
+        return y.view(len(x), self.width, *lengths, x.shape[-1])
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """The inputs of each output: a view `[G, C, *kernel, *outputs, batch]`."""
+        axes = range(2, x.dim() - 1)
+        x = F.pad(x, (0, 0) + (self.pad, self.pad) * len(axes))
+        for axis in axes:
+            x = x.unfold(axis, self.kernel, self.stride)  # appends an axis of taps
+        return x.movedim(tuple(range(-len(axes), 0)), tuple(axes))
 
     def module(self, shape: Shape) -> nn.Module:
         kind = nn.Conv1d if len(shape) == 2 else nn.Conv2d
@@ -149,8 +162,10 @@ class Norm(Layer):
         return ParameterSpec("weight", width, 1.0, 0.0), ParameterSpec("bias", width, 0.0, 0.0)
 
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-        y: Tensor = _Norm.apply(x, *parameters)  # type: ignore[no-untyped-call]
-        return y
+        weight, bias = (_per_channel(parameter, x) for parameter in parameters)
+        over = tuple(range(1, x.dim() - 1))
+        variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+        return torch.addcmul(bias, (x - mean) * torch.rsqrt(variance + NORM_EPSILON), weight)
 
     def module(self, shape: Shape) -> nn.Module:
         return nn.GroupNorm(1, shape[0], eps=NORM_EPSILON)
@@ -258,126 +273,6 @@ class _AttentionModule(nn.Module):
         return attended.transpose(1, 2)
 
 
-def _windows(x: Tensor, kernel: Shape, stride: int, padding: int) -> Tensor:
-    """The inputs of each output of a convolution: a view `[G, C, *kernel, *outputs, batch]`."""
-    axes = len(kernel)
-    padded = F.pad(x, (0, 0) + (padding, padding) * axes)
-    steps = padded.stride()[2:-1]
-    lengths = [(n - k) // stride + 1 for n, k in zip(padded.shape[2:-1], kernel, strict=True)]
-    return padded.as_strided(
-        (*x.shape[:2], *kernel, *lengths, x.shape[-1]),
-        (*padded.stride()[:2], *steps, *(step * stride for step in steps), padded.stride(-1)),
-    )
-
-
-class _Conv(torch.autograd.Function):
-    """G convolutions at once: windows as columns, then one batched matrix product."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int
-    ) -> Tensor:
-        kernel = tuple(weight.shape[3:])
-        windows = _windows(x, kernel, stride, padding)
-        lengths = windows.shape[2 + len(kernel) : -1]
-        columns = windows.reshape(x.shape[0], math.prod(weight.shape[2:]), -1)
-        ctx.save_for_backward(columns, weight)
-        ctx.stride, ctx.padding, ctx.input_shape, ctx.lengths = stride, padding, x.shape, lengths
-        y = torch.baddbmm(bias.unsqueeze(-1), weight.flatten(2), columns)
-        return y.view(x.shape[0], weight.shape[1], *lengths, x.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        columns, weight = ctx.saved_tensors
-        grad = grad_outputs[0].flatten(2)
-        grad_weight = torch.bmm(grad, columns.transpose(1, 2)).view(weight.shape)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_columns = torch.bmm(weight.flatten(2).transpose(1, 2), grad)
-            taps = grad_columns.view(*ctx.input_shape[:2], -1, *ctx.lengths, ctx.input_shape[-1])
-            grad_x = _fold(taps, weight.shape[3:], ctx)
-        return grad_x, grad_weight, grad.sum(-1), None, None
-
-
-def _fold(grad_taps: Tensor, kernel: Shape, ctx: Any) -> Tensor:
-    """The transpose of `_windows`: every input sums over the windows that contain it.
-
-    `grad_taps` is `[G, C, taps, *outputs, batch]`.
-    """
-    groups, channels, *lengths, batch = ctx.input_shape
-    padded = [length + 2 * ctx.padding for length in lengths]
-    total = grad_taps.new_zeros(groups, channels, *padded, batch)
-    for number, tap in enumerate(product(*(range(k) for k in kernel))):
-        reached = tuple(
-            slice(start, start + ctx.stride * (n - 1) + 1, ctx.stride)
-            for start, n in zip(tap, ctx.lengths, strict=True)
-        )
-        total[:, :, *reached] += grad_taps[:, :, number]
-    inner = tuple(slice(ctx.padding, ctx.padding + length) for length in lengths)
-    return total[:, :, *inner]
-
-
-class _DepthwiseConv(torch.autograd.Function):
-    """G convolutions of stride 1, each channel with its own kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int
-    ) -> Tensor:
-        kernel = tuple(weight.shape[3:])
-        ctx.save_for_backward(x, weight)
-        ctx.padding = padding
-        over_taps = tuple(range(2, 2 + len(kernel)))
-        scaled = _windows(x, kernel, 1, padding) * _per_channel(weight.squeeze(2), x)
-        return scaled.sum(over_taps) + _per_channel(bias, x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad = grad_outputs[0]
-        kernel = tuple(weight.shape[3:])
-        axes = len(kernel)
-        over_taps = tuple(range(2, 2 + axes))
-        over_outputs = tuple(range(2 + axes, 3 + 2 * axes))
-        seen = _windows(x, kernel, 1, ctx.padding)
-        against = grad.reshape(*grad.shape[:2], *(1,) * axes, *grad.shape[2:])
-        grad_weight = (seen * against).sum(over_outputs)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            # the gradient of the input is a convolution with the mirrored kernel
-            mirrored = _per_channel(weight.squeeze(2).flip(over_taps), x)
-            reach_back = kernel[0] - 1 - ctx.padding
-            grad_x = (_windows(grad, kernel, 1, reach_back) * mirrored).sum(over_taps)
-        grad_bias = grad.sum(tuple(range(2, 3 + axes)))
-        return grad_x, grad_weight.view(weight.shape), grad_bias, None, None
-
-
 def _per_channel(parameter: Tensor, x: Tensor) -> Tensor:
     """A parameter `[G, C, *]` that broadcasts over activations `[G, C, *, *positions, batch]`."""
     return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
-
-
-class _Norm(torch.autograd.Function):
-    """Group norm with one group for G networks at once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        over = tuple(range(1, x.dim() - 1))
-        variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
-        inverse = torch.rsqrt(variance + NORM_EPSILON)
-        normalized = (x - mean) * inverse
-        ctx.save_for_backward(normalized, inverse, weight)
-        return torch.addcmul(_per_channel(bias, x), normalized, _per_channel(weight, x))
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        normalized, inverse, weight = ctx.saved_tensors
-        grad = grad_outputs[0]
-        over = tuple(range(1, grad.dim() - 1))
-        per_channel = tuple(range(2, grad.dim()))
-        product = grad * normalized
-        scaled = grad * _per_channel(weight, grad)
-        mean_scaled = scaled.mean(over, keepdim=True)
-        mean_product = (scaled * normalized).mean(over, keepdim=True)
-        grad_x = (scaled - mean_scaled - normalized * mean_product) * inverse
-        return grad_x, product.sum(per_channel), grad.sum(per_channel)

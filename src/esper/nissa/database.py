@@ -167,6 +167,7 @@ class RunDatabase:
 
     def _decision_rows(self, record: RoundRecord) -> Rows:
         envs, steps = _stored(record)
+        episodes = record.episodes
         actions, legal = record.actions[envs, steps], record.legal[envs, steps]
         choices, legal_bits = [], []
         for index, part in enumerate(self._space.split(legal).values()):
@@ -175,17 +176,19 @@ class RunDatabase:
             chosen[bits.numpy() == 0] = None
             choices.append(chosen.tolist())
             legal_bits.append(bits.tolist())
-        before = torch.cat((torch.full_like(record.accuracy[:, :1], torch.nan), record.accuracy), 1)
+        before = torch.cat(
+            (torch.full_like(episodes.accuracy[:, :1], torch.nan), episodes.accuracy), 1
+        )
         return zip(
             repeat(record.round),
             envs.tolist(),
             steps.tolist(),
             *choices,
             *legal_bits,
-            record.cost_params[envs, steps].long().tolist(),
+            episodes.cost_params[envs, steps].long().tolist(),
             before[envs, steps].tolist(),
-            record.accuracy[envs, steps].tolist(),
-            record.added_params[envs, steps].long().tolist(),
+            episodes.accuracy[envs, steps].tolist(),
+            episodes.added_params[envs, steps].long().tolist(),
             record.rewards[envs, steps].tolist(),
             record.values[envs, steps].tolist(),
             strict=False,
@@ -235,35 +238,35 @@ def _round_row(record: RoundRecord) -> tuple[Any, ...]:
 
 
 def _episode_rows(record: RoundRecord) -> Rows:
-    envs = torch.arange(len(record.hosts))
-    last = record.step_counts - 1
+    episodes, envs = record.episodes, torch.arange(len(record.hosts))
+    last = episodes.lengths - 1
     return zip(
         repeat(record.round),
         envs.tolist(),
         record.hosts,
         record.variants,
-        record.rent.tolist(),
-        record.host_params.long().tolist(),
-        record.step_counts.tolist(),
+        episodes.rent.tolist(),
+        episodes.host_params.long().tolist(),
+        episodes.lengths.tolist(),
         [int(reason is not None) for reason in record.rollback_reasons],
         record.rollback_reasons,
-        record.accuracy[envs, last].tolist(),
-        record.added_params[envs, last].long().tolist(),
-        record.scores.tolist(),
+        episodes.accuracy[envs, last].tolist(),
+        episodes.added_params[envs, last].long().tolist(),
+        episodes.scores.tolist(),
         strict=False,
     )
 
 
 def _observation_rows(record: RoundRecord) -> Rows:
     for row, env in enumerate(record.observed_envs.tolist()):
-        for step in range(int(record.step_counts[env])):
+        for step in range(int(record.episodes.lengths[env])):
             yield record.round, env, step, record.observations[row, step].numpy().tobytes()
 
 
 def _stored(record: RoundRecord) -> tuple[Tensor, Tensor]:
     """Env and step of every decision."""
-    steps = torch.arange(record.accuracy.shape[1])
-    envs, stored = (steps < record.step_counts.unsqueeze(1)).nonzero(as_tuple=True)
+    steps = torch.arange(record.episodes.accuracy.shape[1])
+    envs, stored = (steps < record.episodes.lengths.unsqueeze(1)).nonzero(as_tuple=True)
     return envs, stored
 
 

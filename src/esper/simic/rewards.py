@@ -42,10 +42,8 @@ class GrowthReward:
     actions can farm it: undoing an action loses what the action gained.
     """
 
-    def __init__(
-        self, num_envs: int, *, start_score: float = 0.0, penalty: float = ROLLBACK_PENALTY
-    ):
-        self.start_score, self.penalty = start_score, penalty
+    def __init__(self, num_envs: int, *, start_score: float = 0.0):
+        self.start_score = start_score
         self.scores = torch.full((num_envs,), start_score)
 
     def begin(self) -> None:
@@ -60,6 +58,6 @@ class GrowthReward:
             reports.rent,
             reports.compute_price * outcome.added_compute,
         )
-        rewards = torch.where(outcome.rolled_back, self.penalty, scores - self.scores)
+        rewards = torch.where(outcome.rolled_back, ROLLBACK_PENALTY, scores - self.scores)
         self.scores = torch.where(outcome.rolled_back, self.scores, scores)
         return rewards

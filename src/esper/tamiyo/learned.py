@@ -102,7 +102,12 @@ class LearnedController:
         generator: torch.Generator | None = None,
     ) -> Self:
         contents = read_file(path, _KIND, version=_VERSION)
-        _require_same_features(contents["features"], path)
+        if contents["features"] != feature_list():
+            differ = ", ".join(sorted(set(contents["features"]) ^ set(feature_list())))
+            raise ValueError(
+                f"{path} was trained with a different feature set ({differ or 'another order'}). "
+                "Retrain it"
+            )
         policy = _untrained(FeatureLayout(1, 1), PolicyConfig(**contents["policy"]))
         policy.load_state_dict(contents["weights"])
         return cls(policy.to(device), deterministic=deterministic, generator=generator)
@@ -116,22 +121,6 @@ class LearnedController:
             self.policy.load_state_dict(weights)
             self.policy.to(device)
         return self.policy
-
-
-def _require_same_features(trained_on: list[str], path: str | Path) -> None:
-    """Raise if a policy was trained on other features, or on the same in another order."""
-    current = feature_list()
-    if trained_on == current:
-        return
-    differences = {
-        "missing": [feature for feature in current if feature not in trained_on],
-        "removed": [feature for feature in trained_on if feature not in current],
-    }
-    shown = [f"{what}: {', '.join(which)}" for what, which in differences.items() if which]
-    raise ValueError(
-        f"{path} was trained with a different feature set "
-        f"({'; '.join(shown) or 'another order'}). Retrain it"
-    )
 
 
 def _untrained(layout: FeatureLayout, config: PolicyConfig) -> FactoredRecurrentActorCritic:

@@ -18,6 +18,8 @@ from esper.leyline.reports import Reports
 from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
 from esper.tamiyo.policy.distributions import choose_actions
 
+RAMP_STEPS = 2  # of a seed's alpha; one of TEMPO_STEPS
+
 
 class RandomController:
     """Samples uniformly: a legal op, then a legal slot, then legal details."""
@@ -40,47 +42,31 @@ class RandomController:
         return actions
 
 
-class PlannedSeed(NamedTuple):
-    step: int
-    slot: int
-    blueprint: int
+NEVER = 1 << 30
 
 
 class ConstantPlan:
-    """Germinates each planned seed at its step, and commits it once it is HOLDING.
+    """Germinates a blueprint in each slot at its step, and commits it once it is HOLDING.
 
-    A step has one action; others move to the next free step. Germinations come first, unless all
-    remaining steps are needed to commit.
+    `step` and `blueprint` are `[N, S]`, or broadcast to it; a slot with step `NEVER` stays empty.
+    By default nothing grows. A step has one action; others move to the next free step.
+    Germinations come first, unless all remaining steps are needed to commit.
     """
 
-    def __init__(self, plan: Sequence[PlannedSeed | tuple[int, int, int]], ramp_steps: int = 2):
-        self.plan = tuple(PlannedSeed(*entry) for entry in plan)
-        self.ramp_steps = ramp_steps
-        check_ramp_steps(ramp_steps)
-        slots = [entry.slot for entry in self.plan]
-        if len(set(slots)) != len(slots):
-            raise ValueError(f"plan {self.plan} has two seeds for one slot; use one per slot")
+    def __init__(self, step: Tensor | int = NEVER, blueprint: Tensor | int = 0):
+        self.step, self.blueprint = torch.as_tensor(step), torch.as_tensor(blueprint)
 
     def begin(self, env_ids: Tensor) -> None:
         """Nothing to forget."""
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
-        self._check(reports)
-        planned = {entry.slot: entry for entry in self.plan}
-        never = PlannedSeed(torch.iinfo(torch.int64).max, -1, 0)
-        rows = [planned.get(slot, never) for slot in range(reports.num_slots)]
-        step, _, blueprint = torch.tensor(rows, device=reports.device).unbind(dim=-1)
-        step, blueprint = (entry.expand_as(reports.stage) for entry in (step, blueprint))
-        return follow_plan(reports, masks, step, blueprint, self.ramp_steps)
-
-    def _check(self, reports: Reports) -> None:
-        for entry in self.plan:
-            fits = entry.slot < reports.num_slots and entry.blueprint < reports.num_blueprints
-            if not fits or min(entry) < 0:
-                raise ValueError(
-                    f"{entry} does not exist on a host with {reports.num_slots} slots and "
-                    f"{reports.num_blueprints} blueprints"
-                )
+        step, blueprint = (
+            plan.to(reports.device).expand_as(reports.stage) for plan in (self.step, self.blueprint)
+        )
+        legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
+        is_affordable = legal.gather(-1, blueprint.unsqueeze(-1)).squeeze(-1)
+        is_time = is_affordable & (reports.step.unsqueeze(-1) >= step)
+        return germinate_and_commit(reports, masks, is_time, -step, blueprint, RAMP_STEPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +81,7 @@ class FixedSchedule:
     every: int = 3  # steps between germinations
     size: float = 0.25  # parameters of a seed, as a share of the host's
     max_seeds: int = 3
-    ramp_steps: int = 2  # one of TEMPO_STEPS
+    ramp_steps: int = RAMP_STEPS
 
     def __post_init__(self) -> None:
         check_ramp_steps(self.ramp_steps)
@@ -113,16 +99,6 @@ class FixedSchedule:
         is_time = reports.step.unsqueeze(-1) >= self.first_step + self.every * order
         is_time = is_time & (order < self.max_seeds)
         return germinate_and_commit(reports, masks, is_time, -order, blueprint, self.ramp_steps)
-
-
-def follow_plan(
-    reports: Reports, masks: ActionMasks, step: Tensor, blueprint: Tensor, ramp_steps: int
-) -> Tensor:
-    """Germinate each slot's `blueprint` from its `step` on (both `[N, S]`), and commit it."""
-    legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
-    is_affordable = legal.gather(-1, blueprint.unsqueeze(-1)).squeeze(-1)
-    is_time = is_affordable & (reports.step.unsqueeze(-1) >= step)
-    return germinate_and_commit(reports, masks, is_time, -step, blueprint, ramp_steps)
 
 
 def germinate_and_commit(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import lifecycle
-from esper.leyline.checks import require_at_least
 from esper.tolaria.population import Population, Snapshot
 
 # A host has collapsed if its mean loss was below `LEARNED` times the loss of guessing, ln(classes),
@@ -22,18 +21,8 @@ from esper.tolaria.population import Population, Snapshot
 # row. Single bad steps and hosts that hardly learned raise no alarm.
 LEARNED, LEARNED_STEPS = 0.7, 3
 GUESSING, COLLAPSED_STEPS = 0.95, 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class GovernorConfig:
-    snapshot_every: int = 3  # steps
-    history: int = 8  # steps whose mean loss is kept
-    max_loss_ratio: float = 3.0  # to the median of the history; a host above it has diverged
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 1, "snapshot_every", "history")
-        if not self.max_loss_ratio > 1:
-            raise ValueError(f"max_loss_ratio={self.max_loss_ratio}; use a number above 1")
+HISTORY = 8  # steps whose mean loss is kept
+MAX_LOSS_RATIO = 3.0  # to the median of the history; a host above it has diverged
 
 
 class Breakage(Enum):
@@ -50,17 +39,14 @@ class Rollback:
     host: int
     breakage: Breakage
     reason: str  # in words, with the numbers
-    loss: float  # mean over the step in which the host broke
-    usual_loss: float  # median of the host's history; nan without history
-    steps_lost: int  # steps of training that were undone
 
 
 class Governor:
     """Checks a population after every step; the first snapshot is taken at construction."""
 
-    def __init__(self, population: Population, config: GovernorConfig | None = None):
-        self._population = population
-        self._config = config or GovernorConfig()
+    def __init__(self, population: Population, snapshot_every: int = 3):
+        """`snapshot_every` is in steps."""
+        self._population, self._snapshot_every = population, snapshot_every
         # a host that does better than guessing has not diverged
         self._guessing_loss = math.log(population.host.num_classes)
         self.reset()
@@ -69,10 +55,10 @@ class Governor:
         """Start again with a new snapshot, after the population was reset."""
         self._snapshot: Snapshot = self._population.save()
         self._num_steps = 0
-        self._history: deque[Tensor] = deque(maxlen=self._config.history)
-        # of each host, [P]: steps since its snapshot, and in a row with a low or a guessing loss
-        per_host = torch.zeros(4, self._population.num_hosts, dtype=torch.int64)
-        self._age, self._low_steps, self._guessing_steps, has_learned = per_host.unbind()
+        self._history: deque[Tensor] = deque(maxlen=HISTORY)
+        # of each host, [P]: steps in a row with a low or a guessing loss
+        per_host = torch.zeros(3, self._population.num_hosts, dtype=torch.int64)
+        self._low_steps, self._guessing_steps, has_learned = per_host.unbind()
         self._has_learned = has_learned.bool()
         self._best_loss = torch.full((self._population.num_hosts,), math.inf)
 
@@ -80,7 +66,6 @@ class Governor:
         """Roll back hosts that broke in a step with losses `[M, P]`; call it once per step."""
         if len(losses) == 0:
             raise ValueError("losses is empty; a step needs one minibatch or more")
-        self._age += 1
         self._num_steps += 1
         weights_finite = self._population.parameter_table.finite_rows()
         loss, finite = torch.stack((losses.mean(0), weights_finite.to(losses))).cpu()
@@ -88,12 +73,7 @@ class Governor:
         broken = self._find_broken(loss, usual, finite.bool())
         events = tuple(
             Rollback(
-                host,
-                breakage,
-                self._reason(host, breakage, float(loss[host]), float(usual[host])),
-                float(loss[host]),
-                float(usual[host]),
-                int(self._age[host]),
+                host, breakage, self._reason(host, breakage, float(loss[host]), float(usual[host]))
             )
             for host, breakage in broken.items()
         )
@@ -101,7 +81,7 @@ class Governor:
         if len(hosts):
             self._roll_back(hosts)
         self._remember(loss, hosts)
-        if self._num_steps % self._config.snapshot_every == 0:
+        if self._num_steps % self._snapshot_every == 0:
             self._take_snapshot()
         return events
 
@@ -127,10 +107,9 @@ class Governor:
             case Breakage.WEIGHTS_NOT_FINITE:
                 return "a weight or an optimiser moment was not finite"
             case Breakage.DIVERGED:
-                ratio = self._config.max_loss_ratio
                 return (
-                    f"the training loss was {loss:.3g}, more than {ratio:g} times its usual "
-                    f"{usual:.3g}"
+                    f"the training loss was {loss:.3g}, more than {MAX_LOSS_RATIO:g} times its "
+                    f"usual {usual:.3g}"
                 )
             case Breakage.COLLAPSED:
                 classes = self._population.host.num_classes
@@ -150,7 +129,7 @@ class Governor:
         return self._guessing_steps >= COLLAPSED_STEPS
 
     def _has_diverged(self, loss: Tensor, usual: Tensor) -> Tensor:
-        runaway = loss > self._config.max_loss_ratio * usual  # False without history
+        runaway = loss > MAX_LOSS_RATIO * usual  # False without history
         return runaway & (loss > self._guessing_loss)
 
     def _usual_loss(self, loss: Tensor) -> Tensor:
@@ -163,7 +142,7 @@ class Governor:
         population = self._population
         population.restore(self._snapshot, hosts)
         population.adopt(lifecycle.remove_live_seeds(population.states, hosts))
-        for counter in (self._age, self._low_steps, self._guessing_steps, self._has_learned):
+        for counter in (self._low_steps, self._guessing_steps, self._has_learned):
             counter[hosts] = 0
         self._best_loss[hosts] = math.inf
 
@@ -171,7 +150,6 @@ class Governor:
         """A new snapshot; hosts that may be about to collapse keep their earlier one."""
         is_suspect = self._guessing_steps > 0
         self._snapshot = self._population.save(self._snapshot, is_suspect.nonzero().flatten())
-        self._age *= is_suspect
 
     def _remember(self, loss: Tensor, rolled_back: Tensor) -> None:
         remembered = loss.clone()

@@ -29,7 +29,7 @@ from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.optimizers import AdamW, Optimizer
 from esper.tolaria.population import Population
-from esper.tolaria.reports import HostFacts, StepMeasurements
+from esper.tolaria.reports import HostFacts, StepMeasurements, site_facts
 from esper.tolaria.steps import Kernels
 from esper.tolaria.tasks import Task, minibatch_indices
 
@@ -315,25 +315,13 @@ class _Member:
 
 def _facts_of(host: Host, menu: Sequence[Blueprint]) -> dict[str, Tensor]:
     """Facts about one host by the names of `HostFacts`, without the axis of envs."""
-    sites = host.sites
-    programs = [[b.program(site) if b.fits(site) else None for b in menu] for site in sites]
-
-    def per_choice(attribute: str) -> Tensor:
-        return torch.tensor(
-            [[float(getattr(p, attribute)) if p else 0.0 for p in row] for row in programs]
-        )
-
+    sites = site_facts(host.sites, menu)
     return {
+        **sites,
+        "cost_params": sites["cost_params"].float(),
+        "cost_macs": sites["cost_macs"].float(),
         "host_params": torch.tensor(float(host.num_params)),
         "host_macs": torch.tensor(float(host.macs)),
-        "site_kind": torch.tensor([int(site.kind) for site in sites]),
-        "site_width": torch.tensor([float(site.width) for site in sites]),
-        "site_depth": torch.linspace(0, 1, len(sites)),
-        "fits": torch.tensor([[p is not None for p in row] for row in programs]),
-        "cost_params": per_choice("num_params"),
-        "cost_macs": per_choice("macs"),
-        "reach": per_choice("reach"),
-        "depth": per_choice("depth"),
     }
 
 

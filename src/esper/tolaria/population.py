@@ -263,24 +263,19 @@ class Population:
                 f"states of {tuple(states.stage.shape)} hosts and slots; "
                 f"expected {(self.num_hosts, self.num_slots)}"
             )
-        stage, blueprint = states.stage, states.blueprint
-        needs_seed = states.is_live | (stage == SeedStage.FOSSILIZED)
-        in_menu = (blueprint >= 0) & (blueprint < len(self.menu))
-        is_right = torch.where(needs_seed, in_menu, ~states.has_seed)
-        is_right &= (stage >= 0) & (stage < len(SeedStage))
-        if not bool(is_right.all()):
-            host, slot = (~is_right).nonzero()[0].tolist()
-            number, expected = int(stage[host, slot]), f"0 to {len(self.menu) - 1}"
-            name = SeedStage(number).name if 0 <= number < len(SeedStage) else number
-            raise ValueError(
-                f"host {host}, slot {slot}: stage {name} with blueprint "
-                f"{int(blueprint[host, slot])}; use {expected if needs_seed[host, slot] else -1}"
-            )
         hosts, slots = states.has_seed.nonzero(as_tuple=True)
-        misfits = ~self._init.fits[slots, blueprint[hosts, slots]]
+        blueprint = states.blueprint[hosts, slots]
+        is_known = (blueprint >= 0) & (blueprint < len(self.menu))
+        if not bool(is_known.all()):
+            first = int((~is_known).nonzero()[0])
+            raise ValueError(
+                f"host {int(hosts[first])}, slot {int(slots[first])}: blueprint "
+                f"{int(blueprint[first])}; use 0 to {len(self.menu) - 1}"
+            )
+        misfits = ~self._init.fits[slots, blueprint]
         if bool(misfits.any()):
             site = self.host.sites[int(slots[misfits][0])]
-            self.menu[int(blueprint[hosts, slots][misfits][0])].program(site)  # raises
+            self.menu[int(blueprint[misfits][0])].program(site)  # raises
 
     def _initialize_seeds(self, slot: int, hosts: Tensor) -> None:
         self._num_germinated[hosts, slot] += 1

@@ -7,12 +7,15 @@ Populations (`environment.py`) and a user's own model (`growing/controllers.py`)
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from esper.kasmina.blueprints import Blueprint, Site
 from esper.kasmina.lifecycle import SlotStates
+from esper.kasmina.programs import Program
 from esper.leyline.reports import ACCURACY_HISTORY, Reports
 from esper.leyline.stages import LifecycleOp
 
@@ -35,6 +38,32 @@ class HostFacts(NamedTuple):
     cost_macs: Tensor  # [N, S, B]
     reach: Tensor  # [N, S, B]
     depth: Tensor  # [N, S, B]
+
+
+def site_facts(
+    sites: Sequence[Site], menu: Sequence[Blueprint], tokens: Sequence[float] | None = None
+) -> dict[str, Tensor]:
+    """The fields of `HostFacts` about one host's sites, `[S]` or `[S, B]`; costs are int64.
+
+    `tokens` is how many vectors of an example each site's seeds work on, by default one.
+    """
+    tokens = tokens or [1.0] * len(sites)
+    programs = [[b.program(site) if b.fits(site) else None for b in menu] for site in sites]
+
+    def per_choice(describe: Callable[[Program, float], float]) -> Tensor:
+        rows = zip(programs, tokens, strict=True)
+        return torch.tensor([[describe(p, n) if p else 0 for p in row] for row, n in rows])
+
+    return {
+        "site_kind": torch.tensor([int(site.kind) for site in sites]),
+        "site_width": torch.tensor([float(site.width) for site in sites]),
+        "site_depth": torch.linspace(0, 1, len(sites)),
+        "fits": torch.tensor([[p is not None for p in row] for row in programs]),
+        "cost_params": per_choice(lambda p, n: p.num_params),
+        "cost_macs": per_choice(lambda p, n: round(p.macs * n)),
+        "reach": per_choice(lambda p, n: p.reach / max(1.0, n)).float(),
+        "depth": per_choice(lambda p, n: p.depth).float(),
+    }
 
 
 class StepMeasurements(NamedTuple):

@@ -35,12 +35,6 @@ class DataType(NamedTuple):
 
 
 PLAIN = DataType(0.5, 3200, (0.020, 0.035, 0.050, 0.075, 0.090, 0.005))  # the last one is useless
-FOUR_TYPES = (
-    PLAIN._replace(locality=0.8),
-    DataType(0.1, 3200, (0.005, 0.005, 0.010, 0.010, 0.020, 0.070)),  # the last one is the best
-    DataType(0.8, 450, (0.030, 0.010, 0.000, -0.020, -0.030, -0.010)),  # large seeds overfit
-    DataType(0.5, 3200, (0.010, 0.050, 0.030, 0.020, 0.020, 0.010)),
-)
 
 
 class SyntheticHosts:
@@ -129,7 +123,7 @@ class SyntheticHosts:
 
     def best_scores(self, rent: Tensor) -> Tensor:
         """The score of the best set of seeds for each env's data and rent `[N]`."""
-        scores = self._scores_of_all_sets(rent)
+        scores = self.scores_of_all_sets(rent)
         return scores[self.type_ids, torch.arange(len(rent))].amax(dim=-1)
 
     def share_of_best(self, scores: Tensor, rent: Tensor) -> float:
@@ -137,13 +131,7 @@ class SyntheticHosts:
         possible = (self.best_scores(rent) - HOST_ACCURACY).sum()
         return float((scores - HOST_ACCURACY).sum() / possible)
 
-    def best_blind_scores(self, rent: Tensor) -> Tensor:
-        """As `best_scores`, for the set that is best on average over all types."""
-        scores = self._scores_of_all_sets(rent)
-        best = scores.mean(dim=0).argmax(dim=-1)
-        return scores[self.type_ids, torch.arange(len(rent)), best]
-
-    def _scores_of_all_sets(self, rent: Tensor) -> Tensor:
+    def scores_of_all_sets(self, rent: Tensor) -> Tensor:
         """The score of every set of seeds on each type of data at each rent, `[types, N, sets]`."""
         gains = torch.cat((torch.zeros_like(self.gains[..., :1]), self.gains), dim=-1)
         params = torch.tensor((0.0, *BLUEPRINT_PARAMS))

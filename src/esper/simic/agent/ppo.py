@@ -51,20 +51,13 @@ class PPOConfig:
     gae_lambda: float = DEFAULT_GAE_LAMBDA
     """Lambda of generalised advantage estimation."""
     clip: float = 0.2
-    """Ratios are clipped to 1 - clip .. 1 + clip."""
-    clip_per_head: bool = False
-    """Clip each head's ratio separately instead of the joint ratio of all heads."""
+    """The joint ratio of all heads is clipped to 1 - clip .. 1 + clip."""
     ppo_epochs: int = 10
     """Passes over a rollout per update."""
     num_minibatches: int = 4
     """Minibatches per pass, each made of all steps of some envs."""
     value_coefficient: float = 0.25
-    """Weight of the value loss."""
-    value_clip: float | None = None
-    """Clip the change of a value to this, in normalised units; None: no clipping."""
-    normalize_values: bool = True
-    """Train the critic on returns scaled to mean 0 and variance 1. When the scale changes, the
-    critic is adjusted so that its predictions in units of the reward stay the same."""
+    """Weight of the value loss, on returns scaled to mean 0 and variance 1."""
     normalize_features: bool = True
     """Scale features to mean 0 and variance 1; what the policy makes of an observation does not
     change with the mean. Features of slots and blueprints are scaled once, after the first
@@ -92,7 +85,7 @@ class PPOConfig:
                 raise ValueError(f"{name}={weight}; use a finite number from 0 up")
         require_fraction(self, "gamma", "gae_lambda")
         require_positive(self, "learning_rate")
-        for name in ("clip", "max_grad_norm", "value_clip", "target_kl"):  # infinite: no limit
+        for name in ("clip", "max_grad_norm", "target_kl"):  # infinite: no limit
             limit = getattr(self, name)
             if limit is not None and not limit > 0:
                 raise ValueError(f"{name}={limit}; use a number above 0")
@@ -171,16 +164,11 @@ class PPOAgent:
         if layout.num_rows == 0:
             raise ValueError("the rollout has no steps; add some before the update")
 
-        before = self._snapshot()
+        before = copy.deepcopy(self.state_dict())
         self._set_schedules(progress)
         returns = layout.gather(batch.returns)
-        if config.normalize_values:
-            self._rescale_values(returns)
-        rollout = replace(
-            batch,
-            values=self._scaled_values(batch.values),
-            returns=self._scaled_values(batch.returns),
-        )
+        self._rescale_values(returns)
+        rollout = replace(batch, returns=self._scaled_values(batch.returns))
         meter = _Meter()
         try:
             epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator)
@@ -318,15 +306,6 @@ class PPOAgent:
             "failed_updates": self.failed_updates,
         }
 
-    def _snapshot(self) -> dict[str, Any]:
-        """A copy of `state_dict`; weights and optimiser moments in one `_foreach` copy."""
-        state = self.state_dict()
-        moments = state["optimizer"]["state"].values()
-        many = [*state["policy"].values(), *(m for each in moments for m in each.values())]
-        copies = [torch.empty_like(tensor) for tensor in many]
-        torch._foreach_copy_(copies, many)
-        return copy.deepcopy(state, {id(t): c for t, c in zip(many, copies, strict=True)})
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -334,23 +313,18 @@ class PPOAgent:
         self.failed_updates = state["failed_updates"]
 
     def _scaled_values(self, values: Tensor) -> Tensor:
-        if not self.config.normalize_values:
-            return values
         return self.value_normalizer.normalize(values.unsqueeze(-1)).squeeze(-1)
 
     def _unscaled_values(self, values: Tensor) -> Tensor:
-        if not self.config.normalize_values:
-            return values
         return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
 
 
 class RolloutRows(NamedTuple):
-    """The stored data of R steps that the loss needs; values and returns are normalised."""
+    """The stored data of R steps that the loss needs."""
 
     log_probs: Tensor  # [R, H]
     advantages: Tensor  # [R]
-    values: Tensor  # [R]
-    returns: Tensor  # [R]
+    returns: Tensor  # [R], normalised
 
 
 def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
@@ -371,28 +345,22 @@ def ppo_loss(
     has_choice = legal.has_choice
     weights = has_choice / has_choice.sum().clamp_min(1.0)  # mean over the steps with a choice
 
-    log_ratios = evaluation.log_probs - rows.log_probs  # 0 for heads with nothing to choose
-    joint_log_ratio = log_ratios.sum(dim=-1)
-    advantages = rows.advantages.unsqueeze(-1)
-    if config.clip_per_head:
-        advantages = advantages * (legal.counts > 0)
-    else:
-        log_ratios = joint_log_ratio.unsqueeze(-1)
-    ratios = log_ratios.exp()
+    # 0 for heads with nothing to choose
+    log_ratios = (evaluation.log_probs - rows.log_probs).sum(dim=-1)
+    ratios, advantages = log_ratios.exp(), rows.advantages
     with torch.no_grad():
         clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
         is_unclipped = (ratios - clipped) * advantages <= 0  # min(ratio * A, clipped * A)
-    surrogate = (torch.where(is_unclipped, ratios, clipped) * advantages).sum(dim=-1)
+    surrogate = torch.where(is_unclipped, ratios, clipped) * advantages
 
     policy_loss = -(weights @ surrogate)
     entropy_bonus = weights @ (evaluation.normalized_entropies @ entropy_weights)
-    value_loss = _value_loss(evaluation.values, rows, config.value_clip)
+    value_loss = 0.5 * mse_loss(evaluation.values, rows.returns)
     loss = torch.add(policy_loss, value_loss, alpha=config.value_coefficient)
     loss = torch.sub(loss, entropy_bonus, alpha=config.entropy_coefficient)
     with torch.no_grad():
-        is_outside = (ratios != clipped).any(dim=-1)
-        kl_k3 = joint_log_ratio.expm1() - joint_log_ratio  # Schulman's k3 estimate of the KL
-        kl, clip_fraction = torch.stack([kl_k3, is_outside.float()]) @ weights
+        kl_k3 = log_ratios.expm1() - log_ratios  # Schulman's k3 estimate of the KL
+        kl, clip_fraction = torch.stack([kl_k3, (ratios != clipped).float()]) @ weights
         measured = {
             "loss": loss.detach(),
             "policy_loss": policy_loss.detach(),
@@ -409,14 +377,6 @@ def ppo_loss(
             names = (f"{kind}/{name}" for name in action_space.names)
             measured |= zip(names, values.mean(dim=0).unbind(), strict=True)
     return loss, measured
-
-
-def _value_loss(values: Tensor, rows: RolloutRows, clip: float | None) -> Tensor:
-    if clip is None:
-        return 0.5 * mse_loss(values, rows.returns)
-    clipped = rows.values + (values - rows.values).clamp(-clip, clip)
-    errors = torch.maximum((values - rows.returns).square(), (clipped - rows.returns).square())
-    return 0.5 * errors.mean()
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> Tensor:

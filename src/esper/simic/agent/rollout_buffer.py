@@ -1,7 +1,7 @@
 """Storage for a rollout, from collecting it to learning from it.
 
-Storage is `[num_envs, max_steps, ...]`, allocated once. All fields but the per-step hidden
-states are views of one allocation, so moving a rollout to another device is one copy. Control
+Storage is `[num_envs, max_steps, ...]`, allocated once. Moving a rollout to another device is one
+copy of all fields but the per-step hidden states. Control
 data (`step_counts`, env ids, episode boundaries) is on the CPU, so adding a step never
 synchronises with a GPU.
 
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from esper.leyline.arrays import TensorFields
 from esper.leyline.checks import require_at_least
 from esper.leyline.constants import (
     DEFAULT_GAE_LAMBDA,
@@ -29,11 +30,9 @@ from esper.leyline.constants import (
     DEFAULT_LSTM_HIDDEN_DIM,
 )
 from esper.leyline.factored_actions import FactoredActionSpace
-from esper.leyline.files import require_same_layout
 from esper.leyline.sequences import SequenceLayout
 from esper.simic.agent.gae import compute_gae
-from esper.simic.agent.packed_tensors import PackedTensors
-from esper.simic.agent.step_fields import INTEGERS, dense_tensor, step_fields
+from esper.simic.agent.step_fields import INTEGERS, as_tensor, step_fields
 
 ADVANTAGE_STD_FLOOR = 1e-8
 PROBLEMS_SHOWN = 5  # bad values that one error message lists
@@ -68,7 +67,7 @@ class TamiyoRolloutStep(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RolloutBatch:
+class RolloutBatch(TensorFields):
     """A rollout as tensors on one device; on the buffer's device they are its storage."""
 
     states: Tensor  # [N, T, F]
@@ -151,18 +150,17 @@ class TamiyoRolloutBuffer:
         hidden = (lstm_layers, lstm_hidden_dim)
         self._step_fields = step_fields(action_space, state_dim, hidden)
         rows = (num_envs, max_steps_per_env)
-        stored = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_fields}
-        per_step = [stored.pop(name)[1] for name in ("hidden_h", "hidden_c")]  # never moved
-        stored |= {
+        shapes = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_fields} | {
             "advantages": (torch.float32, rows),
             "returns": (torch.float32, rows),
             "valid_mask": (torch.bool, rows),
             "initial_hidden_h": (torch.float32, (num_envs, *hidden)),
             "initial_hidden_c": (torch.float32, (num_envs, *hidden)),
         }
-        self._storage = PackedTensors(stored, self.device)
-        h, c = (torch.zeros(shape, device=self.device) for shape in per_step)
-        self._fields: dict[str, Tensor] = self._storage.views | {"hidden_h": h, "hidden_c": c}
+        self._fields = {
+            name: torch.zeros(shape, dtype=dtype, device=self.device)
+            for name, (dtype, shape) in shapes.items()
+        }
         self._rows = {s.name: self._fields[s.name].flatten(0, 1) for s in self._step_fields}
 
         self._layout: SequenceLayout | None = None
@@ -189,7 +187,7 @@ class TamiyoRolloutBuffer:
     def add(self, env_id: int, step: TamiyoRolloutStep) -> None:
         """Store one env's next step."""
         batched = (
-            None if x is None else dense_tensor(name, x).unsqueeze(0)
+            None if x is None else as_tensor(name, x).unsqueeze(0)
             for name, x in zip(step._fields, step, strict=True)
         )
         self.add_batch(TamiyoRolloutStep(*batched), [env_id])  # type: ignore[arg-type]
@@ -239,29 +237,6 @@ class TamiyoRolloutBuffer:
     def reset(self) -> None:
         """Empty the buffer. Only `step_counts` is zeroed; rows past it are never read."""
         self.step_counts.zero_()
-        self._forget_derived()
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the steps stored so far; advantages are not included."""
-        stored = {spec.name: self._fields[spec.name].clone() for spec in self._step_fields}
-        return {"fields": stored, "step_counts": self.step_counts.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the steps of a buffer of the same sizes; all is checked before it is copied."""
-        mine = {spec.name: self._fields[spec.name] for spec in self._step_fields}
-        expected = {"fields": mine, "step_counts": self.step_counts}
-        require_same_layout(state, expected, "the saved rollout")
-        for name, tensor in state["fields"].items():
-            dense_tensor(name, tensor)
-        counts = state["step_counts"].tolist()
-        if not all(0 <= count <= self.max_steps_per_env for count in counts):
-            raise ValueError(
-                f"the saved rollout has step_counts {counts}; expected 0 to "
-                f"{self.max_steps_per_env} steps per env"
-            )
-        for name, tensor in state["fields"].items():
-            mine[name].copy_(tensor)
-        self.step_counts.copy_(state["step_counts"])
         self._forget_derived()
 
     # -- learning -----------------------------------------------------------------------------
@@ -329,8 +304,8 @@ class TamiyoRolloutBuffer:
         field["valid_mask"].copy_(self.valid_mask)
         field["initial_hidden_h"].copy_(self.hidden_h[:, 0])
         field["initial_hidden_c"].copy_(self.hidden_c[:, 0])
-        target = self.device if device is None else torch.device(device)
-        return RolloutBatch(**self._storage.views_on(target))
+        learned_from = {n: v for n, v in field.items() if n not in ("hidden_h", "hidden_c")}
+        return RolloutBatch(**learned_from).to(self.device if device is None else device)
 
     @_not_compiled
     def sequence_layout(self) -> SequenceLayout:
@@ -354,7 +329,7 @@ class TamiyoRolloutBuffer:
     def _checked_env_ids(self, env_ids: Tensor | Sequence[int] | None) -> Tensor:
         if env_ids is None:
             return self._all_envs
-        envs = dense_tensor("env_ids", env_ids)
+        envs = as_tensor("env_ids", env_ids)
         if envs.ndim != 1 or (envs.numel() and envs.dtype not in INTEGERS):
             raise ValueError(
                 f"env_ids: got {envs.dtype} {tuple(envs.shape)}, expected integers of shape [K]"

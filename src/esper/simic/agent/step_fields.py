@@ -22,7 +22,7 @@ class StepField(NamedTuple):
 
     def checked(self, given: object, num_rows: int, device: torch.device) -> Tensor:
         """The field of `num_rows` envs, with the dtype and on the device that it is stored in."""
-        value = dense_tensor(self.argument, given)
+        value = as_tensor(self.argument, given)
         expected = (num_rows, *self.shape)
         if tuple(value.shape) != expected:
             raise ValueError(
@@ -77,18 +77,11 @@ def step_fields(
     )
 
 
-def dense_tensor(name: str, value: object) -> Tensor:
-    """The value as a tensor; raises an error with its name if it is not one, or not a dense one."""
+def as_tensor(name: str, value: object) -> Tensor:
+    """The value as a tensor; raises an error with its name if it is not one."""
     try:
-        tensor = torch.as_tensor(value)
+        return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{name}: got {type(value).__name__}, expected a tensor or numbers ({error})"
         ) from error
-    if tensor.is_nested:
-        raise ValueError(f"{name}: got a nested tensor, expected a dense one")
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{name}: got a tensor of layout {tensor.layout}, expected a dense one; call to_dense()"
-        )
-    return tensor

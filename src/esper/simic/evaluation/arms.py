@@ -1,41 +1,27 @@
 """The arms of an evaluation: the learned controller and its rivals, on the same hosts.
 
-What was searched or tuned was chosen on validation rows, on types that the controller trained on;
-plans per type were chosen on other hosts of the same type. Each arm carries the cost of its search.
+The constant plan was searched by validation rows, on types that the controller trained on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from esper.simic.evaluation.experiment import (
-    TRAINING_FLOPS,
-    Arm,
-    ArmOutcome,
-    Cost,
-    PairedExperiment,
-    Seeds,
-    combine,
-)
-from esper.simic.evaluation.searches import PlanSearch, Sweep, plan_arm
+from esper.simic.evaluation.experiment import Arm, ArmOutcome, PairedExperiment
+from esper.simic.evaluation.plans import PlanSearch, plan_arm
 from esper.simic.evaluation.statistics import Array
-from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
+from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.scripted import ConstantPlan, FixedSchedule, RandomController
 
 HOST_ALONE = "host alone"
-ALL_SEEDS = "all seeds from the start"
-FROM_SCRATCH = "grown graph from scratch"
 RANDOM = "random controller"
 SCHEDULE = "fixed schedule"
 HEURISTIC = "heuristic"
 CONSTANT = "best constant"
-CONSTANT_PER_TYPE = "best constant per type"
-WIDTH_SEARCH = "width search"
 LEARNED = "learned"
-SAMPLED = "learned, sampled"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,18 +31,19 @@ class ArmResult:
     name: str
     rents: tuple[float, ...]
     outcome: ArmOutcome  # [K, R, H]
-    search: Cost  # of training a controller, searching or tuning
+    search_networks: int  # trained before, to learn or to search
 
     @classmethod
     def of(
-        cls, name: str, rents: tuple[float, ...], outcomes: Sequence[ArmOutcome], search: Cost
+        cls, name: str, rents: Sequence[float], outcomes: Sequence[ArmOutcome], search_networks: int
     ) -> "ArmResult":
         """From one outcome per controller, with a lane per rent or one lane for all rents."""
 
-        def stack(values: list[Tensor]) -> Tensor:
-            return torch.stack([v.expand(len(rents), *v.shape[1:]) for v in values])
+        def per_rent(values: Tensor) -> Tensor:
+            return values.expand(len(rents), *values.shape[1:]).unsqueeze(0)
 
-        return cls(name, rents, combine(stack, outcomes), search)
+        stacked = ArmOutcome.cat([outcome.map(per_rent) for outcome in outcomes])
+        return cls(name, tuple(rents), stacked, search_networks)
 
     def array(self, field: str) -> Array:
         """A field of the outcome, `[K, R, H]`."""
@@ -69,75 +56,37 @@ class ArmResult:
         return self.outcome.scores(self.rents).numpy()
 
 
-def run_arms(
-    experiment: PairedExperiment,
+def standard_arms(
     controllers: Sequence[LearnedController],
-    plan_for_all: PlanSearch,
-    plan_per_type: PlanSearch,
-    heuristic: Sweep,
+    plan: PlanSearch,
+    num_hosts: int,
     rents: Sequence[float],
     *,
-    reference_seed: int,
-    controller_cost: Cost,
-) -> list[ArmResult]:
-    """All arms that grow, and the host alone.
-
-    `controller_cost` is the cost of a controller's training without seeds and validation.
-    """
-    rents = tuple(rents)
-    tuned = replace(HeuristicConfig(), **heuristic.best)  # type: ignore[arg-type]
-    wait = ConstantPlan(())
-    for_all = plan_for_all.best.expand(-1, experiment.num_hosts)
-    per_type = plan_per_type.best[:, experiment.type_of_host]
-    scripted = [
-        (Arm(HOST_ALONE, wait), Cost()),
-        (Arm(ALL_SEEDS, wait, preset=_in_every_slot(experiment, reference_seed)), Cost()),
-        (Arm(RANDOM, RandomController(torch.Generator().manual_seed(0))), Cost()),
-        (Arm(SCHEDULE, FixedSchedule()), Cost()),
-        (Arm(HEURISTIC, HeuristicController(tuned), rents), heuristic.cost),
-        (plan_arm(CONSTANT, plan_for_all.plans, for_all, rents), plan_for_all.cost),
-        (plan_arm(CONSTANT_PER_TYPE, plan_per_type.plans, per_type, rents), plan_per_type.cost),
-    ]
-    greedy = [Arm(LEARNED, LearnedController(c.policy), rents) for c in controllers]
-    sampled = [
-        Arm(SAMPLED, _sampling(c, rng_seed), rents) for rng_seed, c in enumerate(controllers)
-    ]
-    outcomes = experiment.run([arm for arm, _ in scripted] + greedy + sampled)
-    results = [
-        ArmResult.of(arm.name, rents, [outcome], cost)
-        for (arm, cost), outcome in zip(scripted, outcomes, strict=False)
-    ]
-    grown = outcomes[len(scripted) :][: len(greedy)]
-    by_sampling = outcomes[len(scripted) + len(greedy) :]
-    again = experiment.run([Arm(FROM_SCRATCH, wait, rents, preset=o.seeds) for o in grown])
-    factor = _relative_flops(by_sampling, experiment)
-    spent, growing = Cost(controller_cost.networks, factor * controller_cost.flops), Cost.of(grown)
-    total = Cost(spent.networks + growing.networks, spent.flops + growing.flops)
+    controller_networks: int,
+) -> list[Arm]:
+    """The controllers and their rivals; `controller_networks` trained each controller."""
+    rents, for_all = tuple(rents), plan.best.expand(-1, num_hosts)
     return [
-        *results,
-        ArmResult.of(LEARNED, rents, grown, spent),
-        ArmResult.of(SAMPLED, rents, by_sampling, spent),
-        ArmResult.of(FROM_SCRATCH, rents, again, total),
+        Arm(HOST_ALONE, ConstantPlan()),
+        Arm(RANDOM, RandomController(torch.Generator().manual_seed(0))),
+        Arm(SCHEDULE, FixedSchedule()),
+        Arm(HEURISTIC, HeuristicController(), rents),
+        plan_arm(CONSTANT, plan.plans, for_all, rents, plan.num_networks),
+        *(
+            Arm(LEARNED, LearnedController(c.policy), rents, controller_networks)
+            for c in controllers
+        ),
     ]
 
 
-def _relative_flops(outcomes: Sequence[ArmOutcome], experiment: PairedExperiment) -> float:
-    """Training FLOPs relative to the bare host (seeds and validation included)."""
-    macs = torch.tensor([float(host.macs) for host in experiment.hosts]).repeat_interleave(
-        experiment.num_hosts // len(experiment.hosts)
-    )
-    bare = macs * experiment.training_rows * TRAINING_FLOPS
-    return float(torch.cat([outcome.training_flops / bare for outcome in outcomes]).mean())
-
-
-def _sampling(controller: LearnedController, rng_seed: int) -> LearnedController:
-    """The same policy, sampling its actions."""
-    generator = torch.Generator(controller.policy.device).manual_seed(rng_seed)
-    return LearnedController(controller.policy, deterministic=False, generator=generator)
-
-
-def _in_every_slot(experiment: PairedExperiment, blueprint: int) -> Seeds:
-    """One blueprint in every slot of every host."""
-    shape = (1, experiment.num_hosts, experiment.hosts[0].num_slots)
-    seeds = torch.full(shape, blueprint)
-    return Seeds(seeds, torch.zeros_like(seeds), torch.ones(shape))
+def run_arms(
+    experiment: PairedExperiment, arms: Sequence[Arm], rents: Sequence[float]
+) -> dict[str, ArmResult]:
+    """The results by name; arms of one name are several controllers of one result."""
+    outcomes = dict[str, list[ArmOutcome]]()
+    for arm, outcome in zip(arms, experiment.run(arms), strict=True):
+        outcomes.setdefault(arm.name, []).append(outcome)
+    searched = {arm.name: arm.search_networks for arm in arms}
+    return {
+        name: ArmResult.of(name, rents, found, searched[name]) for name, found in outcomes.items()
+    }

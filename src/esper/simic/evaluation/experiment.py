@@ -1,25 +1,24 @@
 """Train several arms on the same hosts.
 
-An *arm* is one way to build networks: a controller, or seeds that are present from the start. An arm
-has one *lane* per rent, and every lane trains all H hosts. Host h is identical in every lane:
-architecture, initial weights, data and data order.
+An *arm* is one way to build networks. It has one *lane* per rent, and every lane trains all H hosts.
+Host h is identical in every lane: architecture, initial weights, data and data order.
 
     experiment = PairedExperiment(hosts=hosts, view_ids=(0, 1), repeats=4, task=task, menu=menu)
-    alone, grown = experiment.run([Arm("host alone", ConstantPlan(())), Arm("heuristic", heuristic)])
+    alone, grown = experiment.run([Arm("host alone", ConstantPlan()), Arm("heuristic", heuristic)])
     (grown.validation - alone.validation).mean()
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
-from esper.kasmina.lifecycle import SlotStates
+from esper.leyline.arrays import TensorFields
 from esper.leyline.protocols import Controller
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards import growth_score
@@ -34,16 +33,6 @@ TRAINING_FLOPS = 3 * FORWARD_FLOPS  # the backward pass costs two forward passes
 
 MeasureTest = Callable[[PopulationBatch], Tensor]
 Rows = Literal["test", "validation"]
-_Record = TypeVar("_Record")
-
-
-@dataclass(frozen=True, eq=False)
-class Seeds:
-    """The committed seeds of finished networks, each `[lanes, H, S]`."""
-
-    blueprint: Tensor  # -1: empty slot
-    style: Tensor  # BlendStyle
-    alpha: Tensor  # blend weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +42,11 @@ class Arm:
     name: str
     controller: Controller
     rents: tuple[float, ...] = (0.1,)  # one per lane, shown to the controller
-    preset: Seeds | None = None  # seeds that are committed before training starts
+    search_networks: int = 0  # trained before, to learn or to search
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ArmOutcome:
+class ArmOutcome(TensorFields):
     """The finished networks of an arm, each field `[lanes, H]`; accuracies are 0 to 1."""
 
     validation: Tensor
@@ -69,7 +58,9 @@ class ArmOutcome:
     compute_charge: Tensor
     training_flops: Tensor  # includes removed seeds and validation
     rolled_back: Tensor
-    seeds: Seeds
+    blueprint: Tensor  # of committed seeds, [lanes, H, S]; -1: empty slot
+    style: Tensor  # BlendStyle of these seeds
+    alpha: Tensor  # their blend weights
 
     def scores(self, rents: Sequence[float], rows: Rows = "test") -> Tensor:
         """Scores at one rent per lane; a single lane is scored at every rent."""
@@ -77,37 +68,6 @@ class ArmOutcome:
         rent = torch.tensor(rents, dtype=torch.float64).unsqueeze(1)
         return growth_score(
             accuracy, self.added_params, self.host_params, rent, self.compute_charge
-        )
-
-    def at(self, index: Any) -> "ArmOutcome":
-        """The networks at an index of the first dimensions."""
-        return combine(lambda values: values[0][index], [self])
-
-
-def combine(function: Callable[[list[Tensor]], Tensor], records: Sequence[_Record]) -> _Record:
-    """A record like `records`; each tensor is `function` of the same field of all of them."""
-
-    def combined(values: list[Any]) -> Any:
-        return function(values) if isinstance(values[0], Tensor) else combine(function, values)
-
-    first: Any = records[0]
-    values = {f.name: combined([getattr(r, f.name) for r in records]) for f in fields(first)}
-    result: _Record = type(first)(**values)
-    return result
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Networks trained, and the floating-point operations of their training."""
-
-    networks: int = 0
-    flops: float = 0.0
-
-    @classmethod
-    def of(cls, outcomes: Sequence[ArmOutcome]) -> "Cost":
-        return cls(
-            sum(outcome.validation.numel() for outcome in outcomes),
-            sum(float(outcome.training_flops.sum()) for outcome in outcomes),
         )
 
 
@@ -139,16 +99,6 @@ class PairedExperiment:
         return max(1, int(self.max_macs // (copies * sum(host.macs for host in self.hosts))))
 
     @property
-    def type_of_host(self) -> Tensor:
-        """Index of each host's type (architecture and view), `[H]`."""
-        return torch.arange(self.num_hosts) // self.repeats
-
-    @property
-    def view_of_host(self) -> Tensor:
-        """Index of each host's view in `view_ids`, `[H]`."""
-        return self.type_of_host % len(self.view_ids)
-
-    @property
     def type_names(self) -> tuple[str, ...]:
         widths = ["-".join(str(site.width) for site in host.sites) for host in self.hosts]
         views = [self.task.names[view] for view in self.view_ids]
@@ -158,12 +108,6 @@ class PairedExperiment:
     def training_rows(self) -> int:
         """Examples that each network trains on."""
         return self.host_batch.minibatches * self.host_batch.batch_size * self.growth.num_steps
-
-    def host_flops(self, host: Host) -> float:
-        """FLOPs to train a host without seeds on every view and repeat, validation included."""
-        validation_rows = (1 + self.growth.num_steps) * self.host_batch.validation_rows
-        each = self.training_rows * TRAINING_FLOPS + validation_rows * FORWARD_FLOPS
-        return float(len(self.view_ids) * self.repeats * each * host.macs)
 
     def run(self, arms: Sequence[Arm], *, rng_seed: int = 0) -> list[ArmOutcome]:
         """The outcome of every arm; another `rng_seed` gives other hosts of the same types."""
@@ -177,6 +121,10 @@ class PairedExperiment:
 
     def _run_together(self, arms: Sequence[Arm], rng_seed: int) -> list[ArmOutcome]:
         layout = EnvLayout(arms, self.num_hosts, len(self.hosts))
+        return self.play(layout, self.new_hosts(layout, rng_seed))
+
+    def new_hosts(self, layout: "EnvLayout", rng_seed: int = 0) -> PopulationBatch:
+        """The hosts of every lane, untrained."""
         copies = self.num_hosts // len(self.hosts)
         num_envs = layout.num_lanes * copies
         config = replace(self.host_batch, num_types=len(self.hosts), envs_per_type=num_envs)
@@ -192,7 +140,10 @@ class PairedExperiment:
         )
         view_of_env = views.repeat(len(self.hosts) * layout.num_lanes)
         host_batch.new_hosts(self.hosts, view_of_env, rng_seed)
-        host_batch.preset_seeds(layout.preset_seeds(host_batch.states))
+        return host_batch
+
+    def play(self, layout: "EnvLayout", host_batch: PopulationBatch) -> list[ArmOutcome]:
+        """Train new hosts to the end; the outcome of every arm."""
         environment = GrowthEnvironment(host_batch, self.growth)
         environment.begin(host_batch.facts(), layout.rent)
         finished = play(environment, layout, self.training_rows, self.host_batch.validation_rows)
@@ -214,24 +165,6 @@ class EnvLayout:
         self.env_ids = torch.split(ids, [len(arm.rents) for arm in arms])  # [lanes, H] per arm
         self.rent = torch.empty(ids.numel())
         self.rent[ids] = rents.unsqueeze(1).expand_as(ids)
-
-    def preset_seeds(self, states: SlotStates) -> SlotStates:
-        """Dormant `states` with the arms' preset seeds, committed at their blend weights."""
-        for arm, ids in zip(self.arms, self.env_ids, strict=True):
-            if arm.preset is not None:
-                blueprint = arm.preset.blueprint.flatten(0, 1)
-                is_there = blueprint >= 0
-                weight = (arm.preset.alpha.flatten(0, 1) * is_there).to(states.alpha.dtype)
-                seeds = replace(
-                    states.at(ids.flatten()),
-                    blueprint=blueprint,
-                    style=arm.preset.style.flatten(0, 1),
-                    stage=torch.where(is_there, int(SeedStage.FOSSILIZED), int(SeedStage.DORMANT)),
-                    alpha=weight,
-                    alpha_target=weight,
-                )
-                states = states.put(seeds, ids.flatten())
-        return states
 
     def split(self, finished: ArmOutcome) -> list[ArmOutcome]:
         """The networks of all envs, `[N]`, as one outcome `[lanes, H]` per arm."""
@@ -276,9 +209,7 @@ def play(
         compute_charge=(reports.compute_price * outcome.added_compute).double(),
         training_flops=trained_macs.double() * training_rows * TRAINING_FLOPS + validation_flops,
         rolled_back=rolled_back,
-        seeds=Seeds(
-            torch.where(committed, reports.blueprint, -1),
-            torch.where(committed, environment.host_batch.states.style, 0),
-            torch.where(committed, reports.alpha, 0.0),
-        ),
+        blueprint=torch.where(committed, reports.blueprint, -1),
+        style=torch.where(committed, environment.host_batch.states.style, 0),
+        alpha=torch.where(committed, reports.alpha, 0.0),
     )

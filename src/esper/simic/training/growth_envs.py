@@ -7,27 +7,15 @@ import torch
 from torch import Tensor
 
 from esper.leyline.protocols import Environment, StepOutcome
+from esper.leyline.records import Episodes
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.rewards import GrowthReward, siblings_mean
+from esper.simic.rewards import ROLLBACK_PENALTY, GrowthReward, siblings_mean
 from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.trainer import Outcome
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
-
-
-class Episodes(NamedTuple):
-    """Results of a round's episodes; the decisions themselves are in the buffer."""
-
-    scores: Tensor  # [N] of the committed networks, NaN where the governor ended the episode
-    rent: Tensor  # [N]
-    host_params: Tensor  # [N]
-    lengths: Tensor  # [N] steps
-    rolled_back: Tensor  # [N]
-    accuracy: Tensor  # [N, T] after each step, as are those below
-    added_params: Tensor
-    cost_params: Tensor  # of the seed that the step germinated, or 0
 
 
 class GrowthEnvs:
@@ -100,7 +88,7 @@ class GrowthEnvs:
         """Give the rolled back their penalty, relative to the whole episode of their siblings."""
         rolled_back = torch.stack([step.rolled_back for step in self._trace]).any(dim=0)
         for env in rolled_back.nonzero().flatten().tolist():
-            penalty = self.reward.penalty - float(self._sibling_correction[env])
+            penalty = ROLLBACK_PENALTY - float(self._sibling_correction[env])
             buffer.mark_terminal_with_penalty(env, penalty)
 
     def _observe(self) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
-from esper.leyline.records import RoundRecord
+from esper.leyline.records import Episodes, RoundRecord
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import training_hosts, variant_names, with_checksum
-from esper.simic.training.growth_envs import Episodes, GrowthEnvs
+from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
@@ -89,23 +89,17 @@ class GrowthTraining:
     # -- telemetry ----------------------------------------------------------------------------
 
     def _record(self, metrics: dict[str, float]) -> RoundRecord:
-        rollout, episodes = self.trainer.buffer.get_batched_sequences(), self.envs.episodes()
+        rollout = self.trainer.buffer.get_batched_sequences()
         host_batch, observed = self.environment.host_batch, self._observed_envs()
         return RoundRecord(
             round=self.rounds_done,
             metrics=metrics,
             hosts=host_batch.host_names,
             variants=variant_names(self.config, host_batch),
-            rent=episodes.rent,
-            host_params=episodes.host_params,
-            scores=episodes.scores,
             rollback_reasons=tuple(self.envs.rollback_reasons),
-            step_counts=episodes.lengths,
+            episodes=self.envs.episodes(),
             actions=rollout.actions.to("cpu", copy=True),
             legal=rollout.masks.to("cpu", copy=True),
-            cost_params=episodes.cost_params,
-            accuracy=episodes.accuracy,
-            added_params=episodes.added_params,
             rewards=rollout.rewards.to("cpu", copy=True),
             values=rollout.values.to("cpu", copy=True),
             observed_envs=observed,

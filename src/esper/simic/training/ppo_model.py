@@ -204,10 +204,10 @@ class PPO:
     # -- files --------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the model and its training run.
+        """Write the model and its training run, as it was after its last round.
 
-        Environments with `get_state()` and `set_state()` resume at this very step; others start
-        new episodes and collect the current round again.
+        A resumed run collects the current round again: bit-exact if the environments have
+        `get_state()` and `set_state()`, else with new episodes.
         """
         contents = {
             "config": to_plain(self.config),

@@ -8,6 +8,7 @@
 Gymnasium environments and growing hosts use the same loop. Both meet it behind `TrainingEnvs`.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,11 +66,11 @@ class TrainingEnvs(Protocol):
 
     @property
     def can_save_state(self) -> bool:
-        """Whether a saved run can continue within a round; if not, it collects the round again."""
+        """Whether a saved state has the current episodes; if not, new ones start."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the environments, or what the current round depends on at its start."""
+        """What the next round depends on; called between rounds."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
@@ -111,7 +112,6 @@ class Trainer:
         self.clock = envs.clock
         self.health = HealthMonitor(agent.config.ppo_epochs)
         self._in_round = False
-        self._round_start: dict[str, Any] = {}
         self._mark_round_start()
 
     # -- the loop -----------------------------------------------------------------------------
@@ -224,20 +224,15 @@ class Trainer:
     # -- files --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the run, for a checkpoint.
-
-        Environments that can save their state resume at this very step; others collect the round
-        again.
-        """
+        """All of the run, for a checkpoint; within a round, the run as it was at its start."""
         for name, weight in self.agent.policy.named_parameters():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
-        position = self._position() if self.envs.can_save_state else self._round_start
         return {
             "num_envs": self.envs.num_envs,
             "device": self.agent.device.type,
             "agent": self.agent.state_dict(),
-            **position,
+            **self._round_start,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
@@ -255,28 +250,21 @@ class Trainer:
             seed = torch.randint(2**31, (), generator=self.shuffle_rng)
             self.action_rng.manual_seed(int(seed))
         self.envs.load_state_dict(saved["envs"], self.shuffle_rng)
-        if saved["rollout"] is not None:
-            self.buffer.load_state_dict(saved["rollout"])
+        if saved["state"] is not None:
             self.state = RecurrentState(*(part.to(self.agent.device) for part in saved["state"]))
-            self._in_round = self.progress.round_steps > 0
         self._mark_round_start()
 
     def _mark_round_start(self) -> None:
-        """Keep what is needed to collect the round again, if it cannot be saved within."""
-        if not self.envs.can_save_state:
-            self._round_start = self._position()
-
-    def _position(self) -> dict[str, Any]:
-        """Where the run is: all that changes while a round is collected."""
-        is_exact = self.envs.can_save_state
-        return {
-            "progress": asdict(self.progress),
-            "action_rng": self.action_rng.get_state(),
-            "shuffle_rng": self.shuffle_rng.get_state(),
-            "envs": self.envs.state_dict(),
-            "rollout": self.buffer.state_dict() if is_exact else None,
-            "state": list(self.state) if is_exact else None,
-        }
+        """Keep all that changes while a round is collected: a resumed run collects it again."""
+        self._round_start = copy.deepcopy(
+            {
+                "progress": asdict(self.progress),
+                "action_rng": self.action_rng.get_state(),
+                "shuffle_rng": self.shuffle_rng.get_state(),
+                "envs": self.envs.state_dict(),
+                "state": list(self.state) if self.envs.can_save_state else None,
+            }
+        )
 
 
 def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> None:

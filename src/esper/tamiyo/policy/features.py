@@ -149,11 +149,6 @@ class FeatureLayout:
         start, _ = _BLUEPRINT.positions["fits"]
         return blueprints[..., start] > 0.5
 
-    def positions(self, block: str) -> dict[str, tuple[int, int]]:
-        """Start and width of each feature in its block, by name."""
-        tables = {table.block: table for table in _TABLES}
-        return tables[block].positions
-
     def is_flag(self) -> Tensor:
         """Which of the F features are flags, bool `[F]`; flags are not normalised."""
         env, slot, blueprint = (

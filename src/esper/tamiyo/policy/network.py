@@ -230,7 +230,6 @@ class FactoredRecurrentActorCritic(nn.Module):
         env's `initial` state `[N, L, hidden]`, every other one from zeros. `masks` `[N, T, C]` are
         the rows that applied; later heads are given the stored choices.
         """
-        self._check_rollout(features, actions, masks, parts, initial)
         taken, masks = parts.gather(actions), parts.gather(masks)
         actions = self.choice_checks.in_range(taken, masks, parts.rows, parts.layouts[0].max_steps)
         legal = LegalChoices.from_masks(masks, self.action_space)
@@ -298,24 +297,6 @@ class FactoredRecurrentActorCritic(nn.Module):
         expected = (num_envs, self.config.lstm_layers, self.config.lstm_hidden_dim)
         for name, tensor in zip(state._fields, state, strict=True):
             check_shape(f"state {name}", tensor, expected, "N, L, hidden")
-
-    def _check_rollout(
-        self,
-        features: Tensor,
-        actions: Tensor,
-        masks: Tensor,
-        parts: SequenceParts,
-        initial: RecurrentState,
-    ) -> None:
-        layout = parts.layouts[0]
-        space, rollout = self.action_space, (layout.num_envs, layout.max_steps)
-        heads = f"N, T, {space.sizes_by_name}"
-        check_shape("features", features, (*rollout, self.feature_size), "N, T, F")
-        check_shape("actions", actions, (*rollout, space.num_heads), heads)
-        check_shape("masks", masks, (*rollout, space.num_choices), heads)
-        self._check_state(initial, layout.num_envs)
-        if any(layout.num_episodes == 0 for layout in parts.layouts):
-            raise ValueError("the layout holds no episode; there is nothing to evaluate")
 
 
 def _by_layer(states: list[Tensor]) -> Tensor:

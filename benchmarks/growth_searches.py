@@ -1,6 +1,8 @@
-"""The searches of an evaluation: learning rate, heuristic, constant plans, static networks.
+"""The searches behind the published claims of `growth.py`, beyond those of `esper evaluate`.
 
-All of them choose by validation rows.
+Learning rate and heuristic are tuned on training types. Static networks (hosts of other widths) and
+networks with seeds from the start are trained on the hosts that arms are compared on. All choices
+use validation rows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,35 +11,100 @@ from itertools import chain, product
 from typing import Literal, NamedTuple
 
 import torch
+from growth_statistics import Frontier
 from torch import Tensor
 
+from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
-from esper.leyline.factored_actions import ActionMasks
-from esper.leyline.reports import Reports
-from esper.simic.evaluation.experiment import Arm, ArmOutcome, Cost, PairedExperiment, combine
-from esper.simic.evaluation.statistics import Frontier, RandomSearch
+from esper.kasmina.lifecycle import SlotStates
+from esper.leyline.stages import SeedStage
+from esper.simic.evaluation.experiment import (
+    FORWARD_FLOPS,
+    TRAINING_FLOPS,
+    Arm,
+    ArmOutcome,
+    EnvLayout,
+    PairedExperiment,
+)
 from esper.simic.rewards import growth_score
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.distribution import load_hosts, load_task
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
-from esper.tamiyo.scripted import ConstantPlan, follow_plan
+from esper.tamiyo.scripted import ConstantPlan
 from esper.tolaria.optimizers import AdamW
 
-NEVER = 1 << 30
-LATEST_START = 3  # a plan starts within the first third of training
-UNIFORM_SHARE = 0.25  # of the plans, at most: one blueprint in every slot
-RAMP_STEPS = 2
-FIRST_RNG_SEED, FINAL_RNG_SEED = 1, 4  # hosts of a search are not those that arms are compared on
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """What is tuned and searched, in addition to an `EvaluationConfig`."""
+
+    learning_rates: tuple[float, ...] = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)  # all arms use the best
+    heuristic_scales: tuple[float, ...] = (0.5, 1.0, 2.0)  # tried for gain_scale and crowding
+    # widths of static hosts with one width in all layers, with and without norm
+    frontier_widths: tuple[int, ...] = (4, 6, 8, 10, 12, 16, 20, 24, 32)
+    # factors for all widths of each held-out host, with and without norm; the first is 1
+    widening_factors: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0, 2.5)
+    width_search_share: float = 1.0  # budget, as a share of a controller's training FLOPs
+    # in the arm with all seeds from the start: the first on the menu, else the menu's largest
+    reference_seeds: tuple[str, ...] = ("conv_conv", "dense_dense")
+
+
+# Cost
+
+
+def flops_of(outcomes: Sequence[ArmOutcome]) -> float:
+    """Floating-point operations to train these networks."""
+    return sum(float(outcome.training_flops.sum()) for outcome in outcomes)
+
+
+def host_training_flops(config: TrainConfig) -> float:
+    """FLOPs to train a controller's hosts, without seeds and validation."""
+    hosts = load_hosts(config, load_task(config, config.variants[:1]), config.training_widths)
+    networks, host_batch = config.rounds * config.num_envs, config.host_batch
+    rows = host_batch.minibatches * host_batch.batch_size * config.growth.num_steps
+    return networks * rows * TRAINING_FLOPS * sum(host.macs for host in hosts) / len(hosts)
+
+
+def relative_flops(outcome: ArmOutcome, experiment: PairedExperiment) -> float:
+    """Training FLOPs of `[K, R, H]` relative to the bare host (seeds and validation included)."""
+    macs = torch.tensor([float(host.macs) for host in experiment.hosts]).repeat_interleave(
+        experiment.num_hosts // len(experiment.hosts)
+    )
+    bare = macs * experiment.training_rows * TRAINING_FLOPS
+    return float((outcome.training_flops / bare).mean())
+
+
+def host_flops(experiment: PairedExperiment, host: Host) -> float:
+    """FLOPs to train a host without seeds on every view and repeat, validation included."""
+    validation_rows = (1 + experiment.growth.num_steps) * experiment.host_batch.validation_rows
+    each = experiment.training_rows * TRAINING_FLOPS + validation_rows * FORWARD_FLOPS
+    return float(len(experiment.view_ids) * experiment.repeats * each * host.macs)
+
+
+def type_of_host(experiment: PairedExperiment) -> Tensor:
+    """Index of each host's type (architecture and view), `[H]`."""
+    return torch.arange(experiment.num_hosts) // experiment.repeats
+
+
+def view_of_host(experiment: PairedExperiment) -> Tensor:
+    """Index of each host's view in `view_ids`, `[H]`."""
+    return type_of_host(experiment) % len(experiment.view_ids)
 
 
 # Settings tuned before arms are compared
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sweep:
     """Settings tried, and the validation result of each."""
 
     tried: tuple[dict[str, float], ...]
     results: tuple[float, ...]
-    cost: Cost
+    trained: tuple[ArmOutcome, ...]
+
+    @property
+    def num_networks(self) -> int:
+        return sum(outcome.validation.numel() for outcome in self.trained)
 
     @property
     def best(self) -> dict[str, float]:
@@ -50,14 +117,14 @@ def tune_learning_rate(
     """Accuracy of hosts without seeds at each learning rate."""
     outcomes = [
         replace(experiment, optimizer=AdamW(learning_rate=rate)).run(
-            [Arm("host alone", ConstantPlan(()))], rng_seed=rng_seed
+            [Arm("host alone", ConstantPlan())], rng_seed=rng_seed
         )[0]
         for rate in learning_rates
     ]
     return Sweep(
         tuple({"learning_rate": rate} for rate in learning_rates),
         tuple(float(outcome.validation.mean()) for outcome in outcomes),
-        Cost.of(outcomes),
+        tuple(outcomes),
     )
 
 
@@ -76,120 +143,61 @@ def tune_heuristic(
     ]
     outcomes = experiment.run(arms, rng_seed=rng_seed)
     scores = tuple(float(outcome.scores(rents, "validation").mean()) for outcome in outcomes)
-    return Sweep(tried, scores, Cost.of(outcomes))
+    return Sweep(tried, scores, tuple(outcomes))
 
 
-# Constant plans: fixed seeds in fixed slots at fixed steps. Their networks do not depend on the
-# rent, so each candidate is trained once and scored at every rent.
+# Seeds that are committed before training starts
 
 
-@dataclass(frozen=True, eq=False)
-class Plans:
-    """M plans, each field `[M, S]`."""
-
-    step: Tensor  # NEVER: nothing grows in this slot
-    blueprint: Tensor
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-
-def candidate_plans(
-    count: int, num_slots: int, num_blueprints: int, num_steps: int, generator: torch.Generator
-) -> Plans:
-    """The plan without seeds, some with one blueprint in every slot at step 0, and random ones.
-
-    Random plans have one or more seeds; three in four of them start at step 0.
-    """
-    shape = (count, num_slots)
-
-    def sample(below: int, *size: int) -> Tensor:
-        return torch.randint(below, size, generator=generator)
-
-    rank = torch.rand(shape, generator=generator).argsort(dim=1)
-    is_grown = rank < 1 + sample(num_slots, count, 1)
-    is_grown[0] = False
-    is_late = torch.rand(count, 1, generator=generator) < 0.25
-    start = torch.where(is_late, sample(max(1, num_steps // LATEST_START), count, 1), 0)
-    step = torch.where(is_grown, start.expand(shape), NEVER)
-    blueprint = sample(num_blueprints, *shape)
-    num_uniform = min(num_blueprints, int(UNIFORM_SHARE * count))
-    uniform = slice(1, 1 + num_uniform)
-    step[uniform], blueprint[uniform] = 0, torch.arange(num_uniform).unsqueeze(1)
-    return Plans(step, blueprint)
-
-
-class PlanPerEnv:
-    """A controller that follows plan `choice [N]` in each env."""
-
-    def __init__(self, plans: Plans, choice: Tensor):
-        self._step, self._blueprint = plans.step[choice], plans.blueprint[choice]
-
-    def begin(self, env_ids: Tensor) -> None:
-        """No state to reset."""
-
-    def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
-        return follow_plan(reports, masks, self._step, self._blueprint, RAMP_STEPS)
-
-
-def plan_arm(name: str, plans: Plans, choice: Tensor, rents: Sequence[float]) -> Arm:
-    """An arm that follows plan `choice [lanes, H]` in each host."""
-    return Arm(name, PlanPerEnv(plans, choice.flatten()), tuple(rents))
-
-
-def run_plans(experiment: PairedExperiment, plans: Plans, *, rng_seed: int) -> ArmOutcome:
-    """Every plan on every host, `[M, H]`."""
-    hosts = experiment.num_hosts
-    arms = [
-        plan_arm("plans", plans, part.unsqueeze(1).expand(-1, hosts), [0.1] * len(part))
-        for part in torch.split(torch.arange(len(plans)), experiment.max_lanes)
-    ]
-    return combine(torch.cat, experiment.run(arms, rng_seed=rng_seed))
-
-
-@dataclass(frozen=True, eq=False)
-class PlanSearch:
-    """The best of some plans, and how all of them did."""
-
-    plans: Plans
-    best: Tensor  # index of the best plan, [R, types]
-    pool: ArmOutcome  # every plan on every host, [M, H]
-    cost: Cost
-
-    def random_search(self, rent: float) -> RandomSearch:
-        """Plans tried at random on each host, at a rent."""
-        validation, test = (self.pool.scores([rent], rows) for rows in ("validation", "test"))
-        return RandomSearch(validation.numpy(), test.numpy())
-
-
-def search_plans(
+def train_with_seeds(
     experiment: PairedExperiment,
-    plans: Plans,
-    rents: Sequence[float],
-    *,
-    num_types: int,
-    finalists: int,
-) -> PlanSearch:
-    """The plan with the best mean validation score for each rent and type, in two rounds.
+    blueprint: Tensor,
+    style: Tensor,
+    alpha: Tensor,
+    rents: Sequence[float] = (0.1,),
+) -> ArmOutcome:
+    """Networks that have these seeds from the start, each `[lanes, H, S]`; -1 is an empty slot."""
+    layout = EnvLayout(
+        [Arm("preset", ConstantPlan(), tuple(rents))], experiment.num_hosts, len(experiment.hosts)
+    )
+    host_batch = experiment.new_hosts(layout)
+    (ids,) = layout.env_ids
+    states = committed(host_batch.states, ids.flatten(), blueprint, style, alpha)
+    host_batch.preset_seeds(states)
+    (outcome,) = experiment.play(layout, host_batch)
+    return outcome
 
-    Consecutive hosts form a type; `num_types=1` pools all hosts. In the second round the
-    `finalists` run on other hosts, because the first round favours the plans it selected.
-    """
-    pool = run_plans(experiment, plans, rng_seed=FIRST_RNG_SEED)
-    per_plan = (len(plans), num_types, -1)
-    scores = torch.stack(
-        [pool.scores([rent], "validation").view(per_plan).mean(dim=2) for rent in rents]
-    )  # [R, M, types]
-    if finalists == 1:
-        return PlanSearch(plans, scores.argmax(dim=1), pool, Cost.of([pool]))
-    first, top = scores.topk(finalists, dim=1)
-    choice = top.repeat_interleave(experiment.num_hosts // num_types, dim=2).flatten(0, 1)
-    lane_rents = [rent for rent in rents for _ in range(finalists)]
-    arm = plan_arm("finals", plans, choice, lane_rents)
-    (finals,) = experiment.run([arm], rng_seed=FINAL_RNG_SEED)
-    again = finals.scores(lane_rents, "validation").view(len(rents), finalists, num_types, -1)
-    winner = (first + again.mean(dim=3)).argmax(dim=1, keepdim=True)
-    return PlanSearch(plans, top.gather(1, winner).squeeze(1), pool, Cost.of([pool, finals]))
+
+def committed(
+    states: SlotStates, ids: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor
+) -> SlotStates:
+    """Dormant `states` with seeds committed in envs `ids` at their blend weights."""
+    blueprint = blueprint.flatten(0, 1)
+    is_there = blueprint >= 0
+    weight = (alpha.flatten(0, 1) * is_there).to(states.alpha.dtype)
+    seeds = replace(
+        states.at(ids),
+        blueprint=blueprint,
+        style=style.flatten(0, 1),
+        stage=torch.where(is_there, int(SeedStage.FOSSILIZED), int(SeedStage.DORMANT)),
+        alpha=weight,
+        alpha_target=weight,
+    )
+    return states.put(seeds, ids)
+
+
+def all_seeds(experiment: PairedExperiment, blueprint: Blueprint) -> ArmOutcome:
+    """Hosts with one blueprint in every slot from the start, `[1, H]`."""
+    shape = (1, experiment.num_hosts, experiment.hosts[0].num_slots)
+    seeds = torch.full(shape, experiment.menu.index(blueprint))
+    return train_with_seeds(experiment, seeds, torch.zeros_like(seeds), torch.ones(shape))
+
+
+def reference_seed(settings: SearchConfig, experiment: PairedExperiment) -> Blueprint:
+    by_name = {blueprint.name: blueprint for blueprint in experiment.menu}
+    known = [by_name[name] for name in settings.reference_seeds if name in by_name]
+    site = experiment.hosts[0].sites[0]
+    return known[0] if known else max(experiment.menu, key=lambda b: b.program(site).num_params)
 
 
 # Static networks: hosts of other widths, with and without norm, trained without growth. The uniform
@@ -294,15 +302,13 @@ def train_static(
     smallest = min(experiment.menu, key=lambda blueprint: blueprint.program(site).num_params)
     without_seeds = replace(experiment, menu=(smallest,))  # reserves the least memory for seeds
     outcomes = [
-        replace(without_seeds, hosts=part).run([Arm("static", ConstantPlan(()))])[0]
+        replace(without_seeds, hosts=part).run([Arm("static", ConstantPlan())])[0]
         for part in _split_by_size(built, experiment.max_macs / (repeats * views))
     ]
 
-    def join(parts: list[Tensor]) -> Tensor:
-        joined = torch.cat([part[0] for part in parts])
-        return joined.view(-1, views, repeats, *joined.shape[1:])
-
-    return StaticPool(tuple(hosts), lines, combine(join, outcomes))
+    networks = ArmOutcome.cat([outcome.map(lambda values: values[0]) for outcome in outcomes])
+    shaped = networks.map(lambda values: values.view(-1, views, repeats, *values.shape[1:]))
+    return StaticPool(tuple(hosts), lines, shaped)
 
 
 def _split_by_size(hosts: Sequence[Host], max_macs: float) -> list[tuple[Host, ...]]:
@@ -325,7 +331,7 @@ def width_search(
     Networks smaller than the host are left out, since growth cannot shrink a host. `alone` is the
     host without growth, `[1, R, H]`. Hosts of one type get different repeats of a network.
     """
-    view = experiment.view_of_host
+    view = view_of_host(experiment)
     repeat = torch.arange(experiment.num_hosts) % experiment.repeats
     host_params, host_macs = alone.host_params[0, 0], alone.macs[0, 0]
     added = pool.sizes("params").unsqueeze(1) - host_params  # [A, H]
@@ -343,7 +349,7 @@ def width_search(
         ]
     )  # [R, H]
     return replace(
-        pool.networks.at((chosen, view, repeat)),
+        pool.networks.at(chosen, view, repeat),
         host_params=host_params.expand(chosen.shape),
         added_params=added.gather(0, chosen),
         compute_charge=charge.gather(0, chosen),

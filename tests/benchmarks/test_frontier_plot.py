@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
+from frontier_plot import draw_frontier
 from matplotlib.figure import Figure
-
-from esper.nissa.frontier_plot import draw_frontier
 
 LINES = [
     {
