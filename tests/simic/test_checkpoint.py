@@ -24,7 +24,7 @@ TOTAL_STEPS = 5 * NUM_ENVS * HORIZON
 
 
 def start(make=CueMemory, mode=AutoresetMode.NEXT_STEP, config=CONFIG, heads=None):
-    return PPO(vector(make, NUM_ENVS, mode), config, heads)
+    return PPO(vector(make, NUM_ENVS, mode), heads, config)
 
 
 def run_steps(model: PPO, count: int) -> None:
@@ -124,7 +124,7 @@ def test_a_wrapper_that_may_remember_something_is_not_taken_for_exact():
     assert not start(lambda: Remembering(CueMemory())).envs.can_save_state
     inside = vector(CueMemory, NUM_ENVS)
     around = gymnasium.wrappers.vector.RecordEpisodeStatistics(inside)
-    assert not PPO(around, CONFIG).envs.can_save_state
+    assert not PPO(around, config=CONFIG).envs.can_save_state
 
 
 def test_another_environment_is_refused_with_what_differs(tmp_path):

@@ -26,7 +26,7 @@ CONFIG = GymConfig(
 
 
 def train(envs, total_steps, config=CONFIG, heads=None, callback=None):
-    return PPO(envs, config, heads).learn(total_steps, callback)
+    return PPO(envs, heads, config).learn(total_steps, callback)
 
 
 def world_of(envs, heads=None):
@@ -65,7 +65,7 @@ def counters(mode: AutoresetMode) -> SyncVectorEnv:
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_rollout_holds_exactly_the_steps_taken_in_every_autoreset_mode(mode):
-    trainer = PPO(counters(mode), CONFIG).trainer
+    trainer = PPO(counters(mode), config=CONFIG).trainer
     trainer.collect()
     stored, counts = trainer.buffer.fields, trainer.buffer.step_counts
     for env, length in enumerate((3, 4, 1)):
@@ -93,7 +93,7 @@ def test_every_autoreset_mode_stores_bit_exact_the_same_rows(make, mode):
     def collected(mode):
         heads = RowThenColumn.action_heads if make is RowThenColumn else None
         config = replace(CONFIG, horizon=40)
-        trainer = PPO(vector(make, 3, mode), config, heads).trainer
+        trainer = PPO(vector(make, 3, mode), heads, config).trainer
         trainer.collect(deterministic=True)
         return trainer.buffer.state_dict()
 
@@ -117,7 +117,7 @@ def test_every_autoreset_mode_stores_bit_exact_the_same_rows(make, mode):
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_cut_row_bootstraps_from_the_final_observation_and_the_state_that_saw_it(mode):
-    model = PPO(counters(mode), CONFIG)
+    model = PPO(counters(mode), config=CONFIG)
     model.trainer.collect()
     stored, ppo = model.trainer.buffer.fields, model.agent
     # env 0, its first episode: rows 0 to 2; replay it from a zero state
@@ -141,7 +141,7 @@ def test_evaluation_counts_whole_episodes_of_every_env(mode):
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_model_evaluated_in_its_own_environments_continues_with_new_episodes(mode):
     envs = counters(mode)
-    model = PPO(envs, CONFIG)
+    model = PPO(envs, config=CONFIG)
     model.learn(100, should_stop=iter([False] * 20 + [True]).__next__)  # within the second round
     steps, episodes = model.trainer.progress.steps_before_round, list(model.envs.log.recent)
     evaluate(model, envs, episodes=4)
@@ -158,7 +158,7 @@ def test_a_model_evaluated_in_its_own_environments_continues_with_new_episodes(m
 
 
 def test_autoreset_steps_do_not_enter_the_normaliser():
-    trainer = PPO(counters(AutoresetMode.NEXT_STEP), CONFIG).trainer
+    trainer = PPO(counters(AutoresetMode.NEXT_STEP), config=CONFIG).trainer
     trainer.collect()
     seen = trainer.buffer.states[trainer.buffer.valid_mask]
     trainer.learn()
@@ -289,7 +289,7 @@ def test_a_missing_mask_names_the_env():
             *rest, info = super().step(action)
             return *rest, info if self.np_random_seed == 0 else {}
 
-    model = PPO(vector(Sometimes, 2), CONFIG)
+    model = PPO(vector(Sometimes, 2), config=CONFIG)
     with pytest.raises(ValueError, match=r"envs \[1\] gave no info\['action_mask'\]"):
         model.learn(100)
 
@@ -307,7 +307,7 @@ def test_an_episodes_last_step_needs_no_mask(mode, as_list):
             return *rest, truncated, {} if truncated else info
 
     envs = vector(Lasts, 3, mode)
-    model = PPO(envs, CONFIG)
+    model = PPO(envs, config=CONFIG)
     progress = model.trainer.progress
     model.learn(100, should_stop=lambda: progress.episodes >= 3)  # all end together
     envs.envs[1].elapsed = 4
@@ -336,11 +336,11 @@ def test_mistakes_are_found_before_the_first_step():
     with pytest.raises(ValueError, match="not a vector environment; use gymnasium.make_vec"):
         PPO(CueMemory())
     with pytest.raises(ValueError, match=r"config is a PPOConfig; use GymConfig\(ppo="):
-        PPO(vector(CueMemory, 4), PPOConfig())
+        PPO(vector(CueMemory, 4), config=PPOConfig())
     with pytest.raises(ValueError, match=r"no sub-environments with an action_masks\(\) method"):
-        PPO(vector(NoMasks, 4), GymConfig(masks="method"))
+        PPO(vector(NoMasks, 4), config=GymConfig(masks="method"))
     with pytest.raises(ValueError, match=r"envs \[0, 1, 2, 3\] gave no info"):
-        PPO(vector(NoMasks, 4), GymConfig(masks="info"))
+        PPO(vector(NoMasks, 4), config=GymConfig(masks="info"))
     with pytest.raises(ValueError, match="episodes=0"):
         evaluate(train(vector(CueMemory, 2), 32), vector(CueMemory, 2), 0)
 
@@ -391,7 +391,7 @@ def test_an_episode_start_resets_the_state_of_its_env_alone():
 def test_learning_again_adds_steps_and_restarts_the_schedules():
     rates = []
     config = replace(CONFIG, ppo=replace(CONFIG.ppo, learning_rate_schedule="linear"))
-    model = PPO(vector(CueMemory, 2, AutoresetMode.SAME_STEP), config)
+    model = PPO(vector(CueMemory, 2, AutoresetMode.SAME_STEP), config=config)
     for total in (64, 65):
         model.learn(total, lambda _, metrics: rates.append(metrics["ppo/learning_rate"]))
     assert model.num_steps == 64 + 96
