@@ -578,7 +578,6 @@ def test_an_entropy_bonus_that_falls_is_that_much_smaller():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(num_minibatches=3), "num_envs=4 does not split into num_minibatches=3"),
         (dict(clip=0.0), "clip=0.0"),
         (dict(gamma=1.5), "gamma=1.5"),
         (dict(ppo_epochs=0), "ppo_epochs=0"),

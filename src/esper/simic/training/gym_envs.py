@@ -284,8 +284,10 @@ class GymEnvs:
     @property
     def kind(self) -> str:
         """The class of the environments without their wrappers."""
+        from gymnasium.vector import SyncVectorEnv
+
         inner = self.vector_env.unwrapped
-        return str(type(inner.envs[0].unwrapped if hasattr(inner, "envs") else inner))
+        return str(type(inner.envs[0].unwrapped if isinstance(inner, SyncVectorEnv) else inner))
 
     # -- checkpoints --------------------------------------------------------------------------
 
