@@ -63,7 +63,9 @@ def learn(make, mode, total_steps, rng_seed=0) -> tuple[float, float]:
         return False
 
     model.learn(
-        total_steps, lambda _, metrics: ratio_errors.append(metrics["ppo/first_ratio_error"]), watch
+        total_steps,
+        lambda _, metrics: ratio_errors.append(metrics["ppo/first_ratio_error"]),
+        should_stop=watch,
     )
     earned, foreseen = play(model, make())
     assert max(ratio_errors) < 1e-5

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -250,3 +251,20 @@ def test_the_scale_of_pixels_is_taken_from_the_first_rollout_and_kept():
     model.learn(64)
     assert scales.count == count
     torch.testing.assert_close((scales.mean, scales.std), (mean, std), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_every_autoreset_mode_stores_dict_observations_with_their_masks(mode):
+    model = esper.PPO(vector(Stranger, 3, mode), config=replace(CONFIG, horizon=30))
+    trainer = model.trainer
+    trainer.collect()
+    stored, counts = trainer.buffer.fields, trainer.buffer.step_counts
+    for env, count in enumerate(counts.tolist()):
+        fuel = 1 - (torch.arange(count) % 8) / 8  # the first feature; pixels follow
+        torch.testing.assert_close(stored["states"][env, :count, 0], fuel)
+        ends = torch.arange(count) % 8 == 7
+        assert torch.equal(stored["truncated"][env, :count], ends)
+        assert stored["bootstrap_values"][env, :count][ends].isfinite().all()
+        legal = [True, True, False]
+        part = model.spaces.action_space.slices[model.spaces.action_space.index("move")]
+        assert all(row == legal for row in stored["masks"][env, :count, part].tolist())

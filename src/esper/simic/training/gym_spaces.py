@@ -49,6 +49,10 @@ class Entry:
     def name(self) -> str:
         return "".join(f"[{key!r}]" for key in self.path)
 
+    def __str__(self) -> str:
+        parts = (self.name, self.kind, self.shape, self.sizes, self.low, self.high)
+        return " ".join(str(part) for part in parts if part not in ("", ()))
+
     @property
     def image_shape(self) -> ImageShape:
         height, width, channels = self.shape
@@ -263,12 +267,10 @@ class GymSpaces:
             )
 
     def _layout(self) -> dict[str, Any]:
-        sizes = tuple(size for entry in self.action for size in entry.sizes)
         return {
-            "head sizes": sizes,
-            "action": self.action,
-            "features": self.num_features,
-            "observation": self.observation,
+            "head sizes": tuple(size for entry in self.action for size in entry.sizes),
+            "action": ", ".join(map(str, self.action)),
+            "observation": ", ".join(map(str, self.observation)),
             "mask entry": self.mask_entry,
         }
 
@@ -428,7 +430,9 @@ def _mask_array(what: str, masks: Any, expected: tuple[int, ...]) -> Array:
     """The masks of all envs as a bool array; a copy, because environments reuse theirs."""
     shape = f"(envs, {', '.join(map(str, expected))})"
     try:
-        array = np.array(list(masks))  # a list: unpacks an object array of lists
+        if not isinstance(masks, np.ndarray) or masks.dtype == object:
+            masks = list(masks)  # unpacks an object array of lists
+        array = np.array(masks)
         is_legal = array.astype(bool)
     except ValueError as error:
         raise ValueError(f"{what}: {error}; expected one array {shape}") from error

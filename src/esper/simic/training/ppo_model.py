@@ -207,7 +207,8 @@ class PPO:
                     metrics["eval/return"] = float(result.returns.mean())
                     metrics["eval/length"] = float(result.lengths.mean())
                 record(progress.steps, metrics)
-                if callback is not None and callback(progress.steps, metrics) is False:
+                answer = None if callback is None else callback(progress.steps, metrics)
+                if isinstance(answer, bool | np.bool_) and not answer:
                     break
                 trainer.clock.lap("telemetry")
         return self
