@@ -99,7 +99,7 @@ class GymEnvs:
         self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
         self._mask_key = mask_key
         self._read_keys: set[str] = set()  # of info, looked at for masks under another name
-        self.rounds = 0
+        self.rounds, self._where = 0, ""  # the round that errors name
         self.pending = np.zeros(self.num_envs, dtype=bool)
         observations, infos = envs.reset(seed=rng_seed)
         self.mask_source = self._find_mask_source(infos, mask_source)
@@ -123,6 +123,7 @@ class GymEnvs:
         self._observe(*self.vector_env.reset(seed=rng_seed))
 
     def begin_round(self) -> Tensor:
+        self._where = f", round {self.rounds + 1}"
         return torch.zeros(self.num_envs, dtype=torch.bool)
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
@@ -175,7 +176,7 @@ class GymEnvs:
         if self._autoreset == "SAME_STEP":
             final = self.spaces.features_of_each(list(infos["final_obs"][ended]))
             features[torch.from_numpy(ended)] = final
-        self._require_finite(features)
+        self.spaces.require_finite(features, self._where)
         return features
 
     def _observe(
@@ -187,7 +188,7 @@ class GymEnvs:
     ) -> None:
         """Set the current observation and masks."""
         self.features = self.spaces.features(observations)
-        self._require_finite(self.features)
+        self.spaces.require_finite(self.features, self._where)
         if self.mask_source == "none":
             if self._is_unmasked_by_chance and (new := infos.keys() - self._read_keys):
                 self._read_keys |= new
@@ -236,9 +237,6 @@ class GymEnvs:
             for group, given_group in zip(groups, given_groups, strict=True):
                 group[needed] = given_group
         return groups, given
-
-    def _require_finite(self, features: Tensor) -> None:
-        self.spaces.require_finite(features, f", round {self.rounds + 1}")
 
     def _find_mask_source(self, infos: dict[str, Any], asked: MaskOption) -> MaskOption:
         """Where masks come from: as asked, or the first source that the environment offers."""

@@ -28,14 +28,14 @@ Array = NDArray[Any]
 Path = tuple[str | int, ...]  # keys of Dicts and positions in Tuples
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Entry:
     """An array of an observation or an action; Dict and Tuple spaces have several."""
 
     path: Path
     kind: Literal["numbers", "choices", "image"]
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # of an action
     sizes: tuple[int, ...] = ()  # of choices: how many values each element has
     low: tuple[float, ...] = ()  # lowest value of each element; not of observed numbers
     high: tuple[float, ...] = ()  # highest value of each element of an action in numbers
@@ -46,27 +46,19 @@ class Entry:
         return sum(self.sizes) if self.kind == "choices" else math.prod(self.shape)
 
     @property
-    def name(self) -> str:
-        return "".join(f"[{key!r}]" for key in self.path)
-
-    def __str__(self) -> str:
-        parts = (self.name, self.kind, self.shape, self.sizes, self.low, self.high)
-        return " ".join(str(part) for part in parts if part not in ("", ()))
-
-    @property
     def image_shape(self) -> ImageShape:
-        height, width, channels = self.shape
-        if self.is_channels_first:
-            channels, height, width = self.shape
-        return channels, height, width
+        first, middle, last = self.shape
+        return (first, middle, last) if self.is_channels_first else (last, first, middle)
 
     @property
     def is_channels_first(self) -> bool:
-        """The axis that differs from two equal ones, or the smaller one of the first and last."""
+        """The channels are the axis that differs from two equal ones, or else the smaller end."""
         first, middle, last = self.shape
-        if first == middle or middle == last:
-            return first != middle
-        return first < last
+        return first != middle and (middle == last or first < last)
+
+    def __str__(self) -> str:
+        parts = (_name(self.path), self.kind, self.shape, self.sizes, self.low, self.high)
+        return " ".join(str(part) for part in parts if part not in ("", ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +84,11 @@ class GymSpaces:
         space = envs.single_observation_space
         if not isinstance(space, spaces.Dict) or mask_entry not in space.spaces:
             mask_entry = None
-        entries = [
-            _observation_entry(path, part)
-            for path, part in _entries(space)
-            if mask_entry is None or path[0] != mask_entry
-        ]
-        entries.sort(key=lambda entry: entry.kind == "image")  # stable
+        parts = [part for part in _parts(space) if mask_entry is None or part[0][0] != mask_entry]
+        entries = sorted((_observed(*part) for part in parts), key=lambda e: e.kind == "image")
         if not sum(entry.width for entry in entries):
             raise ValueError(f"observation space {space} holds no numbers; add an entry that does")
-        action = tuple(_action_entry(*part) for part in _entries(envs.single_action_space))
+        action = tuple(_acted(*part) for part in _parts(envs.single_action_space))
         action_space, head_of = _match_heads(action, heads, envs.single_action_space)
         return cls(
             observation=tuple(entries),
@@ -140,7 +128,7 @@ class GymSpaces:
         for entry, array in zip(self.observation, arrays, strict=True):
             if array.shape != (len(features), *entry.shape):
                 raise ValueError(
-                    f"observations{entry.name}: got shape {array.shape}, expected "
+                    f"observations{_name(entry.path)}: got shape {array.shape}, expected "
                     f"(envs, {', '.join(map(str, entry.shape))})"
                 )
             _write(features[:, start : start + entry.width], entry, array)
@@ -152,14 +140,11 @@ class GymSpaces:
         if features.isfinite().all():
             return
         env, column = (~features.isfinite()).nonzero()[0].tolist()
-        value, starts = features[env, column].item(), [0]
-        for entry in self.observation:
-            starts.append(starts[-1] + entry.width)
-        index = next(i for i, end in enumerate(starts[1:]) if column < end)
-        name = f"observation{self.observation[index].name}"
+        places = [(_name(e.path), i) for e in self.observation for i in range(e.width)]
         raise ValueError(
-            f"env {env}{where}: the {name} holds {value} at position {column - starts[index]}; "
-            "the environment must give finite float32 numbers"
+            f"env {env}{where}: the observation{places[column][0]} holds "
+            f"{features[env, column].item()} at position {places[column][1]}; the environment must "
+            "give finite float32 numbers"
         )
 
     # -- actions ------------------------------------------------------------------------------
@@ -211,18 +196,16 @@ class GymSpaces:
             ends = np.cumsum([*sizes.values()])[:-1]
             masks = dict(zip(sizes, np.split(array, ends, axis=-1), strict=True))
         num_envs = len(next(iter(masks.values()), ()))
-        numbers = {space.names[i]: space.mask_shape(space.names[i]) for i in space.continuous}
-        masks = {name: np.ones((num_envs, *shape)) for name, shape in numbers.items()} | dict(masks)
+        used = {
+            space.names[i]: np.ones((num_envs, *space.mask_shape(space.names[i])))
+            for i in space.continuous
+        }
+        masks = used | dict(masks)
         space.check_names(masks)
-        arrays = {}
-        for name in space.names:
-            shape, what = space.mask_shape(name), f"mask of head {name!r}"
-            if name in numbers and np.ndim(masks[name]) == len(
-                shape
-            ):  # without the axis of choices
-                arrays[name] = _mask_array(what, masks[name], shape[:-1])[..., None]
-            else:
-                arrays[name] = _mask_array(what, masks[name], shape)
+        arrays = {
+            name: _mask_array(f"mask of head {name!r}", masks[name], space.mask_shape(name))
+            for name in space.names
+        }
         self._require_choices(arrays)
         return [
             np.concatenate([arrays[space.names[i]] for i in group], -1)
@@ -275,18 +258,22 @@ class GymSpaces:
         }
 
 
-def _entries(space: "gymnasium.Space[Any]", path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _parts(space: "gymnasium.Space[Any]", path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """The spaces inside Dict and Tuple spaces, with their paths."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
         for key, part in space.spaces.items():
-            yield from _entries(part, (*path, str(key)))
+            yield from _parts(part, (*path, str(key)))
     elif isinstance(space, spaces.Tuple):
         for index, part in enumerate(space.spaces):
-            yield from _entries(part, (*path, index))
+            yield from _parts(part, (*path, index))
     else:
         yield path, space
+
+
+def _name(path: Path) -> str:
+    return "".join(f"[{key!r}]" for key in path)
 
 
 def _at(value: Any, path: Path) -> Any:
@@ -295,7 +282,7 @@ def _at(value: Any, path: Path) -> Any:
         for key in path:
             value = value[key]
     except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"the entry {list(path)} is missing") from error
+        raise ValueError(f"the entry {_name(path)} is missing") from error
     return value
 
 
@@ -308,34 +295,40 @@ def _nest(parts: dict[Path, Any]) -> Any:
     return tuple(inner.values()) if isinstance(next(iter(keys)), int) else inner
 
 
-def _observation_entry(path: Path, space: "gymnasium.Space[Any]") -> Entry:
+def _observed(path: Path, space: "gymnasium.Space[Any]") -> Entry:
+    """An entry of the observation."""
     from gymnasium import spaces
 
-    if (choices := _choices_entry(path, space)) is not None:
-        return choices
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return _acted(path, space)
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         is_image = space.dtype == np.uint8 and len(space.shape) == 3
-        kind: Literal["image", "numbers"] = "image" if is_image else "numbers"
-        return Entry(path=path, kind=kind, shape=tuple(space.shape), dtype=str(space.dtype))
+        return Entry(path, "image" if is_image else "numbers", space.shape, "")
     keep = "leave it out with gymnasium.wrappers.FilterObservation(env, [the other keys]), or "
     raise ValueError(
-        f"the observation{Entry(path=path, kind='numbers', shape=(), dtype='').name} is a {space}, "
-        f"which has no fixed number of features; {keep if path else ''}turn it into a Box with "
+        f"the observation{_name(path)} is a {space}, which has no fixed number of features; "
+        f"{keep if path else ''}turn it into a Box with "
         "gymnasium.wrappers.TransformObservation(env, function, space)"
     )
 
 
-def _action_entry(path: Path, space: "gymnasium.Space[Any]") -> Entry:
+def _acted(path: Path, space: "gymnasium.Space[Any]") -> Entry:
+    """An entry of the action."""
     from gymnasium import spaces
 
-    shape, dtype = space.shape or (), str(space.dtype)
-    if (choices := _choices_entry(path, space)) is not None:
-        return choices
+    shape, dtype, where = (
+        space.shape or (),
+        str(space.dtype),
+        f"the action{_name(path)} is a {space}",
+    )
+    if isinstance(space, spaces.Discrete):
+        return Entry(path, "choices", shape, dtype, (int(space.n),), (float(space.start),))
+    if isinstance(space, spaces.MultiDiscrete):
+        sizes, starts = (array.flatten().tolist() for array in (space.nvec, space.start))
+        return Entry(path, "choices", shape, dtype, tuple(sizes), tuple(map(float, starts)))
     if isinstance(space, spaces.MultiBinary):
-        zeros = (0.0,) * math.prod(shape)
-        sizes = (2,) * len(zeros)
-        return Entry(path=path, kind="choices", shape=shape, dtype=dtype, sizes=sizes, low=zeros)
-    where = f"the action{''.join(f'[{key!r}]' for key in path)} is a {space}"
+        size = math.prod(shape)
+        return Entry(path, "choices", shape, dtype, (2,) * size, (0.0,) * size)
     if not isinstance(space, spaces.Box):
         raise ValueError(f"{where}; use Discrete, MultiDiscrete, MultiBinary, Box, Dict or Tuple")
     if not np.issubdtype(space.dtype, np.floating):
@@ -346,26 +339,7 @@ def _action_entry(path: Path, space: "gymnasium.Space[Any]") -> Entry:
             "lambda action: action, Box(low, high)) with finite bounds"
         )
     low, high = (tuple(map(float, bound.flatten())) for bound in (space.low, space.high))
-    return Entry(path=path, kind="numbers", shape=shape, dtype=dtype, low=low, high=high)
-
-
-def _choices_entry(path: Path, space: "gymnasium.Space[Any]") -> Entry | None:
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Discrete):
-        sizes = (int(space.n),)
-    elif isinstance(space, spaces.MultiDiscrete):
-        sizes = tuple(space.nvec.flatten().tolist())
-    else:
-        return None
-    return Entry(
-        path=path,
-        kind="choices",
-        shape=space.shape or (),
-        dtype=str(space.dtype),
-        sizes=sizes,
-        low=tuple(map(float, np.ravel(space.start))),
-    )
+    return Entry(path, "numbers", shape, dtype, (), low, high)
 
 
 def _match_heads(
@@ -384,8 +358,10 @@ def _match_heads(
     head_of = tuple(range(given.num_heads))
     if set(given.names) == set(expected.names):
         head_of = tuple(map(given.index, expected.names))
-    found = tuple("continuous" if h.continuous else h.size for h in given)
-    needed = tuple("continuous" if h.continuous else h.size for h in expected)
+    found, needed = (
+        tuple("continuous" if h.continuous else h.size for h in heads)
+        for heads in (given, expected)
+    )
     if tuple(found[i] for i in head_of) != needed:
         raise ValueError(
             f"the heads have sizes {found}, but the environment's {space} needs {needed}; its heads "
@@ -396,34 +372,28 @@ def _match_heads(
 
 def _default_heads(entry: Entry) -> Iterator[Head]:
     """A head for each element; named after its place in the action."""
-    keys = entry.path if entry.path and isinstance(entry.path[0], str) else ("action", *entry.path)
-    name = "_".join(map(str, keys))
+    keys = entry.path if isinstance((*entry.path, 0)[0], str) else ("action", *entry.path)
+    name, is_number = "_".join(map(str, keys)), entry.kind == "numbers"
     for index in range(len(entry.low)):
-        label = f"{name}_{index}" if entry.shape else name
-        if entry.kind == "numbers":
-            yield Head(label, continuous=True)
-        else:
-            yield Head(label, entry.sizes[index])
+        size = 1 if is_number else entry.sizes[index]
+        yield Head(f"{name}_{index}" if entry.shape else name, size, continuous=is_number)
 
 
 def _write(features: Array, entry: Entry, array: Array) -> None:
     """Write an entry's observations `[N, ...]` to its columns `[N, width]`, which are 0."""
-    if entry.kind == "numbers":
+    if entry.kind == "image" and not entry.is_channels_first:
+        array = np.moveaxis(array, -1, 1)
+    if entry.kind != "choices":
         features[:] = array.reshape(features.shape)
-    elif entry.kind == "image":
-        image = array if entry.is_channels_first else np.moveaxis(array, -1, 1)
-        features[:] = image.reshape(features.shape)
-    else:
-        sizes = np.array(entry.sizes)
-        first = np.array(entry.low, dtype=np.int64)
-        index = array.reshape(len(array), -1).astype(np.int64) - first
-        if (index < 0).any() or (index >= sizes).any():
-            lowest, highest = (x.tolist() if entry.shape else x.item() for x in (first, first + sizes - 1))  # fmt: skip
-            raise ValueError(
-                f"observations{entry.name} {array.tolist()} are not all within {lowest} to {highest}"
-            )
-        columns = np.cumsum(sizes) - sizes + index
-        features[np.arange(len(array))[:, None], columns] = 1.0
+        return
+    sizes, first = np.array(entry.sizes), np.array(entry.low, dtype=np.int64)
+    index = array.reshape(len(array), -1).astype(np.int64) - first
+    if (index < 0).any() or (index >= sizes).any():
+        raise ValueError(
+            f"observations{_name(entry.path)} {array.tolist()} are not all within "
+            f"{', '.join(map(str, first))} to {', '.join(map(str, first + sizes - 1))}"
+        )
+    features[np.arange(len(array))[:, None], np.cumsum(sizes) - sizes + index] = 1.0
 
 
 def _mask_array(what: str, masks: Any, expected: tuple[int, ...]) -> Array:
@@ -436,6 +406,8 @@ def _mask_array(what: str, masks: Any, expected: tuple[int, ...]) -> Array:
         is_legal = array.astype(bool)
     except ValueError as error:
         raise ValueError(f"{what}: {error}; expected one array {shape}") from error
+    if (*array.shape[1:], 1) == expected:  # a number, without the axis of choices
+        array, is_legal = array[..., None], is_legal[..., None]
     if array.shape[1:] != expected:
         raise ValueError(f"{what}: got shape {array.shape}, expected {shape}")
     if array.dtype != bool and (is_legal != array).any():
