@@ -128,7 +128,7 @@ class PPO:
             )
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
         self._is_learning = False
-        self._loaded_trainer: dict[str, Any] = {}  # of a model without environments
+        self._loaded: dict[str, Any] = {}  # the file of a model without environments
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -286,15 +286,14 @@ class PPO:
         Environments with `get_state()` and `set_state()` resume at this very step; others start
         new episodes and collect the current round again.
         """
-        contents = {
-            "config": to_plain(self.config),
+        contents = self._loaded or {
             "spaces": to_plain(self.spaces),
             "mask_source": self.mask_source,
-            "environment": self.envs.kind if self._trainer else "",
+            "environment": self.envs.kind,
             "learn": [self._first_step, self.total_steps],
-            "trainer": self._trainer.state_dict() if self._trainer else self._loaded_trainer,
+            "trainer": self.trainer.state_dict(),
         }
-        write_file(path, _KIND, contents, version=_VERSION)
+        write_file(path, _KIND, contents | {"config": to_plain(self.config)}, version=_VERSION)
 
     @classmethod
     def load(
@@ -320,7 +319,7 @@ class PPO:
         if env is None:
             model._build(config, spaces, encoder)
             load_agent(model.agent, run["agent"], path)
-            model._loaded_trainer, model.mask_source = run, saved["mask_source"]
+            model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
             world = _open(_vector_env(env, run["num_envs"]), spaces, config, saved["mask_source"])
             model._build(config, world, encoder)
