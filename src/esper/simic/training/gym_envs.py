@@ -83,7 +83,6 @@ class GymEnvs:
         self,
         envs: "VectorEnv[Any, Any, Any]",
         spaces: GymSpaces,
-        *,
         rng_seed: int,
         mask_source: MaskOption = "auto",
         mask_key: str = "action_mask",

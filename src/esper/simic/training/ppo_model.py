@@ -102,7 +102,9 @@ class PPO:
         envs = _vector_env(env, config.num_envs)
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
         spaces = GymSpaces.of(envs, heads, mask_entry)
-        self._build(config, _open(envs, spaces, config, config.masks), encoder)
+        self._build(
+            config, GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key), encoder
+        )
 
     def _build(
         self, config: GymConfig, envs: GymEnvs | GymSpaces, encoder: nn.Module | None
@@ -321,7 +323,8 @@ class PPO:
             load_agent(model.agent, run["agent"], path)
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
-            world = _open(_vector_env(env, run["num_envs"]), spaces, config, saved["mask_source"])
+            envs, masks = _vector_env(env, run["num_envs"]), saved["mask_source"]
+            world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key)
             model._build(config, world, encoder)
             has_state = "environments" in run["envs"]
             if (saved["environment"], run["num_envs"]) != (world.kind, world.num_envs) or (
@@ -367,7 +370,7 @@ def evaluate(
     envs = _vector_env(env, min(episodes, model.config.num_envs))
     if model._is_learning:
         model._refuse_training_envs(envs)
-    world = _open(envs, model.spaces, model.config, model.mask_source, rng_seed)
+    world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
     agent, num_envs = model.agent, world.num_envs
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
     state = agent.policy.initial_state(num_envs)
@@ -425,14 +428,3 @@ def _inner_envs(envs: "VectorEnv[Any, Any, Any]") -> set[int]:
     inner = envs.unwrapped
     parts = [env.unwrapped for env in inner.envs] if isinstance(inner, SyncVectorEnv) else []
     return {id(inner), *map(id, parts)}
-
-
-def _open(
-    envs: "VectorEnv[Any, Any, Any]",
-    spaces: GymSpaces,
-    config: GymConfig,
-    masks: MaskOption,
-    rng_seed: int | None = None,
-) -> GymEnvs:
-    rng_seed = config.rng_seed if rng_seed is None else rng_seed
-    return GymEnvs(envs, spaces, rng_seed=rng_seed, mask_source=masks, mask_key=config.mask_key)

@@ -89,17 +89,14 @@ class MaskedFactoredCategorical:
         """Log-probs `[..., H]` of `actions` `[..., H]`; at most -1e29 for a masked choice."""
         choices = self.action_space.choices(actions)
         scores = self._log_probs.gather(-1, choices.unsqueeze(-1)).squeeze(-1)
-        if self._gaussians is None:
-            return scores
-        samples = actions.index_select(-1, self._numbers)
-        return scores.index_copy(-1, self._numbers, self._gaussians.log_prob(samples))
+        return self._insert(
+            scores, lambda numbers: numbers.log_prob(actions.index_select(-1, self._numbers))
+        )
 
     def entropy(self) -> Tensor:
         """Entropies `[..., H]` in nats."""
         entropies = -(self.probs * self._log_probs).sum(dim=-1)
-        if self._gaussians is None:
-            return entropies
-        return entropies.index_copy(-1, self._numbers, self._gaussians.entropy())
+        return self._insert(entropies, SquashedGaussians.entropy)
 
     def normalize(self, entropies: Tensor) -> Tensor:
         """Entropies from `entropy` as a share of the uniform one, 0 to 1; 0 without a choice.
@@ -107,13 +104,12 @@ class MaskedFactoredCategorical:
         For a continuous head: the width of the uniform distribution with the same entropy, as a
         share of (-1, 1).
         """
+
         # with one legal choice the entropy is exactly 0, so the divisor does not matter
-        normalized = entropies / self.legal.log_counts
-        if self._gaussians is None:
-            return normalized
-        widths = 0.5 * entropies.index_select(-1, self._numbers).exp()
-        widths = torch.where(self._gaussians.is_used, widths, 0.0)
-        return normalized.index_copy(-1, self._numbers, widths)
+        def widths(numbers: SquashedGaussians) -> Tensor:
+            return numbers.is_used * entropies.index_select(-1, self._numbers).exp() / 2
+
+        return self._insert(entropies / self.legal.log_counts, widths)
 
     @property
     def legal(self) -> "LegalChoices":
@@ -129,16 +125,17 @@ class MaskedFactoredCategorical:
         # keep p / clock at 0 for masked choices, and above 0 for the likeliest one.
         clocks = torch.empty_like(probs).exponential_(generator=generator).clamp_(1e-30, 1e3)
         choices = probs.div_(clocks).argmax(dim=-1)
-        if self._gaussians is None:
-            return choices
-        return choices.float().index_copy(-1, self._numbers, self._gaussians.sample(generator))
+        return self._insert(choices, lambda numbers: numbers.sample(generator))
 
     def mode(self) -> Tensor:
         """The likeliest choice of every head, `[..., H]`; the median of a continuous head."""
-        choices = self._log_probs.argmax(dim=-1)
+        return self._insert(self._log_probs.argmax(dim=-1), SquashedGaussians.median)
+
+    def _insert(self, values: Tensor, of_numbers: Callable[[SquashedGaussians], Tensor]) -> Tensor:
+        """Values of all heads `[..., H]`, with those of the continuous heads put in."""
         if self._gaussians is None:
-            return choices
-        return choices.float().index_copy(-1, self._numbers, self._gaussians.median())
+            return values
+        return values.float().index_copy(-1, self._numbers, of_numbers(self._gaussians))
 
 
 class LegalChoices(NamedTuple):

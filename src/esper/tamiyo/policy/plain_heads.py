@@ -66,9 +66,9 @@ class PlainHeads(nn.Module):
         self.encoder: nn.Module
         if encoder is not None or images:
             self.encoder = (
-                _ImageEncoder(self._sizes[0], images, config)
-                if encoder is None
-                else copy.deepcopy(encoder)
+                copy.deepcopy(encoder)
+                if encoder is not None
+                else _ImageEncoder(self._sizes[0], images, config)
             )
             self.join = mlp(self._encoded_width(), width, 1)
         else:
