@@ -137,7 +137,7 @@ class GymSpaces:
 
     def require_finite(self, features: Tensor, where: str = "") -> None:
         """Raise for an observation that is NaN or infinite; names the env and the entry."""
-        if features.isfinite().all():
+        if np.isfinite(features.numpy()).all():
             return
         env, column = (~features.isfinite()).nonzero()[0].tolist()
         places = [(_name(e.path), i) for e in self.observation for i in range(e.width)]
@@ -151,17 +151,19 @@ class GymSpaces:
 
     def actions(self, choices: Tensor) -> Any:
         """Choices `[N, H]` as actions for the vector environment's `step`."""
-        flat: Array = choices.cpu().numpy()[:, self.head_of]
+        flat: Array = choices.cpu().numpy()
+        if len(self.head_of) > 1:
+            flat = flat[:, self.head_of]
         parts, start = {}, 0
         for entry in self.action:
             end = start + len(entry.low)
-            part, low = flat[:, start:end], np.array(entry.low)
+            part = flat[:, start:end]
             if entry.kind == "numbers":
-                high = np.array(entry.high)
+                low, high = np.array(entry.low), np.array(entry.high)
                 part = np.clip(low + (high - low) * (np.tanh(part) + 1.0) / 2.0, low, high)
-            else:
-                part = part + low
-            parts[entry.path] = part.astype(entry.dtype).reshape(-1, *entry.shape)
+            elif any(entry.low):
+                part = part + np.array(entry.low)
+            parts[entry.path] = part.astype(entry.dtype, copy=False).reshape(-1, *entry.shape)
             start = end
         return _nest(parts)
 
