@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "ppo.md"
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     names: dict[str, object] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
