@@ -6,7 +6,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.spaces.utils import flatten
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper.leyline.factored_actions import Head
 from esper.leyline.plain_config import from_plain, to_plain
@@ -276,6 +276,22 @@ def test_a_legal_row_without_a_legal_column_is_refused_unless_declared():
     PPO(envs, (CELLS[0], Head("column", 3, given=("row",), optional=True)))
     closed = OPEN | {"row": np.array([1, 0])}
     PPO(envs_of(action=spaces.MultiDiscrete([2, 3]), infos=lambda: {"action_mask": closed}), CELLS)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_the_mask_of_an_episodes_last_observation_is_not_read(mode):
+    class Ends(AnySpaces):
+        def step(self, action):
+            *rest, truncated, info = super().step(action)
+            return *rest, truncated, {"action_mask": OPEN} if truncated else info
+
+    closed = OPEN | {"row": np.array([1, 0])}
+    space = spaces.MultiDiscrete([2, 3])
+    envs = SyncVectorEnv(
+        [lambda: Ends(TWO, space, lambda: {"action_mask": closed})] * 2, autoreset_mode=mode
+    )
+    model = PPO(envs, CELLS, SMALL).learn(60)
+    assert model.trainer.progress.episodes > 4
 
 
 def test_a_chain_of_choices_is_checked_along_the_legal_ones():

@@ -92,9 +92,11 @@ def test_ratios_are_one_before_the_first_step_with_images_and_mixed_actions():
 
     envs = gymnasium.vector.SyncVectorEnv([Asks] * 3)
     model = esper.PPO(envs, heads, CONFIG)
+    torch.nn.init.constant_(model.agent.policy.log_std, -0.7)
     model.learn(300, lambda _, metrics: errors.append(metrics["ppo/first_ratio_error"]))
     assert len(errors) > 3
     assert max(errors) < 1e-5
+    assert model.agent.policy.log_std.item() != pytest.approx(-0.7)  # it is learned
     fields, counts = model.trainer.buffer.fields, model.trainer.buffer.step_counts
     assert fields["actions"].dtype == torch.float32
     valid = torch.arange(16) < counts[:, None]
@@ -219,6 +221,7 @@ def test_the_training_environments_are_no_place_to_evaluate_during_training():
         model = esper.PPO(training, config=CONFIG)
         with pytest.raises(ValueError, match="environments that the model learns in.* Make others"):
             model.learn(50, eval_env=other)
+        assert model.num_steps == 0  # found before the first step
         with pytest.raises(ValueError, match="environments that the model learns in.* Make others"):
             model.learn(50, lambda *_, m=model, o=other: esper.evaluate(m, o, 1) and None)
         assert len(esper.evaluate(model, other, 2).returns) == 2  # allowed afterwards
