@@ -254,6 +254,11 @@ def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods
         PPO(envs_of(), config=GymConfig(masks="observation"))
 
 
+def test_other_infos_are_not_taken_for_masks():
+    names = ("invalid_actions", "illegal_moves", "mask", "action", "lives", "last_action")
+    PPO(envs_of(infos=lambda: dict.fromkeys(names, 1)), config=SMALL).learn(24)
+
+
 def test_a_mask_that_comes_only_after_the_reset_is_refused():
     infos = iter([{}] + [{"action_mask": np.array([1, 0])}] * 20)
     model = PPO(

@@ -36,7 +36,7 @@ MaskOption = Literal["auto", "observation", "info", "method", "none"]
 RECENT_EPISODES = 100  # that the reported means are over
 # names that masks are given under, if not under the configured one
 _MASK_LIKE = re.compile(
-    r"(action|legal|valid|avail).*mask|mask.*action|(legal|valid|avail)\w*_?(action|move)s"
+    r"(action|legal|valid|avail).*mask|mask.*action|(?<!in)(?<!il)(legal|valid|avail)\w*_?(action|move)s"
 )
 _MASK_METHODS = ("action_mask", "get_action_mask", "valid_action_mask", "legal_actions")
 
