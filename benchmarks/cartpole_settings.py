@@ -40,7 +40,7 @@ SETTINGS = {
 def score(config: GymConfig, rng_seed: int) -> tuple[float, float]:
     """The mean return of the most likely actions, and of sampled ones."""
     config = replace(config, rng_seed=rng_seed)
-    model = PPO(hidden_cartpole_envs(NUM_ENVS), config).learn(STEPS)
+    model = PPO(hidden_cartpole_envs(NUM_ENVS), config=config).learn(STEPS)
     likeliest, sampled = (
         evaluate(
             model,

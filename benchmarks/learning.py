@@ -56,7 +56,7 @@ class Row:
     def score(self, rng_seed: int) -> float:
         np.random.seed(rng_seed)  # noqa: NPY002 -- sb3's environments draw from the global generator
         config = replace(self.config, rng_seed=rng_seed)
-        model = PPO(self.envs(), config, self.heads).learn(self.total_steps)
+        model = PPO(self.envs(), self.heads, config).learn(self.total_steps)
         result = evaluate(model, self.envs(), self.eval_episodes, rng_seed=EVALUATION_SEED)
         return float(result.returns.mean())
 

@@ -62,7 +62,7 @@ class Ours:
             policy=PolicyConfig(lstm_hidden_dim=HIDDEN),
             ppo=PPOConfig(ppo_epochs=EPOCHS, num_minibatches=MINIBATCHES, target_kl=None),
         )
-        self.trainer = PPO(hidden_cartpole_envs(NUM_ENVS), config).trainer
+        self.trainer = PPO(hidden_cartpole_envs(NUM_ENVS), config=config).trainer
         self.seconds: dict[str, float] = defaultdict(float)
 
     def round(self) -> None:

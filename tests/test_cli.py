@@ -119,7 +119,6 @@ def test_an_unknown_flag_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("Pendulum-v1", "Box.*is not supported: use a Discrete"),
         ("NoSuch-v0", "doesn't exist"),
         ("nomod:Env-v0", "nomod:Env-v0 cannot be made: No module named 'nomod'"),
         ("CartPole-v1 --save-every 0", "save_every=0; use 1 or more"),
@@ -157,6 +156,8 @@ def test_a_resumed_gym_run_has_its_own_settings_and_environment(tmp_path):
             main(["gym", "CartPole-v1", *resume, *other])
     with pytest.raises(SystemExit, match="not those of the policy: .*head sizes is .3,., expected"):
         main(["gym", "Acrobot-v1", *resume])
+    with pytest.raises(SystemExit, match="checkpoint.pt has 4 envs; leave out --num-envs"):
+        main(["gym", "CartPole-v1", "--num-envs", "2", "--out", str(tmp_path), "--resume"])
     main(["gym", "CartPole-v1", *resume])
 
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "nissa": {"leyline"},
     "kernels": {"leyline", "kasmina", "tolaria"},
     "tolaria": {"leyline", "kasmina", "kernels"},
-    "simic": {"leyline", "kasmina", "kernels", "tamiyo", "tolaria"},
+    "simic": {"leyline", "kasmina", "kernels", "tamiyo", "tolaria", "nissa"},
     "growing": {"leyline", "kasmina", "tamiyo", "tolaria"},
     "cli": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing", "nissa"},
 }

@@ -8,7 +8,6 @@ import torch
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
-from esper.leyline.files import UnreadableFile
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.ppo_model import PPO, GymConfig
 from esper.tamiyo.policy.network import PolicyConfig
@@ -24,7 +23,7 @@ TOTAL_STEPS = 5 * NUM_ENVS * HORIZON
 
 
 def start(make=CueMemory, mode=AutoresetMode.NEXT_STEP, config=CONFIG, heads=None):
-    return PPO(vector(make, NUM_ENVS, mode), config, heads)
+    return PPO(vector(make, NUM_ENVS, mode), heads, config)
 
 
 def run_steps(model: PPO, count: int) -> None:
@@ -54,6 +53,7 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(tmp_path, mode, 
     stopped = start(mode=mode)
     run_steps(stopped, stop_after)
     stopped.save(tmp_path / "run.pt")
+    PPO.load(tmp_path / "run.pt").save(tmp_path / "run.pt")  # without environments: the same file
     resumed = PPO.load(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS, mode))
     resumed.learn()
 
@@ -124,7 +124,7 @@ def test_a_wrapper_that_may_remember_something_is_not_taken_for_exact():
     assert not start(lambda: Remembering(CueMemory())).envs.can_save_state
     inside = vector(CueMemory, NUM_ENVS)
     around = gymnasium.wrappers.vector.RecordEpisodeStatistics(inside)
-    assert not PPO(around, CONFIG).envs.can_save_state
+    assert not PPO(around, config=CONFIG).envs.can_save_state
 
 
 def test_another_environment_is_refused_with_what_differs(tmp_path):
@@ -133,8 +133,30 @@ def test_another_environment_is_refused_with_what_differs(tmp_path):
         ValueError, match=r"not those of the policy: .*head sizes is \(3, 4, 2\), expected \(3,\)"
     ):
         PPO.load(tmp_path / "run.pt", vector(BestActions, NUM_ENVS))
-    with pytest.raises(UnreadableFile, match="a run of 4 envs; 6 were given"):
-        PPO.load(tmp_path / "run.pt", vector(CueMemory, 6))
+
+
+class OtherCues(CueMemory):
+    """Another environment with the same spaces."""
+
+    limit = 5
+
+
+@pytest.mark.parametrize(("make", "num_envs"), [(CueMemory, 6), (OtherCues, NUM_ENVS)])
+def test_a_run_continues_in_other_environments_with_new_episodes(tmp_path, make, num_envs):
+    model = start()
+    run_steps(model, HORIZON + 5)  # within the second round
+    model.save(tmp_path / "run.pt")
+    moved = PPO.load(tmp_path / "run.pt", vector(make, num_envs))
+    before, old = moved.trainer.progress, model.trainer.progress
+    assert (before.rounds, before.steps) == (1, old.steps_before_round)
+    torch.testing.assert_close(moved.agent.state_dict(), model.agent.state_dict())
+    assert len(moved.trainer.buffer) == 0
+    assert not moved.trainer.state.h.any()
+    moved.learn()
+    assert moved.is_finished
+    assert {episode.length for episode in moved.envs.log.recent} == {make.limit}
+    moved.learn(10)
+    assert moved.num_steps > TOTAL_STEPS
 
 
 def test_the_config_travels_with_the_checkpoint(tmp_path):

@@ -54,7 +54,7 @@ def test_two_of_three_rng_seeds_come_close_to_the_best_policy(make, mode):
 def learn(make, mode, total_steps, rng_seed=0) -> tuple[float, float]:
     """Share of the best return that is earned, and the largest relative error of a value."""
     heads = RowThenColumn.action_heads if make is RowThenColumn else None
-    model = PPO(vector(make, NUM_ENVS, mode), replace(CONFIG, rng_seed=rng_seed), heads)
+    model = PPO(vector(make, NUM_ENVS, mode), heads, replace(CONFIG, rng_seed=rng_seed))
     ratio_errors, remembered = [], []
 
     def watch() -> bool:
@@ -63,7 +63,9 @@ def learn(make, mode, total_steps, rng_seed=0) -> tuple[float, float]:
         return False
 
     model.learn(
-        total_steps, lambda _, metrics: ratio_errors.append(metrics["ppo/first_ratio_error"]), watch
+        total_steps,
+        lambda _, metrics: ratio_errors.append(metrics["ppo/first_ratio_error"]),
+        should_stop=watch,
     )
     earned, foreseen = play(model, make())
     assert max(ratio_errors) < 1e-5
@@ -75,7 +77,7 @@ def test_independent_masks_cannot_express_columns_that_depend_on_the_row():
     def independent():
         return RowThenColumn(conditional=False)
 
-    model = PPO(vector(independent, NUM_ENVS), CONFIG).learn(3_000)
+    model = PPO(vector(independent, NUM_ENVS), config=CONFIG).learn(3_000)
     returns = evaluate(model, vector(independent, NUM_ENVS), episodes=64).returns
     assert returns.mean() < 0.7 * RowThenColumn.limit
 

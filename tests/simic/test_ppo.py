@@ -533,8 +533,8 @@ def test_an_entropy_bonus_that_falls_is_that_much_smaller():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(num_minibatches=3), "num_envs=4 does not split into num_minibatches=3"),
         (dict(clip=0.0), "clip=0.0"),
+        (dict(learning_rate=lambda _: 1e-3), "learning_rate=<function.*; use a finite number"),
         (dict(gamma=1.5), "gamma=1.5"),
         (dict(ppo_epochs=0), "ppo_epochs=0"),
         (dict(head_entropy_weights={"mvoe": 1.0}), "no head 'mvoe'"),

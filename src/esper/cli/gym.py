@@ -1,23 +1,17 @@
 """`esper gym ENV_ID`: PPO on a Gymnasium environment."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from esper.cli import stop_after_signal
 from esper.leyline.interruption import stop_on_interrupt
-from esper.leyline.protocols import EventSink
 from esper.nissa.console import ProgressSink
-from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.training.locked_folder import LockedFolder
 from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
-
-if TYPE_CHECKING:
-    from gymnasium.vector import VectorEnv
 
 _DEFAULTS, _TOTAL_STEPS = GymConfig(), 100_000
 
@@ -26,7 +20,6 @@ def gym(
     env_id: tyro.conf.Positional[str],
     config: Annotated[GymConfig, tyro.conf.arg(name="")] = _DEFAULTS,
     total_steps: int = _TOTAL_STEPS,
-    num_envs: int = 8,
     episodes: int = 20,
     save_every: int = 10,
     out: Path | None = None,
@@ -39,30 +32,34 @@ def gym(
     Args:
         env_id: a registered environment, or "module:EnvId"
         total_steps: environment steps to learn from
-        num_envs: environments in parallel
         episodes: played at the end, without learning
         save_every: rounds between checkpoints
         out: folder for checkpoint, agent and TensorBoard curves; runs/ENV_ID by default
         resume: continue from the checkpoint in `out`, with its settings, on --device
     """
-    counts = {"num_envs": num_envs, "episodes": episodes, "save_every": save_every}
-    for name, count in (counts | {"total_steps": total_steps}).items():
+    counts = {"episodes": episodes, "save_every": save_every, "total_steps": total_steps}
+    for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count}; use 1 or more")
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
     checkpoint = out / "checkpoint.pt"
+    num_envs = config.num_envs
     device = "" if config.device == _DEFAULTS.device else f" --device {config.device}"
     resume_command = f"esper gym {env_id} --num-envs {num_envs}{device} --out {out} --resume"
     if resume and not checkpoint.exists():
         raise ValueError(f"no {checkpoint} to resume from; leave out --resume to start a new run")
-    settings = (replace(config, device=_DEFAULTS.device), total_steps)
+    others = replace(config, device=_DEFAULTS.device, num_envs=_DEFAULTS.num_envs)
+    settings = (others, total_steps)
     if resume and settings != (_DEFAULTS, _TOTAL_STEPS):
         raise ValueError(f"--resume uses the settings in {checkpoint}; leave out other flags")
-    envs = _make(env_id, num_envs)
-    model = None if resume else PPO(envs, config)
+    model = None if resume else PPO(env_id, config=config)
     with LockedFolder(out):
         if model is None:
-            model = PPO.load(checkpoint, envs, device=config.device)
+            model = PPO.load(checkpoint, env_id, device=config.device)
+            if num_envs not in (_DEFAULTS.num_envs, model.envs.num_envs):
+                raise ValueError(
+                    f"{checkpoint} has {model.envs.num_envs} envs; leave out --num-envs"
+                )
         elif checkpoint.exists():
             raise ValueError(
                 f"{out} already holds a run; resume it with `{resume_command}`, or choose another "
@@ -87,29 +84,23 @@ def gym(
         if stopped_by is not None:
             done = f"stopped after {model.num_steps:,} steps; resume with\n  {resume_command}"
             stop_after_signal(stopped_by, done)
-    result = evaluate(model, envs, episodes)
+    result = evaluate(model, env_id, episodes)
     print(
         f"return {result.returns.mean():.2f} +- {result.returns.std():.2f} over {episodes} "
         f"episodes; agent saved as {out / 'agent.pt'}"
     )
 
 
-def _make(env_id: str, num_envs: int) -> "VectorEnv[Any, Any, Any]":
-    import gymnasium
-
-    try:
-        return gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode="sync")
-    except gymnasium.error.UnregisteredEnv as error:
-        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
-    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"{env_id} cannot be made: {error}") from error
-
-
 def describe(model: PPO, out: Path) -> str:
     """Environments, heads, masks and device of a run."""
     envs = model.envs
-    sources = {"info": "info['action_mask']", "method": "action_masks()", "none": "none, all legal"}
-    heads = ", ".join(f"{head.name}[{head.size}]" for head in envs.action_space)
+    key = model.config.mask_key
+    sources = {"info": f"info[{key!r}]", "observation": f"observation[{key!r}]"}
+    sources |= {"method": "action_masks()", "none": "none, all legal"}
+    sizes = {True: "continuous"}
+    heads = ", ".join(
+        f"{head.name}[{sizes.get(head.continuous, head.size)}]" for head in envs.action_space
+    )
     return (
         f"{envs.num_envs} envs, {envs.num_features} features, heads {heads}, masks: "
         f"{sources[envs.mask_source]}; policy on {model.config.device}; writing to {out}"
@@ -120,18 +111,13 @@ def _train(model: PPO, total_steps: int | None, out: Path, save_every: int) -> i
     """Train to the end or to a signal, then write the checkpoint; returns the signal."""
     shown = {"episode/return": "return", "time/steps_per_second": "steps/s"}
     done, end = model.num_steps, total_steps or model.total_steps
-    with ExitStack() as stack, stop_on_interrupt() as should_stop:
-        sinks: list[EventSink] = [
-            stack.enter_context(ProgressSink(end, shown, done=done)),
-            stack.enter_context(TensorBoardSink(out, first_step=done + 1)),
-        ]
+    with ProgressSink(end, shown, done=done) as progress, stop_on_interrupt() as should_stop:
 
         def callback(step: int, metrics: dict[str, float]) -> None:
-            for sink in sinks:
-                sink.record(step, metrics)
+            progress.record(step, metrics)
             if metrics["progress/rounds"] % save_every == 0:
                 model.save(out / "checkpoint.pt")
 
-        model.learn(total_steps, callback, should_stop)
+        model.learn(total_steps, callback, log_dir=out, should_stop=should_stop)
         model.save(out / "checkpoint.pt")
     return should_stop.signal

@@ -10,6 +10,7 @@ a CPU a failed check raises at once.
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -57,8 +58,9 @@ def require_at_least(config: object, least: float, *names: str) -> None:
 def require_positive(config: object, *names: str) -> None:
     """Raise unless each named field of `config` is finite and above 0."""
     for name in names:
-        if not 0 < getattr(config, name) < math.inf:
-            raise ValueError(f"{name}={getattr(config, name)}; use a finite number above 0")
+        value = getattr(config, name)
+        if not isinstance(value, Real) or not 0 < float(value) < math.inf:
+            raise ValueError(f"{name}={value}; use a finite number above 0")
 
 
 def require_fraction(config: object, *names: str) -> None:

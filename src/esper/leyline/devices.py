@@ -63,3 +63,10 @@ def block_starts(num_blocks: int, size: int, device: torch.device) -> Tensor:
     """The first row of each block of `size` rows, `[num_blocks]`; shared, so do not write to it."""
     with torch.inference_mode(False):
         return torch.arange(0, num_blocks * size, size, device=device)
+
+
+@lru_cache(maxsize=256)
+def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Integers as a tensor on a device; shared, so do not write to it."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device)

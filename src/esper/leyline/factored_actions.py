@@ -7,13 +7,18 @@ An unconditional head has a mask `[N, size]`; a head given `("op", "slot")` has 
 A row with no legal choice means "nothing to choose here": the head takes action 0 and adds
 nothing to log-prob, entropy or gradient.
 
+A continuous head is a number in (-1, 1): the tanh of a Gaussian sample (`tamiyo.policy.gaussians`).
+It has one column, the Gaussian's mean; its mask says whether the number is used. In a space with
+continuous heads, actions are float32 `[..., H]`: choices as whole numbers, and the Gaussian sample
+before tanh, so that scoring needs no inverse.
+
 The choices of all heads are concatenated on one axis of length C, so that logits and the mask
 rows that applied are single tensors `[..., C]`.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -27,7 +32,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.devices import block_starts, same_device
+from esper.leyline.devices import block_starts, constant, same_device
 from esper.leyline.stages import LifecycleOp
 
 # Sizes of the four independent heads of `audit_action_space`.
@@ -44,8 +49,10 @@ class Head:
     """One choice among `size`, whose legal values may depend on the earlier heads in `given`."""
 
     name: str
-    size: int
+    size: int = 1
     given: tuple[str, ...] = ()
+    continuous: bool = False  # a number of a Box action instead of a choice; its size is 1
+    optional: bool = False  # a legal earlier choice may leave it nothing to choose
 
 
 def _derived() -> Any:
@@ -67,6 +74,7 @@ class FactoredActionSpace:
         _derived()
     )  # earlier heads that each head depends on
     unconditional: tuple[int, ...] = _derived()  # heads that depend on no other head
+    continuous: tuple[int, ...] = _derived()  # heads that are numbers
     # Consecutive heads that depend on the same earlier heads form a group and are sampled together.
     head_groups: tuple[range, ...] = _derived()
     group_of: tuple[int, ...] = _derived()  # the group of each head
@@ -81,7 +89,7 @@ class FactoredActionSpace:
         given = tuple(tuple(names.index(name) for name in head.given) for head in self.heads)
         same_given = [tuple(g) for _, g in groupby(range(len(names)), key=given.__getitem__)]
         groups = tuple(range(group[0], group[-1] + 1) for group in same_given)
-        free = tuple(Head(head.name, head.size) for head in self.heads)
+        free = tuple(replace(head, given=()) for head in self.heads)
         derived = {
             "names": names,
             "sizes": sizes,
@@ -89,6 +97,7 @@ class FactoredActionSpace:
             "slices": tuple(slice(e - size, e) for e, size in zip(ends, sizes, strict=True)),
             "given_indices": given,
             "unconditional": tuple(i for i, earlier in enumerate(given) if not earlier),
+            "continuous": tuple(i for i, head in enumerate(self.heads) if head.continuous),
             "head_groups": groups,
             "group_of": tuple(index for index, group in enumerate(groups) for _ in group),
             "group_spaces": (self,)
@@ -102,6 +111,7 @@ class FactoredActionSpace:
         if not self.heads:
             raise ValueError("a FactoredActionSpace needs at least one head")
         earlier: set[str] = set()
+        numbers = {head.name for head in self.heads if head.continuous}
         for head in self.heads:
             if not isinstance(head.name, str) or not head.name:
                 raise ValueError(f"a head has the name {head.name!r}; use a non-empty string")
@@ -115,6 +125,12 @@ class FactoredActionSpace:
                 raise ValueError(
                     f"head {head.name!r} is given {unknown}, not among the heads before it "
                     f"({[h.name for h in self.heads if h.name in earlier]})"
+                )
+            if head.continuous and head.size != 1:
+                raise ValueError(f"head {head.name!r} is continuous; leave out size={head.size}")
+            if named := numbers & set(head.given):
+                raise ValueError(
+                    f"head {head.name!r} is given {sorted(named)}, continuous; only choices can be"
                 )
             if len(set(head.given)) != len(head.given):
                 raise ValueError(f"head {head.name!r} names a head twice in given={head.given}")
@@ -136,6 +152,21 @@ class FactoredActionSpace:
         if name not in self.names:
             raise ValueError(f"no head {name!r}; this action space has {list(self.names)}")
         return self.names.index(name)
+
+    @property
+    def action_dtype(self) -> torch.dtype:
+        """float32 if a head is continuous, else int64."""
+        return torch.float32 if self.continuous else torch.int64
+
+    def choices(self, actions: Tensor) -> Tensor:
+        """Actions `[..., H]` as int64 choices; 0 for continuous heads."""
+        if not self.continuous:
+            return actions
+        return actions.index_fill(-1, self.continuous_on(actions.device), 0.0).long()
+
+    def continuous_on(self, device: torch.device) -> Tensor:
+        """The positions of the continuous heads."""
+        return constant(self.continuous, device)
 
     def mask_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a head's mask for one env: the sizes of the heads it is given, then its own."""
@@ -247,12 +278,14 @@ class ActionMasks:
         mask = self.groups[self.action_space.group_of[group.start]]
         if not given:
             return mask
-        chosen = [actions[:, g] if isinstance(actions, Tensor) else actions[g] for g in given]
+        chosen = [
+            (actions[:, g] if isinstance(actions, Tensor) else actions[g]).long() for g in given
+        ]
         sizes = [self.action_space.sizes[g] for g in given]
         if self.device.type == "cpu":
             for index, size, choice in zip(given, sizes, chosen, strict=True):
                 _check_range(self.action_space.names[index], size, choice)
-        combination = chosen[0].long()
+        combination = chosen[0]
         for size, choice in zip(sizes[1:], chosen[1:], strict=True):
             combination = torch.add(choice, combination, alpha=size)
         first = block_starts(self.num_envs, math.prod(sizes), self.device)

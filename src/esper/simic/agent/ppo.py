@@ -55,7 +55,7 @@ class PPOConfig:
     ppo_epochs: int = 10
     """Passes over a rollout per update."""
     num_minibatches: int = 4
-    """Minibatches per pass, each made of all steps of some envs."""
+    """Minibatches per pass, each made of all steps of some envs; at most one for each env."""
     value_coefficient: float = 0.25
     """Weight of the value loss, on returns scaled to mean 0 and variance 1."""
     normalize_features: bool = True
@@ -156,7 +156,6 @@ class PPOAgent:
         with a loss or gradient that is not finite is undone.
         """
         config = self.config
-        self.check_split(buffer.num_envs)
         self.policy.raise_on_bad_values()  # of the rollout
         buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
         advantage = buffer.normalize_advantages()
@@ -254,14 +253,6 @@ class PPOAgent:
                 "masks are not those that applied; features changed between acting and learning; "
                 "this is a second update from one buffer",
                 stacklevel=3,
-            )
-
-    def check_split(self, num_envs: int) -> None:
-        """Raise if the envs do not split into minibatches of equal size."""
-        if num_envs % self.config.num_minibatches:
-            raise ValueError(
-                f"num_envs={num_envs} does not split into num_minibatches="
-                f"{self.config.num_minibatches} of whole rows; use a divisor of num_envs"
             )
 
     @torch.no_grad()

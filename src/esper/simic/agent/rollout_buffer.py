@@ -47,7 +47,7 @@ class TamiyoRolloutStep(NamedTuple):
     """
 
     state: Tensor  # [F]
-    actions: Tensor  # [H] integers
+    actions: Tensor  # [H] integers; floating point if a head is continuous
     log_probs: Tensor  # [H]
     masks: Tensor  # [C] bool: the mask rows that applied to the action, all heads concatenated
     value: Tensor  # []

@@ -58,13 +58,13 @@ def step_fields(
     action_space: FactoredActionSpace, state_dim: int, hidden: tuple[int, int]
 ) -> tuple[StepField, ...]:
     """One row per field of `TamiyoRolloutStep`, in its order."""
-    number, integer, flag = torch.float32, torch.int64, torch.bool
+    number, flag = torch.float32, torch.bool
     heads = (action_space.num_heads,)
     names = f", heads {', '.join(action_space.names)}"
     sizes = ", ".join(f"{h.name}: {h.size}" for h in action_space)
     return (
         StepField("state", "states", number, (state_dim,), "F"),
-        StepField("actions", "actions", integer, heads, "H", names),
+        StepField("actions", "actions", action_space.action_dtype, heads, "H", names),
         StepField("log_probs", "log_probs", number, heads, "H", names),
         StepField("masks", "masks", flag, (action_space.num_choices,), "C", f", heads {sizes}"),
         StepField("value", "values", number, (), ""),

@@ -10,6 +10,8 @@ Three modes, read from `metadata["autoreset_mode"]`:
 - DISABLED: the envs that have ended are reset here.
 """
 
+import re
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -29,9 +31,14 @@ if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
     from gymnasium.wrappers import TimeLimit
 
-MaskOption = Literal["auto", "info", "method", "none"]
+MaskOption = Literal["auto", "observation", "info", "method", "none"]
 
 RECENT_EPISODES = 100  # that the reported means are over
+# names that masks are given under, if not under the configured one
+_MASK_LIKE = re.compile(
+    r"(action|legal|valid|avail).*mask|mask.*action|(?<!in)(?<!il)(legal|valid|avail)\w*_?(action|move)s"
+)
+_MASK_METHODS = ("action_mask", "get_action_mask", "valid_action_mask", "legal_actions")
 
 
 class Episode(NamedTuple):
@@ -76,9 +83,9 @@ class GymEnvs:
         self,
         envs: "VectorEnv[Any, Any, Any]",
         spaces: GymSpaces,
-        *,
         rng_seed: int,
         mask_source: MaskOption = "auto",
+        mask_key: str = "action_mask",
     ):
         spaces.require_same(envs)
         self.spaces = spaces
@@ -89,10 +96,23 @@ class GymEnvs:
         self.vector_env: Any = envs
         self._autoreset = _autoreset_mode(envs)
         self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
-        observations, infos = envs.reset(seed=rng_seed)
-        self.mask_source = _mask_source(envs, infos, mask_source)
+        self._mask_key = mask_key
+        self._read_keys: set[str] = set()  # of info, looked at for masks under another name
+        self.rounds, self._where = 0, ""  # the round that errors name
         self.pending = np.zeros(self.num_envs, dtype=bool)
+        observations, infos = envs.reset(seed=rng_seed)
+        self.mask_source = self._find_mask_source(infos, mask_source)
+        self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
         self._observe(observations, infos)
+        if self._is_unmasked_by_chance and (
+            given := [h.name for h in self.action_space if h.given]
+        ):
+            warnings.warn(
+                f"heads {given} depend on earlier heads, but the environment gives no masks, so all "
+                f"choices are legal; give info[{mask_key!r}] at every reset and step, or set "
+                "masks='none'",
+                stacklevel=4,
+            )
 
     def restart(self, generator: torch.Generator) -> None:
         """Start new episodes, seeded by `generator`."""
@@ -102,10 +122,11 @@ class GymEnvs:
         self._observe(*self.vector_env.reset(seed=rng_seed))
 
     def begin_round(self) -> Tensor:
+        self._where = f", round {self.rounds + 1}"
         return torch.zeros(self.num_envs, dtype=torch.bool)
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
-        pass
+        self.rounds += 1
 
     def step(self, choices: Tensor) -> Outcome:
         """Take the heads' choices `[N, H]` in every env."""
@@ -152,9 +173,9 @@ class GymEnvs:
     def _final_features(self, observations: Any, infos: dict[str, Any], ended: Array) -> Tensor:
         features = self.spaces.features(observations)
         if self._autoreset == "SAME_STEP":
-            features[torch.from_numpy(ended)] = self.spaces.features(
-                np.stack(list(infos["final_obs"][ended]))
-            )
+            final = self.spaces.features_of_each(list(infos["final_obs"][ended]))
+            features[torch.from_numpy(ended)] = final
+        self.spaces.require_finite(features, self._where)
         return features
 
     def _observe(
@@ -166,20 +187,28 @@ class GymEnvs:
     ) -> None:
         """Set the current observation and masks."""
         self.features = self.spaces.features(observations)
+        self.spaces.require_finite(self.features, self._where)
         if self.mask_source == "none":
+            if self._is_unmasked_by_chance and (new := infos.keys() - self._read_keys):
+                self._read_keys |= new
+                self._refuse_unread_masks("info", new)
             self.masks = self._all_legal
             return
-        groups, given = self._read_masks(infos)
+        if self.mask_source == "observation":
+            infos, reset_infos = {self._mask_key: observations[self._mask_key]}, None
+        # the last observation of an episode may allow nothing; no action is chosen for it
+        is_last = self.pending if reset_infos is None else ended
+        groups, given = self._read_masks(infos, is_last)
         if reset_infos is not None:  # the first masks of a new episode come with its reset
             assert ended is not None
-            reset_groups, reset_given = self._read_masks(reset_infos)
+            reset_groups, reset_given = self._read_masks(reset_infos, ~ended)
             for group, reset_group in zip(groups, reset_groups, strict=True):
                 group[ended] = reset_group[ended]
             given = np.where(ended, reset_given, given)
         if not (given | self.pending).all():
             raise ValueError(
                 f"envs {np.flatnonzero(~(given | self.pending)).tolist()} gave no "
-                "info['action_mask']; with masks from info, every reset and step must give one"
+                f"info[{self._mask_key!r}]; with masks from info, every reset and step must give one"
             )
         for group in groups:
             group[self.pending] = True  # the action of an autoreset step is ignored
@@ -187,22 +216,75 @@ class GymEnvs:
             self.action_space, [torch.from_numpy(group) for group in groups]
         )
 
-    def _read_masks(self, infos: dict[str, Any]) -> tuple[list[Array], Array]:
-        """The masks of each head group, all legal where an env gave none, and which envs gave one."""
+    def _read_masks(
+        self, infos: dict[str, Any], unneeded: Array | None
+    ) -> tuple[list[Array], Array]:
+        """The masks of each head group, all legal where none is needed or given; who gave one."""
         if self.mask_source == "method":
             masks: Any = self.vector_env.unwrapped.call("action_masks")
             if isinstance(masks[0], Mapping):
                 masks = {name: [mask[name] for mask in masks] for name in masks[0]}
             return self.spaces.mask_groups(masks), np.ones(self.num_envs, dtype=bool)
-        given = infos.get("_action_mask", np.full(self.num_envs, "action_mask" in infos))
-        if given.all():
-            return self.spaces.mask_groups(_rows(infos["action_mask"], given)), given
+        key = self._mask_key
+        given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
+        needed = given if unneeded is None else given & ~unneeded
+        if needed.all():
+            return self.spaces.mask_groups(_rows(infos[key], needed)), given
         groups = [group.numpy().copy() for group in self._all_legal.groups]
-        if given.any():
-            given_groups = self.spaces.mask_groups(_rows(infos["action_mask"], given))
+        if needed.any():
+            given_groups = self.spaces.mask_groups(_rows(infos[key], needed))
             for group, given_group in zip(groups, given_groups, strict=True):
-                group[given] = given_group
+                group[needed] = given_group
         return groups, given
+
+    def _find_mask_source(self, infos: dict[str, Any], asked: MaskOption) -> MaskOption:
+        """Where masks come from: as asked, or the first source that the environment offers."""
+        from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+        if asked in ("info", "none"):
+            return asked
+        if self.spaces.mask_entry is not None and asked != "method":
+            return "observation"
+        if asked == "observation":
+            raise ValueError(
+                f"the observation has no entry {self._mask_key!r} with the mask; use a Dict "
+                "observation that has it, or set mask_key"
+            )
+        if asked == "auto" and self._mask_key in infos:
+            return "info"
+        inner = self.vector_env.unwrapped
+        has_methods = isinstance(inner, SyncVectorEnv | AsyncVectorEnv)
+        if has_methods and all(inner.call("has_wrapper_attr", "action_masks")):
+            return "method"
+        if asked == "method":
+            raise ValueError(
+                f"{self.vector_env} has no sub-environments with an action_masks() method; give "
+                f"masks as info[{self._mask_key!r}] (masks='info')"
+            )
+        entries = [str(entry.path[0]) for entry in self.spaces.observation if entry.path]
+        self._refuse_unread_masks("observation", entries)
+        if has_methods:
+            methods = [m for m in _MASK_METHODS if any(inner.call("has_wrapper_attr", m))]
+            self._refuse_unread_masks("environment", methods)
+        return "none"
+
+    def _refuse_unread_masks(self, where: str, names: Iterable[str]) -> None:
+        """Raise if a name looks like that of a mask: it would not be applied."""
+        for name in names:
+            if _MASK_LIKE.search(name.lower()) and not name.startswith("_"):
+                key = f"mask_key={name!r}" if where != "environment" else "a method action_masks()"
+                raise ValueError(
+                    f"the {where} has {name!r}, but masks are read from {self._mask_key!r}: use {key}, "
+                    "or masks='none' to learn without masks"
+                )
+
+    @property
+    def kind(self) -> str:
+        """The class of the environments without their wrappers."""
+        from gymnasium.vector import SyncVectorEnv
+
+        inner = self.vector_env.unwrapped
+        return str(type(inner.envs[0].unwrapped if isinstance(inner, SyncVectorEnv) else inner))
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -222,7 +304,8 @@ class GymEnvs:
 
     def state_dict(self) -> dict[str, Any]:
         log = self.log
-        state: dict[str, Any] = {"recent_episodes": [list(episode) for episode in log.recent]}
+        recent = [list(episode) for episode in log.recent]
+        state: dict[str, Any] = {"recent_episodes": recent, "rounds": self.rounds}
         if self.can_save_state:
             state |= {
                 "features": self.features,
@@ -238,6 +321,7 @@ class GymEnvs:
         """Without the environments' state, start new episodes: not those of the run's start."""
         recent = (Episode(*episode) for episode in state["recent_episodes"])
         self.log = log = EpisodeLog(self.num_envs, recent)
+        self.rounds = state["rounds"]
         if "environments" not in state:
             self.restart(generator)
             return
@@ -266,28 +350,6 @@ def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
             f"{envs} does not declare how it resets; set metadata['autoreset_mode'] to a "
             "gymnasium.vector.AutoresetMode"
         ) from error
-
-
-def _mask_source(
-    envs: "VectorEnv[Any, Any, Any]", infos: dict[str, Any], asked: MaskOption
-) -> MaskOption:
-    """Where masks come from: as asked, or the first source that the environment offers."""
-    if asked in ("info", "none"):
-        return asked
-    if asked == "auto" and "action_mask" in infos:
-        return "info"
-    from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
-
-    if isinstance(envs.unwrapped, SyncVectorEnv | AsyncVectorEnv) and all(
-        envs.unwrapped.call("has_wrapper_attr", "action_masks")
-    ):
-        return "method"
-    if asked == "method":
-        raise ValueError(
-            f"{envs} has no sub-environments with an action_masks() method; give masks as "
-            "info['action_mask'] (masks='info')"
-        )
-    return "none"
 
 
 def _rows(masks: Any, envs: Array) -> Any:

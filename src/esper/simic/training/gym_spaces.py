@@ -1,8 +1,16 @@
-"""Conversion between Gymnasium spaces and the policy: observations to features, choices to actions."""
+"""Conversion between Gymnasium spaces and the policy: observations to features, choices to actions.
 
-from collections.abc import Iterable, Mapping
+    spaces = GymSpaces.of(vector_env)
+    spaces.features(observations)            # [N, F]: flat entries, then images
+    spaces.actions(choices)                  # of N envs, as `vector_env.step` takes them
+
+Dict and Tuple spaces are flattened to their entries, as `gymnasium.spaces.utils.flatten` does.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -10,115 +18,229 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
+from esper.tamiyo.policy.plain_heads import ImageShape
 
 if TYPE_CHECKING:
     import gymnasium
     from gymnasium.vector import VectorEnv
 
 Array = NDArray[Any]
+Path = tuple[str | int, ...]  # keys of Dicts and positions in Tuples
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An array of an observation or an action; Dict and Tuple spaces have several."""
+
+    path: Path
+    kind: Literal["numbers", "choices", "image"]
+    shape: tuple[int, ...]
+    dtype: str  # of an action
+    sizes: tuple[int, ...] = ()  # of choices: how many values each element has
+    low: tuple[float, ...] = ()  # lowest value of each element; not of observed numbers
+    high: tuple[float, ...] = ()  # highest value of each element of an action in numbers
+
+    @property
+    def width(self) -> int:
+        """Features of an observation's entry: choices are one-hot."""
+        return sum(self.sizes) if self.kind == "choices" else math.prod(self.shape)
+
+    @property
+    def image_shape(self) -> ImageShape:
+        first, middle, last = self.shape
+        return (first, middle, last) if self.is_channels_first else (last, first, middle)
+
+    @property
+    def is_channels_first(self) -> bool:
+        """The channels are the axis that differs from two equal ones, or else the smaller end."""
+        first, middle, last = self.shape
+        return first != middle and (middle == last or first < last)
+
+    def __str__(self) -> str:
+        parts = (_name(self.path), self.kind, self.shape, self.sizes, self.low, self.high)
+        return " ".join(str(part) for part in parts if part not in ("", ()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GymSpaces:
     """Observation and action space of one environment, as the policy needs them."""
 
-    num_features: int
-    first_observation: int | None  # lowest value of a Discrete observation; None for a Box
+    observation: tuple[Entry, ...]  # images last
+    mask_entry: str | None  # the entry of a Dict observation that holds the action mask
     action_space: FactoredActionSpace
-    first_actions: tuple[int, ...]  # lowest value of each head
-    is_scalar_action: bool  # Discrete: a number, not an array
+    action: tuple[Entry, ...]
+    head_of: tuple[int, ...]  # the head of each element of the action
 
     @classmethod
     def of(
-        cls, envs: "VectorEnv[Any, Any, Any]", heads: Iterable[Head] | None = None
+        cls,
+        envs: "VectorEnv[Any, Any, Any]",
+        heads: Iterable[Head] | None = None,
+        mask_entry: str | None = "action_mask",
     ) -> "GymSpaces":
         """The spaces of each environment; `heads` declares which choices depend on which."""
-        from gymnasium.vector import VectorEnv
+        from gymnasium import spaces
 
-        if not isinstance(envs, VectorEnv):
-            raise ValueError(
-                f"{envs} is not a vector environment; use gymnasium.make_vec(ENV_ID, num_envs=8) or "
-                "gymnasium.vector.SyncVectorEnv([make_env] * 8)"
-            )
-        num_features, first_observation = _read_observation_space(envs.single_observation_space)
-        sizes, firsts, is_scalar = _read_action_space(envs.single_action_space)
-        if heads is None:
-            names = ["action"] if is_scalar else [f"action_{i}" for i in range(len(sizes))]
-            heads = map(Head, names, sizes)
-        action_space = FactoredActionSpace(tuple(heads))
-        if action_space.sizes != sizes:
-            raise ValueError(
-                f"the heads have sizes {action_space.sizes}, but the environment's "
-                f"{envs.single_action_space} needs {sizes}"
-            )
+        space = envs.single_observation_space
+        if not isinstance(space, spaces.Dict) or mask_entry not in space.spaces:
+            mask_entry = None
+        parts = [part for part in _parts(space) if mask_entry is None or part[0][0] != mask_entry]
+        entries = sorted((_observed(*part) for part in parts), key=lambda e: e.kind == "image")
+        if not sum(entry.width for entry in entries):
+            raise ValueError(f"observation space {space} holds no numbers; add an entry that does")
+        action = tuple(_acted(*part) for part in _parts(envs.single_action_space))
+        action_space, head_of = _match_heads(action, heads, envs.single_action_space)
         return cls(
-            num_features=num_features,
-            first_observation=first_observation,
+            observation=tuple(entries),
+            mask_entry=mask_entry,
             action_space=action_space,
-            first_actions=firsts,
-            is_scalar_action=is_scalar,
+            action=action,
+            head_of=head_of,
         )
+
+    @property
+    def num_features(self) -> int:
+        return sum(entry.width for entry in self.observation)
+
+    @property
+    def images(self) -> tuple[ImageShape, ...]:
+        return tuple(e.image_shape for e in self.observation if e.kind == "image")
+
+    # -- observations -------------------------------------------------------------------------
+
+    def is_single(self, observation: Any) -> bool:
+        """Whether this is the observation of one env, not of several."""
+        first = self.observation[0]
+        return np.ndim(_at(observation, first.path)) == len(first.shape)
 
     def features(self, observations: Any) -> Tensor:
         """Observations of N envs as float32 `[N, F]`; a copy, because envs reuse their arrays."""
-        if self.first_observation is None:
-            features = torch.tensor(observations, dtype=torch.float32)
-            if features.shape[1:] != (self.num_features,):
+        return self._join([np.asarray(_at(observations, e.path)) for e in self.observation])
+
+    def features_of_each(self, observations: Sequence[Any]) -> Tensor:
+        """As `features`, from a list with the observation of each env."""
+        entries = self.observation
+        return self._join([np.stack([_at(o, e.path) for o in observations]) for e in entries])
+
+    def _join(self, arrays: list[Array]) -> Tensor:
+        features = np.zeros((len(arrays[0]), self.num_features), dtype=np.float32)
+        start = 0
+        for entry, array in zip(self.observation, arrays, strict=True):
+            if array.shape != (len(features), *entry.shape):
                 raise ValueError(
-                    f"observations: got shape {tuple(features.shape)}, expected (envs, "
-                    f"{self.num_features})"
+                    f"observations{_name(entry.path)}: got shape {array.shape}, expected "
+                    f"(envs, {', '.join(map(str, entry.shape))})"
                 )
-            return features
-        index = np.asarray(observations, dtype=np.int64) - self.first_observation
-        if index.min() < 0 or index.max() >= self.num_features:
-            last = self.first_observation + self.num_features - 1
-            raise ValueError(
-                f"observations {np.asarray(observations).tolist()} are not all within "
-                f"{self.first_observation} to {last}"
-            )
-        one_hot = np.zeros((len(index), self.num_features), dtype=np.float32)
-        one_hot[np.arange(len(index)), index] = 1.0
-        return torch.from_numpy(one_hot)
+            _write(features[:, start : start + entry.width], entry, array)
+            start += entry.width
+        return torch.from_numpy(features)
 
-    def actions(self, choices: Tensor) -> Array:
+    def require_finite(self, features: Tensor, where: str = "") -> None:
+        """Raise for an observation that is NaN or infinite; names the env and the entry."""
+        if np.isfinite(features.numpy()).all():
+            return
+        env, column = (~features.isfinite()).nonzero()[0].tolist()
+        places = [(_name(e.path), i) for e in self.observation for i in range(e.width)]
+        raise ValueError(
+            f"env {env}{where}: the observation{places[column][0]} holds "
+            f"{features[env, column].item()} at position {places[column][1]}; the environment must "
+            "give finite float32 numbers"
+        )
+
+    # -- actions ------------------------------------------------------------------------------
+
+    def actions(self, choices: Tensor) -> Any:
         """Choices `[N, H]` as actions for the vector environment's `step`."""
-        actions: Array = choices.cpu().numpy()
-        if any(self.first_actions):
-            actions = actions + np.array(self.first_actions)
-        return actions[:, 0] if self.is_scalar_action else actions
+        flat: Array = choices.cpu().numpy()
+        if len(self.head_of) > 1:
+            flat = flat[:, self.head_of]
+        parts, start = {}, 0
+        for entry in self.action:
+            end = start + len(entry.low)
+            part = flat[:, start:end]
+            if entry.kind == "numbers":
+                low, high = np.array(entry.low), np.array(entry.high)
+                part = np.clip(low + (high - low) * (np.tanh(part) + 1.0) / 2.0, low, high)
+            elif any(entry.low):
+                part = part + np.array(entry.low)
+            parts[entry.path] = part.astype(entry.dtype, copy=False).reshape(-1, *entry.shape)
+            start = end
+        return _nest(parts)
 
-    def mask_groups(self, masks: Any) -> list[Array]:
-        """Masks of N envs: one bool array `[N, *given sizes, choices]` per head group.
+    def first_action(self, actions: Any) -> Any:
+        """The action of the first of N envs."""
+        return _nest({entry.path: _at(actions, entry.path)[0] for entry in self.action})
 
-        `masks` maps each head to `[N, *given sizes, size]`. If no head depends on another, it may
-        also be the concatenated masks of all heads, `[N, choices]`.
-        """
-        space = self.action_space
-        if isinstance(masks, Mapping):
-            space.check_names(masks)
-            arrays = {
-                name: _mask_array(f"mask of head {name!r}", masks[name], space.mask_shape(name))
-                for name in space.names
-            }
-            return [
-                np.concatenate([arrays[space.names[i]] for i in group], -1)
-                for group in space.head_groups
-            ]
-        if len(space.head_groups) > 1:
-            raise ValueError(
-                f"heads {list(space.names)} depend on each other, so masks must be a mapping from "
-                f"head to array; got {type(masks).__name__}"
-            )
-        heads = space.sizes_by_name
-        return [_mask_array(f"action mask of heads {heads}", masks, (space.num_choices,))]
+    # -- masks --------------------------------------------------------------------------------
 
     def masks(self, masks: Any) -> ActionMasks:
         groups = [torch.from_numpy(group) for group in self.mask_groups(masks)]
         return ActionMasks.from_groups(self.action_space, groups)
 
+    def mask_groups(self, masks: Any) -> list[Array]:
+        """Masks of N envs: one bool array `[N, *given sizes, choices]` per head group.
+
+        `masks` maps each head to `[N, *given sizes, size]`. If no head depends on another, it may
+        also be the concatenated masks of all heads with choices, `[N, choices]`. Continuous heads
+        have masks `[N, *given sizes]`, and may be left out: their numbers are always used.
+        """
+        space = self.action_space
+        if not isinstance(masks, Mapping):
+            if len(space.head_groups) > 1:
+                raise ValueError(
+                    f"heads {list(space.names)} depend on each other, so masks must be a mapping "
+                    f"from head to array; got {type(masks).__name__}"
+                )
+            sizes = {h.name: h.size for h in space if not h.continuous}
+            array = _mask_array(f"action mask of heads {sizes}", masks, (sum(sizes.values()),))
+            if not space.continuous:
+                return [array]
+            ends = np.cumsum([*sizes.values()])[:-1]
+            masks = dict(zip(sizes, np.split(array, ends, axis=-1), strict=True))
+        num_envs = len(next(iter(masks.values()), ()))
+        used = {
+            space.names[i]: np.ones((num_envs, *space.mask_shape(space.names[i])))
+            for i in space.continuous
+        }
+        masks = used | dict(masks)
+        space.check_names(masks)
+        arrays = {
+            name: _mask_array(f"mask of head {name!r}", masks[name], space.mask_shape(name))
+            for name in space.names
+        }
+        self._require_choices(arrays)
+        return [
+            np.concatenate([arrays[space.names[i]] for i in group], -1)
+            for group in space.head_groups
+        ]
+
+    def _require_choices(self, arrays: dict[str, Array]) -> None:
+        """Raise where legal earlier choices leave a head nothing to choose, unless it is optional."""
+        for head in self.action_space:
+            if not head.given or head.continuous or head.optional:
+                continue
+            is_stuck = ~arrays[head.name].any(-1)
+            for name in head.given:
+                earlier = self.action_space.heads[self.action_space.index(name)]
+                axes = (*earlier.given, name)
+                if set(axes) <= set(head.given):
+                    legal = arrays[name].transpose(
+                        0, *(1 + axes.index(g) for g in head.given if g in axes)
+                    )
+                    missing = [1 + i for i, g in enumerate(head.given) if g not in axes]
+                    is_stuck = is_stuck & np.expand_dims(legal, missing)
+            if is_stuck.any():
+                env, *choices = np.argwhere(is_stuck)[0].tolist()
+                where = ", ".join(f"{g}={c}" for g, c in zip(head.given, choices, strict=True))
+                raise ValueError(
+                    f"env {env}: {where} is legal, but then head {head.name!r} has no legal choice; "
+                    f"mask {where} too, or declare Head({head.name!r}, ..., optional=True): its "
+                    "choice 0 is then taken and not scored"
+                )
+
     def require_same(self, envs: "VectorEnv[Any, Any, Any]") -> None:
         """Raise if the environments' spaces are not those that the policy was made for."""
-        found = GymSpaces.of(envs)._layout()
+        found = GymSpaces.of(envs, mask_entry=self.mask_entry)._layout()
         different = [
             f"{name} is {found[name]}, expected {mine}"
             for name, mine in self._layout().items()
@@ -130,46 +252,167 @@ class GymSpaces:
             )
 
     def _layout(self) -> dict[str, Any]:
-        return vars(self) | {"action_space": None, "head sizes": self.action_space.sizes}
+        return {
+            "head sizes": tuple(size for entry in self.action for size in entry.sizes),
+            "action": ", ".join(map(str, self.action)),
+            "observation": ", ".join(map(str, self.observation)),
+            "mask entry": self.mask_entry,
+        }
+
+
+def _parts(space: "gymnasium.Space[Any]", path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The spaces inside Dict and Tuple spaces, with their paths."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        for key, part in space.spaces.items():
+            yield from _parts(part, (*path, str(key)))
+    elif isinstance(space, spaces.Tuple):
+        for index, part in enumerate(space.spaces):
+            yield from _parts(part, (*path, index))
+    else:
+        yield path, space
+
+
+def _name(path: Path) -> str:
+    return "".join(f"[{key!r}]" for key in path)
+
+
+def _at(value: Any, path: Path) -> Any:
+    """The entry at `path`."""
+    try:
+        for key in path:
+            value = value[key]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"the entry {_name(path)} is missing") from error
+    return value
+
+
+def _nest(parts: dict[Path, Any]) -> Any:
+    """Entries by path as the dict or tuple that they are parts of."""
+    if () in parts:
+        return parts[()]
+    keys = dict.fromkeys(path[0] for path in parts)
+    inner = {k: _nest({p[1:]: part for p, part in parts.items() if p[0] == k}) for k in keys}
+    return tuple(inner.values()) if isinstance(next(iter(keys)), int) else inner
+
+
+def _observed(path: Path, space: "gymnasium.Space[Any]") -> Entry:
+    """An entry of the observation."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return _acted(path, space)
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
+        is_image = space.dtype == np.uint8 and len(space.shape) == 3
+        return Entry(path, "image" if is_image else "numbers", space.shape, "")
+    keep = "leave it out with gymnasium.wrappers.FilterObservation(env, [the other keys]), or "
+    raise ValueError(
+        f"the observation{_name(path)} is a {space}, which has no fixed number of features; "
+        f"{keep if path else ''}turn it into a Box with "
+        "gymnasium.wrappers.TransformObservation(env, function, space)"
+    )
+
+
+def _acted(path: Path, space: "gymnasium.Space[Any]") -> Entry:
+    """An entry of the action."""
+    from gymnasium import spaces
+
+    shape, dtype, where = (
+        space.shape or (),
+        str(space.dtype),
+        f"the action{_name(path)} is a {space}",
+    )
+    if isinstance(space, spaces.Discrete):
+        return Entry(path, "choices", shape, dtype, (int(space.n),), (float(space.start),))
+    if isinstance(space, spaces.MultiDiscrete):
+        sizes, starts = (array.flatten().tolist() for array in (space.nvec, space.start))
+        return Entry(path, "choices", shape, dtype, tuple(sizes), tuple(map(float, starts)))
+    if isinstance(space, spaces.MultiBinary):
+        size = math.prod(shape)
+        return Entry(path, "choices", shape, dtype, (2,) * size, (0.0,) * size)
+    if not isinstance(space, spaces.Box):
+        raise ValueError(f"{where}; use Discrete, MultiDiscrete, MultiBinary, Box, Dict or Tuple")
+    if not np.issubdtype(space.dtype, np.floating):
+        raise ValueError(f"{where} of whole numbers; use MultiDiscrete(high - low + 1, start=low)")
+    if not space.is_bounded():
+        raise ValueError(
+            f"{where} without bounds; wrap the env in gymnasium.wrappers.TransformAction(env, "
+            "lambda action: action, Box(low, high)) with finite bounds"
+        )
+    low, high = (tuple(map(float, bound.flatten())) for bound in (space.low, space.high))
+    return Entry(path, "numbers", shape, dtype, (), low, high)
+
+
+def _match_heads(
+    action: tuple[Entry, ...], heads: Iterable[Head] | None, space: "gymnasium.Space[Any]"
+) -> tuple[FactoredActionSpace, tuple[int, ...]]:
+    """The heads, and the head of each element of the action: by name, or else by order."""
+    expected = FactoredActionSpace(tuple(h for entry in action for h in _default_heads(entry)))
+    if heads is None:
+        return expected, tuple(range(expected.num_heads))
+    heads = tuple(heads)
+    if wrong := [head for head in heads if not isinstance(head, Head)]:
+        raise ValueError(
+            f"heads holds {wrong[0]!r}; use esper.Head('row', 8), and pass settings as config="
+        )
+    given = FactoredActionSpace(heads)
+    head_of = tuple(range(given.num_heads))
+    if set(given.names) == set(expected.names):
+        head_of = tuple(map(given.index, expected.names))
+    found, needed = (
+        tuple("continuous" if h.continuous else h.size for h in heads)
+        for heads in (given, expected)
+    )
+    if tuple(found[i] for i in head_of) != needed:
+        raise ValueError(
+            f"the heads have sizes {found}, but the environment's {space} needs {needed}; its heads "
+            f"are {list(expected.names)}"
+        )
+    return given, head_of
+
+
+def _default_heads(entry: Entry) -> Iterator[Head]:
+    """A head for each element; named after its place in the action."""
+    keys = entry.path if isinstance((*entry.path, 0)[0], str) else ("action", *entry.path)
+    name, is_number = "_".join(map(str, keys)), entry.kind == "numbers"
+    for index in range(len(entry.low)):
+        size = 1 if is_number else entry.sizes[index]
+        yield Head(f"{name}_{index}" if entry.shape else name, size, continuous=is_number)
+
+
+def _write(features: Array, entry: Entry, array: Array) -> None:
+    """Write an entry's observations `[N, ...]` to its columns `[N, width]`, which are 0."""
+    if entry.kind == "image" and not entry.is_channels_first:
+        array = np.moveaxis(array, -1, 1)
+    if entry.kind != "choices":
+        features[:] = array.reshape(features.shape)
+        return
+    sizes, first = np.array(entry.sizes), np.array(entry.low, dtype=np.int64)
+    index = array.reshape(len(array), -1).astype(np.int64) - first
+    if (index < 0).any() or (index >= sizes).any():
+        raise ValueError(
+            f"observations{_name(entry.path)} {array.tolist()} are not all within "
+            f"{', '.join(map(str, first))} to {', '.join(map(str, first + sizes - 1))}"
+        )
+    features[np.arange(len(array))[:, None], np.cumsum(sizes) - sizes + index] = 1.0
 
 
 def _mask_array(what: str, masks: Any, expected: tuple[int, ...]) -> Array:
     """The masks of all envs as a bool array; a copy, because environments reuse theirs."""
     shape = f"(envs, {', '.join(map(str, expected))})"
     try:
-        array = np.array(list(masks), dtype=bool)  # a list: unpacks an object array of lists
+        if not isinstance(masks, np.ndarray) or masks.dtype == object:
+            masks = list(masks)  # unpacks an object array of lists
+        array = np.array(masks)
+        is_legal = array.astype(bool)
     except ValueError as error:
         raise ValueError(f"{what}: {error}; expected one array {shape}") from error
+    if (*array.shape[1:], 1) == expected:  # a number, without the axis of choices
+        array, is_legal = array[..., None], is_legal[..., None]
     if array.shape[1:] != expected:
         raise ValueError(f"{what}: got shape {array.shape}, expected {shape}")
-    return array
-
-
-def _read_observation_space(space: "gymnasium.Space[Any]") -> tuple[int, int | None]:
-    """Number of features, and the lowest value of a Discrete space."""
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Discrete):
-        return int(space.n), int(space.start)
-    if isinstance(space, spaces.Box) and len(space.shape) == 1:
-        return space.shape[0], None
-    raise ValueError(
-        f"observation space {space} is not supported: use a Box of one dimension or a Discrete "
-        "(gymnasium.wrappers.FlattenObservation turns most spaces into a flat Box)"
-    )
-
-
-def _read_action_space(
-    space: "gymnasium.Space[Any]",
-) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Head sizes, their lowest values, and whether an action is a plain number."""
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Discrete):
-        return (int(space.n),), (int(space.start),), True
-    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-        return tuple(space.nvec.tolist()), tuple(space.start.tolist()), False
-    raise ValueError(
-        f"action space {space} is not supported: use a Discrete, or a MultiDiscrete of one "
-        "dimension"
-    )
+    if array.dtype != bool and (is_legal != array).any():
+        value = array[is_legal != array].flat[0]
+        raise ValueError(f"{what} holds {value}; use 1 for legal and 0 for illegal choices")
+    return is_legal

@@ -1,23 +1,24 @@
-"""`esper.PPO`: recurrent, masked, factored PPO on Gymnasium vector environments.
+"""`esper.PPO`: recurrent, masked, factored PPO on Gymnasium environments.
 
-    envs = gymnasium.make_vec("CartPole-v1", num_envs=8)
-    model = esper.PPO(envs)
+    model = esper.PPO("CartPole-v1")
     model.learn(50_000)
-    print(esper.evaluate(model, envs, episodes=20).returns.mean())
+    print(esper.evaluate(model, "CartPole-v1", episodes=20).returns.mean())
     model.save("cartpole.pt")
 
-Actions are Discrete or MultiDiscrete, observations a flat Box or Discrete. All three autoreset
-modes and action masks are supported. For choices whose legal values depend on earlier ones, pass
-`heads` with `given`; the environment then gives its masks as a mapping from head to array.
+docs/ppo.md lists the spaces and shows masks, choices that depend on earlier ones, images, mixed
+actions, evaluation, callbacks and resuming.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
+from torch import nn
 
 from esper.leyline.checks import require_at_least
 from esper.leyline.devices import usable_device
@@ -32,18 +33,23 @@ from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
 
 if TYPE_CHECKING:
+    from gymnasium import Env
     from gymnasium.vector import VectorEnv
 
-RoundCallback = Callable[[int, dict[str, float]], None]
-"""Called after each round with the steps taken so far and the round's metrics."""
+    AnyEnv = str | Env[Any, Any] | VectorEnv[Any, Any, Any]
 
-_KIND = "PPO model"
+RoundCallback = Callable[[int, dict[str, float]], bool | None]
+"""Called after each round with the steps taken so far and the round's metrics; False stops."""
+
+_KIND, _VERSION = "PPO model", 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class GymConfig:
     """All settings of a PPO model; a saved model holds them."""
 
+    num_envs: int = 8
+    """Environments in parallel, if PPO is given the id of an environment."""
     horizon: int = 128
     """Steps per env between two updates."""
     rng_seed: int = 0
@@ -51,47 +57,71 @@ class GymConfig:
     device: str = "cpu"
     """Where the policy acts and learns."""
     masks: MaskOption = "auto"
-    """Legal actions: from info["action_mask"], from the environments' action_masks(), or all.
-    "auto" takes the first of these that the environment offers at its first reset."""
+    """Legal actions: from the entry `mask_key` of a Dict observation, from info[mask_key], from the
+    environments' action_masks(), or all. "auto" takes the first of these that the environment
+    offers at its first reset."""
+    mask_key: str = "action_mask"
+    """The name of the mask in the observation or in info."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rng_seed < 2**63:
             raise ValueError(f"rng_seed={self.rng_seed}; use a number from 0 to 2**63 - 1")
+        require_at_least(self, 1, "num_envs")
         require_at_least(self, 2, "horizon")  # with NEXT_STEP, 1 could be an autoreset step only
         if self.masks not in get_args(MaskOption):
-            raise ValueError(f"masks={self.masks!r}; use 'auto', 'info', 'method' or 'none'")
+            raise ValueError(f"masks={self.masks!r}; use one of {get_args(MaskOption)}")
 
 
 class PPO:
     """A policy, and the environments that it learns in.
 
     Args:
-        envs: a Gymnasium vector environment; it is reset with the config's `rng_seed`
-        config: all settings
+        env: the id of an environment, one environment, or a vector environment; it is reset with
+            the config's `rng_seed`
         heads: the choices of an action and what they depend on, such as
             `(Head("row", 3), Head("column", 4, given=("row",)))`; by default independent
+        config: all settings
+        encoder: a custom module for the observation, `encoder(numbers, *images)` to `[B, width]`
     """
 
     def __init__(
         self,
-        envs: "VectorEnv[Any, Any, Any]",
-        config: GymConfig | None = None,
+        env: "AnyEnv",
         heads: Iterable[Head] | None = None,
+        config: GymConfig | None = None,
+        *,
+        encoder: nn.Module | None = None,
     ):
         config = config or GymConfig()
         if not isinstance(config, GymConfig):
             raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
-        self._build(config, _open(envs, GymSpaces.of(envs, heads), config))
+        if isinstance(heads, GymConfig | PPOConfig):
+            raise ValueError("heads is a config; use PPO(env, config=GymConfig(...))")
+        envs = _vector_env(env, config.num_envs)
+        mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
+        spaces = GymSpaces.of(envs, heads, mask_entry)
+        self._build(
+            config, GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key), encoder
+        )
 
-    def _build(self, config: GymConfig, envs: GymEnvs | GymSpaces) -> None:
+    def _build(
+        self, config: GymConfig, envs: GymEnvs | GymSpaces, encoder: nn.Module | None
+    ) -> None:
         """`envs` are the environments to learn in, or only their spaces."""
         self.config = config
         self.spaces = envs.spaces if isinstance(envs, GymEnvs) else envs
+        self.mask_source: MaskOption = envs.mask_source if isinstance(envs, GymEnvs) else "auto"
         with torch.random.fork_rng(devices=[]):  # weights depend on rng_seed alone
             torch.manual_seed(config.rng_seed)
-            policy = flat_policy(self.spaces.action_space, self.spaces.num_features, config.policy)
+            policy = flat_policy(
+                self.spaces.action_space,
+                self.spaces.num_features,
+                config.policy,
+                images=self.spaces.images,
+                encoder=encoder,
+            )
         self.agent = PPOAgent(policy.to(usable_device(config.device)), config.ppo)
         self._trainer: Trainer | None = None
         if isinstance(envs, GymEnvs):
@@ -99,14 +129,15 @@ class PPO:
                 envs, self.agent, horizon=config.horizon, rng_seed=config.rng_seed
             )
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
-        self._loaded_trainer: dict[str, Any] = {}  # of a model without environments
+        self._is_learning = False
+        self._loaded: dict[str, Any] = {}  # the file of a model without environments
 
     # -- learning -----------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
         if self._trainer is None:
-            raise ValueError("this model was loaded without environments; use PPO.load(path, envs)")
+            raise ValueError("this model was loaded without environments; use PPO.load(path, env)")
         return self._trainer
 
     @property
@@ -127,34 +158,69 @@ class PPO:
 
     def learn(
         self,
-        total_steps: int | None = None,
+        steps: int | None = None,
         callback: RoundCallback | None = None,
+        eval_env: "AnyEnv | None" = None,
+        log_dir: str | Path | None = None,
+        *,
+        eval_every: int = 10,
+        eval_episodes: int = 10,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Self:
-        """Train for at least `total_steps` more steps, in whole rounds.
+        """Train for at least `steps` more steps, in whole rounds.
 
         Args:
-            total_steps: of all environments together; None finishes a `learn` that was stopped
-            callback: called as `callback(steps, metrics)` after each round; docs/metrics.md
-                explains the metrics
+            steps: of all environments together; None finishes a `learn` that was stopped
+            callback: called as `callback(steps, metrics)` after each round; training stops when it
+                returns False. docs/metrics.md explains the metrics
+            eval_env: other environments than those to learn in, or an id: every `eval_every`
+                rounds `eval_episodes` are played, and the metrics hold "eval/return"
+            log_dir: folder for TensorBoard's curves of all metrics
             should_stop: checked before each step; training stops when it returns True
         """
         trainer, progress = self.trainer, self.trainer.progress
-        if total_steps is not None:
-            if not isinstance(total_steps, int) or total_steps < 1:
-                raise ValueError(f"total_steps={total_steps!r}; use a whole number, 1 or more")
-            self._first_step, self.total_steps = progress.steps, progress.steps + total_steps
-        trainer.clock.start()
-        while not self.is_finished:
-            done = max(progress.steps_before_round - self._first_step, 0)
-            schedule = min(done / (self.total_steps - self._first_step), 1.0)
-            metrics = trainer.run_round(schedule, should_stop)
-            if metrics is None:
-                break
-            if callback is not None:
-                callback(progress.steps, metrics)
+        if steps is not None:
+            if not isinstance(steps, int) or steps < 1:
+                raise ValueError(f"steps={steps!r}; use a whole number, 1 or more")
+            self._first_step, self.total_steps = progress.steps, progress.steps + steps
+        if eval_every < 1 or eval_episodes < 1:
+            raise ValueError(f"{eval_every=}, {eval_episodes=}; use 1 or more")
+        if eval_env is not None:
+            eval_env = _vector_env(eval_env, self.envs.num_envs)
+            self._refuse_training_envs(eval_env)
+        with ExitStack() as stack:
+            record: Callable[[int, dict[str, float]], None] = lambda *_: None  # noqa: E731
+            if log_dir is not None:
+                from esper.nissa.tensorboard import TensorBoardSink
+
+                sink = TensorBoardSink(log_dir, first_step=progress.steps + 1)
+                record = stack.enter_context(sink).record
+            self._is_learning = True
+            stack.callback(setattr, self, "_is_learning", False)
+            trainer.clock.start()
+            while not self.is_finished:
+                done = max(progress.steps_before_round - self._first_step, 0)
+                schedule = min(done / (self.total_steps - self._first_step), 1.0)
+                metrics = trainer.run_round(schedule, should_stop)
+                if metrics is None:
+                    break
+                if eval_env is not None and (progress.rounds % eval_every == 0 or self.is_finished):
+                    result = evaluate(self, eval_env, eval_episodes)
+                    metrics["eval/return"] = float(result.returns.mean())
+                    metrics["eval/length"] = float(result.lengths.mean())
+                record(progress.steps, metrics)
+                answer = None if callback is None else callback(progress.steps, metrics)
+                if isinstance(answer, bool | np.bool_) and not answer:
+                    break
                 trainer.clock.lap("telemetry")
         return self
+
+    def _refuse_training_envs(self, envs: "VectorEnv[Any, Any, Any]") -> None:
+        if self._trainer is not None and _inner_envs(envs) & _inner_envs(self.envs.vector_env):
+            raise ValueError(
+                "these are the environments that the model learns in; evaluating there would break "
+                "off its episodes. Make others for evaluation, or pass the id of the environment"
+            )
 
     # -- acting -------------------------------------------------------------------------------
 
@@ -169,16 +235,29 @@ class PPO:
         """The action for an observation, and the recurrent state for the next one.
 
         Args:
-            observation: of one env, or of N envs `[N, ...]`, which gives N actions
+            observation: of one env, or of N envs `[N, ...]` (entries of a Dict alike), which
+                gives N actions
             state: returned by the previous call; None starts an episode
             episode_start: whether this observation is the first of an episode, bool `[N]`; the
                 state of those envs is set to zeros
-            mask: legal actions, `[N, ...]` for N envs; None allows all
+            mask: legal actions, `[N, ...]` for N envs; None takes the observation's mask entry,
+                or else allows all
             deterministic: take the most likely action instead of sampling
         """
-        expected_dim = 0 if self.spaces.first_observation is not None else 1
-        is_single = np.ndim(observation) == expected_dim
-        features = self.spaces.features(np.asarray(observation)[None] if is_single else observation)
+        is_single = self.spaces.is_single(observation)
+        if is_single:
+            features = self.spaces.features_of_each([observation])
+        else:
+            features = self.spaces.features(observation)
+        self.spaces.require_finite(features)
+        if mask is None and self.spaces.mask_entry is not None:
+            mask = observation[self.spaces.mask_entry]
+        if mask is None and self.mask_source in ("info", "method"):
+            warnings.warn(
+                "this model learned with masks, but predict got none, so all actions are legal; "
+                "pass mask=",
+                stacklevel=2,
+            )
         state = state or self.agent.policy.initial_state(len(features))
         if episode_start is not None:
             is_first = np.broadcast_to(np.asarray(episode_start, dtype=bool), len(features))
@@ -190,7 +269,7 @@ class PPO:
             deterministic=deterministic,
         )
         actions = self.spaces.actions(decision.actions)
-        return (actions[0] if is_single else actions), decision.state
+        return (self.spaces.first_action(actions) if is_single else actions), decision.state
 
     def _masks(self, mask: Any, num_envs: int, is_single: bool) -> ActionMasks:
         if mask is None:
@@ -209,39 +288,54 @@ class PPO:
         A resumed run collects the current round again: bit-exact if the environments have
         `get_state()` and `set_state()`, else with new episodes.
         """
-        contents = {
-            "config": to_plain(self.config),
+        contents = self._loaded or {
             "spaces": to_plain(self.spaces),
+            "mask_source": self.mask_source,
+            "environment": self.envs.kind,
             "learn": [self._first_step, self.total_steps],
-            "trainer": self._trainer.state_dict() if self._trainer else self._loaded_trainer,
+            "trainer": self.trainer.state_dict(),
         }
-        write_file(path, _KIND, contents)
+        write_file(path, _KIND, contents | {"config": to_plain(self.config)}, version=_VERSION)
 
     @classmethod
     def load(
         cls,
         path: str | Path,
-        envs: "VectorEnv[Any, Any, Any] | None" = None,
+        env: "AnyEnv | None" = None,
         *,
         device: str | None = None,
+        encoder: nn.Module | None = None,
     ) -> Self:
-        """A saved model: without `envs` to predict, with `envs` to continue its training.
+        """A saved model: without `env` to predict, with `env` to continue its training.
 
-        `envs` must be made as they were for the saved run; `learn()` then finishes it. On another
-        kind of `device` than the saved one, it continues with other random numbers.
+        With as many environments of the same kind, `learn()` finishes the saved run exactly. With
+        others of the same spaces, it starts new episodes there. On another kind of `device` than
+        the saved one, it continues with other random numbers. A custom `encoder` is passed again;
+        its weights are loaded.
         """
-        saved = read_file(path, _KIND, resumes=envs is not None)
+        saved = read_file(path, _KIND, version=_VERSION, resumes=env is not None)
         config = from_plain(GymConfig, saved["config"])
         config = config if device is None else replace(config, device=device)
-        spaces = from_plain(GymSpaces, saved["spaces"])
+        spaces, run = from_plain(GymSpaces, saved["spaces"]), saved["trainer"]
         model = cls.__new__(cls)
-        if envs is None:
-            model._build(config, spaces)
-            load_agent(model.agent, saved["trainer"]["agent"], path)
-            model._loaded_trainer = saved["trainer"]
+        if env is None:
+            model._build(config, spaces, encoder)
+            load_agent(model.agent, run["agent"], path)
+            model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
-            model._build(config, _open(envs, spaces, config))
-            model.trainer.load_state_dict(saved["trainer"], path)
+            envs, masks = _vector_env(env, run["num_envs"]), saved["mask_source"]
+            world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key)
+            model._build(config, world, encoder)
+            has_state = "environments" in run["envs"]
+            if (saved["environment"], run["num_envs"]) != (world.kind, world.num_envs) or (
+                has_state and not world.can_save_state
+            ):
+                start = {"recent_episodes": [], "rounds": run["envs"]["rounds"]}
+                run |= {"num_envs": world.num_envs, "envs": start, "rollout": None}
+                model.trainer.load_state_dict(run, path)
+                model.trainer.abandon_round()
+            else:
+                model.trainer.load_state_dict(run, path)
         model._first_step, model.total_steps = saved["learn"]
         return model
 
@@ -255,8 +349,8 @@ class EvaluationResult(NamedTuple):
 
 def evaluate(
     model: PPO,
-    envs: "VectorEnv[Any, Any, Any]",
-    episodes: int,
+    env: "AnyEnv",
+    episodes: int = 20,
     *,
     rng_seed: int = 0,
     deterministic: bool = True,
@@ -264,12 +358,19 @@ def evaluate(
     """Play whole episodes without learning.
 
     Every env plays the same number of episodes (to within one). Counting those that end first
-    would favour short episodes. `envs` may be those that the model learns in: its next steps are
-    then the first of new episodes.
+    would favour short episodes. After `learn`, `env` may be that which the model learned in: its
+    next steps are then the first of new episodes.
+
+    Args:
+        env: the id of an environment, one environment, or a vector environment
+        deterministic: take the most likely actions instead of sampling
     """
     if episodes < 1:
         raise ValueError(f"episodes={episodes}; use 1 or more")
-    world = _open(envs, model.spaces, model.config, rng_seed)
+    envs = _vector_env(env, min(episodes, model.config.num_envs))
+    if model._is_learning:
+        model._refuse_training_envs(envs)
+    world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
     agent, num_envs = model.agent, world.num_envs
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
     state = agent.policy.initial_state(num_envs)
@@ -290,7 +391,7 @@ def evaluate(
             if quota[episode.env]:
                 quota[episode.env] -= 1
                 counted.append(episode)
-    if model._trainer is not None and model.envs.vector_env.unwrapped is envs.unwrapped:
+    if model._trainer is not None and _inner_envs(envs) & _inner_envs(model.envs.vector_env):
         model.envs.restart(model.trainer.shuffle_rng)
         model.trainer.abandon_round()
     return EvaluationResult(
@@ -298,11 +399,32 @@ def evaluate(
     )
 
 
-def _open(
-    envs: "VectorEnv[Any, Any, Any]",
-    spaces: GymSpaces,
-    config: GymConfig,
-    rng_seed: int | None = None,
-) -> GymEnvs:
-    rng_seed = config.rng_seed if rng_seed is None else rng_seed
-    return GymEnvs(envs, spaces, rng_seed=rng_seed, mask_source=config.masks)
+def _vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
+    """A vector environment: `num_envs` of an id, or the given one alone."""
+    import gymnasium
+    from gymnasium.vector import SyncVectorEnv, VectorEnv
+
+    if isinstance(env, VectorEnv):
+        return env
+    if isinstance(env, gymnasium.Env):
+        return SyncVectorEnv([lambda: env])
+    if not isinstance(env, str):
+        raise ValueError(
+            f"{env} is a {type(env).__name__}; use the id of an environment, a gymnasium.Env, or "
+            "a vector environment such as gymnasium.vector.SyncVectorEnv([make_env] * 8)"
+        )
+    try:
+        return gymnasium.make_vec(env, num_envs=num_envs, vectorization_mode="sync")
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"{env} cannot be made: {error}") from error
+
+
+def _inner_envs(envs: "VectorEnv[Any, Any, Any]") -> set[int]:
+    """Identities of the environments without their wrappers."""
+    from gymnasium.vector import SyncVectorEnv
+
+    inner = envs.unwrapped
+    parts = [env.unwrapped for env in inner.envs] if isinstance(inner, SyncVectorEnv) else []
+    return {id(inner), *map(id, parts)}

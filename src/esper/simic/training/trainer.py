@@ -93,7 +93,6 @@ class Trainer:
     """Environments, an agent and the rollout buffer between them."""
 
     def __init__(self, envs: TrainingEnvs, agent: PPOAgent, *, horizon: int, rng_seed: int = 0):
-        agent.check_split(envs.num_envs)
         config = agent.policy.config
         self.envs, self.agent, self.horizon = envs, agent, horizon
         self.buffer = TamiyoRolloutBuffer(

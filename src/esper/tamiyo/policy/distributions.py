@@ -1,4 +1,4 @@
-"""Masked categorical distributions over the heads of a factored action.
+"""Masked distributions over the heads of a factored action: categorical, or squashed Gaussians.
 
 All heads are scored at once. Their choices are concatenated, `[..., C]`; internally each head is a
 row of a grid `[..., H, M]`, where M is the size of the largest head. One log-softmax then covers
@@ -9,6 +9,7 @@ all rules about masks, because masked logits get two constants:
   action 0: log-prob, entropy and gradient are exactly 0. Next to any real logit the half is as
   impossible as the whole.
 
+A continuous head is a row with one choice, which adds exactly 0; its Gaussian is scored apart.
 Arithmetic is float32 for logits of any dtype.
 """
 
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import hardtanh
 
 from esper.leyline.checks import DeferredChecks
-from esper.leyline.devices import DeviceConstant
+from esper.leyline.devices import DeviceConstant, constant
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout
+from esper.tamiyo.policy.gaussians import SquashedGaussians
 
 LARGEST_LOGIT = 1e29  # logits are clipped to this, up and down
 # far below any logit, and far enough above the lowest float that gradients times it are finite
@@ -36,7 +38,8 @@ class MaskedFactoredCategorical:
 
     `logits` and `masks` are `[..., C]`. With `floor`, each head is mixed with the uniform
     distribution over its k legal choices: p' = (1 - floor) p + floor / k. Sampling and scoring use
-    the same p'. To score the same masks repeatedly, build `legal` from them once and pass it.
+    the same p'. Continuous heads have no floor; their `log_std` `[continuous heads]` is passed
+    here, their mean is their logit. To score the same masks repeatedly, build `legal` once.
     Values are not checked here, because they may be on a GPU: a NaN logit gives NaN.
     """
 
@@ -48,6 +51,7 @@ class MaskedFactoredCategorical:
         *,
         legal: "LegalChoices | None" = None,
         floor: float = 0.0,
+        log_std: Tensor | None = None,
     ):
         action_space.check_packed(logits)
         if masks.shape != logits.shape or masks.dtype != torch.bool:
@@ -67,6 +71,14 @@ class MaskedFactoredCategorical:
         self._log_probs = filled.log_softmax(dim=-1)  # [..., H, M]
         if floor > 0.0:
             self._log_probs = _mix_with_uniform(filled, self._log_probs, floor)
+        self._gaussians: SquashedGaussians | None = None
+        if action_space.continuous:
+            assert log_std is not None, "continuous heads need log_std"
+            self._numbers = action_space.continuous_on(logits.device)
+            starts = tuple(action_space.slices[head].start for head in action_space.continuous)
+            columns = constant(starts, logits.device)
+            means, is_used = bounded.index_select(-1, columns), masks.index_select(-1, columns)
+            self._gaussians = SquashedGaussians(means, log_std, is_used)
 
     @property
     def probs(self) -> Tensor:
@@ -75,16 +87,29 @@ class MaskedFactoredCategorical:
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """Log-probs `[..., H]` of `actions` `[..., H]`; at most -1e29 for a masked choice."""
-        return self._log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+        choices = self.action_space.choices(actions)
+        scores = self._log_probs.gather(-1, choices.unsqueeze(-1)).squeeze(-1)
+        return self._insert(
+            scores, lambda numbers: numbers.log_prob(actions.index_select(-1, self._numbers))
+        )
 
     def entropy(self) -> Tensor:
         """Entropies `[..., H]` in nats."""
-        return -(self.probs * self._log_probs).sum(dim=-1)
+        entropies = -(self.probs * self._log_probs).sum(dim=-1)
+        return self._insert(entropies, SquashedGaussians.entropy)
 
     def normalize(self, entropies: Tensor) -> Tensor:
-        """Entropies from `entropy` as a share of the uniform one, 0 to 1; 0 without a choice."""
+        """Entropies from `entropy` as a share of the uniform one, 0 to 1; 0 without a choice.
+
+        For a continuous head: the width of the uniform distribution with the same entropy, as a
+        share of (-1, 1).
+        """
+
         # with one legal choice the entropy is exactly 0, so the divisor does not matter
-        return entropies / self.legal.log_counts
+        def widths(numbers: SquashedGaussians) -> Tensor:
+            return numbers.is_used * entropies.index_select(-1, self._numbers).exp() / 2
+
+        return self._insert(entropies / self.legal.log_counts, widths)
 
     @property
     def legal(self) -> "LegalChoices":
@@ -94,23 +119,30 @@ class MaskedFactoredCategorical:
         return self._legal
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """A sample of every head, `[..., H]`; never a masked choice."""
+        """A sample of every head, `[..., H]`; never a masked choice. Numbers are before tanh."""
         probs = self.probs.detach()
         # Of exponential clocks with rates p, choice i rings first with probability p_i. The bounds
         # keep p / clock at 0 for masked choices, and above 0 for the likeliest one.
         clocks = torch.empty_like(probs).exponential_(generator=generator).clamp_(1e-30, 1e3)
-        return probs.div_(clocks).argmax(dim=-1)
+        choices = probs.div_(clocks).argmax(dim=-1)
+        return self._insert(choices, lambda numbers: numbers.sample(generator))
 
     def mode(self) -> Tensor:
-        """The likeliest choice of every head, `[..., H]`."""
-        return self._log_probs.argmax(dim=-1)
+        """The likeliest choice of every head, `[..., H]`; the median of a continuous head."""
+        return self._insert(self._log_probs.argmax(dim=-1), SquashedGaussians.median)
+
+    def _insert(self, values: Tensor, of_numbers: Callable[[SquashedGaussians], Tensor]) -> Tensor:
+        """Values of all heads `[..., H]`, with those of the continuous heads put in."""
+        if self._gaussians is None:
+            return values
+        return values.float().index_copy(-1, self._numbers, of_numbers(self._gaussians))
 
 
 class LegalChoices(NamedTuple):
     """All that a distribution needs of its masks `[..., C]`; independent of the logits."""
 
     grid: Tensor  # bool [..., H, M]: the masks, with a row for each head
-    counts: Tensor  # float [..., H]: legal choices of each head
+    counts: Tensor  # float [..., H]: legal choices of each head; 2 for a number that is used
     log_counts: Tensor  # [..., H]: entropy of the uniform distribution; log 2 without a choice
     has_choice: Tensor  # float [...]: 1 where some head has more than one choice, 0 elsewhere
 
@@ -118,6 +150,10 @@ class LegalChoices(NamedTuple):
     def from_masks(cls, masks: Tensor, action_space: FactoredActionSpace) -> "LegalChoices":
         grid = _grid(action_space).of_masks(masks)
         counts = grid.sum(dim=-1, dtype=torch.float32)
+        if action_space.continuous:  # log 2 is the entropy of the uniform distribution on (-1, 1)
+            counts.index_add_(
+                -1, numbers := action_space.continuous_on(masks.device), counts[..., numbers]
+            )
         log_counts = counts.clamp(min=2.0).log()
         return cls(grid, counts, log_counts, (counts > 1).any(dim=-1).float())
 
@@ -130,20 +166,29 @@ def choose_actions(
     generator: torch.Generator | None = None,
     deterministic: bool = False,
     floor: float = 0.0,
+    log_std: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choices `[N, H]`, their log-probs `[N, H]` and the mask rows that applied `[N, C]`.
 
     Heads are chosen in order, one of `action_space.head_groups` at a time:
     `logits_of(group, actions)` returns the logits `[N, choices of the group]` given the choices
-    made so far, `[N, heads before the group]`.
+    made so far, `[N, heads before the group]`. `log_std` is that of all continuous heads.
     """
     actions = torch.empty(masks.num_envs, 0, dtype=torch.int64, device=masks.device)
-    chosen, log_probs, rows = [], [], []
+    chosen, log_probs, rows, first = [], [], [], 0
     for group, (heads, space) in enumerate(
         zip(action_space.head_groups, action_space.group_spaces, strict=True)
     ):
         row = masks.rows(heads, actions)
-        head = MaskedFactoredCategorical(space, logits_of(group, actions), row, floor=floor)
+        end = first + len(space.continuous)
+        head = MaskedFactoredCategorical(
+            space,
+            logits_of(group, actions),
+            row,
+            floor=floor,
+            log_std=None if log_std is None else log_std[first:end],
+        )
+        first = end
         chosen.append(head.mode() if deterministic else head.sample(generator))
         log_probs.append(head.log_prob(chosen[-1]))
         rows.append(row)
@@ -156,6 +201,7 @@ class ChoiceChecks(nn.Module):
     """Checks of the choices of one action space; failures are collected in `deferred`."""
 
     offsets: Tensor
+    first_choices: Tensor
     last_choices: Tensor
     is_conditional: Tensor
 
@@ -163,16 +209,19 @@ class ChoiceChecks(nn.Module):
         super().__init__()
         self.action_space = action_space
         self.deferred = DeferredChecks()
+        largest = torch.finfo(torch.float32).max  # a number may be anything finite
+        lasts = [largest if head.continuous else head.size - 1 for head in action_space]
         for name, values in (
             ("offsets", [part.start for part in action_space.slices]),
-            ("last_choices", [size - 1 for size in action_space.sizes]),
+            ("first_choices", [-largest if head.continuous else 0 for head in action_space]),
+            ("last_choices", lasts),
             ("is_conditional", [bool(head.given) for head in action_space]),
         ):
             self.register_buffer(name, torch.tensor(values), persistent=False)
 
     def check_fresh(self, actions: Tensor, log_probs: Tensor, masks: Tensor) -> None:
         """Check new choices: finite logits, and a legal choice for heads given no other head."""
-        is_legal = masks.gather(-1, actions + self.offsets)
+        is_legal = masks.gather(-1, self.action_space.choices(actions) + self.offsets)
         ok = (log_probs > _IMPOSSIBLE) & (is_legal | self.is_conditional)
 
         def describe(env: int, head: int) -> str:
@@ -190,7 +239,7 @@ class ChoiceChecks(nn.Module):
 
         `rows` are their flat positions in the rollout, on the CPU.
         """
-        safe = torch.minimum(actions.clamp(min=0), self.last_choices)
+        safe = actions.clamp(self.first_choices, self.last_choices).nan_to_num()
 
         def describe(row: int, head: int) -> str:
             return self._illegal(row, head, actions, masks, rows, max_steps)
@@ -217,6 +266,8 @@ class ChoiceChecks(nn.Module):
     ) -> str:
         legal = masks[row, self.action_space.slices[head]].nonzero()[:, 0].tolist()
         where = self._place(row, head, rows, max_steps)
+        if head in self.action_space.continuous:
+            return f"{where}: the number {float(actions[row, head])} cannot be scored"
         action = int(actions[row, head])
         return f"{where}: action {action} is not legal; legal here: {legal or 'only 0'}"
 

@@ -93,7 +93,7 @@ class RecurrentState(NamedTuple):
 class Decision(NamedTuple):
     """The result of `act`: the choices, and what PPO stores with them."""
 
-    actions: Tensor  # [N, H]
+    actions: Tensor  # [N, H]; numbers are before tanh
     log_probs: Tensor  # [N, H]
     masks: Tensor  # [N, C]: the mask rows that applied
     values: Tensor  # [N]
@@ -148,6 +148,10 @@ class FactoredRecurrentActorCritic(nn.Module):
         # small rewards
         nn.init.zeros_(self.readout.weight.data[-1:])
         self.readout.bias.data[:-1] = heads.initial_bias()
+        # of the continuous heads, the same in every state; 1 before tanh is nearly uniform
+        self.log_std: nn.Parameter | None = None
+        if action_space.continuous:
+            self.log_std = nn.Parameter(torch.zeros(len(action_space.continuous)))
 
     def raise_on_bad_values(self) -> None:
         """Raise the first failed check since the last call; synchronises with a GPU once."""
@@ -193,6 +197,7 @@ class FactoredRecurrentActorCritic(nn.Module):
                 generator=generator,
                 deterministic=deterministic,
                 floor=self.config.floor,
+                log_std=self.log_std,
             )
         self.choice_checks.check_fresh(actions, log_probs, rows)
         return Decision(actions, log_probs, rows, values, next_state)
@@ -259,6 +264,7 @@ class FactoredRecurrentActorCritic(nn.Module):
             steps.masks,
             legal=steps.legal,
             floor=self.config.floor,
+            log_std=self.log_std,
         )
         log_probs = distribution.log_prob(steps.actions)
         self.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
@@ -316,10 +322,10 @@ def full_precision(device: torch.device) -> Iterator[None]:
         yield
         return
     matmul = torch.backends.cuda.matmul
-    rnn: Any = torch.backends.cudnn.rnn  # torch sets its attributes at run time
-    before = matmul.fp32_precision, rnn.fp32_precision
+    cudnn: Any = torch.backends.cudnn  # torch sets its attributes at run time
+    before = matmul.fp32_precision, cudnn.rnn.fp32_precision, cudnn.conv.fp32_precision
     try:
-        matmul.fp32_precision = rnn.fp32_precision = "ieee"
+        matmul.fp32_precision = cudnn.rnn.fp32_precision = cudnn.conv.fp32_precision = "ieee"
         yield
     finally:
-        matmul.fp32_precision, rnn.fp32_precision = before
+        matmul.fp32_precision, cudnn.rnn.fp32_precision, cudnn.conv.fp32_precision = before

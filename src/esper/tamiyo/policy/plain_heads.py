@@ -1,7 +1,11 @@
-"""Encoder and heads for any factored action space and any flat features.
+"""Encoder and heads for any factored action space, flat features and images.
 
 policy = flat_policy(action_space, num_features=17)
 """
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,28 +15,64 @@ from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene
 
+ImageShape = tuple[int, int, int]  # channels, height, width
+
 
 def flat_policy(
-    action_space: FactoredActionSpace, num_features: int, config: PolicyConfig | None = None
+    action_space: FactoredActionSpace,
+    num_features: int,
+    config: PolicyConfig | None = None,
+    *,
+    images: tuple[ImageShape, ...] = (),
+    encoder: nn.Module | None = None,
 ) -> FactoredRecurrentActorCritic:
-    """A policy for any action space and `num_features` flat features."""
+    """A policy for any action space and features `[B, F]`, the last of which are images.
+
+    A custom `encoder(numbers, *images)` returns `[B, any width]`. It gets the scaled flat features
+    `[B, numbers]` and each image `[B, channels, height, width]`, scaled too. It is copied.
+    """
     config = config or PolicyConfig()
-    heads = PlainHeads(action_space, num_features, config)
+    heads = PlainHeads(action_space, num_features, config, images, encoder)
     return FactoredRecurrentActorCritic(action_space, heads, config)
 
 
 class PlainHeads(nn.Module):
-    """An MLP encoder, and heads that see the earlier choices they are given.
+    """An encoder, and heads that see the earlier choices they are given.
 
-    Features are scaled with running statistics, which `update_scales` changes.
+    The encoder is an MLP; with images, a small CNN for each as well; or a custom module. Flat
+    features are scaled with running statistics, which `update_scales` changes. The channels of
+    images are scaled once, from the first rollout.
     """
 
-    def __init__(self, action_space: FactoredActionSpace, feature_size: int, config: PolicyConfig):
+    def __init__(
+        self,
+        action_space: FactoredActionSpace,
+        feature_size: int,
+        config: PolicyConfig,
+        images: tuple[ImageShape, ...] = (),
+        encoder: nn.Module | None = None,
+    ):
         super().__init__()
         self.feature_size = feature_size
-        self.scales = RunningNormalizer(feature_size)
+        self.images = images
+        sizes = [math.prod(shape) for shape in images]
+        self._sizes = [feature_size - sum(sizes), *sizes]
+        self.scales = RunningNormalizer(self._sizes[0])
+        self.image_scales = nn.ModuleList(
+            RunningNormalizer(channels, epsilon=1e-5) for channels, _, _ in images
+        )
         width = config.lstm_hidden_dim
-        self.encoder = mlp(feature_size, width, config.encoder_layers)
+        self.is_custom = encoder is not None
+        self.encoder: nn.Module
+        if encoder is not None or images:
+            self.encoder = (
+                copy.deepcopy(encoder)
+                if encoder is not None
+                else _ImageEncoder(self._sizes[0], images, config)
+            )
+            self.join = mlp(self._encoded_width(), width, 1)
+        else:
+            self.encoder = mlp(feature_size, width, config.encoder_layers)
         first, *later = action_space.group_spaces
         self._first_choices = first.num_choices
         self.groups = nn.ModuleList(
@@ -46,8 +86,30 @@ class PlainHeads(nn.Module):
 
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
         """The core's input `[B, width]`."""
-        encoded: Tensor = self.encoder(self.scales.normalize(features))
-        return encoded, ()
+        if not self.images and not self.is_custom:
+            encoded: Tensor = self.encoder(self.scales.normalize(features))
+            return encoded, ()
+        numbers, *images = torch.split(features, self._sizes, dim=-1)
+        scaled = [
+            scales.normalize(pixels).movedim(-1, 1) for pixels, scales in self._pixels(images)
+        ]
+        return self.join(self.encoder(self.scales.normalize(numbers), *scaled)), ()
+
+    @torch.no_grad()
+    def _encoded_width(self) -> int:
+        """The width of the encoder's output, found with zeros."""
+        inputs = [torch.zeros(2, *shape) for shape in ((self._sizes[0],), *self.images)]
+        encoded = self.encoder(*inputs)
+        if not isinstance(encoded, Tensor) or encoded.ndim != 2 or len(encoded) != 2:
+            got = tuple(encoded.shape) if isinstance(encoded, Tensor) else type(encoded).__name__
+            raise ValueError(f"the encoder returned {got} for 2 rows; expected a tensor (2, width)")
+        return encoded.shape[1]
+
+    def _pixels(self, images: Iterable[Tensor]) -> Iterator[tuple[Tensor, RunningNormalizer]]:
+        """Flat images `[B, pixels]` as `[B, height, width, channels]`, 0 to 1, and their scales."""
+        for image, shape, scales in zip(images, self.images, self.image_scales, strict=True):
+            assert isinstance(scales, RunningNormalizer)
+            yield image.reshape(-1, *shape).movedim(1, -1) / 255.0, scales
 
     def logits(self, group: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
         """Logits of a head group after the first, `[B, choices of the group]`."""
@@ -62,12 +124,49 @@ class PlainHeads(nn.Module):
         on a given observation does not change. Otherwise a policy that leans to one side would
         move the mean, and lean further with every update. The first update is applied as is.
         """
+        features, *images = torch.split(features, self._sizes, dim=-1)
+        for pixels, image_scales in self._pixels(images):
+            if image_scales.count == 0:
+                image_scales.update(pixels.flatten(0, -2))
         scales = self.scales
+        if not self._sizes[0] or (self.is_custom and scales.count > 0):
+            return  # a custom encoder has no first layer that is known: its scales stay
         old_mean, is_first = scales.mean.clone(), scales.count == 0
         scales.update(features)
         shift = ((scales.mean - old_mean) / scales.std).masked_fill(is_first, 0.0)
-        weight, bias, *_ = self.encoder.parameters()
-        bias.add_(weight.double() @ shift.double())
+        if not self.is_custom:
+            weight, bias, *_ = self.encoder.parameters()
+            bias.add_(weight.double() @ shift.double())
+
+
+class _ImageEncoder(nn.Module):
+    """An MLP for the flat features, and three convolutions for each image."""
+
+    def __init__(self, num_numbers: int, images: tuple[ImageShape, ...], config: PolicyConfig):
+        super().__init__()
+        width = config.lstm_hidden_dim
+        self.numbers = mlp(num_numbers, width, config.encoder_layers) if num_numbers else None
+        self.images = nn.ModuleList(_convolutions(shape, width) for shape in images)
+
+    def forward(self, numbers: Tensor, *images: Tensor) -> Tensor:
+        parts = [encode(image) for encode, image in zip(self.images, images, strict=True)]
+        if self.numbers is not None:
+            parts.insert(0, self.numbers(numbers))
+        return torch.cat(parts, dim=-1)
+
+
+def _convolutions(shape: ImageShape, width: int) -> nn.Sequential:
+    """Images of any size `[B, channels, height, width]` to `[B, width]`."""
+    channels, *sides = shape
+    layers: list[nn.Module] = []
+    for filters in (32, 64, 64):
+        stride = 4 if min(sides) >= 48 else 2 if min(sides) >= 10 else 1
+        kernel = max(3, 2 * stride)
+        padding = (kernel - stride + 1) // 2
+        layers += [nn.Conv2d(channels, filters, kernel, stride, padding), nn.ReLU()]
+        sides = [(side + 2 * padding - kernel) // stride + 1 for side in sides]
+        channels = filters
+    return nn.Sequential(*layers, nn.Flatten(), mlp(channels * math.prod(sides), width, 1))
 
 
 class _PlainGroup(nn.Module):
@@ -89,6 +188,6 @@ class _PlainGroup(nn.Module):
     def forward(self, core: Tensor, actions: Tensor) -> Tensor:
         mixed = self.mix(core)
         for index, chosen in zip(self.given, self.chosen, strict=True):
-            mixed = mixed + chosen(actions[:, index])
+            mixed = mixed + chosen(actions[:, index].long())
         logits: Tensor = self.readout(mixed.tanh())
         return logits

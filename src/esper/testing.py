@@ -1,0 +1,154 @@
+"""Conformance checks for PPO implementations, to run on your own: `benchmarks/conformance.py` shows
+how for other libraries.
+
+    conformance(gae=my_gae, masked_probs=my_probs)  # {"six rows": "pass", ...}
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-5
+# Rewards, values, terminated, truncated, V(next observation before any reset), and the advantages
+# for gamma = lambda = 0.5, worked by hand. A limit cuts row 1; row 3 terminates; row 5 is unfinished.
+_SIX_ROWS: tuple[list[float] | list[bool], ...] = (
+    [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    [2.0, 4.0, 6.0, 2.0, 4.0, 8.0],
+    [False, False, False, True, False, False],
+    [False, True, False, False, False, False],
+    [4.0, 8.0, 2.0, 0.0, 8.0, 4.0],
+    [1.5, 2.0, -1.5, 2.0, 5.0, 0.0],
+)
+
+
+def conformance(
+    *,
+    gae: Any = None,
+    masked_probs: Any = None,
+    step: Any = None,
+    unroll: Any = None,
+    ratios: Any = None,
+) -> dict[str, str]:
+    """By the name of a check "pass", or what went wrong. Only the functions given are checked.
+
+    Args:
+        gae: advantages `[N, T]` from rewards, values, terminated, truncated, V of the next
+            observation (all `[N, T]`), gamma, lambda, and `step_counts=` `[N]` for ragged rows
+        masked_probs: probabilities `[B, C]` from logits and masks (True: legal) `[B, C]`
+        step: a recurrent policy's output `[N, K]` and next state from an observation `[N, 4]`, the
+            state (None at first) and episode starts `[N]`
+        unroll: the same outputs `[T, N, K]` from `[T, N, 4]` and `[T, N]`, as learning sees them
+        ratios: new over old probabilities of a rollout before the first optimiser step
+
+    A function raises NotImplementedError, with the reason, for what it does not support.
+    """
+    checks = {
+        "six rows": (gae, lambda: _six_rows(gae)),
+        "splits": (gae, lambda: _splits(gae)),
+        "ragged rows": (gae, lambda: _ragged(gae)),
+        "masks": (masked_probs, lambda: _masks(masked_probs)),
+        "state reset": (step, lambda: _resets(step)),
+        "unrolled": (
+            unroll,
+            lambda: _near(unroll(*_episodes()), _stepped(step), "step, env, output"),
+        ),
+        "ratio 1": (ratios, lambda: _near(ratios(), torch.ones(()), "ratio")),
+    }
+    return {name: _result(check) for name, (function, check) in checks.items() if function}
+
+
+def _result(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except NotImplementedError as error:
+        return f"none: {error}"
+    except AssertionError as error:
+        return f"FAIL: {error}"
+    return "pass"
+
+
+def _six_rows(gae: Any) -> None:
+    *rows, expected = (torch.tensor([column]) for column in _SIX_ROWS)
+    _near(gae(*rows, 0.5, 0.5), expected, "env, row")
+
+
+def _splits(gae: Any) -> None:
+    """Envs one by one, and a rollout cut where episodes end, give the same advantages."""
+    rows = _rows()
+    rows[3][:, 11] = ~rows[2][:, 11]
+    whole = gae(*rows, 0.9, 0.8)
+    parts = [gae(*(column[i : i + 1] for column in rows), 0.9, 0.8) for i in range(5)]
+    _near(torch.cat(parts), whole, "envs one by one: env, row")
+    parts = [gae(*(column[:, a:b] for column in rows), 0.9, 0.8) for a, b in ((0, 12), (12, 20))]
+    _near(torch.cat(parts, dim=1), whole, "cut where episodes end: env, row")
+
+
+def _ragged(gae: Any) -> None:
+    """Rows past an env's count may hold anything."""
+    rows, counts = _rows(), [20, 3, 11, 1, 7]
+    alone = [gae(*(c[i : i + 1, :count] for c in rows), 0.9, 0.8) for i, count in enumerate(counts)]
+    for column in (rows[0], rows[1], rows[4]):
+        column[torch.arange(20) >= torch.tensor(counts)[:, None]] = torch.nan
+    together = gae(*rows, 0.9, 0.8, step_counts=torch.tensor(counts))
+    for env, count in enumerate(counts):
+        _near(together[env, :count], alone[env][0], f"env {env}, row")
+
+
+def _masks(masked_probs: Any) -> None:
+    rng = torch.Generator().manual_seed(0)
+    logits = (10 * torch.randn(200, 6, generator=rng)).requires_grad_()
+    masks = torch.rand(200, 6, generator=rng) < 0.5
+    masks[torch.arange(200), torch.randint(6, (200,), generator=rng)] = True
+    probs = masked_probs(logits, masks)
+    exact = logits.detach().double().masked_fill(~masks, -torch.inf).softmax(-1)
+    _near(probs.detach(), exact, "row, choice")
+    assert (probs[~masks] == 0).all(), "an illegal choice has a probability above 0"
+    (gradient,) = torch.autograd.grad(probs[masks].square().sum(), logits)
+    # exact zeros are not asked for: a normaliser over all choices leaves rounding of 1e-8
+    _near(gradient[~masks], torch.zeros(()), "the gradient of an illegal choice")
+
+
+def _resets(step: Any) -> None:
+    """Env 0 starts an episode at step 4: what came before does not matter, nor do other envs."""
+    shift = torch.zeros(9, 3, 4)
+    shift[:4, 0] = 1.0
+    outputs, other = _stepped(step), _stepped(step, shift)
+    assert (other[1:4, 0] != outputs[1:4, 0]).any(), "the policy does not read its observations"
+    _near(other[4:, 0], outputs[4:, 0], "not reset at an episode's start: step after it, output")
+    _near(other[:, 1:], outputs[:, 1:], "an env sees another one: step, env, output")
+
+
+def _stepped(step: Any, shift: Tensor | float = 0.0) -> Tensor:
+    (observations, starts), state, outputs = _episodes(), None, []
+    for observation, start in zip(observations + shift, starts, strict=True):
+        output, state = step(observation, state, start)
+        outputs.append(output.detach())
+    return torch.stack(outputs)
+
+
+def _rows() -> list[Tensor]:
+    """Random columns of five envs, 20 rows each."""
+    rng = torch.Generator().manual_seed(1)
+    rewards, values, bootstraps = (torch.randn(5, 20, generator=rng) for _ in range(3))
+    ends = torch.rand(5, 20, generator=rng)
+    terminated, truncated = ends < 0.1, ends > 0.9
+    is_end = terminated | truncated  # elsewhere the next observation is that of the next row
+    bootstraps[:, :-1] = torch.where(is_end[:, :-1], bootstraps[:, :-1], values[:, 1:])
+    return [rewards, values, terminated, truncated, bootstraps]
+
+
+def _episodes() -> tuple[Tensor, Tensor]:
+    """Observations `[9, 3, 4]` and where episodes start `[9, 3]`."""
+    starts = torch.zeros(9, 3, dtype=torch.bool)
+    starts[0] = starts[4, 0] = starts[6, 2] = True
+    return torch.randn(9, 3, 4, generator=torch.Generator().manual_seed(2)), starts
+
+
+def _near(found: Tensor, expected: Tensor, what: str) -> None:
+    is_near = (found - expected).abs() <= TOLERANCE * (1 + expected.abs())  # False for NaN
+    if not is_near.all():
+        place = (~is_near).nonzero()[0].tolist()
+        values = [f"{float(t.expand_as(is_near)[tuple(place)]):.4g}" for t in (found, expected)]
+        raise AssertionError(f"{what} {place} is {values[0]}, expected {values[1]}")

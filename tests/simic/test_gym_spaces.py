@@ -1,0 +1,376 @@
+"""Gymnasium spaces as features, heads and masks: like Gymnasium's own flattening, or refused."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.spaces.utils import flatten
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from esper.leyline.factored_actions import Head
+from esper.leyline.plain_config import from_plain, to_plain
+from esper.simic.training.gym_spaces import GymSpaces
+from esper.simic.training.ppo_model import PPO, GymConfig
+
+NESTED = spaces.Dict(
+    {
+        "where": spaces.Box(-np.inf, np.inf, (2, 3), np.float64),
+        "level": spaces.Discrete(4, start=-1),
+        "inner": spaces.Tuple(
+            (spaces.MultiDiscrete([[2, 3], [4, 2]], start=[[1, 0], [0, 5]]), spaces.MultiBinary(3))
+        ),
+        "scalar": spaces.Box(0, 1, ()),
+    }
+)
+MIXED = spaces.Dict(
+    {
+        "kind": spaces.Discrete(3, start=1),
+        "aim": spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, 10.0]), dtype=np.float64),
+        "flags": spaces.MultiBinary(2),
+        "pair": spaces.Tuple((spaces.MultiDiscrete([2, 4], start=[3, 0]), spaces.Box(0, 1, ()))),
+    }
+)
+
+
+class AnySpaces(gymnasium.Env):
+    """Shows and takes samples of any spaces; every action is checked."""
+
+    def __init__(self, observation_space, action_space, infos=lambda: {}):
+        self.observation_space, self.action_space = observation_space, action_space
+        self.infos, self.age = infos, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.age = 0
+        return self.observation_space.sample(), self.infos()
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.age += 1
+        return self.observation_space.sample(), 1.0, False, self.age == 5, self.infos()
+
+
+TWO = spaces.Discrete(2)
+
+
+def envs_of(observation=TWO, action=TWO, infos=lambda: {}, num_envs=2):
+    return SyncVectorEnv([lambda: AnySpaces(observation, action, infos)] * num_envs)
+
+
+SMALL = GymConfig(horizon=12)
+
+
+# -- observations -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", [NESTED, *NESTED.spaces.values()], ids=lambda s: type(s).__name__)
+def test_features_are_gymnasiums_own_flattening(space):
+    space.seed(0)
+    envs = envs_of(space, num_envs=3)
+    observations, _ = envs.reset()
+    alone = [space.sample() for _ in range(3)]
+    layout = GymSpaces.of(envs)
+    expected = np.stack([flatten(space, o) for o in alone]).astype(np.float32)
+    np.testing.assert_array_equal(layout.features_of_each(alone), expected)
+    assert layout.features(observations).shape == expected.shape
+    assert layout.is_single(alone[0])
+    assert not layout.is_single(observations)
+
+
+def test_batched_observations_are_flattened_like_single_ones():
+    envs = envs_of(NESTED, num_envs=3)
+    observations, _ = envs.reset(seed=0)
+    layout = GymSpaces.of(envs)
+    alone = list(gymnasium.vector.utils.iterate(envs.observation_space, observations))
+    torch.testing.assert_close(layout.features(observations), layout.features_of_each(alone))
+
+
+@pytest.mark.parametrize("shape", [(7, 5, 3), (3, 7, 5), (7, 7, 9), (9, 7, 7)])
+def test_images_are_channels_first_after_the_numbers(shape):
+    image = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+    space = spaces.Dict({"a": spaces.Box(0, 255, shape, np.uint8), "b": spaces.Box(0, 1, (2,))})
+    layout = GymSpaces.of(envs_of(space))
+    channels = min(shape) if shape[0] != 9 and shape[2] != 9 else 9
+    axis = shape.index(channels)
+    (found,) = layout.images
+    assert found == (channels, *(side for i, side in enumerate(shape) if i != axis))
+    features = layout.features_of_each([{"a": image, "b": np.array([0.25, 0.5])}])[0]
+    assert features[:2].tolist() == [0.25, 0.5]
+    expected = np.moveaxis(image, axis, 0).astype(np.float32)
+    np.testing.assert_array_equal(features[2:].reshape(found), expected)
+
+
+def test_the_mask_entry_is_no_feature():
+    space = spaces.Dict(
+        {"observation": spaces.Box(0, 1, (3,)), "action_mask": spaces.MultiBinary(2)}
+    )
+    assert GymSpaces.of(envs_of(space)).num_features == 3
+    assert GymSpaces.of(envs_of(space), mask_entry=None).num_features == 5
+
+
+def test_spaces_survive_a_file():
+    layout = GymSpaces.of(envs_of(NESTED, MIXED))
+    assert from_plain(GymSpaces, to_plain(layout)) == layout
+
+
+# -- actions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*Casting input x")  # gymnasium splits a Box () into numbers
+@pytest.mark.parametrize("space", [MIXED, *MIXED.spaces.values()], ids=lambda s: type(s).__name__)
+def test_every_choice_is_an_action_of_the_space(space):
+    layout = GymSpaces.of(envs_of(action=space, num_envs=50))
+    columns = []
+    for head in layout.action_space:
+        numbers = 20 * torch.randn(50)  # tanh is 1 in float32: the bounds themselves
+        columns.append(numbers if head.continuous else torch.randint(head.size, (50,)))
+    actions = layout.actions(torch.stack(columns, dim=1))
+    batched = gymnasium.vector.utils.batch_space(space, 50)
+    alone = list(gymnasium.vector.utils.iterate(batched, actions))
+    assert all(space.contains(action) for action in alone)
+    first = layout.first_action(actions)
+    np.testing.assert_equal(first, alone[0])
+    assert space.contains(first)
+
+
+def test_numbers_span_the_box_and_heads_are_named_after_the_action():
+    layout = GymSpaces.of(envs_of(action=MIXED))
+    names = ["aim_0", "aim_1", "flags_0", "flags_1", "kind", "pair_0_0", "pair_0_1", "pair_1"]
+    assert list(layout.action_space.names) == names
+    row = torch.tensor([[0.0, -50.0, 1, 0, 2, 1, 3, 0.5493061]])  # tanh: 0, -1 and 0.5
+    action = layout.first_action(layout.actions(row))
+    np.testing.assert_allclose(action["aim"], [0.0, 0.0])
+    assert action["kind"] == 3
+    assert action["flags"].tolist() == [1, 0]
+    assert action["pair"][0].tolist() == [4, 3]
+    assert action["pair"][1] == pytest.approx(0.75)
+
+
+def test_heads_match_the_entries_by_name_in_any_order():
+    space = spaces.Dict({"aim": spaces.Box(-1, 1, ()), "kind": spaces.Discrete(3)})
+    heads = (Head("kind", 3), Head("aim", given=("kind",), continuous=True))
+    layout = GymSpaces.of(envs_of(action=space), heads)
+    action = layout.first_action(layout.actions(torch.tensor([[2.0, 9.0]])))
+    assert action == {"aim": pytest.approx(1.0), "kind": 2}
+    with pytest.raises(
+        ValueError, match=r"\(3, 'continuous'\).* needs \('continuous', 3\); its heads"
+    ):
+        GymSpaces.of(envs_of(action=space), (Head("what", 3), Head("where", continuous=True)))
+
+
+# -- refusals, and that their remedies work -----------------------------------------------------
+
+
+def test_a_text_entry_is_refused_and_filtering_it_works():
+    space = spaces.Dict({"mission": spaces.Text(9), "view": spaces.Box(0, 1, (2,))})
+    with pytest.raises(ValueError, match=r"observation\['mission'\] is a Text.*FilterObservation"):
+        PPO(AnySpaces(space, spaces.Discrete(2)))
+    env = gymnasium.wrappers.FilterObservation(AnySpaces(space, spaces.Discrete(2)), ["view"])
+    PPO(env, config=SMALL).learn(12)
+
+
+def test_an_observation_without_a_size_is_refused_and_transforming_it_works():
+    env = AnySpaces(spaces.Sequence(spaces.Box(0, 1, (2,))), spaces.Discrete(2))
+    with pytest.raises(ValueError, match=r"observation is a Sequence.*TransformObservation"):
+        PPO(env)
+    box = spaces.Box(-np.inf, np.inf, (1,))
+    wrapped = gymnasium.wrappers.TransformObservation(env, lambda o: np.float32([len(o)]), box)
+    PPO(wrapped, config=SMALL).learn(12)
+
+
+def test_a_box_without_bounds_is_refused_and_bounding_it_works():
+    env = AnySpaces(spaces.Discrete(2), spaces.Box(-np.inf, np.inf, (2,)))
+    with pytest.raises(ValueError, match=r"action is a Box.*without bounds.*TransformAction"):
+        PPO(env)
+    box = spaces.Box(-3, 3, (2,))
+    PPO(gymnasium.wrappers.TransformAction(env, lambda a: a, box), config=SMALL).learn(12)
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (
+            spaces.Box(0, 3, (2,), np.int32),
+            r"whole numbers; use MultiDiscrete\(high - low \+ 1, start=",
+        ),
+        (spaces.Text(3), "the action is a Text.*; use Discrete, MultiDiscrete, MultiBinary, Box"),
+        (
+            spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Graph(spaces.Box(0, 1), None)}),
+            r"the action\['b'\] is a Graph",
+        ),
+    ],
+)
+def test_other_actions_are_refused_with_what_works(action, message):
+    with pytest.raises(ValueError, match=message):
+        PPO(AnySpaces(spaces.Discrete(2), action))
+
+
+def test_an_observation_without_numbers_is_refused():
+    with pytest.raises(ValueError, match="holds no numbers"):
+        PPO(AnySpaces(spaces.Dict({"action_mask": spaces.MultiBinary(2)}), spaces.Discrete(2)))
+
+
+# -- masks that would be misread ----------------------------------------------------------------
+
+
+def test_a_mask_of_logits_is_refused():
+    envs = envs_of(infos=lambda: {"action_mask": np.array([0.0, -1e9])})
+    with pytest.raises(
+        ValueError, match=r"'action': 2.* holds -1000000000.0; use 1 for legal and 0"
+    ):
+        PPO(envs)
+    envs = envs_of(infos=lambda: {"action_mask": np.array([0, 2])})
+    with pytest.raises(ValueError, match="holds 2; use 1 for legal"):
+        PPO(envs)
+
+
+@pytest.mark.parametrize("name", ["action_masks", "legal_actions", "valid_action_mask", "avail_actions"])  # fmt: skip
+def test_a_mask_under_another_name_is_refused_and_naming_it_works(name):
+    envs = envs_of(infos=lambda: {name: np.array([1, 0])})
+    with pytest.raises(ValueError, match=f"info has '{name}', but .* use mask_key='{name}', or"):
+        PPO(envs)
+    model = PPO(envs, config=GymConfig(mask_key=name))
+    assert model.mask_source == "info"
+    assert model.envs.masks["action"].tolist() == [[True, False]] * 2
+    assert PPO(envs, config=GymConfig(masks="none")).mask_source == "none"
+
+
+def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods():
+    space = spaces.Dict({"view": spaces.Discrete(3), "legal_moves": spaces.MultiBinary(2)})
+    with pytest.raises(ValueError, match="observation has 'legal_moves'.*mask_key='legal_moves'"):
+        PPO(envs_of(space))
+    assert PPO(envs_of(space), config=GymConfig(mask_key="legal_moves")).spaces.num_features == 3
+
+    class Method(AnySpaces):
+        def valid_action_mask(self):
+            return [1, 0]
+
+    with pytest.raises(
+        ValueError, match="environment has 'valid_action_mask'.*a method action_masks"
+    ):
+        PPO(Method(spaces.Discrete(2), spaces.Discrete(2)))
+    with pytest.raises(ValueError, match="no entry 'action_mask' with the mask"):
+        PPO(envs_of(), config=GymConfig(masks="observation"))
+
+
+def test_other_infos_are_not_taken_for_masks():
+    names = ("invalid_actions", "illegal_moves", "mask", "action", "lives", "last_action")
+    PPO(envs_of(infos=lambda: dict.fromkeys(names, 1)), config=SMALL).learn(24)
+
+
+def test_a_mask_that_comes_only_after_the_reset_is_refused():
+    infos = iter([{}] + [{"action_mask": np.array([1, 0])}] * 20)
+    model = PPO(
+        AnySpaces(spaces.Discrete(2), spaces.Discrete(2), lambda: next(infos)), config=SMALL
+    )
+    with pytest.raises(ValueError, match="info has 'action_mask'"):
+        model.learn(12)
+
+
+CELLS = (Head("row", 2), Head("column", 3, given=("row",)))
+OPEN = {"row": np.array([1, 1]), "column": np.array([[1, 0, 0], [0, 0, 0]])}
+
+
+def test_a_legal_row_without_a_legal_column_is_refused_unless_declared():
+    envs = envs_of(action=spaces.MultiDiscrete([2, 3]), infos=lambda: {"action_mask": OPEN})
+    with pytest.raises(
+        ValueError, match="env 0: row=1 is legal, but then head 'column' has no legal"
+    ):
+        PPO(envs, CELLS)
+    PPO(envs, (CELLS[0], Head("column", 3, given=("row",), optional=True)))
+    closed = OPEN | {"row": np.array([1, 0])}
+    PPO(envs_of(action=spaces.MultiDiscrete([2, 3]), infos=lambda: {"action_mask": closed}), CELLS)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_the_mask_of_an_episodes_last_observation_is_not_read(mode):
+    class Ends(AnySpaces):
+        def step(self, action):
+            *rest, truncated, info = super().step(action)
+            return *rest, truncated, {"action_mask": OPEN} if truncated else info
+
+    closed = OPEN | {"row": np.array([1, 0])}
+    space = spaces.MultiDiscrete([2, 3])
+    envs = SyncVectorEnv(
+        [lambda: Ends(TWO, space, lambda: {"action_mask": closed})] * 2, autoreset_mode=mode
+    )
+    model = PPO(envs, CELLS, SMALL).learn(60)
+    assert model.trainer.progress.episodes > 4
+
+
+def test_a_chain_of_choices_is_checked_along_the_legal_ones():
+    heads = (Head("a", 2), Head("b", 2, given=("a",)), Head("c", 2, given=("b", "a")))
+    masks = {"a": np.ones(2), "b": np.array([[1, 0], [1, 1]]), "c": np.ones((2, 2, 2))}
+    masks["c"][1, 0] = 0  # b=1 after a=0: not legal, so it needs no choice
+    layout = GymSpaces.of(envs_of(action=spaces.MultiDiscrete([2, 2, 2])), heads)
+    layout.masks({name: mask[None] for name, mask in masks.items()})
+    masks["c"][1, 1] = 0
+    with pytest.raises(ValueError, match="env 0: b=1, a=1 is legal, but then head 'c'"):
+        layout.masks({name: mask[None] for name, mask in masks.items()})
+
+
+def test_dependent_heads_without_masks_warn():
+    envs = envs_of(action=spaces.MultiDiscrete([2, 3]))
+    with pytest.warns(
+        UserWarning, match=r"heads \['column'\] depend on earlier heads, but .* no masks"
+    ):
+        PPO(envs, CELLS)
+    PPO(envs, CELLS, GymConfig(masks="none"))
+
+
+def test_predicting_without_the_masks_that_were_learned_with_warns():
+    model = PPO(envs_of(infos=lambda: {"action_mask": np.array([1, 0])}))
+    with pytest.warns(UserWarning, match="learned with masks, but predict got none"):
+        model.predict(0)
+    assert model.predict(0, mask=[1, 0])[0] == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_observation_that_is_not_finite_is_named_with_env_and_round(value):
+    space = spaces.Dict({"speed": spaces.Box(-np.inf, np.inf, (3,)), "level": spaces.Discrete(2)})
+
+    class Breaks(AnySpaces):
+        steps = 0
+
+        def step(self, action):
+            observation, *rest = super().step(action)
+            self.steps += 1
+            if self.steps == 25 and self.breaks:
+                observation["speed"][2] = value
+            return observation, *rest
+
+    envs = SyncVectorEnv([lambda: Breaks(space, spaces.Discrete(2)) for _ in range(3)])
+    for index, env in enumerate(envs.envs):
+        env.breaks = index == 1
+    model = PPO(envs, config=GymConfig(horizon=12))
+    with pytest.raises(
+        ValueError, match=rf"env 1, round 3: the observation\['speed'\] holds {value} at position 2"
+    ):
+        model.learn(1000)
+    bad = {"speed": np.array([0, value, 0]), "level": 1}
+    with pytest.raises(ValueError, match=rf"env 0: the observation\['speed'\] holds {value}"):
+        model.predict(bad)
+
+
+def test_masks_of_mixed_heads_may_leave_the_numbers_out():
+    layout = GymSpaces.of(
+        envs_of(action=spaces.Dict({"kind": spaces.Discrete(3), "aim": spaces.Box(0, 1, (2,))}))
+    )
+    masks = layout.masks(np.array([[1, 0, 1]]))
+    assert masks["kind"].tolist() == [[True, False, True]]
+    assert masks["aim_0"].tolist() == [[True]]
+    heads = (
+        Head("kind", 3),
+        Head("aim_0", given=("kind",), continuous=True),
+        Head("aim_1", continuous=True),
+    )
+    layout = GymSpaces.of(
+        envs_of(action=spaces.Dict({"kind": spaces.Discrete(3), "aim": spaces.Box(0, 1, (2,))})),
+        heads,
+    )
+    for shape in ((1, 3), (1, 3, 1)):
+        used = np.array([0, 1, 1]).reshape(shape)
+        masks = layout.masks({"kind": np.ones((1, 3)), "aim_0": used})
+        assert masks["aim_0"].flatten().tolist() == [False, True, True]
+        assert masks["aim_1"].all()

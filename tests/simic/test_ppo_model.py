@@ -1,0 +1,294 @@
+"""`esper.PPO` as a user meets it: any environment, evaluation, callbacks, curves, mixed actions."""
+
+from dataclasses import replace
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+import esper
+from support.gym_environments import CueMemory, vector
+
+CONFIG = esper.GymConfig(
+    horizon=16, policy=esper.PolicyConfig(lstm_hidden_dim=8), ppo=esper.PPOConfig(ppo_epochs=1)
+)
+
+
+class Stranger(gymnasium.Env):
+    """Sees a picture, a number and a mask. Right is: fire (1) left or right of the bright half.
+
+    Aiming matters to firing only: the best aim is 0.5 towards the bright side. Choice 0 (wait)
+    earns nothing; choice 2 is never legal.
+    """
+
+    def __init__(self):
+        self.observation_space = spaces.Dict(
+            {
+                "camera": spaces.Box(0, 255, (12, 12, 3), np.uint8),
+                "fuel": spaces.Box(0, 1, (1,)),
+                "action_mask": spaces.MultiBinary(3),
+            }
+        )
+        self.action_space = spaces.Dict(
+            {"move": spaces.Discrete(3), "aim": spaces.Box(-1, 1, (1,))}
+        )
+
+    def observe(self):
+        self.side = int(self.np_random.integers(2))
+        camera = self.np_random.integers(60, size=(12, 12, 3), dtype=np.uint8)
+        camera[:, 6 * self.side : 6 * self.side + 6] += 120
+        mask = np.array([1, 1, 0], dtype=np.int8)
+        return {"camera": camera, "fuel": np.float32([1 - self.age / 8]), "action_mask": mask}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.age = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        assert action["move"] < 2, "not legal"
+        best = 0.5 if self.side else -0.5
+        reward = float(action["move"]) * (1.0 - abs(action["aim"][0] - best))
+        self.age += 1
+        return self.observe(), float(reward), False, self.age == 8, {}
+
+
+def test_a_strangers_environment_trains_from_five_lines(tmp_path):
+    env = Stranger()
+    model = esper.PPO(env)
+    model.learn(1_500)
+    model.save(tmp_path / "model.pt")
+    returns = esper.evaluate(model, Stranger(), episodes=20).returns
+    assert returns.mean() > 5.0  # of 8; always aiming at 0 earns 4, and at random 3 at most
+    assert model.trainer.agent.policy.heads.images == ((3, 12, 12),)
+    loaded = esper.PPO.load(tmp_path / "model.pt")
+    observation, _ = env.reset(seed=0)
+    (first, _), (second, _) = model.predict(observation), loaded.predict(observation)
+    np.testing.assert_equal(first, second)
+    assert env.action_space.contains(first)
+
+
+def test_ratios_are_one_before_the_first_step_with_images_and_mixed_actions():
+    errors = []
+    heads = (esper.Head("move", 3), esper.Head("aim_0", given=("move",), continuous=True))
+
+    class Asks(Stranger):  # the aim counts only when firing
+        def observe(self):
+            observation = super().observe()
+            move = observation["action_mask"]
+            return observation | {"action_mask": {"move": move, "aim_0": np.int8([0, 1, 1])}}
+
+        def __init__(self):
+            super().__init__()
+            self.observation_space["action_mask"] = spaces.Dict(
+                {"move": spaces.MultiBinary(3), "aim_0": spaces.MultiBinary(3)}
+            )
+
+    envs = gymnasium.vector.SyncVectorEnv([Asks] * 3)
+    model = esper.PPO(envs, heads, CONFIG)
+    torch.nn.init.constant_(model.agent.policy.log_std, -0.7)
+    model.learn(300, lambda _, metrics: errors.append(metrics["ppo/first_ratio_error"]))
+    assert len(errors) > 3
+    assert max(errors) < 1e-5
+    assert model.agent.policy.log_std.item() != pytest.approx(-0.7)  # it is learned
+    fields, counts = model.trainer.buffer.fields, model.trainer.buffer.step_counts
+    assert fields["actions"].dtype == torch.float32
+    valid = torch.arange(16) < counts[:, None]
+    waits = (fields["actions"][..., 0] == 0) & valid
+    fires = (fields["actions"][..., 0] == 1) & valid
+    assert (fields["log_probs"][waits][:, 1] == 0).all()
+    assert (fields["actions"][waits][:, 1] == 0).all()
+    assert (fields["log_probs"][fires][:, 1] != 0).all()
+    assert waits.sum() > 5
+    assert fires.sum() > 5
+    observation, _ = Asks().reset(seed=0)
+    action, _ = model.predict(observation)
+    assert action["move"] < 2
+
+
+class Resumable(Stranger):
+    def get_state(self):
+        return {"age": self.age, "side": self.side, "rng": self.np_random.bit_generator.state}
+
+    def set_state(self, state):
+        self.age, self.side = state["age"], state["side"]
+        self.np_random.bit_generator.state = state["rng"]
+
+
+@pytest.mark.parametrize("stop_after", [8, 23])
+def test_a_run_with_images_and_mixed_actions_resumes_bit_exact(tmp_path, stop_after):
+    whole = esper.PPO(vector(Resumable, 2), config=CONFIG).learn(100)
+    stopped = esper.PPO(vector(Resumable, 2), config=CONFIG)
+    left = iter(range(stop_after))
+    stopped.learn(100, should_stop=lambda: next(left, None) is None)
+    stopped.save(tmp_path / "run.pt")
+    resumed = esper.PPO.load(tmp_path / "run.pt", vector(Resumable, 2)).learn()
+    assert resumed.num_steps == whole.num_steps
+    torch.testing.assert_close(resumed.agent.state_dict(), whole.agent.state_dict(), rtol=0, atol=0)
+
+
+class Target(gymnasium.Env):
+    """One step: say the number that is shown."""
+
+    observation_space = spaces.Box(-1, 1, (1,))
+    action_space = spaces.Box(-2, 2, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.target = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self.target, {}
+
+    def step(self, action):
+        return self.target, -float(abs(action - self.target)[0]), True, False, {}
+
+
+def test_continuous_actions_are_learned():
+    envs = gymnasium.vector.SyncVectorEnv([Target] * 8)
+    model = esper.PPO(envs, config=esper.GymConfig(horizon=32)).learn(4_000)
+    assert esper.evaluate(model, Target(), episodes=100).returns.mean() > -0.25  # at random: -1.1
+
+
+@pytest.mark.parametrize("num_envs", [1, 2, 3, 5, 6, 7])
+def test_any_number_of_envs_learns_from_every_row(num_envs):
+    seen = []
+    config = replace(CONFIG, ppo=esper.PPOConfig(ppo_epochs=2))
+    model = esper.PPO(vector(CueMemory, num_envs), config=config)
+    evaluate = model.agent.policy.evaluate
+
+    def watched(steps, layout):
+        seen.append(len(steps.features))
+        return evaluate(steps, layout)
+
+    model.agent.policy.evaluate = watched
+    model.learn(1)
+    assert sum(seen) == 2 * model.num_steps
+    assert len(seen) >= 2 * min(num_envs, 3)
+    assert max(seen) - min(seen) <= 16  # one env's row
+
+
+def test_an_id_makes_as_many_environments_as_configured():
+    model = esper.PPO("CartPole-v1", config=replace(CONFIG, num_envs=3))
+    assert model.envs.num_envs == 3
+    model.learn(1)
+    assert len(esper.evaluate(model, "CartPole-v1", 4).returns) == 4
+
+
+def test_a_callback_that_returns_false_stops_and_learn_resumes():
+    rounds = []
+
+    def callback(steps, metrics):
+        rounds.append(steps)
+        return len(rounds) < 2
+
+    model = esper.PPO(vector(CueMemory, 4), config=CONFIG).learn(400, callback)
+    assert len(rounds) == 2
+    assert not model.is_finished
+    model.learn(callback=lambda *_: None)  # None is not False
+    assert model.is_finished
+
+
+def test_evaluation_during_training_is_logged_and_leaves_training_as_it_was(tmp_path):
+    def run(**settings):
+        rows = []
+        model = esper.PPO(vector(CueMemory, 4), config=CONFIG)
+        model.learn(250, lambda steps, metrics: rows.append((steps, metrics)), **settings)
+        return model, rows
+
+    plain, _ = run()
+    model, rows = run(
+        eval_env=vector(CueMemory, 2), log_dir=tmp_path, eval_every=2, eval_episodes=3
+    )
+    torch.testing.assert_close(model.agent.state_dict(), plain.agent.state_dict(), rtol=0, atol=0)
+    evaluated = [index + 1 for index, (_, metrics) in enumerate(rows) if "eval/return" in metrics]
+    assert evaluated == [*range(2, len(rows), 2), len(rows)] or evaluated == [
+        *range(2, len(rows) + 1, 2)
+    ]
+    assert all(m["eval/length"] == CueMemory.limit for _, m in rows if "eval/length" in m)
+    curves = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in curves.Scalars("ppo/kl")] == [steps for steps, _ in rows]
+    assert len(curves.Scalars("eval/return")) == len(evaluated)
+
+
+def test_the_training_environments_are_no_place_to_evaluate_during_training():
+    envs, env = vector(CueMemory, 2), CueMemory()
+    for training, other in ((envs, envs), (env, env), (env, gymnasium.wrappers.TimeLimit(env, 5))):
+        model = esper.PPO(training, config=CONFIG)
+        with pytest.raises(ValueError, match="environments that the model learns in.* Make others"):
+            model.learn(50, eval_env=other)
+        assert model.num_steps == 0  # found before the first step
+        with pytest.raises(ValueError, match="environments that the model learns in.* Make others"):
+            model.learn(50, lambda *_, m=model, o=other: esper.evaluate(m, o, 1) and None)
+        assert len(esper.evaluate(model, other, 2).returns) == 2  # allowed afterwards
+        model.learn(50)
+
+
+class Halves(nn.Module):
+    """A custom encoder: the brightness of each half, and the numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(3, 5)
+
+    def forward(self, numbers, camera):
+        sides = camera.mean(dim=(1, 2)).unflatten(-1, (2, 6)).mean(dim=-1)
+        return self.mix(torch.cat([numbers, sides], dim=-1))
+
+
+def test_a_custom_encoder_is_used_saved_and_loaded(tmp_path):
+    encoder = Halves()
+    model = esper.PPO(Stranger(), config=CONFIG, encoder=encoder)
+    before = encoder.mix.weight.clone()
+    model.learn(64)
+    assert isinstance(model.agent.policy.heads.encoder, Halves)
+    assert torch.equal(encoder.mix.weight, before)  # a copy learns
+    assert not torch.equal(model.agent.policy.heads.encoder.mix.weight, before)
+    model.save(tmp_path / "model.pt")
+    loaded = esper.PPO.load(tmp_path / "model.pt", Stranger(), encoder=Halves())
+    torch.testing.assert_close(loaded.agent.state_dict(), model.agent.state_dict())
+    loaded.learn(16)
+    with pytest.raises(ValueError, match="model.pt"):
+        esper.PPO.load(tmp_path / "model.pt")
+
+
+def test_an_encoder_that_does_not_return_rows_is_refused():
+    class Same(nn.Module):
+        def forward(self, numbers, camera):
+            return camera
+
+    with pytest.raises(ValueError, match=r"encoder returned \(2, 3, 12, 12\) for 2 rows; expected"):
+        esper.PPO(Stranger(), encoder=Same())
+
+
+def test_the_scale_of_pixels_is_taken_from_the_first_rollout_and_kept():
+    model = esper.PPO(Stranger(), config=CONFIG).learn(1)
+    (scales,) = model.agent.policy.heads.image_scales
+    (mean, std), count = (scales.mean.clone(), scales.std.clone()), scales.count.clone()
+    pixels = model.trainer.buffer.states[model.trainer.buffer.valid_mask][:, 1:] / 255
+    by_channel = pixels.double().unflatten(-1, (3, -1)).movedim(1, 0).flatten(1)
+    torch.testing.assert_close(mean, by_channel.mean(1), atol=1e-6, rtol=1e-5)
+    model.learn(64)
+    assert scales.count == count
+    torch.testing.assert_close((scales.mean, scales.std), (mean, std), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_every_autoreset_mode_stores_dict_observations_with_their_masks(mode):
+    model = esper.PPO(vector(Stranger, 3, mode), config=replace(CONFIG, horizon=30))
+    trainer = model.trainer
+    trainer.collect()
+    stored, counts = trainer.buffer.fields, trainer.buffer.step_counts
+    for env, count in enumerate(counts.tolist()):
+        fuel = 1 - (torch.arange(count) % 8) / 8  # the first feature; pixels follow
+        torch.testing.assert_close(stored["states"][env, :count, 0], fuel)
+        ends = torch.arange(count) % 8 == 7
+        assert torch.equal(stored["truncated"][env, :count], ends)
+        assert stored["bootstrap_values"][env, :count][ends].isfinite().all()
+        legal = [True, True, False]
+        part = model.spaces.action_space.slices[model.spaces.action_space.index("move")]
+        assert all(row == legal for row in stored["masks"][env, :count, part].tolist())

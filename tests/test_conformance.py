@@ -1,0 +1,119 @@
+"""The conformance checks accept a plain implementation, and each finds the mistake it is for."""
+
+import pytest
+import torch
+from torch import nn
+
+from esper.testing import conformance
+
+
+def gae(rewards, values, terminated, truncated, nexts, gamma, lam, step_counts=None, mistake=""):
+    """A loop, written from the definition."""
+    advantages = torch.zeros_like(rewards)
+    for env in range(len(rewards)):
+        count = rewards.shape[1] if step_counts is None else int(step_counts[env])
+        if mistake == "padding":
+            count = rewards.shape[1]
+        later = 0.0
+        for t in reversed(range(count)):
+            end = bool(terminated[env, t]), bool(truncated[env, t])
+            next_value = 0.0 if end[0] else nexts[env, t]
+            if mistake == "cut is an end" and end[1]:
+                next_value = 0.0
+            if mistake == "next episode" and end[1] and t + 1 < count:
+                next_value = values[env, t + 1]
+            keeps = 0.0 if any(end) and mistake != "runs over ends" else 1.0
+            delta = rewards[env, t] + gamma * next_value - values[env, t]
+            later = delta + gamma * lam * keeps * later
+            advantages[env, t] = later
+    if mistake == "mixes envs":
+        advantages = advantages - advantages.mean()
+    return advantages
+
+
+@pytest.mark.parametrize(
+    ("mistake", "failing"),
+    [
+        ("", set()),
+        ("cut is an end", {"six rows"}),
+        ("next episode", {"six rows"}),
+        ("runs over ends", {"six rows", "splits"}),
+        ("mixes envs", {"six rows", "splits"}),
+        ("padding", {"ragged rows"}),
+    ],
+)
+def test_advantages(mistake, failing):
+    found = conformance(gae=lambda *args, **kwargs: gae(*args, **kwargs, mistake=mistake))
+    assert set(found) == {"six rows", "splits", "ragged rows"}
+    assert {name for name, result in found.items() if result != "pass"} >= failing
+    assert bool(failing) or set(found.values()) == {"pass"}
+
+
+def test_what_is_not_supported_is_no_failure():
+    def whole_rows(*args, step_counts=None):
+        if step_counts is not None:
+            raise NotImplementedError("rows have one length")
+        return gae(*args)
+
+    assert conformance(gae=whole_rows)["ragged rows"] == "none: rows have one length"
+
+
+def test_masks():
+    def fill(value):
+        return lambda logits, masks: torch.where(masks, logits, value).softmax(-1)
+
+    assert conformance(masked_probs=fill(-1e9)) == {"masks": "pass"}
+    assert "FAIL" in conformance(masked_probs=fill(-3.0))["masks"]
+
+    def leaks(logits, masks):
+        nothing = 1e-3 * (logits.sum(-1, keepdim=True) - logits.sum(-1, keepdim=True).detach())
+        return fill(-1e9)(logits, masks) + nothing * masks
+
+    assert "gradient of an illegal choice" in conformance(masked_probs=leaks)["masks"]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, mistake=""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.mistake = nn.GRUCell(4, 3), mistake
+
+    def step(self, observation, state, starts):
+        state = torch.zeros(len(observation), 3) if state is None else state
+        if self.mistake != "never reset":
+            state = torch.where(starts[:, None], 0.0, state)
+        state = self.cell(observation, state)
+        if self.mistake == "mixes envs":
+            state = state + 0.1 * state.mean(0)
+        return state, state
+
+    def unroll(self, observations, starts):
+        starts = starts & (self.mistake != "learning never resets")
+        outputs, state = [], None
+        for observation, start in zip(observations, starts, strict=True):
+            output, state = self.step(observation, state, start)
+            outputs.append(output.detach())
+        return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "failing"),
+    [
+        ("", None),
+        ("never reset", "state reset"),
+        ("mixes envs", "state reset"),
+        ("learning never resets", "unrolled"),
+    ],
+)
+def test_recurrent_policies(mistake, failing):
+    policy = Recurrent(mistake)
+    found = conformance(step=policy.step, unroll=policy.unroll)
+    assert [name for name, result in found.items() if result != "pass"] == (
+        [failing] if failing else []
+    )
+
+
+def test_ratios():
+    assert conformance(ratios=lambda: torch.ones(9)) == {"ratio 1": "pass"}
+    found = conformance(ratios=lambda: torch.tensor([1.0, 1.01]))
+    assert found == {"ratio 1": "FAIL: ratio [1] is 1.01, expected 1"}
