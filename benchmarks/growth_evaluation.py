@@ -61,7 +61,7 @@ from esper.simic.evaluation.plans import PlanSearch, candidate_plans, plan_arm, 
 from esper.simic.evaluation.report import EvaluationReport, Rows, markdown_table
 from esper.simic.evaluation.settings import EvaluationConfig
 from esper.simic.evaluation.statistics import Array, estimate
-from esper.simic.training.config import TaskName, TrainConfig
+from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
 from esper.tamiyo.learned import LearnedController
@@ -175,7 +175,7 @@ def evaluate_fully(
     settings: EvaluationConfig,
     search: SearchConfig,
     *,
-    task: TaskName | None = None,
+    task: str | None = None,
     say: Say = lambda text: None,
 ) -> FullReport:
     """Compare controllers with every arm on the types that `config` held out from training."""

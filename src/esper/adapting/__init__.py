@@ -1,0 +1,1 @@
+"""Adapt a trained model to shifted data with few labelled rows; the package behind `esper.adapt`."""
