@@ -84,7 +84,8 @@ class _Probed(nn.Module):
             return with_first(output, partial(add, place))
 
         def keep_head_input(_module: nn.Module, args: Any) -> None:
-            seen["HEAD"] = args[0]
+            if args:
+                seen["HEAD"] = args[0]
 
         handles = []
         for place, site in self.places.sites.items():
@@ -93,7 +94,7 @@ class _Probed(nn.Module):
                 handles.append(module.register_forward_hook(partial(after, place)))
             else:
                 inputs = with_first_input(partial(add, place), inputs)
-        if self.places.features:
+        if self.places.head or self.places.features:
             head = self.model.get_submodule(self.places.features)
             handles.append(head.register_forward_pre_hook(keep_head_input))
         try:
