@@ -82,7 +82,7 @@ def test_merged_weights_give_the_hooked_output(name):
         if adapted.branch_sites:
             continue
         merged = copy.deepcopy(model)
-        missing, unexpected = merged.load_state_dict(adapted.weights(), strict=False)
+        _missing, unexpected = merged.load_state_dict(adapted.weights(), strict=False)
         assert not unexpected
         expected = merged(example)
         torch.testing.assert_close(adapted(example), expected, rtol=1e-5, atol=1e-6)
@@ -108,14 +108,15 @@ def test_low_rank_update_by_the_formula():
     torch.manual_seed(0)
     weight = torch.randn(16, 24, 3, dtype=torch.float64)
     update = LowRank(weight, torch.Generator().manual_seed(0))
-    assert update.up.shape == (16, 2) and update.down.shape == (2, 72)  # rank 16 // 8
+    assert update.up.shape == (16, 2)
+    assert update.down.shape == (2, 72)
     torch.nn.init.normal_(update.up)
     added = torch.einsum("or,rik->oik", update.up, update.down.view(2, 24, 3))
     torch.testing.assert_close(update(weight), weight + added)
 
 
 def test_scale_and_shift_by_the_formula():
-    _, example, places = build("series")
+    _, _example, places = build("series")
     change = ScaleShift(places.sites[Place.EARLY])
     x = torch.randn(3, 8, 12)
     torch.nn.init.normal_(change.scale)

@@ -1,5 +1,7 @@
 """Places of a model, the weights that belong to each, and the plans that it offers."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -60,7 +62,8 @@ def test_a_shortcut_belongs_to_its_block():
 def test_token_ids_enter_at_their_embedding():
     _, _, places = build("encoder")
     site = places.sites[Place.INPUT]
-    assert site.name == "embedding" and site.kind == SiteKind.TOKENS
+    assert site.name == "embedding"
+    assert site.kind == SiteKind.TOKENS
     assert places.weights[Place.INPUT] == ("embedding.weight",)
     assert places.layers[Place.INPUT] == ()  # an embedding is looked up, not multiplied
     assert all(site.width == 8 for site in places.sites.values())
@@ -82,7 +85,7 @@ def test_two_blocks_are_early_and_late():
 
 def mlp_layers(depth):
     sizes = [5] + [8] * depth
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         yield from (nn.Linear(before, after), nn.ReLU())
     yield nn.Linear(8, 3)
 
@@ -141,7 +144,8 @@ def test_a_root_parameter_belongs_to_the_first_block():
 
 def test_plans_are_distinct_and_the_menu_is_part_of_them():
     assert len(set(PLANS)) == len(PLANS) == 2 + 3 * (4 * 4 + 2)
-    assert set(MENU) <= set(PLANS) and set(KNOWN_RULES.values()) <= set(MENU)
+    assert set(MENU) <= set(PLANS)
+    assert set(KNOWN_RULES.values()) <= set(MENU)
     assert PLANS[0] == KNOWN_RULES["nothing"]
     assert len({str(plan) for plan in PLANS}) == len(PLANS)
     assert str(Plan(Place.INPUT, What.SEED, HeadMode.FIRST)) == "seed input, head first"

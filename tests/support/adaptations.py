@@ -1,5 +1,7 @@
 """Small classifiers with every kind of place, and changes that are not zero."""
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ def series_cnn(width: int = 8, classes: int = 4) -> nn.Sequential:
 def mlp(depth: int = 3, width: int = 8, classes: int = 4) -> nn.Sequential:
     sizes = [5] + [width] * depth
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 

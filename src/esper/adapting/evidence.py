@@ -146,7 +146,13 @@ def measure(
     wanted = [*leaves.values(), *added.values()]
     for part in (in_first, ~in_first):
         mean_loss = (losses * part / counts[:, None]).sum()
-        grads = torch.autograd.grad(mean_loss, wanted, retain_graph=part is in_first)
+        grads = torch.autograd.grad(
+            mean_loss,
+            wanted,
+            retain_graph=part is in_first,
+            allow_unused=True,
+            materialize_grads=True,
+        )
         halves.append(dict(zip([*leaves, *added], grads, strict=True)))
     logits, losses = logits.detach(), losses.detach()
     found = _global_signals(logits, losses, seen, y, used, counts)
