@@ -215,6 +215,9 @@ def _global_signals(
     number_seen = is_seen.sum(1)
     entropy = -(probs * probs.clamp(min=1e-9).log()).sum(-1)
     features = seen.get("HEAD", logits)
+    features = (
+        features if features.shape[1] == y.shape[1] else logits
+    )  # a head may read parts of rows
     return {
         "rows": counts.log10(),
         "rows_per_class": (counts / number_seen).log10(),
@@ -305,7 +308,7 @@ def _relabelled_accuracy(predicted: Tensor, y: Tensor, used: Tensor, num_outputs
 
 def _probe_accuracy(features: Tensor, y: Tensor, used: Tensor, num_outputs: int) -> Tensor:
     """Accuracy of a ridge classifier on features `[P, R, D]`, each half judged by the other."""
-    weight = used.float()
+    weight, features = used.float(), features.float()  # models in other precisions, too
     centred = features - (features * weight[..., None]).sum(1, True) / weight.sum(1)[:, None, None]
     kernel = centred @ centred.mT
     scale = kernel.diagonal(dim1=1, dim2=2).mul(weight).sum(1) / weight.sum(1)
