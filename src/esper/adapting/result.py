@@ -67,8 +67,11 @@ class AdaptationResult:
             for name, value in self.accuracy.items()
             if name != "adapted"
         )
+        if "result" in self.ledger.facts:
+            return f"{self.ledger.facts['result']}"
+        before, after = (100 * self.accuracy[name] for name in ("as it is", "adapted"))
         return (
-            f"{self.ledger.summary()}\n"
+            f"accuracy {before:.1f}% to {after:.1f}% on rows held out\n"
             f"plan: {self.plan}, learning rate {self.rate:g}, {self.params:,} parameters trained\n"
             f"on {self.validation_rows} held-out rows: adapted "
             f"{100 * self.accuracy['adapted']:.1f}%; {others}\n"
