@@ -89,10 +89,11 @@ def adapt(
     with untouched_randomness(model):
         model.eval()
         try:
-            places = find_places(model, data.inputs)
-            legal = _legal_plans(model, places, budget)
+            places = find_places(model, data.part(data.train[:8])[0])
+            limit = _limit(model, budget)
+            legal = _legal_plans(model, places, limit)
             work = _Work(model, places, data, steps, minibatch, rng_seed)
-            return _adapt(work, chosen, legal, tries, source, page, progress)
+            return _adapt(work, chosen, legal, limit, tries, source, page, progress)
         finally:
             for module, training in modes:
                 module.training = training
@@ -185,7 +186,7 @@ class _Work:
         return logits
 
     def signals(self, source: Any) -> Tensor:
-        """`[1, S]` from all rows."""
+        """`[1, S]` from rows in random order: the first ones are read, and labels may be sorted."""
         first = lambda tensor: tensor.unsqueeze(0)  # noqa: E731
         weights = {name: tensor.unsqueeze(0) for name, tensor in self.model.state_dict().items()}
         known = None
@@ -193,8 +194,8 @@ class _Work:
             device = self.data.labels.device
             stacked = pytree.tree_map_only(Tensor, first, moved(source, device))
             known = source_statistics(self.model, self.places, weights, stacked)
-        inputs = pytree.tree_map_only(Tensor, first, self.data.inputs)
-        labels = self.data.labels.unsqueeze(0)
+        rows, labels = self.data.part(torch.cat([self.data.train, self.data.held_out]))
+        inputs, labels = pytree.tree_map_only(Tensor, first, (rows, labels))
         counts = torch.tensor([labels.shape[1]], device=labels.device)
         with torch.enable_grad():
             return measure(self.model, self.places, weights, inputs, labels, counts, known).cpu()
@@ -207,7 +208,7 @@ def _head_inputs(model: nn.Module, places: Places, data: _Data) -> Tensor | None
         return None
     seen: list[Tensor] = []
     head = model.get_submodule(places.features)
-    handle = head.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    handle = head.register_forward_pre_hook(lambda _module, args: seen.extend(args[:1]))
     try:
         logits = logits_of(forward(model, data.inputs))
     finally:
@@ -220,6 +221,7 @@ def _adapt(
     work: _Work,
     controller: AdaptationController,
     legal: dict[Plan, int],
+    limit: float,
     tries: int,
     source: Any,
     page: str | Path | None,
@@ -248,7 +250,7 @@ def _adapt(
                 added[0, PLANS.index(plan)] = params / size
             anchors = torch.tensor([[_result_of(trials, PLANS[i // len(RATES)]) for i in ANCHORS]])
             chooser = controller.choose(
-                signals, added.flatten(1), anchors, budget=math.inf, tries=tries
+                signals, added.flatten(1), anchors, budget=limit / size, tries=tries
             )
             choice = next(chooser)
             for number in range(tries):
@@ -328,6 +330,9 @@ def _read_rows(
             f"labels are {labels.dtype} {tuple(labels.shape)}; give one whole number per row, the "
             "index of its class"
         )
+    sizes = [tuple(tensor.shape) for tensor in tensors(inputs)]
+    if any(size[:1] != (count,) for size in sizes):
+        raise ValueError(f"inputs of shapes {sizes}; the first axis of each must be the rows")
     if len(labels) != count:
         raise ValueError(f"{count} rows and {len(labels)} labels; give one label per row")
     if count < MIN_ROWS:
@@ -354,7 +359,9 @@ def _from_loader(loader: Any) -> tuple[Any, Tensor]:
             "(inputs, labels)"
         )
     inputs, labels = zip(*batches, strict=True)
-    joined = pytree.tree_map(lambda *parts: torch.cat(parts), *inputs)
+    if any(torch.as_tensor(part).dim() == 0 for part in labels):
+        raise ValueError("the loader gives single rows; give batches of rows and labels")
+    joined = pytree.tree_map(lambda *parts: torch.cat([*map(torch.as_tensor, parts)]), *inputs)
     return joined, torch.cat([torch.as_tensor(part) for part in labels])
 
 
@@ -383,8 +390,17 @@ def _check_model(model: nn.Module, data: _Data) -> None:
         )
 
 
-def _legal_plans(model: nn.Module, places: Places, budget: int | float | None) -> dict[Plan, int]:
-    """The plans of the menu that the model offers within the budget, with their parameters."""
+def _limit(model: nn.Module, budget: int | float | None) -> float:
+    """The budget in parameters."""
+    if budget is None:
+        return math.inf
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0:
+        raise ValueError(f"budget={budget!r}; use a number of parameters, or a share such as 0.25")
+    return budget if isinstance(budget, int) else budget * count_params(model)
+
+
+def _legal_plans(model: nn.Module, places: Places, limit: float) -> dict[Plan, int]:
+    """The plans of the menu that the model offers within the limit, with their parameters."""
     costs = {}
     for plan in MENU:
         if places.offers(plan):
@@ -397,15 +413,10 @@ def _legal_plans(model: nn.Module, places: Places, budget: int | float | None) -
             "nothing can change in this model: no module returns a tensor with channels and no "
             "output layer was found; `esper sites` lists what was looked at"
         )
-    if budget is None:
-        return costs
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0:
-        raise ValueError(f"budget={budget!r}; use a number of parameters, or a share such as 0.25")
-    limit = budget if isinstance(budget, int) else budget * count_params(model)
     if changing and limit < min(changing.values()):
         plan = min(changing, key=lambda plan: changing[plan])
         raise ValueError(
-            f"budget={budget} allows {int(limit):,} parameters; the smallest change ({plan}) has "
+            f"the budget allows {int(limit):,} parameters; the smallest change ({plan}) has "
             f"{changing[plan]:,}"
         )
     return {plan: cost for plan, cost in costs.items() if cost <= limit}

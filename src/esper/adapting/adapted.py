@@ -154,11 +154,22 @@ class Adapted(nn.Module):
                         lambda _module, _args, output, branch=branch: with_first(output, branch)
                     )
                 )
+        nesting = nested_encoders(self.model) if handles else []
         try:
+            for encoder in nesting:
+                encoder.use_nested_tensor = False
             yield
         finally:
+            for encoder in nesting:
+                encoder.use_nested_tensor = True
             for handle in handles:
                 handle.remove()
+
+
+def nested_encoders(model: nn.Module) -> list[nn.TransformerEncoder]:
+    """Encoders that may pass nested tensors to their layers; branches do not support them."""
+    encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
+    return [encoder for encoder in encoders if encoder.use_nested_tensor]
 
 
 def with_first_input(change: Callable[[Tensor], Tensor], inputs: Any) -> Any:

@@ -84,7 +84,8 @@ class _Probed(nn.Module):
             return with_first(output, partial(add, place))
 
         def keep_head_input(_module: nn.Module, args: Any) -> None:
-            seen["HEAD"] = args[0]
+            if args:
+                seen["HEAD"] = args[0]
 
         handles = []
         for place, site in self.places.sites.items():
@@ -93,7 +94,7 @@ class _Probed(nn.Module):
                 handles.append(module.register_forward_hook(partial(after, place)))
             else:
                 inputs = with_first_input(partial(add, place), inputs)
-        if self.places.features:
+        if self.places.head or self.places.features:
             head = self.model.get_submodule(self.places.features)
             handles.append(head.register_forward_pre_hook(keep_head_input))
         try:
@@ -145,7 +146,13 @@ def measure(
     wanted = [*leaves.values(), *added.values()]
     for part in (in_first, ~in_first):
         mean_loss = (losses * part / counts[:, None]).sum()
-        grads = torch.autograd.grad(mean_loss, wanted, retain_graph=part is in_first)
+        grads = torch.autograd.grad(
+            mean_loss,
+            wanted,
+            retain_graph=part is in_first,
+            allow_unused=True,
+            materialize_grads=True,
+        )
         halves.append(dict(zip([*leaves, *added], grads, strict=True)))
     logits, losses = logits.detach(), losses.detach()
     found = _global_signals(logits, losses, seen, y, used, counts)
@@ -208,6 +215,9 @@ def _global_signals(
     number_seen = is_seen.sum(1)
     entropy = -(probs * probs.clamp(min=1e-9).log()).sum(-1)
     features = seen.get("HEAD", logits)
+    features = (
+        features if features.shape[1] == y.shape[1] else logits
+    )  # a head may read parts of rows
     return {
         "rows": counts.log10(),
         "rows_per_class": (counts / number_seen).log10(),
@@ -298,7 +308,7 @@ def _relabelled_accuracy(predicted: Tensor, y: Tensor, used: Tensor, num_outputs
 
 def _probe_accuracy(features: Tensor, y: Tensor, used: Tensor, num_outputs: int) -> Tensor:
     """Accuracy of a ridge classifier on features `[P, R, D]`, each half judged by the other."""
-    weight = used.float()
+    weight, features = used.float(), features.float()  # models in other precisions, too
     centred = features - (features * weight[..., None]).sum(1, True) / weight.sum(1)[:, None, None]
     kernel = centred @ centred.mT
     scale = kernel.diagonal(dim1=1, dim2=2).mul(weight).sum(1) / weight.sum(1)

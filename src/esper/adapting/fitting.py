@@ -88,7 +88,9 @@ class _Adam:
             for name, tensor in self.trained.items()
         }
         loss = loss_of(leaves, self.clock)
-        gradients = torch.autograd.grad(loss, [leaves[name] for name in active])
+        wanted = [leaves[name] for name in active]
+        # some weights may not take part, such as those of an auxiliary output
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         with torch.no_grad():
             rates = self.rates * self.cosine[self.clock]
             factors: list[Tensor | float] = [1.0] * len(active)

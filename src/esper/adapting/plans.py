@@ -13,7 +13,7 @@ from enum import IntEnum
 from math import ceil
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from esper.growing.inputs import tensors
@@ -141,12 +141,12 @@ def find_places(model: nn.Module, example: Any) -> Places:
     if len(blocks) in (1, 2):  # few blocks: the last one is late
         chosen[Place.LATE] = blocks[-1]
         chosen = {p: s for p, s in chosen.items() if p == Place.LATE or s is not blocks[-1]}
-    weights = _by_place(model, run, chosen)
+    head = _head_weights(model, run.weights)
+    weights = _by_place(model, run, chosen, head)
     layers = {
         place: tuple(name for name in names if _multiplies(model, name))
         for place, names in weights.items()
     }
-    head = tuple(f"{run.weights}.{name}" for name, _ in _own(model, run.weights))
     return Places(chosen, weights, layers, head, run.weights)
 
 
@@ -170,7 +170,7 @@ def _input_site(found: tuple[ModelSite, ...], example: Any) -> ModelSite | None:
 
 
 def _by_place(
-    model: nn.Module, run: Run, chosen: dict[Place, ModelSite]
+    model: nn.Module, run: Run, chosen: dict[Place, ModelSite], head: tuple[str, ...]
 ) -> dict[Place, tuple[str, ...]]:
     """Names of the weights used after the place before and up to each place, without the head."""
     ends = {p: run.calls[site.name][0].order for p, site in chosen.items() if site.name}
@@ -178,7 +178,7 @@ def _by_place(
     last = max(ends, key=lambda place: ends[place], default=None)
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
-        if owner == run.weights:
+        if name in head:
             continue
         while owner and owner not in run.calls:
             owner = owner.rpartition(".")[0]
@@ -189,8 +189,13 @@ def _by_place(
     return {place: tuple(names) for place, names in found.items() if names}
 
 
-def _own(model: nn.Module, owner: str) -> list[tuple[str, Tensor]]:
-    return list(model.get_submodule(owner).named_parameters(recurse=False)) if owner else []
+def _head_weights(model: nn.Module, owner: str) -> tuple[str, ...]:
+    """Names of the output layer's weights; one that an earlier layer shares belongs there."""
+    if not owner and not isinstance(model, nn.Linear):
+        return ()
+    own = model.get_submodule(owner).named_parameters(owner, recurse=False)
+    known = {name for name, _ in model.named_parameters()}
+    return tuple(name for name, _ in own if name in known)
 
 
 def _multiplies(model: nn.Module, name: str) -> bool:

@@ -225,7 +225,8 @@ def choose_rates(table: TrialTable) -> tuple[Tensor, Tensor]:
 
 
 def validation_criterion(accuracy: Tensor, loss: Tensor) -> Tensor:
-    return accuracy - 0.01 * loss.clamp(max=10.0)
+    """The accuracy; the loss decides between equal ones, and is the worst after divergence."""
+    return accuracy - 0.01 * loss.nan_to_num(nan=10.0).clamp(max=10.0)
 
 
 def _to(rows: Rows, device: torch.device | str) -> Rows:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from esper.adapting.adapted import Adapted
+from esper.adapting.adapted import Adapted, nested_encoders, with_first_input
 from esper.adapting.plans import HeadMode, Place, Places, Plan, What
 from esper.growing.export import FORMATS, export
 from esper.growing.inputs import tensors
@@ -67,8 +67,11 @@ class AdaptationResult:
             for name, value in self.accuracy.items()
             if name != "adapted"
         )
+        if "result" in self.ledger.facts:
+            return f"{self.ledger.facts['result']}"
+        before, after = (100 * self.accuracy[name] for name in ("as it is", "adapted"))
         return (
-            f"{self.ledger.summary()}\n"
+            f"accuracy {before:.1f}% to {after:.1f}% on rows held out\n"
             f"plan: {self.plan}, learning rate {self.rate:g}, {self.params:,} parameters trained\n"
             f"on {self.validation_rows} held-out rows: adapted "
             f"{100 * self.accuracy['adapted']:.1f}%; {others}\n"
@@ -119,14 +122,26 @@ def fingerprint(model: nn.Module) -> str:
 
 
 class Placed(nn.Module):
-    """A module followed by a branch."""
+    """A module followed by a branch; other attributes are the module's, as some models read them."""
 
     def __init__(self, module: nn.Module, branch: nn.Module):
         super().__init__()
         self.module, self.branch = module, branch
+        # no-op: its presence disables fused encoder layers, which would bypass `forward`
+        self.register_forward_pre_hook(_no_op)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return with_first(self.module(*args, **kwargs), self.branch)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def _no_op(module: nn.Module, args: Any) -> None:
+    pass
 
 
 class AtInput(nn.Module):
@@ -136,8 +151,9 @@ class AtInput(nn.Module):
         super().__init__()
         self.branch, self.model = branch, model
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.model(self.branch(x), *args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_first_input(self.branch, (args, kwargs))
+        return self.model(*args, **kwargs)
 
 
 def plain_copy(adapted: Adapted) -> nn.Module:
@@ -146,6 +162,8 @@ def plain_copy(adapted: Adapted) -> nn.Module:
     with torch.no_grad():
         for name, weight in adapted.weights().items():
             state[name].copy_(weight)
+    for encoder in nested_encoders(model) if adapted.branch_sites else ():
+        encoder.use_nested_tensor = False
     at_input = None
     for place, name in adapted.branch_sites.items():
         branch = copy.deepcopy(adapted.branch(place))

@@ -28,7 +28,7 @@ def find_controller(controller: str | Path | AdaptationController) -> Adaptation
             f"no controller {str(controller)!r}: there are {list(controllers())}, or give the path "
             "of a file from `esper train-adapt`"
         )
-    return _load(Path(controller))
+    return AdaptationController.load(controller)  # not cached: the file may be written again
 
 
 @cache
