@@ -28,6 +28,7 @@ from esper.growing.controllers import (
     Reporter,
     StatefulController,
     add_measured_seeds,
+    blueprints_for,
     check_legal,
     check_time,
     controller_name,
@@ -41,7 +42,7 @@ from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
 from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
 from esper.growing.plain import plain_model
-from esper.growing.preparation import check_arguments, prepare_model
+from esper.growing.preparation import check_arguments, freeze_all_but_head, prepare_model
 from esper.growing.recorder import Recorder, new_ledger
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table
@@ -78,7 +79,10 @@ class Growth:
             needs the validation metric.
         scheduler: one that already drives the optimizer; new weights follow it.
         sites, exclude: names of modules to grow at, or not to; see `find_sites`.
-        blueprints: names of the seeds that may grow.
+        blueprints: names of the seeds that may grow; by default all that fit, or those that a
+            learned controller was trained with.
+        frozen: switch off `requires_grad` for all weights but the output layer's, so that only it
+            and the seeds train: a trained model adapts to other data without forgetting.
         rent: metric that a seed must gain per unit of log(1 + its parameters / the model's).
         max_germinations: most seeds that may be started.
         shadow_training: train new seeds by `shadow_loss` before they change the output.
@@ -108,11 +112,14 @@ class Growth:
         shadow_training: bool = False,
         rng_seed: int = 0,
         metric: str = "accuracy",
+        frozen: bool = False,
     ):
         check_arguments(
             model, optimizer, decisions=decisions, budget=budget, rent=rent, rng_seed=rng_seed
         )
         _check_no_other_growth(model)
+        if frozen:
+            freeze_all_but_head(model, example)
         data = DataFacts.of(example, train_rows)
         self.model, self.optimizer, self.example = model, optimizer, example
         self.decisions, self.budget = decisions, budget or Budget()
@@ -124,7 +131,7 @@ class Growth:
             (example, *other_examples),
             sites=sites,
             exclude=exclude,
-            blueprints=blueprints,
+            blueprints=blueprints_for(self.controller, blueprints),
             budget=self.budget,
         )
         self._validator.check(model)

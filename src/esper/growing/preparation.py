@@ -12,6 +12,7 @@ from esper.growing.budget import Budget, SeedCost
 from esper.growing.plain import check_plain
 from esper.growing.sites import ModelSite, SiteTrace, count_macs, count_params, trace_sites
 from esper.growing.slots import Slot, disable_nested_tensors
+from esper.growing.tracing import trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 
 
@@ -113,6 +114,13 @@ def prepare_model(
     menu = _fitting_menu(chosen, blueprints)
     budget.check_room(params, macs, _seed_costs(chosen, menu))
     return PreparedModel(trace, chosen, menu, params, macs)
+
+
+def freeze_all_but_head(model: nn.Module, example: Any) -> None:
+    """Switch off `requires_grad` for all weights but those of the last layer that has weights."""
+    head = trace(model, example).weights
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.rpartition(".")[0] == head)
 
 
 def _fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tuple[Blueprint, ...]:

@@ -84,7 +84,8 @@ class GrowthTraining:
 
     def controller(self) -> LearnedController:
         """The current policy, taking its most likely choices."""
-        return LearnedController(self.agent.policy)
+        menu = tuple(self.environment.host_batch.blueprint_names)
+        return LearnedController(self.agent.policy, menu)
 
     # -- telemetry ----------------------------------------------------------------------------
 
