@@ -296,10 +296,11 @@ def test_the_fingerprint_sees_names_shapes_and_values():
     assert fingerprint(named) != fingerprint(base)
 
 
-def test_export_of_a_seed_at_the_input(model, shifted, tmp_path):
+def test_export_of_seeds_at_the_input_and_in_the_net(model, shifted, tmp_path):
     x, y = shifted
-    controller = Fixed(SEED_AT_INPUT)
+    controller = Fixed(KNOWN_RULES["seeds everywhere"])
     result = esper.adapt(model, x, y, controller=controller, **QUICK | {"steps": 25})
+    assert result.plan == KNOWN_RULES["seeds everywhere"]
     files = result.export(tmp_path, ("torch",))
     exported = torch.export.load(files["torch"]).module()
     torch.testing.assert_close(exported(x), result.model(x), rtol=1e-4, atol=1e-5)
