@@ -11,7 +11,7 @@ from esper.adapting.controller import AdaptationController, new_policy
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import MENU, PLANS, RATES
 from esper.adapting.shipped import find_controller
-from esper.adapting.trial_envs import MAX_TRIES
+from esper.adapting.trial_envs import ANCHORS, MAX_TRIES
 from esper.leyline.files import UnreadableFile
 from esper.tamiyo.policy.network import PolicyConfig
 
@@ -33,7 +33,7 @@ def offers(num=1, params=0.1):
 
 def proposals(controller, signals, values=(0.1, 0.9, 0.3), **options):
     options = dict(budget=torch.inf, tries=len(values) + 1) | options
-    chooser = controller.choose(signals, offers(), 0.5, **options)
+    chooser = controller.choose(signals, offers(), torch.full((1, 3), 0.5), **options)
     return [next(chooser), *map(chooser.send, values)]
 
 
@@ -89,11 +89,12 @@ def test_many_scenarios_are_chosen_as_one_after_the_other():
         signals, offers(num), validation, budget=torch.inf, tries=tries
     )
     for i in range(num):
-        as_is = float(validation[i, 0])
+        anchors = validation[i : i + 1, torch.tensor(ANCHORS)]
         chooser = controller.choose(
-            signals[i : i + 1], offers(), as_is, budget=torch.inf, tries=tries
+            signals[i : i + 1], offers(), anchors, budget=torch.inf, tries=tries
         )
-        choice, kept, best = next(chooser), 0, as_is
+        best = float(anchors.max())
+        choice, kept = next(chooser), ANCHORS[int(anchors.argmax())]
         for number in range(tries):
             index = PLANS.index(choice[0]) * len(RATES) + RATES.index(choice[1])
             value = float(validation[i, index])

@@ -10,7 +10,7 @@ from esper.adapting.practice import outcomes_of, validation_criterion
 from esper.adapting.training import AdaptConfig, learn
 from esper.adapting.trial_envs import (
     ACTION_SPACE,
-    AS_IS,
+    ANCHORS,
     MAX_TRIES,
     RENT,
     REWARD_SCALE,
@@ -22,6 +22,7 @@ from esper.adapting.trial_envs import (
 from esper.adapting.trials import TrialTable
 
 CHOICES = len(PLANS) * len(RATES)
+AS_IS = ANCHORS[0]
 
 
 def outcomes(num=30, rng_seed=0):
@@ -30,7 +31,7 @@ def outcomes(num=30, rng_seed=0):
     added = torch.rand(num, len(PLANS), generator=rng)
     added[torch.rand(num, len(PLANS), generator=rng) < 0.3] = torch.nan
     added[:, [plan not in MENU for plan in PLANS]] = torch.nan
-    added[:, AS_IS] = 0.0
+    added[:, 0] = 0.0
     added = added[..., None].expand(-1, -1, len(RATES)).flatten(1)
     validation, test = (torch.rand(num, CHOICES, generator=rng) for _ in range(2))
     for start in range(1, len(RATES)):  # a plan that changes nothing has one result
@@ -82,7 +83,7 @@ def test_rewards_add_up_to_the_worth_of_the_kept_choice():
         legal = [c for c in range(CHOICES) if found.added[scenario, c] <= game.budgets[env]]
         assert set(tried) <= set(legal)
         kept = AS_IS
-        for choice in tried:  # best by validation; the model as it is if nothing is better
+        for choice in (*(a for a in ANCHORS[1:] if a in legal), *tried):  # best by validation
             if found.validation[scenario, choice] > found.validation[scenario, kept]:
                 kept = choice
         worth = {c: float(found.test[scenario, c] - RENT * found.added[scenario, c]) for c in legal}
@@ -105,7 +106,7 @@ def test_episodes_end_after_their_tries():
 def test_masks_allow_exactly_the_legal_choices():
     found = outcomes(4)
     budgets = torch.tensor([torch.inf, 0.5, 0.1, 0.0])
-    tries = Tries(found.signals, found.added, budgets, torch.ones(4).long(), torch.zeros(4))
+    tries = Tries(found.signals, found.added, budgets, torch.ones(4).long(), torch.zeros(4, 3))
     masks = tries.masks()
     for env in range(4):
         allowed = set()
@@ -123,7 +124,7 @@ def test_the_model_as_it_is_is_kept_if_nothing_validates_better():
     found = outcomes(2)
     tries = Tries(
         found.signals, found.added, torch.full((2,), torch.inf), torch.tensor([2, 2]),
-        torch.tensor([0.5, 0.5]),
+        torch.tensor([[0.5, 0.1, 0.1]] * 2),
     )  # fmt: skip
     everywhere = torch.ones(2, dtype=torch.bool)
     tries.record(torch.tensor([7, 8]), torch.tensor([0.5, 0.6]), everywhere)
@@ -191,7 +192,7 @@ def toy(num=200, rng_seed=0):
 def test_ppo_learns_which_plan_a_signal_asks_for():
     found, says, good, bad = toy()
     lines = []
-    config = AdaptConfig(num_envs=128, rounds=10, hidden=16, architectures=1)
+    config = AdaptConfig(num_envs=128, rounds=10, hidden=16, architectures=("mlp 64",))
     controller = learn(found, config, lines.append)
     fresh, says, good, bad = toy(rng_seed=1)
     choices = controller.choose_many(

@@ -5,7 +5,9 @@
     result.remove()        # the original, bit-identical
 
 A controller that has practised on many shifts looks at the rows, decides where the model changes
-and what is added there, and tries a few plans. The best on held-out rows is trained again on all.
+and what is added there. Its plans are compared on held-out rows with the usual rules: the model as
+it is, a new head, and LP-FT (a new head first, then all weights; Kumar et al. 2022). The best is
+trained again on all rows.
 """
 
 import math
@@ -29,7 +31,7 @@ from esper.adapting.practice import validation_criterion
 from esper.adapting.reasons import adaptation_ledger, reasons_for
 from esper.adapting.result import AdaptationResult
 from esper.adapting.shipped import find_controller
-from esper.adapting.trial_envs import MAX_TRIES
+from esper.adapting.trial_envs import ANCHORS, MAX_TRIES
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.inputs import arguments, batch_size, forward, moved, tensors
 from esper.growing.page import write_page
@@ -55,7 +57,6 @@ def adapt(
     minibatch: int = 32,
     validation: float = 0.25,
     source: Any = None,
-    compare: bool = True,
     page: str | Path | None = None,
     rng_seed: int = 0,
     progress: bool = True,
@@ -72,12 +73,11 @@ def adapt(
             of the model's own parameters such as 0.25.
         controller: "tamiyo" (trained, ships with Esper), the path of a file from
             `esper train-adapt`, or a controller.
-        tries: trainings that the controller may compare on held-out rows.
+        tries: plans that the controller may try, besides the usual rules.
         steps, minibatch: length of each training and rows per step.
         validation: share of the rows held out to compare plans.
         source: some inputs that the model was trained on, if there are any; shifts of their
             statistics help to decide.
-        compare: also train the head alone and LP-FT (Kumar et al. 2022) on the same rows.
         page: file for a page that shows what was decided and why.
     """
     _check_numbers(tries=tries, steps=steps, minibatch=minibatch)
@@ -93,7 +93,7 @@ def adapt(
             limit = _limit(model, budget)
             legal = _legal_plans(model, places, limit)
             work = _Work(model, places, data, steps, minibatch, rng_seed)
-            return _adapt(work, chosen, legal, limit, tries, source, compare, page, progress)
+            return _adapt(work, chosen, legal, limit, tries, source, page, progress)
         finally:
             for module, training in modes:
                 module.training = training
@@ -224,7 +224,6 @@ def _adapt(
     limit: float,
     tries: int,
     source: Any,
-    compare: bool,
     page: str | Path | None,
     progress: bool,
 ) -> AdaptationResult:
@@ -233,21 +232,25 @@ def _adapt(
     signals = work.signals(source)
     known = dict(zip(SIGNALS, signals[0].tolist(), strict=True))
     reasons = reasons_for(known)
-    trials, rivals = [as_is], dict[str, _Trial]()
+    trials = [as_is]
     with torch.no_grad():
         output = logits_of(forward(work.model, work.data.inputs))
     is_perfect = bool((output.argmax(-1) == work.data.labels).all())
-    rival_runs = len(RIVALS) if compare else 0
-    total = 0 if is_perfect else work.steps * (tries + rival_runs + 1)
+    rivals = [name for name in RIVALS if KNOWN_RULES[name] in legal]
+    total = 0 if is_perfect else work.steps * (len(rivals) + tries + 1)
     heading = f"{type(work.model).__name__}: {len(work.data.labels)} rows; {reasons}"
     with progress_bar(max(1, total), heading, enabled=progress) as bar:
         done = _Counter(bar)
         if not is_perfect:
+            for name in rivals:
+                done.status = f"first the usual rules: {name}"
+                trials.append(work.trial(KNOWN_RULES[name], RIVAL_RATE, done))
             added = torch.full((1, len(PLANS), len(RATES)), torch.nan)
             for plan, params in legal.items():
                 added[0, PLANS.index(plan)] = params / size
+            anchors = torch.tensor([[_result_of(trials, PLANS[i // len(RATES)]) for i in ANCHORS]])
             chooser = controller.choose(
-                signals, added.flatten(1), as_is.criterion, budget=limit / size, tries=tries
+                signals, added.flatten(1), anchors, budget=limit / size, tries=tries
             )
             choice = next(chooser)
             for number in range(tries):
@@ -255,9 +258,6 @@ def _adapt(
                 trials.append(work.trial(*choice, done))
                 if number + 1 < tries:
                     choice = chooser.send(trials[-1].criterion)
-            for name in RIVALS if compare else ():
-                done.status = f"to compare with: {name}"
-                rivals[name] = work.trial(KNOWN_RULES[name], RIVAL_RATE, done)
         kept = max(trials, key=lambda trial: trial.criterion)  # the first of equal ones
         done.status = f"training {kept.plan} on all rows"
         everything = torch.arange(len(work.data.labels), device=work.data.labels.device)
@@ -265,7 +265,7 @@ def _adapt(
         done.finish()
     ledger = adaptation_ledger(work.model, work.places, trials, kept, legal, reasons, is_perfect)
     accuracy = {"adapted": kept.accuracy, "as it is": as_is.accuracy}
-    accuracy |= {name: trial.accuracy for name, trial in rivals.items()}
+    accuracy |= {name: t.accuracy for name, t in zip(rivals, trials[1:], strict=False)}
     result = AdaptationResult(
         adapted,
         kept.rate,
@@ -281,6 +281,11 @@ def _adapt(
     if progress:
         print(result)
     return result
+
+
+def _result_of(trials: list[_Trial], plan: Plan) -> float:
+    """The validation result of a plan; NaN if it was not tried."""
+    return next((trial.criterion for trial in trials if trial.plan == plan), math.nan)
 
 
 class _Counter:

@@ -1,7 +1,7 @@
 """A trained controller of adaptations: from signals to plans, one proposal after another.
 
 controller = AdaptationController.load("controller.pt")
-chooser = controller.choose(signals, added, as_is=0.4, budget=0.25, tries=3)
+chooser = controller.choose(signals, added, anchors, budget=0.25, tries=3)
 plan, rate = next(chooser)          # the first proposal
 plan, rate = chooser.send(0.71)     # the next one, given the validation result of the last
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import MENU, PLANS, RATES, Plan
-from esper.adapting.trial_envs import ACTION_SPACE, AS_IS, Tries, choices_of
+from esper.adapting.trial_envs import ACTION_SPACE, ANCHORS, Tries, choices_of
 from esper.leyline.files import read_file, write_file
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
 from esper.tamiyo.policy.plain_heads import flat_policy
@@ -50,7 +50,7 @@ class AdaptationController:
 
         `added` and `validation` are `[E, choices]`, as in `Outcomes`.
         """
-        state = self._begin(signals, added, validation[:, AS_IS], budget, tries)
+        state = self._begin(signals, added, validation[:, torch.tensor(ANCHORS)], budget, tries)
         everywhere = torch.ones(len(signals), dtype=torch.bool)
         recurrent = self.policy.initial_state(len(signals))
         for _ in range(tries):
@@ -59,10 +59,13 @@ class AdaptationController:
         return state.kept
 
     def choose(
-        self, signals: Tensor, added: Tensor, as_is: float, *, budget: float, tries: int
+        self, signals: Tensor, added: Tensor, anchors: Tensor, *, budget: float, tries: int
     ) -> Generator[Choice, float, None]:
-        """Proposals for one model; send the validation result of each to get the next."""
-        state = self._begin(signals, added, torch.tensor([as_is]), budget, tries)
+        """Proposals for one model; send the validation result of each to get the next.
+
+        `anchors` `[1, len(ANCHORS)]` are the validation results of the usual rules.
+        """
+        state = self._begin(signals, added, anchors, budget, tries)
         recurrent = self.policy.initial_state(1)
         for _ in range(tries):
             choice, recurrent = self._propose(state, recurrent)
@@ -71,11 +74,11 @@ class AdaptationController:
             state.record(choice, torch.tensor([value]), torch.ones(1, dtype=torch.bool))
 
     def _begin(
-        self, signals: Tensor, added: Tensor, as_is: Tensor, budget: float, tries: int
+        self, signals: Tensor, added: Tensor, anchors: Tensor, budget: float, tries: int
     ) -> Tries:
         num = len(signals)
         limited = signals.clamp(self.low, self.high)
-        return Tries(limited, added, torch.full((num,), budget), torch.full((num,), tries), as_is)
+        return Tries(limited, added, torch.full((num,), budget), torch.full((num,), tries), anchors)
 
     @torch.no_grad()
     def _propose(self, state: Tries, recurrent: Any) -> tuple[Tensor, Any]:

@@ -38,9 +38,9 @@ ROWS = (30, 1000)  # labelled rows, log-uniform
 class Architecture:
     """Models of one shape on MNIST-1D, whose ten classes are joined to `num_classes`."""
 
-    name: str
     build: Callable[[int], nn.Module]  # from the number of classes
     num_classes: int
+    shape: tuple[int, ...] = (1, 40)  # in which a row is given
 
 
 def _conv_block(width_in: int, width: int, kernel: int, stride: int, norm: bool) -> nn.Sequential:
@@ -80,14 +80,58 @@ def mlp(width: int, norm: bool, num_classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, num_classes))
 
 
-ARCHITECTURES = (
-    Architecture("conv_norm 16", partial(conv_norm, 16), 10),
-    Architecture("conv_norm 8, 5 classes", partial(conv_norm, 8), 5),
-    Architecture("conv_pool 24", partial(conv_pool, 24), 10),
-    Architecture("conv_pool 12, 4 classes", partial(conv_pool, 12), 4),
-    Architecture("mlp 64", partial(mlp, 64, False), 10),
-    Architecture("mlp 96 with norm, 5 classes", partial(mlp, 96, True), 5),
-)
+def conv_image(width: int, num_classes: int) -> nn.Module:
+    """Convolutions along two axes, on rows of 40 values laid out as 5 by 8."""
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, width, 3, padding=1), nn.GroupNorm(1, width), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(1, width), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(width, width, 3, 2, 1), nn.GroupNorm(1, width), nn.ReLU()),
+        nn.Flatten(),
+        nn.Linear(12 * width, num_classes),
+    )
+
+
+class _Mixer(nn.Module):
+    """Ten tokens of four values, mixed across tokens and across channels in turn."""
+
+    def __init__(self, width: int, depth: int, num_classes: int):
+        super().__init__()
+        self.embed = nn.Linear(4, width)
+        self.blocks = nn.Sequential(*(_MixerBlock(width) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.blocks(self.embed(x.reshape(-1, 10, 4)))
+        logits: Tensor = self.head(self.norm(tokens).mean(-2))
+        return logits
+
+
+class _MixerBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1, self.across = nn.LayerNorm(width), nn.Linear(10, 10)
+        self.norm2, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.across(self.norm1(x).transpose(-1, -2)).relu().transpose(-1, -2)
+        added: Tensor = x + self.down(self.up(self.norm2(x)).relu())
+        return added
+
+
+ARCHITECTURES = {
+    "conv_norm 16": Architecture(partial(conv_norm, 16), 10),
+    "conv_norm 8, 5 classes": Architecture(partial(conv_norm, 8), 5),
+    "conv_pool 24": Architecture(partial(conv_pool, 24), 10),
+    "conv_pool 12, 4 classes": Architecture(partial(conv_pool, 12), 4),
+    "mlp 64": Architecture(partial(mlp, 64, False), 10),
+    "mlp 96 with norm, 5 classes": Architecture(partial(mlp, 96, True), 5),
+    "image 16": Architecture(partial(conv_image, 16), 10, (1, 5, 8)),
+    "mixer 32": Architecture(partial(_Mixer, 32, 3), 10),
+}
 
 
 def practice_rows(device: torch.device | str = "cpu") -> tuple[Rows, Rows]:
@@ -140,17 +184,16 @@ def practise(
 ) -> TrialTable:
     """Train models of one architecture and try the plans in every scenario."""
     num_classes = architecture.num_classes
-    (source_x, source_y), (target_x, target_y) = rows
+    source, target = ((x.reshape(-1, *architecture.shape), y % num_classes) for x, y in rows)
     pool = train_models(
         lambda: architecture.build(num_classes),
-        (source_x, source_y % num_classes),
+        source,
         num_models=num_models,
         num_classes=num_classes,
         missing_classes=max(1, round(0.3 * num_classes)),
         steps=model_steps,
         rng_seed=rng_seed,
     )
-    target = target_x, target_y % num_classes
     return try_plans(
         pool, target, scenarios, settings, plans=plans, rng_seed=rng_seed, fit_rng_seed=rng_seed
     )

@@ -1,8 +1,8 @@
 """Recorded trials as environments of the training loop: Tamiyo learns to choose plans.
 
 An episode is one scenario. The policy sees its signals and proposes a plan and a learning rate per
-step; each is tried, and the policy sees its validation accuracy. The best of them is kept, or the
-model as it is if that validates better. A reward is
+step; each is tried, and the policy sees its validation accuracy. The best of them is kept, unless
+one of the usual rules (`ANCHORS`), which are tried first, validates better. A reward is
 the change in test accuracy of the kept plan; the first is relative to the mean of all legal plans.
 The number of tries and the limit on parameters vary by episode, so one policy serves all budgets.
 """
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from esper.adapting.evidence import SIGNALS
-from esper.adapting.plans import PLANS, RATES, HeadMode, Place, What
+from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, What
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.phase_clock import PhaseClock
@@ -40,7 +40,10 @@ _INDEX[tuple(_CODES.T)] = torch.arange(len(_CODES))
 _ONE_HOT = torch.cat(
     [F.one_hot(codes, n) for codes, n in zip(_CODES.T, ACTION_SPACE.sizes, strict=True)], dim=1
 ).float()  # [choices, sum of sizes]
-AS_IS = 0  # the first plan changes nothing
+# Tried before the policy's proposals: the model as it is, the head alone, LP-FT.
+ANCHORS = tuple(
+    PLANS.index(KNOWN_RULES[name]) * len(RATES) + 1 for name in ("nothing", "head only", "LP-FT")
+)
 _SOURCE = torch.tensor(
     [name == "has_source" or name.endswith(("mean_shift", "spread_shift")) for name in SIGNALS]
 )
@@ -59,14 +62,16 @@ class Tries:
     """What a policy has tried in N scenarios, and the features and masks it sees."""
 
     def __init__(
-        self, signals: Tensor, added: Tensor, budgets: Tensor, tries: Tensor, as_is: Tensor
+        self, signals: Tensor, added: Tensor, budgets: Tensor, tries: Tensor, anchors: Tensor
     ):
-        """`as_is` `[N]` is the validation result of the models as they are."""
+        """`anchors` `[N, len(ANCHORS)]` are the validation results of the usual rules."""
         self.signals, self.left = signals, tries.clone()
         self.legal = added <= budgets[:, None]  # NaN is not
         self.budgets = budgets
-        num = len(signals)
-        self.kept, self.kept_value = torch.full((num,), AS_IS), as_is.clone()
+        codes = torch.tensor(ANCHORS)
+        allowed = torch.where(self.legal[:, codes], anchors, -torch.inf)
+        self.kept_value, best = allowed.max(1)  # the first of equal ones
+        self.kept = codes[best]
         self.last, self.last_value = self.kept, self.kept_value
 
     @staticmethod
@@ -127,8 +132,8 @@ class TrialEnvs:
         hidden = torch.rand(num, generator=rng) < 0.5  # models rarely come with source rows
         signals = signals.masked_fill(hidden[:, None] & _SOURCE, 0.0)
         added = self.outcomes.added[self._scenarios]
-        as_is = self.outcomes.validation[self._scenarios, AS_IS]
-        self._tries = Tries(signals, added, budgets, tries, as_is)
+        anchors = self.outcomes.validation[self._scenarios][:, torch.tensor(ANCHORS)]
+        self._tries = Tries(signals, added, budgets, tries, anchors)
         worth = self.outcomes.test - RENT * self.outcomes.added
         worth = worth[self._scenarios].masked_fill(~self._tries.legal, torch.nan)
         self._worth = REWARD_SCALE * (worth - worth.nanmean(1, keepdim=True))

@@ -1,4 +1,4 @@
-"""cli: commands -- `esper train`, `esper evaluate`, `esper sites` and `esper gym`."""
+"""cli: the commands of `esper`: train, evaluate, train-adapt, sites and gym."""
 
 import os
 import re
@@ -11,6 +11,7 @@ from typing import NoReturn
 _COMMANDS = {
     "train": "Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.",
     "evaluate": "Compare a trained controller with other ways to grow, on held-out hosts and data.",
+    "train-adapt": "Train a controller that adapts trained models to shifted data.",
     "sites": "List where a model can grow, and what could grow there.",
     "gym": "Train PPO on a Gymnasium environment, then evaluate it.",
 }
@@ -59,9 +60,10 @@ def _run(arguments: list[str]) -> None:
         sys.path.append("")  # modules to --import may be in the current folder
     import tyro  # after the help: with torch, it takes seconds
 
-    module = import_module(f"esper.cli.{name}")
+    module_name = name.replace("-", "_")
+    module = import_module(f"esper.cli.{module_name}")
     # the defaults of `train` are those of its --preset
-    command = module.command(arguments) if name == "train" else getattr(module, name)
+    command = module.command(arguments) if name == "train" else getattr(module, module_name)
     # `import` cannot be the name of a field
     flags = [re.sub("^--import(?==|$)", "--imports", flag) for flag in arguments[1:]]
     tyro.cli(command, prog=f"esper {name}", args=flags)
@@ -69,7 +71,7 @@ def _run(arguments: list[str]) -> None:
 
 def _help() -> str:
     """The list of commands, without importing any of them."""
-    lines = (f"  {name:10} {what}" for name, what in _COMMANDS.items())
+    lines = (f"  {name:11} {what}" for name, what in _COMMANDS.items())
     return "\n".join(
         (
             "usage: esper COMMAND [FLAGS]",
