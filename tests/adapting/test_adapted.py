@@ -115,6 +115,13 @@ def test_low_rank_update_by_the_formula():
     torch.testing.assert_close(update(weight), weight + added)
 
 
+def test_a_low_rank_update_starts_at_zero_with_rows_of_length_one():
+    update = LowRank(torch.randn(64, 400), torch.Generator().manual_seed(0))
+    assert update.up.shape == (64, 8)
+    assert not update.up.any()
+    torch.testing.assert_close(update.down.norm(dim=1), torch.ones(8), rtol=0.2, atol=0.0)
+
+
 def test_scale_and_shift_by_the_formula():
     _, _example, places = build("series")
     change = ScaleShift(places.sites[Place.EARLY])

@@ -110,7 +110,9 @@ class _Adam:
         number = self.number[name].add_(1.0)
         first.lerp_(gradient, 1 - _BETAS[0])
         second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
-        rates = rates * (1 - _BETAS[1] ** number).sqrt() / (1 - _BETAS[0] ** number)
+        # 1 - beta ** number, exact in float32 also for the first steps
+        from_first, from_second = (-torch.expm1(number * math.log(beta)) for beta in _BETAS)
+        rates = rates * from_second.sqrt() / from_first
         shaped = rates.view(-1, *(1,) * (tensor.dim() - 1)) if tensor.dim() else rates.squeeze(0)
         tensor.sub_(shaped * first / (second.sqrt() + _EPSILON))
 
