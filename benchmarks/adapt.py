@@ -5,8 +5,8 @@
     python benchmarks/adapt.py --quick
 
 Every rule is trained with three learning rates, and the rate is chosen on held-out rows: three
-trainings. The controller's tries are single trainings; with three tries it costs the same. The
-ceiling knows the best plan of every scenario from one set of trainings and is measured on another.
+trainings. The controller compares the head alone and LP-FT, at one rate each, with its tries: with
+one try it costs as much as a rule, with three tries two trainings more. The ceiling knows the best plan of every scenario from one set of trainings and is measured on another.
 Intervals are 95 %, bootstrapped over scenarios and controllers. `--quick` collects a small suite in
 a minute on two cores and judges the controller that ships.
 """
@@ -31,7 +31,7 @@ from esper.adapting.trials import TrialSettings, TrialTable
 SERIES = ("conv_norm", "conv_pool", "mlp", "residual")  # MNIST-1D; residual is held out
 OTHERS = ("transformer", "digits", "fashion", "cifar")  # architectures and data held out
 SHOWN = ("nothing", "head only", "full fine-tuning", "LP-FT", "LoRA everywhere", "seeds everywhere")
-TRIES = 3  # as many trainings as a rule with its three learning rates
+TRIES = 3
 DRAWS = 2000
 
 
@@ -78,7 +78,11 @@ def judge(saved: dict, controllers: list[AdaptationController]) -> Judged:
 
 
 def _chosen(
-    controller: AdaptationController, table: TrialTable, plans: list[Plan], tries: int, budget: float
+    controller: AdaptationController,
+    table: TrialTable,
+    plans: list[Plan],
+    tries: int,
+    budget: float,
 ) -> Tensor:
     """Test accuracy `[E]` of what the controller keeps; it sees no source statistics."""
     outcomes = outcomes_of([table], plans)
@@ -116,7 +120,12 @@ def joined(suites_: list[Judged], rows: int) -> Judged:
     first = suites_[0]
     return Judged(
         stack([s.rows for s in suites_]),
-        tuple(kind for s, k in zip(suites_, keep, strict=True) for kind, on in zip(s.kinds, k, strict=True) if on),
+        tuple(
+            kind
+            for s, k in zip(suites_, keep, strict=True)
+            for kind, on in zip(s.kinds, k, strict=True)
+            if on
+        ),
         stack([s.rules for s in suites_]),
         stack([s.criterion for s in suites_]),
         stack([s.ceiling for s in suites_]),
@@ -132,7 +141,8 @@ def interval(ours: Tensor, rival: Tensor) -> tuple[float, float, float]:
     controllers, scenarios = difference.shape
     draws = [
         difference[
-            rng.integers(controllers, size=(controllers, 1)), rng.integers(scenarios, size=scenarios)
+            rng.integers(controllers, size=(controllers, 1)),
+            rng.integers(scenarios, size=scenarios),
         ].mean()
         for _ in range(DRAWS)
     ]
@@ -170,25 +180,37 @@ def report(data: dict[str, Judged]) -> tuple[str, dict[str, dict[str, object]]]:
         "## MNIST-1D, kinds of shift that the controllers never saw",
         f"Mean accuracy over {', '.join(n for n in SERIES if n in data)}; ours with {TRIES} tries.",
         "",
-        "| rows | " + " | ".join(SHOWN) + " | Auto-RGN | short trials | best fixed rule | **ours** | ceiling | every plan validated |",
+        "| rows | "
+        + " | ".join(SHOWN)
+        + " | Auto-RGN | short trials | best fixed rule | **ours** | ceiling | every plan validated |",
         "|---|" + "---|" * (len(SHOWN) + 6),
     ]
     per_rows = {rows: joined(series, rows) for rows in (30, 100, 300, 1000)}
     for rows, here in per_rows.items():
         name, fixed = best_fixed(here)
         cells = [_points(here.rules[:, PLANS.index(KNOWN_RULES[n])]) for n in SHOWN]
-        cells += [_points(here.others[n]) for n in ("Auto-RGN", "best after 25 steps of every place")]
+        cells += [
+            _points(here.others[n]) for n in ("Auto-RGN", "best after 25 steps of every place")
+        ]
         cells += [f"{_points(fixed)} ({name})", f"**{_points(here.ours[str(TRIES)])}**"]
-        cells += [_points(here.ceiling), _points(here.others["every plan validated (168 trainings)"])]
+        cells += [
+            _points(here.ceiling),
+            _points(here.others["every plan validated (168 trainings)"]),
+        ]
         lines.append(f"| {rows} | " + " | ".join(cells) + " |")
-    lines += ["", "| rows | ours with 1 try | 2 | 3 | 6 | 3 tries, a quarter of the parameters |", "|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| rows | ours with 1 try | 2 | 3 | 6 | 3 tries, a quarter of the parameters |",
+        "|---|---|---|---|---|---|",
+    ]
     for rows, here in per_rows.items():
         cells = " | ".join(_points(here.ours[k]) for k in ("1", "2", "3", "6", "quarter"))
         lines.append(f"| {rows} | {cells} |")
     lines += ["", "## Claims", "| claim | measured | verdict |", "|---|---|---|"]
 
-    def claim(key: str, text: str, shown: str, holds: bool) -> None:
-        lines.append(f"| {text} | {shown} | {'holds' if holds else '**fails**'} |")
+    def claim(key: str, text: str, shown: str, holds: bool, is_open: bool = False) -> None:
+        verdict = "holds" if holds else "undecided" if is_open else "**fails**"
+        lines.append(f"| {text} | {shown} | {verdict} |")
         bars[key] = {"value": shown, "met": holds}
 
     for rows, here in per_rows.items():
@@ -198,30 +220,56 @@ def report(data: dict[str, Judged]) -> tuple[str, dict[str, dict[str, object]]]:
         least = 0.0 if rows in (100, 300) else -0.5
         claim(
             f"a_fixed_{rows}",
-            f"(a) {rows} rows: above the best of all 56 fixed rules ({name})",
+            f"(a) {rows} rows: {'above' if least == 0 else 'not half a point below'} the best of all "
+            f"56 fixed rules ({name})",
             f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]",
             low > least,
         )
         mean, low, high = interval(ours, here.others["Auto-RGN"])
-        claim(f"a_rgn_{rows}", f"(a) {rows} rows: above Auto-RGN", f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]", low > 0)
+        claim(
+            f"a_rgn_{rows}",
+            f"(a) {rows} rows: above Auto-RGN",
+            f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]",
+            low > 0,
+        )
         lead = float((here.ceiling - fixed).mean())
         share = float((ours.mean(0) - fixed).mean()) / lead
-        claim(f"b_{rows}", f"(b) {rows} rows: share of the ceiling's lead ({100 * lead:.1f} points)", f"{share:.2f}", share >= 0.5)
-        mean, low, high = interval(here.ours["quarter"], here.rules[:, PLANS.index(KNOWN_RULES["LP-FT"])])
-        claim(f"c_{rows}", f"(c) {rows} rows: with a quarter of the parameters at least LP-FT", f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]", mean >= 0)
+        claim(
+            f"b_{rows}",
+            f"(b) {rows} rows: share of the ceiling's lead ({100 * lead:.1f} points)",
+            f"{share:.2f}",
+            share >= 0.5,
+        )
+        mean, low, high = interval(
+            here.ours["quarter"], here.rules[:, PLANS.index(KNOWN_RULES["LP-FT"])]
+        )
+        claim(
+            f"c_{rows}",
+            f"(c) {rows} rows: with a quarter of the parameters at least LP-FT",
+            f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]",
+            mean >= 0,
+        )
         count = worth_in_plans(here, ours)
-        claim(f"d_{rows}", f"(d) {rows} rows: plans that a validated random choice needs to do as well", f"{count} plans, {3 * count} trainings", count >= 4)
+        claim(
+            f"d_{rows}",
+            f"(d) {rows} rows: plans that a validated random choice needs to do as well",
+            f"{count} plans, {3 * count} trainings",
+            count >= 4,
+        )
     for suite in OTHERS:
         for rows in sorted(set(data[suite].rows.tolist())) if suite in data else ():
             here = joined([data[suite]], rows)
             name, fixed = best_fixed(here)
-            mean, low, high = interval(here.ours[str(TRIES)], here.rules[:, PLANS.index(KNOWN_RULES["LP-FT"])])
+            mean, low, high = interval(
+                here.ours[str(TRIES)], here.rules[:, PLANS.index(KNOWN_RULES["LP-FT"])]
+            )
             over, over_low, over_high = interval(here.ours[str(TRIES)], fixed)
             claim(
                 f"e_{suite}_{rows}",
                 f"(e) {suite}, {rows} rows: above LP-FT; over the best fixed rule ({name})",
                 f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]; {over:+.1f} [{over_low:+.1f}, {over_high:+.1f}]",
                 low > 0,
+                is_open=high > 0,
             )
     return "\n".join(lines), bars
 
@@ -253,7 +301,12 @@ def plot(data: dict[str, Judged], path: Path) -> None:
     }
     shown["Esper, 3 tries"] = by_kind([part.ours[str(TRIES)].mean(0) for part in here])
     order = np.argsort(shown["Esper, 3 tries"])
-    colours = {"full fine-tuning": "#9aa5b1", "LoRA everywhere": "#c8b28a", "LP-FT": "#7fa8c9", "Esper, 3 tries": "#c2410c"}
+    colours = {
+        "full fine-tuning": "#9aa5b1",
+        "LoRA everywhere": "#c8b28a",
+        "LP-FT": "#7fa8c9",
+        "Esper, 3 tries": "#c2410c",
+    }
     figure, axes = plt.subplots(figsize=(8.5, 5.2))
     for name, values in shown.items():
         axes.scatter(
@@ -261,7 +314,9 @@ def plot(data: dict[str, Judged], path: Path) -> None:
             color=colours[name], label=name, zorder=3,
         )  # fmt: skip
     axes.set_yticks(range(len(kinds)), [kinds[i].replace("_", " ") for i in order])
-    axes.set_xlabel("accuracy on shifted test rows (%), mean of 100 and 300 labelled rows, four architectures")
+    axes.set_xlabel(
+        "accuracy on shifted test rows (%), mean of 100 and 300 labelled rows, four architectures"
+    )
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     for side in ("top", "right"):

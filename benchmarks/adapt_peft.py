@@ -94,10 +94,20 @@ def main() -> None:
     model = new_model()
     train(model, tokens(x), y, 1e-3, 150 if quick else 1500, 64)
     model.eval()
-    print("as trained:", round(100 * accuracy(model, tokens(fresh[:TEST_ROWS]), labels[:TEST_ROWS]), 1))
-    results: dict[str, list[float]] = {"as it is": [], "full fine-tuning": [], "peft LoRA": [], "esper": []}
+    print(
+        "as trained:",
+        round(100 * accuracy(model, tokens(fresh[:TEST_ROWS]), labels[:TEST_ROWS]), 1),
+    )
+    results: dict[str, list[float]] = {
+        "as it is": [],
+        "full fine-tuning": [],
+        "peft LoRA": [],
+        "esper": [],
+    }
     for number, kind in enumerate(KINDS[:2] if quick else KINDS):
-        shifted, y_shifted = Shift(kind, 0.5, 50 + number)(fresh[: ROWS + TEST_ROWS], labels[: ROWS + TEST_ROWS], 10)
+        shifted, y_shifted = Shift(kind, 0.5, 50 + number)(
+            fresh[: ROWS + TEST_ROWS], labels[: ROWS + TEST_ROWS], 10
+        )
         ids = tokens(shifted)
         few, few_y, test, test_y = ids[:ROWS], y_shifted[:ROWS], ids[ROWS:], y_shifted[ROWS:]
         steps = 60 if quick else 300
@@ -112,7 +122,9 @@ def main() -> None:
             results[name].append(100 * accuracy(found, test, test_y))
         shown = ", ".join(f"{name} {values[-1]:.1f}" for name, values in results.items())
         print(f"{kind}: {shown}; {ours.plan}", flush=True)
-    lead = sum(results["esper"]) / len(results["esper"]) - sum(results["peft LoRA"]) / len(results["peft LoRA"])
+    lead = sum(results["esper"]) / len(results["esper"]) - sum(results["peft LoRA"]) / len(
+        results["peft LoRA"]
+    )
     bars = {"above_peft_lora": {"value": round(lead, 1), "bar": 0.0, "met": lead > 0}}
     print(json.dumps({"benchmark": "adapt_peft", "device": "cpu", "bars": bars}))
 
