@@ -279,7 +279,7 @@ def _points(values: Tensor) -> str:
 
 
 def plot(data: dict[str, Judged], path: Path) -> None:
-    """Accuracy by kind of shift, ours beside the rules that people use."""
+    """Accuracy by kind of shift, ours and the rules that people use."""
     import matplotlib
 
     matplotlib.use("Agg")

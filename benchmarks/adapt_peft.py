@@ -1,4 +1,4 @@
-"""`esper.adapt` beside `peft`'s LoRA on a `transformers` model, with few rows.
+"""`esper.adapt` against `peft`'s LoRA on a `transformers` model, with few rows.
 
     pip install peft transformers
     python benchmarks/adapt_peft.py [--quick]

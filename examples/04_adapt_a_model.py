@@ -1,4 +1,4 @@
-"""Adapt a trained model to a camera that inverts its images, with 100 labelled rows.
+"""Adapt a trained model to a camera that inverts its images, with 40 labelled rows.
 
     python examples/04_adapt_a_model.py
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import esper
 
-LABELLED, STEPS = 100, 300
+LABELLED, STEPS = 40, 300
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def main() -> None:
 
     tuned = copy.deepcopy(model)
     train(tuned, few_x, few_y, rate=1e-3, steps=STEPS)
-    print("fine-tuned on 100 rows        ", accuracy(tuned, test_x, test_y))
+    print("fine-tuned on 40 rows         ", accuracy(tuned, test_x, test_y))
 
     result = esper.adapt(model, few_x, few_y, steps=STEPS, progress=False)
     print("adapted with the same rows    ", accuracy(result.model, test_x, test_y))

@@ -1,1 +1,1 @@
-"""Adapt a trained model to shifted data with few labelled rows; the package behind `esper.adapt`."""
+"""adapting: adaptation -- a trained model, changed for other data by a controller that practised on many shifts."""

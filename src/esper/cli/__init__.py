@@ -1,4 +1,4 @@
-"""cli: the commands of `esper`: train, evaluate, train-adapt, sites and gym."""
+"""cli: commands -- `esper train`, `esper evaluate`, `esper train-adapt`, `esper sites` and `esper gym`."""
 
 import os
 import re
