@@ -1,0 +1,317 @@
+"""The processes of one run under torchrun: sums, gathers and broadcasts over its ranks.
+
+    ranks = join_ranks()                  # ALONE without torchrun
+    total = ranks.sum(tensor)             # over all ranks, in place
+    share = EnvShare.split(64, ranks)     # which of the run's 64 envs are here
+
+Every rank makes the same calls in the same order. With one rank they return their arguments, so
+code is written once. CPU tensors and objects travel over gloo, CUDA tensors over NCCL.
+"""
+
+import atexit
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
+
+from esper.leyline.plain_config import differences
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 1800.0  # of a collective; ESPER_TIMEOUT_S changes it
+ROLL_CALL_S = 10.0  # in which ranks answer after another one was lost
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankLost(ConnectionError):
+    """Another rank ended or did not answer in time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """This process among those of a run. The default is a run of one process."""
+
+    rank: int = 0
+    size: int = 1
+    store: Any = field(default=None, repr=False)  # where ranks leave their process ids
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, written to `tensor`."""
+        if self.size > 1:
+            with self._naming_the_lost():
+                dist.all_reduce(tensor)
+        return tensor
+
+    def sums(self, *values: Tensor | float) -> Sequence[Any]:
+        """The sum of each number over ranks; the numbers themselves with one rank."""
+        if self.size == 1:
+            return values
+        device = next((v.device for v in values if isinstance(v, Tensor)), None)
+        numbers = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
+        return self.sum(torch.stack(numbers)).unbind()
+
+    def moments(self, rows: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Number, mean and variance of the rows `[R, ...]` of all ranks."""
+        if self.size == 1:
+            if len(rows) == 0:
+                return 0, rows.new_zeros(rows.shape[1:]), rows.new_zeros(rows.shape[1:])
+            variance, mean = torch.var_mean(rows, dim=0, correction=0)
+            return len(rows), mean, variance
+        exact = rows.double()
+        totals = self.sum(torch.cat([exact.sum(dim=0).flatten(), exact.new_tensor([len(rows)])]))
+        count = int(totals[-1])
+        mean = totals[:-1].view(rows.shape[1:]) / max(count, 1)
+        variance = self.sum((exact - mean).square().sum(dim=0)) / max(count, 1)
+        return count, mean.to(rows), variance.to(rows)
+
+    def sum_gradients(self, weights: Sequence[nn.Parameter], extra: Tensor) -> Tensor:
+        """Sum the gradients over ranks in one message; returns the sum of `extra` `[K]` as well."""
+        if self.size == 1:
+            return extra
+        parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+        flat = self.sum(torch.cat([*(part.flatten() for part in parts), extra.to(parts[0])]))
+        *summed, extra_sum = torch.split(flat, [*(w.numel() for w in weights), len(extra)])
+        for weight, total in zip(weights, summed, strict=True):
+            weight.grad = total.view_as(weight)
+        return extra_sum
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        return bool(self.sum(torch.tensor(int(flag)))) if self.size > 1 else flag
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._naming_the_lost():
+            dist.all_gather_object(values, value)
+        return values
+
+    def gather_first(self, value: T) -> list[T]:
+        """The values of all ranks on rank 0; none on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_first else None
+        with self._naming_the_lost():
+            dist.gather_object(value, values)
+        return values or []
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with self._naming_the_lost():
+            dist.broadcast_object_list(values)
+        return values[0]
+
+    def require_same(self, plain: Any) -> None:
+        """Raise on every rank if one was started with other settings than rank 0."""
+        first, *others = self.gather(plain)
+        for rank, other in enumerate(others, start=1):
+            if changed := differences(first, other):
+                raise ValueError(
+                    f"rank {rank} has other settings than rank 0: {'; '.join(changed)}. Start every "
+                    "rank with the same command"
+                )
+
+    @contextmanager
+    def _naming_the_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise RankLost(f"{self._roll_call()} ({reason})") from error
+
+    def _roll_call(self) -> str:
+        """Which ranks are lost: their process has ended, or they do not answer."""
+        self.store.set(f"esper/alive/{self.rank}", "")
+        ended, silent = list[str](), list[str]()
+        for rank in set(range(self.size)) - {self.rank}:
+            host, process = self.store.get(f"esper/process/{rank}").decode().split()
+            try:
+                self.store.wait([f"esper/alive/{rank}"], timedelta(seconds=ROLL_CALL_S))
+            except RuntimeError:
+                is_here = host == socket.gethostname()
+                has_ended = is_here and not _is_running(int(process))
+                (ended if has_ended else silent).append(
+                    f"rank {rank} (process {process} on {host})"
+                )
+        if ended or silent:
+            verb = "has ended" if ended else "does not answer"
+            return f"{', '.join(ended or silent)} {verb}, so this rank stops"
+        return "a message between ranks failed, so this rank stops"
+
+
+ALONE = Ranks()
+
+
+class EnvShare(NamedTuple):
+    """Which of a run's envs are on this rank."""
+
+    total: int  # envs of all ranks
+    ids: Tensor  # [n] of those here, ascending within the run
+
+    @classmethod
+    def split(cls, total: int, ranks: Ranks) -> "EnvShare":
+        """Consecutive envs for each rank."""
+        if total % ranks.size:
+            raise ValueError(
+                f"{total} envs do not split over {ranks.size} ranks; use a multiple of the ranks"
+            )
+        count = total // ranks.size
+        return cls(total, ranks.rank * count + torch.arange(count))
+
+    def local(self, env_ids: Tensor) -> Tensor:
+        """The positions on this rank of some of the run's envs; those elsewhere are left out."""
+        if len(self.ids) == self.total:
+            return env_ids
+        positions = torch.full((self.total,), -1)
+        positions[self.ids] = torch.arange(len(self.ids))
+        found = positions[env_ids]
+        return found[found >= 0]
+
+    def generator(self, device: torch.device, rng_seed: int) -> torch.Generator:
+        """A generator for `noise`."""
+        if len(self.ids) == self.total:
+            return torch.Generator(device).manual_seed(rng_seed)
+        generator = _ShareGenerator(device)
+        generator.manual_seed(rng_seed)
+        generator.share = self._replace(ids=self.ids.to(device))
+        return generator
+
+    def join(self, parts: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> dict[str, Any]:
+        """Fields of all envs in order, from `(ids, fields)` of each rank: tensors and lists."""
+        order = torch.cat([ids for ids, _ in parts]).argsort()
+        joined: dict[str, Any] = {}
+        for name, first in parts[0][1].items():
+            values = [fields[name] for _, fields in parts]
+            if isinstance(first, Tensor):
+                joined[name] = torch.cat(values)[order]
+            else:
+                flat = [entry for value in values for entry in value]
+                joined[name] = [flat[env] for env in order.tolist()]
+        return joined
+
+
+class _ShareGenerator(torch.Generator):
+    """Samples for all envs of a run and keeps the numbers of this rank's."""
+
+    share: EnvShare
+
+
+def noise(like: Tensor, draw: str, generator: torch.Generator | None) -> Tensor:
+    """Random numbers in the shape of `like` `[N, ...]`; `draw` is such as "normal_".
+
+    An env gets the same numbers however the run's envs are split over ranks.
+    """
+    if not isinstance(generator, _ShareGenerator):
+        numbers: Tensor = getattr(torch.empty_like(like), draw)(generator=generator)
+        return numbers
+    total, ids = generator.share
+    every = getattr(like.new_empty(total, *like.shape[1:]), draw)(generator=generator)
+    return every.index_select(0, ids)  # type: ignore[no-any-return]
+
+
+@cache
+def join_ranks() -> Ranks:
+    """This process's place in the run that torchrun started; `ALONE` without torchrun.
+
+    Chooses the GPU of `LOCAL_RANK`, and connects the ranks. ESPER_TIMEOUT_S is the time that a rank
+    waits for the others.
+    """
+    if dist.is_available() and dist.is_initialized():  # by the user's own script
+        store = dist.distributed_c10d._get_default_store()
+        return _registered(Ranks(dist.get_rank(), dist.get_world_size(), store))
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return ALONE
+    place = _environment()
+    if place["WORLD_SIZE"] == 1:
+        return ALONE
+    timeout = timedelta(seconds=_timeout_s())
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    backend = _backend(place)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    atexit.register(dist.destroy_process_group)
+    return _registered(Ranks(rank, size, store))
+
+
+def _environment() -> dict[str, int]:
+    """The numbers that torchrun sets."""
+    for name in _VARIABLES:
+        if name not in os.environ:
+            raise ValueError(
+                f"{name} is not set, but other variables of torchrun are; use torchrun"
+            )
+    place = {}
+    for name in set(_VARIABLES) - {"MASTER_ADDR"}:
+        text = os.environ[name]
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError(f"{name}={text!r}; expected a whole number, as torchrun sets it")
+        place[name] = int(text)
+    for name, limit in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if place[name] >= place[limit]:
+            raise ValueError(f"{name}={place[name]} for {limit}={place[limit]}; ranks start at 0")
+    return place
+
+
+def _timeout_s() -> float:
+    text = os.environ.get("ESPER_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s < 1e7:
+        raise ValueError(f"ESPER_TIMEOUT_S={text!r}; use a number of seconds above 0")
+    return timeout_s
+
+
+def _backend(place: Mapping[str, int]) -> str:
+    """gloo, and NCCL if each rank here has a GPU; several ranks on one GPU use gloo."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise ValueError("this torch has no gloo, so ranks cannot talk; install another build")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        return "gloo"
+    torch.cuda.set_device(place["LOCAL_RANK"] % num_gpus)
+    if place["LOCAL_WORLD_SIZE"] > num_gpus:
+        return "gloo"
+    if not dist.is_nccl_available():
+        raise ValueError(
+            "this torch has GPUs but no NCCL, which several GPUs need; install a build with NCCL, or "
+            "set CUDA_VISIBLE_DEVICES= to run on CPUs"
+        )
+    return "cpu:gloo,cuda:nccl"
+
+
+def _registered(ranks: Ranks) -> Ranks:
+    if ranks.size == 1:
+        return ALONE
+    ranks.store.set(f"esper/process/{ranks.rank}", f"{socket.gethostname()} {os.getpid()}")
+    return ranks
+
+
+def _is_running(process: int) -> bool:
+    """Whether a process of this machine runs; one that was killed may wait for its parent."""
+    try:
+        os.kill(process, 0)
+        stat = Path(f"/proc/{process}/stat")
+        return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    except OSError:
+        return False
