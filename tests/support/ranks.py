@@ -16,7 +16,7 @@ from support.processes import DEADLINE_S
 def on_ranks(size: int, work: Callable[[], Any], **variables: str) -> list[Any]:
     """What `work` returns on each of `size` ranks, as torchrun would start them.
 
-    An error on a rank is the result of that rank.
+    An error on a rank is the result of that rank; a killed rank has none.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -27,7 +27,8 @@ def on_ranks(size: int, work: Callable[[], Any], **variables: str) -> list[Any]:
             for rank in range(size)
         ]
         _wait(processes)
-        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(size)]
+        results = (folder / str(rank) for rank in range(size))
+        return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ code is written once. CPU tensors and objects travel over gloo, CUDA tensors ove
 import atexit
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -137,26 +138,32 @@ class Ranks:
             yield
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
-            raise RankLost(f"{self._roll_call()} ({reason})") from error
+            raise RankLost(f"{self._roll_call()}, so rank {self.rank} stops ({reason})") from error
 
     def _roll_call(self) -> str:
         """Which ranks are lost: their process has ended, or they do not answer."""
-        self.store.set(f"esper/alive/{self.rank}", "")
-        ended, silent = list[str](), list[str]()
-        for rank in set(range(self.size)) - {self.rank}:
-            host, process = self.store.get(f"esper/process/{rank}").decode().split()
-            try:
-                self.store.wait([f"esper/alive/{rank}"], timedelta(seconds=ROLL_CALL_S))
-            except RuntimeError:
-                is_here = host == socket.gethostname()
-                has_ended = is_here and not _is_running(int(process))
-                (ended if has_ended else silent).append(
-                    f"rank {rank} (process {process} on {host})"
-                )
-        if ended or silent:
-            verb = "has ended" if ended else "does not answer"
-            return f"{', '.join(ended or silent)} {verb}, so this rank stops"
-        return "a message between ranks failed, so this rank stops"
+        deadline = time.monotonic() + ROLL_CALL_S
+        lost: dict[str, list[str]] = {"has ended": [], "does not answer": []}
+        try:
+            self.store.set(f"esper/alive/{self.rank}", "")
+            for rank in set(range(self.size)) - {self.rank}:
+                host, process = self.store.get(f"esper/process/{rank}").decode().split()
+                name = f"rank {rank} (process {process} on {host})"
+                if host == socket.gethostname() and not _is_running(int(process)):
+                    lost["has ended"].append(name)
+                elif not self._answers(rank, deadline - time.monotonic()):
+                    lost["does not answer"].append(name)
+        except RuntimeError:  # the store was in a rank that has ended
+            return "rank 0 has ended"
+        found = (f"{', '.join(names)} {how}" for how, names in lost.items() if names)
+        return next(found, "a message between ranks failed")
+
+    def _answers(self, rank: int, seconds: float) -> bool:
+        try:
+            self.store.wait([f"esper/alive/{rank}"], timedelta(seconds=max(seconds, 0.01)))
+        except RuntimeError:
+            return False
+        return True
 
 
 ALONE = Ranks()
@@ -198,6 +205,8 @@ class EnvShare(NamedTuple):
 
     def join(self, parts: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> dict[str, Any]:
         """Fields of all envs in order, from `(ids, fields)` of each rank: tensors and lists."""
+        if len(parts) == 1:
+            return dict(parts[0][1])
         order = torch.cat([ids for ids, _ in parts]).argsort()
         joined: dict[str, Any] = {}
         for name, first in parts[0][1].items():
@@ -250,6 +259,11 @@ def join_ranks() -> Ranks:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     atexit.register(dist.destroy_process_group)
     return _registered(Ranks(rank, size, store))
+
+
+def was_restarted() -> bool:
+    """Whether torchrun started this process again after a failure."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _environment() -> dict[str, int]:
