@@ -12,7 +12,7 @@ import atexit
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from esper.leyline.plain_config import differences
@@ -80,16 +80,28 @@ class Ranks:
         variance = self.sum((exact - mean).square().sum(dim=0)) / max(count, 1)
         return count, mean.to(rows), variance.to(rows)
 
-    def sum_gradients(self, weights: Sequence[nn.Parameter], extra: Tensor) -> Tensor:
-        """Sum the gradients over ranks in one message; returns the sum of `extra` `[K]` as well."""
-        if self.size == 1:
-            return extra
-        parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-        flat = self.sum(torch.cat([*(part.flatten() for part in parts), extra.to(parts[0])]))
-        *summed, extra_sum = torch.split(flat, [*(w.numel() for w in weights), len(extra)])
-        for weight, total in zip(weights, summed, strict=True):
-            weight.grad = total.view_as(weight)
-        return extra_sum
+    def sum_together(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over ranks in place, in one message per dtype and device."""
+        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors if self.size > 1 else ():
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for group in groups.values():
+            flat = self.sum(torch.cat([tensor.flatten() for tensor in group]))
+            sums = torch.split(flat, [tensor.numel() for tensor in group])
+            torch._foreach_copy_(group, [s.view_as(t) for s, t in zip(sums, group, strict=True)])
+
+    def mean(self, tensors: list[Tensor]) -> None:
+        """Average tensors over ranks in place."""
+        if self.size > 1 and tensors:
+            self.sum_together(tensors)
+            torch._foreach_div_(tensors, self.size)
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by those of rank 0."""
+        if self.size > 1:
+            with self._naming_the_lost():
+                for tensor in tensors:
+                    dist.broadcast(tensor, 0)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""

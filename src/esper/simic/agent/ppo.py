@@ -253,10 +253,12 @@ class PPOAgent:
                 loss.backward()  # type: ignore[no-untyped-call]
             meter.note_first(evaluation, minibatch.rows)
         if self.ranks.size > 1:
-            summed = self.ranks.sum_gradients(
-                self._parameters, torch.stack(list(measured.values()))
-            )
-            measured = dict(zip(measured, summed.unbind(), strict=True))
+            for weight in self._parameters:
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            values = torch.stack(list(measured.values()))
+            gradients = [w.grad for w in self._parameters if w.grad is not None]
+            self.ranks.sum_together([*gradients, values])
+            measured = dict(zip(measured, values.unbind(), strict=True))
         return measured
 
     def _minibatches(
