@@ -73,7 +73,7 @@ def check(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 
 def run(ranks: int, size: int, rounds: int) -> dict[str, Any]:
-    """A case in processes of its own: `ranks` 0 is without torchrun, `size` multiplies the hosts."""
+    """A case in new processes: `ranks` 0 is without torchrun, `size` multiplies the hosts."""
     start = [sys.executable]
     if ranks:
         start += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]

@@ -485,7 +485,7 @@ def lost_ranks(folder: Path) -> Counter[str]:
             found = torch.load(folder / f"ranks-again-{killed}/checkpoint.pt", weights_only=True)
             counted["silently wrong"] += not same(found, expected)
         if not is_named or again.returncode:
-            print(f"  rank {killed}: {ended.stderr[-600:]}\n  then: {again.stderr[-600:]}")
+            print(f"  rank {killed}: {ended.stderr[:1500]}\n  then: {again.stderr[:1500]}")
     return counted
 
 

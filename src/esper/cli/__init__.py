@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, OSError) as error:  # a user's mistake: no traceback
-        _exit(str(error))
+        _exit(str(error), is_alone=isinstance(error.__cause__ or error, ConnectionError))
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -43,14 +43,15 @@ def main(arguments: list[str] | None = None) -> None:
         _exit(f"a size is too large for this machine ({reason}); use smaller settings")
 
 
-def _exit(message: str) -> NoReturn:
+def _exit(message: str, is_alone: bool = False) -> NoReturn:
     """Print an error in one line and exit.
 
     Ranks often fail alike. Then rank 0 prints, and torchrun ends the others before they do.
+    `is_alone`: another rank was lost, and torchrun is about to end this one.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        time.sleep(RANK_DELAY_S)
+        time.sleep(0.0 if is_alone else RANK_DELAY_S)
         message = f"rank {rank}: {message}"
     sys.exit(f"esper: {message}")
 

@@ -79,7 +79,7 @@ class EpisodeLog:
 class GymEnvs:
     """N environments, each with a current observation and its masks.
 
-    With several ranks, every rank has N of its own: the run has N times the ranks.
+    With several ranks, every rank has N environments.
     """
 
     features: Tensor  # [N, F]
