@@ -107,23 +107,17 @@ class Ranks:
         """Whether the flag is set on some rank."""
         return bool(self.sum(torch.tensor(int(flag)))) if self.size > 1 else flag
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on every rank."""
+    def gather(self, value: T, *, to_first: bool = False) -> list[T]:
+        """The values of all ranks, on every rank; with `to_first`, on rank 0 only."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size if self.is_first or not to_first else []
         with self._naming_the_lost():
-            dist.all_gather_object(values, value)
+            if to_first:
+                dist.gather_object(value, values or None)
+            else:
+                dist.all_gather_object(values, value)
         return values
-
-    def gather_first(self, value: T) -> list[T]:
-        """The values of all ranks on rank 0; none on the others."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] | None = [None] * self.size if self.is_first else None
-        with self._naming_the_lost():
-            dist.gather_object(value, values)
-        return values or []
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value."""
@@ -285,12 +279,11 @@ def _environment() -> dict[str, int]:
             raise ValueError(
                 f"{name} is not set, but other variables of torchrun are; use torchrun"
             )
-    place = {}
-    for name in set(_VARIABLES) - {"MASTER_ADDR"}:
-        text = os.environ[name]
+    texts = {name: os.environ[name] for name in _VARIABLES if name != "MASTER_ADDR"}
+    for name, text in texts.items():
         if not (text.isascii() and text.isdecimal()):
             raise ValueError(f"{name}={text!r}; expected a whole number, as torchrun sets it")
-        place[name] = int(text)
+    place = {name: int(text) for name, text in texts.items()}
     for name, limit in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if place[name] >= place[limit]:
             raise ValueError(f"{name}={place[name]} for {limit}={place[limit]}; ranks start at 0")

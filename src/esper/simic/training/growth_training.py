@@ -114,7 +114,7 @@ class GrowthTraining:
         mine = observed[torch.isin(observed, share.ids)]
         places = share.local(mine).to(rollout.states.device)
         seen = dict(zip(mine.tolist(), rollout.states[places].cpu(), strict=True))
-        parts = self.ranks.gather_first((share.ids, own, seen))
+        parts = self.ranks.gather((share.ids, own, seen), to_first=True)
         if not parts:
             return None
         rows = {env: row for *_, part in parts for env, row in part.items()}
