@@ -201,6 +201,27 @@ def test_bad_variables_are_named(variables, message, monkeypatch):
         join_ranks()
 
 
+def test_a_group_of_the_users_script_is_joined():
+    """With NCCL alone it cannot send CPU tensors, so a gloo group is added; here it is its double."""
+
+    def work():
+        torch.distributed.init_process_group("gloo")
+        ranks = join_ranks()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
+            join_ranks.cache_clear()
+            added = join_ranks()
+        found = [each.sum(torch.tensor(each.rank + 1)).item() for each in (ranks, added)]
+        return (
+            found,
+            added.cpu_group is not None,
+            added.gather(added.rank),
+            added.broadcast(added.rank),
+        )
+
+    assert on_ranks(2, work) == [([3, 3], True, [0, 1], 0)] * 2
+
+
 def test_gpus_without_nccl_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

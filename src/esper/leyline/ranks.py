@@ -45,6 +45,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     store: Any = field(default=None, repr=False)  # where ranks leave their process ids
+    cpu_group: Any = field(default=None, repr=False)  # of CPU tensors; None: the default group
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +56,7 @@ class Ranks:
         """The sum over ranks, written to `tensor`."""
         if self.size > 1:
             with self._naming_the_lost():
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=None if tensor.is_cuda else self.cpu_group)
         return tensor
 
     def sums(self, *values: Tensor | float) -> Sequence[Any]:
@@ -101,7 +102,8 @@ class Ranks:
         if self.size > 1:
             with self._naming_the_lost():
                 for tensor in tensors:
-                    dist.broadcast(tensor, 0)
+                    group = None if tensor.is_cuda else self.cpu_group
+                    dist.broadcast(tensor, 0, group=group)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""
@@ -114,9 +116,9 @@ class Ranks:
         values: list[Any] = [None] * self.size if self.is_first or not to_first else []
         with self._naming_the_lost():
             if to_first:
-                dist.gather_object(value, values or None)
+                dist.gather_object(value, values or None, group=self.cpu_group)
             else:
-                dist.all_gather_object(values, value)
+                dist.all_gather_object(values, value, group=self.cpu_group)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -125,7 +127,7 @@ class Ranks:
             return value
         values = [value]
         with self._naming_the_lost():
-            dist.broadcast_object_list(values)
+            dist.broadcast_object_list(values, group=self.cpu_group)
         return values[0]
 
     def require_same(self, plain: Any) -> None:
@@ -253,16 +255,21 @@ def join_ranks() -> Ranks:
     """
     if dist.is_available() and dist.is_initialized():  # by the user's own script
         store = dist.distributed_c10d._get_default_store()
-        return _registered(Ranks(dist.get_rank(), dist.get_world_size(), store))
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        has_gloo = "gloo" in str(dist.get_backend_config())
+        group = None if has_gloo else dist.new_group(backend="gloo")
+        return _registered(Ranks(dist.get_rank(), dist.get_world_size(), store, group))
+    if os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("RANK", "0") == "0":
         return ALONE
     place = _environment()
-    if place["WORLD_SIZE"] == 1:
-        return ALONE
-    timeout = timedelta(seconds=_timeout_s())
-    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-    backend = _backend(place)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    timeout, backend = timedelta(seconds=_timeout_s()), _backend(place)
+    try:
+        store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+        # torchrun may keep its store for a restart: the addresses of the ranks before are in there
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConnectionError(f"the ranks could not be connected: {reason}") from error
     atexit.register(dist.destroy_process_group)
     return _registered(Ranks(rank, size, store))
 

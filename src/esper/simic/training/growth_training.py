@@ -105,7 +105,7 @@ class GrowthTraining:
         own = {
             "hosts": host_batch.host_names,
             "variants": variant_names(self.config, host_batch),
-            "rollback_reasons": self.envs.rollback_reasons,
+            "rollback_reasons": tuple(self.envs.rollback_reasons),
             "actions": rollout.actions.to("cpu", copy=True),
             "legal": rollout.masks.to("cpu", copy=True),
             "rewards": rollout.rewards.to("cpu", copy=True),

@@ -193,10 +193,10 @@ class Trainer:
             share=envs.share,
         )
         self.clock.lap("update")
-        own = progress.steps - progress.steps_before_round, self._round_episodes
-        num_steps, episodes = (int(count) for count in self.ranks.sums(*own))
-        progress.steps = progress.steps_before_round + num_steps
-        progress.episodes += episodes
+        before = progress.steps_before_round, self._episodes_before_round
+        own = progress.steps - before[0], progress.episodes - before[1]
+        num_steps, num_episodes = (int(count) for count in self.ranks.sums(*own))
+        progress.steps, progress.episodes = before[0] + num_steps, before[1] + num_episodes
         progress.rounds += 1
         progress.round_steps, progress.steps_before_round = 0, progress.steps
         self._mark_round_start()
@@ -224,7 +224,7 @@ class Trainer:
     def _begin_round(self) -> None:
         self.buffer.reset()
         self.progress.round_steps, self.progress.steps = 0, self.progress.steps_before_round
-        self._round_episodes = 0
+        self._episodes_before_round = self.progress.episodes
         self.state = zero_rows(self.state, self.envs.begin_round())
         self._in_round = True
 
@@ -237,7 +237,7 @@ class Trainer:
         self.progress.round_steps += 1
         self.progress.steps += int(is_real_step.sum())
         ended = (step.terminated | step.truncated) & is_real_step
-        self._round_episodes += int(ended.sum())
+        self.progress.episodes += int(ended.sum())
 
     # -- files --------------------------------------------------------------------------------
 
