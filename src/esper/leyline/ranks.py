@@ -265,7 +265,8 @@ def join_ranks() -> Ranks:
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
         # torchrun may keep its store for a restart: the addresses of the ranks before are in there
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
