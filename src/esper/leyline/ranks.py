@@ -145,7 +145,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0].partition(". ")[0]
             raise RankLost(f"{self._roll_call()}, so rank {self.rank} stops ({reason})") from error
 
     def _roll_call(self) -> str:
