@@ -12,6 +12,7 @@ import torch
 from esper.cli import main
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.plain_config import to_plain
+from esper.leyline.ranks import join_ranks
 from esper.simic.evaluation import arms, claims
 from esper.simic.evaluation.evaluate import evaluate_controllers, evaluate_run, on_task
 from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
@@ -25,6 +26,7 @@ from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConf
 from esper.tamiyo.policy.slot_heads import SlotHeads
 from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig
+from support.ranks import on_ranks
 
 STEPS = 6
 MENU = ("conv", "conv_conv", "separable")
@@ -172,7 +174,7 @@ def test_the_terminal_shows_every_arm_and_whole_verdicts(report, tmp_path):
 def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
     asked = []
 
-    def evaluated(runs, preset, *, task, data, say):
+    def evaluated(runs, preset, *, task, data, say, ranks):
         asked.append((runs, preset, task, data))
         say("growing")
         return report
@@ -189,6 +191,21 @@ def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
     assert {p.name for p in tmp_path.iterdir()} == {"evaluation.json", "evaluation.md"}
     with pytest.raises(SystemExit, match="no run given; name its folder"):
         main(["evaluate"])
+
+
+def test_evaluation_on_two_ranks_is_that_of_one_process():
+    """Hosts are trained by the same compiled kernels, one by one: equal bit for bit."""
+
+    def work():
+        ranks = join_ranks()
+        return evaluate_controllers([make_controller(0)], TRAINED, SMALL, ranks=ranks).arms
+
+    one, (two, other) = work(), on_ranks(2, work)
+    for name, arm in one.items():
+        for found in (two, other):
+            torch.testing.assert_close(
+                arm.outcome.tensors(), found[name].outcome.tensors(), rtol=0, atol=0, equal_nan=True
+            )
 
 
 def test_runs_of_different_kinds_are_not_one_arm(tmp_path):

@@ -41,6 +41,7 @@ from esper.growing.inputs import DataFacts
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
 from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
+from esper.growing.parallel import unwrapped
 from esper.growing.plain import plain_model
 from esper.growing.preparation import check_arguments, freeze_all_but_head, prepare_model
 from esper.growing.recorder import Recorder, new_ledger
@@ -55,6 +56,7 @@ from esper.growing.validation import (
 )
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
+from esper.leyline.ranks import ALONE, Ranks
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.reports import History
 
@@ -88,6 +90,11 @@ class Growth:
         shadow_training: train new seeds by `shadow_loss` before they change the output.
         rng_seed: of the initial weights of seeds.
         metric: name of the metric in the ledger.
+        ranks: whose gradients your loop averages, with a model that is not wrapped.
+
+    A model in `DistributedDataParallel` grows on all its ranks: rank 0 decides, seeds' gradients are
+    averaged like the model's, and a metric given to `decide` is averaged too. The validation loader
+    may be the same on all ranks, or have a `DistributedSampler`.
     """
 
     def __init__(
@@ -113,14 +120,17 @@ class Growth:
         rng_seed: int = 0,
         metric: str = "accuracy",
         frozen: bool = False,
+        ranks: Ranks = ALONE,
     ):
+        model, of_wrapper = unwrapped(model)
+        self.ranks = ranks = of_wrapper if ranks.size == 1 else ranks
         check_arguments(
             model, optimizer, decisions=decisions, budget=budget, rent=rent, rng_seed=rng_seed
         )
         _check_no_other_growth(model)
         if frozen:
             freeze_all_but_head(model, example)
-        data = DataFacts.of(example, train_rows)
+        data = ranks.broadcast(DataFacts.of(example, train_rows))
         self.model, self.optimizer, self.example = model, optimizer, example
         self.decisions, self.budget = decisions, budget or Budget()
         self.controller = make_controller(controller)
@@ -145,6 +155,7 @@ class Growth:
             prepared.menu,
             scheduler=scheduler,
             generator=torch.Generator().manual_seed(rng_seed),
+            ranks=ranks,
         )
         self._reporter = Reporter(
             self._network,
@@ -315,7 +326,10 @@ class Growth:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the whole run to a file. Call it between two optimizer steps, in any stage."""
+        """Write the whole run to a file. Call it between two optimizer steps, in any stage.
+
+        Of several ranks, rank 0 writes; all of them load the file.
+        """
         controller = self.controller
         contents = {
             "signature": self._signature,
@@ -335,7 +349,8 @@ class Growth:
             "seed_generator": self._network.generator.get_state(),
             "random": random_states(range(torch.cuda.device_count())),
         }
-        checkpoint.write(path, contents)
+        if self.ranks.is_first:
+            checkpoint.write(path, contents)
 
     def load(self, path: str | Path) -> None:
         """Resume from a file. This growth must be new and created like the saved one.
@@ -384,11 +399,13 @@ class Growth:
         the network as it is now; None if it was never measured in this state.
         """
         is_first = self._safe_points.best is None
+        self.ranks.copy_first(self._network.statistics())
         measured = self._validator.measure(self._network, val_metric, val_loss, is_first=is_first)
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
             self._record_fates()
         broken = self._safe_points.why_broken(measured, has_grown=bool(self.ledger.seeds))
+        broken = next(filter(None, self.ranks.gather(broken)), "")  # roll back on all ranks
         # measurements of a broken network say nothing about its seeds
         contributions = {} if broken else measured.contributions
         add_measured_seeds(self._history, contributions, {} if broken else self._gradients.norms)
@@ -403,13 +420,16 @@ class Growth:
 
     def _record_step(self, measured: Measurement) -> None:
         losses, self._train_losses = self._train_losses, []
+        loss = torch.stack(losses).mean() if losses else None
+        if loss is not None:
+            self.ranks.mean([loss])
         self.ledger.steps.append(
             StepRecord(
                 step=self.step,
                 metric=measured.metric,
                 params=self.params,
                 macs=self.macs,
-                train_loss=float(torch.stack(losses).mean()) if losses else None,
+                train_loss=None if loss is None else float(loss),
                 validation_loss=measured.loss,
                 optimizer_steps=self.optimizer_steps,
                 seeds=self._recorder.seed_states(self._history),
@@ -434,6 +454,7 @@ class Growth:
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
         reason = reason_of(self.controller, reports, masks, actions)
+        actions, reason = self.ranks.broadcast((actions, reason))
         record = self._recorder.decision(self.step, actions[0], masks, reason)
         states = self._network.states
         transition = apply(states, actions, action_space, shadow_training=self.shadow_training)

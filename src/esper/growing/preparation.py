@@ -56,10 +56,10 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no parameters; give a model that can be trained"
         )
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    if isinstance(model, nn.DataParallel):
         raise ValueError(
-            f"the model is wrapped in {type(model).__name__}, which would not copy new weights to "
-            "its replicas; grow model.module on one device"
+            "the model is wrapped in DataParallel, which would not copy new weights to its replicas; "
+            "use DistributedDataParallel under torchrun, or grow model.module on one device"
         )
     if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
         raise ValueError(

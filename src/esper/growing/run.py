@@ -30,6 +30,7 @@ from esper.growing.growth import DEFAULT_RENT, Growth
 from esper.growing.inputs import batch_size, count_rows, forward, moved
 from esper.growing.ledger import Ledger, TwinRecord, Verdict
 from esper.growing.network import are_finite, finite_buffers
+from esper.growing.parallel import is_split, rows_of, unwrapped
 from esper.growing.plain import without_graphs
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
@@ -45,6 +46,7 @@ from esper.growing.validation import (
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import Controller
+from esper.leyline.ranks import ALONE, Ranks, join_ranks
 
 Loss = Callable[[Any, Any], Tensor]  # (model output, target) -> mean loss of the batch
 Report = Callable[[int, str], None]  # steps done, and a short status
@@ -102,7 +104,12 @@ def grow(
 
     The twin is bit-exact the model that your own loop would have trained, if your data uses the
     generators of torch, numpy, Python or a DataLoader. Optimizer hooks are called for both models.
+
+    Under torchrun all ranks start from the weights and random numbers of rank 0 and train one model
+    (wrapped in DistributedDataParallel or not). Each takes its rows of every training batch, unless
+    the loader has a `DistributedSampler`. All return the same result.
     """
+    model, ranks = unwrapped(model)[0], join_ranks()
     _check_call(steps, decisions, loss, metric, scheduler)
     check_arguments(
         model, optimizer, decisions=decisions + 1, budget=budget, rent=rent, rng_seed=rng_seed
@@ -110,6 +117,9 @@ def grow(
     device = next(model.parameters()).device
     check_loader(train_loader, "training")
     check_loader(val_loader, "validation")
+    ranks.copy_first(t.detach() for t in (*model.parameters(), *model.buffers()))
+    if not is_split(train_loader):
+        torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))
     with stop_on_interrupt() as should_stop:  # before the loader starts workers: they inherit it
         batches = _endless(train_loader)
         # the first batch is trained on too, so the loader is read as often as in the user's loop
@@ -121,7 +131,7 @@ def grow(
                 if metric is None
                 else (_name_of(metric), metric)
             )
-        task = _Task(loss, metric, val_loader, device)
+        task = _Task(loss, metric, val_loader, device, ranks, is_split(train_loader))
         _set_train_mode(model)
         twin = _Twin(*_copied(model, optimizer), task)
         growth = Growth(
@@ -143,10 +153,12 @@ def grow(
             shadow_training=shadow_training,
             rng_seed=rng_seed,
             metric=metric_name,
+            ranks=ranks,
         )
         disable_nested_tensors(twin.model, growth.sites)  # as in the growing model
-        with progress_bar(steps, growth.describe(), enabled=progress) as report:
-            _train(growth, twin, task, chain([first], batches), steps, report, should_stop)
+        stop = lambda: ranks.any(should_stop())  # noqa: E731
+        with progress_bar(steps, growth.describe(), enabled=progress and ranks.is_first) as report:
+            _train(growth, twin, task, chain([first], batches), steps, report, stop)
         return _conclude(growth, twin, task)
 
 
@@ -194,9 +206,18 @@ def _set_train_mode(model: nn.Module) -> None:
 class _Task:
     """What both networks share: loss, metric, validation data and device."""
 
-    def __init__(self, loss: Loss, metric: Metric, val_loader: Iterable[Any], device: torch.device):
+    def __init__(
+        self,
+        loss: Loss,
+        metric: Metric,
+        val_loader: Iterable[Any],
+        device: torch.device,
+        ranks: Ranks,
+        has_own_rows: bool,
+    ):
         self._loss, self._metric = loss, metric
         self._val_loader, self._device = val_loader, device
+        self.ranks, self._has_own_rows = ranks, has_own_rows  # a rank reads its own batches
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, target = batch
@@ -218,17 +239,19 @@ class _Task:
             for batch in self._val_loader:
                 for collected, model in zip(scores, models, strict=True):
                     collected.append(self.score(model, batch)[0])
-        return [bounded(joined(collected)) for collected in scores]
+        split = self.ranks if is_split(self._val_loader) else ALONE
+        return self.ranks.broadcast([bounded(joined(parts, split)) for parts in scores])
 
     def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
         """One step of both models on the same batch with the same randomness."""
         batch = moved(batch, self._device)
+        batch, weight = (batch, 1.0) if self._has_own_rows else rows_of(batch, self.ranks)
         with untouched_randomness(growth.model):
-            loss = self._step(growth.model, growth.optimizer, batch, growth.shadow_loss)
+            loss = self._step(growth.model, growth.optimizer, batch, weight, growth.shadow_loss)
         growth.after_step(loss)
         is_first = growth.optimizer_steps == 1
         before = _versions(growth.model) if is_first else []
-        self._step(twin.model, twin.optimizer, batch)
+        self._step(twin.model, twin.optimizer, batch, weight)
         if is_first and _versions(growth.model) != before:
             raise ValueError(
                 "a step of the ungrown twin changed the growing model: the loss or an optimizer "
@@ -242,13 +265,16 @@ class _Task:
         model: nn.Module,
         optimizer: optim.Optimizer,
         batch: Any,
+        weight: float,
         shadow: Callable[[Callable[[], Tensor]], None] | None = None,
     ) -> Tensor:
         optimizer.zero_grad()
         loss = self.loss(model, batch)
+        loss = loss if weight == 1.0 else weight * loss
         loss.backward()  # type: ignore[no-untyped-call]
+        self.ranks.mean([p.grad for p in model.parameters() if p.grad is not None])
         if shadow is not None:
-            shadow(lambda: self.loss(model, batch))
+            shadow(lambda: weight * self.loss(model, batch))
         optimizer.step()
         return loss.detach()
 
@@ -277,9 +303,12 @@ class _Twin:
             own.update({name: value for name, value in new.items() if value != old.get(name)})
 
     def measure(self, ledger: Ledger, step: int) -> None:
+        ranks = self._task.ranks
+        ranks.copy_first(b for b in self.model.buffers() if b.is_floating_point())
         (scores,) = self._task.val_scores(self.model)
         is_finite = are_finite(self.model, self.model.parameters(), self._finite_buffers)
         metric = float(scores.mean()) if is_finite else math.nan  # NaN is never the best
+        metric = ranks.broadcast(metric)
         ledger.twin.append(TwinRecord(step=step, metric=metric))
         if metric > self.best_metric:
             self.best_metric = metric
