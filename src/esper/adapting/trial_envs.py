@@ -16,6 +16,7 @@ from torch import Tensor
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, What
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
+from esper.leyline.ranks import ALONE, EnvShare
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.trainer import Outcome
@@ -118,6 +119,7 @@ class TrialEnvs:
 
     def __init__(self, outcomes: Outcomes, num_envs: int, rng_seed: int = 0):
         self.outcomes, self.num_envs = outcomes, num_envs
+        self.share = EnvShare.split(num_envs, ALONE)
         self.num_features, self.action_space = Tries.num_features(), ACTION_SPACE
         self.rng = torch.Generator().manual_seed(rng_seed)
         self.clock = PhaseClock()
@@ -182,6 +184,9 @@ class TrialEnvs:
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self.rng.get_state()}
+
+    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         self.rng.set_state(state["rng"])
