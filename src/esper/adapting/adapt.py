@@ -11,6 +11,8 @@ trained again on all rows.
 """
 
 import math
+import os
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ from esper.adapting.result import AdaptationResult
 from esper.adapting.shipped import find_controller
 from esper.adapting.trial_envs import ANCHORS, MAX_TRIES
 from esper.growing.eval_mode import untouched_randomness
-from esper.growing.inputs import arguments, batch_size, forward, moved, tensors
+from esper.growing.inputs import arguments, batch_size, forward, tensors
 from esper.growing.page import write_page
 from esper.growing.run import progress_bar
 from esper.growing.sites import count_params
@@ -81,9 +83,13 @@ def adapt(
         page: file for a page that shows what was decided and why.
     """
     _check_numbers(tries=tries, steps=steps, minibatch=minibatch)
+    if page is not None:
+        _check_page(Path(page))
     chosen = find_controller(controller)
-    device = next(model.parameters(), torch.zeros(0)).device
-    data = _read_rows(rows, labels, device, validation, rng_seed)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; give a trained nn.Module")
+    like = next(model.parameters(), torch.zeros(0))
+    data = _read_rows(rows, labels, like, validation, rng_seed)
     _check_model(model, data)
     modes = [(module, module.training) for module in model.modules()]
     with untouched_randomness(model):
@@ -191,8 +197,11 @@ class _Work:
         weights = {name: tensor.unsqueeze(0) for name, tensor in self.model.state_dict().items()}
         known = None
         if source is not None:
-            device = self.data.labels.device
-            stacked = pytree.tree_map_only(Tensor, first, moved(source, device))
+            source = _as_inputs(source, next(self.model.parameters()))
+            given, expected = (tuple(tensors(x)[0].shape[1:]) for x in (source, self.data.inputs))
+            if given != expected:
+                raise ValueError(f"source has rows of shape {given}; the rows have {expected}")
+            stacked = pytree.tree_map_only(Tensor, first, source)
             known = source_statistics(self.model, self.places, weights, stacked)
         rows, labels = self.data.part(torch.cat([self.data.train, self.data.held_out]))
         inputs, labels = pytree.tree_map_only(Tensor, first, (rows, labels))
@@ -267,7 +276,8 @@ def _adapt(
     accuracy = {"adapted": kept.accuracy, "as it is": as_is.accuracy}
     accuracy |= {name: t.accuracy for name, t in zip(rivals, trials[1:], strict=False)}
     result = AdaptationResult(
-        adapted,
+        adapted.own_copy(),
+        work.model,
         kept.rate,
         accuracy,
         len(work.data.held_out),
@@ -315,15 +325,21 @@ def _check_numbers(**numbers: int) -> None:
         )
 
 
-def _read_rows(
-    rows: Any, labels: Any, device: torch.device, validation: float, rng_seed: int
-) -> _Data:
+def _check_page(page: Path) -> None:
+    """Raise before any training if the page could not be written."""
+    if not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
+        raise ValueError(
+            f"page={str(page)!r}: {page.parent} is not a folder that can be written to"
+        )
+
+
+def _read_rows(rows: Any, labels: Any, like: Tensor, validation: float, rng_seed: int) -> _Data:
     if not 0 < validation <= 0.5:
         raise ValueError(f"validation={validation}; use a share above 0 and up to 0.5")
     if labels is None:
         rows, labels = _from_loader(rows)
     labels = torch.as_tensor(labels)
-    inputs = moved(torch.as_tensor(rows) if not tensors(rows) else rows, device)
+    inputs = _as_inputs(rows, like)
     count = batch_size(inputs)
     if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(
@@ -344,9 +360,19 @@ def _read_rows(
     for tensor in tensors(inputs):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError("the rows are not finite; replace NaN and inf by numbers")
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(rng_seed)).to(device)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(rng_seed)).to(like.device)
     held_out = max(2, round(count * validation))
-    return _Data(inputs, labels.long().to(device), order[held_out:], order[:held_out])
+    return _Data(inputs, labels.long().to(like.device), order[held_out:], order[:held_out])
+
+
+def _as_inputs(rows: Any, like: Tensor) -> Any:
+    """Tensors, or arrays as tensors, on the model's device; floats in the model's precision."""
+    given = rows if tensors(rows) else torch.as_tensor(rows)
+
+    def fitting(tensor: Tensor) -> Tensor:
+        return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
+
+    return pytree.tree_map_only(Tensor, fitting, given)
 
 
 def _from_loader(loader: Any) -> tuple[Any, Tensor]:
@@ -382,10 +408,22 @@ def _check_model(model: nn.Module, data: _Data) -> None:
         ) from error
     classes = logits_of(output).shape[1]
     largest, smallest = int(data.labels.max()), int(data.labels.min())
-    if smallest < 0 or largest >= classes:
-        wrong = smallest if smallest < 0 else largest
+    probabilities = logits_of(output)
+    if bool((probabilities >= 0).all()) and torch.allclose(
+        probabilities.sum(1), torch.ones_like(probabilities[:, 0]), atol=1e-4
+    ):
+        warnings.warn(
+            "the model returns probabilities: give one without the softmax at its end, or training "
+            "will hardly move it",
+            stacklevel=4,
+        )
+    if smallest < 0:
         raise ValueError(
-            f"label {wrong}; the model has {classes} outputs, so labels go from 0 to {classes - 1}. "
+            f"label {smallest}; classes are numbered from 0: leave unlabelled rows out"
+        )
+    if largest >= classes:
+        raise ValueError(
+            f"label {largest}; the model has {classes} outputs, so labels go from 0 to {classes - 1}. "
             "For more classes, give it a larger output layer first"
         )
 

@@ -6,6 +6,7 @@
 The model itself is never written to. `weights()` merges all that changes weights.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from esper.adapting.plans import HeadMode, Place, Places, Plan, What
 from esper.growing.inputs import tensors
+from esper.growing.plain import without_graphs
 from esper.growing.sites import ModelSite
 from esper.growing.slots import new_seed, with_first
 from esper.kasmina.blueprints import Blueprint, Site
@@ -115,6 +117,18 @@ class Adapted(nn.Module):
         copies = {_key(name): model.get_parameter(name).detach().clone() for name in tuned}
         self.change = Change(branches, updates, nn.ParameterDict(copies))
         self._head = frozenset(map(tuned_name, places.head))
+
+    def train(self, mode: bool = True) -> "Adapted":
+        """The model inside stays in eval mode: its statistics do not change, dropout is off."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    def own_copy(self) -> "Adapted":
+        """The same with a frozen copy of the model, so that neither can change the other."""
+        self.model = copy.deepcopy(self.model, without_graphs(self.model))
+        self.model.requires_grad_(False)
+        return self.eval()
 
     def changes(self) -> dict[str, Tensor]:
         """The parameters of the change, by name."""

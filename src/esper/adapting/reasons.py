@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from esper.adapting.plans import Place, Places, Plan
+from esper.adapting.plans import Place, Places, Plan, What
 from esper.growing.ledger import (
     BlockRecord,
     DecisionRecord,
@@ -23,9 +23,7 @@ def reasons_for(signals: Mapping[str, float]) -> str:
     accuracy = signals["accuracy"]
     said = [f"the model is right on {accuracy:.0%} of them"]
     if signals["relabelling_gain"] > 0.1:
-        said.append(
-            f"{signals['relabelled_accuracy']:.0%} if its classes are renamed, so labels moved"
-        )
+        said.append(f"{signals['relabelled_accuracy']:.0%} if its classes were renamed")
     if signals["classes_seen"] < 1:
         said.append(f"the labels name {signals['classes_seen']:.0%} of its classes")
     probe = signals["probe_accuracy"]
@@ -67,6 +65,8 @@ def adaptation_ledger(
         before=NetworkRecord(params=params, macs=0, blocks=blocks),
         facts={"signals": reasons},
     )
+    # tuned and low-rank weights merge: only branches add parameters
+    costs = {p: cost if p.what in (What.SCALE, What.SEED) else 0 for p, cost in costs.items()}
     as_is = trials[0].accuracy
     for step, trial in enumerate(trials):
         size = params + costs.get(trial.plan, 0)
@@ -90,6 +90,10 @@ def adaptation_ledger(
         ledger.facts["result"] = "the model is right on every row; nothing was changed"
     added = costs.get(kept.plan, 0)
     ledger.after = NetworkRecord(params=params + added, macs=0, blocks=blocks)
+    ledger.headline = (
+        f"{'Adapted' if kept is not trials[0] else 'Not changed'}: {kept.plan}, accuracy "
+        f"{ledger.show(as_is)} to {ledger.show(kept.accuracy)} on held-out rows, {added:+,} parameters."
+    )
     ledger.verdict = Verdict(
         grown=kept.accuracy,
         ungrown=as_is,

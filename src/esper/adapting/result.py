@@ -25,9 +25,10 @@ _KIND, _VERSION = "adaptation", 1
 
 @dataclass(frozen=True)
 class AdaptationResult:
-    """What `esper.adapt` did. `model` is the adapted model; the original is inside, unchanged."""
+    """What `esper.adapt` did. `model` is the adapted model, with a copy of the original inside."""
 
     model: Adapted
+    original: nn.Module = field(repr=False)
     rate: float
     accuracy: dict[str, float]  # on held-out rows: "adapted", "as it is", "head only", "LP-FT"
     validation_rows: int
@@ -47,7 +48,7 @@ class AdaptationResult:
 
     def remove(self) -> nn.Module:
         """The original model; adaptation never wrote to it."""
-        return self.model.model
+        return self.original
 
     def save(self, path: str | Path) -> None:
         """Write the change alone to a small file, for `esper.load_adaptation(model, path)`."""
@@ -106,7 +107,7 @@ def load_adaptation(model: nn.Module, path: str | Path) -> Adapted:
     with torch.no_grad():
         for name, tensor in contents["change"].items():
             own[name].copy_(tensor)
-    return adapted.eval()
+    return adapted.own_copy()
 
 
 def fingerprint(model: nn.Module) -> str:
