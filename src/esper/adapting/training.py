@@ -66,12 +66,12 @@ class AdaptConfig:
 PRESETS = {
     "full": AdaptConfig(),
     "quick": AdaptConfig(
-        architectures=("mlp 64", "conv_norm 8, 5 classes"),
-        scenarios=24,
+        architectures=("mlp 64",),
+        scenarios=20,
         held_out_scenarios=12,
         models=6,
         model_steps=400,
-        steps=100,
+        steps=80,
         num_envs=512,
         rounds=60,
     ),
