@@ -425,7 +425,9 @@ def test_a_model_with_an_unused_layer(model, shifted):
             return self.net(x)
 
     controller = Fixed(KNOWN_RULES["full fine-tuning"])
-    esper.adapt(WithAuxiliary().eval(), *shifted, controller=controller, **QUICK)
+    whole = WithAuxiliary().eval()
+    result = esper.adapt(whole, *shifted, controller=controller, **QUICK)
+    assert torch.equal(result.plain_model().auxiliary.weight, whole.auxiliary.weight)
 
 
 # -- the budget -------------------------------------------------------------------------------------------

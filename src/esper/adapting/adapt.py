@@ -28,12 +28,12 @@ from esper.adapting.adapted import Adapted, tuned_name
 from esper.adapting.controller import AdaptationController
 from esper.adapting.evidence import SIGNALS, logits_of, measure, source_statistics
 from esper.adapting.fitting import fit
-from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES, Places, Plan, find_places
+from esper.adapting.plans import MENU, PLANS, RATES, Places, Plan, find_places
 from esper.adapting.practice import validation_criterion
 from esper.adapting.reasons import adaptation_ledger, reasons_for
 from esper.adapting.result import AdaptationResult
 from esper.adapting.shipped import find_controller
-from esper.adapting.trial_envs import ANCHORS, MAX_TRIES
+from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, plan_and_rate
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.inputs import arguments, batch_size, forward, tensors
 from esper.growing.page import write_page
@@ -41,8 +41,7 @@ from esper.growing.run import progress_bar
 from esper.growing.sites import count_params
 
 MIN_ROWS = 8
-RIVALS = ("head only", "LP-FT")
-RIVAL_RATE = RATES[1]
+AS_IS, *RIVALS = map(plan_and_rate, ANCHORS)  # the usual rules
 
 Controller = str | Path | AdaptationController
 
@@ -237,7 +236,7 @@ def _adapt(
     progress: bool,
 ) -> AdaptationResult:
     size = count_params(work.model)
-    as_is = work.trial(KNOWN_RULES["nothing"], 0.0, lambda: None)
+    as_is = work.trial(*AS_IS, lambda: None)
     signals = work.signals(source)
     known = dict(zip(SIGNALS, signals[0].tolist(), strict=True))
     reasons = reasons_for(known)
@@ -245,19 +244,19 @@ def _adapt(
     with torch.no_grad():
         output = logits_of(forward(work.model, work.data.inputs))
     is_perfect = bool((output.argmax(-1) == work.data.labels).all())
-    rivals = [name for name in RIVALS if KNOWN_RULES[name] in legal]
+    rivals = [rival for rival in RIVALS if rival[0] in legal]
     total = 0 if is_perfect else work.steps * (len(rivals) + tries + 1)
     heading = f"{type(work.model).__name__}: {len(work.data.labels)} rows; {reasons}"
     with progress_bar(max(1, total), heading, enabled=progress) as bar:
         done = _Counter(bar)
         if not is_perfect:
-            for name in rivals:
-                done.status = f"first the usual rules: {name}"
-                trials.append(work.trial(KNOWN_RULES[name], RIVAL_RATE, done))
+            for plan, rate in rivals:
+                done.status = f"first the usual rules: {plan}"
+                trials.append(work.trial(plan, rate, done))
             added = torch.full((1, len(PLANS), len(RATES)), torch.nan)
             for plan, params in legal.items():
                 added[0, PLANS.index(plan)] = params / size
-            anchors = torch.tensor([[_result_of(trials, PLANS[i // len(RATES)]) for i in ANCHORS]])
+            anchors = torch.tensor([[_result_of(trials, plan) for plan, _ in (AS_IS, *RIVALS)]])
             chooser = controller.choose(
                 signals, added.flatten(1), anchors, budget=limit / size, tries=tries
             )
@@ -274,7 +273,7 @@ def _adapt(
         done.finish()
     ledger = adaptation_ledger(work.model, work.places, trials, kept, legal, reasons, is_perfect)
     accuracy = {"adapted": kept.accuracy, "as it is": as_is.accuracy}
-    accuracy |= {name: t.accuracy for name, t in zip(rivals, trials[1:], strict=False)}
+    accuracy |= {str(trial.plan): trial.accuracy for trial in trials[1 : 1 + len(rivals)]}
     result = AdaptationResult(
         adapted.own_copy(),
         work.model,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from esper.adapting.evidence import SIGNALS
-from esper.adapting.plans import MENU, PLANS, RATES, Plan
-from esper.adapting.trial_envs import ACTION_SPACE, ANCHORS, Tries, choices_of
+from esper.adapting.plans import MENU, RATES, Plan
+from esper.adapting.trial_envs import ACTION_SPACE, ANCHORS, Tries, choices_of, plan_and_rate
 from esper.leyline.files import read_file, write_file
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
 from esper.tamiyo.policy.plain_heads import flat_policy
@@ -69,8 +69,7 @@ class AdaptationController:
         recurrent = self.policy.initial_state(1)
         for _ in range(tries):
             choice, recurrent = self._propose(state, recurrent)
-            plan, rate = divmod(int(choice), len(RATES))
-            value = yield PLANS[plan], RATES[rate]
+            value = yield plan_and_rate(int(choice))
             state.record(choice, torch.tensor([value]), torch.ones(1, dtype=torch.bool))
 
     def _begin(

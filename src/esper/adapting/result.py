@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from esper.adapting.adapted import Adapted, nested_encoders, with_first_input
 from esper.adapting.plans import HeadMode, Place, Places, Plan, What
 from esper.growing.export import FORMATS, export
 from esper.growing.inputs import tensors
 from esper.growing.ledger import Ledger
+from esper.growing.plain import ChangedSite
 from esper.growing.sites import ModelSite
-from esper.growing.slots import with_first
 from esper.leyline.constants import SiteKind
 from esper.leyline.files import UnreadableFile, read_file, write_file
 
@@ -122,27 +122,16 @@ def fingerprint(model: nn.Module) -> str:
     return f"{total:08x}"
 
 
-class Placed(nn.Module):
-    """A module followed by a branch; other attributes are the module's, as some models read them."""
+class Placed(ChangedSite):
+    """A module followed by a branch."""
 
-    def __init__(self, module: nn.Module, branch: nn.Module):
-        super().__init__()
-        self.module, self.branch = module, branch
-        # no-op: its presence disables fused encoder layers, which would bypass `forward`
-        self.register_forward_pre_hook(_no_op)
+    def __init__(self, site: nn.Module, branch: nn.Module):
+        super().__init__(site)
+        self.branch = branch
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return with_first(self.module(*args, **kwargs), self.branch)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-def _no_op(module: nn.Module, args: Any) -> None:
-    pass
+    def change(self, x: Tensor) -> Tensor:
+        changed: Tensor = self.branch(x)
+        return changed
 
 
 class AtInput(nn.Module):

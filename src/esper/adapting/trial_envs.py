@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from esper.adapting.evidence import SIGNALS
-from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, What
+from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
 from esper.leyline.ranks import ALONE, EnvShare
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
@@ -45,6 +45,14 @@ _ONE_HOT = torch.cat(
 ANCHORS = tuple(
     PLANS.index(KNOWN_RULES[name]) * len(RATES) + 1 for name in ("nothing", "head only", "LP-FT")
 )
+
+
+def plan_and_rate(choice: int) -> tuple[Plan, float]:
+    """A flat choice as the plan and the learning rate it stands for."""
+    plan, rate = divmod(choice, len(RATES))
+    return PLANS[plan], RATES[rate]
+
+
 _SOURCE = torch.tensor(
     [name == "has_source" or name.endswith(("mean_shift", "spread_shift")) for name in SIGNALS]
 )

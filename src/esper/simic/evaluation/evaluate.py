@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from esper.leyline.ranks import ALONE, Ranks
 from esper.simic.evaluation.arms import run_arms, standard_arms
 from esper.simic.evaluation.claims import judge_claims
 from esper.simic.evaluation.experiment import PairedExperiment
-from esper.simic.evaluation.plans import candidate_plans, search_plans
+from esper.simic.evaluation.plans import plans_for, search_plans
 from esper.simic.evaluation.report import EvaluationReport
 from esper.simic.evaluation.settings import EvaluationConfig, evaluation_preset
 from esper.simic.training.config import TrainConfig
@@ -85,13 +83,7 @@ def evaluate_controllers(
         config = on_task(config, task or "data", data)
     training, held_out = (replace(e, ranks=ranks) for e in prepare(config, settings))
     say(f"searching {settings.num_plans} constant plans on {training.num_hosts} training hosts")
-    plans = candidate_plans(
-        settings.num_plans,
-        held_out.hosts[0].num_slots,
-        len(held_out.menu),
-        held_out.growth.num_steps,
-        torch.Generator().manual_seed(settings.rng_seed),
-    )
+    plans = plans_for(held_out, settings)
     found = search_plans(training, plans, settings.rents, num_types=1, finalists=settings.finalists)
     say(f"growing {held_out.num_hosts} hosts in every arm")
     networks = config.rounds * config.num_envs
