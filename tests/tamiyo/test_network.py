@@ -394,3 +394,22 @@ def test_nothing_waits_for_the_device(name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     policy.raise_on_bad_values()
+
+
+def test_without_memory_only_the_current_observation_counts():
+    policy = make_policy("one head", memory=False)
+    features, state = torch.randn(2, 6), policy.initial_state(2)
+    masks = ActionMasks.all_legal(policy.action_space, 2)
+    first = policy.act(features, masks, state, deterministic=True)
+    other = RecurrentState(torch.randn_like(state.h), torch.randn_like(state.c))
+    assert torch.equal(policy.value(features, other), first.values)
+    layout = SequenceLayout.from_flags(torch.zeros(2, 2, dtype=torch.bool), torch.tensor([2, 2]))
+    scored = evaluate(
+        policy,
+        features[:, None].expand(2, 2, -1),
+        first.actions[:, None].expand(2, 2, -1),
+        first.masks[:, None].expand(2, 2, -1),
+        layout,
+        other,
+    )
+    torch.testing.assert_close(scored.values.view(2, 2), first.values.expand(2, 2))

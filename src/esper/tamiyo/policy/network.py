@@ -73,6 +73,7 @@ class PolicyConfig:
 
     lstm_hidden_dim: int = DEFAULT_LSTM_HIDDEN_DIM  # width of encoder, core and heads
     lstm_layers: int = 1
+    memory: bool = True  # False: the LSTM is not used, and only the current observation counts
     encoder_layers: int = 1
     slot_dim: int = 64  # width of Tamiyo's slot embeddings
     blueprint_dim: int = 32  # width of Tamiyo's blueprint embeddings
@@ -253,7 +254,9 @@ class FactoredRecurrentActorCritic(nn.Module):
         """Log-probs, entropies and values of stored steps; `layout` is their part's."""
         with full_precision(self.device):
             encoded, scene = self.heads.encode(steps.features)
-            core = encoded + self._unroll(encoded, layout, steps.initial)
+            core = encoded
+            if self.config.memory:
+                core = encoded + self._unroll(encoded, layout, steps.initial)
             first_logits, values = self._read(core)
             later_logits = [
                 self.heads.logits(group, core, scene, steps.actions)
@@ -278,6 +281,8 @@ class FactoredRecurrentActorCritic(nn.Module):
     ) -> tuple[Tensor, Scene, RecurrentState]:
         """Core state `[N, hidden]`, the heads' scene, and the LSTM's next state."""
         encoded, scene = self.heads.encode(features)
+        if not self.config.memory:
+            return encoded, scene, state
         below, h, c = encoded, [], []
         for layer, weights in enumerate(self.core.all_weights):
             below, cell = torch.lstm_cell(below, (state.h[:, layer], state.c[:, layer]), *weights)
