@@ -112,13 +112,21 @@ def train(job: Job) -> dict[str, Any]:
     """The learning curve of a run: steps, seconds and the mean return of the last 100 episodes."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    result = {"arm": job.arm, "task": job.task, "rng_seed": job.rng_seed, "curve": []}
+    result: dict[str, Any] = {
+        "arm": job.arm,
+        "task": job.task,
+        "rng_seed": job.rng_seed,
+        "curve": [],
+    }
     learn = _learn_ours if job.arm.startswith("esper") else _learn_rival
     try:
         np.random.seed(job.rng_seed)  # noqa: NPY002 -- some tasks draw from the global generator
-        learn(job, result["curve"])
+        if time.time() < job.until:
+            learn(job, result["curve"])
     except Exception:
         result["error"] = traceback.format_exc()
+    curve = result["curve"]
+    result["is_complete"] = bool(curve) and curve[-1][0] >= job.steps
     return result
 
 
@@ -196,7 +204,7 @@ def summary(result: dict[str, Any]) -> str:
     name = f"{result['task']:26} {result['arm']:16} {result['rng_seed']}"
     if "error" in result:
         return f"{name} {result['error']}"
-    steps, seconds, mean = result["curve"][-1]
+    steps, seconds, mean = result["curve"][-1] if result["curve"] else (0, 0.0, float("nan"))
     return f"{name} {mean:8.3f} after {steps:8,} steps, {seconds:6.1f} s"
 
 
@@ -207,9 +215,10 @@ def final(result: dict[str, Any], seconds: float = float("inf")) -> float:
 
 
 def by_arm(results: list[dict[str, Any]], task: str) -> dict[str, list[dict[str, Any]]]:
+    """The complete runs of a task."""
     runs = defaultdict(list)
     for result in results:
-        if result["task"] == task and "error" not in result and result["curve"]:
+        if result["task"] == task and result["is_complete"]:
             runs[result["arm"]].append(result)
     return runs
 
