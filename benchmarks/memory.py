@@ -1,4 +1,4 @@
-"""What memory adds: POPGym's tasks with and without it, beside stable-baselines3's algorithms.
+"""What memory adds: POPGym's tasks with and without it, and those of stable-baselines3.
 
     python benchmarks/memory.py [--quick] [--workers 14] [--seconds 520] [--out memory.json]
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--rng-seeds", type=int, default=3)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--arms", default=",".join(SETTINGS))
-    parser.add_argument("--out", type=Path, help="file for the results, and a table beside it")
+    parser.add_argument("--out", type=Path, help="file for the results; the table gets the same name with .md")
     arguments = parser.parse_args()
     tasks, steps, rng_seeds = arguments.tasks.split(","), arguments.steps, arguments.rng_seeds
     if arguments.quick:
