@@ -89,9 +89,9 @@ def main() -> None:
         for arm in arms
         for task in tasks
     ]
-    train(Job("esper", tasks[0], 0, 1_000, until))  # compile before the processes fork
+    train(Job("esper", tasks[0], 0, 1_000, until))  # compile into the cache of kernels before others start
     results: list[dict[str, Any]] = []
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
         for future in as_completed([pool.submit(train, job) for job in jobs]):
             results.append(future.result())
