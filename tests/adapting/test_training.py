@@ -6,6 +6,7 @@ import torch
 from esper.adapting import training
 from esper.adapting.controller import AdaptationController
 from esper.adapting.practice import ARCHITECTURES, HELD_OUT_KINDS, draw_scenarios
+from esper.adapting.practice_data import clusters, glyphs, series
 from esper.adapting.shifts import INPUT_SHIFTS, OUTPUT_SHIFTS
 from esper.adapting.training import AdaptConfig, train_controller
 from esper.cli import main
@@ -30,7 +31,7 @@ def test_the_command_writes_a_controller_and_compares_it(tmp_path, monkeypatch, 
     printed = capsys.readouterr().out
     assert "points over LP-FT" in printed
     facts = AdaptationController.load(path).facts
-    assert facts["trained on"] == "MNIST-1D: mlp 64"
+    assert facts["trained on"] == "mlp 64"
     assert facts["config"]["scenarios"] == 4
     with pytest.raises(SystemExit, match="exists"):
         main(["train-adapt", "--out", str(path)])
@@ -57,7 +58,13 @@ def test_wrong_settings_are_refused(setting, match):
 
 
 def test_held_out_kinds_are_not_practised():
-    practised = {s.shift.kinds for seed in range(20) for s in draw_scenarios(180, seed)}
+    kinds = {architecture.input_kinds for architecture in ARCHITECTURES.values()}
+    practised = {
+        s.shift.kinds
+        for inputs in kinds
+        for seed in range(20)
+        for s in draw_scenarios(180, seed, inputs)
+    }
     parts = {part for kinds in practised for part in kinds.split("+")}
     held_out = {part for kinds in HELD_OUT_KINDS for part in kinds.split("+")}
     known = {*INPUT_SHIFTS, *OUTPUT_SHIFTS, "none", "new_classes"}
@@ -67,7 +74,24 @@ def test_held_out_kinds_are_not_practised():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures_have_the_number_of_outputs_they_say(name):
+def test_architectures_read_their_data(name):
     architecture = ARCHITECTURES[name]
     model = architecture.build(architecture.num_classes)
-    assert model(torch.zeros(2, *architecture.shape)).shape == (2, architecture.num_classes)
+    (x, _), _ = architecture.rows("cpu")
+    assert model(x[:2]).shape == (2, architecture.num_classes)
+
+
+@pytest.mark.parametrize("rows", [series, glyphs, clusters])
+def test_data_to_practise_on_are_standardised_and_can_be_learned(rows):
+    (x, y), (other, other_y) = rows()
+    assert len(x) == 4000
+    assert len(other) == 5000
+    assert set(y.tolist()) == set(range(10))
+    assert abs(float(x.mean())) < 1e-3
+    assert float(x.std()) == pytest.approx(1.0, abs=0.01)
+    assert not torch.equal(x[0], other[0])
+    again = rows()[1][0]
+    assert torch.equal(other, again)  # fixed by their rng seeds
+    flat, flat_other = x.flatten(1), other.flatten(1)
+    nearest = torch.cdist(flat_other[:300], flat).argmin(1)
+    assert (y[nearest] == other_y[:300]).float().mean() > 0.4  # chance is .1
