@@ -74,7 +74,9 @@ def main() -> None:
     parser.add_argument("--rng-seeds", type=int, default=3)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--arms", default=",".join(SETTINGS))
-    parser.add_argument("--out", type=Path, help="file for the results; the table gets the same name with .md")
+    parser.add_argument(
+        "--out", type=Path, help="file for the results; the table gets the same name with .md"
+    )
     arguments = parser.parse_args()
     tasks, steps, rng_seeds = arguments.tasks.split(","), arguments.steps, arguments.rng_seeds
     if arguments.quick:
@@ -89,7 +91,9 @@ def main() -> None:
         for arm in arms
         for task in tasks
     ]
-    train(Job("esper", tasks[0], 0, 1_000, until))  # compile into the cache of kernels before others start
+    train(
+        Job("esper", tasks[0], 0, 1_000, until)
+    )  # compile into the cache of kernels before others start
     results: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:

@@ -74,6 +74,7 @@ class PolicyConfig:
     lstm_hidden_dim: int = DEFAULT_LSTM_HIDDEN_DIM  # width of encoder, core and heads
     lstm_layers: int = 1
     memory: bool = True  # False: the LSTM is not used, and only the current observation counts
+    memory_steps: int = 64  # esper.PPO: cells keep what they saw for up to this long at first
     encoder_layers: int = 1
     slot_dim: int = 64  # width of Tamiyo's slot embeddings
     blueprint_dim: int = 32  # width of Tamiyo's blueprint embeddings
@@ -81,7 +82,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         sizes = ("lstm_hidden_dim", "lstm_layers", "encoder_layers", "slot_dim", "blueprint_dim")
-        require_at_least(self, 1, *sizes)
+        require_at_least(self, 1, *sizes, "memory_steps")
         check_floor(self.floor)
 
 
