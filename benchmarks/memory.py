@@ -4,7 +4,8 @@
 
 Every task gets the same number of environment steps and one thread. Settings are those of
 `SETTINGS`; ours are the defaults. Returns are means over the last 100 training episodes, so they
-are of sampled actions. "equal time" is a rival's return at the time when ours had finished.
+are of sampled actions. "equal time" is a rival's return after the CPU time that ours took: one thread
+each, so other programs do not matter.
 Needs popgym 1.0.7, stable-baselines3 and sb3-contrib.
 """
 
@@ -142,11 +143,11 @@ def _learn_ours(job: Job, curve: list[tuple[int, float, float]]) -> None:
         [partial(make, job.task)] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP
     )
     model = PPO(envs, config=GymConfig(rng_seed=job.rng_seed, policy=policy))
-    start = time.perf_counter()
+    start = time.process_time()
 
     def note(steps: int, metrics: dict[str, float]) -> bool:
         mean = metrics.get("episode/return", float("nan"))
-        curve.append((steps, time.perf_counter() - start, mean))
+        curve.append((steps, time.process_time() - start, mean))
         return time.time() < job.until
 
     model.learn(job.steps, note)
@@ -181,12 +182,12 @@ def _learn_rival(job: Job, curve: list[tuple[int, float, float]]) -> None:
 
         def _on_rollout_end(self) -> None:
             mean = float(np.mean(returns)) if returns else float("nan")
-            curve.append((self.num_timesteps, time.perf_counter() - start, mean))
+            curve.append((self.num_timesteps, time.process_time() - start, mean))
 
-    start = time.perf_counter()
+    start = time.process_time()
     model.learn(job.steps, Note(), **options)
     # the last update's time counts, as it does for ours
-    curve.append((curve[-1][0], time.perf_counter() - start, curve[-1][2]))
+    curve.append((curve[-1][0], time.process_time() - start, curve[-1][2]))
 
 
 def make(task: str) -> gymnasium.Env:
