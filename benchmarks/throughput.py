@@ -84,7 +84,11 @@ class Rival:
             n_steps=HORIZON,
             batch_size=NUM_ENVS * HORIZON // MINIBATCHES,
             n_epochs=EPOCHS,
-            policy_kwargs={"lstm_hidden_size": HIDDEN, "shared_lstm": True, "enable_critic_lstm": False},
+            policy_kwargs={
+                "lstm_hidden_size": HIDDEN,
+                "shared_lstm": True,
+                "enable_critic_lstm": False,
+            },
             device="cpu",
         )
 

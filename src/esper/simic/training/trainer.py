@@ -154,7 +154,9 @@ class Trainer:
             lap("act")
             outcome = envs.step(actions)
             bootstrap = None
-            if outcome.truncated.numpy().any():  # V of the final observation, before the state is reset
+            if (
+                outcome.truncated.numpy().any()
+            ):  # V of the final observation, before the state is reset
                 bootstrap = agent.value(outcome.final_features.to(agent.device), decision.state)
                 lap("act")
             step = TamiyoRolloutStep(
@@ -294,7 +296,9 @@ class Trainer:
             "progress": asdict(self.progress),
             "action_rng": self.action_rng.get_state(),
             "shuffle_rng": self.shuffle_rng.get_state(),
-            "envs": copy.deepcopy(envs) if can_save else envs,  # environments may return what they use
+            "envs": copy.deepcopy(envs)
+            if can_save
+            else envs,  # environments may return what they use
             "state": list(self.state) if can_save else None,
         }
 
