@@ -382,14 +382,14 @@ def evaluate(
     if model._is_learning:
         model._refuse_training_envs(envs)
     world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
-    agent, num_envs = model.agent, world.num_envs
+    agent, num_envs, act = model.agent, world.num_envs, model.agent.prepared_act()
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
     state = agent.policy.initial_state(num_envs)
     quota = np.full(num_envs, episodes // num_envs)
     quota[: episodes % num_envs] += 1
     counted: list[Episode] = []
     while quota.any():
-        decision = agent.act(
+        decision = act(
             world.features.to(agent.device),
             world.masks.to(agent.device),
             state,
