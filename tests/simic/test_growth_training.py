@@ -12,7 +12,7 @@ from esper.simic.rewards import growth_score
 from esper.simic.training.growth_training import GrowthTraining
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.governor import Breakage, Rollback
-from esper.tolaria.synthetic_hosts import (
+from support.synthetic_hosts import (
     BLUEPRINT_PARAMS,
     HOST_ACCURACY,
     HOST_PARAMS,
@@ -98,7 +98,11 @@ def test_features_are_not_scaled_by_an_update_that_is_undone():
 
 def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
     training = GrowthTraining(ORACLE)
-    other = {"task": "known_gains", "host_batch": {"num_types": 2, "envs_per_type": 4}}
+    other = {
+        "task": "known_gains",
+        "imports": ORACLE.imports,
+        "host_batch": {"num_types": 2, "envs_per_type": 4},
+    }
     contents = {"config": other, "trainer": training.trainer.state_dict()}
     write_file(tmp_path / "other.pt", "growth run", contents, version=3)
     with pytest.raises(UnreadableFile, match="policy.*expected float32"):

@@ -30,9 +30,8 @@ from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import choice_labels, describe_hosts, with_checksum
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
-from esper.tolaria.synthetic_hosts import SyntheticHosts
 
-PresetName = Literal["quick", "full", "oracle"]
+PresetName = Literal["quick", "full"]
 SHOWN = {
     "episode/score": "score",
     "episode/accuracy": "accuracy",
@@ -57,7 +56,7 @@ def command(arguments: list[str]) -> Callable[..., None]:
         Ctrl-C, SIGTERM and SIGHUP finish the step, save, and print the command that continues.
 
         Args:
-            preset: quick (two CPU cores), full (a GPU) or oracle (no networks); other flags change it
+            preset: quick (two CPU cores) or full (a GPU); other flags change it
             config: the config.json of another run, in place of a preset; other flags change it
             out: the run's folder; runs/PRESET-NUMBER by default
             resume: the folder of a run to continue, bit-exact
@@ -104,8 +103,7 @@ def defaults_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
 def _checked(config: TrainConfig, ranks: Ranks) -> GrowthTraining:
     """A new run; raises if it cannot be trained with its settings, or evaluated after that."""
     training = GrowthTraining(config, ranks)
-    if config.task != "known_gains":
-        prepare(config, EVALUATIONS["quick"])
+    prepare(config, EVALUATIONS["quick"])
     return training
 
 
@@ -136,13 +134,7 @@ def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> N
             f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
             "a new run with other settings, such as a lower --host-learning-rate"
         )
-    if isinstance(training.environment.host_batch, SyntheticHosts):
-        episodes = training.play_round()
-        hosts = SyntheticHosts(training.config.num_envs)  # of all ranks
-        share = hosts.share_of_best(episodes.scores, episodes.rent)
-        print(f"the frozen controller gains {share:.1%} of what the best plans gain")
-    else:
-        evaluate_and_show([files.path], "quick", files.path)
+    evaluate_and_show([files.path], "quick", files.path)
     print(_written(files))
     learned_from, full = _num_episodes(training.config), _num_episodes(PRESETS["full"])
     if learned_from < full:
