@@ -53,9 +53,9 @@ def assert_agree(first, second, num_steps, shadow_training=False, atol=1e-9):
             rows = rows_for(population, 3 * step, 3).to(population.task.device)
             losses.append(population.train(rows).cpu())
         torch.testing.assert_close(*losses, **close)
-        weights = [population.parameter_table.params[:-1].cpu() for population in (first, second)]
+        weights = [population.parameter_table.params.cpu() for population in (first, second)]
         torch.testing.assert_close(*weights, **close)
-        grads = [population.parameter_table.grads[:-1].cpu() for population in (first, second)]
+        grads = [population.parameter_table.grads.cpu() for population in (first, second)]
         torch.testing.assert_close(*grads, **close)
         found = [evaluate(population) for population in (first, second)]
         torch.testing.assert_close(found[0].loss.cpu(), found[1].loss.cpu(), **close)

@@ -48,7 +48,7 @@ def assert_one_step_agrees(first, second, rows):
     losses = [population.train(rows.to(population.task.device)) for population in (first, second)]
     torch.testing.assert_close(*losses, **close)
     for table in ("grads", "params"):
-        tables = [getattr(population.parameter_table, table)[:-1] for population in (first, second)]
+        tables = [getattr(population.parameter_table, table) for population in (first, second)]
         torch.testing.assert_close(*tables, **close)
     found = [evaluate(population) for population in (first, second)]
     torch.testing.assert_close(found[0].loss, found[1].loss, **close)
@@ -144,7 +144,7 @@ def test_a_broken_host_changes_no_other(device):
     populations[1].parameter_table.params[0] = torch.nan
     for population in populations:
         population.train(rows_for(population, count=5).to(device))
-    sound, broken = (population.parameter_table.params[1:-1] for population in populations)
+    sound, broken = (population.parameter_table.params[1:] for population in populations)
     assert torch.equal(sound, broken)
     assert bool(populations[1].parameter_table.params[0, :4].isnan().all())
 
@@ -162,8 +162,8 @@ def test_it_is_chosen_on_cuda_where_it_has_room(monkeypatch):
     monkeypatch.setattr(fused, "max_blocks", lambda device: 100)
     assert steps.fastest_kernels(setup) == "fused"
     monkeypatch.setattr(fused, "MAX_WORKSPACE_BYTES", 10**6)
-    assert steps.fastest_kernels(setup) == "graphs"
-    with pytest.raises(ValueError, match="use kernels='graphs'"):
+    assert steps.fastest_kernels(setup) == "eager"
+    with pytest.raises(ValueError, match="use kernels='eager'"):
         fused.FusedSteps(setup)
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from esper.kasmina import lifecycle
-from esper.kernels.hosts.graphs import covers, join, round_up
 from esper.leyline.constants import BlendStyle
-from esper.tolaria.batched import Grouping
+from esper.tolaria.batched import group_seeds
 from esper.tolaria.randomness import fold, uniform
 from support import moves
 from support.populations import (
@@ -98,7 +97,7 @@ def test_a_seed_behind_its_host_moves_its_own_weights_and_no_other(slot):
     for step in range(1, 4):
         for population in (watched, free):
             take_step(population, step)
-    seed = torch.zeros_like(watched.parameter_table.params[:-1], dtype=torch.bool)
+    seed = torch.zeros_like(watched.parameter_table.params, dtype=torch.bool)
     seed[:2, columns(watched, slot)] = True
     assert torch.equal(storage(watched)[:, ~seed], storage(free)[:, ~seed])
     moved = storage(watched)[0, :2, columns(watched, slot)] != at_birth
@@ -216,30 +215,15 @@ def test_gradient_norms_are_those_of_the_seeds():
     assert (norms > 0).nonzero().tolist() == [[0, 1], [2, 0]]
 
 
-def test_graphs_round_the_sizes_of_groups_up_to_powers_of_two():
+def test_seeds_of_one_blueprint_in_one_slot_are_a_group():
     population = small_population()
+    assert group_seeds(population.states) == {}
     grow(population, [0, 1, 2, 3], [0, 0, 0, 1], blueprint=torch.tensor([2, 2, 2, 7]))
-    exact = Grouping.of(population.states).signature
-    for signature, size in ((exact, 3), (round_up(exact), 4)):
-        assert [tuple(group) for group in signature.capacities] == [
-            ((0, 2, False), size),
-            ((1, 7, False), 1),
-        ]
-
-
-def test_a_signature_covers_what_it_joins():
-    population = small_population()
-    signatures = []
-    for hosts, slots, style in ([0, 1, 2], [0, 1, 0], 0), ([3], [2], 1):
-        grow(population, hosts, slots, blueprint=2, style=style)
-        signatures.append(Grouping.of(population.states).signature)
-        population.reset(0)
-    first, second = signatures
-    joined = join(first, second)
-    assert covers(joined, first)
-    assert covers(joined, second)
-    assert not covers(first, second)
-    assert not covers(second, first)
+    groups = group_seeds(population.states)
+    assert {tuple(key): hosts.tolist() for key, hosts in groups.items()} == {
+        (0, 2, False): [0, 1, 2],
+        (1, 7, False): [3],
+    }
 
 
 def test_random_numbers_are_uniform_and_keys_are_apart():

@@ -203,7 +203,7 @@ class Population:
         """Root mean square `[P, S]` of each seed's last gradient; 0 without a seed."""
         grads, layout = self.parameter_table.grads, self.parameter_table.layout
         squares = [
-            grads[:-1, layout.seed_columns(slot)].square().sum(1) for slot in range(self.num_slots)
+            grads[:, layout.seed_columns(slot)].square().sum(1) for slot in range(self.num_slots)
         ]
         sizes = self.seed_params().clamp(min=1).to(grads)
         return (torch.stack(squares, 1) / sizes).sqrt()
@@ -214,7 +214,7 @@ class Population:
         slots = torch.arange(self.num_slots).expand_as(states.blueprint)
         return self._init.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
 
-    # Bounds checks; the compiled kernels and CUDA graphs do none.
+    # Bounds checks; the compiled kernels do none.
 
     def _checked_ids(self, host_ids: Tensor) -> Tensor:
         if host_ids.shape != (self.num_hosts,):

@@ -58,7 +58,7 @@ class FusedSteps:
         if not has_room(setup):
             raise ValueError(
                 f"hosts of {host.num_params} parameters on inputs {host.input_shape} need more "
-                f"than {MAX_WORKSPACE_BYTES >> 30} GiB to work in; use kernels='graphs'"
+                f"than {MAX_WORKSPACE_BYTES >> 30} GiB to work in; use kernels='eager'"
             )
         self._setup = setup
         self._device = parameter_table.params.device

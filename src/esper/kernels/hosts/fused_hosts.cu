@@ -317,7 +317,7 @@ DEVICE void keep_behind(const Args& a, const Work& k) {
 
 // The host and each of its seeds take a step; `parts` is left at zero.
 DEVICE void update(const Args& a, const Work& k, bool keeps_grads) {
-  const long long at = (long long)k.p * a.columns, table = (long long)(a.num_hosts + 1) * a.columns;
+  const long long at = (long long)k.p * a.columns, table = (long long)a.num_hosts * a.columns;
   const real rate = a.rates[k.p], decay = real(a.weight_decay), epsilon = real(a.epsilon);
   const real beta = real(a.beta_mean), keep = real(a.beta_square);
   const real fresh = real(1 - a.beta_mean), fresh_square = real(1 - a.beta_square);

@@ -73,9 +73,9 @@ class Tables(NamedTuple):
 
 
 class Weights(NamedTuple):
-    params: np.ndarray  # [P + 1, D]
+    params: np.ndarray  # [P, D]
     grads: np.ndarray
-    moments: np.ndarray  # [moments, P + 1, D]
+    moments: np.ndarray  # [moments, P, D]
     steps: np.ndarray  # [P, 1 + S]
     rates: np.ndarray  # [P]
 
