@@ -15,7 +15,7 @@ from esper.leyline.constants import BlendStyle, SiteKind
 from esper.tolaria import steps
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.population import Population
-from support.kernel_parity import HOSTS, OPTIMIZERS, assert_agree, build
+from support.kernel_parity import HOSTS, assert_agree, build
 from support.populations import BATCH, grow, random_task, rows_for
 
 DEVICES = (
@@ -59,22 +59,16 @@ def assert_one_step_agrees(first, second, rows):
 @pytest.mark.parametrize("shadow_training", [False, True], ids=["in host", "behind host"])
 @pytest.mark.parametrize("kind", HOSTS)
 def test_it_trains_as_batched_operations_do(kind, shadow_training, device):
-    pair = [build(kind, "adamw", kernels, device) for kernels in ("fused", "eager")]
+    pair = [build(kind, kernels, device) for kernels in ("fused", "eager")]
     assert_agree(*pair, num_steps=8, shadow_training=shadow_training)
-
-
-@on_every_device
-def test_it_knows_sgd(device):
-    pair = [build("conv1d", "sgd", kernels, device) for kernels in ("fused", "eager")]
-    assert_agree(*pair, num_steps=4, shadow_training=True)
 
 
 @on_every_device
 @pytest.mark.parametrize("kind", HOSTS)
 def test_every_blueprint_is_blended_in_every_style(kind, device):
-    menu = len(build(kind, "adamw", "eager").menu)
+    menu = len(build(kind, "eager").menu)
     hosts, slots = menu * len(BlendStyle), len(HOSTS[kind]["widths"])
-    pair = [build(kind, "adamw", kernels, device, hosts) for kernels in ("fused", "eager")]
+    pair = [build(kind, kernels, device, hosts) for kernels in ("fused", "eager")]
     where = torch.cartesian_prod(torch.arange(hosts), torch.arange(slots))
     for population in pair:
         grow_at_once(
@@ -118,7 +112,7 @@ def test_layers_may_come_in_any_order(device):
 @on_every_device
 def test_a_minibatch_may_be_worked_on_in_pieces(monkeypatch, device):
     monkeypatch.setattr(fused, "MOST_EXAMPLES", 5)  # 8 rows: 4 and 4; 60: many
-    pair = [build("conv1d", "adamw", kernels, device) for kernels in ("fused", "eager")]
+    pair = [build("conv1d", kernels, device) for kernels in ("fused", "eager")]
     assert_agree(*pair, num_steps=3, shadow_training=True)
 
 
@@ -138,7 +132,7 @@ def test_what_does_not_fit_into_shared_memory_lies_elsewhere(monkeypatch, num_ki
 
 @on_every_device
 def test_a_broken_host_changes_no_other(device):
-    populations = [build("conv1d", "adamw", "fused", device) for _ in range(2)]
+    populations = [build("conv1d", "fused", device) for _ in range(2)]
     for population in populations:
         grow_at_once(population, [0, 1, 2, 4], [0, 0, 0, 1], blueprint=torch.tensor([2, 2, 5, 5]))
     populations[1].parameter_table.params[0] = torch.nan
@@ -150,7 +144,7 @@ def test_a_broken_host_changes_no_other(device):
 
 
 def test_it_is_chosen_on_cuda_where_it_has_room(monkeypatch):
-    population = build("conv1d", "adamw", "eager")
+    population = build("conv1d", "eager")
     on_cuda = SimpleNamespace(device=torch.device("cuda"), element_size=lambda: 4)
     setup = SimpleNamespace(
         host=population.host,
@@ -175,8 +169,8 @@ def test_a_cpu_needs_a_compiler(monkeypatch):
 
 @pytest.mark.gpu
 def test_runs_are_the_same_to_the_bit_on_any_stream():
-    alone = [build("conv1d", name, "fused", "cuda", dtype=torch.float32) for name in OPTIMIZERS]
-    beside = [build("conv1d", name, "fused", "cuda", dtype=torch.float32) for name in OPTIMIZERS]
+    alone = [build("conv1d", "fused", "cuda", dtype=torch.float32) for _ in range(2)]
+    beside = [build("conv1d", "fused", "cuda", dtype=torch.float32) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in beside]
     for population in (*alone, *beside):
         grow_at_once(population, [0, 1, 2, 4], [0, 0, 1, 2], blueprint=torch.tensor([8, 2, 5, 6]))
@@ -195,7 +189,7 @@ def test_runs_are_the_same_to_the_bit_on_any_stream():
 
 @pytest.mark.gpu
 def test_training_does_not_wait_for_the_device():
-    population = build("conv1d", "adamw", "fused", "cuda", dtype=torch.float32)
+    population = build("conv1d", "fused", "cuda", dtype=torch.float32)
     rows = rows_for(population, count=5).cuda()
     population.train(rows)
     torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from esper.kasmina.programs import Program
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
 from esper.tolaria.augmentation import Augmentation
-from esper.tolaria.optimizers import Optimizer, OptimizerRows
+from esper.tolaria.optimizers import AdamW
 from esper.tolaria.parameter_table import ParameterTable
 from esper.tolaria.tasks import Task
 
@@ -169,7 +169,7 @@ class TrainingSetup:
     host: Host
     menu: tuple[Blueprint, ...]
     parameter_table: ParameterTable
-    optimizer: Optimizer
+    optimizer: AdamW
     blend_inputs: BlendInputs
     feed: Feed
     learning_rates: Tensor  # [P]
@@ -246,9 +246,8 @@ class EagerSteps:
         if in_shadow := self._keys(in_shadow=True):
             self._train_in_shadow(in_shadow, x, labels)
         table.steps.add_(self._inputs.trains)
-        steps = table.steps.clamp(min=1)
-        rows = OptimizerRows(table.params, table.grads, table.moments, steps, self._part_of_column)
-        self._setup.optimizer.update(rows, self._setup.learning_rates.unsqueeze(1))
+        rates = self._setup.learning_rates.unsqueeze(1)
+        self._setup.optimizer.update(table, self._part_of_column, rates)
         feed.record_loss(losses.detach())
 
     def _train_in_shadow(self, keys: list[GroupKey], x: Tensor, labels: Tensor) -> None:

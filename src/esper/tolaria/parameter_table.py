@@ -69,7 +69,6 @@ class ParameterTable:
         self,
         layout: TableLayout,
         num_hosts: int,
-        num_moments: int,
         device: torch.device,
         dtype: torch.dtype,
     ):
@@ -77,10 +76,10 @@ class ParameterTable:
         self.num_hosts = num_hosts
         rows = (num_hosts, layout.num_columns)
         # parameters and moments are one tensor, so that a snapshot of a host is one row copy
-        self._storage = torch.zeros(1 + num_moments, *rows, device=device, dtype=dtype)
+        self._storage = torch.zeros(3, *rows, device=device, dtype=dtype)
         self.params = self._storage[0]
         self.all_moments = self._storage[1:]
-        self.moments = tuple(self.all_moments.unbind())
+        self.moments = self.all_moments.unbind()  # of AdamW
         self.grads = torch.zeros(*rows, device=device, dtype=dtype)
         self.steps = torch.zeros(num_hosts, layout.num_parts, device=device, dtype=dtype)
 

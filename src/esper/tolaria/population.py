@@ -22,7 +22,7 @@ from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.stages import SeedStage
 from esper.tolaria.augmentation import NO_AUGMENTATION, PURPOSE, Augmentation
 from esper.tolaria.batched import BlendInputs, Feed, TrainingSetup
-from esper.tolaria.optimizers import AdamW, Optimizer
+from esper.tolaria.optimizers import AdamW
 from esper.tolaria.parameter_table import InitDistributions, ParameterTable, TableLayout
 from esper.tolaria.randomness import fold, hash64
 from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
@@ -54,7 +54,7 @@ class Population:
         *,
         num_hosts: int,
         batch_size: int = 100,
-        optimizer: Optimizer | None = None,
+        optimizer: AdamW | None = None,
         rng_seed: int = 0,
         host_ids: Tensor | None = None,
         view_ids: Tensor | None = None,
@@ -81,9 +81,7 @@ class Population:
             torch.zeros(num_hosts, dtype=torch.int64) if view_ids is None else view_ids
         )
         layout = TableLayout.of(host, menu)
-        self.parameter_table = ParameterTable(
-            layout, num_hosts, self.optimizer.num_moments, device, dtype
-        )
+        self.parameter_table = ParameterTable(layout, num_hosts, device, dtype)
         self._init = InitDistributions(host, menu, layout, device)
         self.learning_rates = torch.full(
             (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype

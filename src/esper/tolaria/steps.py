@@ -17,7 +17,6 @@ from esper.kernels.hosts.compiled import CompiledSteps
 from esper.kernels.hosts.fused import FusedSteps, has_room
 from esper.kernels.hosts.layer_table import has_kernels
 from esper.tolaria.batched import EagerSteps, TrainingSetup
-from esper.tolaria.optimizers import SGD, AdamW
 
 Kernels = Literal["eager", "compiled", "fused"]
 
@@ -39,13 +38,11 @@ class Steps(Protocol):
 
 
 def fastest_kernels(setup: TrainingSetup) -> Kernels:
-    """The fastest kernels that support all layers and the optimiser."""
+    """The fastest kernels that support all layers."""
     on_cuda = setup.parameter_table.params.device.type == "cuda"
     seeds = (e.program(s) for e in setup.menu for s in setup.host.sites if e.fits(s))
     supports_layers = all(map(has_kernels, (*setup.host.programs, *seeds)))
-    supports_optimizer = type(setup.optimizer) in (AdamW, SGD)
-    supports_all = supports_layers and supports_optimizer
-    if not supports_all or (on_cuda and not has_room(setup)):
+    if not supports_layers or (on_cuda and not has_room(setup)):
         return "eager"
     return "fused" if on_cuda else "compiled"
 

@@ -33,7 +33,7 @@ _POINTERS = (
 )
 _DOUBLES = ("beta_mean", "beta_square", "epsilon", "weight_decay")
 _INTS = (
-    "is_adamw", "longest", "num_hosts", "num_slots", "num_blueprints", "columns", "features",
+    "longest", "num_hosts", "num_slots", "num_blueprints", "columns", "features",
     "classes", "host_size", "minibatches", "batch", "rows", "num_ablated", "n", "room", "grad_rows", "grad_size",
     "score_rows", "transposed_at", "parts_at", "parts_in_shared", "transposed_size",
 )
@@ -151,15 +151,8 @@ class FusedSteps:
 
     def _sizes(self) -> dict[str, float]:
         parameter_table, host, plan = self._setup.parameter_table, self._setup.host, self._plan
-        is_adamw, beta_mean, beta_square, epsilon, weight_decay = optimizer_numbers(
-            self._setup.optimizer
-        )
         return {
-            "is_adamw": int(is_adamw),
-            "beta_mean": beta_mean,
-            "beta_square": beta_square,
-            "epsilon": epsilon,
-            "weight_decay": weight_decay,
+            **dict(zip(_DOUBLES, optimizer_numbers(self._setup.optimizer), strict=True)),
             "longest": plan.programs.shape[1],
             "num_hosts": parameter_table.num_hosts,
             "num_slots": host.num_slots,

@@ -75,7 +75,7 @@ class Tables(NamedTuple):
 class Weights(NamedTuple):
     params: np.ndarray  # [P, D]
     grads: np.ndarray
-    moments: np.ndarray  # [moments, P, D]
+    moments: np.ndarray  # [2, P, D]
     steps: np.ndarray  # [P, 1 + S]
     rates: np.ndarray  # [P]
 
@@ -97,8 +97,7 @@ class Data(NamedTuple):
 
 
 class OptimizerNumbers(NamedTuple):
-    is_adamw: bool
-    beta_mean: float  # or SGD's momentum
+    beta_mean: float
     beta_square: float
     epsilon: float
     weight_decay: float
@@ -249,12 +248,9 @@ def _update_parts(tables, weights, p, blueprint, optimizer):
             end = start + tables.seed_sizes[part - 1, blueprint[part - 1]]
         weights.steps[p, part] += 1
         step, rate = weights.steps[p, part], weights.rates[p]
-        mean, square = weights.moments[0, p, start:end], weights.moments[-1, p, start:end]
+        mean, square = weights.moments[0, p, start:end], weights.moments[1, p, start:end]
         w, g = weights.params[p, start:end], weights.grads[p, start:end]
-        if optimizer.is_adamw:
-            _adamw(w, g, mean, square, step, rate, optimizer)
-        else:
-            _sgd(w, g, mean, rate, optimizer)
+        _adamw(w, g, mean, square, step, rate, optimizer)
 
 
 @inlined
@@ -269,15 +265,6 @@ def _adamw(w, g, mean, square, step, rate, optimizer):
         mean[i] += a * (g[i] - mean[i])
         square[i] = keep * square[i] + b * g[i] * g[i]
         w[i] = shrink * w[i] - scale * mean[i] / (np.sqrt(square[i]) * inverse + small)
-
-
-@inlined
-def _sgd(w, g, velocity, rate, optimizer):
-    real = w.dtype.type
-    momentum, decay, rate = real(optimizer.beta_mean), real(optimizer.weight_decay), real(rate)
-    for i in range(w.size):
-        velocity[i] = momentum * velocity[i] + g[i] + decay * w[i]
-        w[i] -= rate * velocity[i]
 
 
 @inlined
