@@ -17,7 +17,6 @@ from esper.cli.evaluate import evaluate_and_show
 from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.plain_config import differences
-from esper.leyline.protocols import EventSink
 from esper.leyline.ranks import Ranks, join_ranks, was_restarted
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
@@ -163,12 +162,12 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
             training.run(lambda record: None, should_stop=should_stop)
             return max(training.ranks.gather(should_stop.signal or 0)) or None
         database = stack.enter_context(_open_database(training, files))
-        sinks: list[EventSink] = [
-            stack.enter_context(TensorBoardSink(files.path, first_step=training.rounds_done + 1)),
-            stack.enter_context(
-                ProgressSink(config.rounds, SHOWN, unit="rounds", done=training.rounds_done)
-            ),
-        ]
+        curves = stack.enter_context(
+            TensorBoardSink(files.path, first_step=training.rounds_done + 1)
+        )
+        progress = stack.enter_context(
+            ProgressSink(config.rounds, SHOWN, unit="rounds", done=training.rounds_done)
+        )
 
         def save() -> None:
             database.flush()  # first: a resumed run needs the rounds before its checkpoint
@@ -176,8 +175,8 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
 
         def on_round(record: RoundRecord) -> None:
             database.add(record)
-            for sink in sinks:
-                sink.record(record.round, record.metrics)
+            curves.record(record.round, record.metrics)
+            progress.record(record.round, record.metrics)
             if record.round % config.checkpoint_every == 0:
                 save()
 

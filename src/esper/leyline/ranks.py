@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from esper.leyline.files import is_running
 from esper.leyline.plain_config import differences
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class Ranks:
             for rank in set(range(self.size)) - {self.rank}:
                 host, process = self.store.get(f"esper/process/{rank}").decode().split()
                 name = f"rank {rank} (process {process} on {host})"
-                if host == socket.gethostname() and not _is_running(int(process)):
+                if host == socket.gethostname() and not is_running(int(process)):
                     return f"{name} has ended"
                 if not self._answers(rank, deadline - time.monotonic()):
                     silent = f"{name} does not answer"
@@ -290,13 +290,3 @@ def _registered(ranks: Ranks) -> Ranks:
         return ALONE
     ranks.store.set(f"esper/process/{ranks.rank}", f"{socket.gethostname()} {os.getpid()}")
     return ranks
-
-
-def _is_running(process: int) -> bool:
-    """Whether a process of this machine runs; one that was killed may wait for its parent."""
-    try:
-        os.kill(process, 0)
-        stat = Path(f"/proc/{process}/stat")
-        return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
-    except OSError:
-        return False
