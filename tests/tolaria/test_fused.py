@@ -1,6 +1,5 @@
 """The fused kernel trains as batched operations do: by the C++ compiler here, on CUDA where it is."""
 
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -10,21 +9,25 @@ from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, blueprint_menu
 from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv, MixPositions, Norm, Relu
-from esper.kernels.hosts import fused, fused_build
+from esper.kernels.hosts import fused
 from esper.leyline.constants import BlendStyle, SiteKind
 from esper.tolaria import steps
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.population import Population
+from support.fused_on_cpu import allow_cpu, needs_compiler
 from support.kernel_parity import HOSTS, assert_agree, build
 from support.populations import BATCH, grow, random_task, rows_for
 
 DEVICES = (
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-    ),
+    pytest.param("cpu", marks=needs_compiler),
     pytest.param("cuda", marks=pytest.mark.gpu),
 )
 on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def cpu_is_allowed(monkeypatch):
+    allow_cpu(monkeypatch)
 
 
 def grow_at_once(population, hosts, slots, **choice):
@@ -159,12 +162,6 @@ def test_it_is_chosen_on_cuda_where_it_has_room(monkeypatch):
     assert steps.fastest_kernels(setup) == "eager"
     with pytest.raises(ValueError, match="use kernels='eager'"):
         fused.FusedSteps(setup)
-
-
-def test_a_cpu_needs_a_compiler(monkeypatch):
-    monkeypatch.setattr(fused_build.shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match="needs a C\\+\\+ compiler"):
-        fused_build._CpuLibrary([])
 
 
 @pytest.mark.gpu

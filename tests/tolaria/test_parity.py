@@ -1,6 +1,5 @@
 """The population against the oracle that trains one host at a time, side by side in float64."""
 
-import shutil
 from dataclasses import dataclass, field, fields
 
 import pytest
@@ -15,6 +14,7 @@ from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import minibatch_indices
+from support.fused_on_cpu import allow_cpu, needs_compiler
 from support.legal_actions import legal_actions
 from support.per_host import PerHost
 from support.populations import random_task
@@ -138,8 +138,9 @@ def test_a_population_trains_as_its_hosts_would_alone(kind, shadow_training):
     live_through_everything(start(kind), shadow_training)
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_so_does_one_run_by_the_fused_kernel():
+@needs_compiler
+def test_so_does_one_run_by_the_fused_kernel(monkeypatch):
+    allow_cpu(monkeypatch)
     live_through_everything(start("conv1d", "fused"), shadow_training=True)
 
 

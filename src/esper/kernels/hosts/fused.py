@@ -183,9 +183,7 @@ def has_room(setup: TrainingSetup) -> bool:
 
 def max_blocks(device: torch.device) -> int:
     """The number of blocks that run at a time; each needs its own workspace."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Memory:
