@@ -43,3 +43,11 @@ def registries():
     for registry, entries in before:
         registry.clear()
         registry.update(entries)
+
+
+@pytest.fixture
+def short_updates(monkeypatch):
+    """Two passes per update of PPO where nothing else is asked for, in code that shows its use."""
+    import esper
+
+    monkeypatch.setitem(esper.PPOConfig.__init__.__kwdefaults__, "ppo_epochs", 2)

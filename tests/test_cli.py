@@ -50,16 +50,15 @@ def test_gym_trains_evaluates_and_leaves_agent_checkpoint_and_curves(tmp_path, c
 
 
 @pytest.mark.usefixtures("default_signals")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_prints_the_command_that_continues(tmp_path, number, status):
+def test_a_signal_saves_and_prints_the_command_that_continues(tmp_path):
     arguments = ["gym", "CartPole-v1", *SMALL, "--out", str(tmp_path)]
     command = [sys.executable, "-m", "esper", *arguments, "--total-steps", "1000000"]
     with child_process(command, stdout=subprocess.PIPE, text=True) as run:
         first = run.stdout.readline()
         wait_until(lambda: any(tmp_path.glob("events*")), run)  # training is about to begin
-        run.send_signal(number)
+        run.send_signal(signal.SIGTERM)
         rest, _ = run.communicate()
-    assert run.returncode == status
+    assert run.returncode == 143
     assert "4 envs" in first
     assert f"esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume" in " ".join(rest.split())
     resumed = PPO.load(
@@ -69,7 +68,7 @@ def test_a_signal_saves_and_prints_the_command_that_continues(tmp_path, number, 
 
 
 def test_a_closed_pipe_is_not_an_error():
-    command = [sys.executable, "-m", "esper", "train", "--help"]
+    command = [sys.executable, "-m", "esper", "--help"]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with child_process(command, **pipe) as run:
         run.stdout.close()
@@ -313,14 +312,14 @@ def test_training_without_names_takes_the_next_free_folder(tmp_path, monkeypatch
 
 
 def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(tmp_path):
-    config = replace(ORACLE, rounds=16, checkpoint_every=1)
+    config = replace(ORACLE, rounds=8, checkpoint_every=1)
     expected = []
     training, began = GrowthTraining(config), time.perf_counter()
     training.run(lambda record: expected.append(record.episodes.scores.tolist()))
     round_s = (time.perf_counter() - began) / config.rounds
     folder, instants = tmp_path / "run", random.Random(0)
     command = train_command(*flags(config), "--out", str(folder))
-    for kill_after in (2, 6):
+    for kill_after in (2, 5):
         with child_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
             wait_for_round(folder, kill_after, run)
             time.sleep(2 * round_s * instants.random())
@@ -332,11 +331,11 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
         command = train_command("--resume", str(folder))
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=DEADLINE_S)
     rows = read_all(folder)
-    assert len(rows) == 16 * 8
+    assert len(rows) == 8 * 8
     for number, env, _, score in rows:
         assert score == expected[number - 1][env]
     curve = EventAccumulator(str(folder)).Reload().Scalars("episode/score")
-    assert [event.step for event in curve] == list(range(1, 17))  # none is told twice
+    assert [event.step for event in curve] == list(range(1, 9))  # none is told twice
     finished = LearnedController.load(RunFiles(folder).controller)
     for name, weight in training.agent.policy.state_dict().items():
         assert torch.equal(weight, finished.policy.state_dict()[name])
@@ -344,17 +343,14 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
 
 
 @pytest.mark.usefixtures("default_signals")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_saves_a_growth_run_and_prints_the_command_that_continues(
-    tmp_path, number, status
-):
+def test_a_signal_saves_a_growth_run_and_prints_the_command_that_continues(tmp_path):
     folder, config = tmp_path / "run", replace(ORACLE, rounds=2000, checkpoint_every=1000)
     command = train_command(*flags(config), "--out", str(folder))
     with child_process(command, stdout=subprocess.PIPE, text=True) as run:
         wait_for_round(folder, 2, run)
-        run.send_signal(number)
+        run.send_signal(signal.SIGINT)
         printed, _ = run.communicate()
-    assert run.returncode == status
+    assert run.returncode == 130
     assert f"esper train --resume {folder}" in " ".join(printed.split())
     training = GrowthTraining.resume(RunFiles(folder).checkpoint)
     assert 2 <= training.rounds_done < 2000

@@ -49,11 +49,17 @@ def assert_same(records, others):
         assert record.variants == other.variants
 
 
+@pytest.fixture(scope="module", params=[ORACLE, NETWORKS], ids=["oracle", "networks"])
+def whole_run(request):
+    """A run that never stopped, and its records."""
+    training = GrowthTraining(request.param)
+    return training, run(training)
+
+
 @pytest.mark.parametrize("rounds", [0, 1, 2])  # features are scaled after the first
-@pytest.mark.parametrize("config", [ORACLE, NETWORKS], ids=["oracle", "networks"])
-def test_a_resumed_run_ends_with_the_numbers_of_one_that_never_stopped(config, rounds, tmp_path):
-    whole = GrowthTraining(config)
-    expected = run(whole)
+def test_a_resumed_run_ends_with_the_numbers_of_one_that_never_stopped(whole_run, rounds, tmp_path):
+    whole, expected = whole_run
+    config = whole.config
     first = GrowthTraining(config)
     begun = run(first, until=rounds)
     first.save(tmp_path / "checkpoint.pt")

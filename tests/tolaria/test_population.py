@@ -26,9 +26,7 @@ def columns(population, slot):
 
 def storage(population):
     """Parameters and moments of all hosts, `[kinds, P, D]`."""
-    return torch.stack((population.parameter_table.params, *population.parameter_table.moments))[
-        :, :-1
-    ].clone()
+    return torch.stack((population.parameter_table.params, *population.parameter_table.moments))
 
 
 @pytest.mark.parametrize("style", BlendStyle)
@@ -111,11 +109,11 @@ def test_a_seed_behind_its_host_stays_of_the_hosts_order_of_magnitude():
         take_step(population, step, count=20)
     host = population.host
     x = population.task.train_x.expand(4, -1, -1, -1).movedim(1, -1)
-    rows = population.parameter_table.params[:-1, : host.segments[0].num_params]
+    rows = population.parameter_table.params[:, : host.segments[0].num_params]
     activations = host.segments[0].forward(rows, x)
     program = population.menu[5].program(host.sites[0])
     layout = population.parameter_table.layout
-    seeds = population.parameter_table.params[:-1, layout.seed_columns(0, program.num_params)]
+    seeds = population.parameter_table.params[:, layout.seed_columns(0, program.num_params)]
     output = program.forward(seeds, activations)
     ratio = output.square().mean((1, 2, 3)).sqrt() / activations.square().mean((1, 2, 3)).sqrt()
     assert bool((ratio < 5).all())

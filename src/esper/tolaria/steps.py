@@ -17,6 +17,7 @@ from esper.kernels.hosts.compiled import CompiledSteps
 from esper.kernels.hosts.fused import FusedSteps, has_room
 from esper.kernels.hosts.layer_table import has_kernels
 from esper.tolaria.batched import EagerSteps, TrainingSetup
+from esper.tolaria.optimizers import AdamW
 
 Kernels = Literal["eager", "compiled", "fused"]
 
@@ -38,11 +39,12 @@ class Steps(Protocol):
 
 
 def fastest_kernels(setup: TrainingSetup) -> Kernels:
-    """The fastest kernels that support all layers."""
+    """The fastest kernels that support all layers and the optimiser."""
     on_cuda = setup.parameter_table.params.device.type == "cuda"
     seeds = (e.program(s) for e in setup.menu for s in setup.host.sites if e.fits(s))
-    supports_layers = all(map(has_kernels, (*setup.host.programs, *seeds)))
-    if not supports_layers or (on_cuda and not has_room(setup)):
+    supports_all = all(map(has_kernels, (*setup.host.programs, *seeds)))
+    supports_all &= type(setup.optimizer) is AdamW  # a subclass may do otherwise
+    if not supports_all or (on_cuda and not has_room(setup)):
         return "eager"
     return "fused" if on_cuda else "compiled"
 
