@@ -15,6 +15,20 @@ settings.register_profile("esper", deadline=None, derandomize=True, max_examples
 settings.load_profile("esper")
 
 
+# where networks of populations train, by the kernels' floating-point type
+FLOAT32 = ("test_growth.py", "test_data_runs.py", "test_evaluation_report.py", "test_docs.py",
+           "test_evaluation_trial.py", "test_growth_training.py", "test_ranks.py", "test_examples.py")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Compiling host kernels takes a minute: one worker each for those of float32 and float64."""
+    for item in items:
+        if item.path.parent.name == "tolaria":
+            item.add_marker(pytest.mark.xdist_group("float64 hosts"))
+        elif item.path.name in FLOAT32 and item.path.parent.name != "growing":
+            item.add_marker(pytest.mark.xdist_group("float32 hosts"))
+
+
 @pytest.fixture
 def default_signals():
     """The default handlers, also if the suite was started with signals ignored, as by `nohup`.

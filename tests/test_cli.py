@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import gymnasium
@@ -32,10 +33,19 @@ from esper.simic.training.ppo_model import PPO
 from esper.simic.training.run_folder import RunFiles, RunFolder
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
-from support.processes import DEADLINE_S, child_process, wait_until
+from support.processes import Forked, child_process, wait_until
 from support.training_configs import ORACLE, flags
 
-SMALL = ["--num-envs", "4", "--horizon", "16", "--policy.lstm-hidden-dim", "8"]
+SMALL = [
+    "--num-envs",
+    "4",
+    "--horizon",
+    "16",
+    "--policy.lstm-hidden-dim",
+    "8",
+    "--ppo.ppo-epochs",
+    "1",
+]
 
 
 def test_gym_trains_evaluates_and_leaves_agent_checkpoint_and_curves(tmp_path, capsys):
@@ -318,18 +328,20 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
     training.run(lambda record: expected.append(record.episodes.scores.tolist()))
     round_s = (time.perf_counter() - began) / config.rounds
     folder, instants = tmp_path / "run", random.Random(0)
-    command = train_command(*flags(config), "--out", str(folder))
+    command = ["train", *flags(config), "--out", str(folder)]
     for kill_after in (2, 5):
-        with child_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        run = Forked(partial(main, command))
+        try:
             wait_for_round(folder, kill_after, run)
             time.sleep(2 * round_s * instants.random())
+        finally:
             run.kill()
         rows = read_all(folder)
         told = max(number for number, *_ in rows)
         saved = GrowthTraining.resume(RunFiles(folder).checkpoint).rounds_done
         assert saved >= told - 1  # at most what came since the last checkpoint is lost
-        command = train_command("--resume", str(folder))
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=DEADLINE_S)
+        command = ["train", "--resume", str(folder)]
+    main(command)
     rows = read_all(folder)
     assert len(rows) == 8 * 8
     for number, env, _, score in rows:
@@ -578,6 +590,7 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
     assert not list(tmp_path.glob(".*.partial"))
 
 
+@pytest.mark.xdist_group("float32 hosts")
 def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(train, "evaluate_and_show", lambda *given: asked.append(given))

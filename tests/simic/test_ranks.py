@@ -17,6 +17,7 @@ import torch
 
 from esper.cli import main
 from esper.leyline.ranks import ALONE, RankLost, Ranks, _backend, join_ranks
+from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.ppo_model import PPO, GymConfig
 from esper.simic.training.run_folder import RunFiles
@@ -27,6 +28,7 @@ from support.ranks import on_ranks
 from support.training_configs import NETWORKS, ORACLE, POLICY, flags
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+SHORT = PPOConfig(ppo_epochs=2)
 CONFIGS = {"oracle": ORACLE, "networks": NETWORKS}
 
 
@@ -139,7 +141,7 @@ def test_train_on_two_ranks_writes_the_folder_of_one(tmp_path):
 def gym_run(env):
     """A model after 4 rounds: its weights, steps and last metrics."""
     seen = []
-    model = PPO(env, config=GymConfig(num_envs=4, horizon=16, policy=POLICY))
+    model = PPO(env, config=GymConfig(num_envs=4, horizon=16, policy=POLICY, ppo=SHORT))
     model.learn(256, lambda steps, metrics: seen.append(metrics))
     return model.agent.policy.state_dict(), model.num_steps, seen[-1]
 
@@ -157,13 +159,15 @@ def test_a_gym_checkpoint_of_two_ranks_resumes_on_one(tmp_path):
     """The environments can save their state, so the episodes continue where they were."""
 
     def half() -> None:
-        model = PPO(vector(BestActions, 2), config=GymConfig(horizon=12, policy=POLICY))
+        model = PPO(vector(BestActions, 2), config=GymConfig(horizon=12, policy=POLICY, ppo=SHORT))
         model.learn(170, lambda steps, metrics: metrics["progress/rounds"] < 2)
         model.save(tmp_path / "run.pt")
 
     assert on_ranks(2, half) == [None, None]
     resumed = PPO.load(tmp_path / "run.pt", vector(BestActions, 4)).learn()
-    whole = PPO(vector(BestActions, 4), config=GymConfig(horizon=12, policy=POLICY)).learn(170)
+    whole = PPO(
+        vector(BestActions, 4), config=GymConfig(horizon=12, policy=POLICY, ppo=SHORT)
+    ).learn(170)
     assert resumed.num_steps == whole.num_steps >= 170
     require_same_state(whole.trainer.state_dict(), resumed.trainer.state_dict())
 

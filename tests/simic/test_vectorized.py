@@ -38,8 +38,8 @@ def play(trainer):
 
 
 def test_the_oracle_environment_is_learned():
-    """One of three short runs gains half of what the best plan gains; each gained 87 % or more."""
-    shares = (share_of_the_best_plan(32, rounds=25, rng_seed=rng_seed) for rng_seed in range(3))
+    """One of three short runs gains half of what the best plan gains; two gained 84 % or more."""
+    shares = (share_of_the_best_plan(24, rounds=16, rng_seed=rng_seed) for rng_seed in (1, 2, 0))
     assert any(share >= 0.5 for share in shares)
 
 
