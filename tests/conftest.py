@@ -20,6 +20,7 @@ FLOAT32 = ("test_growth.py", "test_data_runs.py", "test_evaluation_report.py", "
            "test_evaluation_trial.py", "test_growth_training.py", "test_ranks.py", "test_examples.py")  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items):
     """Compiling host kernels takes a minute: one worker each for those of float32 and float64."""
     for item in items:
