@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 pytest.register_assert_rewrite("support")
 torch.set_num_threads(1)
@@ -15,19 +16,23 @@ settings.register_profile("esper", deadline=None, derandomize=True, max_examples
 settings.load_profile("esper")
 
 
-# where networks of populations train, by the kernels' floating-point type
+# where networks of populations train: in tests/tolaria with float64, in these files with float32
 FLOAT32 = ("test_growth.py", "test_data_runs.py", "test_evaluation_report.py", "test_docs.py",
            "test_evaluation_trial.py", "test_growth_training.py", "test_ranks.py", "test_examples.py")  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items):
+class OneCompilerEach(LoadScopeScheduling):
     """Compiling host kernels takes a minute: one worker each for those of float32 and float64."""
-    for item in items:
-        if item.path.parent.name == "tolaria":
-            item.add_marker(pytest.mark.xdist_group("float64 hosts"))
-        elif item.path.name in FLOAT32 and item.path.parent.name != "growing":
-            item.add_marker(pytest.mark.xdist_group("float32 hosts"))
+
+    def _split_scope(self, nodeid):
+        path = nodeid.partition("::")[0].split("/")
+        if "tolaria" in path:
+            return "float64 hosts"
+        return "float32 hosts" if path[-1] in FLOAT32 and "growing" not in path else nodeid
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return OneCompilerEach(config, log)
 
 
 @pytest.fixture

@@ -590,7 +590,6 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
     assert not list(tmp_path.glob(".*.partial"))
 
 
-@pytest.mark.xdist_group("float32 hosts")
 def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(train, "evaluate_and_show", lambda *given: asked.append(given))
