@@ -12,7 +12,7 @@ from esper.simic.rewards import growth_score
 from esper.simic.training.growth_training import GrowthTraining
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.governor import Breakage, Rollback
-from esper.tolaria.synthetic_hosts import (
+from support.synthetic_hosts import (
     BLUEPRINT_PARAMS,
     HOST_ACCURACY,
     HOST_PARAMS,
@@ -49,11 +49,17 @@ def assert_same(records, others):
         assert record.variants == other.variants
 
 
+@pytest.fixture(scope="module", params=[ORACLE, NETWORKS], ids=["oracle", "networks"])
+def whole_run(request):
+    """A run that never stopped, and its records."""
+    training = GrowthTraining(request.param)
+    return training, run(training)
+
+
 @pytest.mark.parametrize("rounds", [0, 1, 2])  # features are scaled after the first
-@pytest.mark.parametrize("config", [ORACLE, NETWORKS], ids=["oracle", "networks"])
-def test_a_resumed_run_ends_with_the_numbers_of_one_that_never_stopped(config, rounds, tmp_path):
-    whole = GrowthTraining(config)
-    expected = run(whole)
+def test_a_resumed_run_ends_with_the_numbers_of_one_that_never_stopped(whole_run, rounds, tmp_path):
+    whole, expected = whole_run
+    config = whole.config
     first = GrowthTraining(config)
     begun = run(first, until=rounds)
     first.save(tmp_path / "checkpoint.pt")
@@ -98,7 +104,11 @@ def test_features_are_not_scaled_by_an_update_that_is_undone():
 
 def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
     training = GrowthTraining(ORACLE)
-    other = {"task": "known_gains", "host_batch": {"num_types": 2, "envs_per_type": 4}}
+    other = {
+        "task": "known_gains",
+        "imports": ORACLE.imports,
+        "host_batch": {"num_types": 2, "envs_per_type": 4},
+    }
     contents = {"config": other, "trainer": training.trainer.state_dict()}
     write_file(tmp_path / "other.pt", "growth run", contents, version=3)
     with pytest.raises(UnreadableFile, match="policy.*expected float32"):

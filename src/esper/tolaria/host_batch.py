@@ -29,7 +29,7 @@ from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.tolaria.augmentation import NO_AUGMENTATION, Augmentation
 from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
-from esper.tolaria.optimizers import AdamW, Optimizer
+from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
 from esper.tolaria.reports import HostFacts, StepMeasurements, site_facts
 from esper.tolaria.steps import Kernels
@@ -106,7 +106,7 @@ class PopulationBatch:
         task: Task,
         config: HostBatchConfig | None = None,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: AdamW | None = None,
         host_ids: Tensor | None = None,
         ranks: Ranks = ALONE,
     ):

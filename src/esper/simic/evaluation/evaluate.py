@@ -117,8 +117,6 @@ def prepare(
 
     Raises if the settings cannot be used; `esper train` calls it before it trains.
     """
-    if config.task == "known_gains":
-        raise ValueError("a run on known_gains has no networks to evaluate")
     if not config.held_out_widths and not config.held_out_variants:
         raise ValueError(
             "nothing was held out from the controller's training; train with held_out_widths or "

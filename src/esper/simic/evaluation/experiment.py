@@ -27,7 +27,7 @@ from esper.simic.rewards import growth_score
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch
-from esper.tolaria.optimizers import AdamW, Optimizer
+from esper.tolaria.optimizers import AdamW
 from esper.tolaria.tasks import Task
 
 FORWARD_FLOPS = 2  # per multiply-add
@@ -84,7 +84,7 @@ class PairedExperiment:
     menu: tuple[Blueprint, ...]
     host_batch: HostBatchConfig = HostBatchConfig()
     growth: GrowthConfig = GrowthConfig()
-    optimizer: Optimizer = AdamW()
+    optimizer: AdamW = AdamW()
     measure_test: MeasureTest | None = None  # leave out in experiments that choose something
     max_macs: float = 5e7
     """Multiply-adds of one row through all hosts that train in parallel; other arms train later."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline.protocols import Environment, StepOutcome
+from esper.leyline.protocols import StepOutcome
 from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.records import Episodes
 from esper.leyline.reports import Reports
@@ -17,6 +17,7 @@ from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.trainer import Outcome
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
+from esper.tolaria.environment import GrowthEnvironment
 
 
 class GrowthEnvs:
@@ -28,7 +29,7 @@ class GrowthEnvs:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: GrowthEnvironment,
         device: torch.device | str,
         *,
         start_score: float = 0.0,

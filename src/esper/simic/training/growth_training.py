@@ -19,7 +19,7 @@ from torch import Tensor
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
 from esper.leyline.ranks import ALONE, Ranks
-from esper.leyline.records import Episodes, RoundRecord
+from esper.leyline.records import RoundRecord
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import training_hosts, variant_names, with_checksum
@@ -86,11 +86,6 @@ class GrowthTraining:
             if on_round is not None and record is not None:
                 on_round(record)
             clock.lap("telemetry")
-
-    def play_round(self) -> Episodes:
-        """One round with the most likely choices, without learning."""
-        self.trainer.collect(deterministic=True)
-        return self.envs.episodes()
 
     def controller(self) -> LearnedController:
         """The current policy, taking its most likely choices."""
