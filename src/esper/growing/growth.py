@@ -54,6 +54,7 @@ from esper.growing.validation import (
 )
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
+from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.reports import History
 
@@ -126,6 +127,7 @@ class Growth:
             exclude=exclude,
             blueprints=blueprints,
             budget=self.budget,
+            widens=not isinstance(self.controller, LearnedController),  # it was trained without
         )
         self._validator.check(model)
         check_time(self.controller, decisions - 1)  # the last call only closes the run
@@ -230,6 +232,7 @@ class Growth:
         self._safe_points.restore(best)
         self.is_closed = True
         self._recorder.closed(self.step, best.step, self._history)
+        self._network.merge_branches()
         self.ledger.after = replace(self.ledger.before, params=self.params, macs=self.macs)
 
     # ---- the state of the run
@@ -245,7 +248,7 @@ class Growth:
         return {
             slot.site.name: self._network.menu[blueprint].name
             for slot, blueprint in zip(self._network.slots, blueprints, strict=True)
-            if slot.seed is not None
+            if blueprint >= 0
         }
 
     @property

@@ -37,6 +37,7 @@ class NetworkState:
     seeds: dict[int, dict[str, Tensor]]  # by slot
     moments: dict[str, dict[str, Any]]  # the optimiser's state by parameter name
     slots: SlotStates  # one host
+    is_merged: bool = False  # committed branches are part of the model's layers
 
 
 class GrowingNetwork:
@@ -55,7 +56,7 @@ class GrowingNetwork:
         self.model = model
         self.optimizer = optimizer
         self.menu = tuple(menu)
-        self.slots = tuple(Slot(site, model.get_submodule(site.name)) for site in sites)
+        self.slots = tuple(Slot(site, model) for site in sites)
         self.states = SlotStates.dormant(1, len(self.slots))
         self.in_shadow: list[int] = []  # slots whose seeds are in shadow training
         self.generator = generator  # of the seeds' initial weights
@@ -166,10 +167,22 @@ class GrowingNetwork:
                 name: copy.deepcopy(state[p]) for name, p in self._trained().items() if p in state
             },
             slots=self.states,
+            is_merged=any(slot.is_merged for slot in self.slots),
         )
+
+    def merge_branches(self) -> None:
+        """Make committed branches part of the model's layers, with their optimiser state."""
+        for slot in self.slots:
+            if slot.is_committed and slot.source is not None and not slot.is_merged:
+                self._groups.replace(slot.merge(self.model.get_submodule))
 
     def restore(self, state: NetworkState) -> None:
         """Restore a captured state, optimiser included; its settings (rates) stay as they are."""
+        wanted = state.slots.has_seed
+        present = torch.tensor([[s.seed is not None or s.is_merged for s in self.slots]])
+        self.adopt(Transition(state.slots, wanted & ~present, present & ~wanted))
+        if state.is_merged:
+            self.merge_branches()
         with torch.no_grad():
             for name, value in state.weights.items():
                 self.model.get_parameter(name).copy_(value)
@@ -179,9 +192,6 @@ class GrowingNetwork:
                 self._others[name].copy_(value)
         for name, extra in state.extras.items():
             self.model.get_submodule(name).set_extra_state(copy.deepcopy(extra))
-        wanted = state.slots.has_seed
-        present = torch.tensor([[slot.seed is not None for slot in self.slots]])
-        self.adopt(Transition(state.slots, wanted & ~present, present & ~wanted))
         for index, weights in state.seeds.items():
             self.seed(index).load_state_dict(weights)
         for name, parameter in self._trained().items():
@@ -199,7 +209,7 @@ class GrowingNetwork:
     def _add_seed(self, index: int) -> None:
         slot = self.slots[index]
         blueprint = self.menu[int(self.states.blueprint[0, index])]
-        seed = new_seed(blueprint.program(slot.site.seed_site), slot.site, self.generator)
+        seed = new_seed(blueprint, slot.site, self.model, self.generator)
         slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
         self._groups.join(self._owners[index], named)
