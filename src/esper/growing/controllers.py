@@ -18,7 +18,7 @@ from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.protocols import Controller
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleError
-from esper.tamiyo.heuristic import HeuristicController
+from esper.tamiyo.evidence import EvidenceController
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.reports import History, HostFacts, build_reports, seed_costs, site_facts
 
@@ -49,6 +49,19 @@ class TimedController(Protocol):
     def least_steps(self) -> int: ...
 
 
+@runtime_checkable
+class EvidenceReader(Protocol):
+    """A controller that decides by evidence; see `evidence.py`."""
+
+    def wants_evidence(self, progress: float) -> bool:
+        """Whether evidence is needed for a decision at this progress, 0 to 1."""
+        ...
+
+    def see(self, gain: Tensor) -> None:
+        """Expected gain of each slot and blueprint, `[S, B]`."""
+        ...
+
+
 def check_time(controller: Controller, steps: int) -> None:
     """Raise if the run is too short for the controller to grow anything."""
     if isinstance(controller, TimedController) and steps < controller.least_steps:
@@ -63,7 +76,7 @@ def check_time(controller: Controller, steps: int) -> None:
 def make_controller(controller: str | Path | Controller) -> Controller:
     """The controller for "heuristic", the path of a saved policy, or a controller."""
     if controller == "heuristic":
-        return HeuristicController()
+        return EvidenceController()
     if isinstance(controller, Controller) and not isinstance(controller, type):
         return controller
     if not isinstance(controller, str | Path):

@@ -12,6 +12,7 @@ After the last decision the model is the best committed network of the run. `gro
 is a copy of it without slots.
 """
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from torch import Tensor, nn, optim
 from esper.growing import checkpoint
 from esper.growing.budget import Budget
 from esper.growing.controllers import (
+    EvidenceReader,
     Reporter,
     StatefulController,
     add_measured_seeds,
@@ -35,10 +37,11 @@ from esper.growing.controllers import (
     reason_of,
 )
 from esper.growing.eval_mode import random_states, set_random_states
+from esper.growing.evidence import Evidence
 from esper.growing.export import FORMATS, export
-from esper.growing.inputs import DataFacts
+from esper.growing.inputs import DataFacts, batch_size
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
-from esper.growing.network import GrowingNetwork
+from esper.growing.network import GrowingNetwork, Ramp
 from esper.growing.optimizers import AnyScheduler, SeedGradients
 from esper.growing.plain import plain_model
 from esper.growing.preparation import check_arguments, prepare_model
@@ -162,8 +165,9 @@ class Growth:
         self._recorder = Recorder(ledger, self._network)
         self._safe_points = SafePoints(self._network, self._recorder.seed_ids)
         self._gradients = SeedGradients(optimizer, self._network.slots)
+        self._evidence = Evidence(self._network)
         self.step = 0  # decisions made
-        self.optimizer_steps = 0
+        self.optimizer_steps = self._steps_at_decision = 0
         self.is_closed = False
         self._train_losses: list[Tensor] = []
         self._has_shadowed = False  # since the last step
@@ -177,6 +181,7 @@ class Growth:
         self.optimizer_steps += 1
         if loss is not None:
             self._train_losses.append(loss.detach())
+        self._evidence.after_step()
         grown = [slot for slot in self._network.slots if slot.seed is not None]
         if not grown:
             return
@@ -185,6 +190,7 @@ class Growth:
             if slot.alpha != 0.0 and not self.is_closed:
                 slot.note_step()
         self._gradients.after_step()
+        self._network.move_alphas()
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
         """With `shadow_training`: call before `optimizer.step()`, once per backward pass.
@@ -295,6 +301,7 @@ class Growth:
                 "left out. To keep the best measured network, call close() first",
                 stacklevel=3,
             )
+        self._evidence.stop()  # a copy of the model would have its hooks
         return plain_model(self.model, self._network.slots)
 
     # ---- checkpoints
@@ -323,6 +330,8 @@ class Growth:
             "safe_points": self._safe_points.to_dict(),
             "history": self._history.to_dict(),
             "counts": (self.step, self.optimizer_steps, self.is_closed),
+            "ramp": (self._steps_at_decision, *self._network.ramp),
+            "evidence": self._evidence.to_dict(),
             "train_losses": self._train_losses,
             "gradient_norms": self._gradients.norms,
             "ledger": self.ledger.to_json(),
@@ -353,6 +362,10 @@ class Growth:
         self._safe_points.load(saved["safe_points"])
         self._history = History.from_dict(saved["history"])
         self.step, self.optimizer_steps, self.is_closed = saved["counts"]
+        self._steps_at_decision, *ramp = saved["ramp"]
+        self._network.ramp = Ramp(*ramp)
+        self._network.set_alphas()
+        self._evidence.load(saved["evidence"])
         self._train_losses, self._gradients.norms = saved["train_losses"], saved["gradient_norms"]
         self._recorder.ledger = Ledger.from_json(saved["ledger"])
         self._recorder.seed_ids.update(saved["seed_ids"])
@@ -379,8 +392,16 @@ class Growth:
         The stage changes do not affect the output: a seed that is removed here has alpha 0. Returns
         the network as it is now; None if it was never measured in this state.
         """
+        self._evidence.stop()
+        self._network.set_alphas(is_over=True)
         is_first = self._safe_points.best is None
+        self._add_training_cost()
+        start = time.perf_counter()
         measured = self._validator.measure(self._network, val_metric, val_loss, is_first=is_first)
+        if measured.rows:
+            self.ledger.add_cost(
+                "measuring", self.macs * measured.rows, time.perf_counter() - start
+            )
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
             self._record_fates()
@@ -396,6 +417,15 @@ class Growth:
         self._history.add_validation(metric, loss)
         self._safe_points.update(self.step, measured)
         return self._safe_points.last
+
+    def _add_training_cost(self) -> None:
+        """Multiply-adds of the optimiser steps since the last decision, by the size of `example`."""
+        steps = self.optimizer_steps - self._steps_at_decision
+        rows = 3 * batch_size(self.example)
+        if steps:
+            self.ledger.add_cost("growing", steps * rows * self.macs)
+        if self._evidence.macs:
+            self.ledger.add_cost("measuring", 3 * self._evidence.macs)
 
     def _record_step(self, measured: Measurement) -> None:
         losses, self._train_losses = self._train_losses, []
@@ -427,17 +457,24 @@ class Growth:
         reports = self._reporter.observe(self.step, steps_left, self._history)
         action_space = self._reporter.action_space
         masks = compute_batch_masks(reports, action_space)
+        if isinstance(self.controller, EvidenceReader):
+            self.controller.see(self._evidence.gains())
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
         reason = reason_of(self.controller, reports, masks, actions)
         record = self._recorder.decision(self.step, actions[0], masks, reason)
         states = self._network.states
         transition = apply(states, actions, action_space, shadow_training=self.shadow_training)
-        self._network.adopt(transition.then(begin_step))
+        steps = max(1, self.optimizer_steps - self._steps_at_decision)  # as many as before
+        self._steps_at_decision = self.optimizer_steps
+        self._network.adopt(transition.then(begin_step), steps)
         self._history.add_action(actions)
         self._record_fates()
         self._network.forget_calls()
         self.step += 1
+        progress = self.step / (self.decisions - 1)
+        if isinstance(self.controller, EvidenceReader) and self.controller.wants_evidence(progress):
+            self._evidence.start(self.step)
         for limit, used in ((self.budget.params, self.params), (self.budget.macs, self.macs)):
             assert limit is None or used <= limit, "the masks let the budget be exceeded"
         return record

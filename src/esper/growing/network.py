@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
@@ -40,6 +40,15 @@ class NetworkState:
     is_merged: bool = False  # committed branches are part of the model's layers
 
 
+class Ramp(NamedTuple):
+    """Alphas between two decisions, by slot."""
+
+    start: list[float]
+    goal: list[float]
+    steps: int = 1  # optimiser steps from start to goal
+    done: int = 0
+
+
 class GrowingNetwork:
     """The model, its slots as one host of the lifecycle, and the optimiser that trains them."""
 
@@ -58,6 +67,7 @@ class GrowingNetwork:
         self.menu = tuple(menu)
         self.slots = tuple(Slot(site, model) for site in sites)
         self.states = SlotStates.dormant(1, len(self.slots))
+        self.ramp = Ramp([0.0] * len(self.slots), [0.0] * len(self.slots))
         self.in_shadow: list[int] = []  # slots whose seeds are in shadow training
         self.generator = generator  # of the seeds' initial weights
         self._sound = finite_buffers(model)
@@ -78,8 +88,11 @@ class GrowingNetwork:
             "weights outside the model": {n: tuple(p.shape) for n, p in self._others.items()},
         }
 
-    def adopt(self, transition: Transition) -> None:
-        """Carry out a transition from `self.states`: add and remove seeds, set alphas."""
+    def adopt(self, transition: Transition, steps: int = 1) -> None:
+        """Carry out a transition from `self.states`: add and remove seeds, set alphas.
+
+        Alphas move in equal parts over this many optimiser steps.
+        """
         self.states = states = transition.states
         self.in_shadow = (states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
         for index, slot in enumerate(self.slots):
@@ -87,10 +100,27 @@ class GrowingNetwork:
                 self._remove_seed(slot)
             if transition.germinated[0, index]:
                 self._add_seed(index)
-            stage = SeedStage(int(states.stage[0, index]))
-            # a seed in shadow training is active in the shadow pass only
-            slot.alpha = 0.0 if stage == SeedStage.TRAINING else float(states.alpha[0, index])
-            slot.is_committed = stage == SeedStage.FOSSILIZED
+            slot.is_committed = bool(states.stage[0, index] == SeedStage.FOSSILIZED)
+        # a seed in shadow training is active in the shadow pass only
+        is_felt = (states.stage[0] != SeedStage.TRAINING) & torch.tensor(
+            [slot.seed is not None for slot in self.slots]
+        )
+        goals = torch.where(is_felt, states.alpha[0], 0.0).tolist()
+        self.ramp = Ramp([slot.alpha for slot in self.slots], goals, steps)
+        self.move_alphas()
+
+    def move_alphas(self) -> None:
+        """Set the alphas of the next optimiser step."""
+        self.ramp = self.ramp._replace(done=min(self.ramp.done + 1, self.ramp.steps))
+        self.set_alphas()
+
+    def set_alphas(self, *, is_over: bool = False) -> None:
+        """The alphas of the ramp as far as it is, or of its end."""
+        start, goal, steps, done = self.ramp
+        for slot, a, b in zip(self.slots, start, goal, strict=True):
+            alpha = b if is_over or done == steps else a + (b - a) * done / steps
+            if slot.alpha != alpha:
+                slot.alpha = alpha
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The weights of the model and of every seed in it."""

@@ -1,4 +1,6 @@
-"""A strong scripted controller: grows on a prior, prunes on measurements, commits in time.
+"""A strong scripted controller for populations: grows on a prior, prunes on measurements.
+
+A user's model grows by `evidence.py` instead: its data may be unlike those of the prior.
 
 1. *Grow* early, in every slot where a seed is likely to pay, the likeliest first. The expected gain
    is a prior, fitted to measured growth. It rises with the multiply-adds that the seed adds: with
@@ -26,7 +28,7 @@ from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo.scripted import Wish, check_ramp_steps, seed_details, take_first
+from esper.tamiyo.scripted import Wish, check_ramp_steps, is_in, seed_details, take_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,7 @@ class HeuristicController:
                 f"reports of {tuple(reports.fits.shape)} envs, slots and blueprints; this "
                 f"controller has seen {tuple(self._failed.shape)}. Use one per environment"
             )
-        rests = _is(reports.stage, SeedStage.EMBARGOED)
+        rests = is_in(reports.stage, SeedStage.EMBARGOED)
         every = torch.arange(reports.num_blueprints, device=reports.device)
         self._failed |= rests.unsqueeze(-1) & (self._seen.unsqueeze(-1) == every)
         has_seed = reports.blueprint >= 0
@@ -169,14 +171,14 @@ class _Judgement(NamedTuple):
 
 def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
     """Prior gains combined with measured contributions."""
-    is_leaving = _is(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
-    is_live = ~is_leaving & _is(
+    is_leaving = is_in(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
+    is_live = ~is_leaving & is_in(
         reports.stage, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING
     )
-    is_active = is_live | _is(reports.stage, SeedStage.FOSSILIZED)
+    is_active = is_live | is_in(reports.stage, SeedStage.FOSSILIZED)
     prior = torch.where(is_active, _prior_of_seeds(reports, config), 0.0)
     is_fresh = reports.contribution_known & (reports.contribution_age <= config.max_evidence_age)
-    has_held = _is(reports.stage, SeedStage.HOLDING) & (reports.stage_age >= config.patience)
+    has_held = is_in(reports.stage, SeedStage.HOLDING) & (reports.stage_age >= config.patience)
     gain = _share_out(prior, reports.contribution, is_fresh & is_active, config)
 
     rent, compute = _seed_rent(reports), _seed_compute(reports)
@@ -235,7 +237,7 @@ def _commit(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> 
     """Commit seeds that pay once it is due; first bring those below full weight there."""
     pays = seeds.is_live & (seeds.commit_net > 0)
     is_due = (reports.steps_left <= pays.sum(dim=-1) + config.spare_steps).unsqueeze(-1)
-    is_held = _is(reports.stage, SeedStage.HOLDING)
+    is_held = is_in(reports.stage, SeedStage.HOLDING)
     has_time = (reports.steps_left > 1).unsqueeze(-1)  # one step to advance, one to commit
     return (
         Wish(LifecycleOp.FOSSILIZE, pays & is_due & is_held, seeds.commit_net),
@@ -285,7 +287,7 @@ def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) ->
 
 
 def _is_ready_to_blend(reports: Reports, config: HeuristicConfig) -> Tensor:
-    is_in_shadow = _is(reports.stage, SeedStage.TRAINING)
+    is_in_shadow = is_in(reports.stage, SeedStage.TRAINING)
     return is_in_shadow & (reports.stage_age >= config.shadow_steps)
 
 
@@ -348,10 +350,3 @@ def _seed_compute(reports: Reports) -> Tensor:
     """The price of a seed's multiply-adds from now to the end, `[N, S]`."""
     macs = reports.seed_macs / reports.host_macs.clamp(min=1).unsqueeze(-1)
     return (reports.compute_price * (1 - reports.progress)).unsqueeze(-1) * macs
-
-
-def _is(stage: Tensor, *stages: SeedStage) -> Tensor:
-    matches = stage == int(stages[0])
-    for other in stages[1:]:
-        matches = matches | (stage == int(other))
-    return matches
