@@ -83,7 +83,8 @@ class Growth:
         scheduler: one that already drives the optimizer; new weights follow it.
         sites, exclude: names of modules to grow at, or not to; see `find_sites`.
         blueprints: names of the seeds that may grow.
-        rent: metric that a seed must gain per unit of log(1 + its parameters / the model's).
+        rent: metric that a seed must gain per unit of log(1 + its parameters / the model's), plus
+            the same for multiply-adds.
         max_germinations: most seeds that may be started.
         shadow_training: train new seeds by `shadow_loss` before they change the output.
         rng_seed: of the initial weights of seeds.

@@ -223,7 +223,7 @@ class Ledger:
     def cost_summary(self) -> str:
         """The training cost of the run in one sentence."""
         parts = [
-            f"{part} {cost.macs:.2g} multiply-adds"
+            f"{part} {cost.macs:.2g}"
             + ("" if cost.seconds is None else f" in {cost.seconds:.0f} s")
             for part, cost in self.costs.items()
         ]

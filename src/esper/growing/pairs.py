@@ -6,6 +6,7 @@ units of A are a branch from A's input to B's output, and the branch can be merg
 """
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,54 +23,14 @@ from esper.kasmina.blueprints import Blueprint, Site
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)  # exact classes: a subclass may compute something else
 
-_PER_ELEMENT = frozenset(
-    [
-        "relu",
-        "relu_",
-        "relu6",
-        "leaky_relu",
-        "gelu",
-        "silu",
-        "mish",
-        "elu",
-        "celu",
-        "selu",
-        "softplus",
-        "softsign",
-        "sigmoid",
-        "tanh",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "hardshrink",
-        "softshrink",
-        "tanhshrink",
-        "logsigmoid",
-        "threshold",
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "alpha_dropout",
-        "contiguous",
-        "clone",
-    ]
+# functions by name: of every element; of every channel, over its positions; of the shape alone
+_PER_ELEMENT = re.compile(
+    r"relu_?|relu6|leaky_relu|gelu|silu|mish|[cs]?elu|softplus|softsign|sigmoid|tanh|hardswish|"
+    r"hardsigmoid|hardtanh|(hard|soft|tanh)shrink|logsigmoid|(alpha_)?dropout|dropout[12]d|"
+    r"contiguous|clone"
 )
-_PER_CHANNEL = frozenset(  # reduce positions, keep channels
-    [
-        "max_pool1d",
-        "max_pool2d",
-        "avg_pool1d",
-        "avg_pool2d",
-        "adaptive_avg_pool1d",
-        "adaptive_avg_pool2d",
-        "adaptive_max_pool1d",
-        "adaptive_max_pool2d",
-        "mean",
-        "amax",
-        "squeeze",
-    ]
-)
-_RESHAPES = frozenset(("flatten", "view", "reshape", "unflatten"))
+_PER_CHANNEL = re.compile(r"(adaptive_)?(max|avg)_pool[12]d|mean|amax|squeeze")
+_RESHAPES = ("flatten", "view", "reshape")
 
 INPUT = object()  # stands for the activations in the arguments of a recorded function
 
@@ -302,9 +263,9 @@ def _step(
         if channel == 1 and target.shape == source.flatten(1).shape:
             return Step(function=torch.flatten, args=(INPUT, 1))
     is_conv = channel == 1 and source.dim() > 2
-    if op.name in _PER_ELEMENT and target.shape == source.shape:
+    if _PER_ELEMENT.fullmatch(op.name) and target.shape == source.shape:
         return Step(function=op.function, args=args, kwargs=kwargs)
-    if op.name in _PER_CHANNEL and (is_conv or op.name in ("mean", "amax")):
+    if _PER_CHANNEL.fullmatch(op.name) and (is_conv or op.name in ("mean", "amax")):
         axis = 1 if is_conv else -1
         if target.dim() > 1 and target.shape[axis] == source.shape[axis]:
             return Step(function=op.function, args=args, kwargs=kwargs)

@@ -25,7 +25,7 @@ from esper.tamiyo.scripted import Wish, check_ramp_steps, is_in, seed_details, t
 class EvidenceConfig:
     first_start: float = 0.08  # progress before which nothing is grown
     last_start: float = 0.4  # progress after which nothing is grown
-    cost_power: float = 0.5  # 0: the largest gain first; 1: the largest gain for its cost
+    cost_power: float = 0.25  # 0: the largest gain first; 1: the largest gain for its cost
     optimism: float = 1.0  # standard errors added to a contribution for its upper bound
     least_rise: float = 3.0  # standard errors by which the metric must rise without contributions
     patience: int = 3  # steps at full weight before a seed is judged

@@ -19,7 +19,6 @@ A user's model grows by `evidence.py` instead: its data may be unlike those of t
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,12 +68,6 @@ class HeuristicController:
         self.config = config or HeuristicConfig()
         self._failed: Tensor | None = None  # [N, S, B]
         self._seen: Tensor | None = None  # the blueprint last seen in each slot [N, S], or -1
-        self._judged: _Judgement | None = None  # of the last `decide`, for `reasons`
-
-    @property
-    def least_steps(self) -> int:
-        """Fewest steps of a run in which a seed can be grown and committed."""
-        return self.config.trial_steps + 1  # to commit it
 
     def begin(self, env_ids: Tensor) -> None:
         if self._failed is not None and self._seen is not None:
@@ -83,8 +76,9 @@ class HeuristicController:
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         config = self.config
-        self._judged = judged = self._judge(reports, masks)
-        seeds, growth = judged.seeds, judged.growth
+        failed = self._update_failures(reports)
+        seeds = judge_seeds(reports, config)
+        growth, blueprint = value_of_growing(reports, masks, seeds, failed, config)
         worth_growing = (growth > 0) & _in_time(reports, seeds, config)
         wishes = (
             *_commit(reports, seeds, config),
@@ -92,37 +86,7 @@ class HeuristicController:
             Wish(LifecycleOp.ADVANCE, _is_ready_to_blend(reports, config), -reports.site_depth),
             Wish(LifecycleOp.GERMINATE, worth_growing, growth),
         )
-        return take_first(masks, wishes, seed_details(judged.blueprint, config.ramp_steps))
-
-    def reasons(self, reports: Reports, masks: ActionMasks, actions: Tensor) -> list[str]:
-        """The reason for each env's action, empty where it waits.
-
-        Gains and rent are in points, hundredths of the accuracy.
-        """
-        judged = self._judged
-        if judged is None or judged.reports is not reports:
-            judged = self._judge(reports, masks)
-        names = masks.action_space.names
-        ops, slots = (actions[:, names.index(head)].tolist() for head in ("op", "slot"))
-        return [
-            _reason(LifecycleOp(op), (env, slot), judged, self.config)
-            for env, (op, slot) in enumerate(zip(ops, slots, strict=True))
-        ]
-
-    def memory(self) -> dict[str, Tensor]:
-        """The state that a checkpoint keeps: failures, and the blueprints seen last."""
-        if self._failed is None or self._seen is None:
-            return {}
-        return {"failed": self._failed, "seen": self._seen}
-
-    def recall(self, memory: dict[str, Tensor]) -> None:
-        self._failed, self._seen = memory.get("failed"), memory.get("seen")
-
-    def _judge(self, reports: Reports, masks: ActionMasks) -> "_Judgement":
-        failed = self._update_failures(reports)
-        seeds = judge_seeds(reports, self.config)
-        growth, blueprint = value_of_growing(reports, masks, seeds, failed, self.config)
-        return _Judgement(reports, seeds, growth, blueprint, failed.sum(dim=-1))
+        return take_first(masks, wishes, seed_details(blueprint, config.ramp_steps))
 
     def _update_failures(self, reports: Reports) -> Tensor:
         """Which blueprints have failed in which slot so far, `[N, S, B]`."""
@@ -157,16 +121,6 @@ class SeedJudgement:
     is_useless: Tensor  # the upper bound is below the rent
     net: Tensor  # value of keeping it, less rent and remaining compute
     commit_net: Tensor  # value of committing it now, less rent
-
-
-class _Judgement(NamedTuple):
-    """What `decide` concluded from reports."""
-
-    reports: Reports
-    seeds: SeedJudgement
-    growth: Tensor  # [N, S]: expected net gain of growing the best blueprint
-    blueprint: Tensor  # [N, S]: the best blueprint
-    failures: Tensor  # [N, S]: blueprints that failed in the slot
 
 
 def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
@@ -243,41 +197,6 @@ def _commit(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> 
         Wish(LifecycleOp.FOSSILIZE, pays & is_due & is_held, seeds.commit_net),
         Wish(LifecycleOp.ADVANCE, pays & is_due & ~is_held & has_time, seeds.commit_net),
     )
-
-
-def _reason(
-    op: LifecycleOp, at: tuple[int, int], judged: _Judgement, config: HeuristicConfig
-) -> str:
-    """The rule that led to an op at an env and slot, with its numbers."""
-    reports, seeds = judged.reports, judged.seeds
-    steps = int(reports.steps_left[at[0]])
-    left = f"{steps} step{'' if steps == 1 else 's'} left"
-    rent, marginal = _points(seeds.rent[at]), _points(seeds.marginal[at])
-    error = _points(reports.contribution_error[at], ".1f")
-    worth = f"worth {_points(reports.contribution[at], '+.1f')} +- {error} points"
-    if op == LifecycleOp.GERMINATE:
-        tries = int(judged.failures[at])
-        though = f", though {tries} other{'' if tries == 1 else 's'} failed here" if tries else ""
-        return f"expected to bring {_points(judged.growth[at])} points more than it costs{though}; {left}"
-    if op == LifecycleOp.PRUNE and bool(seeds.is_useless[at]):
-        return f"{worth}: {_points(seeds.upper[at])} at best, below its rent of {rent}; {left}"
-    if op == LifecycleOp.PRUNE:
-        return (
-            f"{worth} to a model that trained with it. With {left} to train without it, the model "
-            f"is expected to lack only {_points(seeds.lacking[at])}, below its rent of {rent}"
-        )
-    if op == LifecycleOp.FOSSILIZE:
-        known = worth if bool(seeds.is_fresh[at]) else f"expected to gain {marginal} points"
-        return f"{known}, above its rent of {rent}; {left}, time to commit"
-    if op == LifecycleOp.ADVANCE:
-        if bool(_commit(reports, seeds, config)[1].wanted[at]):
-            return f"{left}: brought to full weight at once, to be committed in time"
-        return f"trained in shadow for {int(reports.stage_age[at])} steps, time to blend in"
-    return ""
-
-
-def _points(share: Tensor, digits: str = ".2f") -> str:
-    return f"{100 * float(share):{digits}}"
 
 
 def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> Tensor:
