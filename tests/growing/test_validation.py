@@ -32,6 +32,7 @@ def grown(val_loader, score=None):
         torch.optim.SGD(model.parameters(), 0.1),
         example=X,
         controller=script,
+        sites=["1", "5"],
         decisions=25,
         val_loader=val_loader,
         score=score or (lambda batch: is_correct(model, batch).float()),
@@ -39,7 +40,7 @@ def grown(val_loader, score=None):
     for _ in range(4):
         growth.decide()
     torch.manual_seed(5)
-    for slot in growth._network.slots[:2]:
+    for slot in growth._network.slots:
         torch.nn.init.normal_(slot.seed.layers[-1].weight, std=2.0)
     return growth, script
 
