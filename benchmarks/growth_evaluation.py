@@ -57,11 +57,11 @@ from esper.simic.evaluation.arms import (
 )
 from esper.simic.evaluation.evaluate import on_task, prepare, with_test_rows
 from esper.simic.evaluation.experiment import Arm, PairedExperiment
-from esper.simic.evaluation.plans import PlanSearch, candidate_plans, plan_arm, search_plans
+from esper.simic.evaluation.plans import PlanSearch, plan_arm, plans_for, search_plans
 from esper.simic.evaluation.report import EvaluationReport, Rows, markdown_table
 from esper.simic.evaluation.settings import EvaluationConfig
 from esper.simic.evaluation.statistics import Array, estimate
-from esper.simic.training.config import TaskName, TrainConfig
+from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
 from esper.tamiyo.learned import LearnedController
@@ -175,7 +175,7 @@ def evaluate_fully(
     settings: EvaluationConfig,
     search: SearchConfig,
     *,
-    task: TaskName | None = None,
+    task: str | None = None,
     say: Say = lambda text: None,
 ) -> FullReport:
     """Compare controllers with every arm on the types that `config` held out from training."""
@@ -241,13 +241,7 @@ def _search_plans(
     training: PairedExperiment, held_out: PairedExperiment, settings: EvaluationConfig
 ) -> tuple[PlanSearch, PlanSearch]:
     """The best plan for all training types, and for each held-out type."""
-    plans = candidate_plans(
-        settings.num_plans,
-        held_out.hosts[0].num_slots,
-        len(held_out.menu),
-        held_out.growth.num_steps,
-        torch.Generator().manual_seed(settings.rng_seed),
-    )
+    plans = plans_for(held_out, settings)
     search = partial(search_plans, plans=plans, rents=settings.rents, finalists=settings.finalists)
     return search(training, num_types=1), search(held_out, num_types=len(held_out.type_names))
 

@@ -53,7 +53,7 @@ def test_gym_trains_evaluates_and_leaves_agent_checkpoint_and_curves(tmp_path, c
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_prints_the_command_that_continues(tmp_path, number, status):
     arguments = ["gym", "CartPole-v1", *SMALL, "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "esper.cli", *arguments, "--total-steps", "1000000"]
+    command = [sys.executable, "-m", "esper", *arguments, "--total-steps", "1000000"]
     with child_process(command, stdout=subprocess.PIPE, text=True) as run:
         first = run.stdout.readline()
         wait_until(lambda: any(tmp_path.glob("events*")), run)  # training is about to begin
@@ -69,7 +69,7 @@ def test_a_signal_saves_and_prints_the_command_that_continues(tmp_path, number, 
 
 
 def test_a_closed_pipe_is_not_an_error():
-    command = [sys.executable, "-m", "esper.cli", "train", "--help"]
+    command = [sys.executable, "-m", "esper", "train", "--help"]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with child_process(command, **pipe) as run:
         run.stdout.close()
@@ -256,7 +256,7 @@ def one_thread(monkeypatch):
 
 
 def train_command(*arguments):
-    return [sys.executable, "-m", "esper.cli", "train", *arguments]
+    return [sys.executable, "-m", "esper", "train", *arguments]
 
 
 def read_all(folder):
@@ -467,7 +467,7 @@ def test_every_preset_can_be_asked_for(command, presets):
 
 def test_the_entropy_of_every_head_has_a_flag(tmp_path, monkeypatch):
     folders = []
-    monkeypatch.setattr(train, "_checked", lambda config: None)
+    monkeypatch.setattr(train, "_checked", lambda config, ranks: None)
     monkeypatch.setattr(train, "run_training", lambda folder, _: folders.append(folder))
     main(["train", "--ppo.head-entropy-weights.op", "0.5", "--out", str(tmp_path / "run")])
     with folders[0] as folder:
@@ -575,15 +575,14 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
 
 def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(train, "evaluate_run", lambda folder, preset, say: (folder, preset))
-    monkeypatch.setattr(train, "show", lambda report, folder, console: asked.append(report))
+    monkeypatch.setattr(train, "evaluate_and_show", lambda *given: asked.append(given))
     main(
         ["train", "--rounds=1", "--device=cpu", "--widths", "2", "4", "--held-out-widths", "4-2-4",
          "--host_batch.num-types=2", "--host_batch.minibatches=1", "--host_batch.batch-size=8",
          "--host_batch.validation-rows=20", "--host_batch.episode-steps=3", "--growth.num-steps=3",
          "--policy.lstm-hidden-dim=8", f"--out={tmp_path / 'run'}"]
     )  # fmt: skip
-    assert asked == [(tmp_path / "run", "quick")]
+    assert asked == [([tmp_path / "run"], "quick", tmp_path / "run")]
     printed = " ".join(capsys.readouterr().out.split())
     assert "mnist1d on" in printed
     assert "compiled kernels; seeds: depthwise7, separable" in printed

@@ -74,8 +74,7 @@ def test_the_example_on_your_data_trains(tmp_path, monkeypatch, capsys, registri
     """Both blocks and both commands of the section, with the smallest of runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(train, "evaluate_run", lambda folder, preset, say: None)
-    monkeypatch.setattr(train, "show", lambda report, folder, console: None)
+    monkeypatch.setattr(train, "evaluate_and_show", lambda *given: None)
     exec(BLOCKS[0], {})
     (tmp_path / "my_module.py").write_text(BLOCKS[1])
     page = (DOCS / "training.md").read_text()

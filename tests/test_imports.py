@@ -21,7 +21,8 @@ ALLOWED = {
     "tolaria": {"leyline", "kasmina", "kernels"},
     "simic": {"leyline", "kasmina", "kernels", "tamiyo", "tolaria", "nissa"},
     "growing": {"leyline", "kasmina", "tamiyo", "tolaria"},
-    "cli": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing", "nissa"},
+    "adapting": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing"},
+    "cli": {"adapting", "leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing", "nissa"},
 }
 
 

@@ -8,6 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from esper.adapting.adapt import adapt as adapt
+    from esper.adapting.result import AdaptationResult as AdaptationResult
+    from esper.adapting.result import load_adaptation as load_adaptation
+    from esper.adapting.shipped import controllers as controllers
     from esper.growing.budget import Budget as Budget
     from esper.growing.growth import Growth as Growth
     from esper.growing.page import write_page as write_page
@@ -31,6 +35,7 @@ __version__ = "0.1.0"
 
 # public name -> (module, attribute); an empty attribute is the module itself
 _PUBLIC = {
+    "AdaptationResult": ("esper.adapting.result", "AdaptationResult"),
     "ActionSpace": ("esper.leyline.factored_actions", "FactoredActionSpace"),
     "Budget": ("esper.growing.budget", "Budget"),
     "Growth": ("esper.growing.growth", "Growth"),
@@ -42,11 +47,14 @@ _PUBLIC = {
     "PolicyConfig": ("esper.tamiyo.policy.network", "PolicyConfig"),
     "Population": ("esper.tolaria.population", "Population"),
     "Task": ("esper.tolaria.tasks", "Task"),
+    "adapt": ("esper.adapting.adapt", "adapt"),
     "blueprint": ("esper.kasmina.blueprints", "blueprint"),
+    "controllers": ("esper.adapting.shipped", "controllers"),
     "evaluate": ("esper.simic.training.ppo_model", "evaluate"),
     "find_sites": ("esper.growing.sites", "find_sites"),
     "grow": ("esper.growing.run", "grow"),
     "host": ("esper.kasmina.hosts", "host"),
+    "load_adaptation": ("esper.adapting.result", "load_adaptation"),
     "tasks": ("esper.tolaria.tasks", ""),
     "write_page": ("esper.growing.page", "write_page"),
 }
@@ -54,6 +62,7 @@ _PUBLIC = {
 __all__ = [
     "PPO",
     "ActionSpace",
+    "AdaptationResult",
     "Budget",
     "Growth",
     "GrowthResult",
@@ -64,11 +73,14 @@ __all__ = [
     "Population",
     "Task",
     "__version__",
+    "adapt",
     "blueprint",
+    "controllers",
     "evaluate",
     "find_sites",
     "grow",
     "host",
+    "load_adaptation",
     "tasks",
     "write_page",
 ]

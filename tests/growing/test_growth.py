@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper import Budget, Growth
+from esper.growing.controllers import blueprints_for
 from esper.leyline.stages import LifecycleError, LifecycleOp, SeedStage
+from esper.tamiyo.heuristic import HeuristicController
+from esper.tamiyo.learned import LearnedController
+from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tamiyo.scripted import RandomController
 from support.growth_loops import X, Y, frozen_state, new_growth, stages, train
 from support.models import WAIT, Script, act, build, germinate, mlp
@@ -474,3 +479,35 @@ def test_the_ledger_shows_the_layers_and_where_they_can_grow():
         ("fc", None),
     ]
     assert blocks[0].params == 1 * 4 * 9 + 4
+
+
+def test_frozen_trains_the_head_and_seeds_only():
+    model = nn.Sequential(
+        nn.Conv1d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 3)
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    inputs, target = torch.randn(8, 1, 16), torch.randint(3, (8,))
+    growth = Growth(
+        model, optimizer, example=inputs, decisions=4, controller=Script(germinate()), frozen=True
+    )
+    for _ in range(4):
+        for _ in range(3):
+            loss = F.cross_entropy(model(inputs), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            growth.after_step()
+        growth.decide(0.5)
+    after = model.state_dict()
+    assert torch.equal(after["0.weight"], before["0.weight"])
+    assert not torch.equal(after["3.weight"], before["3.weight"])
+
+
+def test_a_learned_controller_is_offered_the_blueprints_it_was_trained_with():
+    controller = LearnedController(tamiyo_policy(FeatureLayout(1, 2)), ("conv", "pointwise"))
+    assert blueprints_for(controller, None) == ("conv", "pointwise")
+    assert blueprints_for(controller, ["conv"]) == ["conv"]
+    with pytest.warns(UserWarning, match=r"trained with .*not with \['mixer'\]"):
+        assert blueprints_for(controller, ["conv", "mixer"]) == ["conv", "mixer"]
+    assert blueprints_for(HeuristicController(), None) is None

@@ -257,6 +257,8 @@ def test_a_mistake_about_the_data_is_one_line_and_leaves_nothing(
 ):
     mnist1d = esper.tasks.mnist1d()
     monkeypatch.setitem(esper.tasks.TASKS, "mnist1d", lambda: mnist1d)  # whatever the folder
+    missing = (tmp_path / "fashion",)  # also where the data set is installed
+    monkeypatch.setattr(esper.tasks.fashion_mnist, "__defaults__", missing)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.npz").write_text("no numbers")

@@ -10,63 +10,16 @@ import pytest
 import torch
 
 from esper.cli import main
-from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.plain_config import to_plain
+from esper.leyline.ranks import join_ranks
 from esper.simic.evaluation import arms, claims
 from esper.simic.evaluation.evaluate import evaluate_controllers, evaluate_run, on_task
-from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
+from esper.simic.evaluation.settings import PRESETS
 from esper.simic.evaluation.statistics import Estimate
 from esper.simic.training.config import PRESETS as TRAINING
-from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task
-from esper.tamiyo.learned import LearnedController
-from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
-from esper.tamiyo.policy.slot_heads import SlotHeads
-from esper.tolaria.environment import GrowthConfig
-from esper.tolaria.host_batch import HostBatchConfig
-
-STEPS = 6
-MENU = ("conv", "conv_conv", "separable")
-TRAINED = TrainConfig(
-    variants=("plain",),
-    held_out_variants=("permuted:3", "rows:500"),
-    widths=(4, 8),
-    held_out_widths=("4-8-8", "8-4-4"),
-    menu=MENU,
-    growth=GrowthConfig(num_steps=STEPS),
-    host_batch=HostBatchConfig(num_types=2, envs_per_type=4, episode_steps=STEPS),
-    policy=PolicyConfig(lstm_hidden_dim=8),
-    device="cpu",
-)
-SMALL = EvaluationConfig(
-    rents=(0.05, 0.2),
-    num_widths=2,
-    repeats=2,
-    training_widths=2,
-    training_repeats=1,
-    num_plans=4,
-    finalists=2,
-    host_batch=HostBatchConfig(minibatches=4, validation_rows=100),
-)
-
-
-class RestlessPolicy(FactoredRecurrentActorCritic):
-    """An untrained policy that always draws: its likeliest choice would be to wait for ever."""
-
-    rng = torch.Generator().manual_seed(0)
-
-    def act(self, *inputs, generator=None, deterministic=False):
-        return super().act(*inputs, generator=self.rng)
-
-
-def make_controller(rng_seed, kind=FactoredRecurrentActorCritic):
-    with torch.random.fork_rng():
-        torch.manual_seed(rng_seed)
-        config = PolicyConfig(lstm_hidden_dim=8)
-        return LearnedController(
-            kind(tamiyo_action_space(3, 3), SlotHeads(FeatureLayout(3, 3), config), config)
-        )
+from support.evaluations import MENU, SMALL, TRAINED, RestlessPolicy, make_controller
+from support.ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +125,7 @@ def test_the_terminal_shows_every_arm_and_whole_verdicts(report, tmp_path):
 def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
     asked = []
 
-    def evaluated(runs, preset, *, task, data, say):
+    def evaluated(runs, preset, *, task, data, say, ranks):
         asked.append((runs, preset, task, data))
         say("growing")
         return report
@@ -189,6 +142,21 @@ def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
     assert {p.name for p in tmp_path.iterdir()} == {"evaluation.json", "evaluation.md"}
     with pytest.raises(SystemExit, match="no run given; name its folder"):
         main(["evaluate"])
+
+
+def test_evaluation_on_two_ranks_is_that_of_one_process():
+    """Hosts are trained by the same compiled kernels, one by one: equal bit for bit."""
+
+    def work():
+        ranks = join_ranks()
+        return evaluate_controllers([make_controller(0)], TRAINED, SMALL, ranks=ranks).arms
+
+    one, (two, other) = work(), on_ranks(2, work)
+    for name, arm in one.items():
+        for found in (two, other):
+            torch.testing.assert_close(
+                arm.outcome.tensors(), found[name].outcome.tensors(), rtol=0, atol=0, equal_nan=True
+            )
 
 
 def test_runs_of_different_kinds_are_not_one_arm(tmp_path):

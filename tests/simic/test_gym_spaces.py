@@ -256,7 +256,9 @@ def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods
 
 def test_other_infos_are_not_taken_for_masks():
     names = ("invalid_actions", "illegal_moves", "mask", "action", "lives", "last_action")
-    PPO(envs_of(infos=lambda: dict.fromkeys(names, 1)), config=SMALL).learn(24)
+    model = PPO(envs_of(infos=lambda: dict.fromkeys(names, 1)), config=SMALL)
+    model.learn(24)
+    assert model.trainer.progress.steps >= 24
 
 
 def test_a_mask_that_comes_only_after_the_reset_is_refused():

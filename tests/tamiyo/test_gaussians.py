@@ -7,7 +7,7 @@ import torch
 from torch.distributions import Categorical, Normal, TransformedDistribution
 from torch.distributions.transforms import TanhTransform
 
-from esper.leyline import ActionMasks, FactoredActionSpace, Head
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
 from esper.tamiyo.policy.distributions import (
     LegalChoices,
     MaskedFactoredCategorical,

@@ -1,9 +1,11 @@
-"""cli: commands -- `esper train`, `esper evaluate`, `esper sites` and `esper gym`."""
+"""cli: commands -- `esper train`, `esper evaluate`, `esper train-adapt`, `esper sites` and `esper gym`."""
 
 import os
 import re
 import signal
 import sys
+import time
+import warnings
 from importlib import import_module
 from typing import NoReturn
 
@@ -11,9 +13,12 @@ from typing import NoReturn
 _COMMANDS = {
     "train": "Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.",
     "evaluate": "Compare a trained controller with other ways to grow, on held-out hosts and data.",
+    "train-adapt": "Train a controller that adapts trained models to shifted data.",
     "sites": "List where a model can grow, and what could grow there.",
     "gym": "Train PPO on a Gymnasium environment, then evaluate it.",
 }
+
+RANK_DELAY_S = 3.0  # in which torchrun sees that rank 0 has failed
 
 # what torch says when a tensor cannot be allocated
 _TOO_LARGE = re.compile("allocat|out of memory|overflow|negative dimension", re.IGNORECASE)
@@ -28,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, OSError) as error:  # a user's mistake: no traceback
-        sys.exit(f"esper: {error}")
+        _exit(str(error), is_alone=isinstance(error.__cause__ or error, ConnectionError))
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -36,7 +41,20 @@ def main(arguments: list[str] | None = None) -> None:
         if not (isinstance(error, MemoryError | OverflowError) or _TOO_LARGE.search(str(error))):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        sys.exit(f"esper: a size is too large for this machine ({reason}); use smaller settings")
+        _exit(f"a size is too large for this machine ({reason}); use smaller settings")
+
+
+def _exit(message: str, is_alone: bool = False) -> NoReturn:
+    """Print an error in one line and exit.
+
+    Ranks often fail alike. Then rank 0 prints, and torchrun ends the others before they do.
+    `is_alone`: another rank was lost, and torchrun is about to end this one.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(0.0 if is_alone else RANK_DELAY_S)
+        message = f"rank {rank}: {message}"
+    sys.exit(f"esper: {message}")
 
 
 def stop_after_signal(number: int, message: str) -> NoReturn:
@@ -59,9 +77,16 @@ def _run(arguments: list[str]) -> None:
         sys.path.append("")  # modules to --import may be in the current folder
     import tyro  # after the help: with torch, it takes seconds
 
-    module = import_module(f"esper.cli.{name}")
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        from esper.leyline.ranks import join_ranks
+
+        if not join_ranks().is_first:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            warnings.simplefilter("ignore")
+    module_name = name.replace("-", "_")
+    module = import_module(f"esper.cli.{module_name}")
     # the defaults of `train` are those of its --preset
-    command = module.command(arguments) if name == "train" else getattr(module, name)
+    command = module.command(arguments) if name == "train" else getattr(module, module_name)
     # `import` cannot be the name of a field
     flags = [re.sub("^--import(?==|$)", "--imports", flag) for flag in arguments[1:]]
     tyro.cli(command, prog=f"esper {name}", args=flags)
@@ -69,7 +94,7 @@ def _run(arguments: list[str]) -> None:
 
 def _help() -> str:
     """The list of commands, without importing any of them."""
-    lines = (f"  {name:10} {what}" for name, what in _COMMANDS.items())
+    lines = (f"  {name:11} {what}" for name, what in _COMMANDS.items())
     return "\n".join(
         (
             "usage: esper COMMAND [FLAGS]",

@@ -1,5 +1,6 @@
 """`esper evaluate`: does growing help? A table of arms and a verdict per claim."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from esper.leyline.ranks import join_ranks
 from esper.simic.evaluation.evaluate import evaluate_run
 from esper.simic.evaluation.report import EvaluationReport
 
@@ -33,11 +35,24 @@ def evaluate(
     """
     if not runs:
         raise ValueError("no run given; name its folder, as in: esper evaluate runs/quick-1")
-    console = Console()
+    evaluate_and_show(runs, preset, out or runs[0], task=task, data=data)
+
+
+def evaluate_and_show(
+    runs: Sequence[Path], preset: str, out: Path, *, task: str | None = None, data: str = ""
+) -> None:
+    """Evaluate on all ranks; rank 0 shows the result."""
+    console, ranks = Console(), join_ranks()
     report = evaluate_run(
-        runs, preset, task=task, data=data, say=lambda text: console.print(f"- {text}")
+        runs,
+        preset,
+        task=task,
+        data=data,
+        say=lambda text: console.print(f"- {text}"),
+        ranks=ranks,
     )
-    show(report, out or runs[0], console)
+    if ranks.is_first:
+        show(report, out, console)
 
 
 def show(report: EvaluationReport, folder: Path, console: Console) -> None:

@@ -1,5 +1,6 @@
 """`esper gym ENV_ID`: PPO on a Gymnasium environment."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ import tyro
 
 from esper.cli import stop_after_signal
 from esper.leyline.interruption import stop_on_interrupt
+from esper.leyline.ranks import join_ranks, was_restarted
 from esper.nissa.console import ProgressSink
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.training.locked_folder import LockedFolder
@@ -42,7 +44,7 @@ def gym(
         if count < 1:
             raise ValueError(f"{name}={count}; use 1 or more")
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
-    checkpoint = out / "checkpoint.pt"
+    checkpoint, ranks = out / "checkpoint.pt", join_ranks()
     num_envs = config.num_envs
     device = "" if config.device == _DEFAULTS.device else f" --device {config.device}"
     resume_command = f"esper gym {env_id} --num-envs {num_envs}{device} --out {out} --resume"
@@ -52,14 +54,14 @@ def gym(
     settings = (others, total_steps)
     if resume and settings != (_DEFAULTS, _TOTAL_STEPS):
         raise ValueError(f"--resume uses the settings in {checkpoint}; leave out other flags")
+    resume = resume or (was_restarted() and checkpoint.exists())
     model = None if resume else PPO(env_id, config=config)
-    with LockedFolder(out):
+    with LockedFolder(out) if ranks.is_first else nullcontext():
         if model is None:
             model = PPO.load(checkpoint, env_id, device=config.device)
-            if num_envs not in (_DEFAULTS.num_envs, model.envs.num_envs):
-                raise ValueError(
-                    f"{checkpoint} has {model.envs.num_envs} envs; leave out --num-envs"
-                )
+            total = model.envs.share.total
+            if num_envs not in (_DEFAULTS.num_envs, total):
+                raise ValueError(f"{checkpoint} has {total} envs; leave out --num-envs")
         elif checkpoint.exists():
             raise ValueError(
                 f"{out} already holds a run; resume it with `{resume_command}`, or choose another "
@@ -84,6 +86,8 @@ def gym(
         if stopped_by is not None:
             done = f"stopped after {model.num_steps:,} steps; resume with\n  {resume_command}"
             stop_after_signal(stopped_by, done)
+    if not ranks.is_first:
+        return
     result = evaluate(model, env_id, episodes)
     print(
         f"return {result.returns.mean():.2f} +- {result.returns.std():.2f} over {episodes} "
@@ -102,7 +106,7 @@ def describe(model: PPO, out: Path) -> str:
         f"{head.name}[{sizes.get(head.continuous, head.size)}]" for head in envs.action_space
     )
     return (
-        f"{envs.num_envs} envs, {envs.num_features} features, heads {heads}, masks: "
+        f"{envs.share.total} envs, {envs.num_features} features, heads {heads}, masks: "
         f"{sources[envs.mask_source]}; policy on {model.config.device}; writing to {out}"
     )
 
@@ -120,4 +124,4 @@ def _train(model: PPO, total_steps: int | None, out: Path, save_every: int) -> i
 
         model.learn(total_steps, callback, log_dir=out, should_stop=should_stop)
         model.save(out / "checkpoint.pt")
-    return should_stop.signal
+        return max(join_ranks().gather(should_stop.signal or 0)) or None

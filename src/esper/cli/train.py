@@ -11,20 +11,20 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from rich.console import Console
 
 from esper.cli import stop_after_signal
-from esper.cli.evaluate import show
+from esper.cli.evaluate import evaluate_and_show
 from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.plain_config import differences
 from esper.leyline.protocols import EventSink
+from esper.leyline.ranks import Ranks, join_ranks, was_restarted
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
 from esper.nissa.database import RunDatabase, reasons_if_all_rolled_back
 from esper.nissa.tensorboard import TensorBoardSink
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.evaluation.evaluate import evaluate_run, prepare
+from esper.simic.evaluation.evaluate import prepare
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import choice_labels, describe_hosts, with_checksum
@@ -62,18 +62,23 @@ def command(arguments: list[str]) -> Callable[..., None]:
             out: the run's folder; runs/PRESET-NUMBER by default
             resume: the folder of a run to continue, bit-exact
         """
+        ranks = join_ranks()
         if resume is None:
             settings = with_checksum(settings)
-            training = _checked(settings)  # a mistake is found before the folder is made
-            folder = out or _free_folder("config" if config else preset)
-            run_training(RunFolder.create(folder, settings), training)
+            folder = ranks.broadcast(out or _free_folder("config" if config else preset))
+            files = RunFiles(folder)
+            if was_restarted() and files.config.exists() and files.read_config() == settings:
+                run_training(RunFolder.reopen(folder, ranks))
+                return
+            training = _checked(settings, ranks)  # a mistake is found before the folder is made
+            run_training(RunFolder.create(folder, settings, ranks), training)
             return
         if settings != PRESETS[chosen] or out is not None or config is not None:
             raise ValueError(
                 f"--resume {resume} uses the settings in {RunFiles(resume).config}; leave out "
                 "other flags"
             )
-        run_training(RunFolder.reopen(resume))
+        run_training(RunFolder.reopen(resume, ranks))
 
     return train
 
@@ -96,9 +101,9 @@ def defaults_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
     return name, settings
 
 
-def _checked(config: TrainConfig) -> GrowthTraining:
+def _checked(config: TrainConfig, ranks: Ranks) -> GrowthTraining:
     """A new run; raises if it cannot be trained with its settings, or evaluated after that."""
-    training = GrowthTraining(config)
+    training = GrowthTraining(config, ranks)
     if config.task != "known_gains":
         prepare(config, EVALUATIONS["quick"])
     return training
@@ -125,20 +130,19 @@ def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> N
             f"stopped after {training.rounds_done} of {training.config.rounds} rounds; resume "
             f"with\n  {resume_command}",
         )
-    if reasons := reasons_if_all_rolled_back(files.database):
+    ranks = training.ranks
+    if ranks.is_first and (reasons := reasons_if_all_rolled_back(files.database)):
         raise ValueError(
             f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
             "a new run with other settings, such as a lower --host-learning-rate"
         )
-    host_batch = training.environment.host_batch
-    if isinstance(host_batch, SyntheticHosts):
+    if isinstance(training.environment.host_batch, SyntheticHosts):
         episodes = training.play_round()
-        share = host_batch.share_of_best(episodes.scores, episodes.rent)
+        hosts = SyntheticHosts(training.config.num_envs)  # of all ranks
+        share = hosts.share_of_best(episodes.scores, episodes.rent)
         print(f"the frozen controller gains {share:.1%} of what the best plans gain")
     else:
-        console = Console()
-        report = evaluate_run(files.path, "quick", say=lambda text: console.print(f"- {text}"))
-        show(report, files.path, console)
+        evaluate_and_show([files.path], "quick", files.path)
     print(_written(files))
     learned_from, full = _num_episodes(training.config), _num_episodes(PRESETS["full"])
     if learned_from < full:
@@ -150,11 +154,12 @@ def describe(training: GrowthTraining, files: RunFiles) -> str:
     config, policy = training.config, training.agent.policy
     weights = sum(weight.numel() for weight in policy.parameters())
     start = f"from round {training.rounds_done + 1} " if training.rounds_done else ""
+    ranks = f" on {training.ranks.size} ranks" if training.ranks.size > 1 else ""
     return (
         f"{describe_hosts(config, training.environment.host_batch)}\n"
         f"controller: {weights:,} weights on {training.agent.device}, torch {torch.__version__}\n"
         f"{config.rounds} rounds {start}of {config.num_envs} hosts x {config.growth.num_steps} "
-        f"decisions x {config.host_batch.minibatches} minibatches; writing to {files.path}"
+        f"decisions x {config.host_batch.minibatches} minibatches{ranks}; writing to {files.path}"
     )
 
 
@@ -162,6 +167,9 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
     """Train to the last round or to a signal, then write the checkpoint; returns the signal."""
     config, files = training.config, folder.files
     with ExitStack() as stack, stop_on_interrupt() as should_stop:
+        if not training.ranks.is_first:
+            training.run(lambda record: None, should_stop=should_stop)
+            return max(training.ranks.gather(should_stop.signal or 0)) or None
         database = stack.enter_context(_open_database(training, files))
         sinks: list[EventSink] = [
             stack.enter_context(TensorBoardSink(files.path, first_step=training.rounds_done + 1)),
@@ -183,7 +191,7 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
 
         training.run(on_round, should_stop=should_stop)
         save()
-    return should_stop.signal
+        return max(training.ranks.gather(should_stop.signal or 0)) or None
 
 
 def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
@@ -224,5 +232,7 @@ def _num_episodes(config: TrainConfig) -> int:
 
 
 def _free_folder(preset: str) -> Path:
-    candidates = (Path("runs") / f"{preset}-{number}" for number in count(1))
-    return next(path for path in candidates if not path.exists())
+    """The first folder that does not exist; after a restart, the last that does."""
+    names = (Path("runs") / f"{preset}-{number}" for number in count(1))
+    number = next(number for number, path in enumerate(names, start=1) if not path.exists())
+    return Path("runs") / f"{preset}-{max(1, number - was_restarted())}"

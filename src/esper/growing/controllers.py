@@ -1,6 +1,7 @@
 """Controllers for growth: the heuristic, a saved policy, or a custom one; and their reports."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -90,6 +91,23 @@ def make_controller(controller: str | Path | Controller) -> Controller:
             "saved policy, or a controller"
         )
     return LearnedController.load(controller)
+
+
+def blueprints_for(controller: Controller, names: Sequence[str] | None) -> Sequence[str] | None:
+    """The blueprints to offer: those named, or those that a learned controller was trained with.
+
+    It has learned nothing about others, so naming them warns.
+    """
+    known = getattr(controller, "menu", ())
+    if names is None or not known:
+        return known or names
+    if others := [name for name in names if name not in known]:
+        warnings.warn(
+            f"the controller was trained with the blueprints {list(known)}, not with {others}: its "
+            "choices among them mean nothing. Leave them out, or train a controller with them",
+            stacklevel=4,
+        )
+    return names
 
 
 def controller_name(controller: str | Path | Controller) -> str:

@@ -107,7 +107,8 @@ class Evidence:
         probes = []
         for b in list(units)[:1] if site.pair else units:
             scales = {o: n / units[b] for o, n in units.items()} if site.pair else {b: 1.0}
-            seed = new_seed(self._network.menu[b], site, self._network.model, generator)
+            program = self._network.menu[b].program(place)
+            seed = new_seed(program, site, generator, self._network.model)
             probes.append(_Probe(index, scales, Slot(site, self._network.model), seed))
         return probes
 

@@ -30,6 +30,7 @@ from esper.growing.controllers import (
     Reporter,
     StatefulController,
     add_measured_seeds,
+    blueprints_for,
     check_legal,
     check_time,
     controller_name,
@@ -43,8 +44,9 @@ from esper.growing.inputs import DataFacts, batch_size
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
 from esper.growing.network import GrowingNetwork, Ramp
 from esper.growing.optimizers import AnyScheduler, SeedGradients
+from esper.growing.parallel import unwrapped
 from esper.growing.plain import plain_model
-from esper.growing.preparation import check_arguments, prepare_model
+from esper.growing.preparation import check_arguments, freeze_all_but_head, prepare_model
 from esper.growing.recorder import Recorder, new_ledger
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table
@@ -57,6 +59,7 @@ from esper.growing.validation import (
 )
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
+from esper.leyline.ranks import ALONE, Ranks
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.reports import History
@@ -82,13 +85,21 @@ class Growth:
             needs the validation metric.
         scheduler: one that already drives the optimizer; new weights follow it.
         sites, exclude: names of modules to grow at, or not to; see `find_sites`.
-        blueprints: names of the seeds that may grow.
+        blueprints: names of the seeds that may grow; by default all that fit, or those that a
+            learned controller was trained with.
+        frozen: switch off `requires_grad` for all weights but the output layer's, so that only it
+            and the seeds train: a trained model adapts to other data without forgetting.
         rent: metric that a seed must gain per unit of log(1 + its parameters / the model's), plus
             the same for multiply-adds.
         max_germinations: most seeds that may be started.
         shadow_training: train new seeds by `shadow_loss` before they change the output.
         rng_seed: of the initial weights of seeds.
         metric: name of the metric in the ledger.
+        ranks: whose gradients your loop averages, with a model that is not wrapped.
+
+    A model in `DistributedDataParallel` grows on all its ranks: rank 0 decides, seeds' gradients are
+    averaged like the model's, and a metric given to `decide` is averaged too. The validation loader
+    may be the same on all ranks, or have a `DistributedSampler`.
     """
 
     def __init__(
@@ -113,12 +124,18 @@ class Growth:
         shadow_training: bool = False,
         rng_seed: int = 0,
         metric: str = "accuracy",
+        frozen: bool = False,
+        ranks: Ranks = ALONE,
     ):
+        model, of_wrapper = unwrapped(model)
+        self.ranks = ranks = of_wrapper if ranks.size == 1 else ranks
         check_arguments(
             model, optimizer, decisions=decisions, budget=budget, rent=rent, rng_seed=rng_seed
         )
         _check_no_other_growth(model)
-        data = DataFacts.of(example, train_rows)
+        if frozen:
+            freeze_all_but_head(model, example)
+        data = ranks.broadcast(DataFacts.of(example, train_rows))
         self.model, self.optimizer, self.example = model, optimizer, example
         self.decisions, self.budget = decisions, budget or Budget()
         self.controller = make_controller(controller)
@@ -129,7 +146,7 @@ class Growth:
             (example, *other_examples),
             sites=sites,
             exclude=exclude,
-            blueprints=blueprints,
+            blueprints=blueprints_for(self.controller, blueprints),
             budget=self.budget,
             widens=not isinstance(self.controller, LearnedController),  # it was trained without
         )
@@ -144,6 +161,7 @@ class Growth:
             prepared.menu,
             scheduler=scheduler,
             generator=torch.Generator().manual_seed(rng_seed),
+            ranks=ranks,
         )
         self._reporter = Reporter(
             self._network,
@@ -240,6 +258,7 @@ class Growth:
         self.is_closed = True
         self._recorder.closed(self.step, best.step, self._history)
         self._network.merge_branches()
+        self.ledger.costs = self.ranks.broadcast(self.ledger.costs)  # clocks of ranks differ
         self.ledger.after = replace(self.ledger.before, params=self.params, macs=self.macs)
 
     # ---- the state of the run
@@ -319,7 +338,10 @@ class Growth:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the whole run to a file. Call it between two optimizer steps, in any stage."""
+        """Write the whole run to a file. Call it between two optimizer steps, in any stage.
+
+        Of several ranks, rank 0 writes; all of them load the file.
+        """
         controller = self.controller
         contents = {
             "signature": self._signature,
@@ -341,7 +363,8 @@ class Growth:
             "seed_generator": self._network.generator.get_state(),
             "random": random_states(range(torch.cuda.device_count())),
         }
-        checkpoint.write(path, contents)
+        if self.ranks.is_first:
+            checkpoint.write(path, contents)
 
     def load(self, path: str | Path) -> None:
         """Resume from a file. This growth must be new and created like the saved one.
@@ -398,6 +421,7 @@ class Growth:
         is_first = self._safe_points.best is None
         self._add_training_cost()
         start = time.perf_counter()
+        self.ranks.copy_first(self._network.statistics())
         measured = self._validator.measure(self._network, val_metric, val_loss, is_first=is_first)
         if measured.rows:
             self.ledger.add_cost(
@@ -407,6 +431,7 @@ class Growth:
             self._network.adopt(end_step(self._network.states))
             self._record_fates()
         broken = self._safe_points.why_broken(measured, has_grown=bool(self.ledger.seeds))
+        broken = next(filter(None, self.ranks.gather(broken)), "")  # roll back on all ranks
         # measurements of a broken network say nothing about its seeds
         contributions = {} if broken else measured.contributions
         add_measured_seeds(self._history, contributions, {} if broken else self._gradients.norms)
@@ -430,13 +455,16 @@ class Growth:
 
     def _record_step(self, measured: Measurement) -> None:
         losses, self._train_losses = self._train_losses, []
+        loss = torch.stack(losses).mean() if losses else None
+        if loss is not None:
+            self.ranks.mean([loss])
         self.ledger.steps.append(
             StepRecord(
                 step=self.step,
                 metric=measured.metric,
                 params=self.params,
                 macs=self.macs,
-                train_loss=float(torch.stack(losses).mean()) if losses else None,
+                train_loss=None if loss is None else float(loss),
                 validation_loss=measured.loss,
                 optimizer_steps=self.optimizer_steps,
                 seeds=self._recorder.seed_states(self._history),
@@ -463,6 +491,7 @@ class Growth:
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
         reason = reason_of(self.controller, reports, masks, actions)
+        actions, reason = self.ranks.broadcast((actions, reason))
         record = self._recorder.decision(self.step, actions[0], masks, reason)
         states = self._network.states
         transition = apply(states, actions, action_space, shadow_training=self.shadow_training)

@@ -189,9 +189,12 @@ class Ledger:
     costs: dict[str, CostRecord] = field(default_factory=dict)  # of growing, twin and measuring
     after: NetworkRecord | None = None
     verdict: Verdict | None = None
+    headline: str = ""  # the verdict of an adaptation
 
     def summary(self) -> str:
         """The verdict in one sentence."""
+        if self.headline:
+            return self.headline
         if self.after is None:
             return f"The run is not over: {len(self.steps)} steps so far, no verdict yet."
         added = self.after.params - self.before.params

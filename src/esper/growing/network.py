@@ -15,11 +15,13 @@ from torch import Tensor, nn, optim
 
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.optimizers import AnyScheduler, SeedGroups
+from esper.growing.parallel import SeedAverage
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
+from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.stages import SeedStage
 
 # dtypes of running statistics
@@ -61,8 +63,10 @@ class GrowingNetwork:
         *,
         scheduler: AnyScheduler | None = None,
         generator: torch.Generator,
+        ranks: Ranks = ALONE,
     ):
         self.model = model
+        self.ranks, self._average = ranks, SeedAverage(ranks)
         self.optimizer = optimizer
         self.menu = tuple(menu)
         self.slots = tuple(Slot(site, model) for site in sites)
@@ -133,6 +137,11 @@ class GrowingNetwork:
                 named |= {f"seed.{slot.site.name}.{n}": p for n, p in slot.seed.named_parameters()}
         return named
 
+    def statistics(self) -> list[Tensor]:
+        """Buffers that training changes, such as the statistics of norms; ranks differ in them."""
+        seeds = [slot.seed for slot in self.slots if slot.seed is not None]
+        return [b for m in (self.model, *seeds) for b in m.buffers() if b.dtype in _STATISTICS]
+
     def seed(self, index: int) -> nn.Module:
         """The seed in a slot that has one."""
         seed = self.slots[index].seed
@@ -176,6 +185,7 @@ class GrowingNetwork:
                 target = float(self.states.alpha_target[0, index])
                 stack.enter_context(self.slots[index].with_alpha(target))
             gradients = torch.autograd.grad(compute_loss(), weights, allow_unused=True)
+        self.ranks.mean([gradient for gradient in gradients if gradient is not None])
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
@@ -239,14 +249,17 @@ class GrowingNetwork:
     def _add_seed(self, index: int) -> None:
         slot = self.slots[index]
         blueprint = self.menu[int(self.states.blueprint[0, index])]
-        seed = new_seed(blueprint, slot.site, self.model, self.generator)
+        program = blueprint.program(slot.site.seed_site)
+        seed = new_seed(program, slot.site, self.generator, self.model)
         slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
+        self._average.watch(seed)
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
         self._groups.join(self._owners[index], named)
 
     def _remove_seed(self, slot: Slot) -> None:
         assert slot.seed is not None
         self._groups.leave(slot.seed.parameters())
+        self._average.forget(slot.seed)
         slot.clear()
 
 

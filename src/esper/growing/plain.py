@@ -26,31 +26,39 @@ from esper.growing.widening import Branch, new_branch
 from esper.leyline.constants import BlendStyle
 
 
-class Grown(nn.Module):
-    """A site with its committed seed: `blend(site(...), seed(site(...)))`.
+class ChangedSite(nn.Module):
+    """A site whose output is changed by `change`, which subclasses define.
 
     Other attributes are those of the site: some models read attributes of their layers.
     """
 
-    def __init__(self, site: nn.Module, seed: Seed, alpha: float, style: BlendStyle):
+    def __init__(self, site: nn.Module):
         super().__init__()
         self.site = site
-        self.seed = seed
-        self.alpha = alpha
-        self.style = style
         self.register_forward_pre_hook(_no_op)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return with_first(self.site(*args, **kwargs), self._blended)
+    def change(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    def _blended(self, x: Tensor) -> Tensor:
-        return blend_one(x, self.seed(x), self.alpha, self.style)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return with_first(self.site(*args, **kwargs), self.change)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("site"), name)
+
+
+class Grown(ChangedSite):
+    """A site with its committed seed: `blend(site(...), seed(site(...)))`."""
+
+    def __init__(self, site: nn.Module, seed: Seed, alpha: float, style: BlendStyle):
+        super().__init__(site)
+        self.seed, self.alpha, self.style = seed, alpha, style
+
+    def change(self, x: Tensor) -> Tensor:
+        return blend_one(x, self.seed(x), self.alpha, self.style)
 
 
 def _no_op(module: nn.Module, args: Any) -> None:

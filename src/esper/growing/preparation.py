@@ -12,6 +12,7 @@ from esper.growing.budget import Budget, SeedCost
 from esper.growing.plain import check_plain, working_pairs
 from esper.growing.sites import MENU, ModelSite, SiteTrace, count_macs, count_params, trace_sites
 from esper.growing.slots import Slot, disable_nested_tensors
+from esper.growing.tracing import trace
 from esper.kasmina.blueprints import Blueprint
 
 
@@ -55,10 +56,10 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no parameters; give a model that can be trained"
         )
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    if isinstance(model, nn.DataParallel):
         raise ValueError(
-            f"the model is wrapped in {type(model).__name__}, which would not copy new weights to "
-            "its replicas; grow model.module on one device"
+            "the model is wrapped in DataParallel, which would not copy new weights to its replicas; "
+            "use DistributedDataParallel under torchrun, or grow model.module on one device"
         )
     if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
         raise ValueError(
@@ -117,6 +118,13 @@ def prepare_model(
     menu = _fitting_menu(chosen, blueprints)
     budget.check_room(params, macs, _seed_costs(chosen, menu))
     return PreparedModel(trace, chosen, menu, params, macs)
+
+
+def freeze_all_but_head(model: nn.Module, example: Any) -> None:
+    """Switch off `requires_grad` for all weights but those of the last layer that has weights."""
+    head = trace(model, example).weights
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.rpartition(".")[0] == head)
 
 
 def _fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tuple[Blueprint, ...]:

@@ -31,6 +31,7 @@ from esper.growing.growth import DEFAULT_RENT, Growth
 from esper.growing.inputs import batch_size, count_rows, forward, moved
 from esper.growing.ledger import Ledger, TwinRecord, Verdict
 from esper.growing.network import are_finite, finite_buffers
+from esper.growing.parallel import is_split, rows_of, unwrapped
 from esper.growing.plain import without_graphs
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
@@ -46,6 +47,7 @@ from esper.growing.validation import (
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import Controller
+from esper.leyline.ranks import ALONE, Ranks, join_ranks
 
 Loss = Callable[[Any, Any], Tensor]  # (model output, target) -> mean loss of the batch
 Unpack = Callable[[Any], tuple[Any, Any]]  # a batch of the loader -> (inputs, target)
@@ -125,7 +127,12 @@ def grow(
 
     The twin is bit-exact the model that your own loop would have trained, if your data uses the
     generators of torch, numpy, Python or a DataLoader. Optimizer hooks are called for both models.
+
+    Under torchrun all ranks start from the weights and random numbers of rank 0 and train one model
+    (wrapped in DistributedDataParallel or not). Each takes its rows of every training batch, unless
+    the loader has a `DistributedSampler`. All return the same result.
     """
+    model, ranks = unwrapped(model)[0], join_ranks()
     _check_call(steps, decisions, loss, metric, scheduler)
     check_arguments(
         model, optimizer, decisions=decisions + 1, budget=budget, rent=rent, rng_seed=rng_seed
@@ -133,6 +140,9 @@ def grow(
     device = next(model.parameters()).device
     check_loader(train_loader, "training")
     check_loader(val_loader, "validation")
+    ranks.copy_first(t.detach() for t in (*model.parameters(), *model.buffers()))
+    if not is_split(train_loader):
+        torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))
     with stop_on_interrupt() as should_stop:  # before the loader starts workers: they inherit it
         batches = _endless(train_loader)
         # the first batch is trained on too, so the loader is read as often as in the user's loop
@@ -147,7 +157,7 @@ def grow(
                 if metric is None
                 else (_name_of(metric), metric)
             )
-        task = _Task(loss, metric, val_loader, device, unpack)
+        task = _Task(loss, metric, val_loader, device, unpack, ranks, is_split(train_loader))
         _set_train_mode(model)
         ungrown = _Twin(*_copied(model, optimizer), task) if twin else None
         growth = Growth(
@@ -169,13 +179,16 @@ def grow(
             shadow_training=shadow_training,
             rng_seed=rng_seed,
             metric=metric_name,
+            ranks=ranks,
         )
         if ungrown is not None:
             disable_nested_tensors(ungrown.model, growth.sites)  # as in the growing model
-        with progress_bar(steps, growth.describe(), enabled=progress) as report:
-            _train(growth, ungrown, task, chain([raw], batches), steps, report, should_stop)
+        stop = lambda: ranks.any(should_stop())  # noqa: E731
+        shown = progress and ranks.is_first
+        with progress_bar(steps, growth.describe(), enabled=shown) as report:
+            _train(growth, ungrown, task, chain([raw], batches), steps, report, stop)
         result = _conclude(growth, ungrown, task)
-        if progress:
+        if shown:
             print(result)
         return result
 
@@ -231,9 +244,12 @@ class _Task:
         val_loader: Iterable[Any],
         device: torch.device,
         unpack: Unpack,
+        ranks: Ranks,
+        has_own_rows: bool,
     ):
         self._loss, self._metric, self._unpack = loss, metric, unpack
         self._val_loader, self._device = val_loader, device
+        self.ranks, self._has_own_rows = ranks, has_own_rows  # a rank reads its own batches
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, target = batch
@@ -255,14 +271,16 @@ class _Task:
             for batch in self._val_loader:
                 for collected, model in zip(scores, models, strict=True):
                     collected.append(self.score(model, batch)[0])
-        return [bounded(joined(collected)) for collected in scores]
+        split = self.ranks if is_split(self._val_loader) else ALONE
+        return self.ranks.broadcast([bounded(joined(parts, split)) for parts in scores])
 
     def train_both(self, growth: Growth, twin: "_Twin | None", batch: Any) -> None:
         """One step of both models on the same batch with the same randomness."""
         batch = moved(self._unpack(batch), self._device)
+        batch, weight = (batch, 1.0) if self._has_own_rows else rows_of(batch, self.ranks)
         start = time.perf_counter()
         with untouched_randomness(growth.model) if twin else nullcontext():
-            loss = self._step(growth.model, growth.optimizer, batch, growth.shadow_loss)
+            loss = self._step(growth.model, growth.optimizer, batch, weight, growth.shadow_loss)
         growth.after_step(loss)
         middle = time.perf_counter()
         growth.ledger.add_cost("growing", 0, middle - start)
@@ -272,7 +290,7 @@ class _Task:
             return
         is_first = growth.optimizer_steps == 1
         before = _versions(growth.model) if is_first else []
-        self._step(twin.model, twin.optimizer, batch)
+        self._step(twin.model, twin.optimizer, batch, weight)
         if is_first and _versions(growth.model) != before:
             raise ValueError(
                 "a step of the ungrown twin changed the growing model: the loss or an optimizer "
@@ -280,7 +298,7 @@ class _Task:
                 "the arguments (a loss: output and target; a hook: optimizer.param_groups)"
             )
         twin.follow(growth.scheduler, growth.optimizer)
-        macs = 3 * growth.ledger.before.macs * batch_size(batch[0])
+        macs = 3 * growth.ledger.before.macs * batch_size(growth.example)
         growth.ledger.add_cost("twin", macs, time.perf_counter() - middle)
 
     def _step(
@@ -288,13 +306,16 @@ class _Task:
         model: nn.Module,
         optimizer: optim.Optimizer,
         batch: Any,
+        weight: float,
         shadow: Callable[[Callable[[], Tensor]], None] | None = None,
     ) -> Tensor:
         optimizer.zero_grad()
         loss = self.loss(model, batch)
+        loss = loss if weight == 1.0 else weight * loss
         loss.backward()  # type: ignore[no-untyped-call]
+        self.ranks.mean([p.grad for p in model.parameters() if p.grad is not None])
         if shadow is not None:
-            shadow(lambda: self.loss(model, batch))
+            shadow(lambda: weight * self.loss(model, batch))
         optimizer.step()
         return loss.detach()
 
@@ -323,12 +344,14 @@ class _Twin:
             own.update({name: value for name, value in new.items() if value != old.get(name)})
 
     def measure(self, ledger: Ledger, step: int) -> None:
-        start = time.perf_counter()
+        ranks, start = self._task.ranks, time.perf_counter()
+        ranks.copy_first(b for b in self.model.buffers() if b.is_floating_point())
         (scores,) = self._task.val_scores(self.model)
         macs = ledger.before.macs * len(scores)
         ledger.add_cost("measuring", macs, time.perf_counter() - start)
         is_finite = are_finite(self.model, self.model.parameters(), self._finite_buffers)
         metric = float(scores.mean()) if is_finite else math.nan  # NaN is never the best
+        metric = ranks.broadcast(metric)
         ledger.twin.append(TwinRecord(step=step, metric=metric))
         if metric > self.best_metric:
             self.best_metric = metric

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.growing.widening import Branch, Enlarged, new_branch
 from esper.kasmina.blending import gate
-from esper.kasmina.blueprints import Blueprint
 from esper.leyline.constants import BlendStyle, SiteKind
 
 # a module that is skipped at random (LayerDrop, stochastic depth) is called within this many steps
@@ -44,14 +44,14 @@ class Seed(nn.Module):
 
 
 def new_seed(
-    blueprint: Blueprint, site: ModelSite, model: nn.Module, generator: torch.Generator
+    program: Any, site: ModelSite, generator: torch.Generator, model: nn.Module | None = None
 ) -> Seed | Branch:
-    """A seed with initial weights; its last layer is zero.
+    """A seed with initial weights; its last layer is zero. A pair needs the model.
 
     Only `generator` is used: torch's global random state does not change.
     """
-    program: Any = blueprint.program(site.seed_site)
-    if site.pair is not None:
+    if isinstance(program, UnitsProgram):
+        assert model is not None
         return new_branch(program, model.get_submodule, generator)
     with torch.device("meta"):
         layers = program.module()

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from esper.growing.eval_mode import eval_mode
 from esper.growing.ledger import StepRecord
 from esper.growing.network import GrowingNetwork
+from esper.growing.parallel import is_split
+from esper.leyline.ranks import ALONE, Ranks
 
 # batch -> a score per example [n], 0 to 1, higher is better; optionally with the mean loss
 Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]
@@ -93,13 +95,18 @@ class Validator:
         if self._loader is not None and self._score is not None:
             if val_metric is not None:
                 raise ValueError("growth measures the metric itself with score=; leave it out here")
-            measured = measure(network, self._loader, self._score)
+            split = network.ranks if is_split(self._loader) else ALONE
+            measured = measure(network, self._loader, self._score, split)
+            measured = network.ranks.broadcast(measured)
         elif val_metric is None:
             raise ValueError(
                 "decide() needs the validation metric; or give Growth a val_loader and a score"
             )
         else:
             metric, loss = _as_float(val_metric), None if val_loss is None else _as_float(val_loss)
+            size, every = network.ranks.size, network.ranks.gather((metric, loss))
+            metric = sum(metric for metric, _ in every) / size
+            loss = None if loss is None else sum(loss or 0.0 for _, loss in every) / size
             measured = Measurement(metric, loss, {}, None if network.uncommitted else metric)
         if is_first:
             check_metric(measured.metric)
@@ -115,8 +122,13 @@ def _as_float(number: Number) -> float:
     return float(number.detach())
 
 
-def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Measurement:
-    """Score the network, the network without each active seed, and the committed network."""
+def measure(
+    network: GrowingNetwork, batches: Iterable[Any], score: Score, ranks: Ranks = ALONE
+) -> Measurement:
+    """Score the network, the network without each active seed, and the committed network.
+
+    The batches are those of all `ranks`.
+    """
     uncommitted, complete = tuple(network.uncommitted), ()
     switched_off = {complete, *((slot,) for slot in network.active), uncommitted}
     scores: dict[tuple[int, ...], list[Tensor]] = {slots: [] for slots in sorted(switched_off)}
@@ -129,12 +141,12 @@ def measure(network: GrowingNetwork, batches: Iterable[Any], score: Score) -> Me
                 collected.append(values)
                 if loss is not None and off == complete:
                     losses.append(loss.detach() * len(values))
-    per_example = {off: bounded(joined(collected)) for off, collected in scores.items()}
+    per_example = {off: bounded(joined(collected, ranks)) for off, collected in scores.items()}
     whole = per_example[complete]
     differences = {slot: paired_difference(whole, per_example[slot,]) for slot in network.active}
     return Measurement(
         metric=float(whole.mean()),
-        loss=float(torch.stack(losses).sum() / len(whole)) if losses else None,
+        loss=float(ranks.sums(torch.stack(losses).sum())[0] / len(whole)) if losses else None,
         contributions={s: known for s, known in differences.items() if not math.isnan(known[0])},
         committed_metric=float(per_example[uncommitted].mean()),
         rows=len(whole) * len(per_example),
@@ -205,11 +217,11 @@ def checked_scores(values: Tensor) -> Tensor:
     return values.detach()
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    """The scores of all batches, float64 `[n]` on the CPU."""
+def joined(parts: list[Tensor], ranks: Ranks = ALONE) -> Tensor:
+    """The scores of all batches of all ranks, float64 `[n]` on the CPU."""
     if not any(len(part) for part in parts):
         raise ValueError("the validation loader yields nothing; give it one example or more")
-    return torch.cat(parts).double().cpu()
+    return torch.cat(ranks.gather(torch.cat(parts).double().cpu()))
 
 
 def bounded(scores: Tensor) -> Tensor:

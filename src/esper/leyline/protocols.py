@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.ranks import EnvShare
 from esper.leyline.reports import Reports
 
 
@@ -42,6 +43,7 @@ class Environment(Protocol):
     """N growing hosts that take one factored action each per step."""
 
     num_envs: int
+    share: EnvShare  # its envs among those of all ranks
     siblings: int  # consecutive envs with the same start, data and rent; only actions differ
     action_space: FactoredActionSpace
 

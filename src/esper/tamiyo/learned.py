@@ -23,7 +23,7 @@ from esper.tamiyo.policy.network import (
 )
 from esper.tamiyo.policy.slot_heads import SlotHeads, tamiyo_policy
 
-_KIND, _VERSION = "controller", 5
+_KIND, _VERSION = "controller", 6
 
 
 class LearnedController:
@@ -35,6 +35,7 @@ class LearnedController:
     def __init__(
         self,
         policy: FactoredRecurrentActorCritic,
+        menu: tuple[str, ...] = (),
         *,
         deterministic: bool = True,
         generator: torch.Generator | None = None,
@@ -42,6 +43,7 @@ class LearnedController:
         if not isinstance(policy.heads, SlotHeads):
             raise ValueError("this policy has no slot heads; build one with tamiyo_policy")
         self.policy = policy
+        self.menu = menu  # names of the blueprints it was trained with; empty: not known
         self.deterministic, self.generator = deterministic, generator
         self._state: RecurrentState | None = None
 
@@ -87,6 +89,7 @@ class LearnedController:
         """Write the policy's features, sizes and weights to one file, atomically."""
         contents = {
             "features": feature_list(),
+            "menu": list(self.menu),
             "policy": asdict(self.policy.config),
             "weights": {name: weight.cpu() for name, weight in self.policy.state_dict().items()},
         }
@@ -110,7 +113,8 @@ class LearnedController:
             )
         policy = _untrained(FeatureLayout(1, 1), PolicyConfig(**contents["policy"]))
         policy.load_state_dict(contents["weights"])
-        return cls(policy.to(device), deterministic=deterministic, generator=generator)
+        menu = tuple(contents["menu"])
+        return cls(policy.to(device), menu, deterministic=deterministic, generator=generator)
 
     def _fit(self, layout: FeatureLayout) -> FactoredRecurrentActorCritic:
         """The policy for this many slots and blueprints: other shapes, the same weights."""

@@ -21,6 +21,7 @@ from esper.leyline.checks import require_at_least
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.protocols import StepOutcome
+from esper.leyline.ranks import EnvShare
 from esper.leyline.reports import Reports
 from esper.leyline.stages import SeedStage
 from esper.tolaria.governor import Rollback
@@ -68,6 +69,7 @@ class HostBatch(Protocol):
     """Hosts that train while seeds grow in their slots."""
 
     num_envs: int
+    share: EnvShare  # its envs among those of all ranks
     num_slots: int
     num_blueprints: int
     siblings: int  # consecutive envs whose hosts differ only in the actions on them
@@ -119,15 +121,17 @@ class GrowthEnvironment:
         self.host_batch = host_batch
         self.config = config or GrowthConfig()
         self.num_envs, self.siblings = host_batch.num_envs, host_batch.siblings
+        self.share = host_batch.share
         self.action_space = tamiyo_action_space(host_batch.num_slots, host_batch.num_blueprints)
         self.generator = torch.Generator().manual_seed(rng_seed)  # of hosts, views and rents
 
     def reset(self) -> None:
         config = self.config
         facts = self.host_batch.reset(self.generator)
-        uniform = torch.rand(self.num_envs // self.siblings, generator=self.generator)
+        # for all envs of the run, so that it does not depend on the ranks
+        uniform = torch.rand(self.share.total // self.siblings, generator=self.generator)
         rent = config.min_rent * (config.max_rent / config.min_rent) ** uniform
-        self.begin(facts, rent.repeat_interleave(self.siblings))
+        self.begin(facts, rent[self.share.ids // self.siblings])
 
     def begin(self, facts: HostFacts, rent: Tensor) -> None:
         """Start an episode with the present hosts, at these rents `[N]`."""

@@ -8,6 +8,7 @@ use and reused.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from esper.kasmina.lifecycle import (
 )
 from esper.leyline.arrays import copy_together
 from esper.leyline.checks import require_at_least
+from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.tolaria.augmentation import NO_AUGMENTATION, Augmentation
 from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
@@ -66,11 +68,33 @@ class HostBatchConfig:
                 f"envs_per_type={self.envs_per_type} does not split into siblings={self.siblings}"
             )
 
+    def split(self, ranks: Ranks) -> tuple["HostBatchConfig", EnvShare]:
+        """The settings of one rank's host batch, and its envs.
+
+        Every type is split over as many ranks as possible, because hosts of different types take
+        different times. Siblings stay together.
+        """
+        per_type, total = self.envs_per_type // self.siblings, self.num_types * self.envs_per_type
+        within = gcd(ranks.size, per_type)  # ranks that share a type
+        across = ranks.size // within
+        if self.num_types % across:
+            raise ValueError(
+                f"host_batch.num_types={self.num_types} x {per_type} groups of siblings do not split "
+                f"over {ranks.size} ranks; use a number of ranks that divides "
+                f"{self.num_types * per_type}"
+            )
+        types, envs = self.num_types // across, self.envs_per_type // within
+        first_type, first_env = ranks.rank // within * types, ranks.rank % within * envs
+        ids = torch.arange(total).view(self.num_types, self.envs_per_type)
+        here = ids[first_type : first_type + types, first_env : first_env + envs].flatten()
+        return replace(self, num_types=types, envs_per_type=envs), EnvShare(total, here)
+
 
 class PopulationBatch:
     """`num_types` populations; env n is host `n % envs_per_type` of type `n // envs_per_type`.
 
-    `host_ids` `[N]` are the keys of the envs' random numbers, by default one per group of siblings.
+    With several ranks it has this rank's envs of a host batch with the settings `config`. `host_ids`
+    `[N]` are the keys of the envs' random numbers, by default one per group of siblings of the run.
     Hosts with the same architecture, view and id start with the same weights and read the same
     rows in the same order.
     """
@@ -84,12 +108,15 @@ class PopulationBatch:
         *,
         optimizer: Optimizer | None = None,
         host_ids: Tensor | None = None,
+        ranks: Ranks = ALONE,
     ):
-        self.config = config = config or HostBatchConfig()
+        config = config or HostBatchConfig()
+        self._run_envs_per_type = config.envs_per_type
         if len(hosts) < config.num_types:
             raise ValueError(
                 f"{len(hosts)} hosts to choose from, but num_types={config.num_types} per episode"
             )
+        config, self.share = config.split(ranks)
         available = task.validation_y.shape[1]
         if config.validation_rows > available:
             raise ValueError(
@@ -98,11 +125,11 @@ class PopulationBatch:
         config.augment.is_on(task.input_shape)  # raises if the inputs are not images
         if len({host.num_slots for host in hosts}) != 1:
             raise ValueError("hosts of one host batch must have the same number of slots")
-        self.hosts, self.menu, self.task = tuple(hosts), tuple(menu), task
+        self.config, self.hosts, self.menu, self.task = config, tuple(hosts), tuple(menu), task
         self.optimizer = optimizer or AdamW()
         self.num_envs, self.siblings = config.num_types * config.envs_per_type, config.siblings
-        families = torch.arange(self.num_envs) // config.siblings
-        self.host_ids = families if host_ids is None else host_ids
+        self._families = self.share.ids // config.siblings
+        self.host_ids = self._families if host_ids is None else host_ids
         self.num_slots, self.num_blueprints = hosts[0].num_slots, len(menu)
         self.events: tuple[Rollback, ...] = ()  # rollbacks of the last step; `host` is the env
         self._built: dict[Host, list[_Member]] = {}
@@ -143,12 +170,13 @@ class PopulationBatch:
         return member.population.kernels
 
     def reset(self, generator: torch.Generator) -> HostFacts:
-        order = torch.randperm(len(self.hosts), generator=generator).tolist()
-        families = self.num_envs // self.siblings
+        order = torch.randperm(len(self.hosts), generator=generator)
+        families = self.share.total // self.siblings
         views = torch.randint(self.task.num_views, (families,), generator=generator)
         rng_seed = int(torch.randint(2**31, (1,), generator=generator))
-        chosen = [self.hosts[i] for i in order[: self.config.num_types]]
-        self.new_hosts(chosen, views.repeat_interleave(self.siblings), rng_seed)
+        types = self.share.ids[:: self.config.envs_per_type] // self._run_envs_per_type
+        chosen = [self.hosts[i] for i in order[types].tolist()]
+        self.new_hosts(chosen, views[self._families], rng_seed)
         return self.facts()
 
     def new_hosts(self, hosts: Sequence[Host], view_ids: Tensor, rng_seed: int) -> None:

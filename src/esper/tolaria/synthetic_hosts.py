@@ -16,6 +16,7 @@ from torch import Tensor
 
 from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step
 from esper.leyline.constants import SiteKind
+from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.stages import SeedStage
 from esper.tolaria.governor import Rollback
 from esper.tolaria.reports import HostFacts, StepMeasurements
@@ -56,12 +57,15 @@ class SyntheticHosts:
         *,
         siblings: int = 1,
         noise: float = 0.0,
+        ranks: Ranks = ALONE,
     ):
+        self.share = EnvShare.split(num_envs, ranks)
         if num_envs % siblings:
             raise ValueError(f"num_envs={num_envs} does not split into siblings={siblings}")
+        num_envs //= ranks.size
         self.num_envs, self.siblings, self.noise = num_envs, siblings, noise
         self.events: tuple[Rollback, ...] = ()  # synthetic hosts do not break
-        self.type_ids = torch.arange(num_envs) // siblings % len(types)
+        self.type_ids = self.share.ids // siblings % len(types)
         self.train_rows = torch.tensor([each.train_rows for each in types])
         self.locality = torch.tensor([each.locality for each in types])
         in_first_slot = torch.tensor([each.gains for each in types])
@@ -144,7 +148,8 @@ class SyntheticHosts:
         """The measured accuracy `[N]` for these effects of seeds `[N, S]`."""
         accuracy = HOST_ACCURACY + effect.sum(dim=-1)
         if self.noise:
-            accuracy += self.noise * torch.randn(self.num_envs, generator=self._generator)
+            noise = torch.randn(self.share.total, generator=self._generator)
+            accuracy += self.noise * noise[self.share.ids]
         return accuracy
 
     def _effect(self) -> Tensor:

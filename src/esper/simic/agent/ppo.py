@@ -7,12 +7,17 @@
 The rollout holds features as the environment gave them; acting and learning scale them with the
 same statistics, which change only at the end of an update. So every ratio is 1 before the first
 optimiser step.
+
+With several ranks, each holds the rollout of its own envs. All ranks shuffle the ids of all envs
+alike; minibatch k of the run is the union of the ranks' envs among its ids. Its loss is a mean over
+all its steps, so ranks divide by the run's counts and add up their gradients. A rank without envs
+in a minibatch adds zeros. Statistics and decisions are those of the whole run on every rank.
 """
 
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +28,7 @@ from torch.nn.functional import mse_loss
 from esper.leyline.checks import require_at_least, require_fraction, require_positive
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.simic.agent.rollout_buffer import RolloutBatch, TamiyoRolloutBuffer
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
@@ -101,8 +107,13 @@ class TrainingFailed(RuntimeError):
 class PPOAgent:
     """A policy with its optimiser and normalisers: acts, and learns from rollouts."""
 
-    def __init__(self, policy: FactoredRecurrentActorCritic, config: PPOConfig | None = None):
-        self.policy = policy
+    def __init__(
+        self,
+        policy: FactoredRecurrentActorCritic,
+        config: PPOConfig | None = None,
+        ranks: Ranks = ALONE,
+    ):
+        self.policy, self.ranks = policy, ranks
         self.config = config or PPOConfig()
         self._parameters = list(policy.parameters())
         self.device = policy.device
@@ -114,6 +125,7 @@ class PPOAgent:
         self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
         self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
         self._has_warned = False  # of ratios that are not 1
+        self._zero = torch.zeros((), device=self.device)
 
     # -- acting -------------------------------------------------------------------------------
 
@@ -149,16 +161,19 @@ class PPOAgent:
         *,
         progress: float = 0.0,
         generator: torch.Generator | None = None,
+        share: EnvShare | None = None,
     ) -> dict[str, float]:
         """Learn from a rollout and return the metrics that docs/metrics.md lists.
 
-        `progress` (0 to 1) sets the schedules, `generator` (on the CPU) the minibatches. An update
-        with a loss or gradient that is not finite is undone.
+        `progress` (0 to 1) sets the schedules, `generator` (on the CPU) the minibatches, `share` the
+        ids of the buffer's envs among those of all ranks. An update with a loss or gradient that is
+        not finite is undone.
         """
-        config = self.config
+        config, ranks = self.config, self.ranks
+        share = share or EnvShare.split(buffer.num_envs, ALONE)
         self.policy.raise_on_bad_values()  # of the rollout
         buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
-        advantage = buffer.normalize_advantages()
+        advantage = buffer.normalize_advantages(ranks)
         batch, layout = buffer.get_batched_sequences(self.device), buffer.sequence_layout()
         if layout.num_rows == 0:
             raise ValueError("the rollout has no steps; add some before the update")
@@ -170,7 +185,7 @@ class PPOAgent:
         rollout = replace(batch, returns=self._scaled_values(batch.returns))
         meter = _Meter()
         try:
-            epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator)
+            epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator, share)
             self.policy.raise_on_bad_values()
         except ValueError:  # the rollout has illegal actions: nothing may be learned from it
             self.load_state_dict(before)
@@ -178,20 +193,21 @@ class PPOAgent:
         if is_finite:
             self.failed_updates = 0
             if config.normalize_features:
-                self.policy.update_scales(layout.gather(batch.states))
+                self.policy.update_scales(layout.gather(batch.states), ranks)
         else:
             self._undo(before)
-        explained = _explained_variance(layout.gather(batch.values), returns)
-        scalars = torch.stack([advantage.mean, advantage.std, returns.mean(), explained]).tolist()
+        mean, explained = _return_metrics(layout.gather(batch.values), returns, ranks)
+        scalars = torch.stack([advantage.mean, advantage.std, mean, explained]).tolist()
         names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
         means = meter.means()
+        means["first_ratio_error"] = max(ranks.gather(means["first_ratio_error"]))
         if is_finite:
             self._check_first_ratios(means["first_ratio_error"])
         return means | {
             **dict(zip(names, scalars, strict=True)),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "ppo_epochs_run": float(epochs_run),
-            "rows": float(layout.num_rows),
+            "rows": float(ranks.sums(layout.num_rows)[0]),
             "update_undone": float(not is_finite),
         }
 
@@ -201,29 +217,21 @@ class PPOAgent:
         layout: SequenceLayout,
         meter: "_Meter",
         generator: torch.Generator | None,
+        share: EnvShare,
     ) -> tuple[int, bool]:
         """Train on the rollout; returns the passes made and whether all losses were finite."""
         for ppo_epoch in range(self.config.ppo_epochs):
-            for piece, steps, rows in self._minibatches(rollout, layout, generator):
-                evaluation = self.policy.evaluate(steps, piece)
-                loss, measured = ppo_loss(
-                    evaluation,
-                    rows,
-                    self.policy.action_space,
-                    self._entropy_share * self._entropy_weights,
-                    self.config,
-                )
+            for minibatch in self._minibatches(rollout, layout, generator, share):
                 for parameter in self._parameters:
                     parameter.grad = None
-                with full_precision(self.device):
-                    loss.backward()  # type: ignore[no-untyped-call]
+                measured = self._backward(minibatch, meter)
                 norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
                 measured["gradient_norm"] = norm
                 # With found_inf 1 the fused step does not change the weights, and needs no
                 # synchronisation. They stay finite until the update is undone.
                 self.optimizer.found_inf = (~(norm < torch.inf)).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
-                meter.add(measured, evaluation, rows)
+                meter.add(measured)
             kl, is_finite = meter.close_epoch()  # the only synchronisation of a pass
             if not is_finite:
                 return ppo_epoch + 1, False
@@ -231,17 +239,51 @@ class PPOAgent:
                 return ppo_epoch + 1, True
         return self.config.ppo_epochs, True
 
+    def _backward(self, minibatch: "_Minibatch", meter: "_Meter") -> dict[str, Tensor]:
+        """Gradients of a minibatch on all ranks; returns its metrics."""
+        space = self.policy.action_space
+        measured = dict.fromkeys(_metric_names(space), self._zero)
+        if minibatch.layout.num_rows:
+            evaluation = self.policy.evaluate(minibatch.steps, minibatch.layout)
+            weights = self._entropy_share * self._entropy_weights
+            loss, measured = ppo_loss(
+                evaluation, minibatch.rows, space, weights, self.config, minibatch.totals
+            )
+            with full_precision(self.device):
+                loss.backward()  # type: ignore[no-untyped-call]
+            meter.note_first(evaluation, minibatch.rows)
+        if self.ranks.size > 1:
+            for weight in self._parameters:
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            values = torch.stack(list(measured.values()))
+            gradients = [w.grad for w in self._parameters if w.grad is not None]
+            self.ranks.sum_together([*gradients, values])
+            measured = dict(zip(measured, values.unbind(), strict=True))
+        return measured
+
     def _minibatches(
-        self, rollout: RolloutBatch, layout: SequenceLayout, generator: torch.Generator | None
-    ) -> Iterator[tuple[SequenceLayout, StoredSteps, "RolloutRows"]]:
+        self,
+        rollout: RolloutBatch,
+        layout: SequenceLayout,
+        generator: torch.Generator | None,
+        share: EnvShare,
+    ) -> "Iterator[_Minibatch]":
         """Random minibatches of whole env rows; one gather per field for the whole pass."""
-        order = torch.randperm(layout.num_envs, generator=generator)
-        pieces = (layout.select(ids) for ids in order.chunk(self.config.num_minibatches))
-        parts = SequenceParts(tuple(piece for piece in pieces if piece.num_rows))
+        order, is_alone = torch.randperm(share.total, generator=generator), self.ranks.size == 1
+        chunks = order.chunk(self.config.num_minibatches)
+        pieces = (layout.select(share.local(ids)) for ids in chunks)
+        parts = SequenceParts(tuple(p for p in pieces if p.num_rows or not is_alone))
         initial = RecurrentState(rollout.initial_hidden_h, rollout.initial_hidden_c)
         steps = self.policy.gather(rollout.states, rollout.actions, rollout.masks, parts, initial)
         rows = zip(*map(parts.split_rows, rollout_rows(rollout, parts)), strict=True)
-        return zip(parts.layouts, steps, map(RolloutRows._make, rows), strict=True)
+        totals: Iterable[Totals | None] = [None] * len(steps)
+        if not is_alone:
+            counts = torch.tensor([float(piece.num_rows) for piece in parts.layouts])
+            decided = torch.stack([part.legal.has_choice.sum() for part in steps])
+            summed = self.ranks.sum(torch.stack([counts.to(decided), decided]))
+            shares = (counts / summed[0].cpu().clamp(min=1.0)).tolist()
+            totals = map(Totals, shares, summed[1])
+        return map(_Minibatch, parts.layouts, steps, map(RolloutRows._make, rows), totals)
 
     def _check_first_ratios(self, error: float) -> None:
         if error > FIRST_RATIO_TOLERANCE and not self._has_warned:
@@ -264,7 +306,7 @@ class PPOAgent:
         """
         normalizer = self.value_normalizer
         old_mean, old_std, is_first = normalizer.mean.clone(), normalizer.std, normalizer.count == 0
-        normalizer.update(returns.unsqueeze(1))
+        normalizer.update(returns.unsqueeze(1), self.ranks)
         mean, std = normalizer.mean, normalizer.std
         factor = (old_std / std).masked_fill(is_first, 1.0)
         self.policy.rescale_value(factor, ((old_mean - mean) / std).masked_fill(is_first, 0.0))
@@ -310,12 +352,26 @@ class PPOAgent:
         return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
 
 
+class Totals(NamedTuple):
+    """Of a minibatch on all ranks."""
+
+    share: float  # of its steps that are on this rank
+    decided: Tensor  # steps with a choice
+
+
 class RolloutRows(NamedTuple):
     """The stored data of R steps that the loss needs."""
 
     log_probs: Tensor  # [R, H]
     advantages: Tensor  # [R]
     returns: Tensor  # [R], normalised
+
+
+class _Minibatch(NamedTuple):
+    layout: SequenceLayout
+    steps: StoredSteps
+    rows: RolloutRows
+    totals: Totals | None  # None with one rank
 
 
 def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
@@ -329,12 +385,17 @@ def ppo_loss(
     action_space: FactoredActionSpace,
     entropy_weights: Tensor,
     config: PPOConfig,
+    totals: Totals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a minibatch, and its metrics."""
+    """The loss of a minibatch, and its metrics.
+
+    With `totals`, the part of this rank: loss and metrics of all ranks add up to the minibatch's.
+    """
     legal = evaluation.distribution.legal
     # steps with a single legal action train the critic only
     has_choice = legal.has_choice
-    weights = has_choice / has_choice.sum().clamp_min(1.0)  # mean over the steps with a choice
+    share, decided = totals or (1.0, has_choice.sum())
+    weights = has_choice / decided.clamp_min(1.0)  # mean over the steps with a choice
 
     # 0 for heads with nothing to choose
     log_ratios = (evaluation.log_probs - rows.log_probs).sum(dim=-1)
@@ -347,34 +408,36 @@ def ppo_loss(
     policy_loss = -(weights @ surrogate)
     entropy_bonus = weights @ (evaluation.normalized_entropies @ entropy_weights)
     value_loss = 0.5 * mse_loss(evaluation.values, rows.returns)
-    loss = torch.add(policy_loss, value_loss, alpha=config.value_coefficient)
+    loss = torch.add(policy_loss, value_loss, alpha=config.value_coefficient * share)
     loss = torch.sub(loss, entropy_bonus, alpha=config.entropy_coefficient)
     with torch.no_grad():
         kl_k3 = log_ratios.expm1() - log_ratios  # Schulman's k3 estimate of the KL
         kl, clip_fraction = torch.stack([kl_k3, (ratios != clipped).float()]) @ weights
-        measured = {
-            "loss": loss.detach(),
-            "policy_loss": policy_loss.detach(),
-            "value_loss": value_loss.detach(),
-            "kl": kl,
-            "clip_fraction": clip_fraction,
-            "decided_fraction": has_choice.mean(),
-        }
-        for kind, values in (
-            ("entropy", evaluation.entropies),
-            ("normalized_entropy", evaluation.normalized_entropies),
-            ("choice_fraction", (legal.counts > 1).float()),
-        ):
-            names = (f"{kind}/{name}" for name in action_space.names)
-            measured |= zip(names, values.mean(dim=0).unbind(), strict=True)
-    return loss, measured
+        of_steps = [value_loss.detach(), has_choice.mean()]  # means over all steps
+        has_choices = (legal.counts > 1).float()
+        for values in (evaluation.entropies, evaluation.normalized_entropies, has_choices):
+            of_steps += values.mean(dim=0).unbind()
+        if totals is not None:
+            of_steps = [mean * share for mean in of_steps]
+        measured = (loss.detach(), policy_loss.detach(), kl, clip_fraction, *of_steps)
+    return loss, dict(zip(_metric_names(action_space), measured, strict=True))
 
 
-def _explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """1: the critic predicts every return; 0: no better than their mean."""
-    variance = returns.var(correction=0)
-    unexplained = (returns - values).var(correction=0)
-    return torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
+def _metric_names(action_space: FactoredActionSpace) -> list[str]:
+    kinds = ("entropy", "normalized_entropy", "choice_fraction")
+    of_heads = [f"{kind}/{name}" for kind in kinds for name in action_space.names]
+    first = ["loss", "policy_loss", "kl", "clip_fraction"]
+    return [*first, "value_loss", "decided_fraction", *of_heads]
+
+
+def _return_metrics(values: Tensor, returns: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The mean return, and the explained variance.
+
+    1: the critic predicts every return; 0: no better than their mean.
+    """
+    _, mean, variances = ranks.moments(torch.stack([returns, returns - values], dim=1))
+    variance, unexplained = variances
+    return mean[0], torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
 
 
 def _entropy_weights(action_space: FactoredActionSpace, config: PPOConfig) -> Tensor:
@@ -391,12 +454,16 @@ class _Meter:
         self._open: list[Tensor] = []  # [metrics] of each minibatch of the current pass
         self._closed: list[Tensor] = []  # [minibatches, metrics] of each earlier pass
 
-    def add(self, measured: dict[str, Tensor], evaluation: Evaluation, rows: RolloutRows) -> None:
+        self._first_ratio_error: Tensor | float = 0.0
+
+    def note_first(self, evaluation: Evaluation, rows: RolloutRows) -> None:
+        """Before the first optimiser step every ratio is 1, unless `act` and `score` differ."""
         if not self._names:
-            # before the first optimiser step every ratio is 1, unless `act` and `score` differ
             log_ratios = (evaluation.log_probs.detach() - rows.log_probs).sum(dim=-1)
             self._first_ratio_error = log_ratios.expm1().abs().max()
-            self._names = list(measured)
+
+    def add(self, measured: dict[str, Tensor]) -> None:
+        self._names = list(measured)
         self._open.append(torch.stack(list(measured.values())))
 
     def close_epoch(self) -> tuple[float, bool]:

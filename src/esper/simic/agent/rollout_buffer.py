@@ -30,6 +30,7 @@ from esper.leyline.constants import (
     DEFAULT_LSTM_HIDDEN_DIM,
 )
 from esper.leyline.factored_actions import FactoredActionSpace
+from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.sequences import SequenceLayout
 from esper.simic.agent.gae import compute_gae
 from esper.simic.agent.step_fields import INTEGERS, as_tensor, step_fields
@@ -275,19 +276,20 @@ class TamiyoRolloutBuffer:
         self.returns.copy_(returns)
         self._advantage_statistics = None
 
-    def normalize_advantages(self) -> AdvantageStatistics:
+    def normalize_advantages(self, ranks: Ranks = ALONE) -> AdvantageStatistics:
         """Scale the advantages of the stored rows to mean 0 and standard deviation 1.
 
-        A second call changes nothing and returns the same statistics.
+        The statistics are those of all ranks. A second call changes nothing and returns the same statistics.
         """
         self._require_advantages()
         if self._advantage_statistics is None:
             advantages, valid = self.advantages, self.valid_mask
-            count = max(len(self), 1)  # on the CPU: no synchronisation
             exact = advantages.double()  # so that rounding does not spread equal advantages
-            mean = torch.where(valid, exact, 0.0).sum() / count
-            variance = torch.where(valid, exact - mean, 0.0).square().sum() / count
-            std = variance.sqrt().clamp_min(ADVANTAGE_STD_FLOOR)
+            # with one rank the number of steps is on the CPU: no synchronisation
+            total, count = ranks.sums(torch.where(valid, exact, 0.0).sum(), max(len(self), 1))
+            mean = total / count
+            (squares,) = ranks.sums(torch.where(valid, exact - mean, 0.0).square().sum())
+            std = (squares / count).sqrt().clamp_min(ADVANTAGE_STD_FLOOR)
             advantages.copy_(torch.where(valid, (exact - mean) / std, 0.0))
             self._advantage_statistics = AdvantageStatistics(mean.float(), std.float())
         return self._advantage_statistics

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from esper.leyline.ranks import ALONE, Ranks
 from esper.simic.evaluation.arms import run_arms, standard_arms
 from esper.simic.evaluation.claims import judge_claims
 from esper.simic.evaluation.experiment import PairedExperiment
-from esper.simic.evaluation.plans import candidate_plans, search_plans
+from esper.simic.evaluation.plans import plans_for, search_plans
 from esper.simic.evaluation.report import EvaluationReport
 from esper.simic.evaluation.settings import EvaluationConfig, evaluation_preset
 from esper.simic.training.config import TrainConfig
@@ -35,11 +34,12 @@ def evaluate_run(
     data: str = "",
     settings: EvaluationConfig | None = None,
     say: Say = lambda text: None,
+    ranks: Ranks = ALONE,
 ) -> EvaluationReport:
     """Evaluate the controller of a run, or those of several runs that differ only in `rng_seed`.
 
     `task` and `data` evaluate on other data than the controllers trained on. `settings` replaces
-    `preset`. `say` receives progress messages.
+    `preset`. `say` receives progress messages. Networks are split over `ranks`; all return the report.
     """
     paths = [runs] if isinstance(runs, Path | str) else runs
     files = [RunFiles(Path(path)) for path in paths]
@@ -59,7 +59,9 @@ def evaluate_run(
         for entry, own in zip(files, configs, strict=True)
     ]
     settings = settings or evaluation_preset(preset)
-    return evaluate_controllers(controllers, first, settings, task=task, data=data, say=say)
+    return evaluate_controllers(
+        controllers, first, settings, task=task, data=data, say=say, ranks=ranks
+    )
 
 
 def evaluate_controllers(
@@ -70,6 +72,7 @@ def evaluate_controllers(
     task: str | None = None,
     data: str = "",
     say: Say = lambda text: None,
+    ranks: Ranks = ALONE,
 ) -> EvaluationReport:
     """Compare controllers with every arm on the types that `config` held out from training.
 
@@ -78,15 +81,9 @@ def evaluate_controllers(
     started = time.perf_counter()
     if task or data:
         config = on_task(config, task or "data", data)
-    training, held_out = prepare(config, settings)
+    training, held_out = (replace(e, ranks=ranks) for e in prepare(config, settings))
     say(f"searching {settings.num_plans} constant plans on {training.num_hosts} training hosts")
-    plans = candidate_plans(
-        settings.num_plans,
-        held_out.hosts[0].num_slots,
-        len(held_out.menu),
-        held_out.growth.num_steps,
-        torch.Generator().manual_seed(settings.rng_seed),
-    )
+    plans = plans_for(held_out, settings)
     found = search_plans(training, plans, settings.rents, num_types=1, finalists=settings.finalists)
     say(f"growing {held_out.num_hosts} hosts in every arm")
     networks = config.rounds * config.num_envs

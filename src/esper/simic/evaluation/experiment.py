@@ -8,7 +8,7 @@ Host h is identical in every lane: architecture, initial weights, data and data 
     (grown.validation - alone.validation).mean()
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -19,7 +19,9 @@ from torch import Tensor
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.leyline.arrays import TensorFields
-from esper.leyline.protocols import Controller
+from esper.leyline.protocols import Controller, StepOutcome
+from esper.leyline.ranks import ALONE, EnvShare, Ranks
+from esper.leyline.reports import Reports
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards import growth_score
 from esper.tamiyo.policy.action_masks import compute_batch_masks
@@ -86,6 +88,7 @@ class PairedExperiment:
     measure_test: MeasureTest | None = None  # leave out in experiments that choose something
     max_macs: float = 5e7
     """Multiply-adds of one row through all hosts that train in parallel; other arms train later."""
+    ranks: Ranks = ALONE  # that the networks of every architecture are split over
 
     @property
     def num_hosts(self) -> int:
@@ -124,9 +127,9 @@ class PairedExperiment:
         return self.play(layout, self.new_hosts(layout, rng_seed))
 
     def new_hosts(self, layout: "EnvLayout", rng_seed: int = 0) -> PopulationBatch:
-        """The hosts of every lane, untrained."""
-        copies = self.num_hosts // len(self.hosts)
-        num_envs = layout.num_lanes * copies
+        """The hosts of every lane, untrained; with several ranks, those of this rank."""
+        copies, envs = self.num_hosts // len(self.hosts), self.share(layout).ids
+        num_envs = len(envs) // len(self.hosts)
         config = replace(self.host_batch, num_types=len(self.hosts), envs_per_type=num_envs)
         host_ids = torch.arange(self.num_hosts).view(len(self.hosts), 1, copies)
         views = torch.tensor(self.view_ids).repeat_interleave(self.repeats)
@@ -136,19 +139,33 @@ class PairedExperiment:
             self.task,
             config,
             optimizer=self.optimizer,
-            host_ids=host_ids.expand(-1, layout.num_lanes, -1).flatten(),
+            host_ids=host_ids.expand(-1, layout.num_lanes, -1).flatten()[envs],
         )
         view_of_env = views.repeat(len(self.hosts) * layout.num_lanes)
-        host_batch.new_hosts(self.hosts, view_of_env, rng_seed)
+        host_batch.new_hosts(self.hosts, view_of_env[envs], rng_seed)
         return host_batch
+
+    def share(self, layout: "EnvLayout") -> EnvShare:
+        """The envs of this rank: some of every architecture, as many as on other ranks or one more."""
+        total = layout.num_lanes * self.num_hosts
+        envs = torch.arange(total).view(len(self.hosts), -1).tensor_split(self.ranks.size, dim=1)
+        if not envs[-1].numel():
+            raise ValueError(
+                f"{total // len(self.hosts)} networks of each architecture are too few for "
+                f"{self.ranks.size} ranks; use fewer ranks"
+            )
+        return EnvShare(total, envs[self.ranks.rank].flatten())
 
     def play(self, layout: "EnvLayout", host_batch: PopulationBatch) -> list[ArmOutcome]:
         """Train new hosts to the end; the outcome of every arm."""
         environment = GrowthEnvironment(host_batch, self.growth)
-        environment.begin(host_batch.facts(), layout.rent)
-        finished = play(environment, layout, self.training_rows, self.host_batch.validation_rows)
+        share = self.share(layout)
+        environment.begin(host_batch.facts(), layout.rent[share.ids])
+        rows = self.training_rows, self.host_batch.validation_rows
+        finished = play(environment, layout, *rows, share, self.ranks)
         if self.measure_test:
-            finished = replace(finished, test=self.measure_test(host_batch).double())
+            own = {"test": self.measure_test(host_batch).double()}
+            finished = replace(finished, **share.join(self.ranks.gather((share.ids, own))))
         return layout.split(finished)
 
 
@@ -172,33 +189,48 @@ class EnvLayout:
 
 
 def play(
-    environment: GrowthEnvironment, layout: EnvLayout, training_rows: int, validation_rows: int
+    environment: GrowthEnvironment,
+    layout: EnvLayout,
+    training_rows: int,
+    validation_rows: int,
+    share: EnvShare | None = None,
+    ranks: Ranks = ALONE,
 ) -> ArmOutcome:
     """Play one episode, each arm's envs under its own controller; the networks of all envs, `[N]`.
 
     `training_rows` is the number of examples a network trains on, `validation_rows` that of one
-    validation pass.
+    validation pass. With several ranks the environment has the envs of `share`, and every rank
+    decides for all envs from the reports of all ranks.
     """
+    share = share or EnvShare.split(environment.num_envs, ALONE)
+
+    def whole(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return share.join(ranks.gather((share.ids, own)))
+
+    def observe() -> Reports:
+        return Reports(**whole(environment.observe().tensors()))
+
     for arm, ids in zip(layout.arms, layout.env_ids, strict=True):
         arm.controller.begin(torch.arange(ids.numel()))
-    space, num_envs = environment.action_space, environment.num_envs
+    space, num_envs = environment.action_space, share.total
     actions = torch.zeros(num_envs, space.num_heads, dtype=torch.int64)
     rolled_back = torch.zeros(num_envs, dtype=torch.bool)
-    validation_macs, reports = torch.zeros(num_envs), environment.observe()
+    validation_macs, reports = torch.zeros(num_envs), observe()
     for _ in range(environment.config.num_steps):
         for arm, ids in zip(layout.arms, layout.env_ids, strict=True):
             part = reports.at(ids.flatten())
             masks = compute_batch_masks(part, space)
             actions[ids.flatten()] = arm.controller.decide(part, masks).cpu()
-        outcome = environment.step(actions)
+        outcome = StepOutcome(**whole(environment.step(actions[share.ids])._asdict()))
         rolled_back |= outcome.rolled_back
-        reports = environment.observe()
+        reports = observe()
         ablations = (reports.contribution_known & (reports.contribution_age == 0)).sum(dim=-1)
         validation_macs += reports.macs * (1 + ablations)
     validation_macs += reports.macs  # the final network is validated again
     trained_macs = reports.host_macs * (1 + outcome.added_compute)
     validation_flops = validation_macs.double() * validation_rows * FORWARD_FLOPS
     committed = reports.stage == SeedStage.FOSSILIZED
+    style = whole({"style": environment.host_batch.states.style})["style"]
     return ArmOutcome(
         validation=outcome.accuracy.double(),
         test=torch.full((num_envs,), torch.nan, dtype=torch.float64),
@@ -210,6 +242,6 @@ def play(
         training_flops=trained_macs.double() * training_rows * TRAINING_FLOPS + validation_flops,
         rolled_back=rolled_back,
         blueprint=torch.where(committed, reports.blueprint, -1),
-        style=torch.where(committed, environment.host_batch.states.style, 0),
+        style=torch.where(committed, style, 0),
         alpha=torch.where(committed, reports.alpha, 0.0),
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from esper.simic.evaluation.experiment import Arm, ArmOutcome, PairedExperiment
+from esper.simic.evaluation.settings import EvaluationConfig
 from esper.tamiyo.scripted import NEVER, ConstantPlan
 
 LATEST_START = 3  # a plan starts within the first third of training
@@ -41,6 +42,17 @@ def candidate_plans(
     uniform = slice(1, 1 + num_uniform)
     step[uniform], blueprint[uniform] = 0, torch.arange(num_uniform).unsqueeze(1)
     return ConstantPlan(step, blueprint)
+
+
+def plans_for(experiment: PairedExperiment, settings: EvaluationConfig) -> ConstantPlan:
+    """The candidates of an evaluation, for the slots and the menu of an experiment."""
+    return candidate_plans(
+        settings.num_plans,
+        experiment.hosts[0].num_slots,
+        len(experiment.menu),
+        experiment.growth.num_steps,
+        torch.Generator().manual_seed(settings.rng_seed),
+    )
 
 
 def plan_arm(

@@ -7,6 +7,7 @@ from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 from esper.kasmina.hosts import Host, build_host
 from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import choice_names
+from esper.leyline.ranks import ALONE, Ranks
 from esper.simic.training.config import TrainConfig
 from esper.tolaria.data_files import checksum
 from esper.tolaria.environment import GrowthEnvironment, HostBatch
@@ -19,10 +20,10 @@ _HOSTS = {SiteKind.VECTOR: "mlp", SiteKind.SERIES: "conv1d", SiteKind.IMAGE: "co
 _NOISE_RNG_SEED = 1
 
 
-def training_hosts(config: TrainConfig) -> HostBatch:
-    """Hosts and data to train a controller on."""
+def training_hosts(config: TrainConfig, ranks: Ranks = ALONE) -> HostBatch:
+    """Hosts and data to train a controller on; with several ranks, those of this rank."""
     if config.task == "known_gains":
-        return SyntheticHosts(config.num_envs)
+        return SyntheticHosts(config.num_envs, ranks=ranks)
     task = load_task(config, config.variants)
     return PopulationBatch(
         load_hosts(config, task, config.training_widths),
@@ -30,6 +31,7 @@ def training_hosts(config: TrainConfig) -> HostBatch:
         task,
         config.host_batch,
         optimizer=AdamW(learning_rate=config.host_learning_rate),
+        ranks=ranks,
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.protocols import Environment, StepOutcome
+from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.records import Episodes
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
@@ -26,10 +27,16 @@ class GrowthEnvs:
     """
 
     def __init__(
-        self, environment: Environment, device: torch.device | str, *, start_score: float = 0.0
+        self,
+        environment: Environment,
+        device: torch.device | str,
+        *,
+        start_score: float = 0.0,
+        ranks: Ranks = ALONE,
     ):
         space = environment.action_space
         self.environment, self.device = environment, device
+        self.share, self.ranks = environment.share, ranks
         self.num_envs, self.action_space = environment.num_envs, space
         self.layout = FeatureLayout(space.heads[1].size, space.heads[2].size)
         self.num_features = self.layout.width
@@ -37,6 +44,7 @@ class GrowthEnvs:
         self.clock = PhaseClock()
         self.round_over = True
         self._trace: list[_TracedStep] = []
+        self._episodes: Episodes | None = None  # of the round, on all ranks
 
     def begin_round(self) -> Tensor:
         self.environment.reset()
@@ -47,7 +55,7 @@ class GrowthEnvs:
         self._lengths = torch.zeros(self.num_envs, dtype=torch.int64)
         # siblings' rewards after the governor ended an episode: the env is compared with them too
         self._sibling_correction = torch.zeros(self.num_envs)
-        self._trace = []
+        self._trace, self._episodes = [], None
         self.rollback_reasons: list[str | None] = [None] * self.num_envs
         self._observe()
         return torch.ones(self.num_envs, dtype=torch.bool)
@@ -65,7 +73,8 @@ class GrowthEnvs:
         self.clock.lap("buffer")
         self._is_running = is_real_step & ~(result.terminated | result.truncated)
         self._lengths += is_real_step
-        self.round_over = not self._is_running.any()
+        # ranks take the same number of steps, so their generators stay alike
+        self.round_over = not self.ranks.any(bool(self._is_running.any()))
         self._trace.append(_traced(reports, actions, result))
         self.clock.lap("telemetry")
         if not self.round_over or result.truncated.any():
@@ -103,7 +112,13 @@ class GrowthEnvs:
     # -- results ------------------------------------------------------------------------------
 
     def episodes(self) -> Episodes:
-        """The episodes of the round that has ended."""
+        """The episodes of the round that has ended, of all ranks."""
+        if self._episodes is None:
+            parts = self.ranks.gather((self.share.ids, self._own_episodes()._asdict()))
+            self._episodes = Episodes(**self.share.join(parts))
+        return self._episodes
+
+    def _own_episodes(self) -> Episodes:
         rollbacks, *per_step = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
         rolled_back = rollbacks.any(dim=1)
         return Episodes(
@@ -118,7 +133,7 @@ class GrowthEnvs:
     def metrics(self, seconds: float) -> dict[str, float]:
         episodes = self.episodes()
         finished = ~episodes.rolled_back
-        last = (torch.arange(self.num_envs), episodes.lengths - 1)
+        last = (torch.arange(self.share.total), episodes.lengths - 1)
         growth = episodes.added_params[last] / episodes.host_params
         return {
             "episode/score": _mean(episodes.scores[finished]),
@@ -127,7 +142,7 @@ class GrowthEnvs:
             "episode/growth": _mean(growth[finished]),
             "episode/germinations": _mean((episodes.cost_params > 0).float().sum(dim=1)),
             "episode/rolled_back": _mean(episodes.rolled_back.float()),
-            "time/hosts_per_second": self.num_envs / seconds,
+            "time/hosts_per_second": self.share.total / seconds,
         }
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -136,6 +151,9 @@ class GrowthEnvs:
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.environment.generator.get_state()}  # determines all of a round
+
+    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state  # the same on all ranks
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         self.environment.generator.set_state(state["generator"])

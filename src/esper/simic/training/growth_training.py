@@ -18,6 +18,7 @@ from torch import Tensor
 
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
+from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.records import Episodes, RoundRecord
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.training.config import TrainConfig
@@ -35,19 +36,24 @@ _KIND, _VERSION = "growth run", 3
 
 
 class GrowthTraining:
-    """The environment, agent and trainer of a config."""
+    """The environment, agent and trainer of a config; with several ranks, the part of this one."""
 
-    def __init__(self, config: TrainConfig | None = None):
+    def __init__(self, config: TrainConfig | None = None, ranks: Ranks = ALONE):
         self.config = config = with_checksum(config or TrainConfig())
-        host_batch = training_hosts(config)
+        self.ranks = ranks
+        ranks.require_same(to_plain(config))
+        host_batch = training_hosts(config, ranks)
         self.environment = GrowthEnvironment(host_batch, config.growth, rng_seed=config.rng_seed)
         with torch.random.fork_rng(devices=[]):  # weights depend on rng_seed alone
             torch.manual_seed(config.rng_seed)
             layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
             policy = tamiyo_policy(layout, config.policy)
-        self.agent = PPOAgent(policy.to(config.resolved_device()), config.ppo)
+        self.agent = PPOAgent(policy.to(config.resolved_device()), config.ppo, ranks)
         self.envs = GrowthEnvs(
-            self.environment, self.agent.device, start_score=host_batch.untrained_accuracy
+            self.environment,
+            self.agent.device,
+            start_score=host_batch.untrained_accuracy,
+            ranks=ranks,
         )
         self.trainer = Trainer(
             self.envs, self.agent, horizon=config.growth.num_steps, rng_seed=config.rng_seed
@@ -66,15 +72,19 @@ class GrowthTraining:
         on_round: RecordCallback | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train to the last round, or until `should_stop()`, checked before each step."""
+        """Train to the last round, or until `should_stop()`, checked before each step.
+
+        `on_round` is called on rank 0 only, with the hosts of all ranks.
+        """
         clock = self.trainer.clock
         clock.start()
         while not self.is_finished:
             metrics = self.trainer.run_round(self.rounds_done / self.config.rounds, should_stop)
             if metrics is None:
                 return
-            if on_round is not None:
-                on_round(self._record(metrics))
+            record = None if on_round is None else self._record(metrics)
+            if on_round is not None and record is not None:
+                on_round(record)
             clock.lap("telemetry")
 
     def play_round(self) -> Episodes:
@@ -84,31 +94,44 @@ class GrowthTraining:
 
     def controller(self) -> LearnedController:
         """The current policy, taking its most likely choices."""
-        return LearnedController(self.agent.policy)
+        menu = tuple(self.environment.host_batch.blueprint_names)
+        return LearnedController(self.agent.policy, menu)
 
     # -- telemetry ----------------------------------------------------------------------------
 
-    def _record(self, metrics: dict[str, float]) -> RoundRecord:
+    def _record(self, metrics: dict[str, float]) -> RoundRecord | None:
+        """The record of all ranks, on rank 0."""
         rollout = self.trainer.buffer.get_batched_sequences()
-        host_batch, observed = self.environment.host_batch, self._observed_envs()
+        host_batch, share, observed = self.environment.host_batch, self.envs.share, self._observed()
+        own = {
+            "hosts": host_batch.host_names,
+            "variants": variant_names(self.config, host_batch),
+            "rollback_reasons": tuple(self.envs.rollback_reasons),
+            "actions": rollout.actions.to("cpu", copy=True),
+            "legal": rollout.masks.to("cpu", copy=True),
+            "rewards": rollout.rewards.to("cpu", copy=True),
+            "values": rollout.values.to("cpu", copy=True),
+        }
+        mine = observed[torch.isin(observed, share.ids)]
+        places = share.local(mine).to(rollout.states.device)
+        seen = dict(zip(mine.tolist(), rollout.states[places].cpu(), strict=True))
+        parts = self.ranks.gather((share.ids, own, seen), to_first=True)
+        if not parts:
+            return None
+        rows = {env: row for *_, part in parts for env, row in part.items()}
+        observations = [rows[env] for env in observed.tolist()]
         return RoundRecord(
             round=self.rounds_done,
             metrics=metrics,
-            hosts=host_batch.host_names,
-            variants=variant_names(self.config, host_batch),
-            rollback_reasons=tuple(self.envs.rollback_reasons),
             episodes=self.envs.episodes(),
-            actions=rollout.actions.to("cpu", copy=True),
-            legal=rollout.masks.to("cpu", copy=True),
-            rewards=rollout.rewards.to("cpu", copy=True),
-            values=rollout.values.to("cpu", copy=True),
             observed_envs=observed,
-            observations=rollout.states[observed.to(rollout.states.device)].cpu(),
+            observations=torch.stack(observations) if rows else rollout.states[:0].cpu(),
+            **share.join([(ids, fields) for ids, fields, _ in parts]),
         )
 
-    def _observed_envs(self) -> Tensor:
+    def _observed(self) -> Tensor:
         """The envs whose observations are kept this round: they take turns."""
-        num_envs = self.envs.num_envs
+        num_envs = self.envs.share.total
         count = math.ceil(self.config.observed_share * num_envs)
         return (self.rounds_done * count + torch.arange(count)) % num_envs
 
@@ -120,9 +143,12 @@ class GrowthTraining:
         write_file(path, _KIND, contents, version=_VERSION)
 
     @classmethod
-    def resume(cls, path: str | Path) -> "GrowthTraining":
-        """The saved run; it continues bit-exact, as if it had never stopped."""
+    def resume(cls, path: str | Path, ranks: Ranks = ALONE) -> "GrowthTraining":
+        """The saved run; it continues bit-exact, as if it had never stopped.
+
+        Any number of ranks resumes it; another number changes the order of sums only.
+        """
         saved = read_file(path, _KIND, version=_VERSION)
-        training = cls(from_plain(TrainConfig, saved["config"]))
+        training = cls(from_plain(TrainConfig, saved["config"]), ranks)
         training.trainer.load_state_dict(saved["trainer"], path)
         return training

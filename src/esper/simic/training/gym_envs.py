@@ -22,6 +22,7 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.files import UnreadableFile
+from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.phase_clock import PhaseClock
@@ -38,6 +39,7 @@ RECENT_EPISODES = 100  # that the reported means are over
 _MASK_LIKE = re.compile(
     r"(action|legal|valid|avail).*mask|mask.*action|(?<!in)(?<!il)(legal|valid|avail)\w*_?(action|move)s"
 )
+_PER_ENV = ("features", "pending", "episode_rewards", "episode_lengths", "environments")
 _MASK_METHODS = ("action_mask", "get_action_mask", "valid_action_mask", "legal_actions")
 
 
@@ -56,23 +58,29 @@ class EpisodeLog:
         self.total_rewards = np.zeros(num_envs)  # of the unfinished episodes, as are the lengths
         self.lengths = np.zeros(num_envs, dtype=np.int64)
         self.ended: list[Episode] = []  # by the last step
-        self.recent = deque(recent, maxlen=RECENT_EPISODES)
+        self.steps = 0
+        self.of_round: list[tuple[int, Episode]] = []  # ended in this round, with their last step
+        self.recent = deque(recent, maxlen=RECENT_EPISODES)  # before this round
 
     def add(self, rewards: Array, ended: Array, is_real_step: Array) -> None:
         self.total_rewards += rewards * is_real_step
         self.lengths += is_real_step
+        self.steps += 1
         self.ended = [
             Episode(int(env), float(self.total_rewards[env]), int(self.lengths[env]))
             for env in np.flatnonzero(ended)
         ]
         if self.ended:
-            self.recent.extend(self.ended)
+            self.of_round += [(self.steps, episode) for episode in self.ended]
             self.total_rewards[ended] = 0.0
             self.lengths[ended] = 0
 
 
 class GymEnvs:
-    """N environments, each with a current observation and its masks."""
+    """N environments, each with a current observation and its masks.
+
+    With several ranks, every rank has N environments.
+    """
 
     features: Tensor  # [N, F]
     masks: ActionMasks
@@ -86,8 +94,10 @@ class GymEnvs:
         rng_seed: int,
         mask_source: MaskOption = "auto",
         mask_key: str = "action_mask",
+        ranks: Ranks = ALONE,
     ):
         spaces.require_same(envs)
+        self.share, self.ranks = EnvShare.split(envs.num_envs * ranks.size, ranks), ranks
         self.spaces = spaces
         self.num_envs = envs.num_envs
         self.num_features, self.action_space = self.spaces.num_features, self.spaces.action_space
@@ -100,7 +110,7 @@ class GymEnvs:
         self._read_keys: set[str] = set()  # of info, looked at for masks under another name
         self.rounds, self._where = 0, ""  # the round that errors name
         self.pending = np.zeros(self.num_envs, dtype=bool)
-        observations, infos = envs.reset(seed=rng_seed)
+        observations, infos = envs.reset(seed=self._own_seed(rng_seed))
         self.mask_source = self._find_mask_source(infos, mask_source)
         self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
         self._observe(observations, infos)
@@ -119,7 +129,11 @@ class GymEnvs:
         self.log = EpisodeLog(self.num_envs, self.log.recent)
         self.pending = np.zeros(self.num_envs, dtype=bool)
         rng_seed = int(torch.randint(2**31, (), generator=generator))
-        self._observe(*self.vector_env.reset(seed=rng_seed))
+        self._observe(*self.vector_env.reset(seed=self._own_seed(rng_seed)))
+
+    def _own_seed(self, rng_seed: int) -> int:
+        """The seed of the first env here; env i of a vector environment gets the seed plus i."""
+        return rng_seed + int(self.share.ids[0])
 
     def begin_round(self) -> Tensor:
         self._where = f", round {self.rounds + 1}"
@@ -127,6 +141,11 @@ class GymEnvs:
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
         self.rounds += 1
+        first = int(self.share.ids[0])
+        ended = [(step, e._replace(env=first + e.env)) for step, e in self.log.of_round]
+        every = sorted(entry for part in self.ranks.gather(ended) for entry in part)
+        self.log.recent.extend(episode for _, episode in every)
+        self.log.of_round = []
 
     def step(self, choices: Tensor) -> Outcome:
         """Take the heads' choices `[N, H]` in every env."""
@@ -317,6 +336,17 @@ class GymEnvs:
             }
         return state
 
+    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A `state_dict` of this rank as that of all ranks; every rank calls it."""
+        if self.ranks.size == 1 or "environments" not in state:
+            return state
+        groups = range(len(state["masks"]))
+        own = {name: state[name] for name in _PER_ENV} | {
+            f"masks {group}": state["masks"][group] for group in groups
+        }
+        whole = self.share.join(self.ranks.gather((self.share.ids, own)))
+        return state | whole | {"masks": [whole.pop(f"masks {group}") for group in groups]}
+
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         """Without the environments' state, start new episodes: not those of the run's start."""
         recent = (Episode(*episode) for episode in state["recent_episodes"])
@@ -330,13 +360,15 @@ class GymEnvs:
                 "the run holds the state of environments with get_state() and set_state(); the "
                 "environments given do not have these methods"
             )
-        self.features = state["features"]
-        self.masks = ActionMasks.from_groups(self.action_space, state["masks"])
-        self.pending = state["pending"].numpy()
-        log.total_rewards[:] = state["episode_rewards"].numpy()
-        log.lengths[:] = state["episode_lengths"].numpy()
-        for env, env_state in zip(self.vector_env.envs, state["environments"], strict=True):
-            _set_environment_state(env, env_state)
+        ids = self.share.ids
+        self.features = state["features"][ids]
+        groups = [group[ids] for group in state["masks"]]
+        self.masks = ActionMasks.from_groups(self.action_space, groups)
+        self.pending = state["pending"][ids].numpy()
+        log.total_rewards[:] = state["episode_rewards"][ids].numpy()
+        log.lengths[:] = state["episode_lengths"][ids].numpy()
+        for env, env_id in zip(self.vector_env.envs, ids.tolist(), strict=True):
+            _set_environment_state(env, state["environments"][env_id])
         self.vector_env._autoreset_envs = self.pending.copy()  # its own record of pending resets
 
 

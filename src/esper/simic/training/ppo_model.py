@@ -25,6 +25,7 @@ from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import ActionMasks, Head
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
+from esper.leyline.ranks import ALONE, EnvShare, Ranks, join_ranks
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption
 from esper.simic.training.gym_spaces import Array, GymSpaces
@@ -79,7 +80,8 @@ class PPO:
 
     Args:
         env: the id of an environment, one environment, or a vector environment; it is reset with
-            the config's `rng_seed`
+            the config's `rng_seed`. Under torchrun the config's `num_envs` are split over the ranks,
+            and an environment that is given is that of one rank
         heads: the choices of an action and what they depend on, such as
             `(Head("row", 3), Head("column", 4, given=("row",)))`; by default independent
         config: all settings
@@ -99,12 +101,13 @@ class PPO:
             raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
         if isinstance(heads, GymConfig | PPOConfig):
             raise ValueError("heads is a config; use PPO(env, config=GymConfig(...))")
-        envs = _vector_env(env, config.num_envs)
+        ranks = join_ranks()
+        ranks.require_same(to_plain(config))
+        envs = _vector_env(env, _on_each(config.num_envs, ranks))
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
         spaces = GymSpaces.of(envs, heads, mask_entry)
-        self._build(
-            config, GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key), encoder
-        )
+        world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key, ranks)
+        self._build(config, world, encoder)
 
     def _build(
         self, config: GymConfig, envs: GymEnvs | GymSpaces, encoder: nn.Module | None
@@ -122,7 +125,8 @@ class PPO:
                 images=self.spaces.images,
                 encoder=encoder,
             )
-        self.agent = PPOAgent(policy.to(usable_device(config.device)), config.ppo)
+        ranks = envs.ranks if isinstance(envs, GymEnvs) else ALONE
+        self.agent = PPOAgent(policy.to(usable_device(config.device)), config.ppo, ranks)
         self._trainer: Trainer | None = None
         if isinstance(envs, GymEnvs):
             self._trainer = Trainer(
@@ -190,7 +194,7 @@ class PPO:
             self._refuse_training_envs(eval_env)
         with ExitStack() as stack:
             record: Callable[[int, dict[str, float]], None] = lambda *_: None  # noqa: E731
-            if log_dir is not None:
+            if log_dir is not None and trainer.ranks.is_first:
                 from esper.nissa.tensorboard import TensorBoardSink
 
                 sink = TensorBoardSink(log_dir, first_step=progress.steps + 1)
@@ -210,7 +214,7 @@ class PPO:
                     metrics["eval/length"] = float(result.lengths.mean())
                 record(progress.steps, metrics)
                 answer = None if callback is None else callback(progress.steps, metrics)
-                if isinstance(answer, bool | np.bool_) and not answer:
+                if trainer.ranks.broadcast(isinstance(answer, bool | np.bool_) and not answer):
                     break
                 trainer.clock.lap("telemetry")
         return self
@@ -285,6 +289,7 @@ class PPO:
     def save(self, path: str | Path) -> None:
         """Write the model and its training run, as it was after its last round.
 
+        Under torchrun every rank calls it, and rank 0 writes; any number of ranks can resume it.
         A resumed run collects the current round again: bit-exact if the environments have
         `get_state()` and `set_state()`, else with new episodes.
         """
@@ -295,7 +300,9 @@ class PPO:
             "learn": [self._first_step, self.total_steps],
             "trainer": self.trainer.state_dict(),
         }
-        write_file(path, _KIND, contents | {"config": to_plain(self.config)}, version=_VERSION)
+        contents = contents | {"config": to_plain(self.config)}
+        if self.agent.ranks.is_first:
+            write_file(path, _KIND, contents, version=_VERSION)
 
     @classmethod
     def load(
@@ -323,15 +330,17 @@ class PPO:
             load_agent(model.agent, run["agent"], path)
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
-            envs, masks = _vector_env(env, run["num_envs"]), saved["mask_source"]
-            world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key)
+            ranks, masks = join_ranks(), saved["mask_source"]
+            envs = _vector_env(env, _on_each(run["num_envs"], ranks))
+            world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
             model._build(config, world, encoder)
             has_state = "environments" in run["envs"]
-            if (saved["environment"], run["num_envs"]) != (world.kind, world.num_envs) or (
+            total = world.share.total
+            if (saved["environment"], run["num_envs"]) != (world.kind, total) or (
                 has_state and not world.can_save_state
             ):
                 start = {"recent_episodes": [], "rounds": run["envs"]["rounds"]}
-                run |= {"num_envs": world.num_envs, "envs": start, "rollout": None}
+                run |= {"num_envs": total, "envs": start, "state": None}
                 model.trainer.load_state_dict(run, path)
                 model.trainer.abandon_round()
             else:
@@ -397,6 +406,11 @@ def evaluate(
     return EvaluationResult(
         np.array([e.total_reward for e in counted]), np.array([e.length for e in counted])
     )
+
+
+def _on_each(num_envs: int, ranks: Ranks) -> int:
+    """The number of envs on each rank."""
+    return len(EnvShare.split(num_envs, ranks).ids)
 
 
 def _vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":

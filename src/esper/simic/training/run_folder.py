@@ -20,6 +20,7 @@ from typing import Self
 
 from esper.leyline.files import UnreadableFile, atomic_write
 from esper.leyline.plain_config import differences, from_plain, to_plain
+from esper.leyline.ranks import ALONE, Ranks
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.locked_folder import LockedFolder
@@ -57,17 +58,22 @@ def read_config(path: Path) -> TrainConfig:
 
 
 class RunFolder:
-    """The folder of a run in this process, locked against other processes."""
+    """The folder of a run in this process, locked against other processes.
 
-    def __init__(self, path: str | Path):
-        self.files = RunFiles(Path(path))
-        self._folder = LockedFolder(path)
+    Of several ranks, rank 0 writes; the others read it to resume.
+    """
+
+    def __init__(self, path: str | Path, ranks: Ranks = ALONE):
+        self.files, self._ranks = RunFiles(Path(path)), ranks
+        self._folder = LockedFolder(path) if ranks.is_first else None
         self._saved_round: int | None = None  # by this process
 
     @classmethod
-    def create(cls, path: str | Path, config: TrainConfig) -> Self:
+    def create(cls, path: str | Path, config: TrainConfig, ranks: Ranks = ALONE) -> Self:
         """A folder for a new run; raises if it already holds one."""
-        folder = cls(path)
+        folder = cls(path, ranks)
+        if not ranks.is_first:
+            return folder
         if folder.files.config.exists():
             folder.close()
             raise ValueError(
@@ -80,10 +86,10 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: str | Path) -> Self:
+    def reopen(cls, path: str | Path, ranks: Ranks = ALONE) -> Self:
         """The folder of a run to resume."""
         RunFiles(Path(path)).read_config()  # raises before a folder without a run is locked
-        return cls(path)
+        return cls(path, ranks)
 
     def resume(self) -> GrowthTraining:
         """The run after its last checkpoint, or from the start if none was written yet."""
@@ -91,9 +97,9 @@ class RunFolder:
         if not files.checkpoint.exists():
             if files.previous_checkpoint.exists() or files.controller.exists():
                 raise ValueError(f"{files.checkpoint} is missing; {self._advice()}")
-            return GrowthTraining(config)
+            return GrowthTraining(config, self._ranks)
         try:
-            training = GrowthTraining.resume(files.checkpoint)
+            training = GrowthTraining.resume(files.checkpoint, self._ranks)
         except UnreadableFile as error:
             raise ValueError(f"{error}; {self._advice()}") from error
         if changed := differences(to_plain(config), to_plain(training.config)):
@@ -118,7 +124,7 @@ class RunFolder:
     def save(self, training: GrowthTraining) -> None:
         """Write checkpoint and controller; the previous checkpoint is kept."""
         files = self.files
-        if training.rounds_done == self._saved_round:
+        if training.rounds_done == self._saved_round or not self._ranks.is_first:
             return
         if files.checkpoint.exists():
             before = files.checkpoint.read_bytes()
@@ -129,7 +135,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the lock."""
-        self._folder.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def __enter__(self) -> Self:
         return self

@@ -19,11 +19,14 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.files import UnreadableFile, require_same_layout
+from esper.leyline.ranks import EnvShare
 from esper.simic.agent.health import HealthMonitor
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 from esper.simic.training.phase_clock import PhaseClock
 from esper.tamiyo.policy.network import RecurrentState
+
+STOP_CHECKS = 8  # per round, with several ranks
 
 
 class Outcome(NamedTuple):
@@ -41,6 +44,7 @@ class TrainingEnvs(Protocol):
     """N environments, each with a current observation that an action is chosen for."""
 
     num_envs: int
+    share: EnvShare  # its envs among those of all ranks
     num_features: int
     action_space: FactoredActionSpace
     features: Tensor  # [N, F] of the current observation
@@ -73,8 +77,12 @@ class TrainingEnvs(Protocol):
         """What the next round depends on; called between rounds."""
         ...
 
+    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of all ranks, from that of this one."""
+        ...
+
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
-        """Restore a state; `generator` seeds episodes that have to start again."""
+        """Restore a state of all ranks; `generator` seeds episodes that have to start again."""
         ...
 
 
@@ -105,7 +113,8 @@ class Trainer:
             agent.device,
         )
         self.state = agent.policy.initial_state(envs.num_envs)
-        self.action_rng = torch.Generator(agent.device).manual_seed(rng_seed)
+        self.ranks = agent.ranks
+        self.action_rng = envs.share.generator(agent.device, rng_seed)
         self.shuffle_rng = torch.Generator().manual_seed(rng_seed)
         self.progress = Progress()
         self.clock = envs.clock
@@ -126,13 +135,15 @@ class Trainer:
     ) -> bool:
         """Fill the buffer with one round; False if `should_stop()`, checked before each step.
 
-        A round is `horizon` steps, or fewer if the environments end it.
+        A round is `horizon` steps, or fewer if the environments end it. Several ranks stop together:
+        they check `STOP_CHECKS` times per round whether one of them is to stop.
         """
+        stride = 1 if self.ranks.size == 1 else max(1, self.horizon // STOP_CHECKS)
         envs, agent, lap = self.envs, self.agent, self.clock.lap
         if not self._in_round:
             self._begin_round()
         while self.progress.round_steps < self.horizon and not envs.round_over:
-            if should_stop():
+            if self.progress.round_steps % stride == 0 and self.ranks.any(should_stop()):
                 return False
             features, masks = envs.features.to(agent.device), envs.masks.to(agent.device)
             decision = agent.act(
@@ -175,10 +186,17 @@ class Trainer:
         if not envs.round_over:
             last_values = agent.value(envs.features.to(agent.device), self.state)
         learned = agent.update(
-            self.buffer, last_values, progress=schedule, generator=self.shuffle_rng
+            self.buffer,
+            last_values,
+            progress=schedule,
+            generator=self.shuffle_rng,
+            share=envs.share,
         )
         self.clock.lap("update")
-        num_steps = progress.steps - progress.steps_before_round
+        before = progress.steps_before_round, self._episodes_before_round
+        own = progress.steps - before[0], progress.episodes - before[1]
+        num_steps, num_episodes = (int(count) for count in self.ranks.sums(*own))
+        progress.steps, progress.episodes = before[0] + num_steps, before[1] + num_episodes
         progress.rounds += 1
         progress.round_steps, progress.steps_before_round = 0, progress.steps
         self._mark_round_start()
@@ -206,6 +224,7 @@ class Trainer:
     def _begin_round(self) -> None:
         self.buffer.reset()
         self.progress.round_steps, self.progress.steps = 0, self.progress.steps_before_round
+        self._episodes_before_round = self.progress.episodes
         self.state = zero_rows(self.state, self.envs.begin_round())
         self._in_round = True
 
@@ -223,22 +242,33 @@ class Trainer:
     # -- files --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the run, for a checkpoint; within a round, the run as it was at its start."""
+        """All of the run, for a checkpoint; within a round, the run as it was at its start.
+
+        It is that of all ranks. Where environments can save their state, every rank must call it.
+        """
         for name, weight in self.agent.policy.named_parameters():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
+        start: dict[str, Any] = self._round_start
+        share = self.envs.share
+        state = start["state"]
+        if state is not None:
+            parts = self.ranks.gather((share.ids, dict(zip("hc", state, strict=True))))
+            state = list(share.join(parts).values())
         return {
-            "num_envs": self.envs.num_envs,
+            "num_envs": share.total,
             "device": self.agent.device.type,
             "agent": self.agent.state_dict(),
-            **self._round_start,
+            **start,
+            "state": state,
+            "envs": self.envs.joined_state(start["envs"]),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
         """Continue a saved run; errors name `path`."""
-        if saved["num_envs"] != self.envs.num_envs:
+        if saved["num_envs"] != (total := self.envs.share.total):
             raise UnreadableFile(
-                f"{path} holds a run of {saved['num_envs']} envs; {self.envs.num_envs} were given"
+                f"{path} holds a run of {saved['num_envs']} envs; {total} were given"
             )
         load_agent(self.agent, saved["agent"], path)
         self.progress = Progress(**saved["progress"])
@@ -250,7 +280,8 @@ class Trainer:
             self.action_rng.manual_seed(int(seed))
         self.envs.load_state_dict(saved["envs"], self.shuffle_rng)
         if saved["state"] is not None:
-            self.state = RecurrentState(*(part.to(self.agent.device) for part in saved["state"]))
+            ids, device = self.envs.share.ids, self.agent.device
+            self.state = RecurrentState(*(part[ids].to(device) for part in saved["state"]))
         self._mark_round_start()
 
     def _mark_round_start(self) -> None:

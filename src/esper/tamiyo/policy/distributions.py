@@ -24,6 +24,7 @@ from torch.nn.functional import hardtanh
 from esper.leyline.checks import DeferredChecks
 from esper.leyline.devices import DeviceConstant, constant
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.ranks import noise
 from esper.leyline.sequences import SequenceLayout
 from esper.tamiyo.policy.gaussians import SquashedGaussians
 
@@ -123,7 +124,7 @@ class MaskedFactoredCategorical:
         probs = self.probs.detach()
         # Of exponential clocks with rates p, choice i rings first with probability p_i. The bounds
         # keep p / clock at 0 for masked choices, and above 0 for the likeliest one.
-        clocks = torch.empty_like(probs).exponential_(generator=generator).clamp_(1e-30, 1e3)
+        clocks = noise(probs, "exponential_", generator).clamp_(1e-30, 1e3)
         choices = probs.div_(clocks).argmax(dim=-1)
         return self._insert(choices, lambda numbers: numbers.sample(generator))
 

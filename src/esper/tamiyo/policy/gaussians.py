@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from esper.leyline.devices import DeviceConstant
+from esper.leyline.ranks import noise
 
 LOG_STD_BOUNDS = (-5.0, 2.0)
 _LOG_2 = math.log(2.0)
@@ -53,9 +54,9 @@ class SquashedGaussians(NamedTuple):
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Samples before tanh, `[..., K]`."""
-        noise = torch.empty_like(self.mean).normal_(generator=generator)
+        numbers = noise(self.mean, "normal_", generator)
         std = self.log_std.clamp(*LOG_STD_BOUNDS).exp()
-        return torch.where(self.is_used, torch.addcmul(self.mean, std, noise), 0.0)
+        return torch.where(self.is_used, torch.addcmul(self.mean, std, numbers), 0.0)
 
     def median(self) -> Tensor:
         """The medians before tanh, `[..., K]`."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from esper.leyline.checks import require_at_least
 from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
+from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.tamiyo.policy.distributions import (
     ChoiceChecks,
@@ -61,8 +62,8 @@ class Heads(Protocol):
         """Logits `[B, choices]` of a head group after the first, given the earlier actions."""
         ...
 
-    def update_scales(self, features: Tensor) -> None:
-        """Adapt the scaling to the raw features `[R, F]` of a rollout."""
+    def update_scales(self, features: Tensor, ranks: Ranks = ALONE) -> None:
+        """Adapt the scaling to the raw features `[R, F]` of a rollout on all ranks."""
         ...
 
 
@@ -217,9 +218,9 @@ class FactoredRecurrentActorCritic(nn.Module):
         weight.mul_(factor)
         bias.mul_(factor).add_(shift)
 
-    def update_scales(self, features: Tensor) -> None:
+    def update_scales(self, features: Tensor, ranks: Ranks = ALONE) -> None:
         """Adapt the scaling of features to those of a rollout, `[R, F]`, as the heads define it."""
-        self.heads.update_scales(features)
+        self.heads.update_scales(features, ranks)
 
     def gather(
         self,

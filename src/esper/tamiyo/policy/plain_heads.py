@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace
+from esper.leyline.ranks import ALONE, Ranks
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene
@@ -117,8 +118,8 @@ class PlainHeads(nn.Module):
         return logits
 
     @torch.no_grad()
-    def update_scales(self, features: Tensor) -> None:
-        """Update the running statistics with features `[R, F]`.
+    def update_scales(self, features: Tensor, ranks: Ranks = ALONE) -> None:
+        """Update the running statistics with features `[R, F]` of all ranks.
 
         When the mean moves, the shift is folded into the encoder's first bias: the policy's output
         on a given observation does not change. Otherwise a policy that leans to one side would
@@ -127,12 +128,12 @@ class PlainHeads(nn.Module):
         features, *images = torch.split(features, self._sizes, dim=-1)
         for pixels, image_scales in self._pixels(images):
             if image_scales.count == 0:
-                image_scales.update(pixels.flatten(0, -2))
+                image_scales.update(pixels.flatten(0, -2), ranks)
         scales = self.scales
         if not self._sizes[0] or (self.is_custom and scales.count > 0):
             return  # a custom encoder has no first layer that is known: its scales stay
         old_mean, is_first = scales.mean.clone(), scales.count == 0
-        scales.update(features)
+        scales.update(features, ranks)
         shift = ((scales.mean - old_mean) / scales.std).masked_fill(is_first, 0.0)
         if not self.is_custom:
             weight, bias, *_ = self.encoder.parameters()

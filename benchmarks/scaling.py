@@ -1,0 +1,172 @@
+"""Training on several ranks: hosts per second, overhead and bytes by number of ranks.
+
+    python benchmarks/scaling.py [--quick]
+
+Every case is a short run of `GrowthTraining` on MNIST-1D, with one thread per rank, started by
+torchrun on this machine. Cases take turns; a figure is the best round of a case, because other work
+on the machine only slows rounds down. `cpu s` is rank 0's CPU time in its best round: where other
+work holds the cores, it shows what the wall clock hides, but no waiting for the other rank.
+Correctness first: two ranks end with the weights of one.
+
+| figure | cases |
+|---|---|
+| weak scaling | 2 ranks with 2N hosts against 1 rank with N, hosts per second |
+| strong scaling | 2 ranks with N hosts against 1 rank with N |
+| overhead | 1 rank under torchrun against none |
+| bytes | sent by each rank per round: gradients and statistics, and records |
+"""
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+
+from esper.leyline.ranks import join_ranks
+from esper.leyline.records import RoundRecord
+from esper.simic.training.config import PRESETS
+from esper.simic.training.growth_training import GrowthTraining
+
+torch.set_num_threads(1)
+
+WEAK_BAR, OVERHEAD_BAR = 1.8, 0.02
+QUICK = PRESETS["quick"]
+CASES = {
+    "alone": (0, 1),
+    "one rank": (1, 1),
+    "weak, two ranks": (2, 2),
+    "strong, two ranks": (2, 1),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="finish within 40 seconds")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)  # rounds, size, result
+    asked = parser.parse_args()
+    if asked.worker:
+        work(int(asked.worker[0]), int(asked.worker[1]), Path(asked.worker[2]))
+        return
+    turns, rounds = (1, 3) if asked.quick else (4, 5)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CASES}
+    for _ in range(turns):
+        for name, (ranks, size) in CASES.items():
+            found[name].append(run(ranks, size, rounds))
+    check(found["one rank"][0], found["strong, two ranks"][0])
+    report(found)
+
+
+def check(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for name, weight in one["policy"].items():
+        torch.testing.assert_close(weight, two["policy"][name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def run(ranks: int, size: int, rounds: int) -> dict[str, Any]:
+    """A case in new processes: `ranks` 0 is without torchrun, `size` multiplies the hosts."""
+    start = [sys.executable]
+    if ranks:
+        start += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        arguments = [__file__, "--worker", str(rounds), str(size), str(result)]
+        subprocess.run([*start, *arguments], check=True)
+        return pickle.loads(result.read_bytes())
+
+
+def work(rounds: int, size: int, result: Path) -> None:
+    ranks, sent = join_ranks(), count_bytes()
+    batch = replace(QUICK.host_batch, num_types=1, envs_per_type=48 * size)
+    ppo = replace(QUICK.ppo, target_kl=None)  # every update makes all its passes
+    config = replace(
+        QUICK,
+        host_batch=batch,
+        ppo=ppo,
+        rounds=rounds,
+        device="cpu",
+        widths=(6,),
+        held_out_widths=(),
+    )
+    training = GrowthTraining(config, ranks)
+    records: list[dict[str, float]] = []
+    before = time.process_time()
+
+    def on_round(record: RoundRecord) -> None:
+        nonlocal before
+        now = time.process_time()
+        records.append({**record.metrics, "cpu": now - before})
+        before = now
+
+    training.run(on_round)
+    if ranks.is_first:
+        policy = training.agent.policy.state_dict()
+        found = {"rounds": records[1:], "policy": policy, "hosts": config.num_envs}
+        found |= {"sums": sent["sums"] / rounds, "records": sent["records"] / rounds}
+        result.write_bytes(pickle.dumps(found))
+
+
+def count_bytes() -> dict[str, int]:
+    """Bytes that this rank gives to collectives, counted from now on."""
+    sent = {"sums": 0, "records": 0}
+    reduce, gather = dist.all_reduce, dist.gather_object
+
+    def all_reduce(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        sent["sums"] += tensor.numel() * tensor.element_size()
+        return reduce(tensor, *rest, **options)
+
+    def gather_object(value: Any, *rest: Any, **options: Any) -> Any:
+        sent["records"] += len(pickle.dumps(value))
+        return gather(value, *rest, **options)
+
+    dist.all_reduce, dist.gather_object = all_reduce, gather_object
+    return sent
+
+
+def report(found: dict[str, list[dict[str, Any]]]) -> None:
+    """A table of the best round of each case, and the bars."""
+    best, cpu = dict[str, dict[str, float]](), dict[str, float]()
+    names = ("hosts", "hosts/s", "hosts s", "update s", "other s", "cpu s")
+    print(f"{'case':20}" + "".join(f"{name:>9}" for name in names))
+    for name, results in found.items():
+        rounds = [each for result in results for each in result["rounds"]]
+        top = best[name] = max(rounds, key=lambda each: each["time/hosts_per_second"])
+        hosts, update = top["time/hosts"], top["time/update"]
+        count = results[0]["hosts"]
+        other = count / top["time/hosts_per_second"] - hosts - update
+        rate = top["time/hosts_per_second"]
+        cpu[name] = min(each["cpu"] for each in rounds)
+        times = "".join(f"{seconds:9.3f}" for seconds in (hosts, update, other, cpu[name]))
+        print(f"{name:20}{count:9}{rate:9.2f}{times}")
+    sent = found["weak, two ranks"][0]
+    print(
+        f"bytes per round and rank: {sent['sums']:,.0f} summed, {sent['records']:,.0f} of records"
+    )
+    rate = {name: top["time/hosts_per_second"] for name, top in best.items()}
+    weak = rate["weak, two ranks"] / rate["one rank"]
+    strong = rate["strong, two ranks"] / rate["one rank"]
+    overhead = rate["alone"] / rate["one rank"] - 1
+    by_cpu = 2 * cpu["one rank"] / cpu["weak, two ranks"]
+    print(f"weak scaling {weak:.2f} ({by_cpu:.2f} by CPU time), strong scaling {strong:.2f}")
+    print(f"overhead {overhead:.1%} ({cpu['one rank'] / cpu['alone'] - 1:.1%} by CPU time)")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    bars = {
+        "weak_scaling_2_ranks": {"value": round(weak, 2), "bar": WEAK_BAR, "met": weak >= WEAK_BAR},
+        "overhead_of_one_rank": {
+            "value": round(overhead, 4), "bar": OVERHEAD_BAR, "met": overhead < OVERHEAD_BAR,
+        },
+    }  # fmt: skip
+    print(json.dumps({"benchmark": "scaling", "device": "cpu", "bars": bars}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Adapt a trained model to a camera that inverts its images, with 40 labelled rows.
+
+    python examples/04_adapt_a_model.py
+
+A small CNN is trained on handwritten digits. Then all images are negatives. Fine-tuning forgets
+much of what the model knew; the controller finds that the input is the place to change.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import esper
+
+LABELLED, STEPS = 40, 300
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """1,797 handwritten digits of 8 x 8 pixels, shuffled and standardised."""
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)
+    return ((images - images.mean()) / images.std())[order], torch.tensor(data.target)[order]
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, rate: float, steps: int) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), rate)
+    for _ in range(steps):
+        rows = torch.randint(len(x), (32,))
+        loss = F.cross_entropy(model(x[rows]), y[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> str:
+    with torch.no_grad():
+        return f"{100 * float((model(x).argmax(1) == y).float().mean()):.1f} %"
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    x, y = digits()
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(16, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU()),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+    train(model, x[:900], y[:900], rate=2e-3, steps=400)
+    model.eval()
+    print("trained model, usual images   ", accuracy(model, x[900:], y[900:]))
+
+    x = -x  # the new camera
+    few_x, few_y, test_x, test_y = x[900:][:LABELLED], y[900:][:LABELLED], x[1100:], y[1100:]
+    print("trained model, negatives      ", accuracy(model, test_x, test_y))
+
+    tuned = copy.deepcopy(model)
+    train(tuned, few_x, few_y, rate=1e-3, steps=STEPS)
+    print("fine-tuned on 40 rows         ", accuracy(tuned, test_x, test_y))
+
+    result = esper.adapt(model, few_x, few_y, steps=STEPS, progress=False)
+    print("adapted with the same rows    ", accuracy(result.model, test_x, test_y))
+    print(result)
+
+
+if __name__ == "__main__":
+    main()

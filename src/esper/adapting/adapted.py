@@ -1,0 +1,207 @@
+"""A frozen model with a change: seeds at its places, low-rank updates, tuned copies of weights.
+
+    adapted = Adapted(model, places, plan, rng_seed=0)
+    adapted(x)  # bit-exact the model's output before training
+
+The model itself is never written to. `weights()` merges all that changes weights.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from esper.adapting.plans import HeadMode, Place, Places, Plan, What
+from esper.growing.inputs import tensors
+from esper.growing.plain import without_graphs
+from esper.growing.sites import ModelSite
+from esper.growing.slots import new_seed, with_first
+from esper.kasmina.blueprints import Blueprint, Site
+from esper.kasmina.layers import Conv, Layer, Linear, Norm, Relu
+from esper.leyline.constants import SiteKind
+
+MAX_RANK = 8
+
+
+def _adapter_layers(site: Site) -> tuple[Layer, ...]:
+    """Two layers with a quarter of the width between them; narrow sites get a wide adapter."""
+    is_narrow = site.width < 8
+    hidden = 16 if is_narrow else max(4, site.width // 4)
+    if site.kind == SiteKind.VECTOR:
+        return Linear(max(8, hidden)), Norm(), Relu(), Linear(site.width)
+    kernel = 7 if is_narrow and site.kind == SiteKind.SERIES else 3
+    return Conv(hidden, kernel), Norm(), Relu(), Conv(site.width, kernel)
+
+
+ADAPTER = Blueprint("adapter", (SiteKind.VECTOR, SiteKind.SERIES, SiteKind.IMAGE), _adapter_layers)
+
+
+SCALE_UNIT = 8.0  # one unit of a scale's or shift's parameter: few values have far to go
+
+
+class ScaleShift(nn.Module):
+    """A scale and a shift for each channel; zeros change nothing."""
+
+    def __init__(self, site: ModelSite):
+        super().__init__()
+        extra = 0 if site.kind == SiteKind.TOKENS else len(site.shape) - 1
+        shape = (site.width, *(1,) * extra)
+        zeros = torch.zeros(shape, dtype=site.dtype, device=site.device)
+        self.scale, self.shift = nn.Parameter(zeros), nn.Parameter(zeros.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(x, x, self.scale, value=SCALE_UNIT) + SCALE_UNIT * self.shift
+
+
+class SeedBranch(nn.Module):
+    """A seed added to what flows through a place."""
+
+    def __init__(self, site: ModelSite, generator: torch.Generator):
+        super().__init__()
+        self.seed = new_seed(ADAPTER.program(site.seed_site), site, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = x + self.seed(x)
+        return added
+
+
+class LowRank(nn.Module):
+    """An update `up @ down` of a weight, zero at first."""
+
+    def __init__(self, weight: Tensor, generator: torch.Generator):
+        super().__init__()
+        rows, columns = len(weight), weight[0].numel()
+        rank = max(1, min(MAX_RANK, min(rows, columns) // 8))
+        down = torch.randn(rank, columns, generator=generator) / math.sqrt(columns)
+        self.down = nn.Parameter(down.to(weight))
+        self.up = nn.Parameter(weight.new_zeros(rows, rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + (self.up @ self.down).view(weight.shape)
+
+
+class Change(nn.Module):
+    """Branches by place, low-rank updates and trained copies by the weight's name."""
+
+    def __init__(self, branches: nn.ModuleDict, updates: nn.ModuleDict, tuned: nn.ParameterDict):
+        super().__init__()
+        self.branches, self.updates, self.tuned = branches, updates, tuned
+
+
+class Adapted(nn.Module):
+    """The model with the change of a plan. Parameters of the change start with `change.`."""
+
+    def __init__(self, model: nn.Module, places: Places, plan: Plan, rng_seed: int = 0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(rng_seed)
+        self.model, self.plan = model, plan
+        self.branch_sites: dict[str, str] = {}  # place -> module; empty: the input
+        branches, updates, tuned = nn.ModuleDict(), nn.ModuleDict(), list[str]()
+        for place in places.at(plan.place):
+            if plan.what in (What.SCALE, What.SEED):
+                site = places.sites[place]
+                self.branch_sites[place.name] = site.name
+                branches[place.name] = (
+                    ScaleShift(site) if plan.what == What.SCALE else SeedBranch(site, generator)
+                )
+            for name in places.layers.get(place, ()) if plan.what == What.LORA else ():
+                updates[_key(name)] = LowRank(model.get_parameter(name).detach(), generator)
+            tuned += places.weights.get(place, ()) if plan.what == What.TUNE else ()
+        tuned += places.head if plan.head != HeadMode.KEEP else ()
+        copies = {_key(name): model.get_parameter(name).detach().clone() for name in tuned}
+        self.change = Change(branches, updates, nn.ParameterDict(copies))
+        self._head = frozenset(map(tuned_name, places.head))
+
+    def train(self, mode: bool = True) -> "Adapted":
+        """The model inside stays in eval mode: its statistics do not change, dropout is off."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    def own_copy(self) -> "Adapted":
+        """The same with a frozen copy of the model, so that neither can change the other."""
+        self.model = copy.deepcopy(self.model, without_graphs(self.model))
+        self.model.requires_grad_(False)
+        return self.eval()
+
+    def changes(self) -> dict[str, Tensor]:
+        """The parameters of the change, by name."""
+        return {n: p for n, p in self.named_parameters() if n.startswith("change.")}
+
+    def branch(self, place: str) -> nn.Module:
+        return self.change.branches[place]
+
+    def is_head(self, name: str) -> bool:
+        """Whether a parameter of the change belongs to the output layer."""
+        return name in self._head
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights that the change replaces, by their names in the model."""
+        changed = {_name(key): weight for key, weight in self.change.tuned.items()}
+        for key, update in self.change.updates.items():
+            owner, _, last = _name(key).rpartition(".")
+            # not get_parameter: under functional_call it is a plain tensor
+            changed[_name(key)] = update(getattr(self.model.get_submodule(owner), last))
+        return changed
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if Place.INPUT.name in self.branch_sites and not self.branch_sites[Place.INPUT.name]:
+            args, kwargs = with_first_input(self.branch(Place.INPUT.name), (args, kwargs))
+        with self._branches_in_place():
+            return functional_call(self.model, self.weights(), args, kwargs)
+
+    @contextmanager
+    def _branches_in_place(self) -> Iterator[None]:
+        """Forward hooks on the places; the model has none outside of a call."""
+        handles = []
+        for place, name in self.branch_sites.items():
+            if name:
+                branch = self.branch(place)
+                handles.append(
+                    self.model.get_submodule(name).register_forward_hook(
+                        lambda _module, _args, output, branch=branch: with_first(output, branch)
+                    )
+                )
+        nesting = nested_encoders(self.model) if handles else []
+        try:
+            for encoder in nesting:
+                encoder.use_nested_tensor = False
+            yield
+        finally:
+            for encoder in nesting:
+                encoder.use_nested_tensor = True
+            for handle in handles:
+                handle.remove()
+
+
+def nested_encoders(model: nn.Module) -> list[nn.TransformerEncoder]:
+    """Encoders that may pass nested tensors to their layers; branches do not support them."""
+    encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
+    return [encoder for encoder in encoders if encoder.use_nested_tensor]
+
+
+def with_first_input(change: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+    """A model's inputs with `change` applied to the first tensor."""
+    first = tensors(inputs)[0]
+    changed = change(first)
+    return pytree.tree_map(lambda leaf: changed if leaf is first else leaf, inputs)
+
+
+def tuned_name(weight: str) -> str:
+    """The name, among the changes, of a weight's trained copy."""
+    return f"change.tuned.{_key(weight)}"
+
+
+def _key(name: str) -> str:
+    """A parameter's name as the key of a module dict, which allows no dots."""
+    return name.replace(".", "/")
+
+
+def _name(key: str) -> str:
+    return key.replace("/", ".")

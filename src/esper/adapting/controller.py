@@ -1,0 +1,120 @@
+"""A trained controller of adaptations: from signals to plans, one proposal after another.
+
+controller = AdaptationController.load("controller.pt")
+chooser = controller.choose(signals, added, anchors, budget=0.25, tries=3)
+plan, rate = next(chooser)          # the first proposal
+plan, rate = chooser.send(0.71)     # the next one, given the validation result of the last
+"""
+
+from collections.abc import Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from esper.adapting.evidence import SIGNALS
+from esper.adapting.plans import MENU, RATES, Plan
+from esper.adapting.trial_envs import ACTION_SPACE, ANCHORS, Tries, choices_of, plan_and_rate
+from esper.leyline.files import read_file, write_file
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tamiyo.policy.plain_heads import flat_policy
+
+_KIND, _VERSION = "adaptation controller", 1
+
+Choice = tuple[Plan, float]  # what to change, and the learning rate
+
+
+class AdaptationController:
+    """A policy, what it was offered in training, and where it comes from.
+
+    Signals are limited to the range that the policy saw in training.
+    """
+
+    def __init__(
+        self,
+        policy: FactoredRecurrentActorCritic,
+        low: Tensor,
+        high: Tensor,
+        facts: dict[str, Any] | None = None,
+    ):
+        self.policy, self.low, self.high = policy, low, high
+        self.facts = facts or {}
+
+    @torch.no_grad()
+    def choose_many(
+        self, signals: Tensor, added: Tensor, validation: Tensor, *, budget: float, tries: int
+    ) -> Tensor:
+        """The choice kept in each of E scenarios whose results are known, `[E]`.
+
+        `added` and `validation` are `[E, choices]`, as in `Outcomes`.
+        """
+        state = self._begin(signals, added, validation[:, torch.tensor(ANCHORS)], budget, tries)
+        everywhere = torch.ones(len(signals), dtype=torch.bool)
+        recurrent = self.policy.initial_state(len(signals))
+        for _ in range(tries):
+            choices, recurrent = self._propose(state, recurrent)
+            state.record(choices, validation.gather(1, choices[:, None])[:, 0], everywhere)
+        return state.kept
+
+    def choose(
+        self, signals: Tensor, added: Tensor, anchors: Tensor, *, budget: float, tries: int
+    ) -> Generator[Choice, float, None]:
+        """Proposals for one model; send the validation result of each to get the next.
+
+        `anchors` `[1, len(ANCHORS)]` are the validation results of the usual rules.
+        """
+        state = self._begin(signals, added, anchors, budget, tries)
+        recurrent = self.policy.initial_state(1)
+        for _ in range(tries):
+            choice, recurrent = self._propose(state, recurrent)
+            value = yield plan_and_rate(int(choice))
+            state.record(choice, torch.tensor([value]), torch.ones(1, dtype=torch.bool))
+
+    def _begin(
+        self, signals: Tensor, added: Tensor, anchors: Tensor, budget: float, tries: int
+    ) -> Tries:
+        num = len(signals)
+        limited = signals.clamp(self.low, self.high)
+        return Tries(limited, added, torch.full((num,), budget), torch.full((num,), tries), anchors)
+
+    @torch.no_grad()
+    def _propose(self, state: Tries, recurrent: Any) -> tuple[Tensor, Any]:
+        decision = self.policy.act(state.features(), state.masks(), recurrent, deterministic=True)
+        return choices_of(decision.actions), decision.state
+
+    def save(self, path: str | Path) -> None:
+        contents = {
+            "signals": list(SIGNALS),
+            "menu": [str(plan) for plan in MENU],
+            "rates": list(RATES),
+            "policy": asdict(self.policy.config),
+            "weights": {name: weight.cpu() for name, weight in self.policy.state_dict().items()},
+            "low": self.low,
+            "high": self.high,
+            "facts": self.facts,
+        }
+        write_file(path, _KIND, contents, version=_VERSION)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        contents = read_file(path, _KIND, version=_VERSION)
+        current = {
+            "signals": list(SIGNALS),
+            "menu": [str(plan) for plan in MENU],
+            "rates": list(RATES),
+        }
+        for name, expected in current.items():
+            if contents[name] != expected:
+                raise ValueError(
+                    f"{path} was trained with other {name} than this version of Esper uses; "
+                    "train a controller again with `esper train-adapt`"
+                )
+        policy = new_policy(PolicyConfig(**contents["policy"]))
+        policy.load_state_dict(contents["weights"])
+        return cls(policy, contents["low"], contents["high"], contents["facts"])
+
+
+def new_policy(config: PolicyConfig) -> FactoredRecurrentActorCritic:
+    return flat_policy(ACTION_SPACE, Tries.num_features(), config)

@@ -1,0 +1,204 @@
+"""Train changes with Adam: one change of a user's model, or those of many models at once.
+
+Many: every tensor has a leading axis of P replicas. The models have the same layers and places,
+but their own weights, rows and learning rates. `torch.vmap` maps the forward pass over P.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from esper.adapting.adapted import Adapted
+from esper.adapting.plans import HeadMode
+
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8
+
+LossOf = Callable[[dict[str, Tensor], Tensor], Tensor]  # of a change, at step `[1]` on the device
+
+
+def fit(
+    change: Mapping[str, Tensor],
+    loss_of: LossOf,
+    *,
+    is_head: Callable[[str], bool],
+    head: HeadMode,
+    rates: Tensor,
+    steps: int,
+    by_relative_gradient: bool = False,
+    as_graph: bool = False,
+    report: Callable[[], None] = lambda: None,
+) -> dict[str, Tensor]:
+    """The trained change; `change` itself is not written to.
+
+    `loss_of` sums the loss over replicas. `rates` are the learning rates, `[P]`, or `[1]` for a
+    single change without an axis of replicas; they fall to zero along a cosine.
+    `by_relative_gradient` also multiplies them by the norm of each tensor's gradient relative to
+    its weights, divided by the largest (Auto-RGN of Lee et al., "Surgical fine-tuning", ICLR 2023).
+    With `as_graph`, each phase on a GPU is one captured graph: launching many small kernels would
+    take longer than they do.
+    """
+    trained = {name: tensor.detach().clone() for name, tensor in change.items()}
+    phases = [([*trained], steps)]
+    if head == HeadMode.FIRST:
+        heads = [name for name in trained if is_head(name)]
+        phases = [(heads, steps // 2), ([*trained], steps - steps // 2)]
+    clock = torch.zeros(1, dtype=torch.int64, device=rates.device)
+    adam = _Adam(trained, rates, clock, steps, by_relative_gradient)
+    for active, count in phases:
+        if active and count:
+            _repeat(partial(adam.step, active, loss_of), count, rates.device, as_graph, report)
+        adam.begin_phase(count)
+    return {name: tensor.detach() for name, tensor in trained.items()}
+
+
+class _Adam:
+    """Adam on tensors in place; all that changes from step to step is on the device."""
+
+    def __init__(
+        self,
+        trained: dict[str, Tensor],
+        rates: Tensor,
+        clock: Tensor,
+        steps: int,
+        by_relative_gradient: bool,
+    ):
+        self.trained, self.rates, self.clock = trained, rates, clock
+        self.moments = {
+            name: (torch.zeros_like(tensor), torch.zeros_like(tensor))
+            for name, tensor in trained.items()
+        }
+        self.number = {name: torch.zeros_like(clock, dtype=torch.float32) for name in trained}
+        number = torch.arange(steps + 1, device=clock.device)
+        self.cosine = 0.5 * (1 + torch.cos(math.pi * number / steps))
+        self.by_relative_gradient = by_relative_gradient
+
+    def begin_phase(self, done: int) -> None:
+        self.clock.fill_(done)
+
+    def step(self, active: list[str], loss_of: LossOf) -> None:
+        leaves = {
+            name: tensor.detach().requires_grad_(name in active)
+            for name, tensor in self.trained.items()
+        }
+        loss = loss_of(leaves, self.clock)
+        wanted = [leaves[name] for name in active]
+        # some weights may not take part, such as those of an auxiliary output
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            rates = self.rates * self.cosine[self.clock]
+            factors: list[Tensor | float] = [1.0] * len(active)
+            if self.by_relative_gradient:
+                norms = [
+                    gradient.flatten(1).norm(dim=1)
+                    / self.trained[name].flatten(1).norm(dim=1).clamp(min=1e-6)
+                    for name, gradient in zip(active, gradients, strict=True)
+                ]
+                factors = list(torch.stack(norms) / torch.stack(norms).amax(0).clamp(min=1e-12))
+            for name, gradient, factor in zip(active, gradients, factors, strict=True):
+                self._update(name, gradient, rates * factor)
+            self.clock += 1
+
+    def _update(self, name: str, gradient: Tensor, rates: Tensor) -> None:
+        tensor, (first, second) = self.trained[name], self.moments[name]
+        number = self.number[name].add_(1.0)
+        first.lerp_(gradient, 1 - _BETAS[0])
+        second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        # 1 - beta ** number, exact in float32 also for the first steps
+        from_first, from_second = (-torch.expm1(number * math.log(beta)) for beta in _BETAS)
+        rates = rates * from_second.sqrt() / from_first
+        shaped = rates.view(-1, *(1,) * (tensor.dim() - 1)) if tensor.dim() else rates.squeeze(0)
+        tensor.sub_(shaped * first / (second.sqrt() + _EPSILON))
+
+
+def _repeat(
+    step: Callable[[], None],
+    count: int,
+    device: torch.device,
+    as_graph: bool,
+    report: Callable[[], None],
+) -> None:
+    """Call `step` so often; as a graph it is captured after a few steps and replayed."""
+    warm_up = 3
+    if not (as_graph and device.type == "cuda" and count > warm_up):
+        for _ in range(count):
+            step()
+            report()
+        return
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(warm_up):
+            step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(count - warm_up):
+        graph.replay()
+
+
+def logits_of_many(
+    adapted: Adapted, frozen: dict[str, Tensor], change: dict[str, Tensor], x: Tensor
+) -> Tensor:
+    """Outputs `[P, rows, classes]` of P models for their rows `[P, rows, ...]`."""
+
+    def call(frozen: dict[str, Tensor], change: dict[str, Tensor], x: Tensor) -> Tensor:
+        logits: Tensor = functional_call(adapted, {**frozen, **change}, (x,))
+        return logits
+
+    with ConvolutionsAsProducts():
+        mapped: Tensor = torch.vmap(call)(frozen, change, x)
+    return mapped
+
+
+class ConvolutionsAsProducts(TorchFunctionMode):
+    """Inside the block, convolutions are matrix products over unfolded inputs.
+
+    Mapped over replicas, a convolution would become one with P groups, which is slow; a product
+    becomes a batched product.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.conv1d, torch.conv2d):
+            result = _convolved(func, *args, **(kwargs or {}))
+            if result is not None:
+                return result
+        if func is F.group_norm and args[0].dim() > 3:  # torch maps it over one axis only
+            return func(args[0].flatten(2), *args[1:], **(kwargs or {})).view_as(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _convolved(
+    func: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor | None:
+    axes = 1 if func is torch.conv1d else 2
+    stride, padding, dilation = (
+        (value,) * axes if isinstance(value, int) else value
+        for value in (stride, padding, dilation)
+    )
+    if groups != 1 or isinstance(padding, str) or any(d != 1 for d in dilation):
+        return None
+    x = F.pad(x, [side for pad in reversed(padding) for side in (pad, pad)])
+    for axis in range(axes):
+        x = x.unfold(2 + axis, weight.shape[2 + axis], stride[axis])
+    kernel = weight.flatten(1)  # [out, channels * taps]
+    columns = x.movedim(1, 1 + axes)  # [rows, *positions, channels, *taps]
+    columns = columns.reshape(*columns.shape[: 1 + axes], -1)
+    y = columns @ kernel.T
+    if bias is not None:
+        y = y + bias
+    return y.movedim(-1, 1)

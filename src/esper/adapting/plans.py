@@ -1,0 +1,205 @@
+"""What an adaptation can change: a plan is a place, what changes there, and what the head does.
+
+    places = find_places(model, example)
+    plan = Plan(Place.INPUT, What.SEED, HeadMode.FIRST)
+
+A model has up to four places: its input, and the outputs of its blocks after about one third, two
+thirds and all of the layers before the head. Fixed rules that people use are plans too: full
+fine-tuning, LP-FT, LoRA in every layer, the head alone.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from math import ceil
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from esper.growing.inputs import tensors
+from esper.growing.sites import ModelSite, trace_sites
+from esper.growing.tracing import Run, trace
+from esper.leyline.constants import SiteKind
+
+
+class Place(IntEnum):
+    """Where the model changes."""
+
+    NOWHERE = 0
+    INPUT = 1
+    EARLY = 2
+    MIDDLE = 3
+    LATE = 4
+    EVERYWHERE = 5
+
+
+class What(IntEnum):
+    """What changes at a place."""
+
+    NOTHING = 0
+    SCALE = 1  # a scale and a shift for every channel
+    SEED = 2  # a residual adapter of two layers
+    LORA = 3  # a low-rank update of every layer since the place before
+    TUNE = 4  # all weights of these layers
+
+
+class HeadMode(IntEnum):
+    """What happens to the output layer."""
+
+    KEEP = 0
+    ALONGSIDE = 1  # trained with the rest
+    FIRST = 2  # trained alone for the first half of the steps, then with the rest
+
+
+RATES = (1e-3, 4e-3, 1.6e-2)  # learning rates to choose from
+SINGLE_PLACES = (Place.INPUT, Place.EARLY, Place.MIDDLE, Place.LATE)
+_KINDS = {1: SiteKind.VECTOR, 2: SiteKind.SERIES, 3: SiteKind.IMAGE}
+
+
+class Plan(NamedTuple):
+    place: Place
+    what: What
+    head: HeadMode
+
+    def __str__(self) -> str:
+        known = {plan: name for name, plan in KNOWN_RULES.items()}
+        if self in known:
+            return known[self]
+        head = {HeadMode.KEEP: "", HeadMode.ALONGSIDE: " + head", HeadMode.FIRST: ", head first"}
+        return f"{self.what.name.lower()} {self.place.name.lower()}{head[self.head]}"
+
+
+def _all_plans() -> tuple[Plan, ...]:
+    plans = [Plan(Place.NOWHERE, What.NOTHING, h) for h in (HeadMode.KEEP, HeadMode.ALONGSIDE)]
+    for place in (*SINGLE_PLACES, Place.EVERYWHERE):
+        for what in (What.SCALE, What.SEED, What.LORA, What.TUNE):
+            if place != Place.INPUT or what in (What.SCALE, What.SEED):
+                plans += [Plan(place, what, head) for head in HeadMode]
+    return tuple(plans)
+
+
+KNOWN_RULES = {
+    "nothing": Plan(Place.NOWHERE, What.NOTHING, HeadMode.KEEP),
+    "head only": Plan(Place.NOWHERE, What.NOTHING, HeadMode.ALONGSIDE),
+    "full fine-tuning": Plan(Place.EVERYWHERE, What.TUNE, HeadMode.ALONGSIDE),
+    "LP-FT": Plan(Place.EVERYWHERE, What.TUNE, HeadMode.FIRST),
+    "LoRA everywhere": Plan(Place.EVERYWHERE, What.LORA, HeadMode.ALONGSIDE),
+    "seeds everywhere": Plan(Place.EVERYWHERE, What.SEED, HeadMode.ALONGSIDE),
+    "scales everywhere": Plan(Place.EVERYWHERE, What.SCALE, HeadMode.ALONGSIDE),
+}
+PLANS = _all_plans()
+# What controllers choose from: the other plans were never much better than one of these.
+MENU = tuple(
+    plan
+    for plan in PLANS
+    if plan.what in (What.NOTHING, What.SEED)
+    or plan.place == Place.EVERYWHERE
+    or (plan.what == What.TUNE and plan.place != Place.MIDDLE)
+)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of a model, and the weights that belong to each."""
+
+    sites: dict[Place, ModelSite]
+    weights: dict[Place, tuple[str, ...]]  # since the place before; none at the input
+    layers: dict[Place, tuple[str, ...]]  # those of them that multiply: LoRA updates them
+    head: tuple[str, ...]  # the weights of the output layer
+    features: str  # the module whose input is what the head reads
+
+    def offers(self, plan: Plan) -> bool:
+        """Whether the model has what the plan changes."""
+        if plan.head != HeadMode.KEEP and not self.head:
+            return False
+        if plan.what == What.NOTHING:
+            return True
+        held: dict[Place, Any] = self.sites
+        if plan.what in (What.LORA, What.TUNE):
+            held = self.layers if plan.what == What.LORA else self.weights
+        held = {place: names for place, names in held.items() if names}
+        return bool(held) if plan.place == Place.EVERYWHERE else plan.place in held
+
+    def at(self, place: Place) -> tuple[Place, ...]:
+        """The single places that a plan's place stands for."""
+        return tuple(self.sites) if place == Place.EVERYWHERE else (place,)
+
+
+def find_places(model: nn.Module, example: Any) -> Places:
+    """Trace the model and find its places and its head."""
+    found = tuple(site for site in trace_sites(model, example).sites if site.pair is None)
+    run = trace(model, example)
+    chosen = {}
+    if (at_input := _input_site(found, example)) is not None:
+        chosen[Place.INPUT] = at_input
+    blocks = [site for site in found if site.name != getattr(at_input, "name", None)]
+    thirds = (Place.EARLY, Place.MIDDLE, Place.LATE)
+    for share, place in enumerate(thirds, start=1):
+        index = ceil(len(blocks) * share / 3) - 1
+        if index >= 0 and blocks[index] not in chosen.values():
+            chosen[place] = blocks[index]
+    if len(blocks) in (1, 2):  # few blocks: the last one is late
+        chosen[Place.LATE] = blocks[-1]
+        chosen = {p: s for p, s in chosen.items() if p == Place.LATE or s is not blocks[-1]}
+    head = _head_weights(model, run.weights)
+    weights = _by_place(model, run, chosen, head)
+    layers = {
+        place: tuple(name for name in names if _multiplies(model, name))
+        for place, names in weights.items()
+    }
+    return Places(chosen, weights, layers, head, run.weights)
+
+
+def _input_site(found: tuple[ModelSite, ...], example: Any) -> ModelSite | None:
+    """The site of the inputs; of token ids it is the output of their embedding, if that is a site."""
+    first = tensors(example)[0]
+    if not first.is_floating_point():
+        return next((site for site in found if "Embedding" in site.module_class), None)
+    if first.dim() - 1 not in _KINDS:
+        return None
+    return ModelSite(
+        name="",
+        module_class="input",
+        kind=_KINDS[first.dim() - 1],
+        shape=tuple(first.shape[1:]),
+        tokens=1.0,
+        weights="",
+        dtype=first.dtype,
+        device=first.device,
+    )
+
+
+def _by_place(
+    model: nn.Module, run: Run, chosen: dict[Place, ModelSite], head: tuple[str, ...]
+) -> dict[Place, tuple[str, ...]]:
+    """Names of the weights used after the place before and up to each place, without the head."""
+    ends = {p: run.calls[site.name][0].order for p, site in chosen.items() if site.name}
+    found: dict[Place, list[str]] = {place: [] for place in chosen}
+    last = max(ends, key=lambda place: ends[place], default=None)
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        if name in head:
+            continue
+        while owner and owner not in run.calls:
+            owner = owner.rpartition(".")[0]
+        order = run.calls[owner][0].order if owner else -1
+        place = next((p for p in sorted(ends) if order <= ends[p]), last)
+        if place is not None:
+            found[place].append(name)
+    return {place: tuple(names) for place, names in found.items() if names}
+
+
+def _head_weights(model: nn.Module, owner: str) -> tuple[str, ...]:
+    """Names of the output layer's weights; one that an earlier layer shares belongs there."""
+    if not owner and not isinstance(model, nn.Linear):
+        return ()
+    own = model.get_submodule(owner).named_parameters(owner, recurse=False)
+    known = {name for name, _ in model.named_parameters()}
+    return tuple(name for name, _ in own if name in known)
+
+
+def _multiplies(model: nn.Module, name: str) -> bool:
+    """Whether a weight is the matrix of a linear or convolution layer."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return last == "weight" and isinstance(module, nn.Linear | _ConvNd)

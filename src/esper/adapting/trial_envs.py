@@ -1,0 +1,200 @@
+"""Recorded trials as environments of the training loop: Tamiyo learns to choose plans.
+
+An episode is one scenario. The policy sees its signals and proposes a plan and a learning rate per
+step; each is tried, and the policy sees its validation accuracy. The best of them is kept, unless
+one of the usual rules (`ANCHORS`), which are tried first, validates better. A reward is
+the change in test accuracy of the kept plan; the first is relative to the mean of all legal plans.
+The number of tries and the limit on parameters vary by episode, so one policy serves all budgets.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper.adapting.evidence import SIGNALS
+from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
+from esper.leyline.ranks import ALONE, EnvShare
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.training.phase_clock import PhaseClock
+from esper.simic.training.trainer import Outcome
+
+MAX_TRIES = 6
+BUDGETS = (torch.inf, torch.inf, 0.25, 0.1)  # parameters added, relative to the model
+REWARD_SCALE = 10.0
+RENT = 0.01  # accuracy that a change of the model's own size must bring
+
+ACTION_SPACE = FactoredActionSpace(
+    (
+        Head("place", len(Place)),
+        Head("what", len(What), given=("place",)),
+        Head("head", len(HeadMode), given=("place", "what")),
+        Head("rate", len(RATES), given=("place", "what", "head")),
+    )
+)
+# A choice is a plan and a rate; choice `plan * len(RATES) + rate` of the flat tables.
+_CODES = torch.tensor([[*map(int, plan), rate] for plan in PLANS for rate in range(len(RATES))])
+_INDEX = torch.full(ACTION_SPACE.sizes, -1)
+_INDEX[tuple(_CODES.T)] = torch.arange(len(_CODES))
+_ONE_HOT = torch.cat(
+    [F.one_hot(codes, n) for codes, n in zip(_CODES.T, ACTION_SPACE.sizes, strict=True)], dim=1
+).float()  # [choices, sum of sizes]
+# Tried before the policy's proposals: the model as it is, the head alone, LP-FT.
+ANCHORS = tuple(
+    PLANS.index(KNOWN_RULES[name]) * len(RATES) + 1 for name in ("nothing", "head only", "LP-FT")
+)
+
+
+def plan_and_rate(choice: int) -> tuple[Plan, float]:
+    """A flat choice as the plan and the learning rate it stands for."""
+    plan, rate = divmod(choice, len(RATES))
+    return PLANS[plan], RATES[rate]
+
+
+_SOURCE = torch.tensor(
+    [name == "has_source" or name.endswith(("mean_shift", "spread_shift")) for name in SIGNALS]
+)
+
+
+class Outcomes(NamedTuple):
+    """What trials found, for every plan and learning rate."""
+
+    signals: Tensor  # [E, S]
+    added: Tensor  # [E, choices] parameters relative to the model; NaN: not offered
+    validation: Tensor  # [E, choices]
+    test: Tensor  # [E, choices]
+
+
+class Tries:
+    """What a policy has tried in N scenarios, and the features and masks it sees."""
+
+    def __init__(
+        self, signals: Tensor, added: Tensor, budgets: Tensor, tries: Tensor, anchors: Tensor
+    ):
+        """`anchors` `[N, len(ANCHORS)]` are the validation results of the usual rules."""
+        self.signals, self.left = signals, tries.clone()
+        self.legal = added <= budgets[:, None]  # NaN is not
+        self.budgets = budgets
+        codes = torch.tensor(ANCHORS)
+        allowed = torch.where(self.legal[:, codes], anchors, -torch.inf)
+        self.kept_value, best = allowed.max(1)  # the first of equal ones
+        self.kept = codes[best]
+        self.last, self.last_value = self.kept, self.kept_value
+
+    @staticmethod
+    def num_features() -> int:
+        return len(SIGNALS) + 4 + 2 * _ONE_HOT.shape[1]
+
+    def record(self, choices: Tensor, values: Tensor, rows: Tensor) -> None:
+        """Note the validation accuracy of choices tried in some scenarios."""
+        is_better = rows & (values > self.kept_value)
+        self.kept = torch.where(is_better, choices, self.kept)
+        self.kept_value = torch.where(is_better, values, self.kept_value)
+        self.last = torch.where(rows, choices, self.last)
+        self.last_value = torch.where(rows, values, self.last_value)
+        self.left = self.left - rows.long()
+
+    def features(self) -> Tensor:
+        limit = self.budgets.clamp(max=4.0).log()
+        return torch.cat(
+            [
+                self.signals,
+                torch.stack([self.left, limit, self.kept_value, self.last_value], dim=1),
+                _ONE_HOT[self.kept],
+                _ONE_HOT[self.last],
+            ],
+            dim=1,
+        )
+
+    def masks(self) -> ActionMasks:
+        grid = self.legal[:, _INDEX.clamp(min=0)] & (_INDEX >= 0)  # [N, place, what, head, rate]
+        rows = {"rate": grid}
+        for name in ("head", "what", "place"):
+            grid = grid.any(-1)
+            rows[name] = grid
+        return ActionMasks(ACTION_SPACE, rows)
+
+
+def choices_of(actions: Tensor) -> Tensor:
+    """Flat choices `[N]` of the heads' actions `[N, 4]`."""
+    return _INDEX[tuple(actions.T)]
+
+
+class TrialEnvs:
+    """N episodes at a time over recorded outcomes; a round is one episode in every env."""
+
+    def __init__(self, outcomes: Outcomes, num_envs: int, rng_seed: int = 0):
+        self.outcomes, self.num_envs = outcomes, num_envs
+        self.share = EnvShare.split(num_envs, ALONE)
+        self.num_features, self.action_space = Tries.num_features(), ACTION_SPACE
+        self.rng = torch.Generator().manual_seed(rng_seed)
+        self.clock = PhaseClock()
+        self.round_over = True
+
+    def begin_round(self) -> Tensor:
+        num, rng = self.num_envs, self.rng
+        self._scenarios = torch.randint(len(self.outcomes.signals), (num,), generator=rng)
+        budgets = torch.tensor(BUDGETS)[torch.randint(len(BUDGETS), (num,), generator=rng)]
+        tries = torch.randint(1, MAX_TRIES + 1, (num,), generator=rng)
+        signals = self.outcomes.signals[self._scenarios]
+        hidden = torch.rand(num, generator=rng) < 0.5  # models rarely come with source rows
+        signals = signals.masked_fill(hidden[:, None] & _SOURCE, 0.0)
+        added = self.outcomes.added[self._scenarios]
+        anchors = self.outcomes.validation[self._scenarios][:, torch.tensor(ANCHORS)]
+        self._tries = Tries(signals, added, budgets, tries, anchors)
+        worth = self.outcomes.test - RENT * self.outcomes.added
+        worth = worth[self._scenarios].masked_fill(~self._tries.legal, torch.nan)
+        self._worth = REWARD_SCALE * (worth - worth.nanmean(1, keepdim=True))
+        self._running = torch.ones(num, dtype=torch.bool)
+        self._is_first, self.round_over = True, False
+        self._observe()
+        return self._running.clone()
+
+    def step(self, actions: Tensor) -> Outcome:
+        choices = choices_of(actions)
+        was_running, tries = self._running, self._tries
+        before = 0.0 if self._is_first else self._worth_kept()
+        self._is_first = False
+        values = self.outcomes.validation[self._scenarios].gather(1, choices[:, None])[:, 0]
+        tries.record(choices, values, was_running)
+        rewards = (self._worth_kept() - before) * was_running
+        is_last = was_running & (tries.left == 0)
+        self._running = was_running & ~is_last
+        self.round_over = not bool(self._running.any())
+        self._observe()
+        return Outcome(
+            rewards,
+            is_last,
+            torch.zeros_like(is_last),
+            was_running,
+            is_last,
+            self.features,
+        )
+
+    def _worth_kept(self) -> Tensor:
+        """What the kept choices are worth, relative to the mean of all legal ones."""
+        return self._worth.gather(1, self._tries.kept[:, None])[:, 0]
+
+    def _observe(self) -> None:
+        self.features, self.masks = self._tries.features(), self._tries.masks()
+
+    def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
+        pass
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        return {"adapt/lead": float(self._worth_kept().mean()) / REWARD_SCALE}
+
+    @property
+    def can_save_state(self) -> bool:
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.get_state()}
+
+    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
+        self.rng.set_state(state["rng"])

@@ -1,0 +1,44 @@
+"""`esper train-adapt`: train a controller that adapts models to shifted data."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from esper.adapting.training import PRESETS, compare_on_held_out, train_controller
+
+
+def train_adapt(
+    preset: Literal["quick", "full"] = "quick",
+    out: Path = Path("adapt_controller.pt"),
+    rng_seed: int = 0,
+    device: str = "auto",
+    scenarios: int | None = None,
+) -> None:
+    """Train a controller for `esper.adapt`, and compare it with fixed rules.
+
+    Args:
+        preset: quick (two CPU cores, minutes) or full (a GPU; the settings of the one that ships)
+        out: the controller's file, for `esper.adapt(..., controller=FILE)`
+        scenarios: practice scenarios of each architecture, in place of the preset's
+    """
+    config = replace(PRESETS[preset], rng_seed=rng_seed, device=device)
+    if scenarios is not None:
+        config = replace(config, scenarios=scenarios)
+    if out.exists():
+        raise ValueError(f"{out} exists; give another file with --out")
+    print(
+        f"practising: {config.scenarios} scenarios on each of {', '.join(config.architectures)}; "
+        "every plan is trained once in each",
+        flush=True,
+    )
+    controller = train_controller(config, lambda line: print(line, flush=True))
+    controller.save(out)
+    print(f"{out} is written; comparing on kinds of shift that it never saw", flush=True)
+    found = compare_on_held_out(controller, config)
+    for name, accuracy in found.items():
+        print(f"  {name:18} {100 * accuracy:.1f}")
+    lead = 100 * (found["controller"] - found["LP-FT"])
+    print(
+        f"{lead:+.1f} points over LP-FT; use it: esper.adapt(model, rows, labels, "
+        f"controller={str(out)!r})"
+    )

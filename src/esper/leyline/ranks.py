@@ -1,0 +1,344 @@
+"""The processes of one run under torchrun: sums, gathers and broadcasts over its ranks.
+
+    ranks = join_ranks()                  # ALONE without torchrun
+    total = ranks.sum(tensor)             # over all ranks, in place
+    share = EnvShare.split(64, ranks)     # which of the run's 64 envs are here
+
+Every rank makes the same calls in the same order. With one rank they return their arguments, so
+code is written once. CPU tensors and objects travel over gloo, CUDA tensors over NCCL.
+"""
+
+import atexit
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from esper.leyline.plain_config import differences
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 1800.0  # of a collective; ESPER_TIMEOUT_S changes it
+ROLL_CALL_S = 10.0  # in which ranks answer after another one was lost
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankLost(ConnectionError):
+    """Another rank ended or did not answer in time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """This process among those of a run. The default is a run of one process."""
+
+    rank: int = 0
+    size: int = 1
+    store: Any = field(default=None, repr=False)  # where ranks leave their process ids
+    cpu_group: Any = field(default=None, repr=False)  # of CPU tensors; None: the default group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, written to `tensor`."""
+        if self.size > 1:
+            with self._naming_the_lost():
+                dist.all_reduce(tensor, group=None if tensor.is_cuda else self.cpu_group)
+        return tensor
+
+    def sums(self, *values: Tensor | float) -> Sequence[Any]:
+        """The sum of each number over ranks; the numbers themselves with one rank."""
+        if self.size == 1:
+            return values
+        device = next((v.device for v in values if isinstance(v, Tensor)), None)
+        numbers = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
+        return self.sum(torch.stack(numbers)).unbind()
+
+    def moments(self, rows: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Number, mean and variance of the rows `[R, ...]` of all ranks."""
+        if self.size == 1:
+            if len(rows) == 0:
+                return 0, rows.new_zeros(rows.shape[1:]), rows.new_zeros(rows.shape[1:])
+            variance, mean = torch.var_mean(rows, dim=0, correction=0)
+            return len(rows), mean, variance
+        exact = rows.double()
+        totals = self.sum(torch.cat([exact.sum(dim=0).flatten(), exact.new_tensor([len(rows)])]))
+        count = int(totals[-1])
+        mean = totals[:-1].view(rows.shape[1:]) / max(count, 1)
+        variance = self.sum((exact - mean).square().sum(dim=0)) / max(count, 1)
+        return count, mean.to(rows), variance.to(rows)
+
+    def sum_together(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over ranks in place, in one message per dtype and device."""
+        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors if self.size > 1 else ():
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for group in groups.values():
+            flat = self.sum(torch.cat([tensor.flatten() for tensor in group]))
+            sums = torch.split(flat, [tensor.numel() for tensor in group])
+            torch._foreach_copy_(group, [s.view_as(t) for s, t in zip(sums, group, strict=True)])
+
+    def mean(self, tensors: list[Tensor]) -> None:
+        """Average tensors over ranks in place."""
+        if self.size > 1 and tensors:
+            self.sum_together(tensors)
+            torch._foreach_div_(tensors, self.size)
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by those of rank 0."""
+        if self.size > 1:
+            with self._naming_the_lost():
+                for tensor in tensors:
+                    group = None if tensor.is_cuda else self.cpu_group
+                    dist.broadcast(tensor, 0, group=group)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        return bool(self.sum(torch.tensor(int(flag)))) if self.size > 1 else flag
+
+    def gather(self, value: T, *, to_first: bool = False) -> list[T]:
+        """The values of all ranks, on every rank; with `to_first`, on rank 0 only."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.is_first or not to_first else []
+        with self._naming_the_lost():
+            if to_first:
+                dist.gather_object(value, values or None, group=self.cpu_group)
+            else:
+                dist.all_gather_object(values, value, group=self.cpu_group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with self._naming_the_lost():
+            dist.broadcast_object_list(values, group=self.cpu_group)
+        return values[0]
+
+    def require_same(self, plain: Any) -> None:
+        """Raise on every rank if one was started with other settings than rank 0."""
+        first, *others = self.gather(plain)
+        for rank, other in enumerate(others, start=1):
+            if changed := differences(first, other):
+                raise ValueError(
+                    f"rank {rank} has other settings than rank 0: {'; '.join(changed)}. Start every "
+                    "rank with the same command"
+                )
+
+    @contextmanager
+    def _naming_the_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0].partition(". ")[0]
+            raise RankLost(f"{self._roll_call()}, so rank {self.rank} stops ({reason})") from error
+
+    def _roll_call(self) -> str:
+        """Which ranks are lost: their process has ended, or they do not answer."""
+        deadline = time.monotonic() + ROLL_CALL_S
+        lost: dict[str, list[str]] = {"has ended": [], "does not answer": []}
+        try:
+            self.store.set(f"esper/alive/{self.rank}", "")
+            for rank in set(range(self.size)) - {self.rank}:
+                host, process = self.store.get(f"esper/process/{rank}").decode().split()
+                name = f"rank {rank} (process {process} on {host})"
+                if host == socket.gethostname() and not _is_running(int(process)):
+                    lost["has ended"].append(name)
+                elif not self._answers(rank, deadline - time.monotonic()):
+                    lost["does not answer"].append(name)
+        except RuntimeError:  # the store was in a rank that has ended
+            return "rank 0 has ended"
+        found = (f"{', '.join(names)} {how}" for how, names in lost.items() if names)
+        return next(found, "a message between ranks failed")
+
+    def _answers(self, rank: int, seconds: float) -> bool:
+        try:
+            self.store.wait([f"esper/alive/{rank}"], timedelta(seconds=max(seconds, 0.01)))
+        except RuntimeError:
+            return False
+        return True
+
+
+ALONE = Ranks()
+
+
+class EnvShare(NamedTuple):
+    """Which of a run's envs are on this rank."""
+
+    total: int  # envs of all ranks
+    ids: Tensor  # [n] of those here, ascending within the run
+
+    @classmethod
+    def split(cls, total: int, ranks: Ranks) -> "EnvShare":
+        """Consecutive envs for each rank."""
+        if total % ranks.size:
+            raise ValueError(
+                f"{total} envs do not split over {ranks.size} ranks; use a multiple of the ranks"
+            )
+        count = total // ranks.size
+        return cls(total, ranks.rank * count + torch.arange(count))
+
+    def local(self, env_ids: Tensor) -> Tensor:
+        """The positions on this rank of some of the run's envs; those elsewhere are left out."""
+        if len(self.ids) == self.total:
+            return env_ids
+        positions = torch.full((self.total,), -1)
+        positions[self.ids] = torch.arange(len(self.ids))
+        found = positions[env_ids]
+        return found[found >= 0]
+
+    def generator(self, device: torch.device, rng_seed: int) -> torch.Generator:
+        """A generator for `noise`."""
+        if len(self.ids) == self.total:
+            return torch.Generator(device).manual_seed(rng_seed)
+        generator = _ShareGenerator(device)
+        generator.manual_seed(rng_seed)
+        generator.share = self._replace(ids=self.ids.to(device))
+        return generator
+
+    def join(self, parts: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> dict[str, Any]:
+        """Fields of all envs in order, from `(ids, fields)` of each rank: tensors and lists."""
+        if len(parts) == 1:
+            return dict(parts[0][1])
+        order = torch.cat([ids for ids, _ in parts]).argsort()
+        joined: dict[str, Any] = {}
+        for name, first in parts[0][1].items():
+            values = [fields[name] for _, fields in parts]
+            if isinstance(first, Tensor):
+                joined[name] = torch.cat(values)[order]
+            else:
+                flat = [entry for value in values for entry in value]
+                joined[name] = [flat[env] for env in order.tolist()]
+        return joined
+
+
+class _ShareGenerator(torch.Generator):
+    """Samples for all envs of a run and keeps the numbers of this rank's."""
+
+    share: EnvShare
+
+
+def noise(like: Tensor, draw: str, generator: torch.Generator | None) -> Tensor:
+    """Random numbers in the shape of `like` `[N, ...]`; `draw` is such as "normal_".
+
+    An env gets the same numbers however the run's envs are split over ranks.
+    """
+    if not isinstance(generator, _ShareGenerator):
+        numbers: Tensor = getattr(torch.empty_like(like), draw)(generator=generator)
+        return numbers
+    total, ids = generator.share
+    every = getattr(like.new_empty(total, *like.shape[1:]), draw)(generator=generator)
+    return every.index_select(0, ids)  # type: ignore[no-any-return]
+
+
+@cache
+def join_ranks() -> Ranks:
+    """This process's place in the run that torchrun started; `ALONE` without torchrun.
+
+    Chooses the GPU of `LOCAL_RANK`, and connects the ranks. ESPER_TIMEOUT_S is the time that a rank
+    waits for the others.
+    """
+    if dist.is_available() and dist.is_initialized():  # by the user's own script
+        store = dist.distributed_c10d._get_default_store()
+        has_gloo = "gloo" in str(dist.get_backend_config())
+        group = None if has_gloo else dist.new_group(backend="gloo")
+        return _registered(Ranks(dist.get_rank(), dist.get_world_size(), store, group))
+    if os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("RANK", "0") == "0":
+        return ALONE
+    place = _environment()
+    timeout, backend = timedelta(seconds=_timeout_s()), _backend(place)
+    try:
+        store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+        # torchrun may keep its store for a restart: the addresses of the ranks before are in there
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConnectionError(f"the ranks could not be connected: {reason}") from error
+    atexit.register(dist.destroy_process_group)
+    return _registered(Ranks(rank, size, store))
+
+
+def was_restarted() -> bool:
+    """Whether torchrun started this process again after a failure."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _environment() -> dict[str, int]:
+    """The numbers that torchrun sets."""
+    for name in _VARIABLES:
+        if name not in os.environ:
+            raise ValueError(
+                f"{name} is not set, but other variables of torchrun are; use torchrun"
+            )
+    texts = {name: os.environ[name] for name in _VARIABLES if name != "MASTER_ADDR"}
+    for name, text in texts.items():
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError(f"{name}={text!r}; expected a whole number, as torchrun sets it")
+    place = {name: int(text) for name, text in texts.items()}
+    for name, limit in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if place[name] >= place[limit]:
+            raise ValueError(f"{name}={place[name]} for {limit}={place[limit]}; ranks start at 0")
+    return place
+
+
+def _timeout_s() -> float:
+    text = os.environ.get("ESPER_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s < 1e7:
+        raise ValueError(f"ESPER_TIMEOUT_S={text!r}; use a number of seconds above 0")
+    return timeout_s
+
+
+def _backend(place: Mapping[str, int]) -> str:
+    """gloo, and NCCL if each rank here has a GPU; several ranks on one GPU use gloo."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise ValueError("this torch has no gloo, so ranks cannot talk; install another build")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        return "gloo"
+    torch.cuda.set_device(place["LOCAL_RANK"] % num_gpus)
+    if place["LOCAL_WORLD_SIZE"] > num_gpus:
+        return "gloo"
+    if not dist.is_nccl_available():
+        raise ValueError(
+            "this torch has GPUs but no NCCL, which several GPUs need; install a build with NCCL, or "
+            "set CUDA_VISIBLE_DEVICES= to run on CPUs"
+        )
+    return "cpu:gloo,cuda:nccl"
+
+
+def _registered(ranks: Ranks) -> Ranks:
+    if ranks.size == 1:
+        return ALONE
+    ranks.store.set(f"esper/process/{ranks.rank}", f"{socket.gethostname()} {os.getpid()}")
+    return ranks
+
+
+def _is_running(process: int) -> bool:
+    """Whether a process of this machine runs; one that was killed may wait for its parent."""
+    try:
+        os.kill(process, 0)
+        stat = Path(f"/proc/{process}/stat")
+        return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    except OSError:
+        return False

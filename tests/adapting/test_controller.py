@@ -1,0 +1,132 @@
+"""Controllers as files, what they accept, and the one that ships."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import esper
+from esper.adapting import controller as controller_module
+from esper.adapting.controller import AdaptationController, new_policy
+from esper.adapting.evidence import SIGNALS
+from esper.adapting.plans import MENU, PLANS, RATES
+from esper.adapting.shipped import find_controller
+from esper.adapting.trial_envs import ANCHORS, MAX_TRIES
+from esper.leyline.files import UnreadableFile
+from esper.tamiyo.policy.network import PolicyConfig
+
+
+def new_controller(rng_seed=0):
+    torch.manual_seed(rng_seed)
+    policy = new_policy(PolicyConfig(lstm_hidden_dim=16))
+    low = torch.full((len(SIGNALS),), -1.0)
+    return AdaptationController(policy, low, -low, {"trained on": "nothing"})
+
+
+def offers(num=1, params=0.1):
+    """Every plan of the menu at the same cost."""
+    added = torch.full((num, len(PLANS), len(RATES)), torch.nan)
+    added[:, [plan in MENU for plan in PLANS]] = params
+    added[:, 0] = 0.0
+    return added.flatten(1)
+
+
+def proposals(controller, signals, values=(0.1, 0.9, 0.3), **options):
+    options = dict(budget=torch.inf, tries=len(values) + 1) | options
+    chooser = controller.choose(signals, offers(), torch.full((1, 3), 0.5), **options)
+    return [next(chooser), *map(chooser.send, values)]
+
+
+def test_a_file_gives_the_same_controller(tmp_path):
+    controller, path = new_controller(), tmp_path / "controller.pt"
+    controller.save(path)
+    again = AdaptationController.load(path)
+    assert path.stat().st_size < 1_000_000
+    assert again.facts == {"trained on": "nothing"}
+    assert torch.equal(again.low, controller.low)
+    for seed in range(4):
+        signals = torch.randn(1, len(SIGNALS), generator=torch.Generator().manual_seed(seed))
+        assert proposals(again, signals) == proposals(controller, signals)
+
+
+@pytest.mark.parametrize("name", ["SIGNALS", "MENU", "RATES"])
+def test_other_signals_menus_and_rates_are_refused(tmp_path, monkeypatch, name):
+    path = tmp_path / "controller.pt"
+    monkeypatch.setattr(controller_module, name, getattr(controller_module, name)[:-1])
+    new_controller().save(path)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"other {name.lower()}"):
+        AdaptationController.load(path)
+
+
+def test_signals_beyond_the_range_of_training_are_limited():
+    controller = new_controller()
+    signals = torch.randn(1, len(SIGNALS), generator=torch.Generator().manual_seed(0))
+    extreme = torch.where(signals > 0, 1e6, -1e6)
+    assert proposals(controller, extreme) == proposals(controller, signals.sign())
+    seen = controller._begin(extreme, offers(), torch.zeros(1), torch.inf, 2).signals
+    assert seen.abs().max() == 1.0
+
+
+@pytest.mark.parametrize("tries", range(1, MAX_TRIES + 1))
+def test_proposals_are_plans_of_the_menu(tries):
+    found = proposals(new_controller(tries), torch.zeros(1, len(SIGNALS)), (0.4,) * (tries - 1))
+    assert len(found) == tries
+    assert all(plan in MENU and rate in RATES for plan, rate in found)
+
+
+def test_a_small_budget_leaves_the_model_as_it_is():
+    for plan, _ in proposals(new_controller(), torch.zeros(1, len(SIGNALS)), budget=0.05):
+        assert plan == PLANS[0]
+
+
+def test_many_scenarios_are_chosen_as_one_after_the_other():
+    controller, num, tries = new_controller(3), 5, 3
+    rng = torch.Generator().manual_seed(0)
+    signals = torch.randn(num, len(SIGNALS), generator=rng)
+    validation = torch.rand(num, len(PLANS) * len(RATES), generator=rng)
+    together = controller.choose_many(
+        signals, offers(num), validation, budget=torch.inf, tries=tries
+    )
+    for i in range(num):
+        anchors = validation[i : i + 1, torch.tensor(ANCHORS)]
+        chooser = controller.choose(
+            signals[i : i + 1], offers(), anchors, budget=torch.inf, tries=tries
+        )
+        best = float(anchors.max())
+        choice, kept = next(chooser), ANCHORS[int(anchors.argmax())]
+        for number in range(tries):
+            index = PLANS.index(choice[0]) * len(RATES) + RATES.index(choice[1])
+            value = float(validation[i, index])
+            kept, best = (index, value) if value > best else (kept, best)
+            if number + 1 < tries:
+                choice = chooser.send(value)
+        assert int(together[i]) == kept
+
+
+def test_the_shipped_controller_is_listed_with_its_facts():
+    found = esper.controllers()
+    assert "tamiyo" in found
+    assert {"trained on", "shifts", "held out", "config"} <= set(found["tamiyo"])
+    folder = Path(controller_module.__file__).parent / "controllers"
+    files = {path.stem: path for path in folder.glob("*.pt")}
+    assert set(files) == set(found)
+    assert all(path.stat().st_size < 1_000_000 for path in files.values())
+    controller = find_controller("tamiyo")
+    assert (controller.low <= controller.high).all()
+    assert len(proposals(controller, torch.zeros(1, len(SIGNALS)))) == 4
+
+
+def test_a_controller_can_be_given_in_three_ways(tmp_path):
+    controller, path = new_controller(), tmp_path / "mine.pt"
+    controller.save(path)
+    assert find_controller(controller) is controller
+    assert find_controller(path).facts == find_controller(str(path)).facts == controller.facts
+    controller.facts["trained on"] = "more"
+    controller.save(path)
+    assert find_controller(path).facts == {"trained on": "more"}  # not what was read before
+    with pytest.raises(ValueError, match="no controller 'tezzeret'.*'tamiyo'"):
+        find_controller("tezzeret")
+    (tmp_path / "text.pt").write_text("no archive")
+    with pytest.raises(UnreadableFile):
+        find_controller(tmp_path / "text.pt")

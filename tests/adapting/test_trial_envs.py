@@ -1,0 +1,204 @@
+"""Episodes over recorded outcomes: legal choices, rewards that add up, and learning."""
+
+import pytest
+import torch
+
+from esper.adapting.controller import AdaptationController
+from esper.adapting.evidence import SIGNALS
+from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES
+from esper.adapting.practice import outcomes_of, validation_criterion
+from esper.adapting.training import AdaptConfig, learn
+from esper.adapting.trial_envs import (
+    ACTION_SPACE,
+    ANCHORS,
+    MAX_TRIES,
+    RENT,
+    REWARD_SCALE,
+    Outcomes,
+    TrialEnvs,
+    Tries,
+    choices_of,
+)
+from esper.adapting.trials import TrialTable
+
+CHOICES = len(PLANS) * len(RATES)
+AS_IS = ANCHORS[0]
+
+
+def outcomes(num=30, rng_seed=0):
+    """Random results; a third of the plans is not offered, and the menu's costs vary."""
+    rng = torch.Generator().manual_seed(rng_seed)
+    added = torch.rand(num, len(PLANS), generator=rng)
+    added[torch.rand(num, len(PLANS), generator=rng) < 0.3] = torch.nan
+    added[:, [plan not in MENU for plan in PLANS]] = torch.nan
+    added[:, 0] = 0.0
+    added = added[..., None].expand(-1, -1, len(RATES)).flatten(1)
+    validation, test = (torch.rand(num, CHOICES, generator=rng) for _ in range(2))
+    for start in range(1, len(RATES)):  # a plan that changes nothing has one result
+        validation[:, start], test[:, start] = validation[:, 0], test[:, 0]
+    missing = added.isnan()
+    signals = torch.randn(num, len(SIGNALS), generator=rng)
+    return Outcomes(
+        signals,
+        added,
+        validation.masked_fill(missing, torch.nan),
+        test.masked_fill(missing, torch.nan),
+    )
+
+
+def legal_actions(masks, rng):
+    """One legal action per env, head by head, read from the masks by hand."""
+    rows = []
+    for env in range(masks["place"].shape[0]):
+        taken: tuple[int, ...] = ()
+        for head in ACTION_SPACE:
+            allowed = masks[head.name][(env, *taken)].nonzero().flatten()
+            pick = int(torch.randint(len(allowed), (), generator=rng))
+            taken = (*taken, int(allowed[pick]))
+        rows.append(taken)
+    return torch.tensor(rows)
+
+
+class Watched:
+    """Plays a round of random legal actions and keeps what happened in each env."""
+
+    def __init__(self, found, num_envs=64, rng_seed=0):
+        self.envs = TrialEnvs(found, num_envs, rng_seed)
+        rng = torch.Generator().manual_seed(rng_seed)
+        assert self.envs.begin_round().all()
+        self.scenarios, self.first = self.envs._scenarios, self.envs.features
+        self.budgets, self.tries = self.envs._tries.budgets, self.envs._tries.left
+        self.steps = []
+        while not self.envs.round_over:
+            actions = legal_actions(self.envs.masks, rng)
+            self.steps.append((choices_of(actions), self.envs.step(actions)))
+
+
+def test_rewards_add_up_to_the_worth_of_the_kept_choice():
+    found = outcomes()
+    game = Watched(found)
+    for env, scenario in enumerate(game.scenarios.tolist()):
+        tried = [int(choices[env]) for choices, step in game.steps if step.is_real_step[env]]
+        assert len(tried) == int(game.tries[env])
+        legal = [c for c in range(CHOICES) if found.added[scenario, c] <= game.budgets[env]]
+        assert set(tried) <= set(legal)
+        kept = AS_IS
+        for choice in (*(a for a in ANCHORS[1:] if a in legal), *tried):  # best by validation
+            if found.validation[scenario, choice] > found.validation[scenario, kept]:
+                kept = choice
+        worth = {c: float(found.test[scenario, c] - RENT * found.added[scenario, c]) for c in legal}
+        expected = REWARD_SCALE * (worth[kept] - sum(worth.values()) / len(legal))
+        total = sum(float(step.rewards[env]) for _, step in game.steps)
+        assert total == pytest.approx(expected, abs=1e-4)
+        assert int(game.envs._tries.kept[env]) == kept
+
+
+def test_episodes_end_after_their_tries():
+    game = Watched(outcomes())
+    assert {*game.tries.tolist()} == {*range(1, MAX_TRIES + 1)}
+    assert len(game.steps) == MAX_TRIES
+    for number, (_, step) in enumerate(game.steps, start=1):
+        assert torch.equal(step.terminated, game.tries == number)
+        assert torch.equal(step.is_real_step, game.tries >= number)
+        assert not step.rewards[~step.is_real_step].any()
+
+
+def test_masks_allow_exactly_the_legal_choices():
+    found = outcomes(4)
+    budgets = torch.tensor([torch.inf, 0.5, 0.1, 0.0])
+    tries = Tries(found.signals, found.added, budgets, torch.ones(4).long(), torch.zeros(4, 3))
+    masks = tries.masks()
+    for env in range(4):
+        allowed = set()
+        for place in masks["place"][env].nonzero().flatten().tolist():
+            for what in masks["what"][env, place].nonzero().flatten().tolist():
+                for head in masks["head"][env, place, what].nonzero().flatten().tolist():
+                    for rate in masks["rate"][env, place, what, head].nonzero().flatten().tolist():
+                        allowed.add(int(choices_of(torch.tensor([[place, what, head, rate]]))))
+        legal = {c for c in range(CHOICES) if found.added[env, c] <= budgets[env]}
+        assert allowed == legal
+    assert allowed == {0, 1, 2}  # nothing is free but the model as it is
+
+
+def test_the_model_as_it_is_is_kept_if_nothing_validates_better():
+    found = outcomes(2)
+    tries = Tries(
+        found.signals, found.added, torch.full((2,), torch.inf), torch.tensor([2, 2]),
+        torch.tensor([[0.5, 0.1, 0.1]] * 2),
+    )  # fmt: skip
+    everywhere = torch.ones(2, dtype=torch.bool)
+    tries.record(torch.tensor([7, 8]), torch.tensor([0.5, 0.6]), everywhere)
+    tries.record(torch.tensor([9, 10]), torch.tensor([torch.nan, 0.55]), everywhere)
+    assert tries.kept.tolist() == [AS_IS, 8]
+    assert tries.last.tolist() == [9, 10]
+    assert tries.left.tolist() == [0, 0]
+
+
+def test_source_signals_are_hidden_in_about_half_of_the_episodes():
+    found = outcomes()._replace(signals=torch.ones(30, len(SIGNALS)))
+    features = Watched(found, num_envs=400).first[:, : len(SIGNALS)]
+    of_source = torch.tensor(
+        [s == "has_source" or s.endswith(("mean_shift", "spread_shift")) for s in SIGNALS]
+    )
+    assert features[:, ~of_source].eq(1).all()
+    shown = features[:, of_source]
+    assert torch.equal(shown.amin(1), shown.amax(1))
+    assert 140 < shown[:, 0].sum() < 260
+
+
+def test_outcomes_of_tables_by_hand():
+    rng = torch.Generator().manual_seed(0)
+    plans = [KNOWN_RULES[name] for name in ("nothing", "LP-FT")]
+    accuracy, loss, test = (torch.rand(3, 2, len(RATES), generator=rng) for _ in range(3))
+    loss[0, 0, 0] = 50.0
+    table = TrialTable(
+        torch.randn(3, len(SIGNALS)), torch.tensor([30, 40, 50]), torch.tensor([0.0, 0.9]),
+        accuracy, loss, test, torch.zeros(3, 3, 3), ("sign",) * 3,
+    )  # fmt: skip
+    found = outcomes_of([table, table], plans)
+    assert found.signals.shape == (6, len(SIGNALS))
+    column = PLANS.index(plans[1]) * len(RATES)
+    for row in range(6):
+        for rate in range(len(RATES)):
+            expected = accuracy[row % 3, 1, rate] - 0.01 * loss[row % 3, 1, rate]
+            assert float(found.validation[row, column + rate]) == pytest.approx(float(expected))
+            assert found.test[row, column + rate] == test[row % 3, 1, rate]
+            assert float(found.added[row, column + rate]) == pytest.approx(0.9)
+    assert float(found.validation[0, 0]) == pytest.approx(float(accuracy[0, 0, 0]) - 0.1)
+    assert int((~found.test[0].isnan()).sum()) == 2 * len(RATES)
+
+
+def test_a_diverged_training_validates_worse_than_any_other():
+    accuracy, loss = torch.tensor([0.2, 0.2]), torch.tensor([torch.nan, 9.0])
+    diverged, other = validation_criterion(accuracy, loss).tolist()
+    assert diverged < other
+
+
+def toy(num=200, rng_seed=0):
+    """One signal says which of two plans is right; the validation rows say nothing."""
+    rng = torch.Generator().manual_seed(rng_seed)
+    signals = torch.zeros(num, len(SIGNALS))
+    says = torch.rand(num, generator=rng) < 0.5
+    signals[:, SIGNALS.index("accuracy")] = torch.where(says, 1.0, -1.0)
+    added, validation, test = (torch.full((num, CHOICES), torch.nan) for _ in range(3))
+    good, bad = (PLANS.index(KNOWN_RULES[n]) * len(RATES) for n in ("head only", "LP-FT"))
+    for column in (AS_IS, good, bad):
+        added[:, column], validation[:, column] = 0.0, 0.6
+    validation[:, AS_IS], test[:, AS_IS] = 0.5, 0.5
+    test[:, good], test[:, bad] = says.float(), (~says).float()
+    return Outcomes(signals, added, validation, test), says, good, bad
+
+
+def test_ppo_learns_which_plan_a_signal_asks_for():
+    found, says, good, bad = toy()
+    lines = []
+    config = AdaptConfig(num_envs=128, rounds=10, hidden=16, architectures=("mlp 64",))
+    controller = learn(found, config, lines.append)
+    fresh, says, good, bad = toy(rng_seed=1)
+    choices = controller.choose_many(
+        fresh.signals, fresh.added, fresh.validation, budget=torch.inf, tries=1
+    )
+    assert isinstance(controller, AdaptationController)
+    right = choices == torch.where(says, good, bad)
+    assert right.float().mean() > 0.95
+    assert len(lines) == 5

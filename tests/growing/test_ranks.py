@@ -1,0 +1,171 @@
+"""Growth on several ranks: seeds equal on all of them, and the model that one process grows.
+
+The tolerance: two means of half a batch are added where one process takes the mean of the whole, so
+weights differ by rounding, which AdamW amplifies. They stay within 1e-5 here; 1e-3 is allowed.
+"""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import esper
+from esper.growing.parallel import rows_of
+from esper.leyline.ranks import ALONE, Ranks, join_ranks
+from esper.leyline.stages import LifecycleOp
+from esper.tamiyo.scripted import FixedSchedule
+from support.grow_calls import run
+from support.models import WAIT, Script, act, blobs, germinate, mlp
+from support.ranks import on_ranks
+
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
+COMMIT = act(LifecycleOp.FOSSILIZE)
+MOVES = (germinate(), WAIT, WAIT, COMMIT, WAIT, germinate(1), WAIT, WAIT)
+SHADOW_MOVES = (germinate(), WAIT, act(LifecycleOp.ADVANCE), WAIT, WAIT, germinate(1), WAIT, WAIT)
+X, Y = blobs()
+
+
+def steady() -> nn.Module:
+    """A model without dropout, whose masks depend on how rows are split."""
+    model = mlp()
+    model[2].p = 0.0
+    return model
+
+
+def own_loop(shadow_training=False, clip=False, breaks_at=-1):
+    """A loop under DDP, or on one process with the same global batches.
+
+    Returns the seeds' weights after every decision, and the model's and the ledger at the end.
+    """
+    torch.manual_seed(0)
+    ranks = join_ranks()
+    net = steady()
+    model = DistributedDataParallel(net) if ranks.size > 1 else net
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    growth = esper.Growth(
+        model, optimizer, example=X[:8], decisions=9, controller=Script(*(SHADOW_MOVES if shadow_training else MOVES)),
+        shadow_training=shadow_training,
+    )  # fmt: skip
+    seeds = []
+    for decision in range(9):
+        for step in range(3):
+            rows = torch.arange(16 * step, 16 * step + 16)[ranks.rank :: ranks.size]
+            x, y = X[rows], Y[rows]
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            growth.shadow_loss(lambda x=x, y=y: F.cross_entropy(model(x), y))
+            if clip:
+                nn.utils.clip_grad_norm_(growth.parameters(), 0.1)
+            optimizer.step()
+            growth.after_step(loss)
+        if decision == breaks_at and ranks.rank == ranks.size - 1:
+            next(net.buffers(), next(net.parameters())).data.fill_(torch.nan)
+        # each rank gives the metric of its own rows
+        right = (net(X[ranks.rank :: ranks.size]).argmax(1) == Y[ranks.rank :: ranks.size]).float()
+        growth.decide(float(right.mean()))
+        seeds.append([p.detach().clone() for slot in growth._network.slots if slot.seed is not None
+                      for p in slot.seed.parameters()])  # fmt: skip
+    return seeds, net.state_dict(), growth.ledger
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": True}, {"shadow_training": True}])
+def test_under_ddp_ranks_grow_the_model_of_one_process(options):
+    one, (two, other) = own_loop(**options), on_ranks(2, lambda: own_loop(**options))
+    assert sum(map(len, one[0])) > 0
+    torch.testing.assert_close(two[:2], other[:2], rtol=0, atol=0)
+    torch.testing.assert_close(one[:2], two[:2], **TOLERANCE)
+    assert two[2].to_json() == other[2].to_json()
+    assert [d.op for d in one[2].decisions] == [d.op for d in two[2].decisions]
+
+
+def test_a_break_on_one_rank_rolls_all_back():
+    two, other = on_ranks(2, lambda: own_loop(breaks_at=3))
+    assert two[2].rollbacks
+    torch.testing.assert_close(two[:2], other[:2], rtol=0, atol=0)
+
+
+def test_grow_on_two_ranks_is_grow_on_one():
+    def work():
+        torch.manual_seed(join_ranks().rank)  # the weights of rank 0 count
+        result = run(FixedSchedule(every=1), model=steady(), steps=48, decisions=12)
+        return result.model.state_dict(), result.ledger, result.verdict
+
+    one, (two, other) = work(), on_ranks(2, work)
+    torch.testing.assert_close(two[0], other[0], rtol=0, atol=0)
+    torch.testing.assert_close(one[0], two[0], **TOLERANCE)
+    assert two[1].to_json() == other[1].to_json()
+    assert [s.metric for s in one[1].steps] == pytest.approx([s.metric for s in two[1].steps])
+    assert one[2].returned == two[2].returned == other[2].returned
+
+
+def test_loaders_with_a_distributed_sampler_are_already_split():
+    def work():
+        ranks = join_ranks()
+        train, val = (
+            DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False))
+            for data in (TensorDataset(*blobs()), TensorDataset(*blobs(64, rng_seed=1)))
+        )
+        torch.manual_seed(0)
+        model = mlp()
+        result = esper.grow(
+            DistributedDataParallel(model), train, val, loss=F.cross_entropy, steps=24, decisions=8,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=3e-2), progress=False,
+            controller=FixedSchedule(every=1),
+        )  # fmt: skip
+        assert ranks.size == 2
+        with torch.no_grad():
+            x, y = blobs(64, rng_seed=1)
+            accuracy = float((result.model.eval()(x).argmax(1) == y).double().mean())
+        return accuracy, max(result.verdict.grown, result.verdict.ungrown)
+
+    for accuracy, reported in on_ranks(2, work):
+        assert accuracy == pytest.approx(reported)  # of the rows of both ranks
+
+
+def test_rows_of_a_batch_are_split_and_weighted():
+    batch = ({"x": torch.arange(5), "scale": torch.tensor(2.0)}, torch.arange(5))
+    parts = [rows_of(batch, Ranks(rank, 2)) for rank in range(2)]
+    assert [part[0]["x"].tolist() for part, _ in parts] == [[0, 2, 4], [1, 3]]
+    assert [weight for _, weight in parts] == [6 / 5, 4 / 5]
+    assert rows_of(batch, ALONE) == (batch, 1.0)
+    with pytest.raises(ValueError, match="a batch of 5 rows for 6 ranks"):
+        rows_of(batch, Ranks(0, 6))
+
+
+def test_a_sharded_model_is_refused():
+    def work() -> None:
+        join_ranks()
+        model = mlp()
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        esper.Growth(model, optimizer, example=X[:8], decisions=9)
+
+    for error in on_ranks(2, work):
+        assert "sharded (fully_shard, FSDP)" in str(error)
+        assert "DistributedDataParallel" in str(error)
+
+
+def test_ctrl_c_on_one_rank_stops_all(default_signals):
+    def work():
+        steps = []
+
+        def loss(output, target):
+            steps.append(1)
+            if len(steps) == 9 and join_ranks().rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return F.cross_entropy(output, target)
+
+        with pytest.warns(UserWarning, match="stopped after"):
+            return run(
+                FixedSchedule(every=1), steps=48, decisions=12, loss=loss
+            ).growth.optimizer_steps
+
+    first, second = on_ranks(2, work)
+    assert first == second < 48

@@ -1,0 +1,260 @@
+"""The same run whatever the number of ranks, up to the order of summation.
+
+The tolerance: ranks add up gradients and statistics in another order, so weights differ by the
+rounding of float32, which the update amplifies. After three rounds the policies below differ by
+less than 1e-5; 1e-4 is allowed. Actions and scores are equal.
+"""
+
+import os
+import re
+import signal
+import sqlite3
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from esper.cli import main
+from esper.leyline.ranks import ALONE, RankLost, Ranks, _backend, join_ranks
+from esper.simic.training.growth_training import GrowthTraining
+from esper.simic.training.ppo_model import PPO, GymConfig
+from esper.simic.training.run_folder import RunFiles
+from esper.tamiyo.learned import LearnedController
+from esper.tolaria.host_batch import HostBatchConfig
+from support.gym_environments import BestActions, vector
+from support.ranks import on_ranks
+from support.training_configs import NETWORKS, ORACLE, POLICY, flags
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+CONFIGS = {"oracle": ORACLE, "networks": NETWORKS}
+
+
+def trained(config, ranks: Ranks = ALONE, rounds: int = 3):
+    """Records of all rounds (on rank 0) and the state of the run after them."""
+    records = []
+    training = GrowthTraining(replace(config, rounds=rounds), ranks)
+    training.run(records.append)
+    return records, training.trainer.state_dict()
+
+
+def require_same_runs(one, other):
+    for a, b in zip(one[0], other[0], strict=True):
+        for name in ("hosts", "variants", "rollback_reasons"):
+            assert list(getattr(a, name)) == list(getattr(b, name))
+        assert torch.equal(a.actions, b.actions)
+        assert torch.equal(a.legal, b.legal)
+        assert torch.equal(a.observed_envs, b.observed_envs)
+        torch.testing.assert_close(a.observations, b.observations, **TOLERANCE)
+        torch.testing.assert_close(a.episodes, b.episodes, equal_nan=True, **TOLERANCE)
+        names = [name for name in a.metrics if not name.startswith("time")]
+        torch.testing.assert_close(
+            *({name: record.metrics[name] for name in names} for record in (a, b)),
+            equal_nan=True,
+            **TOLERANCE,
+        )
+    require_same_state(one[1], other[1])
+
+
+def require_same_state(one, other):
+    for name in ("progress", "num_envs", "action_rng", "shuffle_rng", "envs"):
+        assert str(one[name]) == str(other[name])
+    for name in ("policy", "value_normalizer"):
+        torch.testing.assert_close(one["agent"][name], other["agent"][name], **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("oracle", 2), ("networks", 2), pytest.param("oracle", 4, marks=pytest.mark.slow),
+     pytest.param("networks", 3, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_ranks_run_as_one_process_does(name, size):
+    config = CONFIGS[name]
+    runs = on_ranks(size, lambda: trained(config, join_ranks()))
+    require_same_runs(trained(config), runs[0])
+    for records, state in runs[1:]:
+        assert records == []  # rank 0 writes
+        torch.testing.assert_close(state["agent"], runs[0][1]["agent"], rtol=0, atol=0)
+
+
+def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path):
+    path, whole = tmp_path / "checkpoint.pt", trained(ORACLE, rounds=4)
+
+    def half() -> None:
+        training = GrowthTraining(ORACLE, join_ranks())  # of 4 rounds
+        training.run(lambda record: None, should_stop=lambda: training.rounds_done == 2)
+        if training.ranks.is_first:
+            training.save(path)
+
+    def rest(ranks: Ranks = ALONE):
+        training = GrowthTraining.resume(path, ranks)
+        assert training.rounds_done == 2
+        training.run(lambda record: None)
+        return training.trainer.state_dict()
+
+    assert on_ranks(2, half) == [None, None]
+    require_same_state(whole[1], rest())
+    half_alone = on_ranks(1, half)
+    assert half_alone == [None]
+    require_same_state(whole[1], on_ranks(2, lambda: rest(join_ranks()))[0])
+
+
+def test_hosts_that_do_not_split_are_refused():
+    (error, *_) = on_ranks(3, lambda: GrowthTraining(ORACLE, join_ranks()))
+    assert isinstance(error, ValueError)
+    assert "8 envs do not split over 3 ranks" in str(error)
+    with pytest.raises(ValueError, match="use a number of ranks that divides 6"):
+        NETWORKS.host_batch.split(Ranks(0, 5))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
+def test_every_host_is_on_one_rank_and_siblings_stay_together(size):
+    config = HostBatchConfig(num_types=3, envs_per_type=8, siblings=2)
+    parts = [config.split(Ranks(rank, size)) for rank in range(size)]
+    ids = torch.cat([share.ids for _, share in parts])
+    assert torch.equal(ids.sort().values, torch.arange(24))
+    for own, share in parts:
+        assert own.num_types * own.envs_per_type == len(share.ids) == 24 // size
+        assert (share.ids.view(-1, 2) // 2).diff(dim=1).eq(0).all()
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+def test_train_on_two_ranks_writes_the_folder_of_one(tmp_path):
+    def run(name: str) -> None:
+        main(["train", *flags(replace(ORACLE, rounds=2)), f"--out={tmp_path / name}"])
+
+    assert on_ranks(2, lambda: run("two")) == [None, None]
+    run("one")
+    files = [RunFiles(tmp_path / name) for name in ("one", "two")]
+    policies = [LearnedController.load(each.controller).policy.state_dict() for each in files]
+    torch.testing.assert_close(*policies, **TOLERANCE)
+    query = "SELECT env, host, steps, rolled_back FROM episodes ORDER BY round, env"
+    rows = [sqlite3.connect(each.database).execute(query).fetchall() for each in files]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 2 * ORACLE.num_envs
+
+
+def gym_run(env):
+    """A model after 4 rounds: its weights, steps and last metrics."""
+    seen = []
+    model = PPO(env, config=GymConfig(num_envs=4, horizon=16, policy=POLICY))
+    model.learn(256, lambda steps, metrics: seen.append(metrics))
+    return model.agent.policy.state_dict(), model.num_steps, seen[-1]
+
+
+def test_gym_on_two_ranks_is_the_run_of_one_process():
+    one, (two, other) = gym_run("CartPole-v1"), on_ranks(2, lambda: gym_run("CartPole-v1"))
+    torch.testing.assert_close(two[0], other[0], rtol=0, atol=0)
+    torch.testing.assert_close(one[0], two[0], **TOLERANCE)
+    assert one[1] == two[1] == other[1]
+    for name in ("episode/return", "episode/length", "ppo/rows", "progress/episodes"):
+        assert one[2][name] == pytest.approx(two[2][name])
+
+
+def test_a_gym_checkpoint_of_two_ranks_resumes_on_one(tmp_path):
+    """The environments can save their state, so the episodes continue where they were."""
+
+    def half() -> None:
+        model = PPO(vector(BestActions, 2), config=GymConfig(horizon=12, policy=POLICY))
+        model.learn(170, lambda steps, metrics: metrics["progress/rounds"] < 2)
+        model.save(tmp_path / "run.pt")
+
+    assert on_ranks(2, half) == [None, None]
+    resumed = PPO.load(tmp_path / "run.pt", vector(BestActions, 4)).learn()
+    whole = PPO(vector(BestActions, 4), config=GymConfig(horizon=12, policy=POLICY)).learn(170)
+    assert resumed.num_steps == whole.num_steps >= 170
+    require_same_state(whole.trainer.state_dict(), resumed.trainer.state_dict())
+
+
+def test_the_gym_command_runs_on_two_ranks(tmp_path, capfd):
+    command = (
+        f"gym CartPole-v1 --num-envs 4 --horizon 8 --total-steps 64 --episodes 1 --out {tmp_path}"
+    )
+    assert on_ranks(2, lambda: main(command.split())) == [None, None]
+    assert capfd.readouterr().out.count("agent saved as") == 1
+    assert PPO.load(tmp_path / "checkpoint.pt", "CartPole-v1").is_finished
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "LOCAL_RANK is not set, but other variables of torchrun are"),
+        ({"RANK": "x"}, "RANK='x'; expected a whole number"),
+        ({"RANK": "2"}, "RANK=2 for WORLD_SIZE=2; ranks start at 0"),
+        ({"ESPER_TIMEOUT_S": "soon"}, "ESPER_TIMEOUT_S='soon'; use a number of seconds"),
+    ],
+)
+def test_bad_variables_are_named(variables, message, monkeypatch):
+    place = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    place |= {"WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    if len(variables) == 1 and "WORLD_SIZE" in variables:
+        place = {"RANK": "0"}
+    for name, value in (place | variables).items():
+        monkeypatch.setenv(name, value)
+    join_ranks.cache_clear()
+    with pytest.raises(ValueError, match=message):
+        join_ranks()
+
+
+def test_a_group_of_the_users_script_is_joined():
+    """With NCCL alone it cannot send CPU tensors, so a gloo group is added; here it is its double."""
+
+    def work():
+        torch.distributed.init_process_group("gloo")
+        ranks = join_ranks()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
+            join_ranks.cache_clear()
+            added = join_ranks()
+        found = [each.sum(torch.tensor(each.rank + 1)).item() for each in (ranks, added)]
+        return (
+            found,
+            added.cpu_group is not None,
+            added.gather(added.rank),
+            added.broadcast(added.rank),
+        )
+
+    assert on_ranks(2, work) == [([3, 3], True, [0, 1], 0)] * 2
+
+
+def test_gpus_without_nccl_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ValueError, match="no NCCL, which several GPUs need"):
+        _backend({"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2})
+    assert _backend({"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}) == "gloo"  # several on one GPU
+
+
+def test_a_rank_with_other_settings_stops_all():
+    def work() -> None:
+        ranks = join_ranks()
+        GrowthTraining(replace(ORACLE, rounds=3 + ranks.rank), ranks)
+
+    for error in on_ranks(2, work):
+        assert isinstance(error, ValueError)
+        assert "rank 1 has other settings than rank 0: rounds" in str(error)
+
+
+def test_a_killed_rank_is_named_by_the_others():
+    def work() -> None:
+        ranks = join_ranks()
+        ranks.broadcast(None)
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            ranks.any(False)
+        finally:
+            assert time.monotonic() - started < 30
+
+    first, killed = on_ranks(2, work)
+    assert killed is None
+    assert isinstance(first, RankLost)
+    assert re.match(r"rank 1 \(process \d+ on .*\) has ended, so rank 0 stops", str(first))

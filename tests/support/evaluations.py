@@ -1,0 +1,55 @@
+"""A small evaluation: what was trained, its settings, and untrained controllers that act."""
+
+import torch
+
+from esper.leyline.factored_actions import tamiyo_action_space
+from esper.simic.evaluation.settings import EvaluationConfig
+from esper.simic.training.config import TrainConfig
+from esper.tamiyo.learned import LearnedController
+from esper.tamiyo.policy.features import FeatureLayout
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tamiyo.policy.slot_heads import SlotHeads
+from esper.tolaria.environment import GrowthConfig
+from esper.tolaria.host_batch import HostBatchConfig
+
+STEPS = 6
+MENU = ("conv", "conv_conv", "separable")
+TRAINED = TrainConfig(
+    variants=("plain",),
+    held_out_variants=("permuted:3", "rows:500"),
+    widths=(4, 8),
+    held_out_widths=("4-8-8", "8-4-4"),
+    menu=MENU,
+    growth=GrowthConfig(num_steps=STEPS),
+    host_batch=HostBatchConfig(num_types=2, envs_per_type=4, episode_steps=STEPS),
+    policy=PolicyConfig(lstm_hidden_dim=8),
+    device="cpu",
+)
+SMALL = EvaluationConfig(
+    rents=(0.05, 0.2),
+    num_widths=2,
+    repeats=2,
+    training_widths=2,
+    training_repeats=1,
+    num_plans=4,
+    finalists=2,
+    host_batch=HostBatchConfig(minibatches=4, validation_rows=100),
+)
+
+
+class RestlessPolicy(FactoredRecurrentActorCritic):
+    """An untrained policy that always samples; its most likely action would be to wait."""
+
+    rng = torch.Generator().manual_seed(0)
+
+    def act(self, *inputs, generator=None, deterministic=False):
+        return super().act(*inputs, generator=self.rng)
+
+
+def make_controller(rng_seed, kind=FactoredRecurrentActorCritic):
+    with torch.random.fork_rng():
+        torch.manual_seed(rng_seed)
+        config = PolicyConfig(lstm_hidden_dim=8)
+        return LearnedController(
+            kind(tamiyo_action_space(3, 3), SlotHeads(FeatureLayout(3, 3), config), config)
+        )
