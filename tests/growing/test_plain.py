@@ -29,7 +29,10 @@ def with_committed_seeds(
         slot = Slot(place, model)
         blueprint = place.blueprints()[-1]
         slot.add_seed(
-            new_seed(blueprint, place, model, torch.Generator().manual_seed(len(slots))), style
+            new_seed(
+                blueprint.program(place.seed_site), place, torch.Generator().manual_seed(len(slots))
+            ),
+            style,
         )
         for parameter in slot.seed.parameters():
             nn.init.normal_(parameter, std=0.2)
@@ -121,7 +124,9 @@ def test_a_site_that_two_parents_know_is_grown_for_both():
     place = block_sites(model, example)[0]
     slot = Slot(place, model)
     blueprint = place.blueprints()[1]
-    slot.add_seed(new_seed(blueprint, place, model, torch.Generator()), BlendStyle.ADD)
+    slot.add_seed(
+        new_seed(blueprint.program(place.seed_site), place, torch.Generator()), BlendStyle.ADD
+    )
     nn.init.normal_(slot.seed.layers[-1].weight)
     slot.alpha, slot.is_committed = 1.0, True
     plain = plain_model(model, [slot])

@@ -19,7 +19,7 @@ def slot_with_seed(name="residual", blueprint=-1, style=BlendStyle.ADD, site=0, 
     place = block_sites(model, example)[site]
     slot = Slot(place, model)
     blueprint = place.blueprints()[blueprint]
-    seed = new_seed(blueprint, place, model, torch.Generator().manual_seed(1))
+    seed = new_seed(blueprint.program(place.seed_site), place, torch.Generator().manual_seed(1))
     slot.add_seed(seed, style)
     if awake:
         for parameter in seed.parameters():
@@ -37,7 +37,10 @@ def test_a_birth_changes_no_bit_of_the_output(name, style):
         for blueprint in place.blueprints():
             slot = Slot(place, model)
             slot.add_seed(
-                new_seed(blueprint, place, model, torch.Generator().manual_seed(0)), style
+                new_seed(
+                    blueprint.program(place.seed_site), place, torch.Generator().manual_seed(0)
+                ),
+                style,
             )
             slot.alpha = 1.0
             assert torch.equal(model(example), before), (place.name, blueprint.name)
@@ -74,8 +77,8 @@ def test_births_follow_the_blueprint_and_leave_the_users_randomness_alone():
     place = block_sites(model, example)[0]
     blueprint = place.blueprints()[-1]  # dense_dense
     state = torch.get_rng_state()
-    seed = new_seed(blueprint, place, model, torch.Generator().manual_seed(3))
-    again = new_seed(blueprint, place, model, torch.Generator().manual_seed(3))
+    seed = new_seed(blueprint.program(place.seed_site), place, torch.Generator().manual_seed(3))
+    again = new_seed(blueprint.program(place.seed_site), place, torch.Generator().manual_seed(3))
     assert torch.equal(torch.get_rng_state(), state)
     first, norm, _, last = seed.layers
     assert 0 < first.weight.abs().max() <= 1 / 6**0.5
@@ -141,7 +144,9 @@ def test_a_seed_behind_a_tuple_acts_on_its_first_part():
     assert place.name == "layer"
     slot = Slot(place, model)
     blueprint = place.blueprints()[1]
-    slot.add_seed(new_seed(blueprint, place, model, torch.Generator()), BlendStyle.ADD)
+    slot.add_seed(
+        new_seed(blueprint.program(place.seed_site), place, torch.Generator()), BlendStyle.ADD
+    )
     nn.init.normal_(slot.seed.layers[-1].weight)
     output, state = layer(example)
     slot.alpha = 1.0
@@ -155,7 +160,7 @@ def test_seeds_take_the_models_own_dtype(dtype):
     model, example = build("mlp")
     place = block_sites(model.to(dtype), example.to(dtype))[0]
     blueprint = place.blueprints()[0]
-    seed = new_seed(blueprint, place, model, torch.Generator())
+    seed = new_seed(blueprint.program(place.seed_site), place, torch.Generator())
     assert {parameter.dtype for parameter in seed.parameters()} == {dtype}
 
 
@@ -191,7 +196,9 @@ def test_seeds_take_the_dtype_of_weights_whatever_flows(by_autocast):
     assert place.name == ("activation" if by_autocast else "upcast")
     slot = Slot(place, model)
     blueprint = place.blueprints()[1]
-    slot.add_seed(new_seed(blueprint, place, model, torch.Generator()), BlendStyle.ADD)
+    slot.add_seed(
+        new_seed(blueprint.program(place.seed_site), place, torch.Generator()), BlendStyle.ADD
+    )
     expected = {torch.float32 if by_autocast else torch.bfloat16}
     assert {parameter.dtype for parameter in slot.seed.parameters()} == expected
     before = model(example)

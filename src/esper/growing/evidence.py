@@ -65,12 +65,13 @@ class Evidence:
     def gains(self) -> Tensor:
         """Expected fall of the loss `[S, B]` for a unit step of every new weight; 0: not measured.
 
-        The features of a seed count as if they were of size 1.
+        The features of a seed count as if they were of size 1. The mean over all ranks.
         """
         gain = torch.zeros(len(self._network.slots), len(self._network.menu))
         for probe in self._probes:
             for blueprint, scale in probe.blueprints.items():
                 gain[probe.index, blueprint] = probe.gain * scale
+        self._network.ranks.mean([gain])
         return gain
 
     @property

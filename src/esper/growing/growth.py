@@ -65,6 +65,8 @@ from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.reports import History
 
 DEFAULT_RENT = 0.02  # low: the budget is the limit, rent only keeps out seeds that gain nothing
+# alphas move during the first of this many parts of the optimiser steps between two decisions
+RAMP_PARTS = 4
 
 _instances: WeakSet["Growth"] = WeakSet()
 
@@ -495,9 +497,9 @@ class Growth:
         record = self._recorder.decision(self.step, actions[0], masks, reason)
         states = self._network.states
         transition = apply(states, actions, action_space, shadow_training=self.shadow_training)
-        steps = max(1, self.optimizer_steps - self._steps_at_decision)  # as many as before
+        steps = -(-(self.optimizer_steps - self._steps_at_decision) // RAMP_PARTS)
         self._steps_at_decision = self.optimizer_steps
-        self._network.adopt(transition.then(begin_step), steps)
+        self._network.adopt(transition.then(begin_step), max(1, steps))
         self._history.add_action(actions)
         self._record_fates()
         self._network.forget_calls()
