@@ -57,7 +57,7 @@ def test_nothing_grows_before_evidence_nor_late():
         growth.decide(min(1.0, 0.3 + 0.05 * step))
     born = [d.step / 24 for d in growth.ledger.decisions if d.op == "GERMINATE"]
     assert born
-    assert min(born) >= 0.08
+    assert min(born) >= 0.03
     assert max(born) <= 0.4
 
 
@@ -82,9 +82,9 @@ def test_a_clear_rise_without_scores_is_committed():
     assert all("the metric has risen" in reason for reason in kept)
 
 
-def test_alpha_moves_in_equal_parts_at_every_optimiser_step():
+def test_alpha_moves_at_every_optimiser_step_of_the_first_half():
     growth = new_growth(Script(germinate(0, blueprint=1, tempo=0)))
-    train(growth, 4)
+    train(growth, 8)
     growth.decide(0.5)
     slot, alphas = growth._network.slots[0], []
     for _ in range(4):

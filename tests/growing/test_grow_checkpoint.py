@@ -86,7 +86,7 @@ def test_in_the_middle_of_a_blend(scheduler, tmp_path):
     growth.decide()
     train(growth, 6)
     growth.decide()
-    train(growth, 2)
+    train(growth, 1)
     assert 0 < max(slot.alpha for slot in growth._network.slots) < 0.5  # it moves every step
     assert SeedStage.BLENDING in growth._network.states.stage
     growth.save(tmp_path / "run.pt")

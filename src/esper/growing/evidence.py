@@ -1,8 +1,9 @@
 """First-order evidence for seeds: how much would this model, on this data, learn with them now?
 
-For a few training batches after a decision every possible seed is attached with its zero last
+For a few training batches before a decision every possible seed is attached with its zero last
 layer, so that the output does not change. The gradient of that layer says how much the seed's
-features have in common with what the model gets wrong.
+features have in common with what the model gets wrong. Only what the gradients of different batches
+have in common counts: the rest is noise, and larger seeds have more of it.
 """
 
 import math
@@ -19,7 +20,7 @@ from esper.growing.slots import Seed, Slot, new_seed
 from esper.growing.widening import Branch
 from esper.leyline.constants import BlendStyle, SiteKind
 
-BATCHES = 4  # of each measurement
+BATCHES = 8  # of each measurement
 ROWS = 16  # of each batch, so that the seeds together cost little
 
 
@@ -31,11 +32,12 @@ class Evidence:
         self._probes: list[_Probe] = []
         self.step = 0  # the decision after which it was measured
         self.batches = 0
+        self.wait = 0  # optimiser steps until the probes are attached
 
-    def start(self, step: int) -> None:
-        """Attach a probe for every seed that could grow in an empty slot."""
+    def start(self, step: int, wait: int = 0) -> None:
+        """Make a probe for every seed that could grow in an empty slot, and attach it later."""
         self.stop()
-        self.step, self.batches, self._probes = step, 0, []
+        self.step, self.batches, self.wait, self._probes = step, 0, wait, []
         generator = torch.Generator().manual_seed(step)  # a resumed run makes the same probes
         # between two dense layers new units do more than a dense seed of the same cost
         inside = {
@@ -45,17 +47,23 @@ class Evidence:
             is_dense = slot.site.kind in (SiteKind.VECTOR, SiteKind.TOKENS)
             if slot.seed is None and not (is_dense and slot.site.name in inside):
                 self._probes += self._probes_of(index, slot.site, generator)
-        for probe in self._probes:
-            probe.attach()
+        self._attach()
+
+    def _attach(self) -> None:
+        if self.wait == 0 and self.batches < BATCHES:
+            for probe in self._probes:
+                probe.attach()
 
     def after_step(self) -> None:
-        if not self._probes or self.batches == BATCHES:
-            return
-        for probe in self._probes:
-            probe.collect()
-        self.batches += 1
-        if self.batches == BATCHES:
-            self.stop()
+        if self.wait > 0:
+            self.wait -= 1
+            self._attach()
+        elif self._probes and self.batches < BATCHES:
+            for probe in self._probes:
+                probe.collect()
+            self.batches += 1
+            if self.batches == BATCHES:
+                self.stop()
 
     def stop(self) -> None:
         """Detach the probes; what they have measured stays."""
@@ -84,17 +92,16 @@ class Evidence:
 
     def to_dict(self) -> dict[str, Any]:
         sums = [probe.sums for probe in self._probes]
-        return {"step": self.step, "batches": self.batches, "sums": sums}
+        return {"step": self.step, "wait": self.wait, "batches": self.batches, "sums": sums}
 
     def load(self, saved: dict[str, Any]) -> None:
         if not saved["sums"]:
             return
-        self.start(saved["step"])
-        self.batches = saved["batches"]
+        self.start(saved["step"], wait=-1)
         for probe, sums in zip(self._probes, saved["sums"], strict=True):
             probe.sums = sums
-        if self.batches == BATCHES:
-            self.stop()
+        self.batches, self.wait = saved["batches"], saved["wait"]
+        self._attach()
 
     def _probes_of(self, index: int, site: ModelSite, generator: torch.Generator) -> "list[_Probe]":
         """A probe per blueprint; one for all sizes of a widening, whose units are all alike."""
@@ -125,8 +132,8 @@ class _Probe:
         slot.add_seed(_FirstRows(seed), BlendStyle.ADD)
         self._hook: RemovableHandle | None = None
         self._features = 0.0  # mean square in the last pass
-        # batches; sums over them of the squared gradient and of the features' mean square
-        self.sums = (0, 0.0, 0.0)
+        # batches; sums over them of the gradient, of its square and of the features' mean square
+        self.sums: tuple[int, Tensor | float, float, float] = (0, 0.0, 0.0, 0.0)
 
     def attach(self) -> None:
         self.slot.alpha = 1.0
@@ -144,14 +151,19 @@ class _Probe:
         """Add the gradient of the last step, if the seed was reached."""
         gradient, self._weight.grad = self._weight.grad, None
         if gradient is not None and bool(gradient.isfinite().all()):
-            count, power, features = self.sums
-            power += float(gradient.double().square().sum())
-            self.sums = (count + 1, power, features + self._features)
+            count, total, squares, features = self.sums
+            gradient = gradient.double()
+            squares += float(gradient.square().sum())
+            self.sums = (count + 1, total + gradient, squares, features + self._features)
 
     @property
     def gain(self) -> float:
-        _, power, features = self.sums
-        return math.sqrt(self._weight.numel() * power / features) if features else 0.0
+        """By the mean product of the gradients of two batches: on average it is free of noise."""
+        count, total, squares, features = self.sums
+        if count < 2 or not features or not isinstance(total, Tensor):
+            return 0.0
+        power = (float(total.square().sum()) - squares) / (count - 1)
+        return math.sqrt(self._weight.numel() * max(0.0, power) / features)
 
 
 class _FirstRows(nn.Module):

@@ -38,7 +38,7 @@ from esper.growing.controllers import (
     reason_of,
 )
 from esper.growing.eval_mode import random_states, set_random_states
-from esper.growing.evidence import Evidence
+from esper.growing.evidence import BATCHES, Evidence
 from esper.growing.export import FORMATS, export
 from esper.growing.inputs import DataFacts, batch_size
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
@@ -65,8 +65,7 @@ from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.reports import History
 
 DEFAULT_RENT = 0.02  # low: the budget is the limit, rent only keeps out seeds that gain nothing
-# alphas move during the first of this many parts of the optimiser steps between two decisions
-RAMP_PARTS = 4
+RAMP_PARTS = 2  # alphas move in the first of this many parts of the steps between two decisions
 
 _instances: WeakSet["Growth"] = WeakSet()
 
@@ -189,6 +188,7 @@ class Growth:
         self._evidence = Evidence(self._network)
         self.step = 0  # decisions made
         self.optimizer_steps = self._steps_at_decision = 0
+        self.expected_steps = 0  # before the first decision, if it is known
         self.is_closed = False
         self._train_losses: list[Tensor] = []
         self._has_shadowed = False  # since the last step
@@ -497,16 +497,17 @@ class Growth:
         record = self._recorder.decision(self.step, actions[0], masks, reason)
         states = self._network.states
         transition = apply(states, actions, action_space, shadow_training=self.shadow_training)
-        steps = -(-(self.optimizer_steps - self._steps_at_decision) // RAMP_PARTS)
+        # as many steps as before the decision are expected after it
+        steps = self.optimizer_steps - self._steps_at_decision or self.expected_steps
         self._steps_at_decision = self.optimizer_steps
-        self._network.adopt(transition.then(begin_step), max(1, steps))
+        self._network.adopt(transition.then(begin_step), max(1, steps // RAMP_PARTS))
         self._history.add_action(actions)
         self._record_fates()
         self._network.forget_calls()
         self.step += 1
         progress = self.step / (self.decisions - 1)
         if isinstance(self.controller, EvidenceReader) and self.controller.wants_evidence(progress):
-            self._evidence.start(self.step)
+            self._evidence.start(self.step, wait=max(0, steps - BATCHES))
         for limit, used in ((self.budget.params, self.params), (self.budget.macs, self.macs)):
             assert limit is None or used <= limit, "the masks let the budget be exceeded"
         return record

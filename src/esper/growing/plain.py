@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward, tensors
 from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Seed, Slot, blend_one, with_first
+from esper.growing.tracing import without_graphs
 from esper.growing.widening import Branch, new_branch
 from esper.leyline.constants import BlendStyle
 
@@ -218,13 +218,3 @@ def _is_pointwise(layer: nn.Module) -> bool:
     if not isinstance(layer, _LINEAR_LAYERS) or layer.bias is None:
         return False
     return layer.weight[0].numel() == layer.weight.shape[1] == len(layer.weight)
-
-
-def without_graphs(model: nn.Module) -> dict[int, Any]:
-    """A memo for `copy.deepcopy` with detached copies of the tensors a model computed and kept.
-
-    Examples: the weight that spectral norm computes in every pass, or stored attention maps. Torch
-    refuses to deepcopy a tensor that has a graph.
-    """
-    kept = pytree.tree_leaves([vars(module) for module in model.modules()])
-    return {id(x): x.detach().clone() for x in kept if isinstance(x, Tensor) and not x.is_leaf}

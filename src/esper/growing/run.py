@@ -32,9 +32,9 @@ from esper.growing.inputs import batch_size, count_rows, forward, moved
 from esper.growing.ledger import Ledger, TwinRecord, Verdict
 from esper.growing.network import are_finite, finite_buffers
 from esper.growing.parallel import is_split, rows_of, unwrapped
-from esper.growing.plain import without_graphs
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
+from esper.growing.tracing import without_graphs
 from esper.growing.validation import (
     Metric,
     bounded,
@@ -181,6 +181,7 @@ def grow(
             metric=metric_name,
             ranks=ranks,
         )
+        growth.expected_steps = steps // decisions
         if ungrown is not None:
             disable_nested_tensors(ungrown.model, growth.sites)  # as in the growing model
         stop = lambda: ranks.any(should_stop())  # noqa: E731

@@ -201,3 +201,13 @@ def _reachable(edges: Iterable[Edge], avoiding: Edge | None = None) -> set[Any]:
             seen.add(edge[0])
             stack.extend(edge[0].next_functions)
     return seen
+
+
+def without_graphs(model: nn.Module) -> dict[int, Any]:
+    """A memo for `copy.deepcopy` with detached copies of the tensors a model computed and kept.
+
+    Examples: the weight that spectral norm computes in every pass, or stored attention maps. Torch
+    refuses to deepcopy a tensor that has a graph.
+    """
+    kept = pytree.tree_leaves([vars(module) for module in model.modules()])
+    return {id(x): x.detach().clone() for x in kept if isinstance(x, Tensor) and not x.is_leaf}

@@ -23,7 +23,7 @@ from esper.tamiyo.scripted import Wish, check_ramp_steps, is_in, seed_details, t
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceConfig:
-    first_start: float = 0.08  # progress before which nothing is grown
+    first_start: float = 0.03  # progress before which nothing is grown
     last_start: float = 0.4  # progress after which nothing is grown
     cost_power: float = 0.25  # 0: the largest gain first; 1: the largest gain for its cost
     optimism: float = 1.0  # standard errors added to a contribution for its upper bound
