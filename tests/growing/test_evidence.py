@@ -53,12 +53,12 @@ def test_the_gain_of_units_is_larger_where_the_model_lacks_them():
 def test_nothing_grows_before_evidence_nor_late():
     growth = new_growth("heuristic", decisions=25, rent=0.0)
     for step in range(24):
-        train(growth)
         growth.decide(min(1.0, 0.3 + 0.05 * step))
-    born = [d.step / 24 for d in growth.ledger.decisions if d.op == "GERMINATE"]
+        train(growth)
+    born = [d.step for d in growth.ledger.decisions if d.op == "GERMINATE"]
     assert born
-    assert min(born) >= 0.03
-    assert max(born) <= 0.4
+    assert min(born) == 1  # before decision 0 it was not trained
+    assert max(born) <= 0.4 * 24
 
 
 def test_random_labels_keep_nothing_in_a_loop_without_scores():

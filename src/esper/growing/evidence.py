@@ -2,8 +2,7 @@
 
 For a few training batches before a decision every possible seed is attached with its zero last
 layer, so that the output does not change. The gradient of that layer says how much the seed's
-features have in common with what the model gets wrong. Only what the gradients of different batches
-have in common counts: the rest is noise, and larger seeds have more of it.
+features have in common with what the model gets wrong.
 """
 
 import math
@@ -132,8 +131,8 @@ class _Probe:
         slot.add_seed(_FirstRows(seed), BlendStyle.ADD)
         self._hook: RemovableHandle | None = None
         self._features = 0.0  # mean square in the last pass
-        # batches; sums over them of the gradient, of its square and of the features' mean square
-        self.sums: tuple[int, Tensor | float, float, float] = (0, 0.0, 0.0, 0.0)
+        # batches; sums over them of the squared gradient and of the features' mean square
+        self.sums = (0, 0.0, 0.0)
 
     def attach(self) -> None:
         self.slot.alpha = 1.0
@@ -151,19 +150,14 @@ class _Probe:
         """Add the gradient of the last step, if the seed was reached."""
         gradient, self._weight.grad = self._weight.grad, None
         if gradient is not None and bool(gradient.isfinite().all()):
-            count, total, squares, features = self.sums
-            gradient = gradient.double()
-            squares += float(gradient.square().sum())
-            self.sums = (count + 1, total + gradient, squares, features + self._features)
+            count, power, features = self.sums
+            power += float(gradient.double().square().sum())
+            self.sums = (count + 1, power, features + self._features)
 
     @property
     def gain(self) -> float:
-        """By the mean product of the gradients of two batches: on average it is free of noise."""
-        count, total, squares, features = self.sums
-        if count < 2 or not features or not isinstance(total, Tensor):
-            return 0.0
-        power = (float(total.square().sum()) - squares) / (count - 1)
-        return math.sqrt(self._weight.numel() * max(0.0, power) / features)
+        _, power, features = self.sums
+        return math.sqrt(self._weight.numel() * power / features) if features else 0.0
 
 
 class _FirstRows(nn.Module):
