@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import esper
 from esper import Budget
+from esper.growing.ledger import Ledger
 from esper.leyline.interruption import stop_on_interrupt
 from esper.tamiyo.scripted import FixedSchedule, RandomController
 from support.grow_calls import DECISIONS, STEPS, accuracy, adamw, plain_training, refused, run
@@ -320,7 +321,45 @@ def test_progress_without_rich(capsys, monkeypatch):
     monkeypatch.setattr(sys.modules[esper.grow.__module__], "find_spec", lambda name: None)
     run(Script(), progress=True)
     lines = capsys.readouterr().out.splitlines()
-    assert "24 / 24 steps" in lines[-1]
+    assert "24 / 24 steps" in lines[-6]
+    assert len(str(run(Script())).splitlines()) == 5  # the verdict follows
+
+
+def test_without_a_twin_the_grown_network_is_returned():
+    result = run(FixedSchedule(every=1), twin=False)
+    assert result.verdict is None
+    assert result.ungrown is None
+    assert "No ungrown twin was trained" in str(result)
+    assert not result.ledger.twin
+    assert "twin" not in result.ledger.costs
+    assert result.growth.params > result.ledger.before.params
+    torch.testing.assert_close(accuracy(result.model), result.growth.best_metric)
+
+
+def test_the_ledger_has_the_cost_of_every_part():
+    result = run(Script())
+    costs, before = result.ledger.costs, result.ledger.before
+    rows = len(next(iter(loaders()[0]))[1])
+    assert costs["growing"].macs == costs["twin"].macs == 3 * before.macs * rows * STEPS
+    val_rows = sum(len(target) for _, target in loaders()[1])
+    assert costs["measuring"].macs == 2 * before.macs * val_rows * (DECISIONS + 1)
+    assert all(cost.seconds > 0 for cost in costs.values())
+    assert Ledger.from_json(result.ledger.to_json()) == result.ledger
+
+
+def test_batches_of_another_form_are_unpacked():
+    train_loader, val_loader = (
+        [{"x": x, "labels": y, "id": 0} for x, y in loader] for loader in loaders()
+    )
+    options = dict(train_loader=train_loader, val_loader=val_loader)
+    refused("give unpack=, a function from a batch", **options)
+    unpack = lambda batch: (batch["x"], batch["labels"])  # noqa: E731
+    model = mlp()
+    settings = dict(loss=F.cross_entropy, optimizer=adamw(model), steps=8, progress=False)
+    result = esper.grow(
+        model, **options, **settings, decisions=4, controller=Script(), unpack=unpack
+    )
+    assert result.growth.optimizer_steps == 8
 
 
 def test_the_name_is_the_function_and_the_package_can_still_be_imported():

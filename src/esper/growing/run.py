@@ -9,9 +9,10 @@ randomness and optimizer settings. The verdict compares the two.
 
 import copy
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain, count
@@ -31,9 +32,9 @@ from esper.growing.inputs import batch_size, count_rows, forward, moved
 from esper.growing.ledger import Ledger, TwinRecord, Verdict
 from esper.growing.network import are_finite, finite_buffers
 from esper.growing.parallel import is_split, rows_of, unwrapped
-from esper.growing.plain import without_graphs
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
+from esper.growing.tracing import without_graphs
 from esper.growing.validation import (
     Metric,
     bounded,
@@ -49,6 +50,7 @@ from esper.leyline.protocols import Controller
 from esper.leyline.ranks import ALONE, Ranks, join_ranks
 
 Loss = Callable[[Any, Any], Tensor]  # (model output, target) -> mean loss of the batch
+Unpack = Callable[[Any], tuple[Any, Any]]  # a batch of the loader -> (inputs, target)
 Report = Callable[[int, str], None]  # steps done, and a short status
 
 LINES = 20  # of progress printed in all, without a bar
@@ -59,10 +61,26 @@ class GrowthResult:
     """The result of `esper.grow`."""
 
     model: nn.Module  # without slots: the grown network, or the twin if that is as good
-    ungrown: nn.Module  # the twin at its best
+    ungrown: nn.Module | None  # the twin at its best; None: there was none
     ledger: Ledger
-    verdict: Verdict
+    verdict: Verdict | None
     growth: Growth
+
+    def __str__(self) -> str:
+        """The verdict, the size, the seeds, the cost and the controller, a line each."""
+        ledger, growth = self.ledger, self.growth
+        before, seeds = ledger.before, ", ".join(f"{b} at {s}" for s, b in growth.seeds.items())
+        return "\n".join(
+            (
+                ledger.summary(),
+                f"Grown network: {before.params:,} to {growth.params:,} parameters, "
+                f"{before.macs:,} to {growth.macs:,} multiply-adds per example.",
+                f"Seeds kept: {seeds or 'none'}; {len(ledger.seeds)} were tried.",
+                ledger.cost_summary(),
+                f"{len(ledger.decisions)} decisions by {ledger.controller}, "
+                f"{growth.optimizer_steps:,} optimizer steps.",
+            )
+        )
 
     def export(self, path: str | Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
         """Write the model as files that do not need Esper, by format."""
@@ -89,18 +107,23 @@ def grow(
     shadow_training: bool = False,
     rng_seed: int = 0,
     progress: bool = True,
+    twin: bool = True,
+    unpack: Unpack | None = None,
 ) -> GrowthResult:
     """Train `model` for `steps` batches while it grows within `budget`, and train its twin.
 
     Loaders yield `(inputs, target)`; inputs are a tensor, a tuple of the model's arguments or a
-    dict of them. `metric` maps output and target to one score per example, 0 to 1. The default is
+    dict of them. For other batches `unpack` maps a batch to such a pair. `metric` maps output and target to one score per example, 0 to 1. The default is
     accuracy for class targets and 1 / (1 + squared error / variance) for numbers. The scheduler is
     stepped after every batch. A model that is entirely in eval mode is put into train mode.
 
     Returns the best committed network by validation metric, or the twin at its best if that is as
     good. So the result is never worse on validation than the best network seen without growth.
     Ctrl-C ends the run after the current step and returns the best so far; a second one interrupts
-    at once.
+    at once. With `progress` the verdict is printed.
+
+    With `twin=False` no twin is trained: that halves the cost, but the gain is not known, and the
+    result may be worse than without growth.
 
     The twin is bit-exact the model that your own loop would have trained, if your data uses the
     generators of torch, numpy, Python or a DataLoader. Optimizer hooks are called for both models.
@@ -123,17 +146,20 @@ def grow(
     with stop_on_interrupt() as should_stop:  # before the loader starts workers: they inherit it
         batches = _endless(train_loader)
         # the first batch is trained on too, so the loader is read as often as in the user's loop
-        example, _ = first = _first_batch(batches, "training", device)
+        unpack = unpack or _as_it_is
+        raw, (example, _) = _first_batch(batches, "training", device, unpack)
         with untouched_randomness(model, val_loader):
-            val_example, val_target = _first_batch(iter(val_loader), "validation", device)
+            _, (val_example, val_target) = _first_batch(
+                iter(val_loader), "validation", device, unpack
+            )
             metric_name, metric = (
-                default_metric(val_target, (target for _, target in val_loader))
+                default_metric(val_target, (unpack(batch)[1] for batch in val_loader))
                 if metric is None
                 else (_name_of(metric), metric)
             )
-        task = _Task(loss, metric, val_loader, device, ranks, is_split(train_loader))
+        task = _Task(loss, metric, val_loader, device, unpack, ranks, is_split(train_loader))
         _set_train_mode(model)
-        twin = _Twin(*_copied(model, optimizer), task)
+        ungrown = _Twin(*_copied(model, optimizer), task) if twin else None
         growth = Growth(
             model,
             optimizer,
@@ -155,11 +181,17 @@ def grow(
             metric=metric_name,
             ranks=ranks,
         )
-        disable_nested_tensors(twin.model, growth.sites)  # as in the growing model
+        growth.expected_steps = steps // decisions
+        if ungrown is not None:
+            disable_nested_tensors(ungrown.model, growth.sites)  # as in the growing model
         stop = lambda: ranks.any(should_stop())  # noqa: E731
-        with progress_bar(steps, growth.describe(), enabled=progress and ranks.is_first) as report:
-            _train(growth, twin, task, chain([first], batches), steps, report, stop)
-        return _conclude(growth, twin, task)
+        shown = progress and ranks.is_first
+        with progress_bar(steps, growth.describe(), enabled=shown) as report:
+            _train(growth, ungrown, task, chain([raw], batches), steps, report, stop)
+        result = _conclude(growth, ungrown, task)
+        if shown:
+            print(result)
+        return result
 
 
 def _check_call(
@@ -212,10 +244,11 @@ class _Task:
         metric: Metric,
         val_loader: Iterable[Any],
         device: torch.device,
+        unpack: Unpack,
         ranks: Ranks,
         has_own_rows: bool,
     ):
-        self._loss, self._metric = loss, metric
+        self._loss, self._metric, self._unpack = loss, metric, unpack
         self._val_loader, self._device = val_loader, device
         self.ranks, self._has_own_rows = ranks, has_own_rows  # a rank reads its own batches
 
@@ -225,7 +258,7 @@ class _Task:
 
     def score(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Each example's score, and the mean loss."""
-        inputs, target = moved(batch, self._device)
+        inputs, target = moved(self._unpack(batch), self._device)
         output = forward(model, inputs)
         scores = checked_scores(self._metric(output, target))
         return scores, _checked_loss(self._loss(output, target))
@@ -242,13 +275,20 @@ class _Task:
         split = self.ranks if is_split(self._val_loader) else ALONE
         return self.ranks.broadcast([bounded(joined(parts, split)) for parts in scores])
 
-    def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
+    def train_both(self, growth: Growth, twin: "_Twin | None", batch: Any) -> None:
         """One step of both models on the same batch with the same randomness."""
-        batch = moved(batch, self._device)
+        batch = moved(self._unpack(batch), self._device)
         batch, weight = (batch, 1.0) if self._has_own_rows else rows_of(batch, self.ranks)
-        with untouched_randomness(growth.model):
+        start = time.perf_counter()
+        with untouched_randomness(growth.model) if twin else nullcontext():
             loss = self._step(growth.model, growth.optimizer, batch, weight, growth.shadow_loss)
         growth.after_step(loss)
+        middle = time.perf_counter()
+        growth.ledger.add_cost("growing", 0, middle - start)
+        if twin is None:
+            if growth.scheduler is not None:
+                growth.scheduler.step()
+            return
         is_first = growth.optimizer_steps == 1
         before = _versions(growth.model) if is_first else []
         self._step(twin.model, twin.optimizer, batch, weight)
@@ -259,6 +299,8 @@ class _Task:
                 "the arguments (a loss: output and target; a hook: optimizer.param_groups)"
             )
         twin.follow(growth.scheduler, growth.optimizer)
+        macs = 3 * growth.ledger.before.macs * batch_size(growth.example)
+        growth.ledger.add_cost("twin", macs, time.perf_counter() - middle)
 
     def _step(
         self,
@@ -303,9 +345,11 @@ class _Twin:
             own.update({name: value for name, value in new.items() if value != old.get(name)})
 
     def measure(self, ledger: Ledger, step: int) -> None:
-        ranks = self._task.ranks
+        ranks, start = self._task.ranks, time.perf_counter()
         ranks.copy_first(b for b in self.model.buffers() if b.is_floating_point())
         (scores,) = self._task.val_scores(self.model)
+        macs = ledger.before.macs * len(scores)
+        ledger.add_cost("measuring", macs, time.perf_counter() - start)
         is_finite = are_finite(self.model, self.model.parameters(), self._finite_buffers)
         metric = float(scores.mean()) if is_finite else math.nan  # NaN is never the best
         metric = ranks.broadcast(metric)
@@ -336,7 +380,7 @@ def _copied(model: nn.Module, optimizer: optim.Optimizer) -> tuple[nn.Module, op
 
 def _train(
     growth: Growth,
-    twin: _Twin,
+    twin: _Twin | None,
     task: _Task,
     batches: Iterator[Any],
     steps: int,
@@ -346,7 +390,8 @@ def _train(
     """Train both models for all steps, or until Ctrl-C, with the decisions in between."""
     decisions = growth.decisions - 1  # the last one closes the run
     for number in range(decisions):
-        twin.measure(growth.ledger, growth.step)
+        if twin is not None:
+            twin.measure(growth.ledger, growth.step)
         growth.decide()
         until = steps * (number + 1) // decisions
         while growth.optimizer_steps < until and not should_stop():
@@ -354,7 +399,8 @@ def _train(
             report(growth.optimizer_steps, _status(growth))
         if should_stop():
             break
-    twin.measure(growth.ledger, growth.step)
+    if twin is not None:
+        twin.measure(growth.ledger, growth.step)
     growth.close()
     if growth.optimizer_steps < steps:
         warnings.warn(
@@ -371,8 +417,10 @@ def _status(growth: Growth) -> str:
     return f"{growth.ledger.metric} {shown}  {seeds} seeds  {growth.params:,} parameters"
 
 
-def _conclude(growth: Growth, twin: _Twin, task: _Task) -> GrowthResult:
+def _conclude(growth: Growth, twin: _Twin | None, task: _Task) -> GrowthResult:
     """Compare both models at their best on the same validation batches."""
+    if twin is None:
+        return GrowthResult(growth.plain_model(), None, growth.ledger, None, growth)
     grown, ungrown = growth.plain_model(), twin.best
     with_growth, without = task.val_scores(grown, ungrown)
     if bool((with_growth - without).isnan().any()):
@@ -408,18 +456,26 @@ def _checked_loss(loss: Tensor) -> Tensor:
     return loss
 
 
-def _first_batch(batches: Iterator[Any], name: str, device: torch.device) -> Any:
-    """The next batch's inputs and target, on the device."""
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _first_batch(
+    batches: Iterator[Any], name: str, device: torch.device, unpack: Unpack
+) -> tuple[Any, Any]:
+    """The next batch, and its inputs and target on the device."""
     batch = next(batches, None)
     if batch is None:
         raise ValueError(f"the {name} loader yields nothing")
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
+    pair = unpack(batch)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
-            f"the {name} loader yields a {type(batch).__name__}; it must yield pairs "
-            "(inputs, target). For other batches use esper.Growth in your own loop"
+            f"the {name} loader yields a {type(pair).__name__}; it must yield pairs "
+            "(inputs, target). For other batches give unpack=, a function from a batch to such a "
+            'pair: lambda batch: ({"x": batch["x"]}, batch["labels"])'
         )
-    batch_size(batch[0])  # raises if it has no examples
-    return moved(batch, device)
+    batch_size(pair[0])  # raises if it has no examples
+    return batch, moved(pair, device)
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:

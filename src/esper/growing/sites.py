@@ -5,11 +5,13 @@ candidate. The sites offered are those that all data flows through: the output o
 not of a layer that its skip connection bypasses; the output of a transformer block, not of its
 queries. Of a layer, its norm and its activation the last one is the site. The output layer is not
 a site: a seed after it could only change the answer's form.
+
+Pairs of layers that can get wider are sites too, named "first->last"; see `pairs.py`.
 """
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,16 +21,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import batch_size, forward
+from esper.growing.pairs import WIDENINGS, Pair, PairSite, find_pairs
 from esper.growing.tracing import Call, Run, is_cut, trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
+MENU: Mapping[str, Blueprint] = {**BLUEPRINTS, **WIDENINGS}  # every seed that fits a model
+
 
 @dataclass(frozen=True)
 class ModelSite:
-    """A module of the user's model after which a seed can grow."""
+    """A module of the user's model after which a seed can grow, or a pair that can get wider."""
 
-    name: str  # as in model.named_modules()
+    name: str  # as in model.named_modules(); of a pair "first->last"
     module_class: str
     kind: SiteKind
     shape: tuple[int, ...]  # of the output, without the batch
@@ -36,10 +41,13 @@ class ModelSite:
     weights: str  # last module with weights before it; seeds use its optimizer settings
     dtype: torch.dtype  # of those weights
     device: torch.device
+    pair: Pair | None = None
 
     @property
     def seed_site(self) -> Site:
         """The input of a seed: at a TOKENS site the vector of one token."""
+        if self.pair is not None:
+            return PairSite((self.pair.width,), self.pair)
         return Site(self.shape[-1:] if self.kind == SiteKind.TOKENS else self.shape)
 
     @property
@@ -48,7 +56,7 @@ class ModelSite:
 
     def blueprints(self) -> tuple[Blueprint, ...]:
         """The blueprints that fit here."""
-        return tuple(entry for entry in BLUEPRINTS.values() if entry.fits(self.seed_site))
+        return tuple(entry for entry in MENU.values() if entry.fits(self.seed_site))
 
     def params_of(self, blueprint: Blueprint) -> int:
         return blueprint.program(self.seed_site).num_params
@@ -91,7 +99,8 @@ def site_table(sites: Sequence[ModelSite]) -> str:
     rows = [("site", "module", "kind", "shape", "possible seeds (parameters)")]
     for site in sites:
         grows = ", ".join(f"{b.name} {site.params_of(b):,}" for b in site.blueprints())
-        rows.append((site.name, site.module_class, site.kind.name, str(site.shape), grows))
+        kind = site.kind.name if site.pair is None else "PAIR"
+        rows.append((site.name, site.module_class, kind, str(site.shape), grows))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
@@ -106,6 +115,7 @@ class SiteTrace:
     sites: tuple[ModelSite, ...]  # offered by default
     candidates: dict[str, ModelSite]  # all possible ones, by name, in forward order
     refused: dict[str, str]  # the other modules, with the reason
+    not_wider: dict[str, str]  # layers that are not the first of a pair, with the reason
 
     def choose(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[ModelSite]:
         """The offered sites, or those named in `include` or inside a module named there.
@@ -126,7 +136,8 @@ class SiteTrace:
     def _is_named(self, site: ModelSite, names: Sequence[str]) -> bool:
         if site in self.sites:
             return site.name in names or _is_under(site.name, names)
-        return site.name in names and not any(_is_under(s.name, [site.name]) for s in self.sites)
+        inner = (s.name for s in self.sites if s.pair is None)
+        return site.name in names and not any(_is_under(name, [site.name]) for name in inner)
 
     def _check_name(self, name: str) -> None:
         if name in self.candidates or any(_is_under(site.name, [name]) for site in self.sites):
@@ -152,7 +163,7 @@ class SiteTrace:
 
 
 def _is_under(name: str, prefixes: Sequence[str]) -> bool:
-    return any(name.startswith(f"{prefix}.") for prefix in prefixes)
+    return any(name.startswith((f"{prefix}.", f"{prefix}->")) for prefix in prefixes)
 
 
 def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
@@ -184,7 +195,28 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
     for name, _ in model.named_modules():
         if name and name not in first.calls:
             refused[name] = "it is not called in a forward pass"
-    return SiteTrace(_offered(first, candidates), candidates, refused)
+    not_wider: dict[str, str] = {}
+    pairs = _pair_sites(model, runs, batch, not_wider)
+    offered = (*_offered(first, candidates), *pairs.values())
+    return SiteTrace(offered, candidates | pairs, refused, not_wider)
+
+
+def _pair_sites(
+    model: nn.Module, runs: Sequence[Run], batch: int, not_wider: dict[str, str]
+) -> dict[str, ModelSite]:
+    """The pairs that every trace has; reasons for other layers go to `not_wider`."""
+    pairs, reasons = find_pairs(model, runs[0], batch)
+    for run in runs[1:]:
+        kept = {(pair.first, pair.last) for pair in find_pairs(model, run, batch)[0]}
+        pairs = [pair for pair in pairs if (pair.first, pair.last) in kept]
+    not_wider |= reasons
+    found = {}
+    for pair in pairs:
+        call = runs[0].calls[pair.first][0]
+        site = _candidate(pair.name, [replace(call, weights=pair.first)], batch)
+        if isinstance(site, ModelSite):
+            found[pair.name] = replace(site, pair=pair, tokens=1.0)
+    return found
 
 
 def _candidate(name: str, calls: list[Call], batch: int) -> ModelSite | str:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
+from esper.growing.widening import Branch, Enlarged, new_branch
 from esper.kasmina.blending import gate
-from esper.kasmina.programs import Program
 from esper.leyline.constants import BlendStyle, SiteKind
 
 # a module that is skipped at random (LayerDrop, stochastic depth) is called within this many steps
@@ -42,11 +43,16 @@ class Seed(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-def new_seed(program: Program, site: ModelSite, generator: torch.Generator) -> Seed:
-    """A seed with initial weights; its last layer is zero.
+def new_seed(
+    program: Any, site: ModelSite, generator: torch.Generator, model: nn.Module | None = None
+) -> Seed | Branch:
+    """A seed with initial weights; its last layer is zero. A pair needs the model.
 
     Only `generator` is used: torch's global random state does not change.
     """
+    if isinstance(program, UnitsProgram):
+        assert model is not None
+        return new_branch(program, model.get_submodule, generator)
     with torch.device("meta"):
         layers = program.module()
     layers = layers.to_empty(device="cpu")
@@ -90,19 +96,25 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Slot:
-    """A site of the user's model, empty or with a seed."""
+    """A site of the user's model, empty or with a seed.
 
-    def __init__(self, site: ModelSite, module: nn.Module):
+    At a pair of layers the seed is a branch from the input of the first to the output of the last.
+    """
+
+    def __init__(self, site: ModelSite, model: nn.Module):
         self.site = site
-        self.module = module
-        self.seed: Seed | None = None
+        self.module = model.get_submodule(site.pair.last if site.pair else site.name)
+        self.source = model.get_submodule(site.pair.first) if site.pair else None
+        self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
+        self.is_merged = False  # its seed has become part of the layers
         self.calls = 0  # of the seed since the last step
         self._alpha = 0.0
         self._has_been_called = False
         self._steps_active = 0
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._input: Tensor | None = None  # of the first layer of a pair
 
     @property
     def alpha(self) -> float:
@@ -113,16 +125,30 @@ class Slot:
     def alpha(self, value: float) -> None:
         self._alpha = value
         is_active = value != 0.0 and self.seed is not None
-        if is_active and self._hook is None:
-            self._hook = self.module.register_forward_hook(self)
-        elif not is_active and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if is_active and not self._hooks:
+            # the branch of a pair is part of its last layer, so it comes before a seed there
+            is_pair = self.source is not None
+            self._hooks = [self.module.register_forward_hook(self, prepend=is_pair)]
+            if self.source is not None:
+                self._hooks.append(self.source.register_forward_pre_hook(self._keep_input))
+        elif not is_active:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._input = [], None
 
-    def add_seed(self, seed: Seed, style: BlendStyle) -> None:
+    def add_seed(self, seed: nn.Module, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
-        self.seed, self.style = seed, style
+        # units of a layer are added to the others, whatever the style of other seeds
+        self.seed, self.style = seed, BlendStyle.ADD if self.source else style
         self._has_been_called, self._steps_active = False, 0
+
+    def merge(self, modules: Callable[[str], nn.Module]) -> list[Enlarged]:
+        """Make the units of a committed branch part of the layers; the slot is then empty."""
+        assert isinstance(self.seed, Branch), "only branches can be merged"
+        branch, alpha = self.seed, self.alpha
+        self.clear()
+        self.is_merged = True
+        return branch.merge_into(modules, alpha)
 
     def clear(self) -> None:
         self.alpha = 0.0
@@ -157,7 +183,14 @@ class Slot:
         self.calls += 1
         return with_first(output, self._blended)
 
+    def _keep_input(self, module: nn.Module, args: Any) -> None:
+        self._input = args[0]
+
     def _blended(self, x: Tensor) -> Tensor:
-        self.site.check(x)
         assert self.seed is not None
+        if self.source is not None:
+            assert self._input is not None
+            self.seed.train(self.module.training)  # for dropout and batch norm
+            return blend_one(x, self.seed(self._input), self.alpha, self.style)
+        self.site.check(x)
         return blend_one(x, self.seed(x), self.alpha, self.style)

@@ -110,7 +110,7 @@ def germinate_and_commit(
     ramp_steps: int,
 ) -> Tensor:
     """Germinate where `is_time`, the most urgent first, and commit seeds that are HOLDING."""
-    is_live = torch.stack([reports.stage == int(stage) for stage in LIVE_STAGES]).any(dim=0)
+    is_live = is_in(reports.stage, *LIVE_STAGES)
     must_commit = (reports.steps_left <= is_live.sum(dim=-1)).unsqueeze(-1)
     age = reports.total_age.float()
     anywhere = torch.ones_like(is_time)
@@ -164,6 +164,11 @@ def seed_details(blueprint: Tensor, ramp_steps: int) -> dict[str, Tensor | int]:
         "alpha_target": ALPHA_TARGETS.index(1.0),
         "alpha_curve": int(AlphaCurve.LINEAR),
     }
+
+
+def is_in(stage: Tensor, *stages: SeedStage) -> Tensor:
+    """Which of these stages are one of `stages`."""
+    return torch.stack([stage == int(one) for one in stages]).any(dim=0)
 
 
 def check_ramp_steps(ramp_steps: int) -> None:
