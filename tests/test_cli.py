@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import gymnasium
@@ -575,16 +576,18 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
 
 def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(train, "evaluate_and_show", lambda *given: asked.append(given))
+    report = SimpleNamespace(save=asked.append, brief=lambda: "It helped.")
+    monkeypatch.setattr(train, "evaluate_with_bar", lambda *given: asked.append(given) or report)
     main(
         ["train", "--rounds=1", "--device=cpu", "--widths", "2", "4", "--held-out-widths", "4-2-4",
          "--host_batch.num-types=2", "--host_batch.minibatches=1", "--host_batch.batch-size=8",
          "--host_batch.validation-rows=20", "--host_batch.episode-steps=3", "--growth.num-steps=3",
          "--policy.lstm-hidden-dim=8", f"--out={tmp_path / 'run'}"]
     )  # fmt: skip
-    assert asked == [([tmp_path / "run"], "quick", tmp_path / "run")]
+    assert asked == [([tmp_path / "run"], "quick"), tmp_path / "run"]
     printed = " ".join(capsys.readouterr().out.split())
     assert "mnist1d on" in printed
     assert "compiled kernels; seeds: depthwise7, separable" in printed
     assert "held out: 4-2-4 and permuted:3" in printed
-    assert "learned from 16 episodes; --preset full learns from" in printed
+    assert "points over ungrown siblings" in printed
+    assert f'It helped. Grow your model with it: esper.grow(..., controller="{tmp_path}' in printed

@@ -54,6 +54,8 @@ from esper.leyline.constants import BlendStyle
 CONV, DEPTHWISE, NORM = layer_table.CONV, layer_table.DEPTHWISE, layer_table.NORM
 RELU, MIX_POSITIONS = layer_table.RELU, layer_table.MIX_POSITIONS
 KIND, PARAMS = int(Column.KIND), int(Column.PARAMS)
+# as arguments; numba compiles a function again for each literal that it is called with
+ZERO, YES = np.int64(0), np.bool_(True)
 ADD, MULTIPLY = int(BlendStyle.ADD), int(BlendStyle.MULTIPLY)
 
 NO_SLOT = -1
@@ -160,7 +162,7 @@ def _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated
         for f in range(features):
             copy(inputs[p, f], work.ws[f * n : (f + 1) * n])
         logits, top, _ = _forward(
-            tables, w, alpha, style, in_host, work, n, 0, NO_SLOT, 0, features * n
+            tables, w, alpha, style, in_host, work, n, 0, NO_SLOT, ZERO, features * n
         )
         for c in range(classes):
             copy(work.ws[logits + c * n : logits + (c + 1) * n], out[p, c, 0])
@@ -222,7 +224,7 @@ def _gradients(tables, w, g, alpha, style, blueprint, work, labels, ids, n):
     last = head[tables.lengths[len(alpha)] - 1]
     x = tables.programs[0, 0]
     top = x[CHANNELS] * x[HEIGHT] * x[WIDTH] * n
-    logits, top, t = _forward(tables, w, alpha, style, blueprint, work, n, 0, NO_SLOT, 0, top)
+    logits, top, t = _forward(tables, w, alpha, style, blueprint, work, n, 0, NO_SLOT, ZERO, top)
     loss, grad, top = _cross_entropy(work.ws, logits, labels, ids, n, last[OUT_CHANNELS], top)
     _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t)
     return loss
@@ -288,7 +290,7 @@ def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
     """
     ws, frame = work.ws, work.frame
     num_slots = len(alpha)
-    t = 0
+    t = ZERO
     for s in range(slot, num_slots):
         if s != off:
             x, top, t = _run_forward(
@@ -338,7 +340,7 @@ def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
     ws, frame = work.ws, work.frame
     num_slots = len(alpha)
     grad, top = _run_backward(
-        tables.programs[num_slots], tables.lengths[num_slots], w, g, tables.host_starts[num_slots], grad, top, t, True,
+        tables.programs[num_slots], tables.lengths[num_slots], w, g, tables.host_starts[num_slots], grad, top, t, YES,
         n, work,
     )  # fmt: skip
     for s in range(num_slots - 1, -1, -1):
@@ -353,7 +355,7 @@ def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
             program = tables.seed_programs[s, blueprint[s]]
             through, top = _run_backward(
                 tables.programs[program], tables.lengths[program], w, g, tables.part_starts[1 + s], grad_seed, top,
-                frame[s, SEED_END], True, n, work,
+                frame[s, SEED_END], YES, n, work,
             )  # fmt: skip
             _add(ws[grad : grad + size], ws[through : through + size])
         grad, top = _run_backward(
