@@ -295,7 +295,7 @@ def test_train_leaves_a_folder_with_everything_in_it(tmp_path, capsys):
     assert "4 rounds of 8 hosts x 12 decisions" in printed
     assert "% of what the best plans gain" in printed
     files = RunFiles(tmp_path / "run")
-    assert str(files.controller) in printed
+    assert f"watch {files.path}" in printed
     assert files.read_config() == ORACLE
     assert len(read_all(files.path)) == 4 * 8
     assert GrowthTraining.resume(files.checkpoint).is_finished

@@ -1,6 +1,7 @@
 """`esper train`: train Tamiyo to grow networks, then compare it with other controllers."""
 
 import sqlite3
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -145,10 +146,13 @@ def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> N
         if ranks.is_first:
             report.save(files.path)
             print(report.brief())
-    print(
-        f'Grow your model with it: esper.grow(..., controller="{files.controller}")\n'
-        f"Everything is in {files.path}: evaluation.md, run.sqlite, and curves for tensorboard"
-    )
+            print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
+    print(f"Everything is in {files.path}; look at it with: {_command()} watch {files.path}")
+
+
+def _command() -> str:
+    """This command, as a shell can call it again."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "esper" else "python -m esper"
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:

@@ -134,7 +134,7 @@ def prepare(
     spread = len(config.training_widths) / settings.training_widths
     trained_on = [config.training_widths[int(i * spread)] for i in range(settings.training_widths)]
     host_batch = settings.host_batch or config.host_batch
-    host_batch = replace(host_batch, siblings=1, augment=config.host_batch.augment)
+    host_batch = replace(host_batch, siblings=1, controls=0, augment=config.host_batch.augment)
     rows = min(host_batch.validation_rows, task.validation_y.shape[1])
     steps = config.growth.num_steps
     training = PairedExperiment(

@@ -144,9 +144,10 @@ class GrowthEnvs:
         finished = ~episodes.rolled_back
         last = (torch.arange(self.share.total), episodes.lengths - 1)
         growth = episodes.added_params[last] / episodes.host_params
+        lead = {"episode/lead": self._lead(episodes)} if self.environment.siblings > 1 else {}
         return {
             "episode/score": _mean(episodes.scores[finished]),
-            "episode/lead": self._lead(episodes),
+            **lead,
             "episode/accuracy": _mean(episodes.accuracy[last][finished]),
             "episode/added_params": _mean(episodes.added_params[last][finished]),
             "episode/growth": _mean(growth[finished]),
