@@ -20,7 +20,7 @@ ALLOWED = {
     "kernels": {"leyline", "kasmina", "tolaria"},
     "tolaria": {"leyline", "kasmina", "kernels"},
     "simic": {"leyline", "kasmina", "kernels", "tamiyo", "tolaria", "nissa"},
-    "growing": {"leyline", "kasmina", "tamiyo", "tolaria"},
+    "growing": {"leyline", "kasmina", "tamiyo", "tolaria", "nissa"},
     "adapting": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing"},
     "cli": {"adapting", "leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing", "nissa"},
 }

@@ -9,8 +9,11 @@ from esper.leyline.files import UnreadableFile, write_file
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.rewards import growth_score
+from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.growth_training import GrowthTraining
 from esper.tamiyo.learned import LearnedController
+from esper.tamiyo.scripted import RandomController
+from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.governor import Breakage, Rollback
 from support.synthetic_hosts import (
     BLUEPRINT_PARAMS,
@@ -218,3 +221,39 @@ def test_a_run_on_a_gpu_is_saved_and_resumed(tmp_path):
     assert [record.round for record in records] == [2, 3]
     assert all(record.episodes.scores.isfinite().all() for record in records)
     assert all(record.actions.device.type == "cpu" for record in records)
+
+
+def test_controls_only_wait_and_the_others_lead_over_them_is_reported():
+    hosts = SyntheticHosts(8, siblings=4)
+    environment = GrowthEnvironment(hosts, GrowthConfig(num_steps=4))
+    envs = GrowthEnvs(environment, "cpu", controls=1)
+    envs.begin_round()
+    generator = torch.Generator().manual_seed(0)
+    while not envs.round_over:
+        legal = envs.masks["op"].sum(dim=1)
+        assert (legal[3::4] == 1).all()
+        assert (legal[[0, 1, 2, 4, 5, 6]] > 1).all()
+        actions = RandomController(generator).decide(envs.reports, envs.masks)
+        assert (actions[3::4, 0] == LifecycleOp.WAIT).all()
+        envs.step(actions)
+    episodes = envs.episodes()
+    scores = episodes.scores.view(2, 4)
+    is_ungrown = (episodes.cost_params.sum(dim=1) == 0).view(2, 4)
+    assert is_ungrown[:, 3].all()
+    assert not is_ungrown.all()
+    ungrown = torch.stack(
+        [row[flags].mean() for row, flags in zip(scores, is_ungrown, strict=True)]
+    )
+    expected = (scores[:, :3].mean(dim=1) - ungrown).mean()
+    assert envs.metrics(1.0)["episode/lead"] == pytest.approx(float(expected))
+    with pytest.raises(ValueError, match="controls=4, but only 4 siblings"):
+        GrowthEnvs(environment, "cpu", controls=4)
+
+
+def test_the_probability_of_a_decision_is_that_of_all_its_choices():
+    training = GrowthTraining(replace(ORACLE, rounds=1))
+    (record,) = run(training)
+    rollout = training.trainer.buffer.get_batched_sequences()
+    expected = rollout.log_probs.double().exp().prod(dim=-1).float()
+    torch.testing.assert_close(record.probabilities, expected)
+    assert ((record.probabilities > 0) & (record.probabilities <= 1)).all()

@@ -1,6 +1,7 @@
 """`esper train`: train Tamiyo to grow networks, then compare it with other controllers."""
 
 import sqlite3
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import torch
 import tyro
 
 from esper.cli import stop_after_signal
-from esper.cli.evaluate import evaluate_and_show
+from esper.cli.evaluate import evaluate_with_bar
 from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.plain_config import differences
@@ -31,12 +32,11 @@ from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
 
 PresetName = Literal["quick", "full"]
-SHOWN = {
-    "episode/score": "score",
-    "episode/accuracy": "accuracy",
-    "episode/added_params": "params +",
-    "time/hosts_per_second": "hosts/s",
+SHOWN: dict[str, Callable[[float], str]] = {
+    "episode/lead": lambda lead: f"{100 * lead:+.1f} points over ungrown siblings",
+    "episode/added_params": lambda added: f"{added:+,.0f} params",
 }
+SMOOTHED_ROUNDS = 10  # hosts, data and rents differ from round to round
 
 
 def command(arguments: list[str]) -> Callable[..., None]:
@@ -133,11 +133,17 @@ def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> N
             f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
             "a new run with other settings, such as a lower --host-learning-rate"
         )
-    evaluate_and_show([files.path], "quick", files.path)
-    print(_written(files))
-    learned_from, full = _num_episodes(training.config), _num_episodes(PRESETS["full"])
-    if learned_from < full:
-        print(f"learned from {learned_from:,} episodes; --preset full learns from {full:,}")
+    report = evaluate_with_bar([files.path], "quick")
+    if ranks.is_first:
+        report.save(files.path)
+        print(report.brief())
+        print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
+    print(f"Everything is in {files.path}; look at it with: {_command()} watch {files.path}")
+
+
+def _command() -> str:
+    """This command, as a shell can call it again."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "esper" else "python -m esper"
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:
@@ -166,7 +172,14 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
             TensorBoardSink(files.path, first_step=training.rounds_done + 1)
         )
         progress = stack.enter_context(
-            ProgressSink(config.rounds, SHOWN, unit="rounds", done=training.rounds_done)
+            ProgressSink(
+                config.rounds,
+                SHOWN,
+                unit="rounds",
+                done=training.rounds_done,
+                window=SMOOTHED_ROUNDS,
+                text="the first run compiles CPU kernels: about a minute, once",
+            )
         )
 
         def save() -> None:
@@ -205,21 +218,6 @@ def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
             "run that never stopped"
         )
     return database
-
-
-def _written(files: RunFiles) -> str:
-    rows = (
-        (files.controller, "the controller, frozen"),
-        (files.checkpoint, "the run, to resume"),
-        (files.database, "rounds, episodes, decisions: docs/training.md has queries"),
-        (files.config, "its settings"),
-        (files.path, f"curves: tensorboard --logdir {files.path}"),
-    )
-    return "\n".join(f"  {path!s:44} {what}" for path, what in rows if path.exists())
-
-
-def _num_episodes(config: TrainConfig) -> int:
-    return config.rounds * config.num_envs
 
 
 def _free_folder(preset: str) -> Path:

@@ -30,6 +30,8 @@ OUT_CHANNELS, OUT_HEIGHT = layers.OUT_CHANNELS, layers.OUT_HEIGHT
 OUT_WIDTH, STRIDE = layers.OUT_WIDTH, layers.STRIDE
 PAD_HEIGHT, PAD_WIDTH = layers.PAD_HEIGHT, layers.PAD_WIDTH
 compiled, inlined, copy, fill = layers.compiled, layers.inlined, layers.copy, layers.fill
+# as arguments; numba compiles a function again for each literal that it is called with
+ZERO, YES = np.int64(0), np.bool_(True)
 ADD, MULTIPLY = int(BlendStyle.ADD), int(BlendStyle.MULTIPLY)
 
 NO_SLOT = -1
@@ -135,7 +137,7 @@ def _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated
         for f in range(features):
             copy(inputs[p, f], work.ws[f * n : (f + 1) * n])
         logits, top, _ = _forward(
-            tables, w, alpha, style, in_host, work, n, 0, NO_SLOT, 0, features * n
+            tables, w, alpha, style, in_host, work, n, 0, NO_SLOT, ZERO, features * n
         )
         for c in range(classes):
             copy(work.ws[logits + c * n : logits + (c + 1) * n], out[p, c, 0])
@@ -197,7 +199,7 @@ def _gradients(tables, w, g, alpha, style, blueprint, work, labels, ids, n):
     last = head[tables.lengths[len(alpha)] - 1]
     x = tables.programs[0, 0]
     top = x[CHANNELS] * x[HEIGHT] * x[WIDTH] * n
-    logits, top, t = _forward(tables, w, alpha, style, blueprint, work, n, 0, NO_SLOT, 0, top)
+    logits, top, t = _forward(tables, w, alpha, style, blueprint, work, n, 0, NO_SLOT, ZERO, top)
     loss, grad, top = _cross_entropy(work.ws, logits, labels, ids, n, last[OUT_CHANNELS], top)
     _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t)
     return loss
@@ -251,7 +253,7 @@ def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
     """
     ws, frame = work.ws, work.frame
     num_slots = len(alpha)
-    t = 0
+    t = ZERO
     for s in range(slot, num_slots):
         if s != off:
             x, top, t = _run_forward(tables, s, w, tables.host_starts[s], x, top, t, n, work)
@@ -280,7 +282,7 @@ def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
     ws, frame = work.ws, work.frame
     num_slots = len(alpha)
     start = tables.host_starts[num_slots]
-    grad, top = _run_backward(tables, num_slots, w, g, start, grad, top, t, True, n, work)
+    grad, top = _run_backward(tables, num_slots, w, g, start, grad, top, t, YES, n, work)
     for s in range(num_slots - 1, -1, -1):
         if blueprint[s] >= 0:
             row = tables.programs[s, tables.lengths[s] - 1]
@@ -293,7 +295,7 @@ def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
             program = tables.seed_programs[s, blueprint[s]]
             start, end = tables.part_starts[1 + s], frame[s, SEED_END]
             through, top = _run_backward(
-                tables, program, w, g, start, grad_seed, top, end, True, n, work
+                tables, program, w, g, start, grad_seed, top, end, YES, n, work
             )
             _add(ws[grad : grad + size], ws[through : through + size])
         start, end = tables.host_starts[s], frame[s, SEGMENT_END]

@@ -183,7 +183,7 @@ def check_variant(name: str) -> None:
 
 
 PRESETS: dict[str, TrainConfig] = {
-    # two CPU cores, four minutes with its evaluation: small hosts, half the menu, short episodes
+    # two CPU cores, three minutes with its evaluation: small hosts, half the menu, short episodes
     "quick": TrainConfig(
         variants=("plain", "permuted:1", "rows:600", "noise:0.3"),
         widths=(4, 6, 8),
@@ -198,14 +198,15 @@ PRESETS: dict[str, TrainConfig] = {
             num_types=6,
             envs_per_type=8,
             siblings=4,
+            controls=1,
             minibatches=24,
             batch_size=64,
             validation_rows=300,
             episode_steps=12,
         ),
         ppo=replace(_PPO, learning_rate=5e-3, ppo_epochs=8),  # few rounds, so each learns more
-        rounds=50,
-        checkpoint_every=10,
+        rounds=32,
+        checkpoint_every=8,
     ),
     # one H200, three minutes: hosts train as they do in the evaluation
     "full": TrainConfig(

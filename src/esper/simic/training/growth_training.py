@@ -53,6 +53,7 @@ class GrowthTraining:
             self.environment,
             self.agent.device,
             start_score=host_batch.untrained_accuracy,
+            controls=config.host_batch.controls,
             ranks=ranks,
         )
         self.trainer = Trainer(
@@ -106,6 +107,7 @@ class GrowthTraining:
             "legal": rollout.masks.to("cpu", copy=True),
             "rewards": rollout.rewards.to("cpu", copy=True),
             "values": rollout.values.to("cpu", copy=True),
+            "probabilities": rollout.log_probs.sum(dim=-1).exp().cpu(),
         }
         mine = observed[torch.isin(observed, share.ids)]
         places = share.local(mine).to(rollout.states.device)
