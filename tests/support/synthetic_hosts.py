@@ -205,7 +205,9 @@ if "known_gains" not in TASKS:
     TASKS["known_gains"] = known_gains
     growth_training.training_hosts = _unless_known_gains(
         growth_training.training_hosts,
-        lambda config, ranks: SyntheticHosts(config.num_envs, ranks=ranks),
+        lambda config, ranks: SyntheticHosts(
+            config.num_envs, siblings=config.host_batch.siblings, ranks=ranks
+        ),
     )
     train.prepare = _unless_known_gains(train.prepare, lambda *_: None)
     evaluate_with_bar, train.evaluate_with_bar = train.evaluate_with_bar, _evaluate_networks
