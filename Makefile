@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-portable setup check bench clean
+.PHONY: train test test-slow test-portable setup check bench clean
 
 train: $(VENV)/.train
 	$(BIN)/esper train $(FLAGS)
@@ -37,6 +37,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# learning runs and many ranks: minutes
+test-slow: setup
+	$(BIN)/pytest -m slow
 
 # the suite as on older or other CPUs: SSE4.1 alone, AVX2, and one thread
 test-portable: setup
