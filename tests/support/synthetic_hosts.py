@@ -195,9 +195,10 @@ def _unless_known_gains(function: Callable[..., Any], otherwise: Callable[..., A
     return choose
 
 
-def _evaluate_networks(runs: Sequence[Any], *arguments: Any) -> None:
+def _evaluate_networks(runs: Sequence[Any], *arguments: Any) -> Any:
     if read_config(RunFiles(runs[0]).config).task != "known_gains":
-        evaluate_and_show(runs, *arguments)
+        return evaluate_with_bar(runs, *arguments)
+    return SimpleNamespace(save=lambda folder: None, brief=str, figures=dict)
 
 
 if "known_gains" not in TASKS:
@@ -207,4 +208,4 @@ if "known_gains" not in TASKS:
         lambda config, ranks: SyntheticHosts(config.num_envs, ranks=ranks),
     )
     train.prepare = _unless_known_gains(train.prepare, lambda *_: None)
-    evaluate_and_show, train.evaluate_and_show = train.evaluate_and_show, _evaluate_networks
+    evaluate_with_bar, train.evaluate_with_bar = train.evaluate_with_bar, _evaluate_networks
