@@ -30,6 +30,7 @@ from esper.growing.growth import DEFAULT_RENT, Growth
 from esper.growing.inputs import batch_size, count_rows, forward, moved
 from esper.growing.ledger import Ledger, TwinRecord, Verdict
 from esper.growing.network import are_finite, finite_buffers
+from esper.growing.page import write_page
 from esper.growing.parallel import is_split, rows_of, unwrapped
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
@@ -107,6 +108,7 @@ def grow(
     progress: bool = True,
     twin: bool = True,
     unpack: Unpack | None = None,
+    page: str | Path | None = None,
 ) -> GrowthResult:
     """Train `model` for `steps` batches while it grows within `budget`, and train its twin.
 
@@ -118,7 +120,8 @@ def grow(
     Returns the best committed network by validation metric, or the twin at its best if that is as
     good. So the result is never worse on validation than the best network seen without growth.
     Ctrl-C ends the run after the current step and returns the best so far; a second one interrupts
-    at once. With `progress` the verdict is printed.
+    at once. With `progress` the verdict is printed. `page` names an HTML file for `write_page`: it
+    is written after every decision, and reloads itself in a browser until the run is over.
 
     With `twin=False` no twin is trained: that halves the cost, but the gain is not known, and the
     result may be worse than without growth.
@@ -185,8 +188,12 @@ def grow(
         stop = lambda: ranks.any(should_stop())  # noqa: E731
         shown = progress and ranks.is_first
         with progress_bar(steps, growth.describe(), enabled=shown) as report:
+            if page is not None and ranks.is_first:
+                report = _with_page(report, growth.ledger, page)
             _train(growth, ungrown, task, chain([raw], batches), steps, report, stop)
         result = _conclude(growth, ungrown, task)
+        if page is not None and ranks.is_first:
+            write_page(result.ledger, page)
         if shown:
             print(result)
         return result
@@ -487,6 +494,20 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
             raise ValueError("the training loader yields nothing when it is read again")
         if batches == 0:
             return
+
+
+def _with_page(report: Report, ledger: Ledger, page: str | Path) -> Report:
+    """Also write the page whenever the ledger has a new step."""
+    written = 0
+
+    def report_and_write(steps: int, status: str) -> None:
+        nonlocal written
+        report(steps, status)
+        if len(ledger.steps) > written:
+            written = len(ledger.steps)
+            write_page(ledger, page)
+
+    return report_and_write
 
 
 @contextmanager
