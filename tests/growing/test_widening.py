@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import esper
-from esper.growing.plain import working_pairs
+from esper.growing.plain import working_sites
 from esper.growing.sites import count_macs, count_params, trace_sites
 from esper.tamiyo.scripted import ConstantPlan
 
@@ -188,22 +188,22 @@ class Odd(nn.Module):
 def test_layers_that_cannot_get_wider_are_refused_with_the_reason(between, reason):
     found = trace_sites(Odd(between), torch.randn(3, 6))
     assert not any(site.pair for site in found.sites)
-    assert reason in found.not_wider["a"]
+    assert reason in found.not_larger["a"]
 
 
 def test_frozen_and_shared_layers_are_refused():
     model = Odd(torch.relu)
     model.a.requires_grad_(False)
-    assert "frozen" in trace_sites(model, torch.randn(3, 6)).not_wider["a"]
+    assert "frozen" in trace_sites(model, torch.randn(3, 6)).not_larger["a"]
     model = Odd(torch.relu)
     model.b.weight = model.a.weight
-    assert "shares its weights" in trace_sites(model, torch.randn(3, 6)).not_wider["a"]
+    assert "shares its weights" in trace_sites(model, torch.randn(3, 6)).not_larger["a"]
 
 
 def test_a_model_whose_code_knows_the_width_keeps_it():
     model, x = Odd(lambda h: h.relu().contiguous()), torch.randn(3, 6)
     sites = trace_sites(model, x).sites
-    assert any(site.pair for site in working_pairs(model, sites, x))
+    assert any(site.pair for site in working_sites(model, sites, x))
 
     class Split(Odd):
         def forward(self, x: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def test_a_model_whose_code_knows_the_width_keeps_it():
     model = Split(None)
     sites = trace_sites(model, x).sites
     assert any(site.pair for site in sites)
-    assert not any(site.pair for site in working_pairs(model, sites, x))
+    assert not any(site.pair for site in working_sites(model, sites, x))
 
 
 def test_a_seed_inside_a_pair_excludes_the_pair():

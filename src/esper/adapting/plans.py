@@ -127,7 +127,7 @@ class Places:
 
 def find_places(model: nn.Module, example: Any) -> Places:
     """Trace the model and find its places and its head."""
-    found = tuple(site for site in trace_sites(model, example).sites if site.pair is None)
+    found = tuple(site for site in trace_sites(model, example).sites if not site.merges)
     run = trace(model, example)
     chosen = {}
     if (at_input := _input_site(found, example)) is not None:

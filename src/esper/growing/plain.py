@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from esper.growing.deepening import BlockCopy, new_copy
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward, tensors
 from esper.growing.pairs import UnitsProgram
@@ -71,7 +72,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
     Uncommitted seeds and all hooks of growth are left out.
     """
     live = [(slot, slot.alpha) for slot in slots if slot.is_committed and slot.seed is not None]
-    committed = [entry for entry in live if entry[0].source is None]
+    committed = [entry for entry in live if not entry[0].site.merges]
     committed.sort(key=lambda entry: len(list(entry[0].module.modules())))  # inner sites first
     copies = without_graphs(model)  # also replaces sites in lists and dicts of the model
     with ExitStack() as stack:
@@ -87,6 +88,11 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
         if isinstance(slot.seed, Branch):
             branch = copy.deepcopy(slot.seed)
             branch.merge_into(lambda name: _inner(copies[id(model.get_submodule(name))]), alpha)
+    for slot, _ in live:
+        if isinstance(slot.seed, BlockCopy):
+            stack = copies[id(model.get_submodule(slot.seed.copied.stack))]
+            block = copy.deepcopy(slot.seed, without_graphs(slot.seed))
+            block.insert_into(plain, stack, copies[id(slot.module)])
     return plain
 
 
@@ -94,13 +100,13 @@ def _inner(module: nn.Module) -> nn.Module:
     return module.site if isinstance(module, Grown) else module
 
 
-def working_pairs(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
-    """The sites without pairs that the model cannot have wider, such as those of a fixed shape."""
-    pairs = [Slot(site, model) for site in sites if site.pair is not None]
-    if not _works_in_plain(model, pairs, example):
-        pairs = [slot for slot in pairs if _works_in_plain(model, [slot], example)]
-    kept = {slot.site.name for slot in pairs}
-    return [site for site in sites if site.pair is None or site.name in kept]
+def working_sites(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
+    """The sites without those whose seeds the model's code cannot merge: it needs a fixed shape."""
+    merging = [Slot(site, model) for site in sites if site.merges]
+    if not _works_in_plain(model, merging, example):
+        merging = [slot for slot in merging if _works_in_plain(model, [slot], example)]
+    kept = {slot.site.name for slot in merging}
+    return [site for site in sites if not site.merges or site.name in kept]
 
 
 def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> None:
@@ -108,7 +114,7 @@ def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> N
 
     This happens if the model checks the class of a module, or holds it in a way that is not copied.
     """
-    slots = [Slot(site, model) for site in sites if site.pair is None]
+    slots = [Slot(site, model) for site in sites if not site.merges]
     if _works_in_plain(model, slots, example):
         return
     alone = [slot for slot in slots if not _works_in_plain(model, [slot], example)]
@@ -126,6 +132,7 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
         for slot in slots:
             # multiplicative, so that a norm after it does not cancel it
             slot.add_seed(_test_seed(slot, model), BlendStyle.MULTIPLY)
+        for slot in slots:
             slot.alpha, slot.is_committed = 1.0, True
         with eval_mode(model):
             expected = forward(model, example)
@@ -133,9 +140,9 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
             try:
                 got = forward(plain_model(model, slots).eval(), example)
             except (RuntimeError, ValueError, TypeError):
-                if all(slot.source is None for slot in slots):
+                if not any(slot.site.merges for slot in slots):
                     raise
-                return False  # the model's code needs the width that the layers had
+                return False  # the model's code needs the width or the depth that it had
     finally:
         for slot in slots:
             slot.clear()
@@ -144,7 +151,11 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
 
 
 def _test_seed(slot: Slot, model: nn.Module) -> nn.Module:
-    pair = slot.site.pair
+    pair, copied = slot.site.pair, slot.site.copied
+    if copied is not None:
+        made = new_copy(copied, model.get_submodule)
+        made.block.load_state_dict(slot.module.state_dict())
+        return made
     if pair is None:
         return Seed(nn.Sequential(nn.Identity()), per_token=False)
     generator = torch.Generator().manual_seed(0)

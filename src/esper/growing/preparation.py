@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from esper.growing.budget import Budget, SeedCost
-from esper.growing.plain import check_plain, working_pairs
+from esper.growing.plain import check_plain, working_sites
 from esper.growing.sites import MENU, ModelSite, SiteTrace, count_macs, count_params, trace_sites
 from esper.growing.slots import Slot, disable_nested_tensors
 from esper.growing.tracing import trace
@@ -109,9 +109,9 @@ def prepare_model(
     trace = trace_sites(model, *examples)
     chosen = trace.choose(sites, exclude)
     if not widens:
-        chosen = [site for site in chosen if site.pair is None]
+        chosen = [site for site in chosen if not site.merges]
     disable_nested_tensors(model, chosen)
-    chosen = working_pairs(model, chosen, examples[0])
+    chosen = working_sites(model, chosen, examples[0])
     check_plain(model, chosen, examples[0])
     params, macs = count_params(model), count_macs(model, examples[0])
     budget.check(params, macs)

@@ -6,7 +6,8 @@ not of a layer that its skip connection bypasses; the output of a transformer bl
 queries. Of a layer, its norm and its activation the last one is the site. The output layer is not
 a site: a seed after it could only change the answer's form.
 
-Pairs of layers that can get wider are sites too, named "first->last"; see `pairs.py`.
+Pairs of layers that can get wider are sites too, named "first->last" (`pairs.py`), and blocks that
+can be copied, named "block->copy" (`deepening.py`).
 """
 
 import difflib
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from esper.growing.deepening import DEEPENING, Copied, CopySite, find_copied
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import batch_size, forward
 from esper.growing.pairs import WIDENINGS, Pair, PairSite, find_pairs
@@ -26,14 +28,18 @@ from esper.growing.tracing import Call, Run, is_cut, trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
-MENU: Mapping[str, Blueprint] = {**BLUEPRINTS, **WIDENINGS}  # every seed that fits a model
+MENU: Mapping[str, Blueprint] = {
+    **BLUEPRINTS,
+    **WIDENINGS,
+    DEEPENING.name: DEEPENING,
+}  # every seed that fits a model
 
 
 @dataclass(frozen=True)
 class ModelSite:
-    """A module of the user's model after which a seed can grow, or a pair that can get wider."""
+    """A module after which a seed can grow, a pair that can get wider, or a block to copy."""
 
-    name: str  # as in model.named_modules(); of a pair "first->last"
+    name: str  # as in model.named_modules(); of a pair "first->last", of a copy "block->copy"
     module_class: str
     kind: SiteKind
     shape: tuple[int, ...]  # of the output, without the batch
@@ -42,12 +48,27 @@ class ModelSite:
     dtype: torch.dtype  # of those weights
     device: torch.device
     pair: Pair | None = None
+    copied: Copied | None = None
+
+    @property
+    def merges(self) -> bool:
+        """Whether a seed becomes part of the model's own layers and stacks."""
+        return self.pair is not None or self.copied is not None
+
+    @property
+    def place(self) -> str:
+        """The module whose output a seed changes."""
+        if self.copied is not None:
+            return self.copied.block
+        return self.name if self.pair is None else self.pair.last
 
     @property
     def seed_site(self) -> Site:
         """The input of a seed: at a TOKENS site the vector of one token."""
         if self.pair is not None:
             return PairSite((self.pair.width,), self.pair)
+        if self.copied is not None:
+            return CopySite((1,), self.copied)
         return Site(self.shape[-1:] if self.kind == SiteKind.TOKENS else self.shape)
 
     @property
@@ -99,7 +120,7 @@ def site_table(sites: Sequence[ModelSite]) -> str:
     rows = [("site", "module", "kind", "shape", "possible seeds (parameters)")]
     for site in sites:
         grows = ", ".join(f"{b.name} {site.params_of(b):,}" for b in site.blueprints())
-        kind = site.kind.name if site.pair is None else "PAIR"
+        kind = "PAIR" if site.pair else "BLOCK" if site.copied else site.kind.name
         rows.append((site.name, site.module_class, kind, str(site.shape), grows))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
@@ -115,7 +136,7 @@ class SiteTrace:
     sites: tuple[ModelSite, ...]  # offered by default
     candidates: dict[str, ModelSite]  # all possible ones, by name, in forward order
     refused: dict[str, str]  # the other modules, with the reason
-    not_wider: dict[str, str]  # layers that are not the first of a pair, with the reason
+    not_larger: dict[str, str]  # layers that cannot get wider and blocks not to copy, with reasons
 
     def choose(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[ModelSite]:
         """The offered sites, or those named in `include` or inside a module named there.
@@ -136,7 +157,7 @@ class SiteTrace:
     def _is_named(self, site: ModelSite, names: Sequence[str]) -> bool:
         if site in self.sites:
             return site.name in names or _is_under(site.name, names)
-        inner = (s.name for s in self.sites if s.pair is None)
+        inner = (s.name for s in self.sites if not s.merges)
         return site.name in names and not any(_is_under(name, [site.name]) for name in inner)
 
     def _check_name(self, name: str) -> None:
@@ -195,21 +216,28 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
     for name, _ in model.named_modules():
         if name and name not in first.calls:
             refused[name] = "it is not called in a forward pass"
-    not_wider: dict[str, str] = {}
-    pairs = _pair_sites(model, runs, batch, not_wider)
-    offered = (*_offered(first, candidates), *pairs.values())
-    return SiteTrace(offered, candidates | pairs, refused, not_wider)
+    not_larger: dict[str, str] = {}
+    larger = _pair_sites(model, runs, batch, not_larger)
+    blocks, why_not = find_copied(model, example, batch)
+    not_larger |= {name: f"cannot be copied: {why}" for name, why in why_not.items()}
+    for copied in blocks:
+        site = _candidate(copied.name, first.calls[copied.block], batch)
+        if isinstance(site, ModelSite):
+            found = replace(site, copied=copied, tokens=1.0, weights=copied.block)
+            larger[copied.name] = found
+    offered = (*_offered(first, candidates), *larger.values())
+    return SiteTrace(offered, candidates | larger, refused, not_larger)
 
 
 def _pair_sites(
-    model: nn.Module, runs: Sequence[Run], batch: int, not_wider: dict[str, str]
+    model: nn.Module, runs: Sequence[Run], batch: int, not_larger: dict[str, str]
 ) -> dict[str, ModelSite]:
-    """The pairs that every trace has; reasons for other layers go to `not_wider`."""
+    """The pairs that every trace has; reasons for other layers go to `not_larger`."""
     pairs, reasons = find_pairs(model, runs[0], batch)
     for run in runs[1:]:
         kept = {(pair.first, pair.last) for pair in find_pairs(model, run, batch)[0]}
         pairs = [pair for pair in pairs if (pair.first, pair.last) in kept]
-    not_wider |= reasons
+    not_larger |= {name: f"cannot get wider: {why}" for name, why in reasons.items()}
     found = {}
     for pair in pairs:
         call = runs[0].calls[pair.first][0]
