@@ -54,7 +54,25 @@ def mobile() -> nn.Module:
     )
 
 
+class GPT(nn.Module):
+    """The layers of GPT-2, whose weights are transposed, and its activation of several functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.GPT2Config(
+            n_layer=1, n_embd=8, n_head=2, vocab_size=20, bos_token_id=1, eos_token_id=2
+        )
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits
+
+
+GPT_PAIR = "model.transformer.h.0.mlp.c_fc->model.transformer.h.0.mlp.c_proj"
+
 CASES = {
+    "gpt": (GPT, lambda: torch.randint(0, 20, (3, 7)), [GPT_PAIR]),
     "mlp": (mlp, lambda: torch.randn(6, 10), ["0->4", "4->6"]),
     "encoder": (Encoder, lambda: torch.randint(0, 11, (3, 7)), ["layer.linear1->layer.linear2"]),
     "cnn": (SmallCNN, lambda: torch.randn(4, 1, 14, 14), ["c1->c2", "c3->head"]),
@@ -115,8 +133,9 @@ def test_a_pair_grows_without_a_change_and_ends_as_wider_layers(case):
     assert torch.equal(outputs(growth.plain_model(), x), outputs(model, x))
 
 
-def test_the_merged_layers_train_on_with_their_optimiser_state():
-    growth, x = start("mlp")
+@pytest.mark.parametrize("case", ["mlp", "gpt"])
+def test_the_merged_layers_train_on_with_their_optimiser_state(case):
+    growth, x = start(case)
     model = growth.model
     for step in range(7):
         growth.decide(0.1 * step)
@@ -128,9 +147,10 @@ def test_the_merged_layers_train_on_with_their_optimiser_state():
         moment = growth.optimizer.state[parameter]["exp_avg"]
         assert moment.shape == parameter.shape
         assert torch.equal(moment[tuple(slice(n) for n in old[name].shape)], old[name])
-    last = model[6].weight.detach().clone()
+    last = model.get_submodule(CASES[case][2][0].split("->")[1])
+    before = last.weight.detach().clone()
     train(growth, x)
-    assert not torch.equal(model[6].weight, last)
+    assert not torch.equal(last.weight, before)
 
 
 @pytest.mark.parametrize("saved_at", [3, 8])

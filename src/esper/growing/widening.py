@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from esper.growing.pairs import Pair, UnitsProgram
+from esper.growing.pairs import Pair, UnitsProgram, is_transposed, weight_of
 
 
 class Branch(nn.Module):
@@ -88,9 +88,9 @@ def _on_meta(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module:
         settings = (layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         return type(layer)(outputs or layer.num_features, *settings)
     bias = layer.bias is not None and outputs is not None
-    own = layer.weight.shape
+    own = weight_of(layer).shape
     sizes = (own[1] if inputs is None else inputs, own[0] if outputs is None else outputs)
-    if isinstance(layer, nn.Linear):
+    if isinstance(layer, nn.Linear) or is_transposed(layer):
         return nn.Linear(*sizes, bias=bias)
     made: nn.Module = type(layer)(
         *sizes,
@@ -113,15 +113,19 @@ class Enlarged:
     new: nn.Parameter
     part: nn.Parameter  # the seed's
     axis: int
+    is_transposed: bool  # the part's weight is, compared with the layer's
 
     def moments(self, old: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         """The optimiser's state of the larger parameter: that of both, zero where there is none."""
         return {
-            key: joined(value, part.get(key, torch.zeros_like(self.part)), self.axis)
+            key: joined(value, self.turned(part.get(key, torch.zeros_like(self.part))), self.axis)
             if isinstance(value, Tensor) and value.shape == self.old.shape
             else copy.deepcopy(value)
             for key, value in old.items()
         }
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        return tensor.t() if self.is_transposed else tensor
 
 
 def joined(old: Tensor, part: Tensor, axis: int) -> Tensor:
@@ -137,23 +141,29 @@ def joined(old: Tensor, part: Tensor, axis: int) -> Tensor:
 
 
 # the sizes that a layer remembers, by axis of its weights
-_SIZES = (("out_features", "out_channels", "num_features"), ("in_features", "in_channels"))
+_SIZES = (
+    ("out_features", "out_channels", "num_features", "nf"),
+    ("in_features", "in_channels", "nx"),
+)
 
 
 def _enlarge(module: Any, part: nn.Module, axis: int) -> list[Enlarged]:
     """Join the weights and buffers of a part to those of a module, along an axis."""
     changed = []
     for name, added in part.named_parameters():
-        old = getattr(module, name)
-        new = nn.Parameter(joined(old, added, axis), old.requires_grad)
+        old, flips = getattr(module, name), is_transposed(module) and added.dim() > 1
+        along = 1 - axis if flips else axis
+        larger = joined(old, added.t() if flips else added, along)
+        new = nn.Parameter(larger, old.requires_grad)
         setattr(module, name, new)
-        changed.append(Enlarged(old, new, added, axis))
+        changed.append(Enlarged(old, new, added, along, flips))
     for name, statistics in part.named_buffers():
         if statistics.dim() > 0:
             setattr(module, name, joined(getattr(module, name), statistics, 0))
+    size = next(vars(part)[name] for name in _SIZES[axis] if name in vars(part))
     for name in _SIZES[axis]:
         if name in vars(module):
-            setattr(module, name, getattr(module, name) + getattr(part, name))
+            setattr(module, name, vars(module)[name] + size)
     if vars(module).get("groups", 1) > 1:  # a depthwise convolution
         module.in_channels = module.groups = module.out_channels
     return changed
