@@ -253,3 +253,76 @@ def test_a_seed_inside_a_pair_excludes_the_pair():
         growth.decide(0.1 + 0.1 * step)
         train(growth, x)
     assert growth.seeds == {"1": "dense"}
+
+
+class Attention(nn.Module):
+    """The heads that follow from the width, or a number of them in an attribute."""
+
+    def __init__(self, size: int | None, num_heads: int | None) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 12) for _ in range(3))
+        self.o_proj = nn.Linear(12, 8)
+        if size:
+            self.head_dim = size
+        if num_heads:
+            self.num_heads = num_heads
+
+    def forward(self, x: Tensor, *, causal: bool) -> tuple[Tensor, None]:
+        heads, size = vars(self).get("num_heads", -1), vars(self).get("head_dim", 4)
+        q, k, v = (
+            p(x).view(*x.shape[:2], heads, size).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+
+class Attending(nn.Module):
+    def __init__(self, size: int | None = 4, num_heads: int | None = None) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.attention = Attention(size, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(x + self.attention(x, causal=True)[0])
+
+
+CASES |= {
+    "heads": (Attending, lambda: torch.randint(0, 11, (4, 6)), ["attention->heads"]),
+    "counted heads": (
+        lambda: Attending(4, 3), lambda: torch.randint(0, 11, (4, 6)), ["attention->heads"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["heads", "counted heads"])
+def test_attention_gets_more_heads(case):
+    growth, x = start(case)
+    site = growth.sites[0]
+    assert [site.params_of(b) for b in site.blueprints()] == [140, 280, 420]  # 1, 2, 3 heads
+    before = outputs(growth.model, x)
+    growth.decide(0.1)
+    assert torch.equal(outputs(growth.model, x), before)
+    for step in range(1, 8):
+        train(growth, x)
+        trained = outputs(growth.model, x)
+        growth.decide(0.1 + 0.1 * step)
+    attention = growth.model.attention
+    assert attention.q_proj.out_features == attention.o_proj.in_features > 12
+    assert count_params(growth.model) == growth.params
+    assert count_macs(growth.model, x) == growth.macs
+    torch.testing.assert_close(outputs(growth.model, x), trained, rtol=1e-4, atol=1e-5)
+    assert torch.equal(outputs(growth.plain_model(), x), outputs(growth.model, x))
+
+
+def test_attention_that_cannot_have_more_heads_is_refused_with_the_reason():
+    x = torch.randint(0, 11, (4, 6))
+    model = Encoder()
+    reasons = trace_sites(model, x).not_larger
+    assert "one weight" in reasons["layer.self_attn"]
+    model = Attending()
+    model.attention.q_proj.requires_grad_(False)
+    assert "frozen" in trace_sites(model, x).not_larger["attention"]
+    model = Attending(None, None)
+    assert "head_dim" in trace_sites(model, x).not_larger["attention"]

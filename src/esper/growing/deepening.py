@@ -5,16 +5,14 @@ connection. Then the copy returns its input. Such a copy is not blended in: it i
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward
@@ -130,7 +128,9 @@ def _number(block: nn.Module, change: Callable[[int], int]) -> None:
             vars(module)["layer_idx"] = change(vars(module)["layer_idx"])
 
 
-def find_copied(model: nn.Module, example: Any, batch: int) -> tuple[list[Copied], dict[str, str]]:
+def find_copied(
+    model: nn.Module, example: Any, macs: Mapping[str, float]
+) -> tuple[list[Copied], dict[str, str]]:
     """The blocks that can be copied, in forward order, and the reason for other blocks of stacks."""
     calls: dict[str, list[tuple[Any, Any, Any]]] = {}
     blocks = {f"{path}.{i}".lstrip("."): block for path, i, block in _stacked(model)}
@@ -151,7 +151,7 @@ def find_copied(model: nn.Module, example: Any, batch: int) -> tuple[list[Copied
             for handle in handles:
                 handle.remove()
             for name, given in ((n, c) for n, c in calls.items() if n not in frozen):
-                copied = _copied(name, blocks[name], given, batch)
+                copied = _copied(name, blocks[name], given, macs)
                 if isinstance(copied, str):
                     refused[name] = copied
                 else:
@@ -175,7 +175,7 @@ def _stacked(model: nn.Module) -> Iterator[tuple[str, int, nn.Module]]:
 
 
 def _copied(
-    name: str, block: nn.Module, calls: list[tuple[Any, Any, Any]], batch: int
+    name: str, block: nn.Module, calls: list[tuple[Any, Any, Any]], macs: Mapping[str, float]
 ) -> Copied | str:
     """The block, or the reason why it cannot be copied."""
     (args, kwargs, output), *more = calls
@@ -188,7 +188,7 @@ def _copied(
         return "its output has another shape than its input"
     args, kwargs = without_caches(args[1:], kwargs)
     args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-    trial = copy.deepcopy(block, without_graphs(block))
+    trial = copy.deepcopy(block, without_graphs(block)).requires_grad_(False)
     x = x.detach()
 
     def is_same() -> bool:
@@ -200,12 +200,9 @@ def _copied(
         m.register_forward_pre_hook(lambda _, __, n=n: order.append(n))
         for n, m in trial.named_modules()
     ]
-    counter = FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter:  # torch does not count some fused kernels
-        trial(x, *args, **kwargs)
+    trial(x, *args, **kwargs)
     for hook in hooks:
         hook.remove()
-    trial.requires_grad_(False)
     # a layer that torch does not call as a module belongs to the one around it
     layers = {n: list(m.parameters(recurse=False)) for n, m in trial.named_modules()}
     layers = {n: layers[n] for n in sorted(layers, key=partial(_place, order)) if layers[n]}
@@ -222,8 +219,7 @@ def _copied(
     if not zeros:
         return "its weights do not change its output"
     params = sum(p.numel() for p in block.parameters())
-    macs = round(counter.get_total_flops() / 2 / batch)
-    return Copied(name, tuple(zeros), params, macs)
+    return Copied(name, tuple(zeros), params, round(macs.get(name, 0.0)))
 
 
 def _place(order: list[str], name: str) -> int:

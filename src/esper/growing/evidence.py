@@ -16,11 +16,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from esper.growing.deepening import BlockCopy
+from esper.growing.heads import HeadsBranch
+from esper.growing.inputs import tensors
 from esper.growing.network import GrowingNetwork
 from esper.growing.pairs import units_of
 from esper.growing.sites import ModelSite
-from esper.growing.slots import Seed, Slot, with_first
-from esper.growing.widening import Branch
+from esper.growing.slots import AnySeed, Seed, Slot, with_first
 from esper.leyline.constants import BlendStyle, SiteKind
 
 BATCHES = 8  # of each measurement
@@ -137,7 +138,7 @@ class _Probe:
         index: int,
         blueprints: dict[int, float],
         slot: Slot,
-        seed: Seed | Branch | BlockCopy,
+        seed: AnySeed,
     ):
         self.index, self.blueprints, self.slot, self._seed = index, blueprints, slot, seed
         seed.requires_grad_(False)
@@ -197,11 +198,11 @@ class _Probe:
             self._seed.load_state_dict(weights)
 
 
-def _zero_layers(seed: Seed | Branch | BlockCopy) -> list[nn.Module]:
+def _zero_layers(seed: AnySeed) -> list[nn.Module]:
     """The layers that are zero in a new seed; only their gradients are not."""
     if isinstance(seed, BlockCopy):
         return seed.zero_layers
-    return [seed.last if isinstance(seed, Branch) else seed.layers[-1]]
+    return [seed.layers[-1] if isinstance(seed, Seed) else seed.last]
 
 
 def _weights(layer: nn.Module) -> list[nn.Parameter]:
@@ -216,22 +217,23 @@ class _FirstRows(nn.Module):
         super().__init__()
         self.seed = seed
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = tensors((args, kwargs))[0]
         count = len(x)
 
         def first(tensor: Tensor) -> Tensor:
             return tensor[:ROWS] if tensor.dim() and len(tensor) == count else tensor
 
-        some, args, kwargs = pytree.tree_map_only(Tensor, first, (x, args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, first, (args, kwargs))
+        found = self.seed(*args, **kwargs)
         if isinstance(self.seed, BlockCopy):  # it returns what it was given, or a tuple with it
-            return with_first(self.seed(some, *args, **kwargs), lambda y: torch.cat((y, x[ROWS:])))
-        found: Tensor = self.seed(some)
-        return torch.cat((found, found.new_zeros(count - len(some), *found.shape[1:])))
+            return with_first(found, lambda y: torch.cat((y, x[ROWS:])))
+        return torch.cat((found, found.new_zeros(count - len(found), *found.shape[1:])))
 
     def train(self, mode: bool = True) -> "_FirstRows":
         """No dropout in the seed: the model's randomness stays as it is."""
         super().train(mode)
-        if isinstance(self.seed, BlockCopy):
+        if isinstance(self.seed, BlockCopy | HeadsBranch):
             self.seed.eval()
         self.seed.training = False
         return self

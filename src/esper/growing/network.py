@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn, optim
 
-from esper.growing.deepening import BlockCopy
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.parallel import SeedAverage
 from esper.growing.sites import ModelSite
-from esper.growing.slots import Seed, Slot, new_seed
-from esper.growing.widening import Branch
+from esper.growing.slots import AnySeed, Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
@@ -250,7 +248,7 @@ class GrowingNetwork:
 
     def new_seed(
         self, blueprint: Blueprint, site: ModelSite, generator: torch.Generator
-    ) -> Seed | Branch | BlockCopy:
+    ) -> AnySeed:
         with self.without(range(len(self.slots))):  # a copy of a block has no hooks of growth
             return new_seed(blueprint.program(site.seed_site), site, generator, self.model)
 

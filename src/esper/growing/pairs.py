@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -95,11 +95,24 @@ class Pair:
         return f"{self.first}->{self.last}"
 
 
+class Enlargeable(Protocol):
+    """A pair, or the heads of attention."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def params(self) -> int: ...
+
+    @property
+    def macs(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class PairSite(Site):
-    """A pair as the site of a blueprint; only widening blueprints fit."""
+    """A pair as the site of a blueprint, or attention; only widening blueprints fit."""
 
-    pair: Pair
+    pair: "Enlargeable"
 
     @property
     def kind(self) -> Any:
@@ -108,9 +121,9 @@ class PairSite(Site):
 
 @dataclass(frozen=True)
 class UnitsProgram:
-    """New units of a pair, with the costs that a controller sees."""
+    """New units of a pair, with the costs that a controller sees; of attention, new heads."""
 
-    pair: Pair
+    pair: "Enlargeable"
     units: int
     depth = 2
     reach = 0.0
@@ -170,7 +183,7 @@ def find_pairs(model: nn.Module, run: Run, batch: int) -> tuple[list[Pair], dict
 
 def _pair(name: str, modules: dict[str, nn.Module], run: Run, batch: int) -> Pair:
     first: Any = modules[name]
-    _check_layer(name, modules, run)
+    check_layer(name, modules, run)
     if getattr(first, "groups", 1) > 1:
         raise NotAPair("its groups share no inputs, so units cannot be added one by one")
     start = run.tensors[name]
@@ -191,13 +204,13 @@ def _pair(name: str, modules: dict[str, nn.Module], run: Run, batch: int) -> Pai
             per_unit = list(modules[step.module].parameters())
             params += sum(p[0].numel() for p in per_unit)
             if _is_depthwise(maker):
-                _check_layer(step.module, modules, run)
+                check_layer(step.module, modules, run)
                 macs += per_unit[0][0].numel() * _positions(target, channel, batch)
         steps.append(step)
         inside.append(target)
     else:
         raise NotAPair("its output reaches no other layer")
-    _check_layer(run.makers[id(target)], modules, run)
+    check_layer(run.makers[id(target)], modules, run)
     if getattr(last, "groups", 1) > 1:
         raise NotAPair("the next layer is grouped")
     weight = weight_of(last)
@@ -230,7 +243,7 @@ def _positions(output: Tensor, channel: int, batch: int) -> float:
     return output.numel() / output.shape[channel] / batch
 
 
-def _check_layer(name: str, modules: dict[str, nn.Module], run: Run) -> None:
+def check_layer(name: str, modules: dict[str, nn.Module], run: Run) -> None:
     layer: Any = modules[name]
     uses = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
     own = list(layer._parameters.values())

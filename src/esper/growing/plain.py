@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from esper.growing.deepening import BlockCopy, new_copy
 from esper.growing.eval_mode import eval_mode
+from esper.growing.heads import HeadsBranch
 from esper.growing.inputs import forward, tensors
 from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
-from esper.growing.slots import Seed, Slot, blend_one, with_first
+from esper.growing.slots import Seed, Slot, blend_one, new_seed, with_first
 from esper.growing.tracing import without_graphs
-from esper.growing.widening import Branch, new_branch
+from esper.growing.widening import Branch
 from esper.leyline.constants import BlendStyle
 
 
@@ -85,7 +86,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
             copies[id(slot.module)] = grown
         plain = copy.deepcopy(model, copies)
     for slot, alpha in live:
-        if isinstance(slot.seed, Branch):
+        if isinstance(slot.seed, Branch | HeadsBranch):
             branch = copy.deepcopy(slot.seed)
             branch.merge_into(lambda name: _inner(copies[id(model.get_submodule(name))]), alpha)
     for slot, _ in live:
@@ -159,7 +160,8 @@ def _test_seed(slot: Slot, model: nn.Module) -> nn.Module:
     if pair is None:
         return Seed(nn.Sequential(nn.Identity()), per_token=False)
     generator = torch.Generator().manual_seed(0)
-    branch = new_branch(UnitsProgram(pair, pair.width), model.get_submodule, generator)
+    branch = new_seed(UnitsProgram(pair, pair.width), slot.site, generator, model)
+    assert isinstance(branch, Branch | HeadsBranch)
     with torch.no_grad():
         for weight in branch.last.parameters():
             drawn = torch.randn(weight.shape, generator=generator)

@@ -7,7 +7,7 @@ queries. Of a layer, its norm and its activation the last one is the site. The o
 a site: a seed after it could only change the answer's form.
 
 Pairs of layers that can get wider are sites too, named "first->last" (`pairs.py`), and blocks that
-can be copied, named "block->copy" (`deepening.py`).
+can be copied, named "block->copy" (`deepening.py`), and attention, "module->heads" (`heads.py`).
 """
 
 import difflib
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.growing.deepening import DEEPENING, Copied, CopySite, find_copied
 from esper.growing.eval_mode import eval_mode
+from esper.growing.heads import Heads, find_heads
 from esper.growing.inputs import batch_size, forward
 from esper.growing.pairs import WIDENINGS, Pair, PairSite, find_pairs
 from esper.growing.tracing import Call, Run, is_cut, trace
@@ -47,7 +48,7 @@ class ModelSite:
     weights: str  # last module with weights before it; seeds use its optimizer settings
     dtype: torch.dtype  # of those weights
     device: torch.device
-    pair: Pair | None = None
+    pair: Pair | Heads | None = None
     copied: Copied | None = None
 
     @property
@@ -99,11 +100,20 @@ class ModelSite:
 
 def count_macs(model: nn.Module, inputs: Any) -> int:
     """Multiply-adds per example in matrix products and convolutions, as torch counts them."""
+    return round(_macs_by_module(model, inputs).get("Global", 0.0))
+
+
+def _macs_by_module(model: nn.Module, inputs: Any) -> dict[str, float]:
+    """The same of every module that has some, by name."""
     counter = FlopCounterMode(display=False)
     # with gradients and without fused attention: torch does not count some fused kernels
     with eval_mode(model, with_grad=True), sdpa_kernel(SDPBackend.MATH), counter:
         forward(model, inputs)
-    return round(counter.get_total_flops() / 2 / batch_size(inputs))
+    root, batch = f"{type(model).__name__}.", batch_size(inputs)
+    return {
+        name.removeprefix(root): sum(flops.values()) / 2 / batch
+        for name, flops in counter.get_flop_counts().items()
+    }
 
 
 def count_params(model: nn.Module) -> int:
@@ -218,13 +228,21 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
             refused[name] = "it is not called in a forward pass"
     not_larger: dict[str, str] = {}
     larger = _pair_sites(model, runs, batch, not_larger)
-    blocks, why_not = find_copied(model, example, batch)
+    macs = _macs_by_module(model, example)
+    blocks, why_not = find_copied(model, example, macs)
+    attention, why_no_heads = find_heads(model, first, macs)
     not_larger |= {name: f"cannot be copied: {why}" for name, why in why_not.items()}
-    for copied in blocks:
-        site = _candidate(copied.name, first.calls[copied.block], batch)
+    not_larger |= {name: f"cannot have more heads: {why}" for name, why in why_no_heads.items()}
+    parts: list[Heads | Copied] = [*attention, *blocks]
+    for part in parts:
+        of = part.block if isinstance(part, Copied) else part.module
+        site = _candidate(part.name, first.calls[of], batch)
         if isinstance(site, ModelSite):
-            found = replace(site, copied=copied, tokens=1.0, weights=copied.block)
-            larger[copied.name] = found
+            site = replace(site, tokens=1.0, weights=of)
+            if isinstance(part, Copied):
+                larger[part.name] = replace(site, copied=part)
+            else:
+                larger[part.name] = replace(site, pair=part)
     offered = (*_offered(first, candidates), *larger.values())
     return SiteTrace(offered, candidates | larger, refused, not_larger)
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from esper.growing.deepening import BlockCopy, Copied, new_copy
-from esper.growing.pairs import UnitsProgram
+from esper.growing.heads import Heads, HeadsBranch, new_heads
+from esper.growing.pairs import Pair, UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.growing.widening import Branch, Enlarged, new_branch
 from esper.kasmina.blending import gate
@@ -44,9 +45,12 @@ class Seed(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+AnySeed = Seed | Branch | HeadsBranch | BlockCopy
+
+
 def new_seed(
     program: Any, site: ModelSite, generator: torch.Generator, model: nn.Module | None = None
-) -> Seed | Branch | BlockCopy:
+) -> AnySeed:
     """A seed with initial weights; its last layer is zero. Pairs and copies need the model.
 
     Only `generator` is used: torch's global random state does not change.
@@ -55,6 +59,8 @@ def new_seed(
         assert model is not None
         if isinstance(program, Copied):
             return new_copy(program, model.get_submodule)
+        if isinstance(program.pair, Heads):
+            return new_heads(program.pair, program.units, model.get_submodule, generator)
         return new_branch(program, model.get_submodule, generator)
     with torch.device("meta"):
         layers = program.module()
@@ -108,7 +114,7 @@ class Slot:
     def __init__(self, site: ModelSite, model: nn.Module):
         self.site = site
         self.module = model.get_submodule(site.place)
-        self.source = model.get_submodule(site.pair.first) if site.pair else None
+        self.source = model.get_submodule(site.pair.first) if isinstance(site.pair, Pair) else None
         self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
@@ -132,8 +138,8 @@ class Slot:
         if is_active and not self._hooks:
             # the branch of a pair is part of its last layer, so it comes before a seed there
             is_pair = self.source is not None
-            if self.site.copied is not None:
-                hook = self.module.register_forward_hook(self._deepen, with_kwargs=True)
+            if self.source is None and self.site.merges:
+                hook = self.module.register_forward_hook(self._call_again, with_kwargs=True)
             else:
                 hook = self.module.register_forward_hook(self, prepend=is_pair)
             self._hooks = [hook]
@@ -147,7 +153,7 @@ class Slot:
     def add_seed(self, seed: nn.Module, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
         # units of a layer are added to the others, whatever the style of other seeds
-        self.seed, self.style = seed, BlendStyle.ADD if self.source else style
+        self.seed, self.style = seed, BlendStyle.ADD if self.site.merges else style
         self._has_been_called, self._steps_active = False, 0
 
     def merge(self, model: nn.Module) -> list[Enlarged]:
@@ -159,7 +165,7 @@ class Slot:
             stack = next(m for m in model.modules() if self.module in m.children())
             seed.insert_into(model, stack, self.module)
             return []
-        assert isinstance(seed, Branch), "only branches and copies can be merged"
+        assert isinstance(seed, Branch | HeadsBranch), "it has no branch"
         return seed.merge_into(model.get_submodule, alpha)
 
     def clear(self) -> None:
@@ -195,14 +201,17 @@ class Slot:
         self.calls += 1
         return with_first(output, self._blended)
 
-    def _deepen(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """The forward hook of a block: what the copy makes of its output."""
+    def _call_again(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """The hook of a block: what its copy makes of the output. Of attention: new heads added."""
         assert self.seed is not None
         self.calls += 1
         if self.seed.training != module.training:
             self.seed.train(module.training)
-        x = output[0] if isinstance(output, tuple) else output
-        return self.seed(x, *args[1:], **kwargs)
+        if self.site.copied is not None:
+            x = output[0] if isinstance(output, tuple) else output
+            return self.seed(x, *args[1:], **kwargs)
+        added = self.seed(*args, **kwargs)
+        return with_first(output, lambda x: blend_one(x, added, self.alpha, BlendStyle.ADD))
 
     def _keep_input(self, module: nn.Module, args: Any) -> None:
         self._input = args[0]

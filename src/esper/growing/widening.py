@@ -34,13 +34,11 @@ class Branch(nn.Module):
     def merge_into(self, modules: Callable[[str], nn.Module], alpha: float) -> "list[Enlarged]":
         """Enlarge the model's layers by the units; they then compute the same without a branch."""
         pair = self.pair
-        changed = _enlarge(modules(pair.first), self.first, 0)
+        changed = enlarge(modules(pair.first), self.first, 0)
         for name, index in self._index.items():
-            changed += _enlarge(modules(name), self.middle[index], 0)
-        with torch.no_grad():
-            for parameter in self.last.parameters():
-                parameter.mul_(alpha)
-        return changed + _enlarge(modules(pair.last), self.last, 1)
+            changed += enlarge(modules(name), self.middle[index], 0)
+        scale(self.last, alpha)
+        return changed + enlarge(modules(pair.last), self.last, 1)
 
 
 def new_branch(
@@ -48,33 +46,40 @@ def new_branch(
 ) -> Branch:
     """A branch with initial weights; only `generator` is used."""
     pair, units = program.pair, program.units
-    first, last = (_like(modules(name), *sizes) for name, *sizes in _ends(program))
-    middle = {s.module: _like(modules(s.module), units, units) for s in pair.steps if s.module}
+    assert isinstance(pair, Pair)
+    first = layer_like(modules(pair.first), None, units)
+    last = layer_like(modules(pair.last), units * pair.features, None)
+    middle = {s.module: layer_like(modules(s.module), units, units) for s in pair.steps if s.module}
     branch = Branch(pair, first, middle, last)
     for parameter in last.parameters():
         nn.init.zeros_(parameter)
     for layer in (first, *middle.values()):
-        if isinstance(layer, _BatchNorm):
-            layer.reset_parameters()
-            continue
-        bound = layer.get_parameter("weight")[0].numel() ** -0.5  # torch's default
-        for parameter in layer.parameters():
-            drawn = torch.rand(parameter.shape, dtype=torch.float64, generator=generator)
-            with torch.no_grad():
-                parameter.copy_(bound * (2 * drawn - 1))
+        draw(layer, generator)
     return branch
 
 
-def _ends(program: UnitsProgram) -> tuple[tuple[str, int | None, int | None], ...]:
-    """The two layers of a pair, each with its number of inputs and outputs; None: as they are."""
-    pair = program.pair
-    return (pair.first, None, program.units), (pair.last, program.units * pair.features, None)
+def draw(layer: nn.Module, generator: torch.Generator) -> None:
+    """Initial weights by torch's default, from a generator."""
+    if isinstance(layer, _BatchNorm):
+        layer.reset_parameters()
+        return
+    bound = layer.get_parameter("weight")[0].numel() ** -0.5
+    for parameter in layer.parameters():
+        drawn = torch.rand(parameter.shape, dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            parameter.copy_(bound * (2 * drawn - 1))
 
 
-def _like(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module:
+def scale(layer: nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(factor)
+
+
+def layer_like(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module:
     """A layer with the settings of another and other sizes, its weights not yet set.
 
-    A last layer, with the outputs that it has, gets no bias: the model's own has one.
+    None: as it has. A last layer, with the outputs that it has, gets no bias: the model's has one.
     """
     device = next((t.device for t in layer.state_dict().values()), None)
     with torch.device("meta"):
@@ -147,7 +152,7 @@ _SIZES = (
 )
 
 
-def _enlarge(module: Any, part: nn.Module, axis: int) -> list[Enlarged]:
+def enlarge(module: Any, part: nn.Module, axis: int) -> list[Enlarged]:
     """Join the weights and buffers of a part to those of a module, along an axis."""
     changed = []
     for name, added in part.named_parameters():
