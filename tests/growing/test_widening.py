@@ -288,7 +288,19 @@ class Attending(nn.Module):
         return self.head(x + self.attention(x, causal=True)[0])
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False), nn.Linear(12, 3)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
 CASES |= {
+    "gated": (lambda: nn.Sequential(Gated()), lambda: torch.randn(4, 8), ["0->units"]),
     "heads": (Attending, lambda: torch.randint(0, 11, (4, 6)), ["attention->heads"]),
     "counted heads": (
         lambda: Attending(4, 3), lambda: torch.randint(0, 11, (4, 6)), ["attention->heads"]
@@ -296,11 +308,12 @@ CASES |= {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["heads", "counted heads"])
-def test_attention_gets_more_heads(case):
+@pytest.mark.parametrize("case", ["heads", "counted heads", "gated"])
+def test_attention_gets_more_heads_and_gated_layers_more_units(case):
     growth, x = start(case)
     site = growth.sites[0]
-    assert [site.params_of(b) for b in site.blueprints()] == [140, 280, 420]  # 1, 2, 3 heads
+    prices = [57, 114, 228] if case == "gated" else [140, 280, 420]  # of 3, 6, 12 or 1, 2, 3
+    assert [site.params_of(b) for b in site.blueprints()] == prices
     before = outputs(growth.model, x)
     growth.decide(0.1)
     assert torch.equal(outputs(growth.model, x), before)
@@ -308,8 +321,11 @@ def test_attention_gets_more_heads(case):
         train(growth, x)
         trained = outputs(growth.model, x)
         growth.decide(0.1 + 0.1 * step)
-    attention = growth.model.attention
-    assert attention.q_proj.out_features == attention.o_proj.in_features > 12
+    pair = site.pair
+    ends = (growth.model.get_submodule(f"{pair.module}.{n}") for n in (*pair.inputs, pair.output))
+    *first, last = ends
+    assert {layer.out_features for layer in first} == {last.in_features}
+    assert last.in_features > 12
     assert count_params(growth.model) == growth.params
     assert count_macs(growth.model, x) == growth.macs
     torch.testing.assert_close(outputs(growth.model, x), trained, rtol=1e-4, atol=1e-5)

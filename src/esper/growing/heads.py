@@ -1,8 +1,9 @@
-"""More attention heads: linear layers for queries, keys, values and output that get wider together.
+"""More attention heads, or units of a gated layer: linear layers that get wider together.
 
-The output of attention is a sum over heads. New heads are a copy of the attention module with other
-layers, whose output is added; when merged they are part of the layers. The number of heads in the
-module's attributes grows too. Modules whose code does not work with more heads are found by a test.
+The output of attention is a sum over heads, that of a gated layer a sum over units. New ones are a
+copy of the module with other layers, whose output is added; when merged they are part of the layers.
+The number of heads in the module's attributes grows too. Modules whose code does not work with more
+of them are found by a test.
 """
 
 import copy
@@ -26,18 +27,19 @@ _INPUTS = (
     ("wq", "wk", "wv"),
     ("q", "k", "v"),
 )
-_OUTPUTS = ("o_proj", "out_proj", "to_out", "out_lin", "wo", "o", "out", "proj")
+_GATED = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"))  # a head is one unit
+_OUTPUTS = ("down_proj", "w2", "o_proj", "out_proj", "to_out", "out_lin", "wo", "o", "out", "proj")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "dim_head", "d_head")
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
-_TOTALS = ("all_head_size", "inner_dim")
+_TOTALS = ("all_head_size", "inner_dim", "intermediate_size")
 
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """An attention module that can have more heads; costs are of one head."""
+    """A module that can have more heads or units; costs are of one of them."""
 
     module: str
-    inputs: tuple[str, ...]  # names inside the module: queries, keys, values
+    inputs: tuple[str, ...]  # names inside the module: queries, keys, values; gate and values
     output: str
     width: int  # heads that it has
     size: int  # of a head
@@ -48,7 +50,7 @@ class Heads:
 
     @property
     def name(self) -> str:
-        return f"{self.module}->heads"
+        return f"{self.module}->{'units' if self.inputs in _GATED else 'heads'}"
 
     @property
     def first(self) -> str:
@@ -135,7 +137,7 @@ def _heads(
     name: str, modules: dict[str, nn.Module], run: Run, macs: Mapping[str, float]
 ) -> Heads | None:
     module = modules[name]
-    inputs = next((names for names in _INPUTS if _are_linear(module, names)), None)
+    inputs = next((names for names in (*_INPUTS, *_GATED) if _are_linear(module, names)), None)
     output = next((n for n in _OUTPUTS if _are_linear(module, (n,))), None)
     if inputs is None or output is None:
         return None
@@ -144,12 +146,13 @@ def _heads(
             raise NotAPair(f"{part!r} is not called")
         check_layer(f"{name}.{part}", modules, run)
     known, widths = vars(module), {module.get_submodule(n).out_features for n in inputs}
-    size = next((known[n] for n in _HEAD_SIZES if n in known), 0)
+    is_gated = inputs in _GATED
+    size = 1 if is_gated else next((known[n] for n in _HEAD_SIZES if n in known), 0)
     count = next((known[n] for n in _COUNTS if n in known), 0)
     width = max(map(int, widths))  # type: ignore[arg-type]
     size = size or (width // count if count else 0)
     if len(widths) > 1 or module.get_submodule(output).in_features != width:
-        raise NotAPair("queries, keys and values have different sizes")
+        raise NotAPair("its layers have different sizes, such as fewer keys than queries")
     if not size or width % size:
         raise NotAPair("the size of its heads is not known; it has no attribute head_dim")
     parts = [module.get_submodule(n) for n in (*inputs, output)]
