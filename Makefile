@@ -17,12 +17,19 @@ setup: $(VENV)/.dev
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.train: EXTRAS = train
 
-# pip reads the pins from constraints.txt; the stamp makes a second run start at once
+# pip reads the pins from constraints.txt and prints errors only; a line shows that it is alive.
+# --no-compile: Python compiles what is imported. The stamp makes a second run start at once
 $(VENV)/.%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Esper needs Python 3.11 or newer; run make PYTHON=python3.11"'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@echo "Setting up $(VENV) with torch and what else '.[$(EXTRAS)]' needs: a minute or two, once."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[$(EXTRAS)]' & pid=$$!; \
+	trap "kill $$pid; exit 130" INT TERM; seconds=0; \
+	while [ -t 1 ] && kill -0 $$pid 2>/dev/null; do \
+		printf '\r  installing: %3d s ' $$seconds; sleep 1; seconds=$$((seconds + 1)); \
+	done; \
+	wait $$pid
 	@touch $@
 
 check: setup

@@ -92,13 +92,11 @@ def _chosen(
     hidden = torch.tensor(
         [n == "has_source" or n.endswith(("mean_shift", "spread_shift")) for n in SIGNALS]
     )
-    kept = controller.choose_many(
-        outcomes.signals.masked_fill(hidden, 0.0),
-        outcomes.added.masked_fill(~offered, torch.nan),
-        outcomes.validation,
-        budget=budget,
-        tries=tries,
+    outcomes = outcomes._replace(
+        signals=outcomes.signals.masked_fill(hidden, 0.0),
+        added=outcomes.added.masked_fill(~offered, torch.nan),
     )
+    kept = controller.choose_many(outcomes, budget=budget, tries=tries)
     return _at(outcomes.test, kept)
 
 

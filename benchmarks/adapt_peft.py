@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import esper
 from esper.adapting.plans import RATES
-from esper.adapting.practice import practice_rows
+from esper.adapting.practice_data import series
 from esper.adapting.shifts import Shift
 
 LEVELS, ROWS, TEST_ROWS = 24, 200, 1000
@@ -90,7 +90,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    (x, y), (fresh, labels) = practice_rows()
+    (x, y), (fresh, labels) = series()
     model = new_model()
     train(model, tokens(x), y, 1e-3, 150 if quick else 1500, 64)
     model.eval()

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.adapting.plans import KNOWN_RULES, PLANS, HeadMode
-from esper.adapting.practice import HELD_OUT_KINDS, conv_norm, conv_pool, mlp, practice_rows
+from esper.adapting.practice import HELD_OUT_KINDS, conv_norm, conv_pool, mlp
+from esper.adapting.practice_data import series
 from esper.adapting.shifts import Rows, Shift
 from esper.adapting.trials import Scenario, TrialSettings, train_models, try_plans
 from esper.tolaria.tasks import Task, data, digits
@@ -116,9 +117,9 @@ def rows_of(task: Task, num_source: int, device: str) -> tuple[Rows, Rows]:
 
 
 def suites(device: str, images: dict[str, Path], quick: bool) -> dict[str, Suite]:
-    series = practice_rows(device)
+    rows = series(device)
     labelled, per_kind = ((100,), 1) if quick else ((30, 100, 300, 1000), 2)
-    common = (series, HELD_OUT_KINDS[:4] if quick else HELD_OUT_KINDS, labelled, per_kind)
+    common = (rows, HELD_OUT_KINDS[:4] if quick else HELD_OUT_KINDS, labelled, per_kind)
     found = {"conv_norm": Suite(partial(conv_norm, 16, 10), *common, 1 if quick else 2)}
     if quick:
         return found

@@ -4,6 +4,7 @@ import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,7 +75,8 @@ def test_the_example_on_your_data_trains(tmp_path, monkeypatch, capsys, registri
     """Both blocks and both commands of the section, with the smallest of runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(train, "evaluate_and_show", lambda *given: None)
+    report = SimpleNamespace(save=lambda folder: None, brief=lambda: "")
+    monkeypatch.setattr(train, "evaluate_with_bar", lambda *given: report)
     exec(BLOCKS[0], {})
     (tmp_path / "my_module.py").write_text(BLOCKS[1])
     page = (DOCS / "training.md").read_text()

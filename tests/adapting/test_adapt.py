@@ -19,6 +19,7 @@ from esper.adapting.controller import AdaptationController
 from esper.adapting.evidence import MAX_ROWS, SIGNALS
 from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What, find_places
 from esper.adapting.result import fingerprint, load_adaptation
+from esper.adapting.trial_envs import ANCHORS, plan_and_rate
 from esper.leyline.files import UnreadableFile
 from support.adaptations import mlp, series_cnn
 from support.models import TokenEncoder, blobs
@@ -33,10 +34,14 @@ class Fixed(AdaptationController):
     def __init__(self, *plans, rate=RATES[-1]):
         self.plans, self.rate, self.facts = plans, rate, {}
 
-    def choose(self, signals, added, anchors, *, budget, tries):
+    def choose(self, signals, added, held_out, anchors, *, budget, tries):
         self.signals, self.added, self.budget, self.values = signals, added, budget, []
+        known = dict(zip(map(plan_and_rate, ANCHORS), anchors.nan_to_num(-1)[0], strict=False))
         for number in range(tries):
-            self.values.append((yield self.plans[number % len(self.plans)], self.rate))
+            choice = self.plans[number % len(self.plans)], self.rate
+            self.values.append((yield choice))
+            known[choice] = self.values[-1]
+        yield max(known, key=known.get)  # the first of equal ones
 
 
 def train(model, x, y, steps=60, rate=1e-2, rng_seed=0):
@@ -127,7 +132,9 @@ def test_a_flipped_sign_is_learned_better_than_by_a_new_head():
             for rate in RATES
         ]
         leads.append(accuracy(result.model) - max(heads))
-    assert sum(lead > 0 for lead in leads) >= 2, leads
+        if sum(lead > 0 for lead in leads) == 2:
+            return  # two of three are enough
+    pytest.fail(str(leads))
 
 
 @pytest.mark.usefixtures("alone")
@@ -159,13 +166,15 @@ def test_the_best_try_on_held_out_rows_is_kept(model, shifted):
     controller = Fixed(*plans)
     options = dict(steps=40, tries=3, progress=False)
     result = esper.adapt(model, *shifted, controller=controller, **options)
-    assert len(controller.values) == 2  # the last result is not asked for
-    assert set(result.accuracy) == {"adapted", "as it is", "head only", "LP-FT"}
+    assert len(controller.values) == 3
+    rules = {"head only", "LP-FT", "full fine-tuning"}
+    assert set(result.accuracy) == {"adapted", "as it is", *rules}
     assert result.accuracy["adapted"] == max(result.accuracy.values())
     assert result.plan in plans[1:]
     assert result.validation_rows == 16
     tried = [decision.details["plan"] for decision in result.ledger.decisions]
-    assert tried == ["head only", "LP-FT", *map(str, plans)]  # the usual rules first
+    usual = ["head only", "LP-FT", "full fine-tuning"]
+    assert tried == [*usual, *map(str, plans)]
     assert sum(d.op == "KEEP" for d in result.ledger.decisions) == 1
 
 

@@ -142,6 +142,8 @@ def test_parameter_counts_by_hand():
         Plan(Place.INPUT, What.SCALE, HeadMode.FIRST): 2 + head,
         Plan(Place.EARLY, What.TUNE, HeadMode.KEEP): (8 * 3 + 8) + 16,
         Plan(Place.LATE, What.TUNE, HeadMode.KEEP): (8 * 8 * 3 + 8) + 16,
+        # norms and biases of three blocks: bias, scale and shift of 8 channels each
+        KNOWN_RULES["norms and biases"]: 3 * (8 + 16) + head,
         # low rank: 1 of 8 rows and 3 or 24 columns
         Plan(Place.EVERYWHERE, What.LORA, HeadMode.KEEP): (8 + 3) + 2 * (8 + 24),
         # an adapter at the input: 16 channels, kernel 7, norm, back to one channel

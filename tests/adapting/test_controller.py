@@ -11,7 +11,7 @@ from esper.adapting.controller import AdaptationController, new_policy
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import MENU, PLANS, RATES
 from esper.adapting.shipped import find_controller
-from esper.adapting.trial_envs import ANCHORS, MAX_TRIES
+from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Outcomes, plan_and_rate
 from esper.leyline.files import UnreadableFile
 from esper.tamiyo.policy.network import PolicyConfig
 
@@ -32,8 +32,10 @@ def offers(num=1, params=0.1):
 
 
 def proposals(controller, signals, values=(0.1, 0.9, 0.3), **options):
-    options = dict(budget=torch.inf, tries=len(values) + 1) | options
-    chooser = controller.choose(signals, offers(), torch.full((1, 3), 0.5), **options)
+    """What is tried, and at last what is kept."""
+    options = dict(budget=torch.inf, tries=len(values)) | options
+    anchors = torch.full((1, len(ANCHORS)), 0.5)
+    chooser = controller.choose(signals, offers(), torch.tensor([20]), anchors, **options)
     return [next(chooser), *map(chooser.send, values)]
 
 
@@ -64,15 +66,18 @@ def test_signals_beyond_the_range_of_training_are_limited():
     signals = torch.randn(1, len(SIGNALS), generator=torch.Generator().manual_seed(0))
     extreme = torch.where(signals > 0, 1e6, -1e6)
     assert proposals(controller, extreme) == proposals(controller, signals.sign())
-    seen = controller._begin(extreme, offers(), torch.zeros(1), torch.inf, 2).signals
+    anchors = torch.zeros(1, len(ANCHORS))
+    seen = controller._begin(extreme, offers(), torch.ones(1), anchors, torch.inf, 2).signals
     assert seen.abs().max() == 1.0
 
 
 @pytest.mark.parametrize("tries", range(1, MAX_TRIES + 1))
 def test_proposals_are_plans_of_the_menu(tries):
-    found = proposals(new_controller(tries), torch.zeros(1, len(SIGNALS)), (0.4,) * (tries - 1))
-    assert len(found) == tries
+    found = proposals(new_controller(tries), torch.zeros(1, len(SIGNALS)), (0.45,) * tries)
+    assert len(found) == tries + 1
     assert all(plan in MENU and rate in RATES for plan, rate in found)
+    assert len(set(found[:-1])) == tries  # nothing is tried twice
+    assert found[-1] in {*found[:-1], *map(plan_and_rate, ANCHORS)}
 
 
 def test_a_small_budget_leaves_the_model_as_it_is():
@@ -85,23 +90,21 @@ def test_many_scenarios_are_chosen_as_one_after_the_other():
     rng = torch.Generator().manual_seed(0)
     signals = torch.randn(num, len(SIGNALS), generator=rng)
     validation = torch.rand(num, len(PLANS) * len(RATES), generator=rng)
-    together = controller.choose_many(
-        signals, offers(num), validation, budget=torch.inf, tries=tries
-    )
+    outcomes = Outcomes(signals, torch.full((num,), 20), offers(num), validation, validation)
+    together = controller.choose_many(outcomes, budget=torch.inf, tries=tries)
     for i in range(num):
         anchors = validation[i : i + 1, torch.tensor(ANCHORS)]
         chooser = controller.choose(
-            signals[i : i + 1], offers(), anchors, budget=torch.inf, tries=tries
+            signals[i : i + 1], offers(), torch.tensor([20]), anchors, budget=torch.inf, tries=tries
         )
-        best = float(anchors.max())
-        choice, kept = next(chooser), ANCHORS[int(anchors.argmax())]
-        for number in range(tries):
-            index = PLANS.index(choice[0]) * len(RATES) + RATES.index(choice[1])
-            value = float(validation[i, index])
-            kept, best = (index, value) if value > best else (kept, best)
-            if number + 1 < tries:
-                choice = chooser.send(value)
-        assert int(together[i]) == kept
+        index = flat(next(chooser))
+        for _ in range(tries):
+            index = flat(chooser.send(float(validation[i, index])))
+        assert int(together[i]) == index
+
+
+def flat(choice):
+    return PLANS.index(choice[0]) * len(RATES) + RATES.index(choice[1])
 
 
 def test_the_shipped_controller_is_listed_with_its_facts():

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from esper.adapting.practice import HELD_OUT_KINDS, INPUT_KINDS, OUTPUT_KINDS, draw_scenarios
+from esper.adapting.practice import (
+    HELD_OUT_KINDS,
+    IMAGE_KINDS,
+    INPUT_KINDS,
+    OUTPUT_KINDS,
+    draw_scenarios,
+)
 from esper.adapting.shifts import INPUT_SHIFTS, OUTPUT_SHIFTS, Shift
 
 KINDS = [*INPUT_SHIFTS, *OUTPUT_SHIFTS, "noise+permute_labels", "mixture+new_classes", "none"]
@@ -16,7 +22,7 @@ def rows(*shape, num=40):
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("shape", [(1, 20), (3, 9, 8)])
+@pytest.mark.parametrize("shape", [(1, 20), (3, 9, 8), (1, 8, 8), (20,)])
 @pytest.mark.parametrize("kinds", KINDS)
 def test_shapes_and_types_stay(kinds, shape, strength):
     x, y = rows(*shape)
@@ -101,7 +107,7 @@ def test_swapped_and_merged_labels():
 def test_every_kind_is_practised_or_held_out():
     held_out = {kind for kinds in HELD_OUT_KINDS for kind in kinds.split("+")}
     known = {*INPUT_SHIFTS, *OUTPUT_SHIFTS, "new_classes"}
-    assert {*INPUT_KINDS, *OUTPUT_KINDS} | held_out == known
+    assert {*INPUT_KINDS, *IMAGE_KINDS, *OUTPUT_KINDS} | held_out == known
     alone = {kinds for kinds in HELD_OUT_KINDS if "+" not in kinds}
     assert not alone & {*INPUT_KINDS, *OUTPUT_KINDS}
 

@@ -1,11 +1,14 @@
 """Training a controller of adaptations, from practice to its file."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from esper.adapting import training
 from esper.adapting.controller import AdaptationController
 from esper.adapting.practice import ARCHITECTURES, HELD_OUT_KINDS, draw_scenarios
+from esper.adapting.practice_data import clusters, glyphs, series
 from esper.adapting.shifts import INPUT_SHIFTS, OUTPUT_SHIFTS
 from esper.adapting.training import AdaptConfig, train_controller
 from esper.cli import main
@@ -23,22 +26,23 @@ TINY = AdaptConfig(
 )
 
 
-def test_the_command_writes_a_controller_and_compares_it(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_controller_of_its_rng_seed_and_compares_it(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setitem(training.PRESETS, "quick", TINY)
     path = tmp_path / "controller.pt"
     main(["train-adapt", "--out", str(path), "--device", "cpu"])
     printed = capsys.readouterr().out
     assert "points over LP-FT" in printed
-    facts = AdaptationController.load(path).facts
-    assert facts["trained on"] == "MNIST-1D: mlp 64"
-    assert facts["config"]["scenarios"] == 4
+    controller = AdaptationController.load(path)
+    assert controller.facts["trained on"] == "mlp 64"
+    assert controller.facts["config"]["scenarios"] == 4
     with pytest.raises(SystemExit, match="exists"):
         main(["train-adapt", "--out", str(path)])
-
-
-def test_the_same_rng_seed_trains_the_same_controller():
-    first, again = (train_controller(TINY).policy.state_dict() for _ in range(2))
-    for name, weight in first.items():
+    again = train_controller(
+        replace(TINY, device="cpu")
+    ).policy.state_dict()  # the same rng seed, the same controller
+    for name, weight in controller.policy.state_dict().items():
         assert weight.equal(again[name]), name
 
 
@@ -57,7 +61,13 @@ def test_wrong_settings_are_refused(setting, match):
 
 
 def test_held_out_kinds_are_not_practised():
-    practised = {s.shift.kinds for seed in range(20) for s in draw_scenarios(180, seed)}
+    kinds = {architecture.input_kinds for architecture in ARCHITECTURES.values()}
+    practised = {
+        s.shift.kinds
+        for inputs in kinds
+        for seed in range(20)
+        for s in draw_scenarios(180, seed, inputs)
+    }
     parts = {part for kinds in practised for part in kinds.split("+")}
     held_out = {part for kinds in HELD_OUT_KINDS for part in kinds.split("+")}
     known = {*INPUT_SHIFTS, *OUTPUT_SHIFTS, "none", "new_classes"}
@@ -67,7 +77,24 @@ def test_held_out_kinds_are_not_practised():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures_have_the_number_of_outputs_they_say(name):
+def test_architectures_read_their_data(name):
     architecture = ARCHITECTURES[name]
     model = architecture.build(architecture.num_classes)
-    assert model(torch.zeros(2, *architecture.shape)).shape == (2, architecture.num_classes)
+    (x, _), _ = architecture.rows("cpu")
+    assert model(x[:2]).shape == (2, architecture.num_classes)
+
+
+@pytest.mark.parametrize("rows", [series, glyphs, clusters])
+def test_data_to_practise_on_are_standardised_and_can_be_learned(rows):
+    (x, y), (other, other_y) = rows()
+    assert len(x) == 4000
+    assert len(other) == 5000
+    assert set(y.tolist()) == set(range(10))
+    assert abs(float(x.mean())) < 1e-3
+    assert float(x.std()) == pytest.approx(1.0, abs=0.01)
+    assert not torch.equal(x[0], other[0])
+    again = rows()[1][0]
+    assert torch.equal(other, again)  # fixed by their rng seeds
+    flat, flat_other = x.flatten(1), other.flatten(1)
+    nearest = torch.cdist(flat_other[:300], flat).argmin(1)
+    assert (y[nearest] == other_y[:300]).float().mean() > 0.4  # chance is .1

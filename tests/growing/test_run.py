@@ -4,7 +4,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import warnings
 
 import pytest
@@ -18,6 +17,7 @@ import esper
 from esper import Budget
 from esper.growing.ledger import Ledger
 from esper.leyline.interruption import stop_on_interrupt
+from esper.nissa.console import LINES
 from esper.tamiyo.scripted import FixedSchedule, RandomController
 from support.grow_calls import DECISIONS, STEPS, accuracy, adamw, plain_training, refused, run
 from support.models import Script, TokenEncoder, build, loaders, mlp
@@ -206,7 +206,7 @@ def test_progress_is_shown_with_the_budget(capsys):
 
 def test_a_metric_that_is_no_number_for_a_while_is_gone_back_from(capsys, monkeypatch):
     """As when training overflows: growth and its twin go on, and the run ends with a verdict."""
-    monkeypatch.setattr(sys.modules[esper.grow.__module__], "find_spec", lambda name: None)
+    monkeypatch.setattr("esper.nissa.console.find_spec", lambda name: None)
     calls = 0
 
     def overflows(output, target):
@@ -318,10 +318,11 @@ def test_a_handler_of_the_users_own_stays_in_place():
 
 
 def test_progress_without_rich(capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules[esper.grow.__module__], "find_spec", lambda name: None)
+    monkeypatch.setattr("esper.nissa.console.find_spec", lambda name: None)
     run(Script(), progress=True)
     lines = capsys.readouterr().out.splitlines()
     assert "24 / 24 steps" in lines[-6]
+    assert sum(" / 24 steps" in line for line in lines) <= LINES
     assert len(str(run(Script())).splitlines()) == 5  # the verdict follows
 
 

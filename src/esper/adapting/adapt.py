@@ -6,8 +6,9 @@
 
 A controller that has practised on many shifts looks at the rows, decides where the model changes
 and what is added there. Its plans are compared on held-out rows with the usual rules: the model as
-it is, a new head, and LP-FT (a new head first, then all weights; Kumar et al. 2022). The best is
-trained again on all rows.
+it is, a new head, LP-FT (a new head first, then all weights; Kumar et al. 2022) and fine-tuning. Of
+those within one standard error of the best, the controller chooses which is trained again on all
+rows.
 """
 
 import math
@@ -240,7 +241,7 @@ def _adapt(
     signals = work.signals(source)
     known = dict(zip(SIGNALS, signals[0].tolist(), strict=True))
     reasons = reasons_for(known)
-    trials = [as_is]
+    trials, kept = [as_is], as_is
     with torch.no_grad():
         output = logits_of(forward(work.model, work.data.inputs))
     is_perfect = bool((output.argmax(-1) == work.data.labels).all())
@@ -257,16 +258,16 @@ def _adapt(
             for plan, params in legal.items():
                 added[0, PLANS.index(plan)] = params / size
             anchors = torch.tensor([[_result_of(trials, plan) for plan, _ in (AS_IS, *RIVALS)]])
+            held_out = torch.tensor([len(work.data.held_out)])
             chooser = controller.choose(
-                signals, added.flatten(1), anchors, budget=limit / size, tries=tries
+                signals, added.flatten(1), held_out, anchors, budget=limit / size, tries=tries
             )
             choice = next(chooser)
             for number in range(tries):
                 done.status = f"try {number + 1} of {tries}: {choice[0]}"
                 trials.append(work.trial(*choice, done))
-                if number + 1 < tries:
-                    choice = chooser.send(trials[-1].criterion)
-        kept = max(trials, key=lambda trial: trial.criterion)  # the first of equal ones
+                choice = chooser.send(trials[-1].criterion)
+            kept = next(trial for trial in trials if (trial.plan, trial.rate) == choice)
         done.status = f"training {kept.plan} on all rows"
         everything = torch.arange(len(work.data.labels), device=work.data.labels.device)
         adapted = work.fit(kept.plan, kept.rate, everything, done)

@@ -113,6 +113,7 @@ class Adapted(nn.Module):
             for name in places.layers.get(place, ()) if plan.what == What.LORA else ():
                 updates[_key(name)] = LowRank(model.get_parameter(name).detach(), generator)
             tuned += places.weights.get(place, ()) if plan.what == What.TUNE else ()
+            tuned += places.biases.get(place, ()) if plan.what == What.BIAS else ()
         tuned += places.head if plan.head != HeadMode.KEEP else ()
         copies = {_key(name): model.get_parameter(name).detach().clone() for name in tuned}
         self.change = Change(branches, updates, nn.ParameterDict(copies))

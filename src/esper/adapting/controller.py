@@ -1,7 +1,7 @@
 """A trained controller of adaptations: from signals to plans, one proposal after another.
 
 controller = AdaptationController.load("controller.pt")
-chooser = controller.choose(signals, added, anchors, budget=0.25, tries=3)
+chooser = controller.choose(signals, added, held_out, anchors, budget=0.25, tries=3)
 plan, rate = next(chooser)          # the first proposal
 plan, rate = chooser.send(0.71)     # the next one, given the validation result of the last
 """
@@ -16,12 +16,19 @@ from torch import Tensor
 
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import MENU, RATES, Plan
-from esper.adapting.trial_envs import ACTION_SPACE, ANCHORS, Tries, choices_of, plan_and_rate
+from esper.adapting.trial_envs import (
+    ACTION_SPACE,
+    ANCHORS,
+    Outcomes,
+    Tries,
+    choices_of,
+    plan_and_rate,
+)
 from esper.leyline.files import read_file, write_file
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
 from esper.tamiyo.policy.plain_heads import flat_policy
 
-_KIND, _VERSION = "adaptation controller", 1
+_KIND, _VERSION = "adaptation controller", 2
 
 Choice = tuple[Plan, float]  # what to change, and the learning rate
 
@@ -43,41 +50,54 @@ class AdaptationController:
         self.facts = facts or {}
 
     @torch.no_grad()
-    def choose_many(
-        self, signals: Tensor, added: Tensor, validation: Tensor, *, budget: float, tries: int
-    ) -> Tensor:
-        """The choice kept in each of E scenarios whose results are known, `[E]`.
-
-        `added` and `validation` are `[E, choices]`, as in `Outcomes`.
-        """
-        state = self._begin(signals, added, validation[:, torch.tensor(ANCHORS)], budget, tries)
+    def choose_many(self, outcomes: Outcomes, *, budget: float, tries: int) -> Tensor:
+        """The choice kept in each of E scenarios whose outcomes are known, `[E]`."""
+        signals, held_out, added, validation, _ = outcomes
+        anchors = validation[:, torch.tensor(ANCHORS)]
+        state = self._begin(signals, added, held_out, anchors, budget, tries)
         everywhere = torch.ones(len(signals), dtype=torch.bool)
         recurrent = self.policy.initial_state(len(signals))
         for _ in range(tries):
             choices, recurrent = self._propose(state, recurrent)
             state.record(choices, validation.gather(1, choices[:, None])[:, 0], everywhere)
-        return state.kept
+        return self._propose(state, recurrent)[0]
 
     def choose(
-        self, signals: Tensor, added: Tensor, anchors: Tensor, *, budget: float, tries: int
+        self,
+        signals: Tensor,
+        added: Tensor,
+        held_out: Tensor,
+        anchors: Tensor,
+        *,
+        budget: float,
+        tries: int,
     ) -> Generator[Choice, float, None]:
         """Proposals for one model; send the validation result of each to get the next.
 
-        `anchors` `[1, len(ANCHORS)]` are the validation results of the usual rules.
+        After so many tries comes the choice to keep, one of those tried. `held_out` `[1]` rows
+        validate; `anchors` `[1, len(ANCHORS)]` are the usual rules' results.
         """
-        state = self._begin(signals, added, anchors, budget, tries)
+        state = self._begin(signals, added, held_out, anchors, budget, tries)
         recurrent = self.policy.initial_state(1)
         for _ in range(tries):
             choice, recurrent = self._propose(state, recurrent)
             value = yield plan_and_rate(int(choice))
             state.record(choice, torch.tensor([value]), torch.ones(1, dtype=torch.bool))
+        choice, _ = self._propose(state, recurrent)
+        yield plan_and_rate(int(choice))
 
     def _begin(
-        self, signals: Tensor, added: Tensor, anchors: Tensor, budget: float, tries: int
+        self,
+        signals: Tensor,
+        added: Tensor,
+        held_out: Tensor,
+        anchors: Tensor,
+        budget: float,
+        tries: int,
     ) -> Tries:
-        num = len(signals)
         limited = signals.clamp(self.low, self.high)
-        return Tries(limited, added, torch.full((num,), budget), torch.full((num,), tries), anchors)
+        limit, left = (torch.full((len(signals),), value) for value in (budget, tries))
+        return Tries(limited, added, limit, left, held_out, anchors)
 
     @torch.no_grad()
     def _propose(self, state: Tries, recurrent: Any) -> tuple[Tensor, Any]:

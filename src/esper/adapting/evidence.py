@@ -133,6 +133,7 @@ def measure(
     y = y[:, :MAX_ROWS]
     position = torch.arange(y.shape[1], device=y.device)
     used = position < counts[:, None]  # [P, R]
+    num_read = used.sum(1, keepdim=True)
     probed = _Probed(model, places)
     with torch.no_grad():
         _, seen = _run(probed, weights, x, {})
@@ -145,7 +146,7 @@ def measure(
     in_first = position % 2 == 0
     wanted = [*leaves.values(), *added.values()]
     for part in (in_first, ~in_first):
-        mean_loss = (losses * part / counts[:, None]).sum()
+        mean_loss = (losses * part / num_read).sum()
         grads = torch.autograd.grad(
             mean_loss,
             wanted,

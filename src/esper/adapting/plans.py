@@ -41,6 +41,7 @@ class What(IntEnum):
     SEED = 2  # a residual adapter of two layers
     LORA = 3  # a low-rank update of every layer since the place before
     TUNE = 4  # all weights of these layers
+    BIAS = 5  # biases and the weights of norms
 
 
 class HeadMode(IntEnum):
@@ -75,7 +76,7 @@ def _all_plans() -> tuple[Plan, ...]:
         for what in (What.SCALE, What.SEED, What.LORA, What.TUNE):
             if place != Place.INPUT or what in (What.SCALE, What.SEED):
                 plans += [Plan(place, what, head) for head in HeadMode]
-    return tuple(plans)
+    return *plans, Plan(Place.EVERYWHERE, What.BIAS, HeadMode.ALONGSIDE)
 
 
 KNOWN_RULES = {
@@ -86,6 +87,7 @@ KNOWN_RULES = {
     "LoRA everywhere": Plan(Place.EVERYWHERE, What.LORA, HeadMode.ALONGSIDE),
     "seeds everywhere": Plan(Place.EVERYWHERE, What.SEED, HeadMode.ALONGSIDE),
     "scales everywhere": Plan(Place.EVERYWHERE, What.SCALE, HeadMode.ALONGSIDE),
+    "norms and biases": Plan(Place.EVERYWHERE, What.BIAS, HeadMode.ALONGSIDE),
 }
 PLANS = _all_plans()
 # What controllers choose from: the other plans were never much better than one of these.
@@ -93,7 +95,7 @@ MENU = tuple(
     plan
     for plan in PLANS
     if plan.what in (What.NOTHING, What.SEED)
-    or plan.place == Place.EVERYWHERE
+    or (plan.place == Place.EVERYWHERE and plan.what != What.BIAS)
     or (plan.what == What.TUNE and plan.place != Place.MIDDLE)
 )
 
@@ -105,6 +107,7 @@ class Places:
     sites: dict[Place, ModelSite]
     weights: dict[Place, tuple[str, ...]]  # since the place before; none at the input
     layers: dict[Place, tuple[str, ...]]  # those of them that multiply: LoRA updates them
+    biases: dict[Place, tuple[str, ...]]  # those of them with one axis: biases, scales of norms
     head: tuple[str, ...]  # the weights of the output layer
     features: str  # the module whose input is what the head reads
 
@@ -114,9 +117,12 @@ class Places:
             return False
         if plan.what == What.NOTHING:
             return True
-        held: dict[Place, Any] = self.sites
-        if plan.what in (What.LORA, What.TUNE):
-            held = self.layers if plan.what == What.LORA else self.weights
+        by_what: dict[What, Any] = {
+            What.LORA: self.layers,
+            What.TUNE: self.weights,
+            What.BIAS: self.biases,
+        }
+        held = by_what.get(plan.what, self.sites)
         held = {place: names for place, names in held.items() if names}
         return bool(held) if plan.place == Place.EVERYWHERE else plan.place in held
 
@@ -147,7 +153,11 @@ def find_places(model: nn.Module, example: Any) -> Places:
         place: tuple(name for name in names if _multiplies(model, name))
         for place, names in weights.items()
     }
-    return Places(chosen, weights, layers, head, run.weights)
+    biases = {
+        place: tuple(name for name in names if model.get_parameter(name).dim() == 1)
+        for place, names in weights.items()
+    }
+    return Places(chosen, weights, layers, biases, head, run.weights)
 
 
 def _input_site(found: tuple[ModelSite, ...], example: Any) -> ModelSite | None:

@@ -15,16 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from esper.adapting.plans import MENU, PLANS, Plan
+from esper.adapting.practice_data import clusters, glyphs, series
 from esper.adapting.shifts import Rows, Shift
 from esper.adapting.trial_envs import Outcomes
-from esper.adapting.trials import Scenario, TrialSettings, TrialTable, train_models, try_plans
-from esper.tolaria.tasks import mnist1d
+from esper.adapting.trials import (
+    Scenario,
+    TrialSettings,
+    TrialTable,
+    held_out_rows,
+    train_models,
+    try_plans,
+)
 
 INPUT_KINDS = (
     "sign", "noise", "gain", "dead", "saturate", "rectify", "roll", "quantise", "spikes",
     "scramble", "derivative", "local_gain", "contrast", "interference", "power", "echo",
-    "jitter", "threshold",
+    "jitter", "threshold", "local_offset",
 )  # fmt: skip
+IMAGE_KINDS = ("turn", "shear")  # of images, besides
 OUTPUT_KINDS = ("move_labels", "swap_labels", "merge_labels", "new_classes")
 HELD_OUT_KINDS = (
     "reverse", "smooth", "drift", "occlude", "resample", "swap_halves", "mixture",
@@ -36,11 +44,12 @@ ROWS = (30, 1000)  # labelled rows, log-uniform
 
 @dataclass(frozen=True)
 class Architecture:
-    """Models of one shape on MNIST-1D, whose ten classes are joined to `num_classes`."""
+    """Models of one shape, and their data, whose ten classes are joined to `num_classes`."""
 
     build: Callable[[int], nn.Module]  # from the number of classes
     num_classes: int
-    shape: tuple[int, ...] = (1, 40)  # in which a row is given
+    rows: Callable[[torch.device | str], tuple[Rows, Rows]] = series
+    input_kinds: tuple[str, ...] = INPUT_KINDS
 
 
 def _conv_block(width_in: int, width: int, kernel: int, stride: int, norm: bool) -> nn.Sequential:
@@ -72,23 +81,25 @@ def conv_pool(width: int, num_classes: int) -> nn.Module:
     )
 
 
-def mlp(width: int, norm: bool, num_classes: int) -> nn.Module:
-    sizes = [40, width, width, width]
+def mlp(width: int, norm: bool, num_classes: int, inputs: int = 40) -> nn.Module:
+    sizes = [inputs, width, width, width]
     layers: list[nn.Module] = [nn.Flatten()]
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), *([nn.LayerNorm(after)] if norm else []), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(width, num_classes))
 
 
-def conv_image(width: int, num_classes: int) -> nn.Module:
-    """Convolutions along two axes, on rows of 40 values laid out as 5 by 8."""
-    return nn.Sequential(
-        nn.Sequential(nn.Conv2d(1, width, 3, padding=1), nn.GroupNorm(1, width), nn.ReLU()),
-        nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(1, width), nn.ReLU()),
-        nn.Sequential(nn.Conv2d(width, width, 3, 2, 1), nn.GroupNorm(1, width), nn.ReLU()),
-        nn.Flatten(),
-        nn.Linear(12 * width, num_classes),
-    )
+def image_cnn(width: int, norm: bool, num_classes: int) -> nn.Module:
+    """Two blocks with stride, or three with norm and a hidden layer less, on images of 12 by 12."""
+    widths = [1, width, 2 * width, 2 * width] if norm else [1, width, 2 * width]
+    blocks = []
+    for before, after in pairwise(widths):
+        conv = nn.Conv2d(before, after, 3, 2 if before > 1 else 1, 1)
+        blocks.append(nn.Sequential(conv, *([nn.GroupNorm(1, after)] if norm else []), nn.ReLU()))
+    if norm:
+        return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2 * width * 9, num_classes))
+    hidden = nn.Sequential(nn.Flatten(), nn.Linear(2 * width * 36, 48), nn.ReLU())
+    return nn.Sequential(*blocks, hidden, nn.Linear(48, num_classes))
 
 
 class _Mixer(nn.Module):
@@ -129,20 +140,16 @@ ARCHITECTURES = {
     "conv_pool 12, 4 classes": Architecture(partial(conv_pool, 12), 4),
     "mlp 64": Architecture(partial(mlp, 64, False), 10),
     "mlp 96 with norm, 5 classes": Architecture(partial(mlp, 96, True), 5),
-    "image 16": Architecture(partial(conv_image, 16), 10, (1, 5, 8)),
     "mixer 32": Architecture(partial(_Mixer, 32, 3), 10),
+    "image 12": Architecture(
+        partial(image_cnn, 12, False), 10, glyphs, (*INPUT_KINDS, *IMAGE_KINDS)
+    ),
+    "image 12 with norm, 5 classes": Architecture(
+        partial(image_cnn, 12, True), 5, glyphs, (*INPUT_KINDS, *IMAGE_KINDS)
+    ),
+    "table 64": Architecture(partial(mlp, 64, False, inputs=24), 10, clusters),
+    "table 48 with norm, 4 classes": Architecture(partial(mlp, 48, True, inputs=24), 4, clusters),
 }
-
-
-def practice_rows(device: torch.device | str = "cpu") -> tuple[Rows, Rows]:
-    """MNIST-1D, standardised: 4000 rows that models are trained on and 5000 other ones to shift."""
-    task = mnist1d(fresh_test_rows=5000, fresh_rng_seed=7)
-    x = torch.cat([task.train_x[0], task.validation_x[0]])
-    y = torch.cat([task.train_y[0], task.validation_y[0]])
-    fresh_x, fresh_y = (part[0] for part in task.held_out.open())
-    mean, spread = x.mean(), x.std()
-    source, target = ((x - mean) / spread, y), ((fresh_x - mean) / spread, fresh_y)
-    return _to(source, device), _to(target, device)
 
 
 def draw_scenarios(
@@ -173,10 +180,10 @@ def draw_scenarios(
 
 def practise(
     architecture: Architecture,
-    rows: tuple[Rows, Rows],
     scenarios: Sequence[Scenario],
     settings: TrialSettings,
     *,
+    device: torch.device | str = "cpu",
     num_models: int = 24,
     model_steps: int = 1500,
     plans: Sequence[Plan] = MENU,
@@ -184,7 +191,7 @@ def practise(
 ) -> TrialTable:
     """Train models of one architecture and try the plans in every scenario."""
     num_classes = architecture.num_classes
-    source, target = ((x.reshape(-1, *architecture.shape), y % num_classes) for x, y in rows)
+    source, target = ((x, y % num_classes) for x, y in architecture.rows(device))
     pool = train_models(
         lambda: architecture.build(num_classes),
         source,
@@ -210,7 +217,8 @@ def outcomes_of(tables: Sequence[TrialTable], plans: Sequence[Plan] = MENU) -> O
         whole = [torch.full(shape, torch.nan) for _ in range(3)]
         for full, part in zip(whole, (added, criterion, table.test_accuracy), strict=True):
             full[:, columns] = part
-        parts.append((table.signals, *(full.flatten(1) for full in whole)))
+        held_out = held_out_rows(table.rows, TrialSettings.validation_share)
+        parts.append((table.signals, held_out, *(full.flatten(1) for full in whole)))
     return Outcomes(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -227,7 +235,3 @@ def choose_rates(table: TrialTable) -> tuple[Tensor, Tensor]:
 def validation_criterion(accuracy: Tensor, loss: Tensor) -> Tensor:
     """The accuracy; the loss decides between equal ones, and is the worst after divergence."""
     return accuracy - 0.01 * loss.nan_to_num(nan=10.0).clamp(max=10.0)
-
-
-def _to(rows: Rows, device: torch.device | str) -> Rows:
-    return rows[0].to(device), rows[1].to(device)

@@ -20,7 +20,7 @@ from esper.growing.sites import ModelSite
 from esper.leyline.constants import SiteKind
 from esper.leyline.files import UnreadableFile, read_file, write_file
 
-_KIND, _VERSION = "adaptation", 1
+_KIND, _VERSION = "adaptation", 2
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,7 @@ def _plain_places(places: Places) -> dict[str, Any]:
         },
         "weights": {int(place): list(names) for place, names in places.weights.items()},
         "layers": {int(place): list(names) for place, names in places.layers.items()},
+        "biases": {int(place): list(names) for place, names in places.biases.items()},
         "head": list(places.head),
         "features": places.features,
     }
@@ -193,8 +194,8 @@ def _read_places(saved: dict[str, Any], model: nn.Module) -> Places:
         )
         for place, (name, module_class, kind, shape, tokens, weights) in saved["sites"].items()
     }
-    weights, layers = (
+    weights, layers, biases = (
         {Place(place): tuple(names) for place, names in saved[key].items()}
-        for key in ("weights", "layers")
+        for key in ("weights", "layers", "biases")
     )
-    return Places(sites, weights, layers, tuple(saved["head"]), saved["features"])
+    return Places(sites, weights, layers, biases, tuple(saved["head"]), saved["features"])

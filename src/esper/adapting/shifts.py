@@ -1,7 +1,7 @@
 """Kinds of shift between the data a model was trained on and the data it meets.
 
     shifted = Shift("noise", strength=0.7, rng_seed=3)
-    x, y = shifted(x, y, num_classes=10)  # rows [n, channels, *positions]
+    x, y = shifted(x, y, num_classes=10)  # rows [n, channels, *positions] or [n, features]
 
 Each kind has a random part (which positions, which labels) that is fixed by the rng seed, so that
 the few rows and the test rows have the same shift. Rows are standardised.
@@ -32,6 +32,9 @@ class Shift:
 
     def __call__(self, x: Tensor, y: Tensor, num_classes: int) -> Rows:
         """The rows and labels after the shift; fixed random parts come from the rng seed."""
+        if x.dim() == 2:  # a table: one channel
+            x, y = self(x.unsqueeze(1), y, num_classes)
+            return x.squeeze(1), y
         for number, kind in enumerate(self.kinds.split("+")):
             if kind in ("none", "new_classes"):
                 continue  # new classes: what the model was trained on differs, not the rows
@@ -232,6 +235,28 @@ def threshold(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
 def local_gain(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
     """A gain for every position, the same in all rows."""
     return x * (strength + 0.5) * torch.randn(x.shape[2:], generator=rng).to(x).exp()
+
+
+@_input
+def local_offset(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+    """An offset for every position, the same in all rows."""
+    return x + (0.5 + 1.5 * strength) * torch.randn(x.shape[2:], generator=rng).to(x)
+
+
+@_input
+def turn(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+    """Square images turned by 90 degrees to either side; other rows by 180 degrees."""
+    if x.dim() < 4 or x.shape[-1] != x.shape[-2]:
+        return x.flip(tuple(range(2, x.dim())))
+    return x.rot90(1 if strength < 0.5 else -1, (-2, -1))
+
+
+@_input
+def shear(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+    """Lines of images moved along by a distance that grows from line to line."""
+    moved = [round((0.3 + 0.5 * strength) * (line + 1)) for line in range(x.shape[-2])]
+    lines = [line.roll(by, -1) for line, by in zip(x.unbind(-2), moved, strict=True)]
+    return torch.stack(lines, -2)
 
 
 @_output

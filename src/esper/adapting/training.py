@@ -18,12 +18,12 @@ from esper.adapting.plans import KNOWN_RULES, MENU
 from esper.adapting.practice import (
     ARCHITECTURES,
     HELD_OUT_KINDS,
+    IMAGE_KINDS,
     INPUT_KINDS,
     OUTPUT_KINDS,
     choose_rates,
     draw_scenarios,
     outcomes_of,
-    practice_rows,
     practise,
 )
 from esper.adapting.shifts import Shift
@@ -89,7 +89,8 @@ def practise_all(config: AdaptConfig, say: Say) -> Outcomes:
     for number, name in enumerate(config.architectures):
         began = time.perf_counter()
         rng_seed = config.rng_seed + 10 + number
-        table = _practise(name, draw_scenarios(config.scenarios, rng_seed), config, rng_seed)
+        scenarios = draw_scenarios(config.scenarios, rng_seed, ARCHITECTURES[name].input_kinds)
+        table = _practise(name, scenarios, config, rng_seed)
         tables.append(table)
         say(
             f"practised on {name}: {config.scenarios} scenarios, mean accuracy "
@@ -106,9 +107,9 @@ def _practise(
     device = usable_device(automatic if config.device == "auto" else config.device)
     return practise(
         ARCHITECTURES[name],
-        practice_rows(device),
         scenarios,
         TrialSettings(steps=config.steps, replicas=8192),
+        device=device,
         num_models=config.models,
         model_steps=config.model_steps,
         rng_seed=rng_seed,
@@ -133,9 +134,7 @@ def compare_on_held_out(
     shown = ("nothing", "head only", "full fine-tuning", "LP-FT", "LoRA everywhere")
     found = {rule: float(rules[:, MENU.index(KNOWN_RULES[rule])].mean()) for rule in shown}
     outcomes = outcomes_of([table])
-    kept = controller.choose_many(
-        outcomes.signals, outcomes.added, outcomes.validation, budget=torch.inf, tries=tries
-    )
+    kept = controller.choose_many(outcomes, budget=torch.inf, tries=tries)
     found["controller"] = float(outcomes.test.gather(1, kept[:, None]).mean())
     return found
 
@@ -153,7 +152,7 @@ def learn(outcomes: Outcomes, config: AdaptConfig, say: Say) -> AdaptationContro
         gae_lambda=1.0,
     )
     envs = TrialEnvs(outcomes, config.num_envs, config.rng_seed)
-    trainer = Trainer(envs, PPOAgent(policy, ppo), horizon=MAX_TRIES, rng_seed=config.rng_seed)
+    trainer = Trainer(envs, PPOAgent(policy, ppo), horizon=MAX_TRIES + 1, rng_seed=config.rng_seed)
     for number in range(config.rounds):
         metrics = trainer.run_round(number / config.rounds)
         assert metrics is not None
@@ -162,8 +161,8 @@ def learn(outcomes: Outcomes, config: AdaptConfig, say: Say) -> AdaptationContro
             say(f"round {number + 1}/{config.rounds}: {lead:+.1f} points over the mean plan")
     facts = {
         "config": asdict(config),
-        "trained on": "MNIST-1D: " + ", ".join(config.architectures),
-        "shifts": [*INPUT_KINDS, *OUTPUT_KINDS],
+        "trained on": ", ".join(config.architectures),
+        "shifts": [*INPUT_KINDS, *IMAGE_KINDS, *OUTPUT_KINDS],
         "held out": list(HELD_OUT_KINDS),
     }
     signals = outcomes.signals

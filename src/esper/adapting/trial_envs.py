@@ -1,10 +1,12 @@
 """Recorded trials as environments of the training loop: Tamiyo learns to choose plans.
 
-An episode is one scenario. The policy sees its signals and proposes a plan and a learning rate per
-step; each is tried, and the policy sees its validation accuracy. The best of them is kept, unless
-one of the usual rules (`ANCHORS`), which are tried first, validates better. A reward is
-the change in test accuracy of the kept plan; the first is relative to the mean of all legal plans.
-The number of tries and the limit on parameters vary by episode, so one policy serves all budgets.
+An episode is one scenario. The usual rules (`ANCHORS`) are tried first. Then the policy sees the
+scenario's signals and proposes a plan and a learning rate per step; each is tried, and the policy
+sees its validation accuracy. Its last action names which of all that was tried is kept: few
+validation rows say little, so it may prefer anything within one standard error of the best. A reward
+is the change in test accuracy of the leader, which is what validates best until the policy decides;
+the first is relative to the mean of all legal plans. The number of tries and the limit on parameters vary by
+episode, so one policy serves all budgets.
 """
 
 from typing import Any, NamedTuple
@@ -41,9 +43,10 @@ _INDEX[tuple(_CODES.T)] = torch.arange(len(_CODES))
 _ONE_HOT = torch.cat(
     [F.one_hot(codes, n) for codes, n in zip(_CODES.T, ACTION_SPACE.sizes, strict=True)], dim=1
 ).float()  # [choices, sum of sizes]
-# Tried before the policy's proposals: the model as it is, the head alone, LP-FT.
+# Tried before the policy's proposals: the model as it is, the head alone, LP-FT, fine-tuning.
 ANCHORS = tuple(
-    PLANS.index(KNOWN_RULES[name]) * len(RATES) + 1 for name in ("nothing", "head only", "LP-FT")
+    PLANS.index(KNOWN_RULES[name]) * len(RATES) + rate
+    for name, rate in (("nothing", 1), ("head only", 1), ("LP-FT", 1), ("full fine-tuning", 0))
 )
 
 
@@ -62,6 +65,7 @@ class Outcomes(NamedTuple):
     """What trials found, for every plan and learning rate."""
 
     signals: Tensor  # [E, S]
+    held_out: Tensor  # [E] rows that validate
     added: Tensor  # [E, choices] parameters relative to the model; NaN: not offered
     validation: Tensor  # [E, choices]
     test: Tensor  # [E, choices]
@@ -71,50 +75,74 @@ class Tries:
     """What a policy has tried in N scenarios, and the features and masks it sees."""
 
     def __init__(
-        self, signals: Tensor, added: Tensor, budgets: Tensor, tries: Tensor, anchors: Tensor
+        self,
+        signals: Tensor,
+        added: Tensor,
+        budgets: Tensor,
+        tries: Tensor,
+        held_out: Tensor,
+        anchors: Tensor,
     ):
-        """`anchors` `[N, len(ANCHORS)]` are the validation results of the usual rules."""
-        self.signals, self.left = signals, tries.clone()
+        """`held_out` `[N]` rows validate; `anchors` `[N, len(ANCHORS)]` are the usual rules' results."""
+        self.signals, self.budgets, self.left = signals, budgets, tries.clone()
         self.legal = added <= budgets[:, None]  # NaN is not
-        self.budgets = budgets
+        self.held_out = held_out
         codes = torch.tensor(ANCHORS)
-        allowed = torch.where(self.legal[:, codes], anchors, -torch.inf)
-        self.kept_value, best = allowed.max(1)  # the first of equal ones
-        self.kept = codes[best]
-        self.last, self.last_value = self.kept, self.kept_value
+        self.values = torch.full_like(added, -torch.inf)  # validation results of what was tried
+        self.values[:, codes] = torch.where(self.legal[:, codes], anchors, -torch.inf)
+        self.last_value, self.last = self.leader()
 
     @staticmethod
     def num_features() -> int:
-        return len(SIGNALS) + 4 + 2 * _ONE_HOT.shape[1]
+        return len(SIGNALS) + 4 + len(ANCHORS) + 2 * _ONE_HOT.shape[1]
+
+    def leader(self) -> tuple[Tensor, Tensor]:
+        """The best validation result, and the choice it belongs to."""
+        value, choice = self.values.max(1)
+        return value, choice
 
     def record(self, choices: Tensor, values: Tensor, rows: Tensor) -> None:
-        """Note the validation accuracy of choices tried in some scenarios."""
-        is_better = rows & (values > self.kept_value)
-        self.kept = torch.where(is_better, choices, self.kept)
-        self.kept_value = torch.where(is_better, values, self.kept_value)
+        """Note the validation results of choices tried in some scenarios."""
+        index = rows.nonzero()[:, 0]
+        values = values.nan_to_num(-1.0)  # a training that failed
+        self.values[index, choices[index]] = values[index]
         self.last = torch.where(rows, choices, self.last)
         self.last_value = torch.where(rows, values, self.last_value)
         self.left = self.left - rows.long()
 
     def features(self) -> Tensor:
+        value, leader = self.leader()
         limit = self.budgets.clamp(max=4.0).log()
+        anchors = self.values[:, torch.tensor(ANCHORS)].clamp(min=-0.1)
         return torch.cat(
             [
                 self.signals,
-                torch.stack([self.left, limit, self.kept_value, self.last_value], dim=1),
-                _ONE_HOT[self.kept],
+                torch.stack([self.left, limit, value, self.last_value], dim=1),
+                anchors,
+                _ONE_HOT[leader],
                 _ONE_HOT[self.last],
             ],
             dim=1,
         )
 
     def masks(self) -> ActionMasks:
-        grid = self.legal[:, _INDEX.clamp(min=0)] & (_INDEX >= 0)  # [N, place, what, head, rate]
+        """What was not tried yet may be tried; what was tried and is near the leader may be kept."""
+        untried = self.legal & self.values.isneginf()
+        untried = torch.where(untried.any(1, keepdim=True), untried, self.legal)
+        allowed = torch.where((self.left == 0)[:, None], self.near_leader(), untried)
+        grid = allowed[:, _INDEX.clamp(min=0)] & (_INDEX >= 0)  # [N, place, what, head, rate]
         rows = {"rate": grid}
         for name in ("head", "what", "place"):
             grid = grid.any(-1)
             rows[name] = grid
         return ActionMasks(ACTION_SPACE, rows)
+
+    def near_leader(self) -> Tensor:
+        """Choices at most one standard error of the validation accuracy below the leader."""
+        best = self.values.amax(1)
+        right = (best.clamp(0, 1) * self.held_out + 1) / (self.held_out + 2)  # never 0 or 1
+        error = (right * (1 - right) / self.held_out).sqrt()
+        return self.values >= (best - error)[:, None]
 
 
 def choices_of(actions: Tensor) -> Tensor:
@@ -143,11 +171,13 @@ class TrialEnvs:
         signals = signals.masked_fill(hidden[:, None] & _SOURCE, 0.0)
         added = self.outcomes.added[self._scenarios]
         anchors = self.outcomes.validation[self._scenarios][:, torch.tensor(ANCHORS)]
-        self._tries = Tries(signals, added, budgets, tries, anchors)
+        held_out = self.outcomes.held_out[self._scenarios]
+        self._tries = Tries(signals, added, budgets, tries, held_out, anchors)
         worth = self.outcomes.test - RENT * self.outcomes.added
         worth = worth[self._scenarios].masked_fill(~self._tries.legal, torch.nan)
         self._worth = REWARD_SCALE * (worth - worth.nanmean(1, keepdim=True))
         self._running = torch.ones(num, dtype=torch.bool)
+        self._kept = torch.zeros(num, dtype=torch.int64)
         self._is_first, self.round_over = True, False
         self._observe()
         return self._running.clone()
@@ -155,12 +185,14 @@ class TrialEnvs:
     def step(self, actions: Tensor) -> Outcome:
         choices = choices_of(actions)
         was_running, tries = self._running, self._tries
-        before = 0.0 if self._is_first else self._worth_kept()
+        before = 0.0 if self._is_first else self._worth_of(tries.leader()[1])
         self._is_first = False
         values = self.outcomes.validation[self._scenarios].gather(1, choices[:, None])[:, 0]
-        tries.record(choices, values, was_running)
-        rewards = (self._worth_kept() - before) * was_running
         is_last = was_running & (tries.left == 0)
+        tries.record(choices, values, was_running & ~is_last)
+        self._kept = torch.where(is_last, choices, self._kept)
+        leader = torch.where(was_running & ~is_last, tries.leader()[1], self._kept)
+        rewards = (self._worth_of(leader) - before) * was_running
         self._running = was_running & ~is_last
         self.round_over = not bool(self._running.any())
         self._observe()
@@ -173,9 +205,9 @@ class TrialEnvs:
             self.features,
         )
 
-    def _worth_kept(self) -> Tensor:
-        """What the kept choices are worth, relative to the mean of all legal ones."""
-        return self._worth.gather(1, self._tries.kept[:, None])[:, 0]
+    def _worth_of(self, choices: Tensor) -> Tensor:
+        """What choices are worth, relative to the mean of all legal ones."""
+        return self._worth.gather(1, choices[:, None])[:, 0]
 
     def _observe(self) -> None:
         self.features, self.masks = self._tries.features(), self._tries.masks()
@@ -184,7 +216,7 @@ class TrialEnvs:
         pass
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        return {"adapt/lead": float(self._worth_kept().mean()) / REWARD_SCALE}
+        return {"adapt/lead": float(self._worth_of(self._kept).mean()) / REWARD_SCALE}
 
     @property
     def can_save_state(self) -> bool:

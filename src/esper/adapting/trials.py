@@ -207,7 +207,7 @@ def _scenario_data(
         test_y.append(y[rows:])
     ids = torch.tensor(model_ids, device=device)
     counts = torch.tensor([scenario.rows for scenario in scenarios], device=device)
-    held = (counts * settings.validation_share).round().long().clamp(min=2)
+    held = held_out_rows(counts, settings.validation_share)
     return _Data(
         (torch.stack(few), torch.stack(few_y)),
         counts,
@@ -216,6 +216,11 @@ def _scenario_data(
         {name: w[ids] for name, w in pool.weights.items()},
         ids,
     )
+
+
+def held_out_rows(counts: Tensor, share: float) -> Tensor:
+    """How many of the labelled rows validate."""
+    return (counts * share).round().long().clamp(min=2)
 
 
 def _source_rows(pool: ModelPool, model_ids: Tensor, rows: int = 128) -> Tensor:

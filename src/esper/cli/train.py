@@ -1,6 +1,7 @@
 """`esper train`: train Tamiyo to grow networks, then compare it with other controllers."""
 
 import sqlite3
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,11 +14,10 @@ import torch
 import tyro
 
 from esper.cli import stop_after_signal
-from esper.cli.evaluate import evaluate_and_show
+from esper.cli.evaluate import evaluate_with_bar
 from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.plain_config import differences
-from esper.leyline.protocols import EventSink
 from esper.leyline.ranks import Ranks, join_ranks, was_restarted
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
@@ -30,15 +30,13 @@ from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import choice_labels, describe_hosts, with_checksum
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
-from esper.tolaria.synthetic_hosts import SyntheticHosts
 
-PresetName = Literal["quick", "full", "oracle"]
-SHOWN = {
-    "episode/score": "score",
-    "episode/accuracy": "accuracy",
-    "episode/added_params": "params +",
-    "time/hosts_per_second": "hosts/s",
+PresetName = Literal["quick", "full"]
+SHOWN: dict[str, Callable[[float], str]] = {
+    "episode/lead": lambda lead: f"{100 * lead:+.1f} points over ungrown siblings",
+    "episode/added_params": lambda added: f"{added:+,.0f} params",
 }
+SMOOTHED_ROUNDS = 10  # hosts, data and rents differ from round to round
 
 
 def command(arguments: list[str]) -> Callable[..., None]:
@@ -57,7 +55,7 @@ def command(arguments: list[str]) -> Callable[..., None]:
         Ctrl-C, SIGTERM and SIGHUP finish the step, save, and print the command that continues.
 
         Args:
-            preset: quick (two CPU cores), full (a GPU) or oracle (no networks); other flags change it
+            preset: quick (two CPU cores) or full (a GPU); other flags change it
             config: the config.json of another run, in place of a preset; other flags change it
             out: the run's folder; runs/PRESET-NUMBER by default
             resume: the folder of a run to continue, bit-exact
@@ -104,8 +102,7 @@ def defaults_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
 def _checked(config: TrainConfig, ranks: Ranks) -> GrowthTraining:
     """A new run; raises if it cannot be trained with its settings, or evaluated after that."""
     training = GrowthTraining(config, ranks)
-    if config.task != "known_gains":
-        prepare(config, EVALUATIONS["quick"])
+    prepare(config, EVALUATIONS["quick"])
     return training
 
 
@@ -136,17 +133,17 @@ def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> N
             f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
             "a new run with other settings, such as a lower --host-learning-rate"
         )
-    if isinstance(training.environment.host_batch, SyntheticHosts):
-        episodes = training.play_round()
-        hosts = SyntheticHosts(training.config.num_envs)  # of all ranks
-        share = hosts.share_of_best(episodes.scores, episodes.rent)
-        print(f"the frozen controller gains {share:.1%} of what the best plans gain")
-    else:
-        evaluate_and_show([files.path], "quick", files.path)
-    print(_written(files))
-    learned_from, full = _num_episodes(training.config), _num_episodes(PRESETS["full"])
-    if learned_from < full:
-        print(f"learned from {learned_from:,} episodes; --preset full learns from {full:,}")
+    report = evaluate_with_bar([files.path], "quick")
+    if ranks.is_first:
+        report.save(files.path)
+        print(report.brief())
+        print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
+    print(f"Everything is in {files.path}; look at it with: {_command()} watch {files.path}")
+
+
+def _command() -> str:
+    """This command, as a shell can call it again."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "esper" else "python -m esper"
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:
@@ -171,12 +168,19 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
             training.run(lambda record: None, should_stop=should_stop)
             return max(training.ranks.gather(should_stop.signal or 0)) or None
         database = stack.enter_context(_open_database(training, files))
-        sinks: list[EventSink] = [
-            stack.enter_context(TensorBoardSink(files.path, first_step=training.rounds_done + 1)),
-            stack.enter_context(
-                ProgressSink(config.rounds, SHOWN, unit="rounds", done=training.rounds_done)
-            ),
-        ]
+        curves = stack.enter_context(
+            TensorBoardSink(files.path, first_step=training.rounds_done + 1)
+        )
+        progress = stack.enter_context(
+            ProgressSink(
+                config.rounds,
+                SHOWN,
+                unit="rounds",
+                done=training.rounds_done,
+                window=SMOOTHED_ROUNDS,
+                text="the first run compiles CPU kernels: about a minute, once",
+            )
+        )
 
         def save() -> None:
             database.flush()  # first: a resumed run needs the rounds before its checkpoint
@@ -184,8 +188,8 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
 
         def on_round(record: RoundRecord) -> None:
             database.add(record)
-            for sink in sinks:
-                sink.record(record.round, record.metrics)
+            curves.record(record.round, record.metrics)
+            progress.record(record.round, record.metrics)
             if record.round % config.checkpoint_every == 0:
                 save()
 
@@ -214,21 +218,6 @@ def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
             "run that never stopped"
         )
     return database
-
-
-def _written(files: RunFiles) -> str:
-    rows = (
-        (files.controller, "the controller, frozen"),
-        (files.checkpoint, "the run, to resume"),
-        (files.database, "rounds, episodes, decisions: docs/training.md has queries"),
-        (files.config, "its settings"),
-        (files.path, f"curves: tensorboard --logdir {files.path}"),
-    )
-    return "\n".join(f"  {path!s:44} {what}" for path, what in rows if path.exists())
-
-
-def _num_episodes(config: TrainConfig) -> int:
-    return config.rounds * config.num_envs
 
 
 def _free_folder(preset: str) -> Path:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -40,10 +39,9 @@ from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import Controller
 from esper.leyline.ranks import join_ranks
+from esper.nissa.console import ProgressSink
 
 Report = Callable[[int, str], None]  # steps done, and a short status
-
-LINES = 20  # of progress printed in all, without a bar
 
 
 @dataclass(frozen=True)
@@ -379,24 +377,10 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def progress_bar(total_steps: int, heading: str, *, enabled: bool) -> Iterator[Report]:
-    """Progress in the terminal: a bar if `rich` is installed, else a line now and then."""
+    """Progress in the terminal."""
     if not enabled:
         yield lambda steps, status: None
         return
     print(heading)
-    if find_spec("rich") is None:
-        yield lambda steps, status: _print_line(steps, total_steps, status)
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    counted = TextColumn("{task.completed:>7,.0f} / {task.total:,.0f} steps")
-    with Progress(
-        counted, BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-    ) as progress:
-        task = progress.add_task("", total=total_steps)
-        yield lambda steps, status: progress.update(task, completed=steps, description=status)
-
-
-def _print_line(steps: int, total_steps: int, status: str) -> None:
-    if steps * LINES // total_steps > (steps - 1) * LINES // total_steps:
-        print(f"{steps:>7,} / {total_steps:,} steps  {status}")
+    with ProgressSink(total_steps) as sink:
+        yield sink.update

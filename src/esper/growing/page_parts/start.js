@@ -1,3 +1,4 @@
+document.documentElement.dataset.theme = remembered() ?? "";
 drawHead();
 drawTiles();
 drawLegend();
