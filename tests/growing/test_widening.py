@@ -340,5 +340,8 @@ def test_attention_that_cannot_have_more_heads_is_refused_with_the_reason():
     model = Attending()
     model.attention.q_proj.requires_grad_(False)
     assert "frozen" in trace_sites(model, x).not_larger["attention"]
+    model = Attending()
+    model.attention.q_norm = nn.LayerNorm(4)
+    assert "other weights" in trace_sites(model, x).not_larger["attention"]
     model = Attending(None, None)
     assert "head_dim" in trace_sites(model, x).not_larger["attention"]

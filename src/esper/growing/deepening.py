@@ -32,6 +32,12 @@ class Copied:
     reach = 0.0
 
     @property
+    def first(self) -> str:
+        return self.block
+
+    last = first
+
+    @property
     def stack(self) -> str:
         return self.block.rpartition(".")[0]
 

@@ -149,7 +149,7 @@ class Growth:
             exclude=exclude,
             blueprints=blueprints_for(self.controller, blueprints),
             budget=self.budget,
-            widens=not isinstance(self.controller, LearnedController),  # it was trained without
+            enlarges=not isinstance(self.controller, LearnedController),  # it was trained without
         )
         self._validator.check(model)
         check_time(self.controller, decisions - 1)  # the last call only closes the run

@@ -56,9 +56,7 @@ class Heads:
     def first(self) -> str:
         return self.module
 
-    @property
-    def last(self) -> str:
-        return self.module
+    last = first
 
     @property
     def inside(self) -> frozenset[str]:
@@ -157,6 +155,8 @@ def _heads(
         raise NotAPair("the size of its heads is not known; it has no attribute head_dim")
     parts = [module.get_submodule(n) for n in (*inputs, output)]
     total = sum(p.numel() for part in parts for p in part.parameters())
+    if total < sum(p.numel() for p in module.parameters()):
+        raise NotAPair("it has other weights, which new heads would have to share")
     bias = parts[-1].bias
     total -= 0 if bias is None else bias.numel()  # type: ignore[operator]
     heads = width // size

@@ -212,7 +212,9 @@ class GrowingNetwork:
 
     def merge_branches(self) -> None:
         """Make committed branches part of the model's layers, with their optimiser state."""
-        merging = [s for s in self.slots if s.is_committed and s.site.merges and not s.is_merged]
+        merging = [
+            s for s in self.slots if s.is_committed and s.site.part is not None and not s.is_merged
+        ]
         for slot in sorted(merging, key=lambda slot: slot.site.pair is None):  # copies shift names
             self._groups.replace(slot.merge(self.model))
 

@@ -73,7 +73,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
     Uncommitted seeds and all hooks of growth are left out.
     """
     live = [(slot, slot.alpha) for slot in slots if slot.is_committed and slot.seed is not None]
-    committed = [entry for entry in live if not entry[0].site.merges]
+    committed = [entry for entry in live if entry[0].site.part is None]
     committed.sort(key=lambda entry: len(list(entry[0].module.modules())))  # inner sites first
     copies = without_graphs(model)  # also replaces sites in lists and dicts of the model
     with ExitStack() as stack:
@@ -103,11 +103,11 @@ def _inner(module: nn.Module) -> nn.Module:
 
 def working_sites(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
     """The sites without those whose seeds the model's code cannot merge: it needs a fixed shape."""
-    merging = [Slot(site, model) for site in sites if site.merges]
+    merging = [Slot(site, model) for site in sites if site.part is not None]
     if not _works_in_plain(model, merging, example):
         merging = [slot for slot in merging if _works_in_plain(model, [slot], example)]
     kept = {slot.site.name for slot in merging}
-    return [site for site in sites if not site.merges or site.name in kept]
+    return [site for site in sites if site.part is None or site.name in kept]
 
 
 def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> None:
@@ -115,7 +115,7 @@ def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> N
 
     This happens if the model checks the class of a module, or holds it in a way that is not copied.
     """
-    slots = [Slot(site, model) for site in sites if not site.merges]
+    slots = [Slot(site, model) for site in sites if site.part is None]
     if _works_in_plain(model, slots, example):
         return
     alone = [slot for slot in slots if not _works_in_plain(model, [slot], example)]
@@ -141,7 +141,7 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
             try:
                 got = forward(plain_model(model, slots).eval(), example)
             except (RuntimeError, ValueError, TypeError):
-                if not any(slot.site.merges for slot in slots):
+                if not any(slot.site.part is not None for slot in slots):
                     raise
                 return False  # the model's code needs the width or the depth that it had
     finally:

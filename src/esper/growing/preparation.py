@@ -103,13 +103,11 @@ def prepare_model(
     exclude: Sequence[str],
     blueprints: Sequence[str] | None,
     budget: Budget,
-    widens: bool = True,
+    enlarges: bool = True,
 ) -> PreparedModel:
     """Find the sites and seeds for a run; raises if nothing can grow within the budget."""
-    trace = trace_sites(model, *examples)
+    trace = trace_sites(model, *examples, enlarges=enlarges)
     chosen = trace.choose(sites, exclude)
-    if not widens:
-        chosen = [site for site in chosen if not site.merges]
     disable_nested_tensors(model, chosen)
     chosen = working_sites(model, chosen, examples[0])
     check_plain(model, chosen, examples[0])

@@ -48,20 +48,20 @@ class ModelSite:
     weights: str  # last module with weights before it; seeds use its optimizer settings
     dtype: torch.dtype  # of those weights
     device: torch.device
-    pair: Pair | Heads | None = None
-    copied: Copied | None = None
+    part: Pair | Heads | Copied | None = None  # of the model, that a seed enlarges
 
     @property
-    def merges(self) -> bool:
-        """Whether a seed becomes part of the model's own layers and stacks."""
-        return self.pair is not None or self.copied is not None
+    def pair(self) -> Pair | Heads | None:
+        return None if isinstance(self.part, Copied) else self.part
+
+    @property
+    def copied(self) -> Copied | None:
+        return self.part if isinstance(self.part, Copied) else None
 
     @property
     def place(self) -> str:
         """The module whose output a seed changes."""
-        if self.copied is not None:
-            return self.copied.block
-        return self.name if self.pair is None else self.pair.last
+        return self.name if self.part is None else self.part.last
 
     @property
     def seed_site(self) -> Site:
@@ -167,7 +167,7 @@ class SiteTrace:
     def _is_named(self, site: ModelSite, names: Sequence[str]) -> bool:
         if site in self.sites:
             return site.name in names or _is_under(site.name, names)
-        inner = (s.name for s in self.sites if not s.merges)
+        inner = (s.name for s in self.sites if s.part is None)
         return site.name in names and not any(_is_under(name, [site.name]) for name in inner)
 
     def _check_name(self, name: str) -> None:
@@ -197,8 +197,11 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
     return any(name.startswith((f"{prefix}.", f"{prefix}->")) for prefix in prefixes)
 
 
-def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
-    """Trace every example, the first one twice; sites must have the same shape in all traces."""
+def trace_sites(model: nn.Module, example: Any, *others: Any, enlarges: bool = True) -> SiteTrace:
+    """Trace every example, the first one twice; sites must have the same shape in all traces.
+
+    `enlarges`: with sites whose seeds become part of the model's own layers.
+    """
     if type(model).__module__.startswith("torch._dynamo"):  # torch.compile made it
         raise ValueError(
             "the model is compiled, so its modules are not called one by one and nothing can grow "
@@ -226,43 +229,39 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
     for name, _ in model.named_modules():
         if name and name not in first.calls:
             refused[name] = "it is not called in a forward pass"
-    not_larger: dict[str, str] = {}
-    larger = _pair_sites(model, runs, batch, not_larger)
-    macs = _macs_by_module(model, example)
-    blocks, why_not = find_copied(model, example, macs)
-    attention, why_no_heads = find_heads(model, first, macs)
-    not_larger |= {name: f"cannot be copied: {why}" for name, why in why_not.items()}
-    not_larger |= {name: f"cannot have more heads: {why}" for name, why in why_no_heads.items()}
-    parts: list[Heads | Copied] = [*attention, *blocks]
-    for part in parts:
-        of = part.block if isinstance(part, Copied) else part.module
-        site = _candidate(part.name, first.calls[of], batch)
-        if isinstance(site, ModelSite):
-            site = replace(site, tokens=1.0, weights=of)
-            if isinstance(part, Copied):
-                larger[part.name] = replace(site, copied=part)
-            else:
-                larger[part.name] = replace(site, pair=part)
+    larger, not_larger = _larger_sites(model, example, runs, batch) if enlarges else ({}, {})
     offered = (*_offered(first, candidates), *larger.values())
     return SiteTrace(offered, candidates | larger, refused, not_larger)
 
 
-def _pair_sites(
-    model: nn.Module, runs: Sequence[Run], batch: int, not_larger: dict[str, str]
-) -> dict[str, ModelSite]:
-    """The pairs that every trace has; reasons for other layers go to `not_larger`."""
-    pairs, reasons = find_pairs(model, runs[0], batch)
+def _larger_sites(
+    model: nn.Module, example: Any, runs: Sequence[Run], batch: int
+) -> tuple[dict[str, ModelSite], dict[str, str]]:
+    """The sites whose seeds become part of the model, and the reasons for other modules.
+
+    A pair must be one in every trace.
+    """
+    pairs, not_wider = find_pairs(model, runs[0], batch)
     for run in runs[1:]:
-        kept = {(pair.first, pair.last) for pair in find_pairs(model, run, batch)[0]}
-        pairs = [pair for pair in pairs if (pair.first, pair.last) in kept]
-    not_larger |= {name: f"cannot get wider: {why}" for name, why in reasons.items()}
-    found = {}
-    for pair in pairs:
-        call = runs[0].calls[pair.first][0]
-        site = _candidate(pair.name, [replace(call, weights=pair.first)], batch)
+        kept = {pair.name for pair in find_pairs(model, run, batch)[0]}
+        pairs = [pair for pair in pairs if pair.name in kept]
+    macs = _macs_by_module(model, example)
+    heads, no_heads = find_heads(model, runs[0], macs)
+    blocks, not_copied = find_copied(model, example, macs)
+    sites = {}
+    parts: list[Pair | Heads | Copied] = [*pairs, *heads, *blocks]
+    for part in parts:
+        calls = [replace(call, weights=part.first) for call in runs[0].calls[part.first]]
+        site = _candidate(part.name, calls, batch)
         if isinstance(site, ModelSite):
-            found[pair.name] = replace(site, pair=pair, tokens=1.0)
-    return found
+            sites[part.name] = replace(site, part=part, tokens=1.0)
+    refused = {
+        "cannot get wider": not_wider,
+        "cannot have more heads": no_heads,
+        "cannot be copied": not_copied,
+    }
+    why = {name: f"{what}: {why}" for what, group in refused.items() for name, why in group.items()}
+    return sites, why
 
 
 def _candidate(name: str, calls: list[Call], batch: int) -> ModelSite | str:

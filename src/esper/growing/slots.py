@@ -138,7 +138,7 @@ class Slot:
         if is_active and not self._hooks:
             # the branch of a pair is part of its last layer, so it comes before a seed there
             is_pair = self.source is not None
-            if self.source is None and self.site.merges:
+            if self.source is None and self.site.part is not None:
                 hook = self.module.register_forward_hook(self._call_again, with_kwargs=True)
             else:
                 hook = self.module.register_forward_hook(self, prepend=is_pair)
@@ -153,7 +153,7 @@ class Slot:
     def add_seed(self, seed: nn.Module, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
         # units of a layer are added to the others, whatever the style of other seeds
-        self.seed, self.style = seed, BlendStyle.ADD if self.site.merges else style
+        self.seed, self.style = seed, BlendStyle.ADD if self.site.part is not None else style
         self._has_been_called, self._steps_active = False, 0
 
     def merge(self, model: nn.Module) -> list[Enlarged]:
