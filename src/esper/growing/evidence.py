@@ -40,8 +40,8 @@ class Evidence:
 
     def start(self, step: int, wait: int = 0) -> None:
         """Make a probe for every seed that could grow in an empty slot, and attach it later."""
-        self.stop()
-        self.step, self.batches, self.wait, self._probes = step, 0, wait, []
+        self.clear()
+        self.step, self.wait = step, wait
         if wait == 0:
             self._attach()
 
@@ -74,6 +74,11 @@ class Evidence:
             self.batches += 1
             if self.batches == BATCHES:
                 self.stop()
+
+    def clear(self) -> None:
+        """Forget what was measured, and the copies of blocks."""
+        self.stop()
+        self.batches, self.wait, self._probes = 0, 0, []
 
     def stop(self) -> None:
         """Detach the probes; what they have measured stays."""

@@ -490,6 +490,7 @@ class Growth:
         masks = compute_batch_masks(reports, action_space)
         if isinstance(self.controller, EvidenceReader):
             self.controller.see(self._evidence.gains())
+            self._evidence.clear()
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
         reason = reason_of(self.controller, reports, masks, actions)
