@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-portable setup check bench clean
+.PHONY: train test test-slow test-portable setup check bench docs clean
 
 train: $(VENV)/.train
 	$(BIN)/esper train $(FLAGS)
@@ -16,6 +16,7 @@ setup: $(VENV)/.dev
 # what `make train` needs is a part of what `make test` needs
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.train: EXTRAS = train
+$(VENV)/.docs: EXTRAS = docs
 
 # pip reads the pins from constraints.txt and prints errors only; a line shows that it is alive.
 # --no-compile: Python compiles what is imported. The stamp makes a second run start at once
@@ -38,6 +39,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/pytest
 
+# learning runs and many ranks: minutes
+test-slow: setup
+	$(BIN)/pytest -m slow
+
 # the suite as on older or other CPUs: SSE4.1 alone, AVX2, and one thread
 test-portable: setup
 	ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(BIN)/pytest
@@ -48,5 +53,9 @@ bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
+# the site, in site/
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache

@@ -67,7 +67,8 @@ def registries():
 
 @pytest.fixture
 def short_updates(monkeypatch):
-    """Two passes per update of PPO where nothing else is asked for, in code that shows its use."""
+    """A small network and two passes per update of PPO, where code leaves both to the default."""
     import esper
 
+    monkeypatch.setitem(esper.PolicyConfig.__init__.__kwdefaults__, "lstm_hidden_dim", 16)
     monkeypatch.setitem(esper.PPOConfig.__init__.__kwdefaults__, "ppo_epochs", 2)

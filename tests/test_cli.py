@@ -477,7 +477,7 @@ def test_every_preset_can_be_asked_for(command, presets):
 def test_the_entropy_of_every_head_has_a_flag(tmp_path, monkeypatch):
     folders = []
     monkeypatch.setattr(train, "_checked", lambda config, ranks: None)
-    monkeypatch.setattr(train, "run_training", lambda folder, _: folders.append(folder))
+    monkeypatch.setattr(train, "run_training", lambda folder, *_: folders.append(folder))
     main(["train", "--ppo.head-entropy-weights.op", "0.5", "--out", str(tmp_path / "run")])
     with folders[0] as folder:
         weights = folder.files.read_config().ppo.head_entropy_weights
@@ -593,7 +593,8 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
 
 def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
     asked = []
-    report = SimpleNamespace(save=asked.append, brief=lambda: "It helped.")
+    bars = {"rent 0.05": {"host alone": (40.0, 1.0), "learned": (45.0, 2.0)}}
+    report = SimpleNamespace(save=asked.append, brief=lambda: "It helped.", figures=lambda: bars)
     monkeypatch.setattr(train, "evaluate_with_bar", lambda *given: asked.append(given) or report)
     main(
         ["train", "--rounds=1", "--device=cpu", "--widths", "2", "4", "--held-out-widths", "4-2-4",
@@ -608,3 +609,28 @@ def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
     assert "held out: 4-2-4 and permuted:3" in printed
     assert "points over ungrown siblings" in printed
     assert f'It helped. Grow your model with it: esper.grow(..., controller="{tmp_path}' in printed
+
+
+SINK = """
+class Sink:
+    def __enter__(self):
+        self.file = open("metrics.txt", "w")
+        return self
+
+    def record(self, step, metrics):
+        print(step, metrics["episode/score"], file=self.file)
+
+    def __exit__(self, *error):
+        self.file.close()
+"""
+
+
+def test_a_sink_of_the_user_records_every_round(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_sinks.py").write_text(SINK)
+    main(["train", *flags(ORACLE), "--sink", "my_sinks:Sink", "--out", "run"])
+    lines = (tmp_path / "metrics.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3", "4"]
+    with pytest.raises(SystemExit, match="'my_sinks:Other' cannot be found"):
+        main(["train", *flags(ORACLE), "--sink", "my_sinks:Other", "--out", "other"])
+    assert not (tmp_path / "other").exists()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # CNN with two threads 3 to 5 times slower; it has no effect if torch was imported before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # public name -> (module, attribute); an empty attribute is the module itself
 _PUBLIC = {

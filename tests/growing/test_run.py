@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import warnings
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import esper
 from esper import Budget
 from esper.growing.ledger import Ledger
+from esper.growing.page import write_page
 from esper.leyline.interruption import stop_on_interrupt
 from esper.nissa.console import LINES
 from esper.tamiyo.scripted import FixedSchedule, RandomController
@@ -324,6 +326,21 @@ def test_progress_without_rich(capsys, monkeypatch):
     assert "24 / 24 steps" in lines[-6]
     assert sum(" / 24 steps" in line for line in lines) <= LINES
     assert len(str(run(Script())).splitlines()) == 5  # the verdict follows
+
+
+def test_the_page_is_written_after_every_decision_and_at_the_end(tmp_path, monkeypatch):
+    pages = []
+
+    def write(ledger, path):
+        pages.append((len(ledger.steps), ledger.after is None))
+        return write_page(ledger, path)
+
+    monkeypatch.setattr(sys.modules[esper.grow.__module__], "write_page", write)
+    result = run(Script(), page=tmp_path / "run.html")
+    assert [done for done, _ in pages] == list(range(1, len(result.ledger.steps) + 1))
+    assert pages[0][1]
+    assert not pages[-1][1]
+    assert result.ledger.summary()[:12] in (tmp_path / "run.html").read_text()
 
 
 def test_without_a_twin_the_grown_network_is_returned():

@@ -120,6 +120,15 @@ def test_two_lines_report_the_lead_its_price_and_every_rival(report):
     assert arms.HOST_ALONE not in second
 
 
+def test_figures_have_every_arm_at_every_rent(report):
+    figures = report.figures()
+    assert list(figures) == [f"rent {rent:g}" for rent in report.settings.rents]
+    for index, bars in enumerate(figures.values()):
+        assert set(bars) == set(report.arms)
+        for name, (mean, _) in bars.items():
+            assert mean == pytest.approx(100 * report.arms[name].scores[:, index].mean())
+
+
 def test_the_terminal_shows_every_arm_and_whole_verdicts(report, tmp_path):
     from rich.console import Console
 

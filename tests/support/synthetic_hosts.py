@@ -195,16 +195,19 @@ def _unless_known_gains(function: Callable[..., Any], otherwise: Callable[..., A
     return choose
 
 
-def _evaluate_networks(runs: Sequence[Any], *arguments: Any) -> None:
+def _evaluate_networks(runs: Sequence[Any], *arguments: Any) -> Any:
     if read_config(RunFiles(runs[0]).config).task != "known_gains":
-        evaluate_and_show(runs, *arguments)
+        return evaluate_with_bar(runs, *arguments)
+    return SimpleNamespace(save=lambda folder: None, brief=str, figures=dict)
 
 
 if "known_gains" not in TASKS:
     TASKS["known_gains"] = known_gains
     growth_training.training_hosts = _unless_known_gains(
         growth_training.training_hosts,
-        lambda config, ranks: SyntheticHosts(config.num_envs, ranks=ranks),
+        lambda config, ranks: SyntheticHosts(
+            config.num_envs, siblings=config.host_batch.siblings, ranks=ranks
+        ),
     )
     train.prepare = _unless_known_gains(train.prepare, lambda *_: None)
-    evaluate_and_show, train.evaluate_and_show = train.evaluate_and_show, _evaluate_networks
+    evaluate_with_bar, train.evaluate_with_bar = train.evaluate_with_bar, _evaluate_networks

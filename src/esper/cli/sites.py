@@ -37,7 +37,7 @@ def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     """The model that a factory returns, and an example batch."""
     if any(size < 1 for size in shape):
         raise ValueError(f"--shape {shape}; use numbers of 1 or more, such as --shape 3 32 32")
-    made = _made(_function(factory), factory)
+    made = _made(function_named(factory), factory)
     if isinstance(made, nn.Module):
         if not shape:
             raise ValueError(
@@ -63,7 +63,8 @@ def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     return model, example
 
 
-def _function(factory: str) -> Callable[[], Any]:
+def function_named(factory: str) -> Callable[[], Any]:
+    """The function or class `module:name`; modules in the working directory are found."""
     module_name, _, name = factory.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise ValueError(f"{factory!r} does not name a function; write module:function")

@@ -3,7 +3,7 @@
 import sqlite3
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -15,14 +15,16 @@ import tyro
 
 from esper.cli import stop_after_signal
 from esper.cli.evaluate import evaluate_with_bar
+from esper.cli.sites import function_named
 from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
-from esper.leyline.plain_config import differences
+from esper.leyline.plain_config import differences, to_plain
 from esper.leyline.ranks import Ranks, join_ranks, was_restarted
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
 from esper.nissa.database import RunDatabase, reasons_if_all_rolled_back
-from esper.nissa.tensorboard import TensorBoardSink
+from esper.nissa.event_sink import EventSink
+from esper.nissa.tensorboard import TensorBoardSink, log_picture
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import prepare
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
@@ -32,6 +34,7 @@ from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
 
 PresetName = Literal["quick", "full"]
+Sinks = Sequence[Callable[[], EventSink]]
 SHOWN: dict[str, Callable[[float], str]] = {
     "episode/lead": lambda lead: f"{100 * lead:+.1f} points over ungrown siblings",
     "episode/added_params": lambda added: f"{added:+,.0f} params",
@@ -49,6 +52,7 @@ def command(arguments: list[str]) -> Callable[..., None]:
         config: Path | None = None,
         out: Path | None = None,
         resume: Path | None = None,
+        sink: tuple[str, ...] = (),
     ) -> None:
         """Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.
 
@@ -59,24 +63,26 @@ def command(arguments: list[str]) -> Callable[..., None]:
             config: the config.json of another run, in place of a preset; other flags change it
             out: the run's folder; runs/PRESET-NUMBER by default
             resume: the folder of a run to continue, bit-exact
+            sink: classes that record the metrics too, as module:Class; see docs/metrics.md
         """
         ranks = join_ranks()
+        sinks = [function_named(name) for name in sink]
         if resume is None:
             settings = with_checksum(settings)
             folder = ranks.broadcast(out or _free_folder("config" if config else preset))
             files = RunFiles(folder)
             if was_restarted() and files.config.exists() and files.read_config() == settings:
-                run_training(RunFolder.reopen(folder, ranks))
+                run_training(RunFolder.reopen(folder, ranks), sinks=sinks)
                 return
             training = _checked(settings, ranks)  # a mistake is found before the folder is made
-            run_training(RunFolder.create(folder, settings, ranks), training)
+            run_training(RunFolder.create(folder, settings, ranks), training, sinks)
             return
         if settings != PRESETS[chosen] or out is not None or config is not None:
             raise ValueError(
                 f"--resume {resume} uses the settings in {RunFiles(resume).config}; leave out "
                 "other flags"
             )
-        run_training(RunFolder.reopen(resume, ranks))
+        run_training(RunFolder.reopen(resume, ranks), sinks=sinks)
 
     return train
 
@@ -106,7 +112,9 @@ def _checked(config: TrainConfig, ranks: Ranks) -> GrowthTraining:
     return training
 
 
-def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> None:
+def run_training(
+    folder: RunFolder, training: GrowthTraining | None = None, sinks: Sinks = ()
+) -> None:
     """Train a new run, or the one in the folder; then evaluate it."""
     files = folder.files
     resume_command = f"esper train --resume {files.path}"
@@ -114,7 +122,7 @@ def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> N
         training = training or folder.resume()
         print(describe(training, files))
         try:
-            stopped_by = _train(training, folder)
+            stopped_by = _train(training, folder, sinks)
         except (OSError, sqlite3.Error, TrainingFailed, ValueError) as error:
             where = f"{files.database}: " if isinstance(error, sqlite3.Error) else ""
             raise ValueError(
@@ -136,9 +144,10 @@ def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> N
     report = evaluate_with_bar([files.path], "quick")
     if ranks.is_first:
         report.save(files.path)
+        log_picture(files.path, "evaluation", report.figures())
         print(report.brief())
         print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
-    print(f"Everything is in {files.path}; look at it with: {_command()} watch {files.path}")
+        print(f"Everything is in {files.path}; look at it with: {_command()} watch {files.path}")
 
 
 def _command() -> str:
@@ -160,7 +169,7 @@ def describe(training: GrowthTraining, files: RunFiles) -> str:
     )
 
 
-def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
+def _train(training: GrowthTraining, folder: RunFolder, more_sinks: Sinks = ()) -> int | None:
     """Train to the last round or to a signal, then write the checkpoint; returns the signal."""
     config, files = training.config, folder.files
     with ExitStack() as stack, stop_on_interrupt() as should_stop:
@@ -168,19 +177,19 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
             training.run(lambda record: None, should_stop=should_stop)
             return max(training.ranks.gather(should_stop.signal or 0)) or None
         database = stack.enter_context(_open_database(training, files))
-        curves = stack.enter_context(
-            TensorBoardSink(files.path, first_step=training.rounds_done + 1)
+        done = training.rounds_done
+        curves = TensorBoardSink(files.path, first_step=done + 1, settings=to_plain(config))
+        bar = ProgressSink(
+            config.rounds,
+            SHOWN,
+            unit="rounds",
+            done=done,
+            window=SMOOTHED_ROUNDS,
+            text="the first run compiles CPU kernels: about a minute, once",
         )
-        progress = stack.enter_context(
-            ProgressSink(
-                config.rounds,
-                SHOWN,
-                unit="rounds",
-                done=training.rounds_done,
-                window=SMOOTHED_ROUNDS,
-                text="the first run compiles CPU kernels: about a minute, once",
-            )
-        )
+        sinks: list[EventSink] = [curves, bar, *(make() for make in more_sinks)]
+        for sink in sinks:
+            stack.enter_context(sink)
 
         def save() -> None:
             database.flush()  # first: a resumed run needs the rounds before its checkpoint
@@ -188,8 +197,8 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
 
         def on_round(record: RoundRecord) -> None:
             database.add(record)
-            curves.record(record.round, record.metrics)
-            progress.record(record.round, record.metrics)
+            for sink in sinks:
+                sink.record(record.round, record.metrics)
             if record.round % config.checkpoint_every == 0:
                 save()
 

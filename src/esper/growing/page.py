@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,17 @@ def page_data(ledger: Ledger) -> dict[str, Any]:
 def _written() -> dict[str, str]:
     """When the page was written, by which version, and at which commit of the working directory."""
     facts = {"written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "esper": esper.__version__}
+    return facts | ({"commit": commit} if (commit := _commit()) else {})
+
+
+@cache
+def _commit() -> str:
+    """Of the working directory; empty if it is no repository."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "rev-parse", "--short", "HEAD"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        facts["commit"] = run.stdout.strip()
-    return facts
+        return run.stdout.strip()
+    return ""
 
 
 def _event(ledger: Ledger, decision: DecisionRecord) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from esper.growing.export import FORMATS, export
 from esper.growing.growth import DEFAULT_RENT, Growth
 from esper.growing.inputs import batch_size, count_rows, moved
 from esper.growing.ledger import Ledger, Verdict
+from esper.growing.page import write_page
 from esper.growing.parallel import is_split, unwrapped
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
@@ -99,6 +100,7 @@ def grow(
     unpack: Unpack | None = None,
     autocast: torch.dtype | None = None,
     repeats: int = 1,
+    page: str | Path | None = None,
 ) -> GrowthResult:
     """Train `model` for `steps` batches while it grows within `budget`, and train its twin.
 
@@ -112,7 +114,8 @@ def grow(
     Returns the best committed network by validation metric, or the twin at its best if that is as
     good. So the result is never worse on validation than the best network seen without growth.
     Ctrl-C ends the run after the current step and returns the best so far; a second one interrupts
-    at once. With `progress` the verdict is printed.
+    at once. With `progress` the verdict is printed. `page` names an HTML file for `write_page`: it
+    is written after every decision, and reloads itself in a browser until the run is over.
 
     With `repeats` all is done several times from the same weights, with other batches, dropout and
     seeds. The verdict is then of the means, and its error includes this randomness. The network is
@@ -186,10 +189,14 @@ def grow(
         stop = lambda: ranks.any(should_stop())  # noqa: E731
         shown = progress and ranks.is_first
         with progress_bar(steps, growth.describe(), enabled=shown) as report:
+            if page is not None and ranks.is_first:
+                report = _with_page(report, growth.ledger, page)
             _train(growth, ungrown, task, chain([raw], batches), steps, report, stop)
         result = _conclude(growth, ungrown, task)
         if others and not should_stop():
             result = _repeated(result, others, options)
+        if page is not None and ranks.is_first:
+            write_page(result.ledger, page)
         if shown:
             print(result)
         return result
@@ -201,7 +208,7 @@ def _repeated(
     """Grow copies of the model; the first result, with a verdict over all runs."""
     verdicts, ledger = [first.verdict], first.ledger
     for number, (model, optimizer, scheduler) in enumerate(others, start=1):
-        changed = {"optimizer": optimizer, "scheduler": scheduler, "progress": False}
+        changed = {"optimizer": optimizer, "scheduler": scheduler, "progress": False, "page": None}
         with warnings.catch_warnings():
             # the copy of a scheduler does not find its mark in the copy of the optimizer
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")
@@ -373,6 +380,20 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
             raise ValueError("the training loader yields nothing when it is read again")
         if batches == 0:
             return
+
+
+def _with_page(report: Report, ledger: Ledger, page: str | Path) -> Report:
+    """Also write the page whenever the ledger has a new step."""
+    written = 0
+
+    def report_and_write(steps: int, status: str) -> None:
+        nonlocal written
+        report(steps, status)
+        if len(ledger.steps) > written:
+            written = len(ledger.steps)
+            write_page(ledger, page)
+
+    return report_and_write
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from esper.leyline.plain_config import flat
+
 SMOOTHED_ROUNDS = 10  # hosts, data and rents differ from round to round
 _CURVES = {"lead": "episode/lead", "score": "episode/score", "accuracy": "episode/accuracy"}
 
@@ -136,21 +138,12 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[list[str]]
     views = one, other
     table = [["rounds", *(f"{view['rounds']} of {view['totalRounds']}" for view in views)]]
     table += [[row, *(view["summary"][row] for view in views)] for row in _SUMMARY]
-    settings = [_flat(view["config"]) for view in views]
+    settings = [flat(view["config"]) for view in views]
     for key in {**settings[0], **settings[1]}:
         values = [str(each.get(key, "-")) for each in settings]
         if values[0] != values[1]:
             table.append([key, *values])
     return table
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return flat
 
 
 def _last_mean(metrics: list[dict[str, float]], name: str) -> float:

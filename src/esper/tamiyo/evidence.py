@@ -18,7 +18,7 @@ from torch import Tensor
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo.scripted import Wish, check_ramp_steps, is_in, seed_details, take_first
+from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, seed_details, take_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,6 @@ class EvidenceConfig:
     patience: int = 3  # steps at full weight before a seed is judged
     shadow_steps: int = 2  # steps of shadow training before a seed blends
     spare_steps: int = 1  # steps kept free before the end beyond those that committing takes
-    ramp_steps: int = 2  # length of the alpha ramp: one of TEMPO_STEPS
-
-    def __post_init__(self) -> None:
-        check_ramp_steps(self.ramp_steps)
 
 
 class EvidenceController:
@@ -50,7 +46,7 @@ class EvidenceController:
     def least_steps(self) -> int:
         """Fewest steps of a run in which a seed can be grown and committed."""
         config = self.config
-        return config.ramp_steps + config.patience + config.spare_steps + 1  # to commit it
+        return RAMP_STEPS + config.patience + config.spare_steps + 1  # to commit it
 
     def wants_evidence(self, progress: float) -> bool:
         """Whether it may grow a seed at this progress."""
@@ -87,7 +83,7 @@ class EvidenceController:
             Wish(LifecycleOp.ADVANCE, is_ready, -reports.site_depth),
             Wish(LifecycleOp.GERMINATE, judged.value > 0, judged.value),
         )
-        actions = take_first(masks, wishes, seed_details(judged.blueprint, config.ramp_steps))
+        actions = take_first(masks, wishes, seed_details(judged.blueprint))
         self._remember(actions, masks, judged)
         return actions
 

@@ -27,7 +27,7 @@ from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo.scripted import Wish, check_ramp_steps, is_in, seed_details, take_first
+from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, seed_details, take_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +50,11 @@ class HeuristicConfig:
     last_start: float = 0.7  # progress after which nothing is grown
     shadow_steps: int = 2  # steps of shadow training before a seed blends
     spare_steps: int = 1  # steps kept free before the end beyond those that committing takes
-    ramp_steps: int = 2  # length of the alpha ramp: one of TEMPO_STEPS
-
-    def __post_init__(self) -> None:
-        check_ramp_steps(self.ramp_steps)
 
     @property
     def trial_steps(self) -> int:
         """Steps from germination to judgement, plus the spare ones."""
-        return self.ramp_steps + self.patience + self.spare_steps
+        return RAMP_STEPS + self.patience + self.spare_steps
 
 
 class HeuristicController:
@@ -86,7 +82,7 @@ class HeuristicController:
             Wish(LifecycleOp.ADVANCE, _is_ready_to_blend(reports, config), -reports.site_depth),
             Wish(LifecycleOp.GERMINATE, worth_growing, growth),
         )
-        return take_first(masks, wishes, seed_details(blueprint, config.ramp_steps))
+        return take_first(masks, wishes, seed_details(blueprint))
 
     def _update_failures(self, reports: Reports) -> Tensor:
         """Which blueprints have failed in which slot so far, `[N, S, B]`."""

@@ -15,7 +15,7 @@ from esper.simic.evaluation.claims import judge_claims
 from esper.simic.evaluation.experiment import OnStep, PairedExperiment
 from esper.simic.evaluation.plans import plans_for, search_plans
 from esper.simic.evaluation.report import EvaluationReport
-from esper.simic.evaluation.settings import EvaluationConfig, evaluation_preset
+from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task, with_checksum
 from esper.simic.training.run_folder import RunFiles
@@ -60,7 +60,9 @@ def evaluate_run(
         LearnedController.load(entry.controller, own.resolved_device())
         for entry, own in zip(files, configs, strict=True)
     ]
-    settings = settings or evaluation_preset(preset)
+    if settings is None and preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r}; use one of {list(PRESETS)}")
+    settings = settings or PRESETS[preset]
     return evaluate_controllers(
         controllers, first, settings, task=task, data=data, say=say, on_step=on_step, ranks=ranks
     )

@@ -113,6 +113,18 @@ class EvaluationReport:
         ]
         return "\n\n".join(blocks) + "\n"
 
+    def figures(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """Score and half its interval in points, by rent and arm; the best arm comes last."""
+        arms = sorted(self.arms.values(), key=lambda arm: arm.scores[:, self._middle].mean())
+        return {
+            f"rent {rent:g}": {
+                arm.name: (100 * found.mean, 100 * found.half_width)
+                for arm in arms
+                for found in [estimate(arm.scores[:, index])]
+            }
+            for index, rent in enumerate(self.settings.rents)
+        }
+
     def plain(self) -> dict[str, Any]:
         """Everything as JSON values, with the figures of every network."""
         return {
