@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from esper.adapting.result import load_adaptation as load_adaptation
     from esper.adapting.shipped import controllers as controllers
     from esper.growing.budget import Budget as Budget
+    from esper.growing.callbacks import lightning_callback as lightning_callback
+    from esper.growing.callbacks import trainer_callback as trainer_callback
     from esper.growing.growth import Growth as Growth
     from esper.growing.page import write_page as write_page
     from esper.growing.run import GrowthResult as GrowthResult
@@ -59,8 +61,10 @@ _PUBLIC = {
     "find_sites": ("esper.growing.sites", "find_sites"),
     "grow": ("esper.growing.run", "grow"),
     "host": ("esper.kasmina.hosts", "host"),
+    "lightning_callback": ("esper.growing.callbacks", "lightning_callback"),
     "load_adaptation": ("esper.adapting.result", "load_adaptation"),
     "tasks": ("esper.tolaria.tasks", ""),
+    "trainer_callback": ("esper.growing.callbacks", "trainer_callback"),
     "write_page": ("esper.growing.page", "write_page"),
 }
 
@@ -85,8 +89,10 @@ __all__ = [
     "find_sites",
     "grow",
     "host",
+    "lightning_callback",
     "load_adaptation",
     "tasks",
+    "trainer_callback",
     "write_page",
 ]
 

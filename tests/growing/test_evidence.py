@@ -59,6 +59,10 @@ def test_nothing_grows_before_evidence_nor_late():
     assert born
     assert min(born) == 1  # before decision 0 it was not trained
     assert max(born) <= 0.4 * 24
+    paid = growth.ledger.costs["measuring"].macs
+    assert paid > 0
+    growth.decide(1.0)
+    assert growth.ledger.costs["measuring"].macs == paid  # no evidence is measured any more
 
 
 def test_random_labels_keep_nothing_in_a_loop_without_scores():

@@ -264,6 +264,7 @@ def test_a_verdict_reaches_the_page():
         "ungrown": 0.8,
         "difference_error": 0.01,
         "returned": "ungrown",
+        "repeats": 1,
     }
     assert "Growing did not help" in "".join(Reader(page).texts["p"])  # readable without the script
 

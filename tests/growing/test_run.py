@@ -389,3 +389,31 @@ def test_the_name_is_the_function_and_the_package_can_still_be_imported():
     assert callable(find_sites)
     assert esper.growing.page is page
     assert callable(page.write_page)
+
+
+def test_repeats_put_the_randomness_of_training_into_the_error():
+    model = mlp()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    schedule = FixedSchedule(every=1)
+    result = run(schedule, model=model, optimizer=optimizer, scheduler=scheduler, repeats=3)
+    assert result.verdict.repeats == 3
+    assert "The means of 3 runs" in str(result)
+    assert result.ledger.costs["repeats"].macs > 0
+    alone = run(schedule)
+    assert alone.verdict.repeats == 1
+    assert "does not include the randomness of training" in str(alone)
+
+
+def test_autocast_computes_in_another_precision():
+    seen = set()
+
+    def loss(output, target):
+        seen.add(output.dtype)
+        return F.cross_entropy(output, target)
+
+    result = run(FixedSchedule(every=1), loss=loss, autocast=torch.bfloat16)
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in result.model.parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match="GradScaler"):
+        run(autocast=torch.float16)

@@ -130,7 +130,7 @@ def test_another_example_rules_out_what_does_not_keep_its_shape():
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten())
     model.append(nn.Linear(4, 2))
     trace = trace_sites(model, torch.randn(2, 1, 16), torch.randn(2, 1, 20))
-    assert [site.name for site in trace.sites if site.pair is None] == ["2"]
+    assert [site.name for site in trace.sites if site.part is None] == ["2"]
     assert "changes shape: (4, 14), then (4, 18)" in trace.refused["1"]
 
 
@@ -142,7 +142,7 @@ def test_tokens_may_vary_in_number():
 
 def test_sites_are_chosen_and_excluded_by_name_or_by_what_is_above_them():
     trace = trace_sites(*build("residual"))
-    names = lambda *args: [s.name for s in trace.choose(*args) if s.pair is None]  # noqa: E731
+    names = lambda *args: [s.name for s in trace.choose(*args) if s.part is None]  # noqa: E731
     assert names(["layer1"], ()) == ["layer1.0", "layer1.1"]
     assert names(None, ["layer1"]) == ["stem.2", "layer2.0"]
     assert names(["layer1.0.conv1"], ()) == ["layer1.0.conv1"]  # possible, though not offered
@@ -278,7 +278,7 @@ class Frozen(nn.Module):
 
 def test_nothing_grows_where_no_gradient_comes():
     trace = trace_sites(Frozen(), torch.randn(4, 3, 8))
-    assert [site.name for site in trace.sites if site.pair is None] == ["body"]
+    assert [site.name for site in trace.sites if site.part is None] == ["body"]
     for name in ("encoder", "encoder.layers.1", "encoder.layers.1.norm1"):
         with pytest.raises(ValueError, match="calls it without gradients"):
             trace.choose([name], ())

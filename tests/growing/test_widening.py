@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import esper
-from esper.growing.plain import working_pairs
+from esper.growing.plain import working_sites
 from esper.growing.sites import count_macs, count_params, trace_sites
 from esper.tamiyo.scripted import ConstantPlan
 
@@ -54,7 +54,25 @@ def mobile() -> nn.Module:
     )
 
 
+class GPT(nn.Module):
+    """The layers of GPT-2, whose weights are transposed, and its activation of several functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.GPT2Config(
+            n_layer=1, n_embd=8, n_head=2, vocab_size=20, bos_token_id=1, eos_token_id=2
+        )
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits
+
+
+GPT_PAIR = "model.transformer.h.0.mlp.c_fc->model.transformer.h.0.mlp.c_proj"
+
 CASES = {
+    "gpt": (GPT, lambda: torch.randint(0, 20, (3, 7)), [GPT_PAIR]),
     "mlp": (mlp, lambda: torch.randn(6, 10), ["0->4", "4->6"]),
     "encoder": (Encoder, lambda: torch.randint(0, 11, (3, 7)), ["layer.linear1->layer.linear2"]),
     "cnn": (SmallCNN, lambda: torch.randn(4, 1, 14, 14), ["c1->c2", "c3->head"]),
@@ -115,8 +133,9 @@ def test_a_pair_grows_without_a_change_and_ends_as_wider_layers(case):
     assert torch.equal(outputs(growth.plain_model(), x), outputs(model, x))
 
 
-def test_the_merged_layers_train_on_with_their_optimiser_state():
-    growth, x = start("mlp")
+@pytest.mark.parametrize("case", ["mlp", "gpt"])
+def test_the_merged_layers_train_on_with_their_optimiser_state(case):
+    growth, x = start(case)
     model = growth.model
     for step in range(7):
         growth.decide(0.1 * step)
@@ -128,9 +147,10 @@ def test_the_merged_layers_train_on_with_their_optimiser_state():
         moment = growth.optimizer.state[parameter]["exp_avg"]
         assert moment.shape == parameter.shape
         assert torch.equal(moment[tuple(slice(n) for n in old[name].shape)], old[name])
-    last = model[6].weight.detach().clone()
+    last = model.get_submodule(CASES[case][2][0].split("->")[1])
+    before = last.weight.detach().clone()
     train(growth, x)
-    assert not torch.equal(model[6].weight, last)
+    assert not torch.equal(last.weight, before)
 
 
 @pytest.mark.parametrize("saved_at", [3, 8])
@@ -188,22 +208,22 @@ class Odd(nn.Module):
 def test_layers_that_cannot_get_wider_are_refused_with_the_reason(between, reason):
     found = trace_sites(Odd(between), torch.randn(3, 6))
     assert not any(site.pair for site in found.sites)
-    assert reason in found.not_wider["a"]
+    assert reason in found.not_larger["a"]
 
 
 def test_frozen_and_shared_layers_are_refused():
     model = Odd(torch.relu)
     model.a.requires_grad_(False)
-    assert "frozen" in trace_sites(model, torch.randn(3, 6)).not_wider["a"]
+    assert "frozen" in trace_sites(model, torch.randn(3, 6)).not_larger["a"]
     model = Odd(torch.relu)
     model.b.weight = model.a.weight
-    assert "shares its weights" in trace_sites(model, torch.randn(3, 6)).not_wider["a"]
+    assert "shares its weights" in trace_sites(model, torch.randn(3, 6)).not_larger["a"]
 
 
 def test_a_model_whose_code_knows_the_width_keeps_it():
     model, x = Odd(lambda h: h.relu().contiguous()), torch.randn(3, 6)
     sites = trace_sites(model, x).sites
-    assert any(site.pair for site in working_pairs(model, sites, x))
+    assert any(site.pair for site in working_sites(model, sites, x))
 
     class Split(Odd):
         def forward(self, x: Tensor) -> Tensor:
@@ -213,7 +233,7 @@ def test_a_model_whose_code_knows_the_width_keeps_it():
     model = Split(None)
     sites = trace_sites(model, x).sites
     assert any(site.pair for site in sites)
-    assert not any(site.pair for site in working_pairs(model, sites, x))
+    assert not any(site.pair for site in working_sites(model, sites, x))
 
 
 def test_a_seed_inside_a_pair_excludes_the_pair():
@@ -233,3 +253,95 @@ def test_a_seed_inside_a_pair_excludes_the_pair():
         growth.decide(0.1 + 0.1 * step)
         train(growth, x)
     assert growth.seeds == {"1": "dense"}
+
+
+class Attention(nn.Module):
+    """The heads that follow from the width, or a number of them in an attribute."""
+
+    def __init__(self, size: int | None, num_heads: int | None) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 12) for _ in range(3))
+        self.o_proj = nn.Linear(12, 8)
+        if size:
+            self.head_dim = size
+        if num_heads:
+            self.num_heads = num_heads
+
+    def forward(self, x: Tensor, *, causal: bool) -> tuple[Tensor, None]:
+        heads, size = vars(self).get("num_heads", -1), vars(self).get("head_dim", 4)
+        q, k, v = (
+            p(x).view(*x.shape[:2], heads, size).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+
+class Attending(nn.Module):
+    def __init__(self, size: int | None = 4, num_heads: int | None = None) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.attention = Attention(size, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(x + self.attention(x, causal=True)[0])
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False), nn.Linear(12, 3)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+CASES |= {
+    "gated": (lambda: nn.Sequential(Gated()), lambda: torch.randn(4, 8), ["0->units"]),
+    "heads": (Attending, lambda: torch.randint(0, 11, (4, 6)), ["attention->heads"]),
+    "counted heads": (
+        lambda: Attending(4, 3), lambda: torch.randint(0, 11, (4, 6)), ["attention->heads"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["heads", "counted heads", "gated"])
+def test_attention_gets_more_heads_and_gated_layers_more_units(case):
+    growth, x = start(case)
+    site = growth.sites[0]
+    prices = [57, 114, 228] if case == "gated" else [140, 280, 420]  # of 3, 6, 12 or 1, 2, 3
+    assert [site.params_of(b) for b in site.blueprints()] == prices
+    before = outputs(growth.model, x)
+    growth.decide(0.1)
+    assert torch.equal(outputs(growth.model, x), before)
+    for step in range(1, 8):
+        train(growth, x)
+        trained = outputs(growth.model, x)
+        growth.decide(0.1 + 0.1 * step)
+    pair = site.pair
+    ends = (growth.model.get_submodule(f"{pair.module}.{n}") for n in (*pair.inputs, pair.output))
+    *first, last = ends
+    assert {layer.out_features for layer in first} == {last.in_features}
+    assert last.in_features > 12
+    assert count_params(growth.model) == growth.params
+    assert count_macs(growth.model, x) == growth.macs
+    torch.testing.assert_close(outputs(growth.model, x), trained, rtol=1e-4, atol=1e-5)
+    assert torch.equal(outputs(growth.plain_model(), x), outputs(growth.model, x))
+
+
+def test_attention_that_cannot_have_more_heads_is_refused_with_the_reason():
+    x = torch.randint(0, 11, (4, 6))
+    model = Encoder()
+    reasons = trace_sites(model, x).not_larger
+    assert "one weight" in reasons["layer.self_attn"]
+    model = Attending()
+    model.attention.q_proj.requires_grad_(False)
+    assert "frozen" in trace_sites(model, x).not_larger["attention"]
+    model = Attending()
+    model.attention.q_norm = nn.LayerNorm(4)
+    assert "other weights" in trace_sites(model, x).not_larger["attention"]
+    model = Attending(None, None)
+    assert "head_dim" in trace_sites(model, x).not_larger["attention"]

@@ -10,7 +10,7 @@ import torch
 import tyro
 from torch import nn
 
-from esper.growing.plain import working_pairs
+from esper.growing.plain import working_sites
 from esper.growing.sites import count_macs, count_params, site_table, trace_sites
 
 EXAMPLES = 2  # in the random batch for --shape
@@ -26,11 +26,11 @@ def sites(factory: tyro.conf.Positional[str], shape: tuple[int, ...] = ()) -> No
     """
     model, example = load(factory, shape)
     trace = trace_sites(model, example)
-    found = working_pairs(model, trace.choose(None, ()), example)
+    found = working_sites(model, trace.choose(None, ()), example)
     print(f"{count_params(model):,} parameters, {count_macs(model, example):,} multiply-adds")
     print(site_table(found))
-    for name, why in trace.not_wider.items():
-        print(f"{name} cannot get wider: {why}")
+    for name, why in trace.not_larger.items():
+        print(f"{name} {why}")
 
 
 def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:

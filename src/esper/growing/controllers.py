@@ -171,7 +171,8 @@ class Reporter:
             (pair, site)
             for pair, owner in enumerate(sites)
             for site, other in enumerate(sites)
-            if owner.pair is not None and other.name in owner.pair.inside
+            if (owner.pair is not None and other.name in owner.pair.inside)
+            or (owner.copied is not None and other.name == owner.copied.block)
         ]
         self._units = torch.tensor(
             [[units_of(s.seed_site, b) for b in prepared.menu] for s in sites]

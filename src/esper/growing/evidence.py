@@ -6,17 +6,22 @@ features have in common with what the model gets wrong.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from esper.growing.deepening import BlockCopy
+from esper.growing.heads import HeadsBranch
+from esper.growing.inputs import tensors
 from esper.growing.network import GrowingNetwork
 from esper.growing.pairs import units_of
 from esper.growing.sites import ModelSite
-from esper.growing.slots import Seed, Slot, new_seed
-from esper.growing.widening import Branch
+from esper.growing.slots import AnySeed, Seed, Slot, with_first
 from esper.leyline.constants import BlendStyle, SiteKind
 
 BATCHES = 8  # of each measurement
@@ -35,34 +40,45 @@ class Evidence:
 
     def start(self, step: int, wait: int = 0) -> None:
         """Make a probe for every seed that could grow in an empty slot, and attach it later."""
-        self.stop()
-        self.step, self.batches, self.wait, self._probes = step, 0, wait, []
-        generator = torch.Generator().manual_seed(step)  # a resumed run makes the same probes
+        self.clear()
+        self.step, self.wait = step, wait
+        if wait == 0:
+            self._attach()
+
+    def _attach(self) -> None:
+        self._probes = self._make_probes()
+        for probe in self._probes:
+            probe.attach()
+
+    def _make_probes(self) -> "list[_Probe]":
+        generator = torch.Generator().manual_seed(self.step)  # a resumed run makes the same probes
         # between two dense layers new units do more than a dense seed of the same cost
         inside = {
             n for slot in self._network.slots if slot.site.pair for n in slot.site.pair.inside
         }
+        probes = []
         for index, slot in enumerate(self._network.slots):
             is_dense = slot.site.kind in (SiteKind.VECTOR, SiteKind.TOKENS)
             if slot.seed is None and not (is_dense and slot.site.name in inside):
-                self._probes += self._probes_of(index, slot.site, generator)
-        self._attach()
-
-    def _attach(self) -> None:
-        if self.wait == 0 and self.batches < BATCHES:
-            for probe in self._probes:
-                probe.attach()
+                probes += self._probes_of(index, slot.site, generator)
+        return probes
 
     def after_step(self) -> None:
         if self.wait > 0:
             self.wait -= 1
-            self._attach()
+            if self.wait == 0:
+                self._attach()
         elif self._probes and self.batches < BATCHES:
             for probe in self._probes:
                 probe.collect()
             self.batches += 1
             if self.batches == BATCHES:
                 self.stop()
+
+    def clear(self) -> None:
+        """Forget what was measured, and the copies of blocks."""
+        self.stop()
+        self.batches, self.wait, self._probes = 0, 0, []
 
     def stop(self) -> None:
         """Detach the probes; what they have measured stays."""
@@ -90,17 +106,17 @@ class Evidence:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        sums = [probe.sums for probe in self._probes]
-        return {"step": self.step, "wait": self.wait, "batches": self.batches, "sums": sums}
+        probes = [(probe.sums, probe.copy_weights()) for probe in self._probes]
+        return {"step": self.step, "wait": self.wait, "batches": self.batches, "probes": probes}
 
     def load(self, saved: dict[str, Any]) -> None:
-        if not saved["sums"]:
-            return
-        self.start(saved["step"], wait=-1)
-        for probe, sums in zip(self._probes, saved["sums"], strict=True):
-            probe.sums = sums
-        self.batches, self.wait = saved["batches"], saved["wait"]
-        self._attach()
+        self.step, self.wait, self.batches = saved["step"], saved["wait"], saved["batches"]
+        if saved["probes"]:
+            self._attach()
+            for probe, (sums, weights) in zip(self._probes, saved["probes"], strict=True):
+                probe.load(sums, weights)
+        if self.batches == BATCHES:
+            self.stop()
 
     def _probes_of(self, index: int, site: ModelSite, generator: torch.Generator) -> "list[_Probe]":
         """A probe per blueprint; one for all sizes of a widening, whose units are all alike."""
@@ -114,8 +130,7 @@ class Evidence:
         probes = []
         for b in list(units)[:1] if site.pair else units:
             scales = {o: n / units[b] for o, n in units.items()} if site.pair else {b: 1.0}
-            program = self._network.menu[b].program(place)
-            seed = new_seed(program, site, generator, self._network.model)
+            seed = self._network.new_seed(self._network.menu[b], site, generator)
             probes.append(_Probe(index, scales, Slot(site, self._network.model), seed))
         return probes
 
@@ -123,41 +138,81 @@ class Evidence:
 class _Probe:
     """One seed that takes part in the forward pass without a change of the output."""
 
-    def __init__(self, index: int, blueprints: dict[int, float], slot: Slot, seed: Seed | Branch):
-        self.index, self.blueprints, self.slot = index, blueprints, slot
+    def __init__(
+        self,
+        index: int,
+        blueprints: dict[int, float],
+        slot: Slot,
+        seed: AnySeed,
+    ):
+        self.index, self.blueprints, self.slot, self._seed = index, blueprints, slot, seed
         seed.requires_grad_(False)
-        self._last = seed.last if isinstance(seed, Branch) else seed.layers[-1]
-        self._weight = self._last.get_parameter("weight").requires_grad_(True)
+        self._zeros = _zero_layers(seed)
+        for layer in self._zeros:
+            for weight in _weights(layer):
+                weight.requires_grad_(True)
         slot.add_seed(_FirstRows(seed), BlendStyle.ADD)
-        self._hook: RemovableHandle | None = None
-        self._features = 0.0  # mean square in the last pass
-        # batches; sums over them of the squared gradient and of the features' mean square
-        self.sums = (0, 0.0, 0.0)
+        self._hooks: list[RemovableHandle] = []
+        # by layer: the mean square of its inputs in the last pass; 1 where torch does not call it
+        self._features = [1.0] * len(self._zeros)
+        # by layer: sums over batches of the squared gradient and of that mean square
+        self.sums = [(0.0, 0.0) for _ in self._zeros]
 
     def attach(self) -> None:
         self.slot.alpha = 1.0
-        self._hook = self._last.register_forward_pre_hook(self._note_features)
+        self._hooks = [
+            layer.register_forward_pre_hook(partial(self._note_features, number))
+            for number, layer in enumerate(self._zeros)
+        ]
 
     def detach(self) -> None:
         self.slot.alpha = 0.0
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
-    def _note_features(self, module: nn.Module, args: Any) -> None:
-        self._features = float(args[0].detach().float().square().mean())
+    def _note_features(self, number: int, module: nn.Module, args: Any) -> None:
+        # a norm makes its own features, of size 1
+        if not isinstance(module, _BatchNorm | nn.LayerNorm | nn.GroupNorm):
+            self._features[number] = float(args[0].detach().float().square().mean())
 
     def collect(self) -> None:
-        """Add the gradient of the last step, if the seed was reached."""
-        gradient, self._weight.grad = self._weight.grad, None
-        if gradient is not None and bool(gradient.isfinite().all()):
-            count, power, features = self.sums
-            power += float(gradient.double().square().sum())
-            self.sums = (count + 1, power, features + self._features)
+        """Add the gradients of the last step, if the seed was reached."""
+        for number, layer in enumerate(self._zeros):
+            gradients = [w.grad for w in _weights(layer) if w.grad is not None]
+            layer.zero_grad()
+            found = sum(float(gradient.double().square().sum()) for gradient in gradients)
+            if gradients and math.isfinite(found):
+                power, features = self.sums[number]
+                self.sums[number] = (power + found, features + self._features[number])
 
     @property
     def gain(self) -> float:
-        _, power, features = self.sums
-        return math.sqrt(self._weight.numel() * power / features) if features else 0.0
+        return sum(
+            math.sqrt(sum(w.numel() for w in _weights(layer)) * power / features)
+            for layer, (power, features) in zip(self._zeros, self.sums, strict=True)
+            if features
+        )
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        """The weights of a copied block, as they were when it was copied; other seeds are drawn."""
+        return self._seed.state_dict() if isinstance(self._seed, BlockCopy) else {}
+
+    def load(self, sums: list[tuple[float, float]], weights: dict[str, Tensor]) -> None:
+        self.sums = sums
+        if weights:
+            self._seed.load_state_dict(weights)
+
+
+def _zero_layers(seed: AnySeed) -> list[nn.Module]:
+    """The layers that are zero in a new seed; only their gradients are not."""
+    if isinstance(seed, BlockCopy):
+        return seed.zero_layers
+    return [seed.layers[-1] if isinstance(seed, Seed) else seed.last]
+
+
+def _weights(layer: nn.Module) -> list[nn.Parameter]:
+    """A layer's own weights; biases are few, and the model has some."""
+    return [p for name, p in layer.named_parameters(recurse=False) if name != "bias"]
 
 
 class _FirstRows(nn.Module):
@@ -167,12 +222,23 @@ class _FirstRows(nn.Module):
         super().__init__()
         self.seed = seed
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.seed(x[:ROWS])
-        rest = found.new_zeros(max(0, len(x) - ROWS), *found.shape[1:])
-        return torch.cat((found, rest))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = tensors((args, kwargs))[0]
+        count = len(x)
+
+        def first(tensor: Tensor) -> Tensor:
+            return tensor[:ROWS] if tensor.dim() and len(tensor) == count else tensor
+
+        args, kwargs = pytree.tree_map_only(Tensor, first, (args, kwargs))
+        found = self.seed(*args, **kwargs)
+        if isinstance(self.seed, BlockCopy):  # it returns what it was given, or a tuple with it
+            return with_first(found, lambda y: torch.cat((y, x[ROWS:])))
+        return torch.cat((found, found.new_zeros(count - len(found), *found.shape[1:])))
 
     def train(self, mode: bool = True) -> "_FirstRows":
+        """No dropout in the seed: the model's randomness stays as it is."""
         super().train(mode)
-        self.seed.training = False  # no dropout: the model's randomness stays as it is
+        if isinstance(self.seed, BlockCopy | HeadsBranch):
+            self.seed.eval()
+        self.seed.training = False
         return self

@@ -149,7 +149,7 @@ class Growth:
             exclude=exclude,
             blueprints=blueprints_for(self.controller, blueprints),
             budget=self.budget,
-            widens=not isinstance(self.controller, LearnedController),  # it was trained without
+            enlarges=not isinstance(self.controller, LearnedController),  # it was trained without
         )
         self._validator.check(model)
         check_time(self.controller, decisions - 1)  # the last call only closes the run
@@ -490,6 +490,7 @@ class Growth:
         masks = compute_batch_masks(reports, action_space)
         if isinstance(self.controller, EvidenceReader):
             self.controller.see(self._evidence.gains())
+            self._evidence.clear()
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
         reason = reason_of(self.controller, reports, masks, actions)

@@ -156,6 +156,7 @@ class Verdict:
     ungrown: float  # metric of the ungrown twin
     returned: Literal["grown", "ungrown"]  # which one the user got
     difference_error: float | None = None  # standard error of grown - ungrown, where known
+    repeats: int = 1  # runs; of several, the numbers are means and the error is over runs
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.grown) and math.isfinite(self.ungrown)):
@@ -207,15 +208,18 @@ class Ledger:
         gain, error = verdict.grown - verdict.ungrown, verdict.difference_error
         grown, ungrown = (self.show(value) for value in (verdict.grown, verdict.ungrown))
         margin = self.show_gain(gain, error)
+        runs = f" The means of {verdict.repeats} runs." if verdict.repeats > 1 else ""
+        if error is not None and not runs:
+            runs = " The error does not include the randomness of training: see repeats=."
         if verdict.returned == "ungrown":
             scores = f"{self.metric} {grown} grown, {ungrown} ungrown ({margin})"
-            return f"Growing did not help: {scores}. The ungrown network was returned."
+            return f"Growing did not help: {scores}. The ungrown network was returned.{runs}"
         change = f"{self.metric} {ungrown} to {grown} ({margin})"
         if not added:
-            return f"Nothing was kept: {change}, at the same size."
+            return f"Nothing was kept: {change}, at the same size.{runs}"
         is_clear = gain > CLEAR_ERRORS * (error or 0.0)
         opening = "Growing helped" if is_clear else "No clear difference"
-        return f"{opening}: {change} for {cost}."
+        return f"{opening}: {change} for {cost}.{runs}"
 
     def add_cost(self, part: str, macs: float, seconds: float | None = None) -> None:
         before = self.costs.get(part, CostRecord())

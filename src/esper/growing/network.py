@@ -17,7 +17,7 @@ from esper.growing.eval_mode import untouched_randomness
 from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.parallel import SeedAverage
 from esper.growing.sites import ModelSite
-from esper.growing.slots import Slot, new_seed
+from esper.growing.slots import AnySeed, Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
@@ -212,9 +212,11 @@ class GrowingNetwork:
 
     def merge_branches(self) -> None:
         """Make committed branches part of the model's layers, with their optimiser state."""
-        for slot in self.slots:
-            if slot.is_committed and slot.source is not None and not slot.is_merged:
-                self._groups.replace(slot.merge(self.model.get_submodule))
+        merging = [
+            s for s in self.slots if s.is_committed and s.site.part is not None and not s.is_merged
+        ]
+        for slot in sorted(merging, key=lambda slot: slot.site.pair is None):  # copies shift names
+            self._groups.replace(slot.merge(self.model))
 
     def restore(self, state: NetworkState) -> None:
         """Restore a captured state, optimiser included; its settings (rates) stay as they are."""
@@ -246,11 +248,16 @@ class GrowingNetwork:
         """All weights that the optimiser may hold."""
         return self.named_parameters() | self._others
 
+    def new_seed(
+        self, blueprint: Blueprint, site: ModelSite, generator: torch.Generator
+    ) -> AnySeed:
+        with self.without(range(len(self.slots))):  # a copy of a block has no hooks of growth
+            return new_seed(blueprint.program(site.seed_site), site, generator, self.model)
+
     def _add_seed(self, index: int) -> None:
         slot = self.slots[index]
         blueprint = self.menu[int(self.states.blueprint[0, index])]
-        program = blueprint.program(slot.site.seed_site)
-        seed = new_seed(program, slot.site, self.generator, self.model)
+        seed = self.new_seed(blueprint, slot.site, self.generator)
         slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
         self._average.watch(seed)
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,23 @@ from esper.growing.tracing import Op, Run
 from esper.kasmina.blueprints import Blueprint, Site
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)  # exact classes: a subclass may compute something else
+
+
+def is_transposed(module: Any) -> bool:
+    """Whether it is a linear layer whose weight is [inputs, outputs], as in GPT-2."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_layer(module: Any) -> bool:
+    return type(module) in LAYERS or is_transposed(module)
+
+
+def weight_of(layer: Any) -> Tensor:
+    """The weight of a layer, [outputs, inputs, ...]."""
+    weight: Tensor = layer.weight
+    return weight.t() if is_transposed(layer) else weight
+
 
 # functions by name: of every element; of every channel, over its positions; of the shape alone
 _PER_ELEMENT = re.compile(
@@ -78,11 +95,24 @@ class Pair:
         return f"{self.first}->{self.last}"
 
 
+class Enlargeable(Protocol):
+    """A pair, or the heads of attention."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def params(self) -> int: ...
+
+    @property
+    def macs(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class PairSite(Site):
-    """A pair as the site of a blueprint; only widening blueprints fit."""
+    """A pair as the site of a blueprint, or attention; only widening blueprints fit."""
 
-    pair: Pair
+    pair: "Enlargeable"
 
     @property
     def kind(self) -> Any:
@@ -91,9 +121,9 @@ class PairSite(Site):
 
 @dataclass(frozen=True)
 class UnitsProgram:
-    """New units of a pair, with the costs that a controller sees."""
+    """New units of a pair, with the costs that a controller sees; of attention, new heads."""
 
-    pair: Pair
+    pair: "Enlargeable"
     units: int
     depth = 2
     reach = 0.0
@@ -142,7 +172,7 @@ def find_pairs(model: nn.Module, run: Run, batch: int) -> tuple[list[Pair], dict
     modules = dict(model.named_modules())
     pairs, refused = [], {}
     for name in sorted(run.calls, key=lambda name: run.calls[name][0].order):
-        if type(modules[name]) not in LAYERS:
+        if not is_layer(modules[name]):
             continue
         try:
             pairs.append(_pair(name, modules, run, batch))
@@ -153,22 +183,20 @@ def find_pairs(model: nn.Module, run: Run, batch: int) -> tuple[list[Pair], dict
 
 def _pair(name: str, modules: dict[str, nn.Module], run: Run, batch: int) -> Pair:
     first: Any = modules[name]
-    _check_layer(name, modules, run)
+    check_layer(name, modules, run)
     if getattr(first, "groups", 1) > 1:
         raise NotAPair("its groups share no inputs, so units cannot be added one by one")
     start = run.tensors[name]
-    channel = start.dim() - 1 if isinstance(first, nn.Linear) else 1
+    channel = _channel(first, start)
     width, inside, steps = start.shape[channel], [start], []
-    params, macs = (
-        first.weight[0].numel(),
-        _positions(start, channel, batch) * first.weight[0].numel(),
-    )
+    params = weight_of(first)[0].numel()
+    macs = params * _positions(start, channel, batch)
     params += first.bias is not None
-    for op in _chain(start, run):
+    for op in _chain(start, run, modules):
         source, target = inside[-1], op.output
         is_new = target is not source  # else the function worked in place, or did nothing
         maker = modules.get(run.makers.get(id(target), "")) if is_new else None
-        if type(maker) in LAYERS and not _is_depthwise(maker):
+        if is_layer(maker) and not _is_depthwise(maker):
             last: Any = maker
             break
         step = _step(op, source, target, maker, run, channel)
@@ -176,20 +204,20 @@ def _pair(name: str, modules: dict[str, nn.Module], run: Run, batch: int) -> Pai
             per_unit = list(modules[step.module].parameters())
             params += sum(p[0].numel() for p in per_unit)
             if _is_depthwise(maker):
-                _check_layer(step.module, modules, run)
+                check_layer(step.module, modules, run)
                 macs += per_unit[0][0].numel() * _positions(target, channel, batch)
         steps.append(step)
         inside.append(target)
     else:
         raise NotAPair("its output reaches no other layer")
-    _check_layer(run.makers[id(target)], modules, run)
+    check_layer(run.makers[id(target)], modules, run)
     if getattr(last, "groups", 1) > 1:
         raise NotAPair("the next layer is grouped")
-    features, rest = divmod(last.weight.shape[1], width)
+    weight = weight_of(last)
+    features, rest = divmod(weight.shape[1], width)
     if rest:
         raise NotAPair("the next layer has other inputs")
-    per_input = last.weight[:, 0].numel()
-    channel_out = target.dim() - 1 if isinstance(last, nn.Linear) else 1
+    per_input, positions = weight[:, 0].numel(), _positions(target, _channel(last, target), batch)
     wider = {id(tensor) for tensor in inside}
     return Pair(
         first=name,
@@ -198,11 +226,16 @@ def _pair(name: str, modules: dict[str, nn.Module], run: Run, batch: int) -> Pai
         width=width,
         features=features,
         params=params + features * per_input,
-        macs=macs + features * per_input * _positions(target, channel_out, batch),
+        macs=macs + features * per_input * positions,
         inside=frozenset(n for n, tensor in run.tensors.items() if id(tensor) in wider),
-        cross=features * last.weight[0, 0].numel(),
-        cross_macs=features * last.weight[0, 0].numel() * _positions(target, channel_out, batch),
+        cross=features * weight[0, 0].numel(),
+        cross_macs=features * weight[0, 0].numel() * positions,
     )
+
+
+def _channel(layer: nn.Module, output: Tensor) -> int:
+    """The axis of the units."""
+    return output.dim() - 1 if isinstance(layer, nn.Linear) or is_transposed(layer) else 1
 
 
 def _positions(output: Tensor, channel: int, batch: int) -> float:
@@ -210,7 +243,7 @@ def _positions(output: Tensor, channel: int, batch: int) -> float:
     return output.numel() / output.shape[channel] / batch
 
 
-def _check_layer(name: str, modules: dict[str, nn.Module], run: Run) -> None:
+def check_layer(name: str, modules: dict[str, nn.Module], run: Run) -> None:
     layer: Any = modules[name]
     uses = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
     own = list(layer._parameters.values())
@@ -224,14 +257,22 @@ def _check_layer(name: str, modules: dict[str, nn.Module], run: Run) -> None:
         raise NotAPair(f"{name!r} is frozen")
 
 
-def _chain(tensor: Tensor, run: Run) -> Iterator[Op]:
-    """The operations that follow a tensor; each must be the only one that reads its input."""
+def _chain(tensor: Tensor, run: Run, modules: dict[str, nn.Module]) -> Iterator[Op]:
+    """The operations that follow a tensor; each must be the only one that reads its input.
+
+    Several functions that one module without children calls are one operation.
+    """
     while True:
         readers = run.readers.get(id(tensor), [])
         in_place = [op for op in readers if op.output is tensor]
         others = [op for op in readers if op.output is not tensor]
         if any(output is tensor for output in run.outputs):
             raise NotAPair("its units are an output of the model")
+        name = others[0].module if len({op.module for op in others}) == 1 else ""
+        if name in run.tensors and not any(modules[name].children()):
+            output = run.tensors[name]
+            if len(others) > 1 or is_transposed(modules[name]):
+                others = [Op(modules[name], (tensor,), {}, output)]
         if len(others) != 1 or not isinstance(others[0].output, Tensor):
             names = [op.name for op in others]
             raise NotAPair(f"its units are read by {names}; a pair has one reader")
@@ -252,6 +293,12 @@ def _step(
             kind = type(maker).__name__
             raise NotAPair(f"{kind} follows it: its statistics mix old and new units")
         raise NotAPair(f"{op.name} follows it, which mixes its units with other tensors")
+    if isinstance(op.function, nn.Module):
+        half = max(1, source.shape[channel] // 2)
+        some = op.function.forward(source.narrow(channel, 0, half))
+        if op.function.state_dict() or not torch.equal(some, target.narrow(channel, 0, half)):
+            raise NotAPair(f"{op.name} follows it, which may mix its units")
+        return Step(function=op.function.forward, args=(INPUT,))  # without its hooks
     args, kwargs = pytree.tree_map(
         lambda leaf: INPUT if leaf is source else leaf, (op.args, op.kwargs)
     )

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from esper.growing.deepening import BlockCopy, new_copy
 from esper.growing.eval_mode import eval_mode
+from esper.growing.heads import HeadsBranch
 from esper.growing.inputs import forward, tensors
 from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
-from esper.growing.slots import Seed, Slot, blend_one, with_first
+from esper.growing.slots import Seed, Slot, blend_one, new_seed, with_first
 from esper.growing.tracing import without_graphs
-from esper.growing.widening import Branch, new_branch
+from esper.growing.widening import Branch
 from esper.leyline.constants import BlendStyle
 
 
@@ -71,7 +73,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
     Uncommitted seeds and all hooks of growth are left out.
     """
     live = [(slot, slot.alpha) for slot in slots if slot.is_committed and slot.seed is not None]
-    committed = [entry for entry in live if entry[0].source is None]
+    committed = [entry for entry in live if entry[0].site.part is None]
     committed.sort(key=lambda entry: len(list(entry[0].module.modules())))  # inner sites first
     copies = without_graphs(model)  # also replaces sites in lists and dicts of the model
     with ExitStack() as stack:
@@ -84,9 +86,14 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
             copies[id(slot.module)] = grown
         plain = copy.deepcopy(model, copies)
     for slot, alpha in live:
-        if isinstance(slot.seed, Branch):
+        if isinstance(slot.seed, Branch | HeadsBranch):
             branch = copy.deepcopy(slot.seed)
             branch.merge_into(lambda name: _inner(copies[id(model.get_submodule(name))]), alpha)
+    for slot, _ in live:
+        if isinstance(slot.seed, BlockCopy):
+            stack = copies[id(model.get_submodule(slot.seed.copied.stack))]
+            block = copy.deepcopy(slot.seed, without_graphs(slot.seed))
+            block.insert_into(plain, stack, copies[id(slot.module)])
     return plain
 
 
@@ -94,13 +101,13 @@ def _inner(module: nn.Module) -> nn.Module:
     return module.site if isinstance(module, Grown) else module
 
 
-def working_pairs(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
-    """The sites without pairs that the model cannot have wider, such as those of a fixed shape."""
-    pairs = [Slot(site, model) for site in sites if site.pair is not None]
-    if not _works_in_plain(model, pairs, example):
-        pairs = [slot for slot in pairs if _works_in_plain(model, [slot], example)]
-    kept = {slot.site.name for slot in pairs}
-    return [site for site in sites if site.pair is None or site.name in kept]
+def working_sites(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
+    """The sites without those whose seeds the model's code cannot merge: it needs a fixed shape."""
+    merging = [Slot(site, model) for site in sites if site.part is not None]
+    if not _works_in_plain(model, merging, example):
+        merging = [slot for slot in merging if _works_in_plain(model, [slot], example)]
+    kept = {slot.site.name for slot in merging}
+    return [site for site in sites if site.part is None or site.name in kept]
 
 
 def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> None:
@@ -108,7 +115,7 @@ def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> N
 
     This happens if the model checks the class of a module, or holds it in a way that is not copied.
     """
-    slots = [Slot(site, model) for site in sites if site.pair is None]
+    slots = [Slot(site, model) for site in sites if site.part is None]
     if _works_in_plain(model, slots, example):
         return
     alone = [slot for slot in slots if not _works_in_plain(model, [slot], example)]
@@ -126,6 +133,7 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
         for slot in slots:
             # multiplicative, so that a norm after it does not cancel it
             slot.add_seed(_test_seed(slot, model), BlendStyle.MULTIPLY)
+        for slot in slots:
             slot.alpha, slot.is_committed = 1.0, True
         with eval_mode(model):
             expected = forward(model, example)
@@ -133,9 +141,9 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
             try:
                 got = forward(plain_model(model, slots).eval(), example)
             except (RuntimeError, ValueError, TypeError):
-                if all(slot.source is None for slot in slots):
+                if not any(slot.site.part is not None for slot in slots):
                     raise
-                return False  # the model's code needs the width that the layers had
+                return False  # the model's code needs the width or the depth that it had
     finally:
         for slot in slots:
             slot.clear()
@@ -144,11 +152,16 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
 
 
 def _test_seed(slot: Slot, model: nn.Module) -> nn.Module:
-    pair = slot.site.pair
+    pair, copied = slot.site.pair, slot.site.copied
+    if copied is not None:
+        made = new_copy(copied, model.get_submodule)
+        made.block.load_state_dict(slot.module.state_dict())
+        return made
     if pair is None:
         return Seed(nn.Sequential(nn.Identity()), per_token=False)
     generator = torch.Generator().manual_seed(0)
-    branch = new_branch(UnitsProgram(pair, pair.width), model.get_submodule, generator)
+    branch = new_seed(UnitsProgram(pair, pair.width), slot.site, generator, model)
+    assert isinstance(branch, Branch | HeadsBranch)
     with torch.no_grad():
         for weight in branch.last.parameters():
             drawn = torch.randn(weight.shape, generator=generator)

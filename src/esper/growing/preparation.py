@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from esper.growing.budget import Budget, SeedCost
-from esper.growing.plain import check_plain, working_pairs
+from esper.growing.plain import check_plain, working_sites
 from esper.growing.sites import MENU, ModelSite, SiteTrace, count_macs, count_params, trace_sites
 from esper.growing.slots import Slot, disable_nested_tensors
 from esper.growing.tracing import trace
@@ -103,15 +103,13 @@ def prepare_model(
     exclude: Sequence[str],
     blueprints: Sequence[str] | None,
     budget: Budget,
-    widens: bool = True,
+    enlarges: bool = True,
 ) -> PreparedModel:
     """Find the sites and seeds for a run; raises if nothing can grow within the budget."""
-    trace = trace_sites(model, *examples)
+    trace = trace_sites(model, *examples, enlarges=enlarges)
     chosen = trace.choose(sites, exclude)
-    if not widens:
-        chosen = [site for site in chosen if site.pair is None]
     disable_nested_tensors(model, chosen)
-    chosen = working_pairs(model, chosen, examples[0])
+    chosen = working_sites(model, chosen, examples[0])
     check_plain(model, chosen, examples[0])
     params, macs = count_params(model), count_macs(model, examples[0])
     budget.check(params, macs)

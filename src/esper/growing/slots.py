@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.growing.pairs import UnitsProgram
+from esper.growing.deepening import BlockCopy, Copied, new_copy
+from esper.growing.heads import Heads, HeadsBranch, new_heads
+from esper.growing.pairs import Pair, UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.growing.widening import Branch, Enlarged, new_branch
 from esper.kasmina.blending import gate
@@ -43,15 +45,22 @@ class Seed(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+AnySeed = Seed | Branch | HeadsBranch | BlockCopy
+
+
 def new_seed(
     program: Any, site: ModelSite, generator: torch.Generator, model: nn.Module | None = None
-) -> Seed | Branch:
-    """A seed with initial weights; its last layer is zero. A pair needs the model.
+) -> AnySeed:
+    """A seed with initial weights; its last layer is zero. Pairs and copies need the model.
 
     Only `generator` is used: torch's global random state does not change.
     """
-    if isinstance(program, UnitsProgram):
+    if isinstance(program, UnitsProgram | Copied):
         assert model is not None
+        if isinstance(program, Copied):
+            return new_copy(program, model.get_submodule)
+        if isinstance(program.pair, Heads):
+            return new_heads(program.pair, program.units, model.get_submodule, generator)
         return new_branch(program, model.get_submodule, generator)
     with torch.device("meta"):
         layers = program.module()
@@ -98,13 +107,14 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Slot:
     """A site of the user's model, empty or with a seed.
 
-    At a pair of layers the seed is a branch from the input of the first to the output of the last.
+    At a pair of layers the seed is a branch from the input of the first to the output of the last. At
+    a block to copy it is another block after it, which is not blended: it is on or off.
     """
 
     def __init__(self, site: ModelSite, model: nn.Module):
         self.site = site
-        self.module = model.get_submodule(site.pair.last if site.pair else site.name)
-        self.source = model.get_submodule(site.pair.first) if site.pair else None
+        self.module = model.get_submodule(site.place)
+        self.source = model.get_submodule(site.pair.first) if isinstance(site.pair, Pair) else None
         self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
@@ -128,7 +138,11 @@ class Slot:
         if is_active and not self._hooks:
             # the branch of a pair is part of its last layer, so it comes before a seed there
             is_pair = self.source is not None
-            self._hooks = [self.module.register_forward_hook(self, prepend=is_pair)]
+            if self.source is None and self.site.part is not None:
+                hook = self.module.register_forward_hook(self._call_again, with_kwargs=True)
+            else:
+                hook = self.module.register_forward_hook(self, prepend=is_pair)
+            self._hooks = [hook]
             if self.source is not None:
                 self._hooks.append(self.source.register_forward_pre_hook(self._keep_input))
         elif not is_active:
@@ -139,16 +153,20 @@ class Slot:
     def add_seed(self, seed: nn.Module, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
         # units of a layer are added to the others, whatever the style of other seeds
-        self.seed, self.style = seed, BlendStyle.ADD if self.source else style
+        self.seed, self.style = seed, BlendStyle.ADD if self.site.part is not None else style
         self._has_been_called, self._steps_active = False, 0
 
-    def merge(self, modules: Callable[[str], nn.Module]) -> list[Enlarged]:
-        """Make the units of a committed branch part of the layers; the slot is then empty."""
-        assert isinstance(self.seed, Branch), "only branches can be merged"
-        branch, alpha = self.seed, self.alpha
+    def merge(self, model: nn.Module) -> list[Enlarged]:
+        """Make a committed branch or copy part of the model; the slot is then empty."""
+        seed, alpha = self.seed, self.alpha
         self.clear()
         self.is_merged = True
-        return branch.merge_into(modules, alpha)
+        if isinstance(seed, BlockCopy):
+            stack = next(m for m in model.modules() if self.module in m.children())
+            seed.insert_into(model, stack, self.module)
+            return []
+        assert isinstance(seed, Branch | HeadsBranch), "it has no branch"
+        return seed.merge_into(model.get_submodule, alpha)
 
     def clear(self) -> None:
         self.alpha = 0.0
@@ -182,6 +200,18 @@ class Slot:
         assert self.seed is not None
         self.calls += 1
         return with_first(output, self._blended)
+
+    def _call_again(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """The hook of a block: what its copy makes of the output. Of attention: new heads added."""
+        assert self.seed is not None
+        self.calls += 1
+        if self.seed.training != module.training:
+            self.seed.train(module.training)
+        if self.site.copied is not None:
+            x = output[0] if isinstance(output, tuple) else output
+            return self.seed(x, *args[1:], **kwargs)
+        added = self.seed(*args, **kwargs)
+        return with_first(output, lambda x: blend_one(x, added, self.alpha, BlendStyle.ADD))
 
     def _keep_input(self, module: nn.Module, args: Any) -> None:
         self._input = args[0]

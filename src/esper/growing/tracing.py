@@ -47,10 +47,11 @@ class Op:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    module: str = ""  # the innermost module that called it
 
     @property
     def name(self) -> str:
-        return getattr(self.function, "__name__", str(self.function))
+        return getattr(self.function, "__name__", type(self.function).__name__)
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Run:
     makers: dict[int, str] = field(
         default_factory=dict
     )  # the innermost module, by id of its output
+    running: list[str] = field(default_factory=list)  # modules whose forward has not returned yet
     outputs: list[Tensor] = field(default_factory=list)
     output_nodes: list[Edge] = field(default_factory=list)
     output_shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -74,6 +76,7 @@ class Run:
     num_weight_calls: int = 0
 
     def record(self, name: str, module: nn.Module, output: Any) -> None:
+        self.running.pop()
         own = _weights(module)
         if own:
             self.weights, self.prefers_last = name, not isinstance(module, _ConvNd)
@@ -113,13 +116,15 @@ class Run:
 def trace(model: nn.Module, inputs: Any) -> Run:
     """Record a forward pass in eval mode."""
     run = Run()
-    handles = [
-        module.register_forward_hook(
-            lambda module, _args, output, name=name: run.record(name, module, output)
-        )
-        for name, module in model.named_modules()
-        if name and not _makes_weights(name)
-    ]
+    handles = []
+    for name, module in model.named_modules():
+        if name and not _makes_weights(name):
+            after = lambda module, _args, output, name=name: run.record(name, module, output)  # noqa: E731
+            before = lambda _module, _args, name=name: run.running.append(name)  # noqa: E731
+            handles += [
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(after),
+            ]
     try:
         with eval_mode(model, with_grad=True), _Recording(run):
             run.outputs = outputs = tensors(forward(model, _with_graph(inputs)))
@@ -141,7 +146,7 @@ class _Recording(TorchFunctionMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if tensors(output):
-            op = Op(func, tuple(args), kwargs or {}, output)
+            op = Op(func, tuple(args), kwargs or {}, output, (self._run.running or [""])[-1])
             for tensor in {id(x): x for x in tensors((args, op.kwargs))}.values():
                 self._run.readers.setdefault(id(tensor), []).append(op)
         return output

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from esper.growing.pairs import Pair, UnitsProgram
+from esper.growing.pairs import Pair, UnitsProgram, is_transposed, weight_of
 
 
 class Branch(nn.Module):
@@ -34,13 +34,11 @@ class Branch(nn.Module):
     def merge_into(self, modules: Callable[[str], nn.Module], alpha: float) -> "list[Enlarged]":
         """Enlarge the model's layers by the units; they then compute the same without a branch."""
         pair = self.pair
-        changed = _enlarge(modules(pair.first), self.first, 0)
+        changed = enlarge(modules(pair.first), self.first, 0)
         for name, index in self._index.items():
-            changed += _enlarge(modules(name), self.middle[index], 0)
-        with torch.no_grad():
-            for parameter in self.last.parameters():
-                parameter.mul_(alpha)
-        return changed + _enlarge(modules(pair.last), self.last, 1)
+            changed += enlarge(modules(name), self.middle[index], 0)
+        scale(self.last, alpha)
+        return changed + enlarge(modules(pair.last), self.last, 1)
 
 
 def new_branch(
@@ -48,33 +46,40 @@ def new_branch(
 ) -> Branch:
     """A branch with initial weights; only `generator` is used."""
     pair, units = program.pair, program.units
-    first, last = (_like(modules(name), *sizes) for name, *sizes in _ends(program))
-    middle = {s.module: _like(modules(s.module), units, units) for s in pair.steps if s.module}
+    assert isinstance(pair, Pair)
+    first = layer_like(modules(pair.first), None, units)
+    last = layer_like(modules(pair.last), units * pair.features, None)
+    middle = {s.module: layer_like(modules(s.module), units, units) for s in pair.steps if s.module}
     branch = Branch(pair, first, middle, last)
     for parameter in last.parameters():
         nn.init.zeros_(parameter)
     for layer in (first, *middle.values()):
-        if isinstance(layer, _BatchNorm):
-            layer.reset_parameters()
-            continue
-        bound = layer.get_parameter("weight")[0].numel() ** -0.5  # torch's default
-        for parameter in layer.parameters():
-            drawn = torch.rand(parameter.shape, dtype=torch.float64, generator=generator)
-            with torch.no_grad():
-                parameter.copy_(bound * (2 * drawn - 1))
+        draw(layer, generator)
     return branch
 
 
-def _ends(program: UnitsProgram) -> tuple[tuple[str, int | None, int | None], ...]:
-    """The two layers of a pair, each with its number of inputs and outputs; None: as they are."""
-    pair = program.pair
-    return (pair.first, None, program.units), (pair.last, program.units * pair.features, None)
+def draw(layer: nn.Module, generator: torch.Generator) -> None:
+    """Initial weights by torch's default, from a generator."""
+    if isinstance(layer, _BatchNorm):
+        layer.reset_parameters()
+        return
+    bound = layer.get_parameter("weight")[0].numel() ** -0.5
+    for parameter in layer.parameters():
+        drawn = torch.rand(parameter.shape, dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            parameter.copy_(bound * (2 * drawn - 1))
 
 
-def _like(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module:
+def scale(layer: nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(factor)
+
+
+def layer_like(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module:
     """A layer with the settings of another and other sizes, its weights not yet set.
 
-    A last layer, with the outputs that it has, gets no bias: the model's own has one.
+    None: as it has. A last layer, with the outputs that it has, gets no bias: the model's has one.
     """
     device = next((t.device for t in layer.state_dict().values()), None)
     with torch.device("meta"):
@@ -88,9 +93,9 @@ def _on_meta(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module:
         settings = (layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         return type(layer)(outputs or layer.num_features, *settings)
     bias = layer.bias is not None and outputs is not None
-    own = layer.weight.shape
+    own = weight_of(layer).shape
     sizes = (own[1] if inputs is None else inputs, own[0] if outputs is None else outputs)
-    if isinstance(layer, nn.Linear):
+    if isinstance(layer, nn.Linear) or is_transposed(layer):
         return nn.Linear(*sizes, bias=bias)
     made: nn.Module = type(layer)(
         *sizes,
@@ -113,15 +118,19 @@ class Enlarged:
     new: nn.Parameter
     part: nn.Parameter  # the seed's
     axis: int
+    is_transposed: bool  # the part's weight is, compared with the layer's
 
     def moments(self, old: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         """The optimiser's state of the larger parameter: that of both, zero where there is none."""
         return {
-            key: joined(value, part.get(key, torch.zeros_like(self.part)), self.axis)
+            key: joined(value, self.turned(part.get(key, torch.zeros_like(self.part))), self.axis)
             if isinstance(value, Tensor) and value.shape == self.old.shape
             else copy.deepcopy(value)
             for key, value in old.items()
         }
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        return tensor.t() if self.is_transposed else tensor
 
 
 def joined(old: Tensor, part: Tensor, axis: int) -> Tensor:
@@ -137,23 +146,29 @@ def joined(old: Tensor, part: Tensor, axis: int) -> Tensor:
 
 
 # the sizes that a layer remembers, by axis of its weights
-_SIZES = (("out_features", "out_channels", "num_features"), ("in_features", "in_channels"))
+_SIZES = (
+    ("out_features", "out_channels", "num_features", "nf"),
+    ("in_features", "in_channels", "nx"),
+)
 
 
-def _enlarge(module: Any, part: nn.Module, axis: int) -> list[Enlarged]:
+def enlarge(module: Any, part: nn.Module, axis: int) -> list[Enlarged]:
     """Join the weights and buffers of a part to those of a module, along an axis."""
     changed = []
     for name, added in part.named_parameters():
-        old = getattr(module, name)
-        new = nn.Parameter(joined(old, added, axis), old.requires_grad)
+        old, flips = getattr(module, name), is_transposed(module) and added.dim() > 1
+        along = 1 - axis if flips else axis
+        larger = joined(old, added.t() if flips else added, along)
+        new = nn.Parameter(larger, old.requires_grad)
         setattr(module, name, new)
-        changed.append(Enlarged(old, new, added, axis))
+        changed.append(Enlarged(old, new, added, along, flips))
     for name, statistics in part.named_buffers():
         if statistics.dim() > 0:
             setattr(module, name, joined(getattr(module, name), statistics, 0))
+    size = next(vars(part)[name] for name in _SIZES[axis] if name in vars(part))
     for name in _SIZES[axis]:
         if name in vars(module):
-            setattr(module, name, getattr(module, name) + getattr(part, name))
+            setattr(module, name, vars(module)[name] + size)
     if vars(module).get("groups", 1) > 1:  # a depthwise convolution
         module.in_channels = module.groups = module.out_channels
     return changed
