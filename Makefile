@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-portable setup check bench clean
+.PHONY: train test test-slow test-portable setup check bench docs clean
 
 train: $(VENV)/.train
 	$(BIN)/esper train $(FLAGS)
@@ -16,13 +16,21 @@ setup: $(VENV)/.dev
 # what `make train` needs is a part of what `make test` needs
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.train: EXTRAS = train
+$(VENV)/.docs: EXTRAS = docs
 
-# pip reads the pins from constraints.txt; the stamp makes a second run start at once
+# pip reads the pins from constraints.txt and prints errors only; a line shows that it is alive.
+# --no-compile: Python compiles what is imported. The stamp makes a second run start at once
 $(VENV)/.%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Esper needs Python 3.11 or newer; run make PYTHON=python3.11"'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@echo "Setting up $(VENV) with torch and what else '.[$(EXTRAS)]' needs: a minute or two, once."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[$(EXTRAS)]' & pid=$$!; \
+	trap "kill $$pid; exit 130" INT TERM; seconds=0; \
+	while [ -t 1 ] && kill -0 $$pid 2>/dev/null; do \
+		printf '\r  installing: %3d s ' $$seconds; sleep 1; seconds=$$((seconds + 1)); \
+	done; \
+	[ ! -t 1 ] || echo; wait $$pid
 	@touch $@
 
 check: setup
@@ -30,6 +38,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# learning runs and many ranks: minutes
+test-slow: setup
+	$(BIN)/pytest -m slow
 
 # the suite as on older or other CPUs: SSE4.1 alone, AVX2, and one thread
 test-portable: setup
@@ -41,5 +53,9 @@ bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
+# the site, in site/
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache

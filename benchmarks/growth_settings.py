@@ -1,6 +1,6 @@
 """What each setting of growth training is worth where types of data want different seeds.
 
-    python benchmarks/growth_settings.py [--quick] [--only NAME ...] [--siblings 4 --noise 0.01]
+    PYTHONPATH=tests python benchmarks/growth_settings.py [--quick] [--only NAME ...] [--siblings 4 --noise 0.01]
 
 The presets' settings, and the same without one of them at a time, in a host_batch whose gains are known
 by type of data. Frozen controllers are scored without noise, over all rents: 0 is what the best
@@ -17,12 +17,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from four_data_types import FOUR_TYPES, best_blind_scores
 from torch import Tensor, nn
 
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.ppo import PPOAgent
-from esper.simic.training.config import PRESETS
+from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
@@ -30,9 +29,9 @@ from esper.tamiyo.policy.layers import POLICY_GAIN, linear
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
-from esper.tolaria.synthetic_hosts import HOST_ACCURACY, SyntheticHosts
+from support.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, SyntheticHosts
 
-CONFIG = PRESETS["oracle"]
+CONFIG = TrainConfig()
 NUM_ENVS, EVALUATION_ROUNDS = 64, 4
 BAR = 0.5  # of what knowing the type is worth
 EAGER_PRIOR = {
@@ -121,7 +120,7 @@ def share_of_knowing(trainer: Trainer, host_batch: SyntheticHosts, is_greedy: bo
         trainer.collect(deterministic=is_greedy)
         assert isinstance(trainer.envs, GrowthEnvs)
         episodes = trainer.envs.episodes()
-        blind = best_blind_scores(host_batch, episodes.rent)
+        blind = host_batch.best_blind_scores(episodes.rent)
         gained += float((episodes.scores - blind).sum())
         worth += float((host_batch.best_scores(episodes.rent) - blind).sum())
     return gained / worth

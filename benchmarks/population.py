@@ -178,7 +178,7 @@ def seconds(work: Callable[[], object], device: str) -> float:
 def measure_churn(num_hosts: int, device: str, num_steps: int, episodes: int) -> dict[str, float]:
     """Milliseconds per minibatch of the whole population under a random controller.
 
-    All effects of an action are timed: initialisation, regrouping, captures. The controller's own
+    All effects of an action are timed: initialisation, regrouping. The controller's own
     time is not.
     """
     population = build(num_hosts, device)
@@ -214,7 +214,6 @@ def measure_churn(num_hosts: int, device: str, num_steps: int, episodes: int) ->
         "speedup": statistics.mean(loop) * num_hosts / per_minibatch,
         "seeds_per_slot": statistics.mean(seeds),
         "gflops": 6 * statistics.mean(macs) * BATCH / per_minibatch / 1e9,
-        "captures": population.steps.num_captures if population.kernels == "graphs" else 0,
     }
 
 
@@ -295,7 +294,7 @@ def measure_host_batch(
     """Median milliseconds of an RL step's training and validation, on CUDA.
 
     A population per entry of `widths`, mixed seeds in every slot, 20 minibatches, 400 validation
-    rows. Fused populations run on a stream each; captured graphs one after the other.
+    rows. Fused populations run on a stream each; batched operations one after the other.
     """
     rng = torch.Generator().manual_seed(0)
     populations = [build(num_hosts, "cuda", widths=shape, kernels=kernels) for shape in widths]
@@ -324,7 +323,7 @@ def measure_host_batch(
 
 
 def compare_host_batches(repeats: int) -> dict[str, float]:
-    """How many times faster than captured graphs an RL step is, by population sizes."""
+    """How many times faster than batched operations an RL step is, by population sizes."""
     host_batches: dict[str, tuple[int, Widths]] = {
         "128 hosts": (128, ((16,) * 3,)),
         "512 hosts": (512, ((16,) * 3,)),
@@ -334,11 +333,11 @@ def compare_host_batches(repeats: int) -> dict[str, float]:
     ratios = {}
     for name, (num_hosts, widths) in host_batches.items():
         fused = measure_host_batch("fused", num_hosts, widths, repeats)
-        graphs = measure_host_batch("graphs", num_hosts, widths, repeats)
-        ratios[name] = sum(graphs) / sum(fused)
+        eager = measure_host_batch("eager", num_hosts, widths, repeats)
+        ratios[name] = sum(eager) / sum(fused)
         print(
             f"{name}, one RL step, ms to train and validate: fused {fused[0]:.2f} + {fused[1]:.2f}, "
-            f"graphs {graphs[0]:.2f} + {graphs[1]:.2f}, {ratios[name]:.1f}x"
+            f"eager {eager[0]:.2f} + {eager[1]:.2f}, {ratios[name]:.1f}x"
         )
     return ratios
 
@@ -413,7 +412,7 @@ def main() -> None:
     show(f"P={num_hosts}, one RL step, ms", {**phases, "all": sum(phases.values())})
     if device == "cuda":
         ratios = compare_host_batches(repeats)
-        bar("fused_vs_graphs_8x16", ratios["8 x 16 hosts"], 10.0)
+        bar("fused_vs_eager_8x16", ratios["8 x 16 hosts"], 10.0)
     roofline = measure_roofline(num_hosts, device, repeats)
     show(f"P={num_hosts}, roofline", roofline)
     if not (quick and device == "cpu"):

@@ -1,7 +1,7 @@
 """Storms: kill, flip, fill, race and fuzz small runs, and count what goes wrong.
 
-    python benchmarks/storms.py            # about ten minutes of CPU time
-    python benchmarks/storms.py --quick    # fewer cases
+    PYTHONPATH=tests python benchmarks/storms.py            # about ten minutes of CPU time
+    PYTHONPATH=tests python benchmarks/storms.py --quick    # fewer cases
 
 Each case runs in a child process forked from this one, which has torch and Esper loaded already.
 
@@ -55,7 +55,7 @@ torch.set_num_threads(1)
 TIME_LIMIT_S = 60.0
 MEMORY_LIMIT = 8 * 2**30
 TRAIN = shlex.split(
-    "train --preset oracle --rounds 4 --checkpoint-every 1 --device cpu --host-batch.num-types 1 "
+    "train --task known_gains --import support.synthetic_hosts --rounds 4 --checkpoint-every 1 --device cpu --host-batch.num-types 1 "
     "--host-batch.envs-per-type 8 --host-batch.siblings 2 --ppo.num-minibatches 2 --ppo.ppo-epochs 1 "
     "--growth.num-steps 4 --host-batch.episode-steps 4 --policy.lstm-hidden-dim 8 "
     "--policy.slot-dim 8 --policy.blueprint-dim 8"
@@ -535,7 +535,7 @@ def flags_of(config: Any, prefix: str = "") -> Iterator[str]:
 def flag_cases(rng: random.Random, count: int) -> list[list[str]]:
     from esper.simic.training.config import PRESETS
 
-    train = [*flags_of(PRESETS["oracle"]), "--preset", "--out", "--resume"]
+    train = [*flags_of(PRESETS["quick"]), "--preset", "--out", "--resume"]
     gym = ["--horizon", "--rng-seed", "--device", "--masks", "--num-envs", "--total-steps", "--episodes", "--save-every", "--out"]  # fmt: skip
     gym += [flag for flag in train if flag.startswith(("--ppo.", "--policy."))]
     cases = [[*TRAIN, "--rounds", "1", flag, value] for flag in train for value in WRONG]

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 pytest.register_assert_rewrite("support")
 torch.set_num_threads(1)
@@ -13,6 +14,25 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for child processes
 # derandomized: a red test is red for everybody; no deadline: the first call may compile a kernel
 settings.register_profile("esper", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("esper")
+
+
+# where networks of populations train: in tests/tolaria with float64, in these files with float32
+FLOAT32 = ("test_growth.py", "test_data_runs.py", "test_evaluation_report.py", "test_docs.py",
+           "test_evaluation_trial.py", "test_growth_training.py", "test_ranks.py", "test_examples.py")  # fmt: skip
+
+
+class OneCompilerEach(LoadScopeScheduling):
+    """Compiling host kernels takes a minute: one worker each for those of float32 and float64."""
+
+    def _split_scope(self, nodeid):
+        path = nodeid.partition("::")[0].split("/")
+        if "tolaria" in path:
+            return "float64 hosts"
+        return "float32 hosts" if path[-1] in FLOAT32 and "growing" not in path else nodeid
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return OneCompilerEach(config, log)
 
 
 @pytest.fixture
@@ -43,3 +63,12 @@ def registries():
     for registry, entries in before:
         registry.clear()
         registry.update(entries)
+
+
+@pytest.fixture
+def short_updates(monkeypatch):
+    """A small network and two passes per update of PPO, where code leaves both to the default."""
+    import esper
+
+    monkeypatch.setitem(esper.PolicyConfig.__init__.__kwdefaults__, "lstm_hidden_dim", 16)
+    monkeypatch.setitem(esper.PPOConfig.__init__.__kwdefaults__, "ppo_epochs", 2)

@@ -1,7 +1,7 @@
 """Every example runs as it stands."""
 
-import subprocess
-import sys
+import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,13 +9,14 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
+@pytest.mark.usefixtures("registries", "short_updates")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path, tmp_path):
-    result = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout
+def test_example(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out
 
 
 def test_there_are_examples():

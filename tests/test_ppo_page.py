@@ -2,9 +2,12 @@
 
 import warnings
 
+import pytest
+
 from support.pages import run_page
 
 
+@pytest.mark.usefixtures("short_updates")
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():

@@ -132,7 +132,9 @@ def test_a_flipped_sign_is_learned_better_than_by_a_new_head():
             for rate in RATES
         ]
         leads.append(accuracy(result.model) - max(heads))
-    assert sum(lead > 0 for lead in leads) >= 2, leads
+        if sum(lead > 0 for lead in leads) == 2:
+            return  # two of three are enough
+    pytest.fail(str(leads))
 
 
 @pytest.mark.usefixtures("alone")

@@ -189,7 +189,7 @@ def shadow_growth():
 def test_behind_the_host_nothing_of_the_host_changes():
     growth = shadow_growth()
     growth.decide(0.5)
-    assert stages(growth) == [SeedStage.TRAINING]
+    assert stages(growth)[0] == SeedStage.TRAINING
     assert not growth._network.active
     loss = F.cross_entropy(growth.model(X), Y)
     loss.backward()
@@ -347,10 +347,10 @@ def test_what_a_controller_sees():
     assert float(third.seed_params[0, 0]) == seed
     assert float(third.rent) == pytest.approx(0.07)
     assert float(third.validation_loss) == 1.5
-    assert third.gradient_known[0].tolist() == [True, False]
+    assert third.gradient_known[0].tolist() == [True, False, False]
     assert not third.contribution_known.any()
     assert int(third.last_action[0, 0]) == LifecycleOp.WAIT
-    assert third.total_age[0].tolist() == [2, 0]
+    assert third.total_age[0].tolist() == [2, 0, 0]
 
 
 def test_gradient_norms_are_root_mean_squares():
@@ -451,7 +451,7 @@ def test_before_the_run_sites_and_budget_are_shown():
     growth = new_growth(budget=Budget(params=500))
     text = growth.describe()
     assert "at most 500 grown" in text
-    assert [site.name for site in growth.sites] == ["1", "5"]
+    assert [site.name for site in growth.sites] == ["1", "5", "0->3"]
     assert "no limit" in text
 
 
@@ -463,7 +463,7 @@ def test_the_ledger_tells_what_was_decided():
     assert [decision.op for decision in ledger.decisions] == ["GERMINATE", "WAIT"]
     assert ledger.decisions[0].params == growth.params - ledger.before.params
     assert ledger.decisions[0].details["blueprint"] == "dense"
-    assert ledger.decisions[0].legal == {"WAIT": (), "GERMINATE": ("1", "5")}
+    assert ledger.decisions[0].legal == {"WAIT": (), "GERMINATE": ("1", "5", "0->3")}
     assert ledger.steps[1].seeds[0].stage == "BLENDING"
 
 

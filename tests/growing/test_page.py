@@ -11,6 +11,7 @@ from importlib import resources
 
 import pytest
 
+import esper
 from esper.growing.ledger import (
     BlockRecord,
     DecisionRecord,
@@ -263,5 +264,62 @@ def test_a_verdict_reaches_the_page():
         "ungrown": 0.8,
         "difference_error": 0.01,
         "returned": "ungrown",
+        "repeats": 1,
     }
     assert "Growing did not help" in "".join(Reader(page).texts["p"])  # readable without the script
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("returned", ["grown", "ungrown"])
+def test_the_tiles_show_the_network_that_was_returned(returned):
+    ledger = full_ledger()
+    ledger.after = NetworkRecord(params=NETWORK.params + 500, macs=8000)
+    ledger.verdict = Verdict(grown=0.7, ungrown=0.8, returned=returned, difference_error=0.01)
+    parts = resources.files("esper.growing").joinpath("page_parts")
+    scripts = [parts.joinpath(name).read_text() for name in ("basics.js", "sections.js")]
+    fake = FAKE_PAGE.replace("DATA", json.dumps(json.dumps(page_data(ledger))))
+    script = "\n".join(
+        [
+            fake,
+            "nodes.tiles = new Node('');",
+            *scripts,
+            "drawTiles(); console.log(nodes.tiles.text)",
+        ]
+    )
+    shown = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    text = " ".join(shown.stdout.split())
+    is_grown = returned == "grown"
+    params = NETWORK.params + 500 * is_grown
+    assert f"Parameters {params:,}" in text
+    assert f"Seeds kept {int(is_grown)} of 2" in text
+    assert ("the ungrown network was returned" in text) != is_grown
+
+
+def test_the_footer_says_when_and_by_what_the_page_was_written():
+    written = page_data(new_ledger())["written"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", written["written"])
+    assert written["esper"] == esper.__version__
+
+
+@pytest.mark.slow
+def test_a_browser_folds_removed_seeds_links_to_them_and_remembers_the_theme(tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    path, errors = write_page(full_ledger(), tmp_path / "run.html"), []
+    with sync_api.sync_playwright() as playwright:
+        chromium = shutil.which("chromium")
+        with playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]) as browser:
+            page = browser.new_page(viewport={"width": 390, "height": 800})
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.goto(path.as_uri())
+            pruned = page.locator("details article")
+            assert pruned.count() == 1
+            assert not pruned.is_visible()
+            assert "if switched off" in page.locator("#seeds article").first.inner_text()
+            assert "ungrown" in page.locator("#legend").inner_text()
+            background = "getComputedStyle(document.body).backgroundColor"
+            before = page.evaluate(background)
+            page.click("#theme")
+            page.reload()
+            assert page.evaluate(background) != before
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert not errors

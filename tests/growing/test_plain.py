@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from esper.growing.plain import Grown, check_plain, plain_model
-from esper.growing.sites import ModelSite, find_sites, trace_sites
+from esper.growing.sites import ModelSite, trace_sites
 from esper.growing.slots import Slot, new_seed
 from esper.leyline.constants import BlendStyle
-from support.models import MODELS, build
+from support.models import MODELS, block_sites, build
 
 
 def fully_grown(name: str, style: BlendStyle = BlendStyle.ADD):
@@ -25,10 +25,15 @@ def with_committed_seeds(
 ) -> list[Slot]:
     """At these sites, or at all that are found."""
     slots: list[Slot] = []
-    for place in sites or find_sites(model, example):
-        slot = Slot(place, model.get_submodule(place.name))
-        program = place.blueprints()[-1].program(place.seed_site)
-        slot.add_seed(new_seed(program, place, torch.Generator().manual_seed(len(slots))), style)
+    for place in sites or block_sites(model, example):
+        slot = Slot(place, model)
+        blueprint = place.blueprints()[-1]
+        slot.add_seed(
+            new_seed(
+                blueprint.program(place.seed_site), place, torch.Generator().manual_seed(len(slots))
+            ),
+            style,
+        )
         for parameter in slot.seed.parameters():
             nn.init.normal_(parameter, std=0.2)
         slot.alpha, slot.is_committed = 0.7, True
@@ -116,10 +121,12 @@ def test_a_site_that_two_parents_know_is_grown_for_both():
             return self.head(self.alias[0](x))
 
     model, example = Twice(), torch.randn(3, 4)
-    place = find_sites(model, example)[0]
-    slot = Slot(place, model.layer)
-    program = place.blueprints()[1].program(place.seed_site)
-    slot.add_seed(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
+    place = block_sites(model, example)[0]
+    slot = Slot(place, model)
+    blueprint = place.blueprints()[1]
+    slot.add_seed(
+        new_seed(blueprint.program(place.seed_site), place, torch.Generator()), BlendStyle.ADD
+    )
     nn.init.normal_(slot.seed.layers[-1].weight)
     slot.alpha, slot.is_committed = 1.0, True
     plain = plain_model(model, [slot])
@@ -183,7 +190,7 @@ def test_a_site_inside_another_keeps_its_seed():
 def test_a_seed_that_a_plain_model_would_lose_is_told_by_its_site():
     torch.manual_seed(0)
     model, example = ByClass().train(), torch.randn(3, 4)
-    sites = find_sites(model, example)
+    sites = block_sites(model, example)
     assert [site.name for site in sites] == ["layers.0", "middle"]
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=r"grows at \['layers.0'\] would be lost"):
@@ -197,4 +204,4 @@ def test_a_seed_that_a_plain_model_would_lose_is_told_by_its_site():
 @pytest.mark.parametrize("name", list(MODELS))
 def test_seeds_of_ordinary_models_are_not_lost(name):
     model, example = build(name)
-    check_plain(model, find_sites(model, example), example)
+    check_plain(model, block_sites(model, example), example)

@@ -19,6 +19,7 @@ import esper
 from esper.growing.parallel import rows_of
 from esper.leyline.ranks import ALONE, Ranks, join_ranks
 from esper.leyline.stages import LifecycleOp
+from esper.tamiyo.evidence import EvidenceController
 from esper.tamiyo.scripted import FixedSchedule
 from support.grow_calls import run
 from support.models import WAIT, Script, act, blobs, germinate, mlp
@@ -38,7 +39,7 @@ def steady() -> nn.Module:
     return model
 
 
-def own_loop(shadow_training=False, clip=False, breaks_at=-1):
+def own_loop(shadow_training=False, clip=False, breaks_at=-1, controller=None, decisions=9):
     """A loop under DDP, or on one process with the same global batches.
 
     Returns the seeds' weights after every decision, and the model's and the ledger at the end.
@@ -49,11 +50,12 @@ def own_loop(shadow_training=False, clip=False, breaks_at=-1):
     model = DistributedDataParallel(net) if ranks.size > 1 else net
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     growth = esper.Growth(
-        model, optimizer, example=X[:8], decisions=9, controller=Script(*(SHADOW_MOVES if shadow_training else MOVES)),
+        model, optimizer, example=X[:8], decisions=decisions,
+        controller=controller or Script(*(SHADOW_MOVES if shadow_training else MOVES)),
         shadow_training=shadow_training,
     )  # fmt: skip
     seeds = []
-    for decision in range(9):
+    for decision in range(decisions):
         for step in range(3):
             rows = torch.arange(16 * step, 16 * step + 16)[ranks.rank :: ranks.size]
             x, y = X[rows], Y[rows]
@@ -83,6 +85,19 @@ def test_under_ddp_ranks_grow_the_model_of_one_process(options):
     torch.testing.assert_close(one[:2], two[:2], **TOLERANCE)
     assert two[2].to_json() == other[2].to_json()
     assert [d.op for d in one[2].decisions] == [d.op for d in two[2].decisions]
+
+
+def test_evidence_is_that_of_all_ranks():
+    def work():
+        controller = EvidenceController()
+        seeds, weights, ledger = own_loop(controller=controller, decisions=16)
+        return seeds, weights, controller.memory(), controller._gain, ledger.to_json(), ledger
+
+    one, (two, other) = work(), on_ranks(2, work)
+    assert any(d.op == "GERMINATE" for d in two[-1].decisions)
+    torch.testing.assert_close(two[:4], other[:4], rtol=0, atol=0)
+    assert two[4] == other[4]
+    assert [d.site for d in one[-1].decisions] == [d.site for d in two[-1].decisions]
 
 
 def test_a_break_on_one_rank_rolls_all_back():

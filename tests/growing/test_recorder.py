@@ -57,7 +57,7 @@ def test_what_was_known_is_what_was_measured_until_then():
     ledger = growth.ledger
     known = next(state for step, state in ledger.states_of("s1") if step == 3)
     gain = ledger.show_gain(known.contribution, known.contribution_error)
-    reason = f"the controller gave no reason; the seed's gain was {gain}"
+    reason = f"the controller gave no reason; switching the seed off would cost {gain}"
     assert page_data(ledger)["events"][1]["reason"] == reason
 
 

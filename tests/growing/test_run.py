@@ -16,7 +16,10 @@ from torch.utils.data import DataLoader
 
 import esper
 from esper import Budget
+from esper.growing.ledger import Ledger
+from esper.growing.page import write_page
 from esper.leyline.interruption import stop_on_interrupt
+from esper.nissa.console import LINES
 from esper.tamiyo.scripted import FixedSchedule, RandomController
 from support.grow_calls import DECISIONS, STEPS, accuracy, adamw, plain_training, refused, run
 from support.models import Script, TokenEncoder, build, loaders, mlp
@@ -205,7 +208,7 @@ def test_progress_is_shown_with_the_budget(capsys):
 
 def test_a_metric_that_is_no_number_for_a_while_is_gone_back_from(capsys, monkeypatch):
     """As when training overflows: growth and its twin go on, and the run ends with a verdict."""
-    monkeypatch.setattr(sys.modules[esper.grow.__module__], "find_spec", lambda name: None)
+    monkeypatch.setattr("esper.nissa.console.find_spec", lambda name: None)
     calls = 0
 
     def overflows(output, target):
@@ -317,10 +320,64 @@ def test_a_handler_of_the_users_own_stays_in_place():
 
 
 def test_progress_without_rich(capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules[esper.grow.__module__], "find_spec", lambda name: None)
+    monkeypatch.setattr("esper.nissa.console.find_spec", lambda name: None)
     run(Script(), progress=True)
     lines = capsys.readouterr().out.splitlines()
-    assert "24 / 24 steps" in lines[-1]
+    assert "24 / 24 steps" in lines[-6]
+    assert sum(" / 24 steps" in line for line in lines) <= LINES
+    assert len(str(run(Script())).splitlines()) == 5  # the verdict follows
+
+
+def test_the_page_is_written_after_every_decision_and_at_the_end(tmp_path, monkeypatch):
+    pages = []
+
+    def write(ledger, path):
+        pages.append((len(ledger.steps), ledger.after is None))
+        return write_page(ledger, path)
+
+    monkeypatch.setattr(sys.modules[esper.grow.__module__], "write_page", write)
+    result = run(Script(), page=tmp_path / "run.html")
+    assert [done for done, _ in pages] == list(range(1, len(result.ledger.steps) + 1))
+    assert pages[0][1]
+    assert not pages[-1][1]
+    assert result.ledger.summary()[:12] in (tmp_path / "run.html").read_text()
+
+
+def test_without_a_twin_the_grown_network_is_returned():
+    result = run(FixedSchedule(every=1), twin=False)
+    assert result.verdict is None
+    assert result.ungrown is None
+    assert "No ungrown twin was trained" in str(result)
+    assert not result.ledger.twin
+    assert "twin" not in result.ledger.costs
+    assert result.growth.params > result.ledger.before.params
+    torch.testing.assert_close(accuracy(result.model), result.growth.best_metric)
+
+
+def test_the_ledger_has_the_cost_of_every_part():
+    result = run(Script())
+    costs, before = result.ledger.costs, result.ledger.before
+    rows = len(next(iter(loaders()[0]))[1])
+    assert costs["growing"].macs == costs["twin"].macs == 3 * before.macs * rows * STEPS
+    val_rows = sum(len(target) for _, target in loaders()[1])
+    assert costs["measuring"].macs == 2 * before.macs * val_rows * (DECISIONS + 1)
+    assert all(cost.seconds > 0 for cost in costs.values())
+    assert Ledger.from_json(result.ledger.to_json()) == result.ledger
+
+
+def test_batches_of_another_form_are_unpacked():
+    train_loader, val_loader = (
+        [{"x": x, "labels": y, "id": 0} for x, y in loader] for loader in loaders()
+    )
+    options = dict(train_loader=train_loader, val_loader=val_loader)
+    refused("give unpack=, a function from a batch", **options)
+    unpack = lambda batch: (batch["x"], batch["labels"])  # noqa: E731
+    model = mlp()
+    settings = dict(loss=F.cross_entropy, optimizer=adamw(model), steps=8, progress=False)
+    result = esper.grow(
+        model, **options, **settings, decisions=4, controller=Script(), unpack=unpack
+    )
+    assert result.growth.optimizer_steps == 8
 
 
 def test_the_name_is_the_function_and_the_package_can_still_be_imported():
@@ -332,3 +389,31 @@ def test_the_name_is_the_function_and_the_package_can_still_be_imported():
     assert callable(find_sites)
     assert esper.growing.page is page
     assert callable(page.write_page)
+
+
+def test_repeats_put_the_randomness_of_training_into_the_error():
+    model = mlp()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    schedule = FixedSchedule(every=1)
+    result = run(schedule, model=model, optimizer=optimizer, scheduler=scheduler, repeats=3)
+    assert result.verdict.repeats == 3
+    assert "The means of 3 runs" in str(result)
+    assert result.ledger.costs["repeats"].macs > 0
+    alone = run(schedule)
+    assert alone.verdict.repeats == 1
+    assert "does not include the randomness of training" in str(alone)
+
+
+def test_autocast_computes_in_another_precision():
+    seen = set()
+
+    def loss(output, target):
+        seen.add(output.dtype)
+        return F.cross_entropy(output, target)
+
+    result = run(FixedSchedule(every=1), loss=loss, autocast=torch.bfloat16)
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in result.model.parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match="GradScaler"):
+        run(autocast=torch.float16)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from esper.growing.inputs import forward
-from esper.growing.sites import count_macs, find_sites, site_table, trace_sites
+from esper.growing.sites import count_macs, site_table, trace_sites
 from esper.leyline.constants import SiteKind
-from support.models import MODELS, TokenEncoder, build, mlp
+from support.models import MODELS, TokenEncoder, block_sites, build, mlp
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ from support.models import MODELS, TokenEncoder, build, mlp
     ],
 )
 def test_the_places_offered(name, expected):
-    assert [site.name for site in find_sites(*build(name))] == expected
+    assert [site.name for site in block_sites(*build(name))] == expected
 
 
 def test_kinds_and_shapes():
     found = {
-        name: [(site.kind, site.shape) for site in find_sites(*build(name))][-1] for name in MODELS
+        name: [(site.kind, site.shape) for site in block_sites(*build(name))][-1] for name in MODELS
     }
     assert found == {
         "residual": (SiteKind.IMAGE, (8, 4, 4)),
@@ -68,7 +68,7 @@ def test_everything_flows_through_a_site(name):
     model.eval()
     with torch.no_grad():
         expected = model(donor)
-        for site in find_sites(model, inputs):
+        for site in block_sites(model, inputs):
             given = output_with_transplant(model, site.name, donor, inputs)
             torch.testing.assert_close(given, expected)
         if name == "residual":  # and not so where a skip connection goes around
@@ -85,7 +85,7 @@ def test_tracing_changes_nothing(name):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     randomness = torch.get_rng_state()
-    find_sites(model, example)
+    block_sites(model, example)
     count_macs(model, example)
     assert torch.equal(torch.get_rng_state(), randomness)
     assert [module.training for module in model.modules()] == modes
@@ -118,7 +118,7 @@ def test_channels_last_images_are_tokens():
         def forward(self, x):
             return self.head(self.mix(self.conv(x).movedim(1, -1)).mean((1, 2)))
 
-    sites = find_sites(Permuting(), torch.randn(2, 1, 8, 8))
+    sites = block_sites(Permuting(), torch.randn(2, 1, 8, 8))
     assert [(s.name, s.kind, s.width) for s in sites] == [
         ("conv", SiteKind.IMAGE, 6),
         ("mix", SiteKind.TOKENS, 6),
@@ -130,19 +130,19 @@ def test_another_example_rules_out_what_does_not_keep_its_shape():
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten())
     model.append(nn.Linear(4, 2))
     trace = trace_sites(model, torch.randn(2, 1, 16), torch.randn(2, 1, 20))
-    assert [site.name for site in trace.sites] == ["2"]
+    assert [site.name for site in trace.sites if site.part is None] == ["2"]
     assert "changes shape: (4, 14), then (4, 18)" in trace.refused["1"]
 
 
 def test_tokens_may_vary_in_number():
     model = TokenEncoder()
-    sites = find_sites(model, torch.randint(0, 20, (2, 5)), torch.randint(0, 20, (3, 9)))
+    sites = block_sites(model, torch.randint(0, 20, (2, 5)), torch.randint(0, 20, (3, 9)))
     assert len(sites) == 5
 
 
 def test_sites_are_chosen_and_excluded_by_name_or_by_what_is_above_them():
     trace = trace_sites(*build("residual"))
-    names = lambda *args: [site.name for site in trace.choose(*args)]  # noqa: E731
+    names = lambda *args: [s.name for s in trace.choose(*args) if s.part is None]  # noqa: E731
     assert names(["layer1"], ()) == ["layer1.0", "layer1.1"]
     assert names(None, ["layer1"]) == ["stem.2", "layer2.0"]
     assert names(["layer1.0.conv1"], ()) == ["layer1.0.conv1"]  # possible, though not offered
@@ -181,18 +181,18 @@ def test_an_output_that_changes_shape_is_refused():
             return super().forward(x)[:, : 1 + self.calls]
 
     with pytest.raises(ValueError, match=r"changes shape .* \[\(2, 2\)\], then \[\(2, 3\)\]"):
-        find_sites(nn.Sequential(Wobbly(5, 5)), torch.randn(2, 5))
+        block_sites(nn.Sequential(Wobbly(5, 5)), torch.randn(2, 5))
 
 
 def test_inputs_without_a_tensor_are_refused():
     with pytest.raises(ValueError, match="hold no tensor with a batch axis"):
-        find_sites(mlp(), "not a batch")
+        block_sites(mlp(), "not a batch")
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own
 def test_a_compiled_model_is_refused():
     with pytest.raises(ValueError, match="the model is compiled"):
-        find_sites(torch.compile(mlp()), torch.randn(2, 5))
+        block_sites(torch.compile(mlp()), torch.randn(2, 5))
 
 
 def test_models_take_tensors_tuples_and_dicts():
@@ -205,7 +205,7 @@ def test_models_take_tensors_tuples_and_dicts():
 
 
 def test_the_table_names_every_site_and_its_costs():
-    sites = find_sites(*build("mlp"))
+    sites = block_sites(*build("mlp"))
     table = site_table(sites).splitlines()
     assert len(table) == 3
     assert table[1].split()[:3] == ["1", "ReLU", "VECTOR"]
@@ -214,9 +214,9 @@ def test_the_table_names_every_site_and_its_costs():
 
 def test_a_layer_with_one_output_is_a_layer():
     model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1))
-    assert [site.name for site in find_sites(model, torch.randn(2, 5))] == ["1", "3"]
+    assert [site.name for site in block_sites(model, torch.randn(2, 5))] == ["1", "3"]
     first = nn.Sequential(nn.Conv1d(1, 4, 1), nn.Conv1d(4, 4, 3), nn.Flatten(), nn.Linear(24, 3))
-    assert [site.name for site in find_sites(first, torch.randn(2, 1, 8))] == ["0", "1"]
+    assert [site.name for site in block_sites(first, torch.randn(2, 1, 8))] == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_layer_with_one_output_is_a_layer():
 def test_what_makes_weights_is_no_site(normed):
     layers = [normed(nn.Conv1d(1, 4, 3, padding=1)), normed(nn.Conv1d(4, 4, 3, padding=1))]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 3))
-    assert [site.name for site in find_sites(model, torch.randn(4, 1, 8))] == ["0", "1"]
+    assert [site.name for site in block_sites(model, torch.randn(4, 1, 8))] == ["0", "1"]
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
@@ -245,7 +245,7 @@ def test_a_recurrent_layer_is_a_site_where_its_first_output_is_used(
             state = state[0] if isinstance(state, tuple) else state
             return self.head(self.mix(state[-1] if reads_last_state else outputs[-1]))
 
-    assert [site.name for site in find_sites(Recurrent(), torch.randn(3, 7, 5))] == expected
+    assert [site.name for site in block_sites(Recurrent(), torch.randn(3, 7, 5))] == expected
 
 
 def test_a_model_of_skip_connections_offers_its_layers():
@@ -258,7 +258,7 @@ def test_a_model_of_skip_connections_offers_its_layers():
             x = torch.cat((x, self.a(x)), 1)
             return self.head(torch.cat((x, self.b(x)), 1))
 
-    assert [site.name for site in find_sites(Dense(), torch.randn(2, 5))] == ["a", "b"]
+    assert [site.name for site in block_sites(Dense(), torch.randn(2, 5))] == ["a", "b"]
 
 
 class Frozen(nn.Module):
@@ -278,7 +278,7 @@ class Frozen(nn.Module):
 
 def test_nothing_grows_where_no_gradient_comes():
     trace = trace_sites(Frozen(), torch.randn(4, 3, 8))
-    assert [site.name for site in trace.sites] == ["body"]
+    assert [site.name for site in trace.sites if site.part is None] == ["body"]
     for name in ("encoder", "encoder.layers.1", "encoder.layers.1.norm1"):
         with pytest.raises(ValueError, match="calls it without gradients"):
             trace.choose([name], ())

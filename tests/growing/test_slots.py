@@ -6,21 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from esper.growing.sites import find_sites
 from esper.growing.slots import Slot, blend_one, new_seed
 from esper.leyline.constants import BlendStyle
 from support.growth_loops import X, new_growth, train
-from support.models import MODELS, Script, build, germinate
+from support.models import MODELS, Script, block_sites, build, germinate
 
 
 def slot_with_seed(name="residual", blueprint=-1, style=BlendStyle.ADD, site=0, awake=True):
     """A model, its example and a slot whose seed computes something."""
     model, example = build(name)
     model.eval()
-    place = find_sites(model, example)[site]
-    slot = Slot(place, model.get_submodule(place.name))
-    program = place.blueprints()[blueprint].program(place.seed_site)
-    seed = new_seed(program, place, torch.Generator().manual_seed(1))
+    place = block_sites(model, example)[site]
+    slot = Slot(place, model)
+    blueprint = place.blueprints()[blueprint]
+    seed = new_seed(blueprint.program(place.seed_site), place, torch.Generator().manual_seed(1))
     slot.add_seed(seed, style)
     if awake:
         for parameter in seed.parameters():
@@ -34,11 +33,15 @@ def test_a_birth_changes_no_bit_of_the_output(name, style):
     model, example = build(name)
     model.eval()
     before = model(example)
-    for place in find_sites(model, example):
+    for place in block_sites(model, example):
         for blueprint in place.blueprints():
-            slot = Slot(place, model.get_submodule(place.name))
-            program = blueprint.program(place.seed_site)
-            slot.add_seed(new_seed(program, place, torch.Generator().manual_seed(0)), style)
+            slot = Slot(place, model)
+            slot.add_seed(
+                new_seed(
+                    blueprint.program(place.seed_site), place, torch.Generator().manual_seed(0)
+                ),
+                style,
+            )
             slot.alpha = 1.0
             assert torch.equal(model(example), before), (place.name, blueprint.name)
             slot.clear()
@@ -71,11 +74,11 @@ def test_the_blend_by_its_formula(style):
 
 def test_births_follow_the_blueprint_and_leave_the_users_randomness_alone():
     model, example = build("mlp")
-    place = find_sites(model, example)[0]
-    program = place.blueprints()[-1].program(place.seed_site)  # dense_dense
+    place = block_sites(model, example)[0]
+    blueprint = place.blueprints()[-1]  # dense_dense
     state = torch.get_rng_state()
-    seed = new_seed(program, place, torch.Generator().manual_seed(3))
-    again = new_seed(program, place, torch.Generator().manual_seed(3))
+    seed = new_seed(blueprint.program(place.seed_site), place, torch.Generator().manual_seed(3))
+    again = new_seed(blueprint.program(place.seed_site), place, torch.Generator().manual_seed(3))
     assert torch.equal(torch.get_rng_state(), state)
     first, norm, _, last = seed.layers
     assert 0 < first.weight.abs().max() <= 1 / 6**0.5
@@ -137,11 +140,13 @@ def test_a_seed_behind_a_tuple_acts_on_its_first_part():
             return self.head(self.layer(x)[0][:, -1])
 
     model, example = Recurrent(), torch.randn(3, 5, 4)
-    place = find_sites(model, example)[0]
+    place = block_sites(model, example)[0]
     assert place.name == "layer"
-    slot = Slot(place, layer)
-    program = place.blueprints()[1].program(place.seed_site)
-    slot.add_seed(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
+    slot = Slot(place, model)
+    blueprint = place.blueprints()[1]
+    slot.add_seed(
+        new_seed(blueprint.program(place.seed_site), place, torch.Generator()), BlendStyle.ADD
+    )
     nn.init.normal_(slot.seed.layers[-1].weight)
     output, state = layer(example)
     slot.alpha = 1.0
@@ -153,9 +158,9 @@ def test_a_seed_behind_a_tuple_acts_on_its_first_part():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_seeds_take_the_models_own_dtype(dtype):
     model, example = build("mlp")
-    place = find_sites(model.to(dtype), example.to(dtype))[0]
-    program = place.blueprints()[0].program(place.seed_site)
-    seed = new_seed(program, place, torch.Generator())
+    place = block_sites(model.to(dtype), example.to(dtype))[0]
+    blueprint = place.blueprints()[0]
+    seed = new_seed(blueprint.program(place.seed_site), place, torch.Generator())
     assert {parameter.dtype for parameter in seed.parameters()} == {dtype}
 
 
@@ -187,11 +192,13 @@ class Upcast(nn.Module):
 def test_seeds_take_the_dtype_of_weights_whatever_flows(by_autocast):
     torch.manual_seed(0)
     model, example = Cast(by_autocast), torch.randn(3, 4)
-    place = find_sites(model, example)[0]
+    place = block_sites(model, example)[0]
     assert place.name == ("activation" if by_autocast else "upcast")
-    slot = Slot(place, model.get_submodule(place.name))
-    program = place.blueprints()[1].program(place.seed_site)
-    slot.add_seed(new_seed(program, place, torch.Generator()), BlendStyle.ADD)
+    slot = Slot(place, model)
+    blueprint = place.blueprints()[1]
+    slot.add_seed(
+        new_seed(blueprint.program(place.seed_site), place, torch.Generator()), BlendStyle.ADD
+    )
     expected = {torch.float32 if by_autocast else torch.bfloat16}
     assert {parameter.dtype for parameter in slot.seed.parameters()} == expected
     before = model(example)

@@ -32,6 +32,7 @@ def grown(val_loader, score=None):
         torch.optim.SGD(model.parameters(), 0.1),
         example=X,
         controller=script,
+        sites=["1", "5"],
         decisions=25,
         val_loader=val_loader,
         score=score or (lambda batch: is_correct(model, batch).float()),

@@ -44,6 +44,7 @@ def make_record(number, num_envs=3, num_steps=4, num_features=5):
         legal=legal,
         rewards=draw(num_envs, num_steps),
         values=draw(num_envs, num_steps),
+        probabilities=draw(num_envs, num_steps),
         observed_envs=torch.tensor([1, 2]),
         observations=draw(2, num_steps, num_features),
     )
@@ -84,6 +85,7 @@ def test_there_is_a_row_for_each_decision_that_was_made(path):
         assert row["accuracy"] == record.episodes.accuracy[at].item()
         assert row["reward"] == record.rewards[at].item()
         assert row["value"] == record.values[at].item()
+        assert row["probability"] == record.probabilities[at].item()
         assert row["cost_params"] == record.episodes.cost_params[at].item()
         assert row["added_params"] == record.episodes.added_params[at].item()
 

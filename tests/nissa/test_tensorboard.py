@@ -1,12 +1,14 @@
-"""TensorBoard's curves on a full disk."""
+"""TensorBoard's curves, settings and pictures; a full disk."""
 
 import errno
 import threading
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from esper.nissa.tensorboard import TensorBoardSink
+from esper.nissa.tensorboard import TensorBoardSink, log_picture
 
 
 def test_a_full_disk_raises_in_the_run_without_a_traceback_of_the_writer(
@@ -27,3 +29,19 @@ def test_a_full_disk_raises_in_the_run_without_a_traceback_of_the_writer(
         record_until_it_raises()
     assert "Traceback" not in capfd.readouterr().err
     assert threading.excepthook is before
+
+
+def test_settings_are_hparams_of_the_run_itself_and_pictures_are_logged(tmp_path):
+    settings = {"task": "mnist1d", "ppo": {"learning_rate": 0.1}, "widths": [4, 8]}
+    with TensorBoardSink(tmp_path, settings=settings) as sink:
+        sink.record(1, {"episode/score": 0.5})
+    bars = {"host alone": (40.0, 1.0), "learned": (45.0, 2.0)}
+    log_picture(tmp_path, "evaluation", {"rent 0.05": bars, "rent 0.15": bars})
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams["ppo.learning_rate"].number_value == 0.1
+    assert hparams["widths"].string_value == "[4, 8]"
+    (image,) = events.Images("evaluation")
+    assert (image.width, image.height) == (1000, 320)

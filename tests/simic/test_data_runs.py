@@ -81,7 +81,9 @@ def test_augmentation_changes_what_hosts_learn(colour):
     with_it, without = (
         GrowthTraining(config) for config in (colour, with_batch(colour, augment=Augmentation()))
     )
-    accuracies = [training.play_round().accuracy for training in (with_it, without)]
+    for training in (with_it, without):
+        training.trainer.collect(deterministic=True)
+    accuracies = [training.envs.episodes().accuracy for training in (with_it, without)]
     assert not torch.equal(*accuracies)
 
 

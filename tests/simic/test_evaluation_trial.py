@@ -19,9 +19,9 @@ from esper.simic.evaluation.plans import (
 from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig
-from esper.tolaria.synthetic_hosts import SyntheticHosts
 from support.plans import planned
 from support.populations import random_task
+from support.synthetic_hosts import SyntheticHosts
 
 STEPS, MINIBATCHES, BATCH = 6, 3, 20
 MENU = menu_for(SiteKind.SERIES)[:4]

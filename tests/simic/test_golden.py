@@ -13,18 +13,19 @@ rounding of float32, they differ by at most 3e-6, or 1e-6 where they are near 0,
 the same. The test allows 1e-4 and 1e-6. Values below are stored in six digits.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 
-from esper.simic.training.config import PRESETS
+from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig
 
-CONFIG = replace(
-    PRESETS["oracle"],
+CONFIG = TrainConfig(
+    task="known_gains",
+    imports=("support.synthetic_hosts",),
     host_batch=HostBatchConfig(num_types=2, envs_per_type=4, episode_steps=12),
     growth=GrowthConfig(num_steps=12),
     policy=PolicyConfig(lstm_hidden_dim=8, slot_dim=8, blueprint_dim=8),

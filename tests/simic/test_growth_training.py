@@ -9,10 +9,13 @@ from esper.leyline.files import UnreadableFile, write_file
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.rewards import growth_score
+from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.growth_training import GrowthTraining
 from esper.tamiyo.learned import LearnedController
+from esper.tamiyo.scripted import RandomController
+from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.governor import Breakage, Rollback
-from esper.tolaria.synthetic_hosts import (
+from support.synthetic_hosts import (
     BLUEPRINT_PARAMS,
     HOST_ACCURACY,
     HOST_PARAMS,
@@ -49,11 +52,17 @@ def assert_same(records, others):
         assert record.variants == other.variants
 
 
+@pytest.fixture(scope="module", params=[ORACLE, NETWORKS], ids=["oracle", "networks"])
+def whole_run(request):
+    """A run that never stopped, and its records."""
+    training = GrowthTraining(request.param)
+    return training, run(training)
+
+
 @pytest.mark.parametrize("rounds", [0, 1, 2])  # features are scaled after the first
-@pytest.mark.parametrize("config", [ORACLE, NETWORKS], ids=["oracle", "networks"])
-def test_a_resumed_run_ends_with_the_numbers_of_one_that_never_stopped(config, rounds, tmp_path):
-    whole = GrowthTraining(config)
-    expected = run(whole)
+def test_a_resumed_run_ends_with_the_numbers_of_one_that_never_stopped(whole_run, rounds, tmp_path):
+    whole, expected = whole_run
+    config = whole.config
     first = GrowthTraining(config)
     begun = run(first, until=rounds)
     first.save(tmp_path / "checkpoint.pt")
@@ -98,7 +107,11 @@ def test_features_are_not_scaled_by_an_update_that_is_undone():
 
 def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
     training = GrowthTraining(ORACLE)
-    other = {"task": "known_gains", "host_batch": {"num_types": 2, "envs_per_type": 4}}
+    other = {
+        "task": "known_gains",
+        "imports": ORACLE.imports,
+        "host_batch": {"num_types": 2, "envs_per_type": 4},
+    }
     contents = {"config": other, "trainer": training.trainer.state_dict()}
     write_file(tmp_path / "other.pt", "growth run", contents, version=3)
     with pytest.raises(UnreadableFile, match="policy.*expected float32"):
@@ -208,3 +221,39 @@ def test_a_run_on_a_gpu_is_saved_and_resumed(tmp_path):
     assert [record.round for record in records] == [2, 3]
     assert all(record.episodes.scores.isfinite().all() for record in records)
     assert all(record.actions.device.type == "cpu" for record in records)
+
+
+def test_controls_only_wait_and_the_others_lead_over_them_is_reported():
+    hosts = SyntheticHosts(8, siblings=4)
+    environment = GrowthEnvironment(hosts, GrowthConfig(num_steps=4))
+    envs = GrowthEnvs(environment, "cpu", controls=1)
+    envs.begin_round()
+    generator = torch.Generator().manual_seed(0)
+    while not envs.round_over:
+        legal = envs.masks["op"].sum(dim=1)
+        assert (legal[3::4] == 1).all()
+        assert (legal[[0, 1, 2, 4, 5, 6]] > 1).all()
+        actions = RandomController(generator).decide(envs.reports, envs.masks)
+        assert (actions[3::4, 0] == LifecycleOp.WAIT).all()
+        envs.step(actions)
+    episodes = envs.episodes()
+    scores = episodes.scores.view(2, 4)
+    is_ungrown = (episodes.cost_params.sum(dim=1) == 0).view(2, 4)
+    assert is_ungrown[:, 3].all()
+    assert not is_ungrown.all()
+    ungrown = torch.stack(
+        [row[flags].mean() for row, flags in zip(scores, is_ungrown, strict=True)]
+    )
+    expected = (scores[:, :3].mean(dim=1) - ungrown).mean()
+    assert envs.metrics(1.0)["episode/lead"] == pytest.approx(float(expected))
+    with pytest.raises(ValueError, match="controls=4, but only 4 siblings"):
+        GrowthEnvs(environment, "cpu", controls=4)
+
+
+def test_the_probability_of_a_decision_is_that_of_all_its_choices():
+    training = GrowthTraining(replace(ORACLE, rounds=1))
+    (record,) = run(training)
+    rollout = training.trainer.buffer.get_batched_sequences()
+    expected = rollout.log_probs.double().exp().prod(dim=-1).float()
+    torch.testing.assert_close(record.probabilities, expected)
+    assert ((record.probabilities > 0) & (record.probabilities <= 1)).all()

@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from four_data_types import FOUR_TYPES, best_blind_scores
 
 from esper.kasmina.lifecycle import remove_live_seeds
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.rewards import ROLLBACK_PENALTY, growth_score
-from esper.simic.training.config import PRESETS
+from esper.simic.training.config import TrainConfig
 from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
-from esper.tolaria.synthetic_hosts import HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
+from support.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
 
 
 def make_trainer(num_envs, host_batch=None, *, rng_seed=0, **settings):
@@ -39,8 +38,8 @@ def play(trainer):
 
 
 def test_the_oracle_environment_is_learned():
-    """One of three short runs gains half of what the best plan gains; each gained 87 % or more."""
-    shares = (share_of_the_best_plan(32, rounds=25, rng_seed=rng_seed) for rng_seed in range(3))
+    """One of three short runs gains half of what the best plan gains; two gained 84 % or more."""
+    shares = (share_of_the_best_plan(24, rounds=16, rng_seed=rng_seed) for rng_seed in (1, 2, 0))
     assert any(share >= 0.5 for share in shares)
 
 
@@ -79,7 +78,7 @@ def test_what_to_grow_is_learned_by_type_of_data():
 def share_of_knowing_the_type(rng_seed, rounds=70):
     """What a policy gains after training: 0 as the best constant plan, 1 as the best by type."""
     host_batch = SyntheticHosts(64, FOUR_TYPES)
-    trainer = make_trainer(64, host_batch, rng_seed=rng_seed, **vars(PRESETS["oracle"].ppo))
+    trainer = make_trainer(64, host_batch, rng_seed=rng_seed, **vars(TrainConfig().ppo))
     for number in range(rounds):
         trainer.collect()
         trainer.learn(number / rounds)
@@ -87,7 +86,7 @@ def share_of_knowing_the_type(rng_seed, rounds=70):
     for _ in range(4):
         episodes = play(trainer)
         found += float((episodes.scores - HOST_ACCURACY).sum())
-        blind += float((best_blind_scores(host_batch, episodes.rent) - HOST_ACCURACY).sum())
+        blind += float((host_batch.best_blind_scores(episodes.rent) - HOST_ACCURACY).sum())
         possible += float((host_batch.best_scores(episodes.rent) - HOST_ACCURACY).sum())
     assert possible > 2.5 * blind > 0
     return (found - blind) / (possible - blind)

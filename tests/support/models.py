@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from esper.growing.sites import find_sites
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
@@ -85,6 +86,11 @@ MODELS = {
     "mlp": (mlp, lambda: torch.randn(6, 5)),
     "series": (series_cnn, lambda: torch.randn(6, 1, 16)),
 }
+
+
+def block_sites(model, *examples):
+    """The sites after modules, without the pairs of layers."""
+    return tuple(site for site in find_sites(model, *examples) if site.part is None)
 
 
 def build(name: str, rng_seed: int = 0) -> tuple[nn.Module, Tensor]:

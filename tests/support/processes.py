@@ -1,5 +1,7 @@
 """Child processes that cannot outlive a test, nor hang it."""
 
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -26,7 +28,35 @@ def child_process(command: Sequence[str], **options: Any) -> Iterator[subprocess
             process.kill()
 
 
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen) -> None:
+class Forked:
+    """A process that does `work` without output, forked from the test: torch is loaded already."""
+
+    def __init__(self, work: Callable[[], object]):
+        self.returncode: int | None = None
+        self._process = os.fork()
+        if self._process == 0:
+            try:
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, 1)
+                os.dup2(devnull, 2)
+                work()
+                os._exit(0)
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            process, status = os.waitpid(self._process, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if process else None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self._process, signal.SIGKILL)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+
+
+def wait_until(is_so: Callable[[], bool], process: "subprocess.Popen | Forked") -> None:
     """Until a condition holds, at most `DEADLINE_S` and while the process runs."""
     deadline = time.monotonic() + DEADLINE_S
     while True:

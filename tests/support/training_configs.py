@@ -1,16 +1,23 @@
 """Growth runs of seconds: without networks, and with the smallest that train."""
 
-from dataclasses import replace
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from esper.simic.training.config import PRESETS, TrainConfig
+from esper.leyline.plain_config import to_plain
+from esper.simic.training.config import TrainConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig
 
 POLICY = PolicyConfig(lstm_hidden_dim=8, slot_dim=8, blueprint_dim=8)
 
-ORACLE = replace(
-    PRESETS["oracle"],
+ORACLE = TrainConfig(
+    task="known_gains",
+    imports=("support.synthetic_hosts",),
+    variants=("plain",),
+    held_out_variants=(),
+    held_out_widths=(),
     host_batch=HostBatchConfig(num_types=2, envs_per_type=4, episode_steps=12),
     growth=GrowthConfig(num_steps=12),
     policy=POLICY,
@@ -37,12 +44,11 @@ NETWORKS = TrainConfig(
 )  # fmt: skip
 
 
+_FOLDER = TemporaryDirectory()  # removed when the process ends
+
+
 def flags(config: TrainConfig) -> list[str]:
-    """What `esper train --preset oracle` needs to be `ORACLE`, as far as `config` is."""
-    return [
-        "--preset=oracle", "--device=cpu", f"--rounds={config.rounds}",
-        f"--checkpoint-every={config.checkpoint_every}", "--observed-share=0.3",
-        "--host_batch.num-types=2", "--host_batch.envs-per-type=4", "--host_batch.episode-steps=12",
-        "--growth.num-steps=12", "--policy.lstm-hidden-dim=8", "--policy.slot-dim=8",
-        "--policy.blueprint-dim=8",
-    ]  # fmt: skip
+    """What `esper train` needs to run `config`."""
+    path = Path(_FOLDER.name, "config.json")
+    path.write_text(json.dumps(to_plain(config)))
+    return [f"--config={path}"]

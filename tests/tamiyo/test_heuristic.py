@@ -13,7 +13,6 @@ from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo import heuristic
 from esper.tamiyo.heuristic import (
     HeuristicConfig,
     HeuristicController,
@@ -22,7 +21,7 @@ from esper.tamiyo.heuristic import (
 )
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.scripted import FixedSchedule, RandomController
-from support.growth_simulator import HOST_MACS, HOST_PARAMS, GrowthSimulator, NoGrowth
+from support.growth_simulator import HOST_PARAMS, GrowthSimulator, NoGrowth
 from support.plans import planned
 from support.random_reports import report_batches
 
@@ -167,18 +166,11 @@ def failing_in_the_first_slot(rent: float) -> Iterator[tuple[HeuristicController
             controller.decide(seen, masks_of(seen))
 
 
-def test_it_tries_a_slot_again_with_another_blueprint_and_expects_less_of_it() -> None:
-    tried, expected = [], []
+def test_it_tries_a_slot_again_with_another_blueprint() -> None:
+    tried = []
     for (controller, reports), _ in zip(failing_in_the_first_slot(0.01), range(3), strict=False):
-        masks = masks_of(reports)
-        actions = controller.decide(reports, masks)
-        tried.append(int(actions[0, 2]))
-        (text, _) = controller.reasons(reports, masks, actions)
-        expected.append(float(text.split("bring ")[1].split(" points")[0]))
+        tried.append(int(controller.decide(reports, masks_of(reports))[0, 2]))
     assert len(set(tried)) == 3
-    assert expected[1] < 0.4 * expected[0]
-    assert expected[2] < 0.4 * expected[1]
-    assert text.endswith("more than it costs, though 2 others failed here; 25 steps left")
 
 
 def test_at_a_higher_rent_one_failure_is_enough_until_a_new_episode() -> None:
@@ -191,17 +183,15 @@ def test_at_a_higher_rent_one_failure_is_enough_until_a_new_episode() -> None:
     assert again[:, 0].tolist() == [LifecycleOp.WAIT, LifecycleOp.GERMINATE]
 
 
-def test_what_failed_is_the_seed_that_was_there_last_checkpoint_or_not() -> None:
+def test_what_failed_is_the_seed_that_was_there_last() -> None:
     """The first seed went by a rollback: its slot did not rest, and it does not count."""
     controller, reports = next(failing_in_the_first_slot(0.1))
     for blueprint in (CONV_CONV, CONV):
         grown = with_first_slot(reports, SeedStage.HOLDING, blueprint)
         controller.decide(grown, masks_of(grown))
-    other = HeuristicController()
-    other.recall(controller.memory())
     gone = with_first_slot(reports, SeedStage.EMBARGOED, -1)
-    other.decide(gone, masks_of(gone))
-    assert other.memory()["failed"][:, 0].nonzero().tolist() == [[0, CONV], [1, CONV]]
+    controller.decide(gone, masks_of(gone))
+    assert controller._failed[:, 0].nonzero().tolist() == [[0, CONV], [1, CONV]]
 
 
 @pytest.mark.parametrize(
@@ -284,83 +274,8 @@ def test_evidence_is_worth_something_to_it() -> None:
     assert final_score(HeuristicConfig()) > final_score(deaf) + 0.01
 
 
-def reason(reports: Reports) -> str:
-    controller, masks = HeuristicController(), masks_of(reports)
-    (text,) = controller.reasons(reports, masks, controller.decide(reports, masks))
-    return text
-
-
-RENT = 100 * 0.1 * math.log(1 + 416 / HOST_PARAMS)  # of the seed of `one_held_seed`, in points
-
-
-def test_it_says_why_it_prunes_a_seed_that_brings_too_little() -> None:
-    reports = one_held_seed(contribution=0.01, rent=0.1)
-    reports.contribution_error.fill_(0.004)
-    assert reason(reports) == (
-        f"worth +1.0 +- 0.4 points: 1.40 at best, below its rent of {RENT:.2f}; 15 steps left"
-    )
-
-
-def test_it_says_why_it_prunes_a_seed_that_the_host_only_leans_on() -> None:
-    """Worth more than its rent now, but not to a host that trained without it."""
-    reports = one_held_seed(contribution=0.15, rent=0.3)
-    reports.contribution_error.fill_(0.01)
-    # alone, so the prior is headroom * scale * m^0.8 * build * lateness
-    build = 1 - 0.5 * float(reports.reach[0, 0, CONV_CONV])
-    lateness = 1 - 0.8 * (10 - 8) / 25
-    macs = float(reports.cost_macs[0, 0, CONV_CONV])
-    prior = 23 * 0.35 * math.log(1 + macs / HOST_MACS) ** 0.8 * build * lateness
-    expected = prior + (15 - prior) * 10 / 25  # 10 of 25 steps are over
-    assert reason(reports) == (
-        "worth +15.0 +- 1.0 points to a model that trained with it. With 15 steps left to train "
-        f"without it, the model is expected to lack only {expected:.2f}, below its rent of "
-        f"{3 * RENT:.2f}"
-    )
-
-
 def test_the_later_the_more_a_contribution_counts() -> None:
     """Half of the time is enough to catch up with most of it, a fifth is not."""
     assert decide(one_held_seed(contribution=0.15, rent=0.3))[0, 0] == LifecycleOp.PRUNE
     late = one_held_seed(contribution=0.15, rent=0.3, step=20)
     assert decide(late)[0, 0] != LifecycleOp.PRUNE
-
-
-def test_it_says_why_it_commits() -> None:
-    reports = one_held_seed(contribution=0.1, rent=0.1, step=24)
-    reports.contribution_error.fill_(0.02)
-    text = f"worth +10.0 +- 2.0 points, above its rent of {RENT:.2f}; 1 step left, time to commit"
-    assert reason(reports) == text
-    unknown = one_held_seed(contribution=0.1, rent=0.05, step=24)
-    unknown.contribution_known.fill_(False)
-    assert reason(unknown).startswith("expected to gain")
-
-
-def test_it_says_why_it_advances_and_grows() -> None:
-    hurried = one_held_seed(contribution=0.1, rent=0.1, step=23, stage=SeedStage.BLENDING)
-    assert reason(hurried).startswith("2 steps left: brought to full weight")
-    in_shadow = one_held_seed(contribution=0.1, rent=0.1, stage=SeedStage.TRAINING)
-    assert reason(in_shadow).startswith("trained in shadow for 6 steps")
-    assert reason(GrowthSimulator(1, rent=0.1).observe()).endswith("it costs; 25 steps left")
-
-
-@given(reports=report_batches())
-def test_every_env_gets_a_reason_of_its_own(reports: Reports) -> None:
-    controller, masks = HeuristicController(), masks_of(reports)
-    actions = controller.decide(reports, masks)
-    texts = controller.reasons(reports, masks, actions)
-    waits = actions[:, 0] == LifecycleOp.WAIT
-    assert [text == "" for text in texts] == waits.tolist()
-    for env, text in enumerate(texts):
-        assert not text or "left" not in text or f"{int(reports.steps_left[env])} step" in text
-
-
-def test_reasons_do_not_judge_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged = []
-
-    def counted(reports: Reports, config: HeuristicConfig) -> heuristic.SeedJudgement:
-        judged.append(reports)
-        return judge_seeds(reports, config)
-
-    monkeypatch.setattr(heuristic, "judge_seeds", counted)
-    assert reason(one_held_seed(contribution=0.01, rent=0.1))
-    assert len(judged) == 1

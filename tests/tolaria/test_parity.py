@@ -1,6 +1,5 @@
 """The population against the oracle that trains one host at a time, side by side in float64."""
 
-import shutil
 from dataclasses import dataclass, field, fields
 
 import pytest
@@ -12,9 +11,10 @@ from esper.kasmina.hosts import build_host
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tolaria import optimizers
+from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import minibatch_indices
+from support.fused_on_cpu import allow_cpu, needs_compiler
 from support.legal_actions import legal_actions
 from support.per_host import PerHost
 from support.populations import random_task
@@ -26,16 +26,11 @@ HOSTS = {
     "conv2d": {"input_shape": (2, 9, 9), "widths": (4, 3)},
     "mlp": {"input_shape": (12,), "widths": (6, 5)},
 }
-OPTIMIZERS = {
-    "adamw": (
-        optimizers.AdamW(learning_rate=1e-2, weight_decay=0.05),
-        lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.05),
-    ),
-    "sgd": (
-        optimizers.SGD(learning_rate=0.05, momentum=0.9, weight_decay=0.01),
-        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
-    ),
-}
+BATCHED = AdamW(learning_rate=1e-2, weight_decay=0.05)
+
+
+def stock(params):
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.05)
 
 
 @dataclass
@@ -80,16 +75,15 @@ class Run:
             alone.end_step()
 
 
-def start(kind: str, optimizer: str, kernels: str | None = None) -> Run:
+def start(kind: str, kernels: str | None = None) -> Run:
     host = build_host(kind, num_classes=5, norm=True, **HOSTS[kind])
-    batched, stock = OPTIMIZERS[optimizer]
     population = Population(
         host,
         menu_for(host.sites[0].kind),
         random_task(host.input_shape, NUM_ROWS, num_views=2),
         num_hosts=NUM_HOSTS,
         batch_size=BATCH,
-        optimizer=batched,
+        optimizer=BATCHED,
         view_ids=VIEWS,
         kernels=kernels,
     )
@@ -139,15 +133,15 @@ def assert_same_life(states: SlotStates, host: int, slot: int, life) -> None:
 
 
 @pytest.mark.parametrize("shadow_training", [False, True], ids=["in host", "behind host"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", HOSTS)
-def test_a_population_trains_as_its_hosts_would_alone(kind, optimizer, shadow_training):
-    live_through_everything(start(kind, optimizer), shadow_training)
+def test_a_population_trains_as_its_hosts_would_alone(kind, shadow_training):
+    live_through_everything(start(kind), shadow_training)
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_so_does_one_run_by_the_fused_kernel():
-    live_through_everything(start("conv1d", "adamw", "fused"), shadow_training=True)
+@needs_compiler
+def test_so_does_one_run_by_the_fused_kernel(monkeypatch):
+    allow_cpu(monkeypatch)
+    live_through_everything(start("conv1d", "fused"), shadow_training=True)
 
 
 def live_through_everything(run: Run, shadow_training: bool) -> None:
@@ -173,7 +167,7 @@ def live_through_everything(run: Run, shadow_training: bool) -> None:
 
 @pytest.mark.parametrize("kind", HOSTS)
 def test_one_step_agrees_in_float32_too(kind):
-    run = start(kind, "adamw")
+    run = start(kind)
     population = run.population
     single = Population(
         population.host,
@@ -199,7 +193,7 @@ def test_one_step_agrees_in_float32_too(kind):
 
 
 def test_a_host_does_not_depend_on_the_others():
-    together, rng = start("conv1d", "adamw"), torch.Generator().manual_seed(3)
+    together, rng = start("conv1d"), torch.Generator().manual_seed(3)
     population = together.population
     alone = Population(
         population.host,

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from esper.kasmina import lifecycle
-from esper.kernels.hosts.graphs import covers, join, round_up
 from esper.leyline.constants import BlendStyle
-from esper.tolaria.batched import Grouping
+from esper.tolaria.batched import group_seeds
 from esper.tolaria.randomness import fold, uniform
 from support import moves
 from support.populations import (
@@ -27,9 +26,7 @@ def columns(population, slot):
 
 def storage(population):
     """Parameters and moments of all hosts, `[kinds, P, D]`."""
-    return torch.stack((population.parameter_table.params, *population.parameter_table.moments))[
-        :, :-1
-    ].clone()
+    return torch.stack((population.parameter_table.params, *population.parameter_table.moments))
 
 
 @pytest.mark.parametrize("style", BlendStyle)
@@ -98,7 +95,7 @@ def test_a_seed_behind_its_host_moves_its_own_weights_and_no_other(slot):
     for step in range(1, 4):
         for population in (watched, free):
             take_step(population, step)
-    seed = torch.zeros_like(watched.parameter_table.params[:-1], dtype=torch.bool)
+    seed = torch.zeros_like(watched.parameter_table.params, dtype=torch.bool)
     seed[:2, columns(watched, slot)] = True
     assert torch.equal(storage(watched)[:, ~seed], storage(free)[:, ~seed])
     moved = storage(watched)[0, :2, columns(watched, slot)] != at_birth
@@ -112,11 +109,11 @@ def test_a_seed_behind_its_host_stays_of_the_hosts_order_of_magnitude():
         take_step(population, step, count=20)
     host = population.host
     x = population.task.train_x.expand(4, -1, -1, -1).movedim(1, -1)
-    rows = population.parameter_table.params[:-1, : host.segments[0].num_params]
+    rows = population.parameter_table.params[:, : host.segments[0].num_params]
     activations = host.segments[0].forward(rows, x)
     program = population.menu[5].program(host.sites[0])
     layout = population.parameter_table.layout
-    seeds = population.parameter_table.params[:-1, layout.seed_columns(0, program.num_params)]
+    seeds = population.parameter_table.params[:, layout.seed_columns(0, program.num_params)]
     output = program.forward(seeds, activations)
     ratio = output.square().mean((1, 2, 3)).sqrt() / activations.square().mean((1, 2, 3)).sqrt()
     assert bool((ratio < 5).all())
@@ -216,30 +213,15 @@ def test_gradient_norms_are_those_of_the_seeds():
     assert (norms > 0).nonzero().tolist() == [[0, 1], [2, 0]]
 
 
-def test_graphs_round_the_sizes_of_groups_up_to_powers_of_two():
+def test_seeds_of_one_blueprint_in_one_slot_are_a_group():
     population = small_population()
+    assert group_seeds(population.states) == {}
     grow(population, [0, 1, 2, 3], [0, 0, 0, 1], blueprint=torch.tensor([2, 2, 2, 7]))
-    exact = Grouping.of(population.states).signature
-    for signature, size in ((exact, 3), (round_up(exact), 4)):
-        assert [tuple(group) for group in signature.capacities] == [
-            ((0, 2, False), size),
-            ((1, 7, False), 1),
-        ]
-
-
-def test_a_signature_covers_what_it_joins():
-    population = small_population()
-    signatures = []
-    for hosts, slots, style in ([0, 1, 2], [0, 1, 0], 0), ([3], [2], 1):
-        grow(population, hosts, slots, blueprint=2, style=style)
-        signatures.append(Grouping.of(population.states).signature)
-        population.reset(0)
-    first, second = signatures
-    joined = join(first, second)
-    assert covers(joined, first)
-    assert covers(joined, second)
-    assert not covers(first, second)
-    assert not covers(second, first)
+    groups = group_seeds(population.states)
+    assert {tuple(key): hosts.tolist() for key, hosts in groups.items()} == {
+        (0, 2, False): [0, 1, 2],
+        (1, 7, False): [3],
+    }
 
 
 def test_random_numbers_are_uniform_and_keys_are_apart():

@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 import torch
-from four_data_types import FOUR_TYPES, best_blind_scores
 
 from esper.kasmina.lifecycle import Transition
-from esper.tolaria.synthetic_hosts import (
+from support.synthetic_hosts import (
     BLUEPRINT_PARAMS,
+    FOUR_TYPES,
     HOST_ACCURACY,
     HOST_PARAMS,
     SITE_SHARES,
@@ -51,13 +51,13 @@ def test_the_best_scores_are_those_of_every_set_of_seeds_tried_by_hand():
         best_blind.append(score(blind, own.gains, rent))
     rent = torch.tensor(rents)
     torch.testing.assert_close(host_batch.best_scores(rent), torch.tensor(best))
-    torch.testing.assert_close(best_blind_scores(host_batch, rent), torch.tensor(best_blind))
-    assert (host_batch.best_scores(rent) > best_blind_scores(host_batch, rent) + 0.005).any()
+    torch.testing.assert_close(host_batch.best_blind_scores(rent), torch.tensor(best_blind))
+    assert (host_batch.best_scores(rent) > host_batch.best_blind_scores(rent) + 0.005).any()
 
 
 def test_with_one_type_there_is_nothing_to_know():
     host_batch, rent = planted(5), torch.linspace(0.02, 0.3, 5)
-    assert torch.equal(host_batch.best_scores(rent), best_blind_scores(host_batch, rent))
+    assert torch.equal(host_batch.best_scores(rent), host_batch.best_blind_scores(rent))
 
 
 def test_noise_has_the_deviation_asked_for_and_differs_between_siblings_and_steps():

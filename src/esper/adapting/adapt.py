@@ -7,8 +7,8 @@
 A controller that has practised on many shifts looks at the rows, decides where the model changes
 and what is added there. Its plans are compared on held-out rows with the usual rules: the model as
 it is, a new head, LP-FT (a new head first, then all weights; Kumar et al. 2022) and fine-tuning. Of
-those within one standard error of the best, the controller chooses which is trained again on all
-rows.
+those within half a standard error of the best, the controller chooses which is trained again on
+all rows.
 """
 
 import math

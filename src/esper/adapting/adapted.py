@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from esper.adapting.plans import HeadMode, Place, Places, Plan, What
 from esper.growing.inputs import tensors
-from esper.growing.plain import without_graphs
 from esper.growing.sites import ModelSite
 from esper.growing.slots import new_seed, with_first
+from esper.growing.tracing import without_graphs
 from esper.kasmina.blueprints import Blueprint, Site
 from esper.kasmina.layers import Conv, Layer, Linear, Norm, Relu
 from esper.leyline.constants import SiteKind

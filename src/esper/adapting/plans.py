@@ -133,7 +133,7 @@ class Places:
 
 def find_places(model: nn.Module, example: Any) -> Places:
     """Trace the model and find its places and its head."""
-    found = trace_sites(model, example).sites
+    found = trace_sites(model, example, enlarges=False).sites
     run = trace(model, example)
     chosen = {}
     if (at_input := _input_site(found, example)) is not None:

@@ -52,7 +52,14 @@ class AdaptationResult:
 
     def save(self, path: str | Path) -> None:
         """Write the change alone to a small file, for `esper.load_adaptation(model, path)`."""
-        save_change(self.model, self.places, path)
+        change = {name: tensor.detach().cpu() for name, tensor in self.model.changes().items()}
+        contents = {
+            "plan": [int(part) for part in self.plan],
+            "places": _plain_places(self.places),
+            "model": fingerprint(self.model.model),
+            "change": change,
+        }
+        write_file(path, _KIND, contents, version=_VERSION)
 
     def plain_model(self) -> nn.Module:
         """A copy without Esper's wrapper: changed weights merged, seeds as ordinary modules."""
@@ -79,17 +86,6 @@ class AdaptationResult:
             "the original model is unchanged: result.remove()\n"
             "keep the change: result.save(path); a plain module: result.plain_model()"
         )
-
-
-def save_change(adapted: Adapted, places: Places, path: str | Path) -> None:
-    plan = adapted.plan
-    contents = {
-        "plan": [int(part) for part in plan],
-        "places": _plain_places(places),
-        "model": fingerprint(adapted.model),
-        "change": {name: tensor.detach().cpu() for name, tensor in adapted.changes().items()},
-    }
-    write_file(path, _KIND, contents, version=_VERSION)
 
 
 def load_adaptation(model: nn.Module, path: str | Path) -> Adapted:

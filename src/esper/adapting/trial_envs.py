@@ -3,7 +3,7 @@
 An episode is one scenario. The usual rules (`ANCHORS`) are tried first. Then the policy sees the
 scenario's signals and proposes a plan and a learning rate per step; each is tried, and the policy
 sees its validation accuracy. Its last action names which of all that was tried is kept: few
-validation rows say little, so it may prefer anything within one standard error of the best. A reward
+validation rows say little, so it may prefer anything within `TRUST` standard errors of the best. A reward
 is the change in test accuracy of the leader, which is what validates best until the policy decides;
 the first is relative to the mean of all legal plans. The number of tries and the limit on parameters vary by
 episode, so one policy serves all budgets.
@@ -26,6 +26,7 @@ from esper.simic.training.trainer import Outcome
 MAX_TRIES = 6
 BUDGETS = (torch.inf, torch.inf, 0.25, 0.1)  # parameters added, relative to the model
 REWARD_SCALE = 10.0
+TRUST = 0.5  # all are judged on the same rows, so differences vary less than each accuracy does
 RENT = 0.01  # accuracy that a change of the model's own size must bring
 
 ACTION_SPACE = FactoredActionSpace(
@@ -138,11 +139,11 @@ class Tries:
         return ActionMasks(ACTION_SPACE, rows)
 
     def near_leader(self) -> Tensor:
-        """Choices at most one standard error of the validation accuracy below the leader."""
+        """Choices at most `TRUST` standard errors of the validation accuracy below the leader."""
         best = self.values.amax(1)
         right = (best.clamp(0, 1) * self.held_out + 1) / (self.held_out + 2)  # never 0 or 1
         error = (right * (1 - right) / self.held_out).sqrt()
-        return self.values >= (best - error)[:, None]
+        return self.values >= (best - TRUST * error)[:, None]
 
 
 def choices_of(actions: Tensor) -> Tensor:

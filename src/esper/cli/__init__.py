@@ -1,4 +1,4 @@
-"""cli: commands -- `esper train`, `esper evaluate`, `esper train-adapt`, `esper sites` and `esper gym`."""
+"""cli: commands -- `esper train`, `evaluate`, `watch`, `compare`, `train-adapt`, `sites` and `gym`."""
 
 import os
 import re
@@ -13,6 +13,8 @@ from typing import NoReturn
 _COMMANDS = {
     "train": "Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.",
     "evaluate": "Compare a trained controller with other ways to grow, on held-out hosts and data.",
+    "watch": "Show runs on a local page while they train.",
+    "compare": "Print how two runs differ: results and settings.",
     "train-adapt": "Train a controller that adapts trained models to shifted data.",
     "sites": "List where a model can grow, and what could grow there.",
     "gym": "Train PPO on a Gymnasium environment, then evaluate it.",
@@ -75,6 +77,10 @@ def _run(arguments: list[str]) -> None:
         raise ValueError(f"no command {name!r}; use one of {', '.join(_COMMANDS)}")
     if "" not in sys.path:
         sys.path.append("")  # modules to --import may be in the current folder
+    if name == "train" and not {"-h", "--help"} & set(arguments):
+        print("starting: Python loads torch, then the data are made or read", flush=True)
+    if name == "gym":  # small policies are fastest with one thread, far so on a busy machine
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     import tyro  # after the help: with torch, it takes seconds
 
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:

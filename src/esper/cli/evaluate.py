@@ -1,6 +1,7 @@
 """`esper evaluate`: does growing help? A table of arms and a verdict per claim."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from esper.leyline.ranks import join_ranks
+from esper.nissa.console import ProgressSink
 from esper.simic.evaluation.evaluate import evaluate_run
 from esper.simic.evaluation.report import EvaluationReport
 
@@ -42,17 +44,31 @@ def evaluate_and_show(
     runs: Sequence[Path], preset: str, out: Path, *, task: str | None = None, data: str = ""
 ) -> None:
     """Evaluate on all ranks; rank 0 shows the result."""
-    console, ranks = Console(), join_ranks()
-    report = evaluate_run(
-        runs,
-        preset,
-        task=task,
-        data=data,
-        say=lambda text: console.print(f"- {text}"),
-        ranks=ranks,
-    )
-    if ranks.is_first:
-        show(report, out, console)
+    report = evaluate_with_bar(runs, preset, task, data)
+    if join_ranks().is_first:
+        show(report, out, Console())
+
+
+def evaluate_with_bar(
+    runs: Sequence[Path], preset: str, task: str | None = None, data: str = ""
+) -> EvaluationReport:
+    """Evaluate on all ranks; a bar shows each phase."""
+    with ExitStack() as stack:
+        bars, texts = list[ProgressSink](), list[str]()
+
+        def say(text: str) -> None:
+            texts.append(text)
+            bars.clear()
+
+        def on_step(done: int, total: int) -> None:
+            if not bars:
+                stack.close()  # the bar of the phase before
+                bars.append(stack.enter_context(ProgressSink(total, text=texts[-1])))
+            bars[-1].update(done, texts[-1])
+
+        return evaluate_run(
+            runs, preset, task=task, data=data, say=say, on_step=on_step, ranks=join_ranks()
+        )
 
 
 def show(report: EvaluationReport, folder: Path, console: Console) -> None:

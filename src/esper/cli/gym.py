@@ -1,5 +1,6 @@
 """`esper gym ENV_ID`: PPO on a Gymnasium environment."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +114,10 @@ def describe(model: PPO, out: Path) -> str:
 
 def _train(model: PPO, total_steps: int | None, out: Path, save_every: int) -> int | None:
     """Train to the end or to a signal, then write the checkpoint; returns the signal."""
-    shown = {"episode/return": "return", "time/steps_per_second": "steps/s"}
+    shown: dict[str, Callable[[float], str]] = {
+        "episode/return": lambda mean: f"return {mean:,.3g}",
+        "time/steps_per_second": lambda speed: f"{speed:,.3g} steps/s",
+    }
     done, end = model.num_steps, total_steps or model.total_steps
     with ProgressSink(end, shown, done=done) as progress, stop_on_interrupt() as should_stop:
 

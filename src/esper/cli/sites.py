@@ -10,6 +10,7 @@ import torch
 import tyro
 from torch import nn
 
+from esper.growing.plain import working_sites
 from esper.growing.sites import count_macs, count_params, site_table, trace_sites
 
 EXAMPLES = 2  # in the random batch for --shape
@@ -24,16 +25,19 @@ def sites(factory: tyro.conf.Positional[str], shape: tuple[int, ...] = ()) -> No
         shape: of one input example, if the function returns only the model: --shape 3 32 32
     """
     model, example = load(factory, shape)
-    found = trace_sites(model, example).choose(None, ())
+    trace = trace_sites(model, example)
+    found = working_sites(model, trace.choose(None, ()), example)
     print(f"{count_params(model):,} parameters, {count_macs(model, example):,} multiply-adds")
     print(site_table(found))
+    for name, why in trace.not_larger.items():
+        print(f"{name} {why}")
 
 
 def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     """The model that a factory returns, and an example batch."""
     if any(size < 1 for size in shape):
         raise ValueError(f"--shape {shape}; use numbers of 1 or more, such as --shape 3 32 32")
-    made = _made(_function(factory), factory)
+    made = _made(function_named(factory), factory)
     if isinstance(made, nn.Module):
         if not shape:
             raise ValueError(
@@ -59,7 +63,8 @@ def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     return model, example
 
 
-def _function(factory: str) -> Callable[[], Any]:
+def function_named(factory: str) -> Callable[[], Any]:
+    """The function or class `module:name`; modules in the working directory are found."""
     module_name, _, name = factory.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise ValueError(f"{factory!r} does not name a function; write module:function")

@@ -1,8 +1,9 @@
 """`esper train`: train Tamiyo to grow networks, then compare it with other controllers."""
 
 import sqlite3
+import sys
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -13,16 +14,17 @@ import torch
 import tyro
 
 from esper.cli import stop_after_signal
-from esper.cli.evaluate import evaluate_and_show
+from esper.cli.evaluate import evaluate_with_bar
+from esper.cli.sites import function_named
 from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
-from esper.leyline.plain_config import differences
-from esper.leyline.protocols import EventSink
+from esper.leyline.plain_config import differences, to_plain
 from esper.leyline.ranks import Ranks, join_ranks, was_restarted
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
 from esper.nissa.database import RunDatabase, reasons_if_all_rolled_back
-from esper.nissa.tensorboard import TensorBoardSink
+from esper.nissa.event_sink import EventSink
+from esper.nissa.tensorboard import TensorBoardSink, log_picture
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import prepare
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
@@ -30,15 +32,14 @@ from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import choice_labels, describe_hosts, with_checksum
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
-from esper.tolaria.synthetic_hosts import SyntheticHosts
 
-PresetName = Literal["quick", "full", "oracle"]
-SHOWN = {
-    "episode/score": "score",
-    "episode/accuracy": "accuracy",
-    "episode/added_params": "params +",
-    "time/hosts_per_second": "hosts/s",
+PresetName = Literal["quick", "full"]
+Sinks = Sequence[Callable[[], EventSink]]
+SHOWN: dict[str, Callable[[float], str]] = {
+    "episode/lead": lambda lead: f"{100 * lead:+.1f} points over ungrown siblings",
+    "episode/added_params": lambda added: f"{added:+,.0f} params",
 }
+SMOOTHED_ROUNDS = 10  # hosts, data and rents differ from round to round
 
 
 def command(arguments: list[str]) -> Callable[..., None]:
@@ -51,34 +52,37 @@ def command(arguments: list[str]) -> Callable[..., None]:
         config: Path | None = None,
         out: Path | None = None,
         resume: Path | None = None,
+        sink: tuple[str, ...] = (),
     ) -> None:
         """Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.
 
         Ctrl-C, SIGTERM and SIGHUP finish the step, save, and print the command that continues.
 
         Args:
-            preset: quick (two CPU cores), full (a GPU) or oracle (no networks); other flags change it
+            preset: quick (two CPU cores) or full (a GPU); other flags change it
             config: the config.json of another run, in place of a preset; other flags change it
             out: the run's folder; runs/PRESET-NUMBER by default
             resume: the folder of a run to continue, bit-exact
+            sink: classes that record the metrics too, as module:Class; see docs/metrics.md
         """
         ranks = join_ranks()
+        sinks = [function_named(name) for name in sink]
         if resume is None:
             settings = with_checksum(settings)
             folder = ranks.broadcast(out or _free_folder("config" if config else preset))
             files = RunFiles(folder)
             if was_restarted() and files.config.exists() and files.read_config() == settings:
-                run_training(RunFolder.reopen(folder, ranks))
+                run_training(RunFolder.reopen(folder, ranks), sinks=sinks)
                 return
             training = _checked(settings, ranks)  # a mistake is found before the folder is made
-            run_training(RunFolder.create(folder, settings, ranks), training)
+            run_training(RunFolder.create(folder, settings, ranks), training, sinks)
             return
         if settings != PRESETS[chosen] or out is not None or config is not None:
             raise ValueError(
                 f"--resume {resume} uses the settings in {RunFiles(resume).config}; leave out "
                 "other flags"
             )
-        run_training(RunFolder.reopen(resume, ranks))
+        run_training(RunFolder.reopen(resume, ranks), sinks=sinks)
 
     return train
 
@@ -104,12 +108,13 @@ def defaults_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
 def _checked(config: TrainConfig, ranks: Ranks) -> GrowthTraining:
     """A new run; raises if it cannot be trained with its settings, or evaluated after that."""
     training = GrowthTraining(config, ranks)
-    if config.task != "known_gains":
-        prepare(config, EVALUATIONS["quick"])
+    prepare(config, EVALUATIONS["quick"])
     return training
 
 
-def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> None:
+def run_training(
+    folder: RunFolder, training: GrowthTraining | None = None, sinks: Sinks = ()
+) -> None:
     """Train a new run, or the one in the folder; then evaluate it."""
     files = folder.files
     resume_command = f"esper train --resume {files.path}"
@@ -117,7 +122,7 @@ def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> N
         training = training or folder.resume()
         print(describe(training, files))
         try:
-            stopped_by = _train(training, folder)
+            stopped_by = _train(training, folder, sinks)
         except (OSError, sqlite3.Error, TrainingFailed, ValueError) as error:
             where = f"{files.database}: " if isinstance(error, sqlite3.Error) else ""
             raise ValueError(
@@ -136,17 +141,18 @@ def run_training(folder: RunFolder, training: GrowthTraining | None = None) -> N
             f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
             "a new run with other settings, such as a lower --host-learning-rate"
         )
-    if isinstance(training.environment.host_batch, SyntheticHosts):
-        episodes = training.play_round()
-        hosts = SyntheticHosts(training.config.num_envs)  # of all ranks
-        share = hosts.share_of_best(episodes.scores, episodes.rent)
-        print(f"the frozen controller gains {share:.1%} of what the best plans gain")
-    else:
-        evaluate_and_show([files.path], "quick", files.path)
-    print(_written(files))
-    learned_from, full = _num_episodes(training.config), _num_episodes(PRESETS["full"])
-    if learned_from < full:
-        print(f"learned from {learned_from:,} episodes; --preset full learns from {full:,}")
+    report = evaluate_with_bar([files.path], "quick")
+    if ranks.is_first:
+        report.save(files.path)
+        log_picture(files.path, "evaluation", report.figures())
+        print(report.brief())
+        print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
+        print(f"Everything is in {files.path}; look at it with: {_command()} watch {files.path}")
+
+
+def _command() -> str:
+    """This command, as a shell can call it again."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "esper" else "python -m esper"
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:
@@ -163,7 +169,7 @@ def describe(training: GrowthTraining, files: RunFiles) -> str:
     )
 
 
-def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
+def _train(training: GrowthTraining, folder: RunFolder, more_sinks: Sinks = ()) -> int | None:
     """Train to the last round or to a signal, then write the checkpoint; returns the signal."""
     config, files = training.config, folder.files
     with ExitStack() as stack, stop_on_interrupt() as should_stop:
@@ -171,12 +177,19 @@ def _train(training: GrowthTraining, folder: RunFolder) -> int | None:
             training.run(lambda record: None, should_stop=should_stop)
             return max(training.ranks.gather(should_stop.signal or 0)) or None
         database = stack.enter_context(_open_database(training, files))
-        sinks: list[EventSink] = [
-            stack.enter_context(TensorBoardSink(files.path, first_step=training.rounds_done + 1)),
-            stack.enter_context(
-                ProgressSink(config.rounds, SHOWN, unit="rounds", done=training.rounds_done)
-            ),
-        ]
+        done = training.rounds_done
+        curves = TensorBoardSink(files.path, first_step=done + 1, settings=to_plain(config))
+        bar = ProgressSink(
+            config.rounds,
+            SHOWN,
+            unit="rounds",
+            done=done,
+            window=SMOOTHED_ROUNDS,
+            text="the first run compiles CPU kernels: about a minute, once",
+        )
+        sinks: list[EventSink] = [curves, bar, *(make() for make in more_sinks)]
+        for sink in sinks:
+            stack.enter_context(sink)
 
         def save() -> None:
             database.flush()  # first: a resumed run needs the rounds before its checkpoint
@@ -214,21 +227,6 @@ def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
             "run that never stopped"
         )
     return database
-
-
-def _written(files: RunFiles) -> str:
-    rows = (
-        (files.controller, "the controller, frozen"),
-        (files.checkpoint, "the run, to resume"),
-        (files.database, "rounds, episodes, decisions: docs/training.md has queries"),
-        (files.config, "its settings"),
-        (files.path, f"curves: tensorboard --logdir {files.path}"),
-    )
-    return "\n".join(f"  {path!s:44} {what}" for path, what in rows if path.exists())
-
-
-def _num_episodes(config: TrainConfig) -> int:
-    return config.rounds * config.num_envs
 
 
 def _free_folder(preset: str) -> Path:

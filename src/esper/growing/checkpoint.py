@@ -12,7 +12,7 @@ from esper.growing.network import NetworkState
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.files import read_file, write_file
 
-_KIND, _VERSION = "growth", 8
+_KIND, _VERSION = "growth", 9
 
 
 def write(path: str | Path, contents: dict[str, Any]) -> None:

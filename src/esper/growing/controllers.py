@@ -12,12 +12,14 @@ from torch import Tensor
 from esper.growing.budget import Budget
 from esper.growing.inputs import DataFacts
 from esper.growing.network import GrowingNetwork
+from esper.growing.pairs import units_of
 from esper.growing.preparation import PreparedModel
+from esper.growing.sites import ModelSite
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.protocols import Controller
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleError
-from esper.tamiyo.heuristic import HeuristicController
+from esper.tamiyo.evidence import EvidenceController
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.reports import History, HostFacts, build_reports, seed_costs, site_facts
 
@@ -48,6 +50,19 @@ class TimedController(Protocol):
     def least_steps(self) -> int: ...
 
 
+@runtime_checkable
+class EvidenceReader(Protocol):
+    """A controller that decides by evidence; see `evidence.py`."""
+
+    def wants_evidence(self, progress: float) -> bool:
+        """Whether evidence is needed for a decision at this progress, 0 to 1."""
+        ...
+
+    def see(self, gain: Tensor) -> None:
+        """Expected gain of each slot and blueprint, `[S, B]`."""
+        ...
+
+
 def check_time(controller: Controller, steps: int) -> None:
     """Raise if the run is too short for the controller to grow anything."""
     if isinstance(controller, TimedController) and steps < controller.least_steps:
@@ -62,7 +77,7 @@ def check_time(controller: Controller, steps: int) -> None:
 def make_controller(controller: str | Path | Controller) -> Controller:
     """The controller for "heuristic", the path of a saved policy, or a controller."""
     if controller == "heuristic":
-        return HeuristicController()
+        return EvidenceController()
     if isinstance(controller, Controller) and not isinstance(controller, type):
         return controller
     if not isinstance(controller, str | Path):
@@ -151,6 +166,17 @@ class Reporter:
             [site.tokens for site in prepared.sites],
         )
         of_sites["site_kind"] = torch.tensor([int(site.kind) for site in prepared.sites])
+        sites, self._links = prepared.sites, _links(prepared.sites)
+        self._inside = [
+            (pair, site)
+            for pair, owner in enumerate(sites)
+            for site, other in enumerate(sites)
+            if (owner.pair is not None and other.name in owner.pair.inside)
+            or (owner.copied is not None and other.name == owner.copied.block)
+        ]
+        self._units = torch.tensor(
+            [[units_of(s.seed_site, b) for b in prepared.menu] for s in sites]
+        )
         self._facts = HostFacts(
             host_params=torch.tensor([prepared.params]),
             host_macs=torch.tensor([prepared.macs]),
@@ -162,16 +188,39 @@ class Reporter:
     @property
     def params(self) -> int:
         """Parameters of the model and every seed in it."""
-        return self.model_params + int(seed_costs(self._facts, self._network.states)[0].sum())
+        return self.model_params + int(seed_costs(self._facts_now(), self._network.states)[0].sum())
 
     @property
     def macs(self) -> int:
         """Multiply-adds per example, likewise."""
-        return self.model_macs + int(seed_costs(self._facts, self._network.states)[1].sum())
+        return self.model_macs + int(seed_costs(self._facts_now(), self._network.states)[1].sum())
+
+    def _facts_now(self) -> HostFacts:
+        """The facts with the costs and fits that depend on the seeds in the network.
+
+        Neighbouring pairs share a layer: it also gets weights between the new units of both. A seed
+        inside a pair has the width of its layer, so only one of the two can grow.
+        """
+        facts, states = self._facts, self._network.states
+        has_seed, chosen = states.has_seed[0], states.blueprint[0].clamp(min=0)
+        live = self._units.gather(1, chosen.unsqueeze(1)).squeeze(1) * has_seed
+        params, macs, fits = (
+            table.clone() for table in (facts.cost_params, facts.cost_macs, facts.fits)
+        )
+        for first, second, cross, cross_macs in self._links:
+            for pair, other in ((first, second), (second, first)):
+                if pair > other or not has_seed[pair]:  # count it once
+                    shared = self._units[pair] * live[other]
+                    params[0, pair] += shared * cross
+                    macs[0, pair] += (shared * cross_macs).round().long()
+        for pair, site in self._inside:
+            fits[0, site] &= ~has_seed[pair]
+            fits[0, pair] &= ~has_seed[site]
+        return facts._replace(cost_params=params, cost_macs=macs, fits=fits)
 
     def observe(self, step: int, steps_left: int, history: History) -> Reports:
         data = self.data  # a checkpoint may have replaced it
-        facts = self._facts._replace(
+        facts = self._facts_now()._replace(
             train_rows=torch.tensor([data.train_rows]),
             locality=torch.tensor([data.locality], dtype=torch.float32),
         )
@@ -187,6 +236,17 @@ class Reporter:
             rent=torch.tensor([self._rent], dtype=torch.float32),
             compute_price=0.0,
         )
+
+
+def _links(sites: Sequence[ModelSite]) -> list[tuple[int, int, int, float]]:
+    """Pairs whose last layer is the first of another, and the costs of one unit in both."""
+    pairs = {index: site.pair for index, site in enumerate(sites) if site.pair is not None}
+    return [
+        (a, b, first.cross, first.cross_macs)
+        for a, first in pairs.items()
+        for b, second in pairs.items()
+        if first.last == second.first
+    ]
 
 
 def add_measured_seeds(

@@ -12,6 +12,7 @@ After the last decision the model is the best committed network of the run. `gro
 is a copy of it without slots.
 """
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from torch import Tensor, nn, optim
 from esper.growing import checkpoint
 from esper.growing.budget import Budget
 from esper.growing.controllers import (
+    EvidenceReader,
     Reporter,
     StatefulController,
     add_measured_seeds,
@@ -36,10 +38,11 @@ from esper.growing.controllers import (
     reason_of,
 )
 from esper.growing.eval_mode import random_states, set_random_states
+from esper.growing.evidence import BATCHES, Evidence
 from esper.growing.export import FORMATS, export
-from esper.growing.inputs import DataFacts
+from esper.growing.inputs import DataFacts, batch_size
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
-from esper.growing.network import GrowingNetwork
+from esper.growing.network import GrowingNetwork, Ramp
 from esper.growing.optimizers import AnyScheduler, SeedGradients
 from esper.growing.parallel import unwrapped
 from esper.growing.plain import plain_model
@@ -57,10 +60,12 @@ from esper.growing.validation import (
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
 from esper.leyline.ranks import ALONE, Ranks
+from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.reports import History
 
 DEFAULT_RENT = 0.02  # low: the budget is the limit, rent only keeps out seeds that gain nothing
+RAMP_PARTS = 2  # alphas move in the first of this many parts of the steps between two decisions
 
 _instances: WeakSet["Growth"] = WeakSet()
 
@@ -85,7 +90,8 @@ class Growth:
             learned controller was trained with.
         frozen: switch off `requires_grad` for all weights but the output layer's, so that only it
             and the seeds train: a trained model adapts to other data without forgetting.
-        rent: metric that a seed must gain per unit of log(1 + its parameters / the model's).
+        rent: metric that a seed must gain per unit of log(1 + its parameters / the model's), plus
+            the same for multiply-adds.
         max_germinations: most seeds that may be started.
         shadow_training: train new seeds by `shadow_loss` before they change the output.
         rng_seed: of the initial weights of seeds.
@@ -143,6 +149,7 @@ class Growth:
             exclude=exclude,
             blueprints=blueprints_for(self.controller, blueprints),
             budget=self.budget,
+            enlarges=not isinstance(self.controller, LearnedController),  # it was trained without
         )
         self._validator.check(model)
         check_time(self.controller, decisions - 1)  # the last call only closes the run
@@ -178,8 +185,10 @@ class Growth:
         self._recorder = Recorder(ledger, self._network)
         self._safe_points = SafePoints(self._network, self._recorder.seed_ids)
         self._gradients = SeedGradients(optimizer, self._network.slots)
+        self._evidence = Evidence(self._network)
         self.step = 0  # decisions made
-        self.optimizer_steps = 0
+        self.optimizer_steps = self._steps_at_decision = 0
+        self.expected_steps = 0  # before the first decision, if it is known
         self.is_closed = False
         self._train_losses: list[Tensor] = []
         self._has_shadowed = False  # since the last step
@@ -193,6 +202,7 @@ class Growth:
         self.optimizer_steps += 1
         if loss is not None:
             self._train_losses.append(loss.detach())
+        self._evidence.after_step()
         grown = [slot for slot in self._network.slots if slot.seed is not None]
         if not grown:
             return
@@ -201,6 +211,7 @@ class Growth:
             if slot.alpha != 0.0 and not self.is_closed:
                 slot.note_step()
         self._gradients.after_step()
+        self._network.move_alphas()
 
     def shadow_loss(self, compute_loss: Callable[[], Tensor]) -> None:
         """With `shadow_training`: call before `optimizer.step()`, once per backward pass.
@@ -248,6 +259,8 @@ class Growth:
         self._safe_points.restore(best)
         self.is_closed = True
         self._recorder.closed(self.step, best.step, self._history)
+        self._network.merge_branches()
+        self.ledger.costs = self.ranks.broadcast(self.ledger.costs)  # clocks of ranks differ
         self.ledger.after = replace(self.ledger.before, params=self.params, macs=self.macs)
 
     # ---- the state of the run
@@ -263,7 +276,7 @@ class Growth:
         return {
             slot.site.name: self._network.menu[blueprint].name
             for slot, blueprint in zip(self._network.slots, blueprints, strict=True)
-            if slot.seed is not None
+            if blueprint >= 0
         }
 
     @property
@@ -310,6 +323,7 @@ class Growth:
                 "left out. To keep the best measured network, call close() first",
                 stacklevel=3,
             )
+        self._evidence.stop()  # a copy of the model would have its hooks
         return plain_model(self.model, self._network.slots)
 
     # ---- checkpoints
@@ -341,6 +355,8 @@ class Growth:
             "safe_points": self._safe_points.to_dict(),
             "history": self._history.to_dict(),
             "counts": (self.step, self.optimizer_steps, self.is_closed),
+            "ramp": (self._steps_at_decision, *self._network.ramp),
+            "evidence": self._evidence.to_dict(),
             "train_losses": self._train_losses,
             "gradient_norms": self._gradients.norms,
             "ledger": self.ledger.to_json(),
@@ -372,6 +388,10 @@ class Growth:
         self._safe_points.load(saved["safe_points"])
         self._history = History.from_dict(saved["history"])
         self.step, self.optimizer_steps, self.is_closed = saved["counts"]
+        self._steps_at_decision, *ramp = saved["ramp"]
+        self._network.ramp = Ramp(*ramp)
+        self._network.set_alphas()
+        self._evidence.load(saved["evidence"])
         self._train_losses, self._gradients.norms = saved["train_losses"], saved["gradient_norms"]
         self._recorder.ledger = Ledger.from_json(saved["ledger"])
         self._recorder.seed_ids.update(saved["seed_ids"])
@@ -398,9 +418,17 @@ class Growth:
         The stage changes do not affect the output: a seed that is removed here has alpha 0. Returns
         the network as it is now; None if it was never measured in this state.
         """
+        self._evidence.stop()
+        self._network.set_alphas(is_over=True)
         is_first = self._safe_points.best is None
+        self._add_training_cost()
+        start = time.perf_counter()
         self.ranks.copy_first(self._network.statistics())
         measured = self._validator.measure(self._network, val_metric, val_loss, is_first=is_first)
+        if measured.rows:
+            self.ledger.add_cost(
+                "measuring", self.macs * measured.rows, time.perf_counter() - start
+            )
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
             self._record_fates()
@@ -417,6 +445,15 @@ class Growth:
         self._history.add_validation(metric, loss)
         self._safe_points.update(self.step, measured)
         return self._safe_points.last
+
+    def _add_training_cost(self) -> None:
+        """Multiply-adds of the optimiser steps since the last decision, by the size of `example`."""
+        steps = self.optimizer_steps - self._steps_at_decision
+        rows = 3 * batch_size(self.example)
+        if steps:
+            self.ledger.add_cost("growing", steps * rows * self.macs)
+        if self._evidence.macs:
+            self.ledger.add_cost("measuring", 3 * self._evidence.macs)
 
     def _record_step(self, measured: Measurement) -> None:
         losses, self._train_losses = self._train_losses, []
@@ -451,6 +488,9 @@ class Growth:
         reports = self._reporter.observe(self.step, steps_left, self._history)
         action_space = self._reporter.action_space
         masks = compute_batch_masks(reports, action_space)
+        if isinstance(self.controller, EvidenceReader):
+            self.controller.see(self._evidence.gains())
+            self._evidence.clear()
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
         reason = reason_of(self.controller, reports, masks, actions)
@@ -458,11 +498,17 @@ class Growth:
         record = self._recorder.decision(self.step, actions[0], masks, reason)
         states = self._network.states
         transition = apply(states, actions, action_space, shadow_training=self.shadow_training)
-        self._network.adopt(transition.then(begin_step))
+        # as many steps as before the decision are expected after it
+        steps = self.optimizer_steps - self._steps_at_decision or self.expected_steps
+        self._steps_at_decision = self.optimizer_steps
+        self._network.adopt(transition.then(begin_step), max(1, steps // RAMP_PARTS))
         self._history.add_action(actions)
         self._record_fates()
         self._network.forget_calls()
         self.step += 1
+        progress = self.step / (self.decisions - 1)
+        if isinstance(self.controller, EvidenceReader) and self.controller.wants_evidence(progress):
+            self._evidence.start(self.step, wait=max(0, steps - BATCHES))
         for limit, used in ((self.budget.params, self.params), (self.budget.macs, self.macs)):
             assert limit is None or used <= limit, "the masks let the budget be exceeded"
         return record

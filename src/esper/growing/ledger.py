@@ -141,6 +141,14 @@ class TwinRecord(_Measured):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CostRecord:
+    """What one part of a run has cost so far."""
+
+    macs: float = 0.0  # multiply-adds; a training step counts as three forward passes
+    seconds: float | None = None  # None: not measured, as for steps of a custom loop
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Grown and ungrown network, measured on the same validation data."""
 
@@ -148,6 +156,7 @@ class Verdict:
     ungrown: float  # metric of the ungrown twin
     returned: Literal["grown", "ungrown"]  # which one the user got
     difference_error: float | None = None  # standard error of grown - ungrown, where known
+    repeats: int = 1  # runs; of several, the numbers are means and the error is over runs
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.grown) and math.isfinite(self.ungrown)):
@@ -178,6 +187,7 @@ class Ledger:
     fates: list[FateRecord] = field(default_factory=list)
     rollbacks: list[RollbackRecord] = field(default_factory=list)
     twin: list[TwinRecord] = field(default_factory=list)
+    costs: dict[str, CostRecord] = field(default_factory=dict)  # of growing, twin and measuring
     after: NetworkRecord | None = None
     verdict: Verdict | None = None
     headline: str = ""  # the verdict of an adaptation
@@ -198,15 +208,34 @@ class Ledger:
         gain, error = verdict.grown - verdict.ungrown, verdict.difference_error
         grown, ungrown = (self.show(value) for value in (verdict.grown, verdict.ungrown))
         margin = self.show_gain(gain, error)
+        runs = f" The means of {verdict.repeats} runs." if verdict.repeats > 1 else ""
+        if error is not None and not runs:
+            runs = " The error does not include the randomness of training: see repeats=."
         if verdict.returned == "ungrown":
             scores = f"{self.metric} {grown} grown, {ungrown} ungrown ({margin})"
-            return f"Growing did not help: {scores}. The ungrown network was returned."
+            return f"Growing did not help: {scores}. The ungrown network was returned.{runs}"
         change = f"{self.metric} {ungrown} to {grown} ({margin})"
         if not added:
-            return f"Nothing was kept: {change}, at the same size."
+            return f"Nothing was kept: {change}, at the same size.{runs}"
         is_clear = gain > CLEAR_ERRORS * (error or 0.0)
         opening = "Growing helped" if is_clear else "No clear difference"
-        return f"{opening}: {change} for {cost}."
+        return f"{opening}: {change} for {cost}.{runs}"
+
+    def add_cost(self, part: str, macs: float, seconds: float | None = None) -> None:
+        before = self.costs.get(part, CostRecord())
+        if seconds is not None:
+            seconds += before.seconds or 0.0
+        self.costs[part] = CostRecord(macs=before.macs + macs, seconds=seconds or before.seconds)
+
+    def cost_summary(self) -> str:
+        """The training cost of the run in one sentence."""
+        parts = [
+            f"{part} {cost.macs:.2g}"
+            + ("" if cost.seconds is None else f" in {cost.seconds:.0f} s")
+            for part, cost in self.costs.items()
+        ]
+        total = sum(cost.macs for cost in self.costs.values())
+        return f"Cost: {total:.2g} multiply-adds ({', '.join(parts)})."
 
     @property
     def is_share(self) -> bool:

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
@@ -17,7 +17,7 @@ from esper.growing.eval_mode import untouched_randomness
 from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.parallel import SeedAverage
 from esper.growing.sites import ModelSite
-from esper.growing.slots import Slot, new_seed
+from esper.growing.slots import AnySeed, Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
@@ -39,6 +39,16 @@ class NetworkState:
     seeds: dict[int, dict[str, Tensor]]  # by slot
     moments: dict[str, dict[str, Any]]  # the optimiser's state by parameter name
     slots: SlotStates  # one host
+    is_merged: bool = False  # committed branches are part of the model's layers
+
+
+class Ramp(NamedTuple):
+    """Alphas between two decisions, by slot."""
+
+    start: list[float]
+    goal: list[float]
+    steps: int = 1  # optimiser steps from start to goal
+    done: int = 0
 
 
 class GrowingNetwork:
@@ -59,8 +69,9 @@ class GrowingNetwork:
         self.ranks, self._average = ranks, SeedAverage(ranks)
         self.optimizer = optimizer
         self.menu = tuple(menu)
-        self.slots = tuple(Slot(site, model.get_submodule(site.name)) for site in sites)
+        self.slots = tuple(Slot(site, model) for site in sites)
         self.states = SlotStates.dormant(1, len(self.slots))
+        self.ramp = Ramp([0.0] * len(self.slots), [0.0] * len(self.slots))
         self.in_shadow: list[int] = []  # slots whose seeds are in shadow training
         self.generator = generator  # of the seeds' initial weights
         self._sound = finite_buffers(model)
@@ -81,8 +92,11 @@ class GrowingNetwork:
             "weights outside the model": {n: tuple(p.shape) for n, p in self._others.items()},
         }
 
-    def adopt(self, transition: Transition) -> None:
-        """Carry out a transition from `self.states`: add and remove seeds, set alphas."""
+    def adopt(self, transition: Transition, steps: int = 1) -> None:
+        """Carry out a transition from `self.states`: add and remove seeds, set alphas.
+
+        Alphas move in equal parts over this many optimiser steps.
+        """
         self.states = states = transition.states
         self.in_shadow = (states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
         for index, slot in enumerate(self.slots):
@@ -90,10 +104,27 @@ class GrowingNetwork:
                 self._remove_seed(slot)
             if transition.germinated[0, index]:
                 self._add_seed(index)
-            stage = SeedStage(int(states.stage[0, index]))
-            # a seed in shadow training is active in the shadow pass only
-            slot.alpha = 0.0 if stage == SeedStage.TRAINING else float(states.alpha[0, index])
-            slot.is_committed = stage == SeedStage.FOSSILIZED
+            slot.is_committed = bool(states.stage[0, index] == SeedStage.FOSSILIZED)
+        # a seed in shadow training is active in the shadow pass only
+        is_felt = (states.stage[0] != SeedStage.TRAINING) & torch.tensor(
+            [slot.seed is not None for slot in self.slots]
+        )
+        goals = torch.where(is_felt, states.alpha[0], 0.0).tolist()
+        self.ramp = Ramp([slot.alpha for slot in self.slots], goals, steps)
+        self.move_alphas()
+
+    def move_alphas(self) -> None:
+        """Set the alphas of the next optimiser step."""
+        self.ramp = self.ramp._replace(done=min(self.ramp.done + 1, self.ramp.steps))
+        self.set_alphas()
+
+    def set_alphas(self, *, is_over: bool = False) -> None:
+        """The alphas of the ramp as far as it is, or of its end."""
+        start, goal, steps, done = self.ramp
+        for slot, a, b in zip(self.slots, start, goal, strict=True):
+            alpha = b if is_over or done == steps else a + (b - a) * done / steps
+            if slot.alpha != alpha:
+                slot.alpha = alpha
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The weights of the model and of every seed in it."""
@@ -176,10 +207,24 @@ class GrowingNetwork:
                 name: copy.deepcopy(state[p]) for name, p in self._trained().items() if p in state
             },
             slots=self.states,
+            is_merged=any(slot.is_merged for slot in self.slots),
         )
+
+    def merge_branches(self) -> None:
+        """Make committed branches part of the model's layers, with their optimiser state."""
+        merging = [
+            s for s in self.slots if s.is_committed and s.site.part is not None and not s.is_merged
+        ]
+        for slot in sorted(merging, key=lambda slot: slot.site.pair is None):  # copies shift names
+            self._groups.replace(slot.merge(self.model))
 
     def restore(self, state: NetworkState) -> None:
         """Restore a captured state, optimiser included; its settings (rates) stay as they are."""
+        wanted = state.slots.has_seed
+        present = torch.tensor([[s.seed is not None or s.is_merged for s in self.slots]])
+        self.adopt(Transition(state.slots, wanted & ~present, present & ~wanted))
+        if state.is_merged:
+            self.merge_branches()
         with torch.no_grad():
             for name, value in state.weights.items():
                 self.model.get_parameter(name).copy_(value)
@@ -189,9 +234,6 @@ class GrowingNetwork:
                 self._others[name].copy_(value)
         for name, extra in state.extras.items():
             self.model.get_submodule(name).set_extra_state(copy.deepcopy(extra))
-        wanted = state.slots.has_seed
-        present = torch.tensor([[slot.seed is not None for slot in self.slots]])
-        self.adopt(Transition(state.slots, wanted & ~present, present & ~wanted))
         for index, weights in state.seeds.items():
             self.seed(index).load_state_dict(weights)
         for name, parameter in self._trained().items():
@@ -206,10 +248,16 @@ class GrowingNetwork:
         """All weights that the optimiser may hold."""
         return self.named_parameters() | self._others
 
+    def new_seed(
+        self, blueprint: Blueprint, site: ModelSite, generator: torch.Generator
+    ) -> AnySeed:
+        with self.without(range(len(self.slots))):  # a copy of a block has no hooks of growth
+            return new_seed(blueprint.program(site.seed_site), site, generator, self.model)
+
     def _add_seed(self, index: int) -> None:
         slot = self.slots[index]
         blueprint = self.menu[int(self.states.blueprint[0, index])]
-        seed = new_seed(blueprint.program(slot.site.seed_site), slot.site, self.generator)
+        seed = self.new_seed(blueprint, slot.site, self.generator)
         slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
         self._average.watch(seed)
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]

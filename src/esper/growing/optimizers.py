@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from esper.growing.slots import Slot
+from esper.growing.widening import Enlarged
 
 AnyScheduler = LRScheduler | ReduceLROnPlateau
 
@@ -61,6 +62,17 @@ class SeedGroups:
             group["params"].append(parameter)
             if "param_names" in group:
                 group["param_names"].append(name)
+
+    def replace(self, changed: Iterable[Enlarged]) -> None:
+        """Put larger parameters in the place of the model's own; the seed's leave."""
+        state = self._optimizer.state
+        for entry in changed:
+            for group in self._optimizer.param_groups[: self.num_own]:
+                group["params"][:] = [entry.new if p is entry.old else p for p in group["params"]]
+            if entry.old in state:
+                moments = entry.moments(state.pop(entry.old), state.get(entry.part, {}))
+                state[entry.new] = moments
+            self.leave([entry.part])
 
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remove weights with their optimiser state."""

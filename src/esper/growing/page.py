@@ -8,12 +8,17 @@ The page is assembled from `page_parts/` and loads nothing else. All it shows co
 
 import html
 import json
+import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import esper
 from esper.growing.ledger import NO_REASON, DecisionRecord, Ledger, SeedRecord
 from esper.leyline.files import atomic_write
 
@@ -55,6 +60,7 @@ def page_data(ledger: Ledger) -> dict[str, Any]:
         "metric": {"name": ledger.metric, "isShare": ledger.is_share},
         "controller": ledger.controller,
         "facts": ledger.facts,
+        "written": _written(),
         "budget": asdict(ledger.budget),
         "before": asdict(ledger.before),
         "after": ledger.after and asdict(ledger.after),
@@ -69,6 +75,22 @@ def page_data(ledger: Ledger) -> dict[str, Any]:
         "rollbacks": [[entry.step, entry.to_step, entry.reason] for entry in ledger.rollbacks],
         "seeds": [_seed(ledger, record) for record in ledger.seeds],
     }
+
+
+def _written() -> dict[str, str]:
+    """When the page was written, by which version, and at which commit of the working directory."""
+    facts = {"written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "esper": esper.__version__}
+    return facts | ({"commit": commit} if (commit := _commit()) else {})
+
+
+@cache
+def _commit() -> str:
+    """Of the working directory; empty if it is no repository."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return run.stdout.strip()
+    return ""
 
 
 def _event(ledger: Ledger, decision: DecisionRecord) -> dict[str, Any]:
@@ -90,7 +112,7 @@ def _no_reason(ledger: Ledger, decision: DecisionRecord) -> str:
         for step, state in states
         if step <= decision.step and state.contribution is not None
     ]
-    return NO_REASON + (f"; the seed's gain was {gains[-1]}" if gains else "")
+    return NO_REASON + (f"; switching the seed off would cost {gains[-1]}" if gains else "")
 
 
 def _seed(ledger: Ledger, record: SeedRecord) -> dict[str, Any]:

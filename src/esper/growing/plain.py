@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from esper.growing.deepening import BlockCopy, new_copy
 from esper.growing.eval_mode import eval_mode
+from esper.growing.heads import HeadsBranch
 from esper.growing.inputs import forward, tensors
+from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
-from esper.growing.slots import Seed, Slot, blend_one, with_first
+from esper.growing.slots import Seed, Slot, blend_one, new_seed, with_first
+from esper.growing.tracing import without_graphs
+from esper.growing.widening import Branch
 from esper.leyline.constants import BlendStyle
 
 
@@ -68,18 +72,42 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
 
     Uncommitted seeds and all hooks of growth are left out.
     """
-    committed = [(slot, slot.alpha) for slot in slots if slot.is_committed]
+    live = [(slot, slot.alpha) for slot in slots if slot.is_committed and slot.seed is not None]
+    committed = [entry for entry in live if entry[0].site.part is None]
     committed.sort(key=lambda entry: len(list(entry[0].module.modules())))  # inner sites first
     copies = without_graphs(model)  # also replaces sites in lists and dicts of the model
     with ExitStack() as stack:
         for slot in slots:
             stack.enter_context(slot.with_alpha(0.0))
         for slot, alpha in committed:
-            assert slot.seed is not None
+            assert isinstance(slot.seed, Seed)
             site = copy.deepcopy(slot.module, copies)
             grown = Grown(site, copy.deepcopy(slot.seed), alpha, slot.style)
             copies[id(slot.module)] = grown
-        return copy.deepcopy(model, copies)
+        plain = copy.deepcopy(model, copies)
+    for slot, alpha in live:
+        if isinstance(slot.seed, Branch | HeadsBranch):
+            branch = copy.deepcopy(slot.seed)
+            branch.merge_into(lambda name: _inner(copies[id(model.get_submodule(name))]), alpha)
+    for slot, _ in live:
+        if isinstance(slot.seed, BlockCopy):
+            stack = copies[id(model.get_submodule(slot.seed.copied.stack))]
+            block = copy.deepcopy(slot.seed, without_graphs(slot.seed))
+            block.insert_into(plain, stack, copies[id(slot.module)])
+    return plain
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return module.site if isinstance(module, Grown) else module
+
+
+def working_sites(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
+    """The sites without those whose seeds the model's code cannot merge: it needs a fixed shape."""
+    merging = [Slot(site, model) for site in sites if site.part is not None]
+    if not _works_in_plain(model, merging, example):
+        merging = [slot for slot in merging if _works_in_plain(model, [slot], example)]
+    kept = {slot.site.name for slot in merging}
+    return [site for site in sites if site.part is None or site.name in kept]
 
 
 def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> None:
@@ -87,7 +115,7 @@ def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> N
 
     This happens if the model checks the class of a module, or holds it in a way that is not copied.
     """
-    slots = [Slot(site, model.get_submodule(site.name)) for site in sites]
+    slots = [Slot(site, model) for site in sites if site.part is None]
     if _works_in_plain(model, slots, example):
         return
     alone = [slot for slot in slots if not _works_in_plain(model, [slot], example)]
@@ -104,17 +132,41 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
     try:
         for slot in slots:
             # multiplicative, so that a norm after it does not cancel it
-            slot.add_seed(Seed(nn.Sequential(nn.Identity()), per_token=False), BlendStyle.MULTIPLY)
+            slot.add_seed(_test_seed(slot, model), BlendStyle.MULTIPLY)
+        for slot in slots:
             slot.alpha, slot.is_committed = 1.0, True
         with eval_mode(model):
             expected = forward(model, example)
         with eval_mode(model):  # again, with the same randomness
-            got = forward(plain_model(model, slots).eval(), example)
+            try:
+                got = forward(plain_model(model, slots).eval(), example)
+            except (RuntimeError, ValueError, TypeError):
+                if not any(slot.site.part is not None for slot in slots):
+                    raise
+                return False  # the model's code needs the width or the depth that it had
     finally:
         for slot in slots:
             slot.clear()
     want, have = tensors(expected), tensors(got)
     return len(want) == len(have) and all(map(_is_close, want, have))
+
+
+def _test_seed(slot: Slot, model: nn.Module) -> nn.Module:
+    pair, copied = slot.site.pair, slot.site.copied
+    if copied is not None:
+        made = new_copy(copied, model.get_submodule)
+        made.block.load_state_dict(slot.module.state_dict())
+        return made
+    if pair is None:
+        return Seed(nn.Sequential(nn.Identity()), per_token=False)
+    generator = torch.Generator().manual_seed(0)
+    branch = new_seed(UnitsProgram(pair, pair.width), slot.site, generator, model)
+    assert isinstance(branch, Branch | HeadsBranch)
+    with torch.no_grad():
+        for weight in branch.last.parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight.copy_(drawn / drawn[0].numel() ** 0.5)
+    return branch
 
 
 def _is_close(want: Tensor, have: Tensor) -> bool:
@@ -179,13 +231,3 @@ def _is_pointwise(layer: nn.Module) -> bool:
     if not isinstance(layer, _LINEAR_LAYERS) or layer.bias is None:
         return False
     return layer.weight[0].numel() == layer.weight.shape[1] == len(layer.weight)
-
-
-def without_graphs(model: nn.Module) -> dict[int, Any]:
-    """A memo for `copy.deepcopy` with detached copies of the tensors a model computed and kept.
-
-    Examples: the weight that spectral norm computes in every pass, or stored attention maps. Torch
-    refuses to deepcopy a tensor that has a graph.
-    """
-    kept = pytree.tree_leaves([vars(module) for module in model.modules()])
-    return {id(x): x.detach().clone() for x in kept if isinstance(x, Tensor) and not x.is_leaf}

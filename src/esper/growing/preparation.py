@@ -9,11 +9,11 @@ import torch
 from torch import nn, optim
 
 from esper.growing.budget import Budget, SeedCost
-from esper.growing.plain import check_plain
-from esper.growing.sites import ModelSite, SiteTrace, count_macs, count_params, trace_sites
+from esper.growing.plain import check_plain, working_sites
+from esper.growing.sites import MENU, ModelSite, SiteTrace, count_macs, count_params, trace_sites
 from esper.growing.slots import Slot, disable_nested_tensors
 from esper.growing.tracing import trace
-from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
+from esper.kasmina.blueprints import Blueprint
 
 
 def check_arguments(
@@ -103,11 +103,13 @@ def prepare_model(
     exclude: Sequence[str],
     blueprints: Sequence[str] | None,
     budget: Budget,
+    enlarges: bool = True,
 ) -> PreparedModel:
     """Find the sites and seeds for a run; raises if nothing can grow within the budget."""
-    trace = trace_sites(model, *examples)
+    trace = trace_sites(model, *examples, enlarges=enlarges)
     chosen = trace.choose(sites, exclude)
     disable_nested_tensors(model, chosen)
+    chosen = working_sites(model, chosen, examples[0])
     check_plain(model, chosen, examples[0])
     params, macs = count_params(model), count_macs(model, examples[0])
     budget.check(params, macs)
@@ -125,7 +127,9 @@ def freeze_all_but_head(model: nn.Module, example: Any) -> None:
 
 def _fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tuple[Blueprint, ...]:
     """The blueprints with these names, or all, that fit at a site."""
-    menu = tuple(BLUEPRINTS.values()) if names is None else blueprint_menu(*names)
+    if unknown := [name for name in names or () if name not in MENU]:
+        raise ValueError(f"no blueprints {unknown}; there are {list(MENU)}")
+    menu = [MENU[name] for name in (MENU if names is None else names)]
     fitting = tuple(b for b in menu if any(b.fits(site.seed_site) for site in sites))
     if not fitting:
         kinds = sorted({site.kind.name for site in sites})

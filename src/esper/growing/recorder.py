@@ -200,9 +200,11 @@ def new_ledger(
 
 def _network_record(model: nn.Module, prepared: PreparedModel) -> NetworkRecord:
     """The user's model: its sites, and the layers with weights outside of them."""
-    sites = {site.name for site in prepared.trace.sites}
+    sites = {site.name for site in prepared.trace.sites if site.part is None}
     blocks = []
     for name, place in prepared.trace.candidates.items():
+        if place.part is not None:
+            continue
         module = model.get_submodule(name)
         params = sum(parameter.numel() for parameter in module.parameters())
         is_leaf = not any(True for _ in module.children())

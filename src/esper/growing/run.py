@@ -7,51 +7,42 @@ The twin is a copy of the model that does not grow. It trains on the same batche
 randomness and optimizer settings. The verdict compares the two.
 """
 
-import copy
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from importlib.util import find_spec
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from esper.growing.budget import Budget
-from esper.growing.checkpoint import group_settings
-from esper.growing.eval_mode import eval_mode, untouched_randomness
+from esper.growing.eval_mode import untouched_randomness
 from esper.growing.export import FORMATS, export
 from esper.growing.growth import DEFAULT_RENT, Growth
-from esper.growing.inputs import batch_size, count_rows, forward, moved
-from esper.growing.ledger import Ledger, TwinRecord, Verdict
-from esper.growing.network import are_finite, finite_buffers
-from esper.growing.parallel import is_split, rows_of, unwrapped
-from esper.growing.plain import without_graphs
+from esper.growing.inputs import batch_size, count_rows, moved
+from esper.growing.ledger import Ledger, Verdict
+from esper.growing.page import write_page
+from esper.growing.parallel import is_split, unwrapped
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
+from esper.growing.twin import Loss, Task, Twin, Unpack, copied
 from esper.growing.validation import (
     Metric,
-    bounded,
     check_loader,
-    checked_scores,
     default_metric,
-    joined,
     paired_difference,
 )
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import Controller
-from esper.leyline.ranks import ALONE, Ranks, join_ranks
+from esper.leyline.ranks import join_ranks
+from esper.nissa.console import ProgressSink
 
-Loss = Callable[[Any, Any], Tensor]  # (model output, target) -> mean loss of the batch
 Report = Callable[[int, str], None]  # steps done, and a short status
-
-LINES = 20  # of progress printed in all, without a bar
 
 
 @dataclass(frozen=True)
@@ -59,10 +50,26 @@ class GrowthResult:
     """The result of `esper.grow`."""
 
     model: nn.Module  # without slots: the grown network, or the twin if that is as good
-    ungrown: nn.Module  # the twin at its best
+    ungrown: nn.Module | None  # the twin at its best; None: there was none
     ledger: Ledger
-    verdict: Verdict
+    verdict: Verdict | None
     growth: Growth
+
+    def __str__(self) -> str:
+        """The verdict, the size, the seeds, the cost and the controller, a line each."""
+        ledger, growth = self.ledger, self.growth
+        before, seeds = ledger.before, ", ".join(f"{b} at {s}" for s, b in growth.seeds.items())
+        return "\n".join(
+            (
+                ledger.summary(),
+                f"Grown network: {before.params:,} to {growth.params:,} parameters, "
+                f"{before.macs:,} to {growth.macs:,} multiply-adds per example.",
+                f"Seeds kept: {seeds or 'none'}; {len(ledger.seeds)} were tried.",
+                ledger.cost_summary(),
+                f"{len(ledger.decisions)} decisions by {ledger.controller}, "
+                f"{growth.optimizer_steps:,} optimizer steps.",
+            )
+        )
 
     def export(self, path: str | Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
         """Write the model as files that do not need Esper, by format."""
@@ -89,18 +96,33 @@ def grow(
     shadow_training: bool = False,
     rng_seed: int = 0,
     progress: bool = True,
+    twin: bool = True,
+    unpack: Unpack | None = None,
+    autocast: torch.dtype | None = None,
+    repeats: int = 1,
+    page: str | Path | None = None,
 ) -> GrowthResult:
     """Train `model` for `steps` batches while it grows within `budget`, and train its twin.
 
     Loaders yield `(inputs, target)`; inputs are a tensor, a tuple of the model's arguments or a
-    dict of them. `metric` maps output and target to one score per example, 0 to 1. The default is
-    accuracy for class targets and 1 / (1 + squared error / variance) for numbers. The scheduler is
-    stepped after every batch. A model that is entirely in eval mode is put into train mode.
+    dict of them. For other batches `unpack` maps a batch to such a pair. `metric` maps output and
+    target to one score per example, 0 to 1. The default is accuracy for class targets and
+    1 / (1 + squared error / variance) for numbers. The scheduler is stepped after every batch. A
+    model that is entirely in eval mode is put into train mode. `autocast` is the dtype of mixed
+    precision, such as `torch.bfloat16`.
 
     Returns the best committed network by validation metric, or the twin at its best if that is as
     good. So the result is never worse on validation than the best network seen without growth.
     Ctrl-C ends the run after the current step and returns the best so far; a second one interrupts
-    at once.
+    at once. With `progress` the verdict is printed. `page` names an HTML file for `write_page`: it
+    is written after every decision, and reloads itself in a browser until the run is over.
+
+    With `repeats` all is done several times from the same weights, with other batches, dropout and
+    seeds. The verdict is then of the means, and its error includes this randomness. The network is
+    that of the first run.
+
+    With `twin=False` no twin is trained: that halves the cost, but the gain is not known, and the
+    result may be worse than without growth.
 
     The twin is bit-exact the model that your own loop would have trained, if your data uses the
     generators of torch, numpy, Python or a DataLoader. Optimizer hooks are called for both models.
@@ -109,11 +131,13 @@ def grow(
     (wrapped in DistributedDataParallel or not). Each takes its rows of every training batch, unless
     the loader has a `DistributedSampler`. All return the same result.
     """
+    options = {name: value for name, value in locals().items() if name not in ("model", "repeats")}
     model, ranks = unwrapped(model)[0], join_ranks()
-    _check_call(steps, decisions, loss, metric, scheduler)
+    _check_call(steps, decisions, loss, metric, scheduler, autocast)
     check_arguments(
         model, optimizer, decisions=decisions + 1, budget=budget, rent=rent, rng_seed=rng_seed
     )
+    others = [copied(model, optimizer, scheduler) for _ in range(repeats - 1)]
     device = next(model.parameters()).device
     check_loader(train_loader, "training")
     check_loader(val_loader, "validation")
@@ -123,17 +147,21 @@ def grow(
     with stop_on_interrupt() as should_stop:  # before the loader starts workers: they inherit it
         batches = _endless(train_loader)
         # the first batch is trained on too, so the loader is read as often as in the user's loop
-        example, _ = first = _first_batch(batches, "training", device)
+        unpack = unpack or _as_it_is
+        raw, (example, _) = _first_batch(batches, "training", device, unpack)
         with untouched_randomness(model, val_loader):
-            val_example, val_target = _first_batch(iter(val_loader), "validation", device)
+            _, (val_example, val_target) = _first_batch(
+                iter(val_loader), "validation", device, unpack
+            )
             metric_name, metric = (
-                default_metric(val_target, (target for _, target in val_loader))
+                default_metric(val_target, (unpack(batch)[1] for batch in val_loader))
                 if metric is None
                 else (_name_of(metric), metric)
             )
-        task = _Task(loss, metric, val_loader, device, ranks, is_split(train_loader))
+        split = is_split(train_loader)
+        task = Task(loss, metric, val_loader, device, unpack, ranks, split, autocast)
         _set_train_mode(model)
-        twin = _Twin(*_copied(model, optimizer), task)
+        ungrown = Twin(*copied(model, optimizer)[:2], task) if twin else None
         growth = Growth(
             model,
             optimizer,
@@ -155,17 +183,70 @@ def grow(
             metric=metric_name,
             ranks=ranks,
         )
-        disable_nested_tensors(twin.model, growth.sites)  # as in the growing model
+        growth.expected_steps = steps // decisions
+        if ungrown is not None:
+            disable_nested_tensors(ungrown.model, growth.sites)  # as in the growing model
         stop = lambda: ranks.any(should_stop())  # noqa: E731
-        with progress_bar(steps, growth.describe(), enabled=progress and ranks.is_first) as report:
-            _train(growth, twin, task, chain([first], batches), steps, report, stop)
-        return _conclude(growth, twin, task)
+        shown = progress and ranks.is_first
+        with progress_bar(steps, growth.describe(), enabled=shown) as report:
+            if page is not None and ranks.is_first:
+                report = _with_page(report, growth.ledger, page)
+            _train(growth, ungrown, task, chain([raw], batches), steps, report, stop)
+        result = _conclude(growth, ungrown, task)
+        if others and not should_stop():
+            result = _repeated(result, others, options)
+        if page is not None and ranks.is_first:
+            write_page(result.ledger, page)
+        if shown:
+            print(result)
+        return result
+
+
+def _repeated(
+    first: GrowthResult, others: Sequence[tuple[Any, ...]], options: dict[str, Any]
+) -> GrowthResult:
+    """Grow copies of the model; the first result, with a verdict over all runs."""
+    verdicts, ledger = [first.verdict], first.ledger
+    for number, (model, optimizer, scheduler) in enumerate(others, start=1):
+        changed = {"optimizer": optimizer, "scheduler": scheduler, "progress": False, "page": None}
+        with warnings.catch_warnings():
+            # the copy of a scheduler does not find its mark in the copy of the optimizer
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")
+            again = grow(
+                model, **{**options, **changed, "rng_seed": options["rng_seed"] + number}
+            )  # fmt: skip
+        verdicts.append(again.verdict)
+        costs = again.ledger.costs.values()
+        seconds = sum(cost.seconds or 0.0 for cost in costs)
+        ledger.add_cost("repeats", sum(cost.macs for cost in costs), seconds)
+    known = [verdict for verdict in verdicts if verdict is not None]
+    if first.verdict is None or len(known) < 2:
+        return first
+    grown, ungrown = (torch.tensor([getattr(v, n) for v in known]) for n in ("grown", "ungrown"))
+    ledger.verdict = replace(
+        first.verdict,
+        grown=float(grown.mean()),
+        ungrown=float(ungrown.mean()),
+        difference_error=float((grown - ungrown).std() / len(known) ** 0.5),
+        repeats=len(known),
+    )
+    return replace(first, verdict=ledger.verdict)
 
 
 def _check_call(
-    steps: int, decisions: int, loss: Loss, metric: Metric | None, scheduler: LRScheduler | None
+    steps: int,
+    decisions: int,
+    loss: Loss,
+    metric: Metric | None,
+    scheduler: LRScheduler | None,
+    autocast: torch.dtype | None,
 ) -> None:
     """Check the arguments that `Growth` does not have."""
+    if autocast == torch.float16:
+        raise ValueError(
+            "autocast=torch.float16 needs a GradScaler; use torch.bfloat16, or esper.Growth in your "
+            "own loop"
+        )
     check_whole(steps=steps, decisions=decisions)
     if steps < 1:
         raise ValueError(f"steps={steps}; use 1 or more, the number of batches to train on")
@@ -203,141 +284,10 @@ def _set_train_mode(model: nn.Module) -> None:
             return
 
 
-class _Task:
-    """What both networks share: loss, metric, validation data and device."""
-
-    def __init__(
-        self,
-        loss: Loss,
-        metric: Metric,
-        val_loader: Iterable[Any],
-        device: torch.device,
-        ranks: Ranks,
-        has_own_rows: bool,
-    ):
-        self._loss, self._metric = loss, metric
-        self._val_loader, self._device = val_loader, device
-        self.ranks, self._has_own_rows = ranks, has_own_rows  # a rank reads its own batches
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs, target = batch
-        return _checked_loss(self._loss(forward(model, inputs), target))
-
-    def score(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Each example's score, and the mean loss."""
-        inputs, target = moved(batch, self._device)
-        output = forward(model, inputs)
-        scores = checked_scores(self._metric(output, target))
-        return scores, _checked_loss(self._loss(output, target))
-
-    def val_scores(self, *models: nn.Module) -> list[Tensor]:
-        """The scores of each model on the same validation batches, each `[n]`."""
-        scores: list[list[Tensor]] = [[] for _ in models]
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(eval_mode(model, self._val_loader))
-            for batch in self._val_loader:
-                for collected, model in zip(scores, models, strict=True):
-                    collected.append(self.score(model, batch)[0])
-        split = self.ranks if is_split(self._val_loader) else ALONE
-        return self.ranks.broadcast([bounded(joined(parts, split)) for parts in scores])
-
-    def train_both(self, growth: Growth, twin: "_Twin", batch: Any) -> None:
-        """One step of both models on the same batch with the same randomness."""
-        batch = moved(batch, self._device)
-        batch, weight = (batch, 1.0) if self._has_own_rows else rows_of(batch, self.ranks)
-        with untouched_randomness(growth.model):
-            loss = self._step(growth.model, growth.optimizer, batch, weight, growth.shadow_loss)
-        growth.after_step(loss)
-        is_first = growth.optimizer_steps == 1
-        before = _versions(growth.model) if is_first else []
-        self._step(twin.model, twin.optimizer, batch, weight)
-        if is_first and _versions(growth.model) != before:
-            raise ValueError(
-                "a step of the ungrown twin changed the growing model: the loss or an optimizer "
-                "hook accesses the model directly, so the twin would train without it. Use only "
-                "the arguments (a loss: output and target; a hook: optimizer.param_groups)"
-            )
-        twin.follow(growth.scheduler, growth.optimizer)
-
-    def _step(
-        self,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        batch: Any,
-        weight: float,
-        shadow: Callable[[Callable[[], Tensor]], None] | None = None,
-    ) -> Tensor:
-        optimizer.zero_grad()
-        loss = self.loss(model, batch)
-        loss = loss if weight == 1.0 else weight * loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.ranks.mean([p.grad for p in model.parameters() if p.grad is not None])
-        if shadow is not None:
-            shadow(lambda: weight * self.loss(model, batch))
-        optimizer.step()
-        return loss.detach()
-
-
-class _Twin:
-    """The ungrown copy of the model."""
-
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, task: _Task):
-        self.model, self.optimizer = model, optimizer
-        self._task = task
-        self._finite_buffers = finite_buffers(model)
-        self.best_metric = -1.0
-        self.best = model  # a copy, once it was measured
-
-    def follow(self, scheduler: LRScheduler | None, optimizer: optim.Optimizer) -> None:
-        """Step the growing model's scheduler, and apply what it changes to the twin's optimizer.
-
-        Settings that an optimizer changes by itself stay separate.
-        """
-        if scheduler is None:
-            return
-        before = group_settings(optimizer)
-        scheduler.step()
-        groups = zip(self.optimizer.param_groups, before, group_settings(optimizer), strict=False)
-        for own, old, new in groups:
-            own.update({name: value for name, value in new.items() if value != old.get(name)})
-
-    def measure(self, ledger: Ledger, step: int) -> None:
-        ranks = self._task.ranks
-        ranks.copy_first(b for b in self.model.buffers() if b.is_floating_point())
-        (scores,) = self._task.val_scores(self.model)
-        is_finite = are_finite(self.model, self.model.parameters(), self._finite_buffers)
-        metric = float(scores.mean()) if is_finite else math.nan  # NaN is never the best
-        metric = ranks.broadcast(metric)
-        ledger.twin.append(TwinRecord(step=step, metric=metric))
-        if metric > self.best_metric:
-            self.best_metric = metric
-            self.best = copy.deepcopy(self.model, without_graphs(self.model))
-
-
-def _copied(model: nn.Module, optimizer: optim.Optimizer) -> tuple[nn.Module, optim.Optimizer]:
-    """Copies of both; `Optimizer.__getstate__` omits hooks and attributes, so these are added."""
-    own = {id(p) for p in model.parameters()}
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if trained & own and trained - own:
-        raise ValueError(
-            "the optimizer also trains weights that are not the model's, such as those of a loss; "
-            "the twin would share them. Make them part of the model, or use esper.Growth in your "
-            "own loop"
-        )
-    copies = without_graphs(model)
-    twins = copy.deepcopy((model, optimizer), copies)
-    missing = vars(optimizer).keys() - {"defaults", "state", "param_groups"}
-    missing -= {"step"}  # replaced by a scheduler, and bound to its optimizer
-    for name in missing:
-        setattr(twins[1], name, copy.deepcopy(vars(optimizer)[name], copies))
-    return twins
-
-
 def _train(
     growth: Growth,
-    twin: _Twin,
-    task: _Task,
+    twin: Twin | None,
+    task: Task,
     batches: Iterator[Any],
     steps: int,
     report: Report,
@@ -346,7 +296,8 @@ def _train(
     """Train both models for all steps, or until Ctrl-C, with the decisions in between."""
     decisions = growth.decisions - 1  # the last one closes the run
     for number in range(decisions):
-        twin.measure(growth.ledger, growth.step)
+        if twin is not None:
+            twin.measure(growth.ledger, growth.step)
         growth.decide()
         until = steps * (number + 1) // decisions
         while growth.optimizer_steps < until and not should_stop():
@@ -354,7 +305,8 @@ def _train(
             report(growth.optimizer_steps, _status(growth))
         if should_stop():
             break
-    twin.measure(growth.ledger, growth.step)
+    if twin is not None:
+        twin.measure(growth.ledger, growth.step)
     growth.close()
     if growth.optimizer_steps < steps:
         warnings.warn(
@@ -371,8 +323,10 @@ def _status(growth: Growth) -> str:
     return f"{growth.ledger.metric} {shown}  {seeds} seeds  {growth.params:,} parameters"
 
 
-def _conclude(growth: Growth, twin: _Twin, task: _Task) -> GrowthResult:
+def _conclude(growth: Growth, twin: Twin | None, task: Task) -> GrowthResult:
     """Compare both models at their best on the same validation batches."""
+    if twin is None:
+        return GrowthResult(growth.plain_model(), None, growth.ledger, None, growth)
     grown, ungrown = growth.plain_model(), twin.best
     with_growth, without = task.val_scores(grown, ungrown)
     if bool((with_growth - without).isnan().any()):
@@ -393,33 +347,26 @@ def _conclude(growth: Growth, twin: _Twin, task: _Task) -> GrowthResult:
     return GrowthResult(returned, ungrown, growth.ledger, verdict, growth)
 
 
-def _versions(model: nn.Module) -> list[tuple[int, int]]:
-    """Change when a weight or its gradient is written to."""
-    tensors = (t for p in model.parameters() for t in (p, p.grad) if t is not None)
-    return [(id(tensor), tensor._version) for tensor in tensors]
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
-def _checked_loss(loss: Tensor) -> Tensor:
-    if loss.numel() != 1:
-        raise ValueError(
-            f"a loss of shape {tuple(loss.shape)}; give the batch's mean, one number, as with "
-            "reduction='mean'"
-        )
-    return loss
-
-
-def _first_batch(batches: Iterator[Any], name: str, device: torch.device) -> Any:
-    """The next batch's inputs and target, on the device."""
+def _first_batch(
+    batches: Iterator[Any], name: str, device: torch.device, unpack: Unpack
+) -> tuple[Any, Any]:
+    """The next batch, and its inputs and target on the device."""
     batch = next(batches, None)
     if batch is None:
         raise ValueError(f"the {name} loader yields nothing")
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
+    pair = unpack(batch)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
-            f"the {name} loader yields a {type(batch).__name__}; it must yield pairs "
-            "(inputs, target). For other batches use esper.Growth in your own loop"
+            f"the {name} loader yields a {type(pair).__name__}; it must yield pairs "
+            "(inputs, target). For other batches give unpack=, a function from a batch to such a "
+            'pair: lambda batch: ({"x": batch["x"]}, batch["labels"])'
         )
-    batch_size(batch[0])  # raises if it has no examples
-    return moved(batch, device)
+    batch_size(pair[0])  # raises if it has no examples
+    return batch, moved(pair, device)
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -435,26 +382,26 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
             return
 
 
+def _with_page(report: Report, ledger: Ledger, page: str | Path) -> Report:
+    """Also write the page whenever the ledger has a new step."""
+    written = 0
+
+    def report_and_write(steps: int, status: str) -> None:
+        nonlocal written
+        report(steps, status)
+        if len(ledger.steps) > written:
+            written = len(ledger.steps)
+            write_page(ledger, page)
+
+    return report_and_write
+
+
 @contextmanager
 def progress_bar(total_steps: int, heading: str, *, enabled: bool) -> Iterator[Report]:
-    """Progress in the terminal: a bar if `rich` is installed, else a line now and then."""
+    """Progress in the terminal."""
     if not enabled:
         yield lambda steps, status: None
         return
     print(heading)
-    if find_spec("rich") is None:
-        yield lambda steps, status: _print_line(steps, total_steps, status)
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    counted = TextColumn("{task.completed:>7,.0f} / {task.total:,.0f} steps")
-    with Progress(
-        counted, BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-    ) as progress:
-        task = progress.add_task("", total=total_steps)
-        yield lambda steps, status: progress.update(task, completed=steps, description=status)
-
-
-def _print_line(steps: int, total_steps: int, status: str) -> None:
-    if steps * LINES // total_steps > (steps - 1) * LINES // total_steps:
-        print(f"{steps:>7,} / {total_steps:,} steps  {status}")
+    with ProgressSink(total_steps) as sink:
+        yield sink.update

@@ -5,11 +5,14 @@ candidate. The sites offered are those that all data flows through: the output o
 not of a layer that its skip connection bypasses; the output of a transformer block, not of its
 queries. Of a layer, its norm and its activation the last one is the site. The output layer is not
 a site: a seed after it could only change the answer's form.
+
+Pairs of layers that can get wider are sites too, named "first->last" (`pairs.py`), and blocks that
+can be copied, named "block->copy" (`deepening.py`), and attention, "module->heads" (`heads.py`).
 """
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,18 +20,27 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from esper.growing.deepening import DEEPENING, Copied, CopySite, find_copied
 from esper.growing.eval_mode import eval_mode
+from esper.growing.heads import Heads, find_heads
 from esper.growing.inputs import batch_size, forward
+from esper.growing.pairs import WIDENINGS, Pair, PairSite, find_pairs
 from esper.growing.tracing import Call, Run, is_cut, trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
+MENU: Mapping[str, Blueprint] = {
+    **BLUEPRINTS,
+    **WIDENINGS,
+    DEEPENING.name: DEEPENING,
+}  # every seed that fits a model
+
 
 @dataclass(frozen=True)
 class ModelSite:
-    """A module of the user's model after which a seed can grow."""
+    """A module after which a seed can grow, a pair that can get wider, or a block to copy."""
 
-    name: str  # as in model.named_modules()
+    name: str  # as in model.named_modules(); of a pair "first->last", of a copy "block->copy"
     module_class: str
     kind: SiteKind
     shape: tuple[int, ...]  # of the output, without the batch
@@ -36,10 +48,28 @@ class ModelSite:
     weights: str  # last module with weights before it; seeds use its optimizer settings
     dtype: torch.dtype  # of those weights
     device: torch.device
+    part: Pair | Heads | Copied | None = None  # of the model, that a seed enlarges
+
+    @property
+    def pair(self) -> Pair | Heads | None:
+        return None if isinstance(self.part, Copied) else self.part
+
+    @property
+    def copied(self) -> Copied | None:
+        return self.part if isinstance(self.part, Copied) else None
+
+    @property
+    def place(self) -> str:
+        """The module whose output a seed changes."""
+        return self.name if self.part is None else self.part.last
 
     @property
     def seed_site(self) -> Site:
         """The input of a seed: at a TOKENS site the vector of one token."""
+        if self.pair is not None:
+            return PairSite((self.pair.width,), self.pair)
+        if self.copied is not None:
+            return CopySite((1,), self.copied)
         return Site(self.shape[-1:] if self.kind == SiteKind.TOKENS else self.shape)
 
     @property
@@ -48,7 +78,7 @@ class ModelSite:
 
     def blueprints(self) -> tuple[Blueprint, ...]:
         """The blueprints that fit here."""
-        return tuple(entry for entry in BLUEPRINTS.values() if entry.fits(self.seed_site))
+        return tuple(entry for entry in MENU.values() if entry.fits(self.seed_site))
 
     def params_of(self, blueprint: Blueprint) -> int:
         return blueprint.program(self.seed_site).num_params
@@ -70,11 +100,20 @@ class ModelSite:
 
 def count_macs(model: nn.Module, inputs: Any) -> int:
     """Multiply-adds per example in matrix products and convolutions, as torch counts them."""
+    return round(_macs_by_module(model, inputs).get("Global", 0.0))
+
+
+def _macs_by_module(model: nn.Module, inputs: Any) -> dict[str, float]:
+    """The same of every module that has some, by name."""
     counter = FlopCounterMode(display=False)
     # with gradients and without fused attention: torch does not count some fused kernels
     with eval_mode(model, with_grad=True), sdpa_kernel(SDPBackend.MATH), counter:
         forward(model, inputs)
-    return round(counter.get_total_flops() / 2 / batch_size(inputs))
+    root, batch = f"{type(model).__name__}.", batch_size(inputs)
+    return {
+        name.removeprefix(root): sum(flops.values()) / 2 / batch
+        for name, flops in counter.get_flop_counts().items()
+    }
 
 
 def count_params(model: nn.Module) -> int:
@@ -91,7 +130,8 @@ def site_table(sites: Sequence[ModelSite]) -> str:
     rows = [("site", "module", "kind", "shape", "possible seeds (parameters)")]
     for site in sites:
         grows = ", ".join(f"{b.name} {site.params_of(b):,}" for b in site.blueprints())
-        rows.append((site.name, site.module_class, site.kind.name, str(site.shape), grows))
+        kind = "PAIR" if site.pair else "BLOCK" if site.copied else site.kind.name
+        rows.append((site.name, site.module_class, kind, str(site.shape), grows))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
@@ -106,6 +146,7 @@ class SiteTrace:
     sites: tuple[ModelSite, ...]  # offered by default
     candidates: dict[str, ModelSite]  # all possible ones, by name, in forward order
     refused: dict[str, str]  # the other modules, with the reason
+    not_larger: dict[str, str]  # layers that cannot get wider and blocks not to copy, with reasons
 
     def choose(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[ModelSite]:
         """The offered sites, or those named in `include` or inside a module named there.
@@ -126,7 +167,8 @@ class SiteTrace:
     def _is_named(self, site: ModelSite, names: Sequence[str]) -> bool:
         if site in self.sites:
             return site.name in names or _is_under(site.name, names)
-        return site.name in names and not any(_is_under(s.name, [site.name]) for s in self.sites)
+        inner = (s.name for s in self.sites if s.part is None)
+        return site.name in names and not any(_is_under(name, [site.name]) for name in inner)
 
     def _check_name(self, name: str) -> None:
         if name in self.candidates or any(_is_under(site.name, [name]) for site in self.sites):
@@ -152,11 +194,14 @@ class SiteTrace:
 
 
 def _is_under(name: str, prefixes: Sequence[str]) -> bool:
-    return any(name.startswith(f"{prefix}.") for prefix in prefixes)
+    return any(name.startswith((f"{prefix}.", f"{prefix}->")) for prefix in prefixes)
 
 
-def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
-    """Trace every example, the first one twice; sites must have the same shape in all traces."""
+def trace_sites(model: nn.Module, example: Any, *others: Any, enlarges: bool = True) -> SiteTrace:
+    """Trace every example, the first one twice; sites must have the same shape in all traces.
+
+    `enlarges`: with sites whose seeds become part of the model's own layers.
+    """
     if type(model).__module__.startswith("torch._dynamo"):  # torch.compile made it
         raise ValueError(
             "the model is compiled, so its modules are not called one by one and nothing can grow "
@@ -184,7 +229,39 @@ def trace_sites(model: nn.Module, example: Any, *others: Any) -> SiteTrace:
     for name, _ in model.named_modules():
         if name and name not in first.calls:
             refused[name] = "it is not called in a forward pass"
-    return SiteTrace(_offered(first, candidates), candidates, refused)
+    larger, not_larger = _larger_sites(model, example, runs, batch) if enlarges else ({}, {})
+    offered = (*_offered(first, candidates), *larger.values())
+    return SiteTrace(offered, candidates | larger, refused, not_larger)
+
+
+def _larger_sites(
+    model: nn.Module, example: Any, runs: Sequence[Run], batch: int
+) -> tuple[dict[str, ModelSite], dict[str, str]]:
+    """The sites whose seeds become part of the model, and the reasons for other modules.
+
+    A pair must be one in every trace.
+    """
+    pairs, not_wider = find_pairs(model, runs[0], batch)
+    for run in runs[1:]:
+        kept = {pair.name for pair in find_pairs(model, run, batch)[0]}
+        pairs = [pair for pair in pairs if pair.name in kept]
+    macs = _macs_by_module(model, example)
+    heads, no_heads = find_heads(model, runs[0], macs)
+    blocks, not_copied = find_copied(model, example, macs)
+    sites = {}
+    parts: list[Pair | Heads | Copied] = [*pairs, *heads, *blocks]
+    for part in parts:
+        calls = [replace(call, weights=part.first) for call in runs[0].calls[part.first]]
+        site = _candidate(part.name, calls, batch)
+        if isinstance(site, ModelSite):
+            sites[part.name] = replace(site, part=part, tokens=1.0)
+    refused = {
+        "cannot get wider": not_wider,
+        "cannot have more heads": no_heads,
+        "cannot be copied": not_copied,
+    }
+    why = {name: f"{what}: {why}" for what, group in refused.items() for name, why in group.items()}
+    return sites, why
 
 
 def _candidate(name: str, calls: list[Call], batch: int) -> ModelSite | str:

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from esper.growing.deepening import BlockCopy, Copied, new_copy
+from esper.growing.heads import Heads, HeadsBranch, new_heads
+from esper.growing.pairs import Pair, UnitsProgram
 from esper.growing.sites import ModelSite
+from esper.growing.widening import Branch, Enlarged, new_branch
 from esper.kasmina.blending import gate
-from esper.kasmina.programs import Program
 from esper.leyline.constants import BlendStyle, SiteKind
 
 # a module that is skipped at random (LayerDrop, stochastic depth) is called within this many steps
@@ -42,11 +45,23 @@ class Seed(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-def new_seed(program: Program, site: ModelSite, generator: torch.Generator) -> Seed:
-    """A seed with initial weights; its last layer is zero.
+AnySeed = Seed | Branch | HeadsBranch | BlockCopy
+
+
+def new_seed(
+    program: Any, site: ModelSite, generator: torch.Generator, model: nn.Module | None = None
+) -> AnySeed:
+    """A seed with initial weights; its last layer is zero. Pairs and copies need the model.
 
     Only `generator` is used: torch's global random state does not change.
     """
+    if isinstance(program, UnitsProgram | Copied):
+        assert model is not None
+        if isinstance(program, Copied):
+            return new_copy(program, model.get_submodule)
+        if isinstance(program.pair, Heads):
+            return new_heads(program.pair, program.units, model.get_submodule, generator)
+        return new_branch(program, model.get_submodule, generator)
     with torch.device("meta"):
         layers = program.module()
     layers = layers.to_empty(device="cpu")
@@ -90,19 +105,26 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Slot:
-    """A site of the user's model, empty or with a seed."""
+    """A site of the user's model, empty or with a seed.
 
-    def __init__(self, site: ModelSite, module: nn.Module):
+    At a pair of layers the seed is a branch from the input of the first to the output of the last. At
+    a block to copy it is another block after it, which is not blended: it is on or off.
+    """
+
+    def __init__(self, site: ModelSite, model: nn.Module):
         self.site = site
-        self.module = module
-        self.seed: Seed | None = None
+        self.module = model.get_submodule(site.place)
+        self.source = model.get_submodule(site.pair.first) if isinstance(site.pair, Pair) else None
+        self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
+        self.is_merged = False  # its seed has become part of the layers
         self.calls = 0  # of the seed since the last step
         self._alpha = 0.0
         self._has_been_called = False
         self._steps_active = 0
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._input: Tensor | None = None  # of the first layer of a pair
 
     @property
     def alpha(self) -> float:
@@ -113,16 +135,38 @@ class Slot:
     def alpha(self, value: float) -> None:
         self._alpha = value
         is_active = value != 0.0 and self.seed is not None
-        if is_active and self._hook is None:
-            self._hook = self.module.register_forward_hook(self)
-        elif not is_active and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if is_active and not self._hooks:
+            # the branch of a pair is part of its last layer, so it comes before a seed there
+            is_pair = self.source is not None
+            if self.source is None and self.site.part is not None:
+                hook = self.module.register_forward_hook(self._call_again, with_kwargs=True)
+            else:
+                hook = self.module.register_forward_hook(self, prepend=is_pair)
+            self._hooks = [hook]
+            if self.source is not None:
+                self._hooks.append(self.source.register_forward_pre_hook(self._keep_input))
+        elif not is_active:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._input = [], None
 
-    def add_seed(self, seed: Seed, style: BlendStyle) -> None:
+    def add_seed(self, seed: nn.Module, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
-        self.seed, self.style = seed, style
+        # units of a layer are added to the others, whatever the style of other seeds
+        self.seed, self.style = seed, BlendStyle.ADD if self.site.part is not None else style
         self._has_been_called, self._steps_active = False, 0
+
+    def merge(self, model: nn.Module) -> list[Enlarged]:
+        """Make a committed branch or copy part of the model; the slot is then empty."""
+        seed, alpha = self.seed, self.alpha
+        self.clear()
+        self.is_merged = True
+        if isinstance(seed, BlockCopy):
+            stack = next(m for m in model.modules() if self.module in m.children())
+            seed.insert_into(model, stack, self.module)
+            return []
+        assert isinstance(seed, Branch | HeadsBranch), "it has no branch"
+        return seed.merge_into(model.get_submodule, alpha)
 
     def clear(self) -> None:
         self.alpha = 0.0
@@ -157,7 +201,26 @@ class Slot:
         self.calls += 1
         return with_first(output, self._blended)
 
-    def _blended(self, x: Tensor) -> Tensor:
-        self.site.check(x)
+    def _call_again(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """The hook of a block: what its copy makes of the output. Of attention: new heads added."""
         assert self.seed is not None
+        self.calls += 1
+        if self.seed.training != module.training:
+            self.seed.train(module.training)
+        if self.site.copied is not None:
+            x = output[0] if isinstance(output, tuple) else output
+            return self.seed(x, *args[1:], **kwargs)
+        added = self.seed(*args, **kwargs)
+        return with_first(output, lambda x: blend_one(x, added, self.alpha, BlendStyle.ADD))
+
+    def _keep_input(self, module: nn.Module, args: Any) -> None:
+        self._input = args[0]
+
+    def _blended(self, x: Tensor) -> Tensor:
+        assert self.seed is not None
+        if self.source is not None:
+            assert self._input is not None
+            self.seed.train(self.module.training)  # for dropout and batch norm
+            return blend_one(x, self.seed(self._input), self.alpha, self.style)
+        self.site.check(x)
         return blend_one(x, self.seed(x), self.alpha, self.style)

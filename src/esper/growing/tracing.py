@@ -1,15 +1,17 @@
 """Trace a forward pass: which modules are called, and how their outputs depend on each other.
 
-Forward hooks record the calls; dependencies are read from the autograd graph of the output.
+Forward hooks record the calls; dependencies are read from the autograd graph of the output. A
+function mode records the torch functions between the modules.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
@@ -37,11 +39,33 @@ class Call:
     is_block: bool  # an element of a stack of composed modules
 
 
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One call of a torch function that returned a tensor."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    module: str = ""  # the innermost module that called it
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+
 @dataclass
 class Run:
     """One forward pass."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
+    readers: dict[int, list[Op]] = field(default_factory=dict)  # by the id of a tensor they read
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the output of each module
+    makers: dict[int, str] = field(
+        default_factory=dict
+    )  # the innermost module, by id of its output
+    running: list[str] = field(default_factory=list)  # modules whose forward has not returned yet
+    outputs: list[Tensor] = field(default_factory=list)
     output_nodes: list[Edge] = field(default_factory=list)
     output_shapes: list[tuple[int, ...]] = field(default_factory=list)
     # the last layer with weights: name, dtype, whether its channels come last, sizes of its weights
@@ -52,6 +76,7 @@ class Run:
     num_weight_calls: int = 0
 
     def record(self, name: str, module: nn.Module, output: Any) -> None:
+        self.running.pop()
         own = _weights(module)
         if own:
             self.weights, self.prefers_last = name, not isinstance(module, _ConvNd)
@@ -60,6 +85,9 @@ class Run:
             self.num_weight_calls += 1
         tensor = output[0] if isinstance(output, tuple) and output else output
         is_tensor = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if is_tensor:
+            self.tensors[name] = tensor
+            self.makers.setdefault(id(tensor), name)
         self.calls.setdefault(name, []).append(
             Call(
                 order=sum(map(len, self.calls.values())),
@@ -67,7 +95,7 @@ class Run:
                 output=tuple(tensor.shape) if is_tensor else type(output).__name__,
                 dtype=self.dtype or (tensor.dtype if is_tensor else torch.float32),
                 device=tensor.device if is_tensor else torch.device("cpu"),
-                node=_edge(tensor) if is_tensor else None,
+                node=edge_of(tensor) if is_tensor else None,
                 is_learning=torch.is_grad_enabled(),
                 channels_last=is_tensor and self._puts_channels_last(tensor.shape),
                 weights=self.weights,
@@ -88,22 +116,40 @@ class Run:
 def trace(model: nn.Module, inputs: Any) -> Run:
     """Record a forward pass in eval mode."""
     run = Run()
-    handles = [
-        module.register_forward_hook(
-            lambda module, _args, output, name=name: run.record(name, module, output)
-        )
-        for name, module in model.named_modules()
-        if name and not _makes_weights(name)
-    ]
+    handles = []
+    for name, module in model.named_modules():
+        if name and not _makes_weights(name):
+            after = lambda module, _args, output, name=name: run.record(name, module, output)  # noqa: E731
+            before = lambda _module, _args, name=name: run.running.append(name)  # noqa: E731
+            handles += [
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(after),
+            ]
     try:
-        with eval_mode(model, with_grad=True):
-            outputs = tensors(forward(model, _with_graph(inputs)))
+        with eval_mode(model, with_grad=True), _Recording(run):
+            run.outputs = outputs = tensors(forward(model, _with_graph(inputs)))
     finally:
         for handle in handles:
             handle.remove()
-    run.output_nodes = [edge for edge in map(_edge, outputs) if edge is not None]
+    run.output_nodes = [edge for edge in map(edge_of, outputs) if edge is not None]
     run.output_shapes = [tuple(output.shape) for output in outputs]
     return run
+
+
+class _Recording(TorchFunctionMode):
+    def __init__(self, run: Run):
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if tensors(output):
+            op = Op(func, tuple(args), kwargs or {}, output, (self._run.running or [""])[-1])
+            for tensor in {id(x): x for x in tensors((args, op.kwargs))}.values():
+                self._run.readers.setdefault(id(tensor), []).append(op)
+        return output
 
 
 def _with_graph(inputs: Any) -> Any:
@@ -139,7 +185,7 @@ def _makes_weights(name: str) -> bool:
     return "parametrizations" in name.split(".")
 
 
-def _edge(tensor: Tensor) -> Edge | None:
+def edge_of(tensor: Tensor) -> Edge | None:
     return None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 
@@ -160,3 +206,13 @@ def _reachable(edges: Iterable[Edge], avoiding: Edge | None = None) -> set[Any]:
             seen.add(edge[0])
             stack.extend(edge[0].next_functions)
     return seen
+
+
+def without_graphs(model: nn.Module) -> dict[int, Any]:
+    """A memo for `copy.deepcopy` with detached copies of the tensors a model computed and kept.
+
+    Examples: the weight that spectral norm computes in every pass, or stored attention maps. Torch
+    refuses to deepcopy a tensor that has a graph.
+    """
+    kept = pytree.tree_leaves([vars(module) for module in model.modules()])
+    return {id(x): x.detach().clone() for x in kept if isinstance(x, Tensor) and not x.is_leaf}

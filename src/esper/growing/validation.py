@@ -47,6 +47,7 @@ class Measurement(NamedTuple):
     loss: float | None
     contributions: dict[int, tuple[float, float]]  # by slot: score lost without it, its error
     committed_metric: float | None  # with committed seeds only; None: not measured
+    rows: int = 0  # examples scored, in all passes together
 
     @property
     def loss_or_guess(self) -> float:
@@ -148,6 +149,7 @@ def measure(
         loss=float(ranks.sums(torch.stack(losses).sum())[0] / len(whole)) if losses else None,
         contributions={s: known for s, known in differences.items() if not math.isnan(known[0])},
         committed_metric=float(per_example[uncommitted].mean()),
+        rows=len(whole) * len(per_example),
     )
 
 

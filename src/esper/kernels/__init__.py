@@ -9,10 +9,9 @@ defines what it computes, and a parity test that compares the two.
 | `lstm/numba_lstm.py`, `lstm/triton_lstm.py` | `torch.nn.LSTM` | `tests/tamiyo/test_packed_lstm.py` |
 | `hosts/compiled.py`, `hosts/numba_*.py` (CPU) | `tolaria/batched.py` | `tests/tolaria/test_steps.py` |
 | `hosts/fused*.py`, `hosts/fused_*.cu` (CUDA) | `tolaria/batched.py` | `tests/tolaria/test_fused.py` |
-| `hosts/graphs.py` (CUDA) | `tolaria/batched.py` | `tests/tolaria/test_steps.py` |
 
 `tests/tolaria/test_parity.py` compares the plain twin of the hosts' kernels with stock modules
 that are trained one by one. For a step of 8 small hosts on a CPU, numba is 12 times as fast as
-the twin. On an H200, the fused kernel is 4 to 16 times as fast as captured graphs
-(`benchmarks/results/population_h200.md`); graphs serve custom layers and hosts too large for it.
+the twin. On an H200, the fused kernel is 4 to 16 times as fast as the twin's operations captured
+as CUDA graphs (`benchmarks/results/population_h200.md`).
 """

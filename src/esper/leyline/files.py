@@ -149,13 +149,15 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def is_running(process: int) -> bool:
+    """Whether a process of this machine runs; one that was killed may wait for its parent."""
     try:
         os.kill(process, 0)  # signal 0 only checks
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # it belongs to another user
-        pass
-    return True
+        return True
+    stat = Path(f"/proc/{process}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -54,6 +54,18 @@ def differences(plain: Any, other: Any, where: str = "") -> list[str]:
     return [] if plain == other else [f"{where} is {plain}, was {other}"]
 
 
+def flat(plain: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Settings by their dotted names; lists become text."""
+    found: dict[str, Any] = {}
+    for name, value in plain.items():
+        path = _path(where, name)
+        if isinstance(value, Mapping):
+            found |= flat(value, path)
+        else:
+            found[path] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found
+
+
 def _value(hint: Any, value: Any, where: str) -> Any:
     """A plain value as the type that its field declares."""
     origin, choices = get_origin(hint), get_args(hint)

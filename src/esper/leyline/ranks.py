@@ -12,12 +12,10 @@ import atexit
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from esper.leyline.files import is_running
 from esper.leyline.plain_config import differences
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 1800.0  # of a collective; ESPER_TIMEOUT_S changes it
 ROLL_CALL_S = 10.0  # in which ranks answer after another one was lost
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankLost(ConnectionError):
@@ -55,8 +53,7 @@ class Ranks:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, written to `tensor`."""
         if self.size > 1:
-            with self._naming_the_lost():
-                dist.all_reduce(tensor, group=None if tensor.is_cuda else self.cpu_group)
+            self._call(dist.all_reduce, tensor, on_cuda=tensor.is_cuda)
         return tensor
 
     def sums(self, *values: Tensor | float) -> Sequence[Any]:
@@ -99,11 +96,8 @@ class Ranks:
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by those of rank 0."""
-        if self.size > 1:
-            with self._naming_the_lost():
-                for tensor in tensors:
-                    group = None if tensor.is_cuda else self.cpu_group
-                    dist.broadcast(tensor, 0, group=group)
+        for tensor in tensors if self.size > 1 else ():
+            self._call(dist.broadcast, tensor, 0, on_cuda=tensor.is_cuda)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""
@@ -114,20 +108,17 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.is_first or not to_first else []
-        with self._naming_the_lost():
-            if to_first:
-                dist.gather_object(value, values or None, group=self.cpu_group)
-            else:
-                dist.all_gather_object(values, value, group=self.cpu_group)
+        if to_first:
+            self._call(dist.gather_object, value, values or None)
+        else:
+            self._call(dist.all_gather_object, values, value)
         return values
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value."""
-        if self.size == 1:
-            return value
         values = [value]
-        with self._naming_the_lost():
-            dist.broadcast_object_list(values, group=self.cpu_group)
+        if self.size > 1:
+            self._call(dist.broadcast_object_list, values)
         return values[0]
 
     def require_same(self, plain: Any) -> None:
@@ -140,31 +131,29 @@ class Ranks:
                     "rank with the same command"
                 )
 
-    @contextmanager
-    def _naming_the_lost(self) -> Iterator[None]:
+    def _call(self, collective: Callable[..., Any], *values: Any, on_cuda: bool = False) -> None:
+        """Raises `RankLost`, with the name of the lost rank, if another one does not take part."""
         try:
-            yield
+            collective(*values, group=None if on_cuda else self.cpu_group)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0].partition(". ")[0]
             raise RankLost(f"{self._roll_call()}, so rank {self.rank} stops ({reason})") from error
 
     def _roll_call(self) -> str:
-        """Which ranks are lost: their process has ended, or they do not answer."""
-        deadline = time.monotonic() + ROLL_CALL_S
-        lost: dict[str, list[str]] = {"has ended": [], "does not answer": []}
+        """Which rank is lost: its process has ended, or it does not answer."""
+        deadline, silent = time.monotonic() + ROLL_CALL_S, "a message between ranks failed"
         try:
             self.store.set(f"esper/alive/{self.rank}", "")
             for rank in set(range(self.size)) - {self.rank}:
                 host, process = self.store.get(f"esper/process/{rank}").decode().split()
                 name = f"rank {rank} (process {process} on {host})"
-                if host == socket.gethostname() and not _is_running(int(process)):
-                    lost["has ended"].append(name)
-                elif not self._answers(rank, deadline - time.monotonic()):
-                    lost["does not answer"].append(name)
+                if host == socket.gethostname() and not is_running(int(process)):
+                    return f"{name} has ended"
+                if not self._answers(rank, deadline - time.monotonic()):
+                    silent = f"{name} does not answer"
         except RuntimeError:  # the store was in a rank that has ended
             return "rank 0 has ended"
-        found = (f"{', '.join(names)} {how}" for how, names in lost.items() if names)
-        return next(found, "a message between ranks failed")
+        return silent
 
     def _answers(self, rank: int, seconds: float) -> bool:
         try:
@@ -260,8 +249,7 @@ def join_ranks() -> Ranks:
         return _registered(Ranks(dist.get_rank(), dist.get_world_size(), store, group))
     if os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("RANK", "0") == "0":
         return ALONE
-    place = _environment()
-    timeout, backend = timedelta(seconds=_timeout_s()), _backend(place)
+    timeout, backend = _timeout(), _backend()
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
         # torchrun may keep its store for a restart: the addresses of the ranks before are in there
@@ -280,51 +268,21 @@ def was_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _environment() -> dict[str, int]:
-    """The numbers that torchrun sets."""
-    for name in _VARIABLES:
-        if name not in os.environ:
-            raise ValueError(
-                f"{name} is not set, but other variables of torchrun are; use torchrun"
-            )
-    texts = {name: os.environ[name] for name in _VARIABLES if name != "MASTER_ADDR"}
-    for name, text in texts.items():
-        if not (text.isascii() and text.isdecimal()):
-            raise ValueError(f"{name}={text!r}; expected a whole number, as torchrun sets it")
-    place = {name: int(text) for name, text in texts.items()}
-    for name, limit in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if place[name] >= place[limit]:
-            raise ValueError(f"{name}={place[name]} for {limit}={place[limit]}; ranks start at 0")
-    return place
-
-
-def _timeout_s() -> float:
+def _timeout() -> timedelta:
     text = os.environ.get("ESPER_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
     try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = 0.0
-    if not 0 < timeout_s < 1e7:
-        raise ValueError(f"ESPER_TIMEOUT_S={text!r}; use a number of seconds above 0")
-    return timeout_s
+        return timedelta(seconds=float(text))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"ESPER_TIMEOUT_S={text!r}; use a number of seconds") from error
 
 
-def _backend(place: Mapping[str, int]) -> str:
+def _backend() -> str:
     """gloo, and NCCL if each rank here has a GPU; several ranks on one GPU use gloo."""
-    if not dist.is_available() or not dist.is_gloo_available():
-        raise ValueError("this torch has no gloo, so ranks cannot talk; install another build")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not num_gpus:
         return "gloo"
-    torch.cuda.set_device(place["LOCAL_RANK"] % num_gpus)
-    if place["LOCAL_WORLD_SIZE"] > num_gpus:
-        return "gloo"
-    if not dist.is_nccl_available():
-        raise ValueError(
-            "this torch has GPUs but no NCCL, which several GPUs need; install a build with NCCL, or "
-            "set CUDA_VISIBLE_DEVICES= to run on CPUs"
-        )
-    return "cpu:gloo,cuda:nccl"
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % num_gpus)
+    return "gloo" if int(os.environ["LOCAL_WORLD_SIZE"]) > num_gpus else "cpu:gloo,cuda:nccl"
 
 
 def _registered(ranks: Ranks) -> Ranks:
@@ -332,13 +290,3 @@ def _registered(ranks: Ranks) -> Ranks:
         return ALONE
     ranks.store.set(f"esper/process/{ranks.rank}", f"{socket.gethostname()} {os.getpid()}")
     return ranks
-
-
-def _is_running(process: int) -> bool:
-    """Whether a process of this machine runs; one that was killed may wait for its parent."""
-    try:
-        os.kill(process, 0)
-        stat = Path(f"/proc/{process}/stat")
-        return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
-    except OSError:
-        return False

@@ -37,5 +37,6 @@ class RoundRecord:
     legal: Tensor  # [N, T, C]: legal choices, given the choices of earlier heads
     rewards: Tensor  # [N, T]
     values: Tensor  # [N, T]: value estimates
+    probabilities: Tensor  # [N, T]: of the whole action, when it was sampled
     observed_envs: Tensor  # [K]
     observations: Tensor  # [K, T, F]: features

@@ -1,49 +1,84 @@
 """Progress of a run in the terminal."""
 
-from collections.abc import Mapping
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Self
+from importlib.util import find_spec
+from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+LINES = 10  # per run, where there is no bar
 
 
 class ProgressSink:
-    """A progress bar with the latest values of some metrics."""
+    """A moving line with a bar, the time and some metrics; lines now and then where there is no
+    terminal or no `rich`."""
 
     def __init__(
         self,
         total_steps: int,
-        shown: Mapping[str, str],
+        shown: Mapping[str, Callable[[float], str]] | None = None,
         *,
         unit: str = "steps",
         done: int = 0,
-        console: Console | None = None,
+        window: int = 1,
+        text: str = "",
     ):
-        """`shown` maps metric names to labels."""
-        self._shown = shown
-        self._progress = Progress(
-            TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}"),
-            BarColumn(bar_width=None),  # use the remaining width
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.description}"),
-            console=console,
-            expand=True,
-        )
-        self._task = self._progress.add_task("", total=total_steps, completed=done)
+        """`shown` maps metrics to their text; each is a mean of its last `window` values.
+
+        `text` is shown before the first step.
+        """
+        self._shown, self._unit, self._total, self._done = shown or {}, unit, total_steps, done
+        self._values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=window))
+        self._bar, self._started = _bar(unit), time.monotonic()
+        if self._bar:
+            self._task = self._bar.add_task(text, total=total_steps, completed=done)
+        elif text:
+            print(text, flush=True)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        words = [
-            f"{label} {metrics[name]:,.3g}"
-            for name, label in self._shown.items()
-            if name in metrics
-        ]
-        self._progress.update(self._task, completed=step, description="  ".join(words))
+        words = []
+        for name, show in self._shown.items():
+            value, values = metrics.get(name, float("nan")), self._values[name]
+            if value == value:
+                values.append(value)
+            if values:
+                words.append(show(sum(values) / len(values)))
+        self.update(step, "  ".join(words))
+
+    def update(self, step: int, text: str) -> None:
+        before, self._done = self._done, step
+        if self._bar:
+            self._bar.update(self._task, completed=step, description=text)
+        elif step * LINES // self._total > before * LINES // self._total:
+            minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+            count = f"{step:>7,} / {self._total:,} {self._unit}"
+            print(f"{count}  {minutes}:{seconds:02}  {text}", flush=True)
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if self._bar:
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # the terminal may be closed
-            self._progress.stop()
+            if self._bar:
+                self._bar.stop()
+
+
+def _bar(unit: str) -> Any:
+    """A `rich` progress display; None if `rich` or a terminal is missing."""
+    if find_spec("rich") is None:
+        return None
+    from rich import progress
+
+    bar = progress.Progress(
+        progress.SpinnerColumn(),
+        progress.TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}"),
+        progress.BarColumn(bar_width=None),  # use the remaining width
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(compact=True),
+        progress.TextColumn("{task.description}"),
+        expand=True,
+    )
+    return bar if bar.console.is_terminal else None

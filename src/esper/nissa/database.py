@@ -33,7 +33,7 @@ from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.records import RoundRecord
 
 Rows = Iterator[tuple[Any, ...]]
-_VERSION = 2  # raise it when a table changes
+_VERSION = 3  # raise it when a table changes
 _MOST_BITS = 63  # a SQLite integer without its sign bit
 _BUSY_TIMEOUT_S = 30.0  # a reader can delay a WAL checkpoint, never a write
 
@@ -59,7 +59,7 @@ CREATE TABLE IF NOT EXISTS observations (
 CREATE TABLE IF NOT EXISTS decisions (
     round INTEGER, env INTEGER, step INTEGER, {heads}, {legal},
     cost_params INTEGER, accuracy_before REAL, accuracy REAL, added_params INTEGER,
-    reward REAL, value REAL, PRIMARY KEY (round, env, step)
+    reward REAL, value REAL, probability REAL, PRIMARY KEY (round, env, step)
 ) WITHOUT ROWID;
 """
 
@@ -191,6 +191,7 @@ class RunDatabase:
             episodes.added_params[envs, steps].long().tolist(),
             record.rewards[envs, steps].tolist(),
             record.values[envs, steps].tolist(),
+            record.probabilities[envs, steps].tolist(),
             strict=False,
         )
 

@@ -1,4 +1,6 @@
-"""A strong scripted controller: grows on a prior, prunes on measurements, commits in time.
+"""A strong scripted controller for populations: grows on a prior, prunes on measurements.
+
+A user's model grows by `evidence.py` instead: its data may be unlike those of the prior.
 
 1. *Grow* early, in every slot where a seed is likely to pay, the likeliest first. The expected gain
    is a prior, fitted to measured growth. It rises with the multiply-adds that the seed adds: with
@@ -17,7 +19,6 @@
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo.scripted import Wish, check_ramp_steps, seed_details, take_first
+from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, seed_details, take_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +50,11 @@ class HeuristicConfig:
     last_start: float = 0.7  # progress after which nothing is grown
     shadow_steps: int = 2  # steps of shadow training before a seed blends
     spare_steps: int = 1  # steps kept free before the end beyond those that committing takes
-    ramp_steps: int = 2  # length of the alpha ramp: one of TEMPO_STEPS
-
-    def __post_init__(self) -> None:
-        check_ramp_steps(self.ramp_steps)
 
     @property
     def trial_steps(self) -> int:
         """Steps from germination to judgement, plus the spare ones."""
-        return self.ramp_steps + self.patience + self.spare_steps
+        return RAMP_STEPS + self.patience + self.spare_steps
 
 
 class HeuristicController:
@@ -67,12 +64,6 @@ class HeuristicController:
         self.config = config or HeuristicConfig()
         self._failed: Tensor | None = None  # [N, S, B]
         self._seen: Tensor | None = None  # the blueprint last seen in each slot [N, S], or -1
-        self._judged: _Judgement | None = None  # of the last `decide`, for `reasons`
-
-    @property
-    def least_steps(self) -> int:
-        """Fewest steps of a run in which a seed can be grown and committed."""
-        return self.config.trial_steps + 1  # to commit it
 
     def begin(self, env_ids: Tensor) -> None:
         if self._failed is not None and self._seen is not None:
@@ -81,8 +72,9 @@ class HeuristicController:
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         config = self.config
-        self._judged = judged = self._judge(reports, masks)
-        seeds, growth = judged.seeds, judged.growth
+        failed = self._update_failures(reports)
+        seeds = judge_seeds(reports, config)
+        growth, blueprint = value_of_growing(reports, masks, seeds, failed, config)
         worth_growing = (growth > 0) & _in_time(reports, seeds, config)
         wishes = (
             *_commit(reports, seeds, config),
@@ -90,37 +82,7 @@ class HeuristicController:
             Wish(LifecycleOp.ADVANCE, _is_ready_to_blend(reports, config), -reports.site_depth),
             Wish(LifecycleOp.GERMINATE, worth_growing, growth),
         )
-        return take_first(masks, wishes, seed_details(judged.blueprint, config.ramp_steps))
-
-    def reasons(self, reports: Reports, masks: ActionMasks, actions: Tensor) -> list[str]:
-        """The reason for each env's action, empty where it waits.
-
-        Gains and rent are in points, hundredths of the accuracy.
-        """
-        judged = self._judged
-        if judged is None or judged.reports is not reports:
-            judged = self._judge(reports, masks)
-        names = masks.action_space.names
-        ops, slots = (actions[:, names.index(head)].tolist() for head in ("op", "slot"))
-        return [
-            _reason(LifecycleOp(op), (env, slot), judged, self.config)
-            for env, (op, slot) in enumerate(zip(ops, slots, strict=True))
-        ]
-
-    def memory(self) -> dict[str, Tensor]:
-        """The state that a checkpoint keeps: failures, and the blueprints seen last."""
-        if self._failed is None or self._seen is None:
-            return {}
-        return {"failed": self._failed, "seen": self._seen}
-
-    def recall(self, memory: dict[str, Tensor]) -> None:
-        self._failed, self._seen = memory.get("failed"), memory.get("seen")
-
-    def _judge(self, reports: Reports, masks: ActionMasks) -> "_Judgement":
-        failed = self._update_failures(reports)
-        seeds = judge_seeds(reports, self.config)
-        growth, blueprint = value_of_growing(reports, masks, seeds, failed, self.config)
-        return _Judgement(reports, seeds, growth, blueprint, failed.sum(dim=-1))
+        return take_first(masks, wishes, seed_details(blueprint))
 
     def _update_failures(self, reports: Reports) -> Tensor:
         """Which blueprints have failed in which slot so far, `[N, S, B]`."""
@@ -132,7 +94,7 @@ class HeuristicController:
                 f"reports of {tuple(reports.fits.shape)} envs, slots and blueprints; this "
                 f"controller has seen {tuple(self._failed.shape)}. Use one per environment"
             )
-        rests = _is(reports.stage, SeedStage.EMBARGOED)
+        rests = is_in(reports.stage, SeedStage.EMBARGOED)
         every = torch.arange(reports.num_blueprints, device=reports.device)
         self._failed |= rests.unsqueeze(-1) & (self._seen.unsqueeze(-1) == every)
         has_seed = reports.blueprint >= 0
@@ -157,26 +119,16 @@ class SeedJudgement:
     commit_net: Tensor  # value of committing it now, less rent
 
 
-class _Judgement(NamedTuple):
-    """What `decide` concluded from reports."""
-
-    reports: Reports
-    seeds: SeedJudgement
-    growth: Tensor  # [N, S]: expected net gain of growing the best blueprint
-    blueprint: Tensor  # [N, S]: the best blueprint
-    failures: Tensor  # [N, S]: blueprints that failed in the slot
-
-
 def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
     """Prior gains combined with measured contributions."""
-    is_leaving = _is(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
-    is_live = ~is_leaving & _is(
+    is_leaving = is_in(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
+    is_live = ~is_leaving & is_in(
         reports.stage, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING
     )
-    is_active = is_live | _is(reports.stage, SeedStage.FOSSILIZED)
+    is_active = is_live | is_in(reports.stage, SeedStage.FOSSILIZED)
     prior = torch.where(is_active, _prior_of_seeds(reports, config), 0.0)
     is_fresh = reports.contribution_known & (reports.contribution_age <= config.max_evidence_age)
-    has_held = _is(reports.stage, SeedStage.HOLDING) & (reports.stage_age >= config.patience)
+    has_held = is_in(reports.stage, SeedStage.HOLDING) & (reports.stage_age >= config.patience)
     gain = _share_out(prior, reports.contribution, is_fresh & is_active, config)
 
     rent, compute = _seed_rent(reports), _seed_compute(reports)
@@ -235,47 +187,12 @@ def _commit(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> 
     """Commit seeds that pay once it is due; first bring those below full weight there."""
     pays = seeds.is_live & (seeds.commit_net > 0)
     is_due = (reports.steps_left <= pays.sum(dim=-1) + config.spare_steps).unsqueeze(-1)
-    is_held = _is(reports.stage, SeedStage.HOLDING)
+    is_held = is_in(reports.stage, SeedStage.HOLDING)
     has_time = (reports.steps_left > 1).unsqueeze(-1)  # one step to advance, one to commit
     return (
         Wish(LifecycleOp.FOSSILIZE, pays & is_due & is_held, seeds.commit_net),
         Wish(LifecycleOp.ADVANCE, pays & is_due & ~is_held & has_time, seeds.commit_net),
     )
-
-
-def _reason(
-    op: LifecycleOp, at: tuple[int, int], judged: _Judgement, config: HeuristicConfig
-) -> str:
-    """The rule that led to an op at an env and slot, with its numbers."""
-    reports, seeds = judged.reports, judged.seeds
-    steps = int(reports.steps_left[at[0]])
-    left = f"{steps} step{'' if steps == 1 else 's'} left"
-    rent, marginal = _points(seeds.rent[at]), _points(seeds.marginal[at])
-    error = _points(reports.contribution_error[at], ".1f")
-    worth = f"worth {_points(reports.contribution[at], '+.1f')} +- {error} points"
-    if op == LifecycleOp.GERMINATE:
-        tries = int(judged.failures[at])
-        though = f", though {tries} other{'' if tries == 1 else 's'} failed here" if tries else ""
-        return f"expected to bring {_points(judged.growth[at])} points more than it costs{though}; {left}"
-    if op == LifecycleOp.PRUNE and bool(seeds.is_useless[at]):
-        return f"{worth}: {_points(seeds.upper[at])} at best, below its rent of {rent}; {left}"
-    if op == LifecycleOp.PRUNE:
-        return (
-            f"{worth} to a model that trained with it. With {left} to train without it, the model "
-            f"is expected to lack only {_points(seeds.lacking[at])}, below its rent of {rent}"
-        )
-    if op == LifecycleOp.FOSSILIZE:
-        known = worth if bool(seeds.is_fresh[at]) else f"expected to gain {marginal} points"
-        return f"{known}, above its rent of {rent}; {left}, time to commit"
-    if op == LifecycleOp.ADVANCE:
-        if bool(_commit(reports, seeds, config)[1].wanted[at]):
-            return f"{left}: brought to full weight at once, to be committed in time"
-        return f"trained in shadow for {int(reports.stage_age[at])} steps, time to blend in"
-    return ""
-
-
-def _points(share: Tensor, digits: str = ".2f") -> str:
-    return f"{100 * float(share):{digits}}"
 
 
 def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> Tensor:
@@ -285,7 +202,7 @@ def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) ->
 
 
 def _is_ready_to_blend(reports: Reports, config: HeuristicConfig) -> Tensor:
-    is_in_shadow = _is(reports.stage, SeedStage.TRAINING)
+    is_in_shadow = is_in(reports.stage, SeedStage.TRAINING)
     return is_in_shadow & (reports.stage_age >= config.shadow_steps)
 
 
@@ -348,10 +265,3 @@ def _seed_compute(reports: Reports) -> Tensor:
     """The price of a seed's multiply-adds from now to the end, `[N, S]`."""
     macs = reports.seed_macs / reports.host_macs.clamp(min=1).unsqueeze(-1)
     return (reports.compute_price * (1 - reports.progress)).unsqueeze(-1) * macs
-
-
-def _is(stage: Tensor, *stages: SeedStage) -> Tensor:
-    matches = stage == int(stages[0])
-    for other in stages[1:]:
-        matches = matches | (stage == int(other))
-    return matches

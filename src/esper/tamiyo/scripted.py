@@ -66,7 +66,7 @@ class ConstantPlan:
         legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]
         is_affordable = legal.gather(-1, blueprint.unsqueeze(-1)).squeeze(-1)
         is_time = is_affordable & (reports.step.unsqueeze(-1) >= step)
-        return germinate_and_commit(reports, masks, is_time, -step, blueprint, RAMP_STEPS)
+        return germinate_and_commit(reports, masks, is_time, -step, blueprint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +81,8 @@ class FixedSchedule:
     every: int = 3  # steps between germinations
     size: float = 0.25  # parameters of a seed, as a share of the host's
     max_seeds: int = 3
-    ramp_steps: int = RAMP_STEPS
 
     def __post_init__(self) -> None:
-        check_ramp_steps(self.ramp_steps)
         require_at_least(self, 1, "every")
 
     def begin(self, env_ids: Tensor) -> None:
@@ -98,7 +96,7 @@ class FixedSchedule:
         order = torch.arange(reports.num_slots, device=reports.device).expand_as(reports.stage)
         is_time = reports.step.unsqueeze(-1) >= self.first_step + self.every * order
         is_time = is_time & (order < self.max_seeds)
-        return germinate_and_commit(reports, masks, is_time, -order, blueprint, self.ramp_steps)
+        return germinate_and_commit(reports, masks, is_time, -order, blueprint)
 
 
 def germinate_and_commit(
@@ -107,10 +105,9 @@ def germinate_and_commit(
     is_time: Tensor,
     urgency: Tensor,
     blueprint: Tensor,
-    ramp_steps: int,
 ) -> Tensor:
     """Germinate where `is_time`, the most urgent first, and commit seeds that are HOLDING."""
-    is_live = torch.stack([reports.stage == int(stage) for stage in LIVE_STAGES]).any(dim=0)
+    is_live = is_in(reports.stage, *LIVE_STAGES)
     must_commit = (reports.steps_left <= is_live.sum(dim=-1)).unsqueeze(-1)
     age = reports.total_age.float()
     anywhere = torch.ones_like(is_time)
@@ -120,7 +117,7 @@ def germinate_and_commit(
         Wish(LifecycleOp.FOSSILIZE, anywhere, age),
         Wish(LifecycleOp.ADVANCE, reports.stage == int(SeedStage.TRAINING), age),
     )
-    return take_first(masks, wishes, seed_details(blueprint, ramp_steps))
+    return take_first(masks, wishes, seed_details(blueprint))
 
 
 class Wish(NamedTuple):
@@ -155,17 +152,17 @@ def take_first(
     return actions
 
 
-def seed_details(blueprint: Tensor, ramp_steps: int) -> dict[str, Tensor | int]:
+def seed_details(blueprint: Tensor) -> dict[str, Tensor | int]:
     """A germination's choices by head: `blueprint` `[N, S]`, blended in by a linear ramp to 1."""
     return {
         "blueprint": blueprint,
         "style": int(BlendStyle.ADD),
-        "tempo": TEMPO_STEPS.index(ramp_steps),
+        "tempo": TEMPO_STEPS.index(RAMP_STEPS),
         "alpha_target": ALPHA_TARGETS.index(1.0),
         "alpha_curve": int(AlphaCurve.LINEAR),
     }
 
 
-def check_ramp_steps(ramp_steps: int) -> None:
-    if ramp_steps not in TEMPO_STEPS:
-        raise ValueError(f"ramp_steps={ramp_steps} is not a tempo; use one of {TEMPO_STEPS}")
+def is_in(stage: Tensor, *stages: SeedStage) -> Tensor:
+    """Which of these stages are one of `stages`."""
+    return torch.stack([stage == int(one) for one in stages]).any(dim=0)

@@ -3,14 +3,10 @@
 Host segments run for all P hosts at once. Seeds of one blueprint in one slot form a group. Groups
 run one by one, and one blend per slot joins their outputs to the hosts. This is the plain twin of
 every kernel in `kernels.hosts`.
-
-A group's capacity is fixed in its program and its members are an index, so that one program can
-serve changing hosts. Padding reads host 0 and writes to the scratch row after the last host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -25,7 +21,7 @@ from esper.kasmina.programs import Program
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
 from esper.tolaria.augmentation import Augmentation
-from esper.tolaria.optimizers import Optimizer, OptimizerRows
+from esper.tolaria.optimizers import AdamW
 from esper.tolaria.parameter_table import ParameterTable
 from esper.tolaria.tasks import Task
 
@@ -37,9 +33,8 @@ class SeedGroup(NamedTuple):
     """Seeds of one blueprint in one slot."""
 
     program: Program
-    rows: Tensor  # parameters [capacity, D]
-    source: Tensor  # [capacity]: the host whose activations each seed reads
-    destination: Tensor  # [capacity]: the host it acts on; P for padding
+    rows: Tensor  # parameters [K, D]
+    hosts: Tensor  # [K]: the host of each seed
 
 
 class SlotSeeds(NamedTuple):
@@ -50,16 +45,8 @@ class SlotSeeds(NamedTuple):
     style: Tensor | None  # [P]; None: all ADD
 
 
-RunGroups = Callable[[Sequence[SeedGroup], Sequence[Tensor]], list[Tensor]]
-
-
 def run_hosts(
-    host: Host,
-    rows: Tensor,
-    slots: Sequence[SlotSeeds],
-    x: Tensor,
-    run_groups: RunGroups,
-    ablate: bool = False,
+    host: Host, rows: Tensor, slots: Sequence[SlotSeeds], x: Tensor, ablate: bool = False
 ) -> Tensor:
     """Logits `[P, classes, batch]` of hosts with parameters `[P, D]` on `x [P, *shape, batch]`.
 
@@ -71,27 +58,20 @@ def run_hosts(
     for segment, part, seeds in zip(host.segments, parts[:-1], slots, strict=True):
         x = segment.forward(part, x)
         if seeds.groups:
-            blended = _blend_in(x, seeds, run_groups)
+            blended = _blend_in(x, seeds)
             x = torch.cat((blended, x[..., :batch]), dim=-1) if ablate else blended
     return host.head.forward(parts[-1], x)
 
 
-def _blend_in(x: Tensor, seeds: SlotSeeds, run_groups: RunGroups) -> Tensor:
-    sources = torch.cat([group.source for group in seeds.groups])
-    places = torch.cat([group.destination for group in seeds.groups])
-    inputs = torch.split(x.index_select(0, sources), [len(group.source) for group in seeds.groups])
-    outputs = run_groups(seeds.groups, inputs)
-    # the row after the last host is scratch: padding writes to it
-    output = x.new_zeros(x.shape[0] + 1, *x.shape[1:])
-    output = output.index_copy_(0, places, torch.cat(outputs))[:-1]
+def _blend_in(x: Tensor, seeds: SlotSeeds) -> Tensor:
+    outputs = [
+        group.program.forward(group.rows, x.index_select(0, group.hosts)) for group in seeds.groups
+    ]
+    hosts = torch.cat([group.hosts for group in seeds.groups])
+    output = torch.zeros_like(x).index_copy_(0, hosts, torch.cat(outputs))
     if seeds.style is None:
         return torch.addcmul(x, seeds.alpha.view(-1, *(1,) * (x.dim() - 1)), output)
     return blend(x, output, seeds.alpha, seeds.style)
-
-
-def run_in_order(groups: Sequence[SeedGroup], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of the groups, each on its input."""
-    return [group.program.forward(group.rows, x) for group, x in zip(groups, inputs, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,75 +103,10 @@ class BlendInputs:
         self.trains[:, 1:].copy_(states.has_seed, non_blocking=True)
 
 
-class GroupKey(NamedTuple):
-    """Seeds that can run together."""
-
-    slot: int
-    blueprint: int
-    shadow_training: bool  # trained in the shadow pass; not part of the host's own pass
-
-
-@dataclass(frozen=True)
-class Signature:
-    """All that the shapes of a minibatch's program depend on."""
-
-    capacities: tuple[tuple[GroupKey, int], ...]
-    plain_slots: tuple[bool, ...]  # every seed in the slot has style ADD
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """The hosts in each group, on the CPU, and the signature without any padding."""
-
-    signature: Signature
-    members: dict[GroupKey, Tensor]
-
-    @classmethod
-    def of(cls, states: SlotStates) -> "Grouping":
-        shadow = states.stage == SeedStage.TRAINING
-        hosts, slots = states.has_seed.nonzero(as_tuple=True)
-        keys = torch.stack((slots, states.blueprint[hosts, slots], shadow[hosts, slots].long()), 1)
-        kinds, group_of = torch.unique(keys, dim=0, return_inverse=True)
-        members = {
-            GroupKey(slot, blueprint, bool(in_shadow)): hosts[group_of == group]
-            for group, (slot, blueprint, in_shadow) in enumerate(kinds.tolist())
-        }
-        styled = (states.style != BlendStyle.ADD) & states.has_seed
-        sizes = tuple((key, len(ids)) for key, ids in members.items())
-        return cls(Signature(sizes, tuple((~styled.any(0)).tolist())), members)
-
-
-class Membership:
-    """The members of each group of a signature, as index tensors that a program reads."""
-
-    def __init__(self, signature: Signature, num_hosts: int, device: torch.device):
-        self._num_hosts = num_hosts
-        capacities = dict(signature.capacities)
-        ends = dict(zip(capacities, accumulate(capacities.values()), strict=True))
-        self._places = {key: slice(end - capacities[key], end) for key, end in ends.items()}
-        self._index = torch.zeros(2, sum(capacities.values()), dtype=torch.int64, device=device)
-        self.source = self._views(self._index[0])  # padding reads host 0
-        self.destination = self._views(self._index[1])  # padding writes to the scratch row
-
-    def fill(self, members: dict[GroupKey, Tensor]) -> None:
-        """Set the members of a grouping that the signature has room for; one copy to the device."""
-        index = torch.zeros_like(self._index, device="cpu")
-        index[1] = self._num_hosts
-        for key, place in self._places.items():
-            if key in members:
-                ids = members[key]
-                index[:, place.start : place.start + len(ids)] = ids
-        self._index.copy_(index, non_blocking=True)
-
-    def _views(self, index: Tensor) -> dict[GroupKey, Tensor]:
-        return {key: index[place] for key, place in self._places.items()}
-
-
 class Feed:
     """Data `[V, N, ...]` in V views, and the rows of the next minibatches `[M, P, batch]`.
 
-    The cursor is a tensor on the device, so that a captured CUDA graph can advance it. With an
-    augmentation, the kernels read changed copies of the loaded rows in place of the data.
+    With an augmentation, the kernels read changed copies of the loaded rows in place of the data.
     """
 
     def __init__(self, task: Task, view_ids: Tensor, batch_size: int, augmentation: Augmentation):
@@ -212,7 +127,7 @@ class Feed:
         rows = torch.arange(self.capacity * num_rows, device=device).view(shape)
         self.rows = rows if self.is_augmented else torch.zeros_like(rows)
         self.losses = torch.zeros(shape[:2], dtype=self.inputs.dtype, device=device)
-        self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self._cursor = 0  # of the next minibatch
 
     def set_views(self, view_ids: Tensor) -> None:
         """Set the view `[P]` that each host reads from now on."""
@@ -232,23 +147,19 @@ class Feed:
             changed = self._augmentation.apply(inputs.index_select(0, flat), keys.flatten())
             self.inputs[: len(flat)] = changed
             self.labels[: len(flat)] = labels.index_select(0, flat)
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Go back to the first loaded minibatch."""
-        self._cursor.zero_()
+        self._cursor = 0
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Inputs `[P, *shape, batch]` and labels `[P, batch]` of the minibatch at the cursor."""
-        rows = self.rows.index_select(0, self._cursor).squeeze(0) + self.first_row
+        rows = self.rows[self._cursor] + self.first_row
         flat = rows.flatten()
         x = self.inputs.index_select(0, flat).view(*rows.shape, *self.inputs.shape[1:])
         return x.movedim(1, -1).contiguous(), self.labels.index_select(0, flat).view(rows.shape)
 
     def record_loss(self, losses: Tensor) -> None:
         """Store the losses `[P]` of the minibatch at the cursor, and advance the cursor."""
-        self.losses.index_copy_(0, self._cursor, losses.unsqueeze(0))
-        self._cursor.add_(1)
+        self.losses[self._cursor] = losses
+        self._cursor += 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,35 +169,67 @@ class TrainingSetup:
     host: Host
     menu: tuple[Blueprint, ...]
     parameter_table: ParameterTable
-    optimizer: Optimizer
+    optimizer: AdamW
     blend_inputs: BlendInputs
     feed: Feed
     learning_rates: Tensor  # [P]
 
-    def seed_program(self, key: GroupKey) -> Program:
-        return self.menu[key.blueprint].program(self.host.sites[key.slot])
+
+class GroupKey(NamedTuple):
+    """Seeds that can run together."""
+
+    slot: int
+    blueprint: int
+    shadow_training: bool  # trained in the shadow pass; not part of the host's own pass
 
 
-class Minibatch:
-    """One training step of a population for one signature; all that may change is in tensors."""
+def group_seeds(states: SlotStates) -> dict[GroupKey, Tensor]:
+    """The hosts in each group."""
+    shadow = states.stage == SeedStage.TRAINING
+    hosts, slots = states.has_seed.nonzero(as_tuple=True)
+    keys = torch.stack((slots, states.blueprint[hosts, slots], shadow[hosts, slots].long()), 1)
+    kinds, group_of = torch.unique(keys, dim=0, return_inverse=True)
+    return {
+        GroupKey(slot, blueprint, bool(in_shadow)): hosts[group_of == group]
+        for group, (slot, blueprint, in_shadow) in enumerate(kinds.tolist())
+    }
 
-    def __init__(
-        self, setup: TrainingSetup, signature: Signature, run_groups: RunGroups = run_in_order
-    ):
-        self.signature = signature
-        self._setup, self._run_groups = setup, run_groups
-        self._table, self._inputs = setup.parameter_table, setup.blend_inputs
-        layout, device = self._table.layout, self._table.params.device
-        self._programs = {key: setup.seed_program(key) for key, _ in signature.capacities}
-        self._host_columns = layout.host_columns()
+
+class EagerSteps:
+    """Minibatches of a population, every operation launched on its own."""
+
+    def __init__(self, setup: TrainingSetup):
+        self._setup, self._inputs = setup, setup.blend_inputs
+        self._table = table = setup.parameter_table
+        self._host_columns = table.layout.host_columns()
+        self._part_of_column = table.layout.part_of_column().to(table.params.device)
+
+    def prepare(self, states: SlotStates) -> None:
+        setup, table = self._setup, self._table
+        groups = group_seeds(states)
+        self._hosts = {key: hosts.to(table.params.device) for key, hosts in groups.items()}
+        self._programs = {
+            key: setup.menu[key.blueprint].program(setup.host.sites[key.slot]) for key in groups
+        }
         self._columns = {
-            key: layout.seed_columns(key.slot, program.num_params)
+            key: table.layout.seed_columns(key.slot, program.num_params)
             for key, program in self._programs.items()
         }
-        self.members = Membership(signature, self._table.num_hosts, device)
-        self._part_of_column = layout.part_of_column().to(device)
+        styled = (states.style != BlendStyle.ADD) & states.has_seed
+        self._is_styled: list[bool] = styled.any(0).tolist()
 
-    def train(self) -> None:
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self._train()
+
+    @torch.no_grad()
+    def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
+        rows = {key: self._seed_rows(key) for key in self._keys(in_shadow=False)}
+        slots = self._slots(rows, self._inputs.alpha)
+        logits = run_hosts(self._setup.host, self._host_rows(), slots, x, ablate=ablate)
+        return logits, sorted({key.slot for key in rows})
+
+    def _train(self) -> None:
         """Train every host and seed on the feed's next minibatch."""
         table, feed = self._table, self._setup.feed
         x, labels = feed.next()
@@ -298,34 +241,14 @@ class Minibatch:
         leaves = [host_rows, *in_host.values()]
         host_grads, *seed_grads = torch.autograd.grad(losses.sum(), leaves)
         table.grads.zero_()
-        table.grads[:-1, self._host_columns] = host_grads
+        table.grads[:, self._host_columns] = host_grads
         self._collect(dict(zip(in_host, seed_grads, strict=True)))
         if in_shadow := self._keys(in_shadow=True):
             self._train_in_shadow(in_shadow, x, labels)
         table.steps.add_(self._inputs.trains)
-        rows = OptimizerRows(
-            table.params[:-1],
-            table.grads[:-1],
-            [moment[:-1] for moment in table.moments],
-            table.steps.clamp(min=1),
-            self._part_of_column,
-        )
-        self._setup.optimizer.update(rows, self._setup.learning_rates.unsqueeze(1))
+        rates = self._setup.learning_rates.unsqueeze(1)
+        self._setup.optimizer.update(table, self._part_of_column, rates)
         feed.record_loss(losses.detach())
-
-    @property
-    def active_slots(self) -> tuple[int, ...]:
-        """Slots with room for seeds that take part in the hosts' output."""
-        return tuple(sorted({key.slot for key in self._keys(in_shadow=False)}))
-
-    @torch.no_grad()
-    def logits(self, x: Tensor, ablate: bool = False) -> Tensor:
-        """Logits without training; see `run_hosts`."""
-        rows = {key: self._seed_rows(key) for key in self._keys(in_shadow=False)}
-        slots = self._slots(rows, self._inputs.alpha)
-        return run_hosts(
-            self._setup.host, self._host_rows(), slots, x, self._run_groups, ablate=ablate
-        )
 
     def _train_in_shadow(self, keys: list[GroupKey], x: Tensor, labels: Tensor) -> None:
         """The shadow pass: seeds in shadow training are switched on, and only they are trained."""
@@ -343,20 +266,18 @@ class Minibatch:
         x: Tensor,
         labels: Tensor,
     ) -> Tensor:
-        slots = self._slots(seed_rows, alpha)
-        logits = run_hosts(self._setup.host, host_rows, slots, x, self._run_groups)
+        logits = run_hosts(self._setup.host, host_rows, self._slots(seed_rows, alpha), x)
         return F.cross_entropy(logits, labels, reduction="none").mean(1)
 
     def _slots(self, seed_rows: dict[GroupKey, Tensor], alpha: Tensor) -> list[SlotSeeds]:
         slots: list[SlotSeeds] = []
-        sources, destinations = self.members.source, self.members.destination
-        for slot, plain in enumerate(self.signature.plain_slots):
+        for slot, is_styled in enumerate(self._is_styled):
             groups = [
-                SeedGroup(self._programs[key], rows, sources[key], destinations[key])
+                SeedGroup(self._programs[key], rows, self._hosts[key])
                 for key, rows in seed_rows.items()
                 if key.slot == slot
             ]
-            style = None if plain else self._inputs.style[:, slot]
+            style = self._inputs.style[:, slot] if is_styled else None
             slots.append(SlotSeeds(groups, alpha[:, slot], style))
         return slots
 
@@ -364,13 +285,11 @@ class Minibatch:
         return [key for key in self._programs if key.shadow_training == in_shadow]
 
     def _host_rows(self) -> Tensor:
-        return self._table.params[:-1, self._host_columns].detach()
+        return self._table.params[:, self._host_columns].detach()
 
     def _seed_rows(self, key: GroupKey) -> Tensor:
-        seeds = self._table.params[:, self._columns[key]]
-        return seeds.index_select(0, self.members.destination[key])
+        return self._table.params[:, self._columns[key]].index_select(0, self._hosts[key])
 
     def _collect(self, grads: dict[GroupKey, Tensor]) -> None:
         for key, grad in grads.items():
-            columns = self._table.grads[:, self._columns[key]]
-            columns.index_copy_(0, self.members.destination[key], grad)
+            self._table.grads[:, self._columns[key]].index_copy_(0, self._hosts[key], grad)

@@ -5,33 +5,24 @@
     reports = environment.observe()
     outcome = environment.step(actions)
 
-The hosts are a `HostBatch`: populations of real networks, or synthetic hosts with known gains.
-Slots, budgets, prices, steps and reports are the same for both, and are here.
+The host batch trains the hosts. Slots, budgets, prices, steps and reports are here.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from esper.kasmina.lifecycle import SlotStates, Transition, apply
+from esper.kasmina.lifecycle import apply
 from esper.leyline.checks import require_at_least
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.protocols import StepOutcome
-from esper.leyline.ranks import EnvShare
 from esper.leyline.reports import Reports
 from esper.leyline.stages import SeedStage
-from esper.tolaria.governor import Rollback
-from esper.tolaria.reports import (
-    History,
-    HostFacts,
-    StepMeasurements,
-    build_reports,
-    seed_costs,
-)
+from esper.tolaria.host_batch import PopulationBatch
+from esper.tolaria.reports import History, HostFacts, build_reports, seed_costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,50 +56,6 @@ class GrowthConfig:
             )
 
 
-class HostBatch(Protocol):
-    """Hosts that train while seeds grow in their slots."""
-
-    num_envs: int
-    share: EnvShare  # its envs among those of all ranks
-    num_slots: int
-    num_blueprints: int
-    siblings: int  # consecutive envs whose hosts differ only in the actions on them
-    events: tuple[Rollback, ...]  # rollbacks of the last step, with envs as hosts
-
-    @property
-    def states(self) -> SlotStates: ...
-
-    @property
-    def host_names(self) -> tuple[str, ...]:
-        """The architecture in each env of this episode."""
-        ...
-
-    @property
-    def view_ids(self) -> Tensor:
-        """The view of the data that each env learns from, `[N]`."""
-        ...
-
-    @property
-    def blueprint_names(self) -> tuple[str, ...]: ...
-
-    @property
-    def untrained_accuracy(self) -> float:
-        """Accuracy that is expected before any training."""
-        ...
-
-    def reset(self, generator: torch.Generator) -> HostFacts:
-        """Start new hosts in every env."""
-        ...
-
-    def train_step(self, transition: Transition) -> StepMeasurements:
-        """Carry out the requested moves, train for one step, end the step and validate."""
-        ...
-
-    def committed_accuracy(self) -> Tensor:
-        """Validation accuracy `[N]` with every seed removed that is not fossilised."""
-        ...
-
-
 class GrowthEnvironment:
     """N parallel episodes. All its tensors are on the CPU, on any device of the hosts.
 
@@ -116,7 +63,7 @@ class GrowthEnvironment:
     """
 
     def __init__(
-        self, host_batch: HostBatch, config: GrowthConfig | None = None, *, rng_seed: int = 0
+        self, host_batch: PopulationBatch, config: GrowthConfig | None = None, *, rng_seed: int = 0
     ):
         self.host_batch = host_batch
         self.config = config or GrowthConfig()

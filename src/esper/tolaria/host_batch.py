@@ -29,7 +29,7 @@ from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.tolaria.augmentation import NO_AUGMENTATION, Augmentation
 from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
-from esper.tolaria.optimizers import AdamW, Optimizer
+from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
 from esper.tolaria.reports import HostFacts, StepMeasurements, site_facts
 from esper.tolaria.steps import Kernels
@@ -48,6 +48,8 @@ class HostBatchConfig:
     """Hosts of one architecture."""
     siblings: int = 1
     """Envs that share initial weights, data view, data order and rent: only actions differ."""
+    controls: int = 0
+    """Of the siblings, those that never grow; the others' lead over them is reported."""
     minibatches: int = 20
     """Minibatches per step and host."""
     batch_size: int = 100
@@ -66,6 +68,10 @@ class HostBatchConfig:
         if self.envs_per_type % self.siblings:
             raise ValueError(
                 f"envs_per_type={self.envs_per_type} does not split into siblings={self.siblings}"
+            )
+        if not 0 <= self.controls < self.siblings:
+            raise ValueError(
+                f"controls={self.controls}; use 0 to siblings - 1 = {self.siblings - 1}"
             )
 
     def split(self, ranks: Ranks) -> tuple["HostBatchConfig", EnvShare]:
@@ -106,7 +112,7 @@ class PopulationBatch:
         task: Task,
         config: HostBatchConfig | None = None,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: AdamW | None = None,
         host_ids: Tensor | None = None,
         ranks: Ranks = ALONE,
     ):

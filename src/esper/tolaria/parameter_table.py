@@ -1,8 +1,7 @@
-"""The parameters of a population as one `[P + 1, D]` tensor, with one more for each moment.
+"""The parameters of a population as one `[P, D]` tensor, with one more for each moment.
 
 A row is a host: its own parameters, then a range of columns for each slot, as wide as the
-largest seed that can grow there. The last row is scratch: the padding of groups writes to it.
-Columns without a seed are zero.
+largest seed that can grow there. Columns without a seed are zero.
 """
 
 from collections.abc import Sequence
@@ -70,18 +69,17 @@ class ParameterTable:
         self,
         layout: TableLayout,
         num_hosts: int,
-        num_moments: int,
         device: torch.device,
         dtype: torch.dtype,
     ):
         self.layout = layout
         self.num_hosts = num_hosts
-        rows = (num_hosts + 1, layout.num_columns)
+        rows = (num_hosts, layout.num_columns)
         # parameters and moments are one tensor, so that a snapshot of a host is one row copy
-        self._storage = torch.zeros(1 + num_moments, *rows, device=device, dtype=dtype)
+        self._storage = torch.zeros(3, *rows, device=device, dtype=dtype)
         self.params = self._storage[0]
         self.all_moments = self._storage[1:]
-        self.moments = tuple(self.all_moments.unbind())
+        self.moments = self.all_moments.unbind()  # of AdamW
         self.grads = torch.zeros(*rows, device=device, dtype=dtype)
         self.steps = torch.zeros(num_hosts, layout.num_parts, device=device, dtype=dtype)
 
@@ -96,7 +94,7 @@ class ParameterTable:
 
     def finite_rows(self) -> Tensor:
         """Hosts `[P]` whose parameters and moments are all finite."""
-        return self._storage[:, :-1].isfinite().all(2).all(0)
+        return self._storage.isfinite().all(2).all(0)
 
     def save(self) -> tuple[Tensor, Tensor]:
         """A copy of parameters and moments, and of the step counts, of all hosts."""

@@ -22,7 +22,7 @@ from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.stages import SeedStage
 from esper.tolaria.augmentation import NO_AUGMENTATION, PURPOSE, Augmentation
 from esper.tolaria.batched import BlendInputs, Feed, TrainingSetup
-from esper.tolaria.optimizers import AdamW, Optimizer
+from esper.tolaria.optimizers import AdamW
 from esper.tolaria.parameter_table import InitDistributions, ParameterTable, TableLayout
 from esper.tolaria.randomness import fold, hash64
 from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
@@ -54,7 +54,7 @@ class Population:
         *,
         num_hosts: int,
         batch_size: int = 100,
-        optimizer: Optimizer | None = None,
+        optimizer: AdamW | None = None,
         rng_seed: int = 0,
         host_ids: Tensor | None = None,
         view_ids: Tensor | None = None,
@@ -81,9 +81,7 @@ class Population:
             torch.zeros(num_hosts, dtype=torch.int64) if view_ids is None else view_ids
         )
         layout = TableLayout.of(host, menu)
-        self.parameter_table = ParameterTable(
-            layout, num_hosts, self.optimizer.num_moments, device, dtype
-        )
+        self.parameter_table = ParameterTable(layout, num_hosts, device, dtype)
         self._init = InitDistributions(host, menu, layout, device)
         self.learning_rates = torch.full(
             (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
@@ -203,7 +201,7 @@ class Population:
         """Root mean square `[P, S]` of each seed's last gradient; 0 without a seed."""
         grads, layout = self.parameter_table.grads, self.parameter_table.layout
         squares = [
-            grads[:-1, layout.seed_columns(slot)].square().sum(1) for slot in range(self.num_slots)
+            grads[:, layout.seed_columns(slot)].square().sum(1) for slot in range(self.num_slots)
         ]
         sizes = self.seed_params().clamp(min=1).to(grads)
         return (torch.stack(squares, 1) / sizes).sqrt()
@@ -214,7 +212,7 @@ class Population:
         slots = torch.arange(self.num_slots).expand_as(states.blueprint)
         return self._init.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
 
-    # Bounds checks; the compiled kernels and CUDA graphs do none.
+    # Bounds checks; the compiled kernels do none.
 
     def _checked_ids(self, host_ids: Tensor) -> Tensor:
         if host_ids.shape != (self.num_hosts,):

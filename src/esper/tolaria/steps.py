@@ -3,7 +3,6 @@
 | kernels | where | how |
 |---|---|---|
 | eager | any device, any layer | batched operations on the whole population, launched one by one |
-| graphs | CUDA, any layer | the same operations as a captured CUDA graph |
 | compiled | CPU, layers of kasmina | host after host, by numba |
 | fused | CUDA, layers of kasmina | all hosts and minibatches in one launch, a block per host |
 """
@@ -16,12 +15,11 @@ from torch import Tensor
 from esper.kasmina.lifecycle import SlotStates
 from esper.kernels.hosts.compiled import CompiledSteps
 from esper.kernels.hosts.fused import FusedSteps, has_room
-from esper.kernels.hosts.graphs import GraphedSteps
 from esper.kernels.hosts.layer_table import has_kernels
-from esper.tolaria.batched import Grouping, Minibatch, TrainingSetup
-from esper.tolaria.optimizers import SGD, AdamW
+from esper.tolaria.batched import EagerSteps, TrainingSetup
+from esper.tolaria.optimizers import AdamW
 
-Kernels = Literal["eager", "graphs", "compiled", "fused"]
+Kernels = Literal["eager", "compiled", "fused"]
 
 
 class Steps(Protocol):
@@ -40,43 +38,21 @@ class Steps(Protocol):
         ...
 
 
-class EagerSteps:
-    """Launches every operation on its own."""
-
-    def __init__(self, setup: TrainingSetup):
-        self._setup = setup
-
-    def prepare(self, states: SlotStates) -> None:
-        grouping = Grouping.of(states)
-        self._minibatch = Minibatch(self._setup, grouping.signature)
-        self._minibatch.members.fill(grouping.members)
-
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            self._minibatch.train()
-
-    def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, tuple[int, ...]]:
-        return self._minibatch.logits(x, ablate), self._minibatch.active_slots
-
-
 def fastest_kernels(setup: TrainingSetup) -> Kernels:
     """The fastest kernels that support all layers and the optimiser."""
     on_cuda = setup.parameter_table.params.device.type == "cuda"
     seeds = (e.program(s) for e in setup.menu for s in setup.host.sites if e.fits(s))
-    supports_layers = all(map(has_kernels, (*setup.host.programs, *seeds)))
-    supports_optimizer = type(setup.optimizer) in (AdamW, SGD)
-    supports_all = supports_layers and supports_optimizer
-    if on_cuda:
-        return "fused" if supports_all and has_room(setup) else "graphs"
-    return "compiled" if supports_all else "eager"
+    supports_all = all(map(has_kernels, (*setup.host.programs, *seeds)))
+    supports_all &= type(setup.optimizer) is AdamW  # a subclass may do otherwise
+    if not supports_all or (on_cuda and not has_room(setup)):
+        return "eager"
+    return "fused" if on_cuda else "compiled"
 
 
 def build_steps(setup: TrainingSetup, kernels: Kernels) -> Steps:
     match kernels:
         case "eager":
             return EagerSteps(setup)
-        case "graphs":
-            return GraphedSteps(setup)
         case "compiled":
             return CompiledSteps(setup)
         case "fused":

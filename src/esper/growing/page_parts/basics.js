@@ -2,6 +2,19 @@
 // Draws the page from the data in it. Names are only ever set as text, never parsed as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
+// the chosen theme; a browser may refuse to store it
+const remember = (theme) => {
+  try {
+    localStorage.setItem("esper-theme", theme);
+  } catch {}
+};
+const remembered = () => {
+  try {
+    return localStorage.getItem("esper-theme");
+  } catch {
+    return null;
+  }
+};
 const STAGES = {
   TRAINING: "in shadow training",
   BLENDING: "blending",

@@ -229,7 +229,10 @@ function drawLane(canvas, { x, left, right }, seed, top) {
 function drawLegend() {
   const seen = new Set(data.seeds.flatMap((s) => s.life.map((span) => span[0])));
   const ops = new Set(data.events.map((e) => e.op));
+  const curve = (color, name) => el("span", {}, el("b", { style: `background:var(--${color})` }), name);
   $("legend").append(
+    curve("grown", "grown"),
+    data.twin.length ? curve("twin", "ungrown") : "",
     ...Object.keys(OPS)
       .filter((op) => ops.has(op))
       .map((op) => el("span", {}, boxedSign(op), OPS[op])),

@@ -58,7 +58,7 @@ function networkDiagram(seeds) {
       label(12, y + 32, `${clipped(row.kind, 18)}  ${row.shape.join(" × ")}`),
     );
     y += 40;
-    for (const seed of seeds.filter((s) => s.site === row.name))
+    for (const seed of seeds.filter((s) => place(s) === row.name))
       y = drawBranch(canvas, seed, y, middle, box, width);
   }
   canvas.append(
@@ -103,9 +103,12 @@ function drawBranch(canvas, seed, y, middle, box, width) {
   return bottom;
 }
 
+/** The block of a seed: its site, or the first layer of its pair. */
+const place = (seed) => seed.site.split("->")[0];
+
 /** The blocks to draw; in a large network, runs of blocks without a seed become a count. */
 function collapsed() {
-  const sites = new Set(data.seeds.map((s) => s.site)),
+  const sites = new Set(data.seeds.map(place)),
     blocks = data.before.blocks;
   if (blocks.length <= 12) return blocks;
   const shown = blocks.map((b, i) => sites.has(b.name) || i === 0 || i === blocks.length - 1);

@@ -11,7 +11,7 @@ function drawHead() {
     const isDark = root.dataset.theme
       ? root.dataset.theme === "dark"
       : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = isDark ? "light" : "dark";
+    remember((root.dataset.theme = isDark ? "light" : "dark"));
   });
 }
 
@@ -19,10 +19,13 @@ function tile(title, big, ...rest) {
   return el("div", { class: "tile" }, el("h3", {}, title), el("p", { class: "big" }, big), ...rest);
 }
 
+/** Whether the ungrown network was returned: then the tiles show it. */
+const isUngrown = data.verdict !== null && data.verdict.returned === "ungrown";
+
 /** A cost: what the host had, what has grown, and how much of the budget that is. */
 function costTile(title, key) {
   const before = data.before[key],
-    now = data.after ? data.after[key] : lastStep(key),
+    now = isUngrown ? before : data.after ? data.after[key] : lastStep(key),
     limit = data.budget[key];
   const full = Math.max(limit ?? 0, now, before, 1),
     part = (n, color) => el("i", { style: `width:${(100 * n) / full}%;background:${color}` });
@@ -36,7 +39,13 @@ function costTile(title, key) {
       part(before, "var(--host)"),
       part(Math.max(0, now - before), "var(--grown)"),
     ),
-    el("p", {}, `${short(before)} before, ${share(now - before, before)}; ${budget}`),
+    el(
+      "p",
+      {},
+      isUngrown
+        ? `the ungrown network was returned; ${budget}`
+        : `${short(before)} before, ${share(now - before, before)}; ${budget}`,
+    ),
   );
 }
 const lastStep = (key) =>
@@ -63,8 +72,8 @@ function drawTiles() {
     costTile("Multiply-adds", "macs"),
     tile(
       "Seeds kept",
-      `${kept} of ${data.seeds.length}`,
-      el("p", {}, data.seeds.length ? seedTally() : "nothing was grown"),
+      `${isUngrown ? 0 : kept} of ${data.seeds.length}`,
+      el("p", {}, isUngrown ? "none is in the network returned" : data.seeds.length ? seedTally() : "nothing was grown"),
     ),
   );
 }
@@ -79,7 +88,12 @@ function seedTally() {
 
 // ---- the seeds, one card each
 function drawSeeds() {
-  $("seeds").replaceChildren(...data.seeds.map(seedCard));
+  const isGone = (seed) => seed.fate !== null && seed.fate !== "kept";
+  const gone = data.seeds.filter(isGone);
+  $("seeds").replaceChildren(...data.seeds.filter((seed) => !isGone(seed)).map(seedCard));
+  const summary = el("summary", {}, `${gone.length} removed seed${gone.length === 1 ? "" : "s"}`);
+  if (gone.length)
+    $("seeds").after(el("details", {}, summary, el("div", { class: "cards" }, gone.map(seedCard))));
   if (!data.seeds.length) $("seeds").append(el("p", { class: "empty" }, "No seed germinated in this run."));
 }
 
@@ -89,7 +103,7 @@ function seedCard(seed) {
     `${STAGES[stage] ?? stage.toLowerCase()} ${start}\u2060–\u2060${end}`.replaceAll(" ", "\u00a0"),
   );
   const facts = [
-    ["gain", latest ? `${gain(latest[1], latest[2])} (step ${latest[0]})` : "never measured"],
+    ["if switched off", latest ? `${gain(-latest[1], latest[2])} (step ${latest[0]})` : "never measured"],
     ["parameters", `+${count(seed.params)} (${share(seed.params, data.before.params)})`],
     ["multiply-adds", `+${short(seed.macs)} (${share(seed.macs, data.before.macs)})`],
     ["blend", `${seed.style.toLowerCase()}, weight ${+seed.alphas[seed.alphas.length - 1][1].toFixed(2)}`],
@@ -101,7 +115,7 @@ function seedCard(seed) {
     : "Still in the network when this page was written.";
   return el(
     "article",
-    { class: "card" },
+    { class: "card", id: `seed-${seed.seed}` },
     el("h3", {}, seed.blueprint, el("span", { class: `pill ${seed.fate ?? ""}` }, fate)),
     el("p", { class: "where" }, "at ", el("code", {}, seed.site)),
     gainChart(seed),
@@ -133,7 +147,7 @@ function gainChart(seed) {
       width: "100%",
       viewBox: `0 0 ${width} ${height}`,
       role: "img",
-      "aria-label": `gain of ${seedName(seed)} over its life`,
+      "aria-label": `loss without ${seedName(seed)} over its life`,
     },
     line(0, y(0), right, y(0), { stroke: "var(--faint)", "stroke-dasharray": "2 3" }),
     ...[low, 0, high]
@@ -206,9 +220,9 @@ function drawDecisions() {
         1,
         el("span", {}, boxedSign(event.op), OPS[event.op] ?? event.op, el("small", {}, details(event))),
       ),
-      cell(2, event.site === null ? "" : el("code", {}, event.site)),
+      cell(2, event.site === null ? "" : siteLink(event)),
       cell(3, event.params ? `+${count(event.params)}` : ""),
-      cell(4, el("span", {}, plusMinus(event.reason), el("small", {}, alternatives(event)))),
+      cell(4, el("span", {}, plusMinus(event.reason), alternatives(event))),
       cell(5, outcome(event)),
     ),
   ]);
@@ -246,8 +260,21 @@ const alternatives = (event) => {
   const words = Object.entries(event.legal).map(([op, n]) =>
     op === "WAIT" ? "wait" : `${(OPS[op] ?? op).toLowerCase()} at ${n} site${n === 1 ? "" : "s"}`,
   );
-  return words.length ? `legal: ${words.join(", ")}` : "";
+  return words.length
+    ? el("details", {}, el("summary", {}, "legal"), el("small", {}, words.join(", ")))
+    : null;
 };
+/** The site, with a link to the seed's card; a folded card is opened first. */
+function siteLink(event) {
+  const code = el("code", {}, event.site);
+  if (!event.seed) return code;
+  const link = el("a", { href: `#seed-${event.seed}` }, code);
+  link.addEventListener?.("click", () => {
+    const fold = document.getElementById(`seed-${event.seed}`)?.closest("details");
+    if (fold) fold.open = true;
+  });
+  return link;
+}
 function outcome(event) {
   if (event.before === null || event.next === null) return "";
   const seed = data.seeds.find((s) => s.seed === event.seed);
@@ -257,6 +284,8 @@ function outcome(event) {
 }
 
 function drawFacts() {
-  const facts = { controller: data.controller, ...data.facts };
+  const limits = Object.entries(data.budget).filter(([, limit]) => limit !== null);
+  const budget = limits.map(([name, limit]) => `${short(limit)} ${name}`).join(", ") || "none";
+  const facts = { controller: data.controller, budget, ...data.facts, ...data.written };
   $("facts").append(...Object.entries(facts).map(([k, v]) => el("span", {}, `${k} `, el("b", {}, v))));
 }

@@ -1,3 +1,4 @@
+document.documentElement.dataset.theme = remembered() ?? "";
 drawHead();
 drawTiles();
 drawLegend();
@@ -11,3 +12,4 @@ new ResizeObserver(() => {
   if (width > 100 && width !== drawnWidth) drawTime();
   drawnWidth = width;
 }).observe($("time"));
+if (!data.after && data.steps.length) setTimeout(() => location.reload(), 5000); // the run is not over

@@ -19,7 +19,7 @@ from esper.kasmina.lifecycle import SlotStates
 from esper.kernels.hosts.layer_table import Column, program_rows, room
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched import TrainingSetup
-from esper.tolaria.optimizers import SGD, AdamW, Optimizer
+from esper.tolaria.optimizers import AdamW
 
 
 class CompiledSteps:
@@ -182,9 +182,6 @@ def _widest(rows: np.ndarray) -> int:
     return (most + 7) // 8 * 8
 
 
-def optimizer_numbers(optimizer: Optimizer) -> tuple[bool, float, float, float, float]:
-    if type(optimizer) is AdamW:
-        return (True, *optimizer.betas, optimizer.epsilon, optimizer.weight_decay)
-    if type(optimizer) is SGD:
-        return (False, optimizer.momentum, 0.0, 0.0, optimizer.weight_decay)
-    raise ValueError(f"no compiled kernel for {optimizer}; use kernels='eager'")
+def optimizer_numbers(optimizer: AdamW) -> tuple[float, float, float, float]:
+    """The fields of `numba_hosts.OptimizerNumbers`."""
+    return (*optimizer.betas, optimizer.epsilon, optimizer.weight_decay)

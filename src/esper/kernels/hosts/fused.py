@@ -33,7 +33,7 @@ _POINTERS = (
 )
 _DOUBLES = ("beta_mean", "beta_square", "epsilon", "weight_decay")
 _INTS = (
-    "is_adamw", "longest", "num_hosts", "num_slots", "num_blueprints", "columns", "features",
+    "longest", "num_hosts", "num_slots", "num_blueprints", "columns", "features",
     "classes", "host_size", "minibatches", "batch", "rows", "num_ablated", "n", "room", "grad_rows", "grad_size",
     "score_rows", "transposed_at", "parts_at", "parts_in_shared", "transposed_size",
 )
@@ -58,7 +58,7 @@ class FusedSteps:
         if not has_room(setup):
             raise ValueError(
                 f"hosts of {host.num_params} parameters on inputs {host.input_shape} need more "
-                f"than {MAX_WORKSPACE_BYTES >> 30} GiB to work in; use kernels='graphs'"
+                f"than {MAX_WORKSPACE_BYTES >> 30} GiB to work in; use kernels='eager'"
             )
         self._setup = setup
         self._device = parameter_table.params.device
@@ -151,15 +151,8 @@ class FusedSteps:
 
     def _sizes(self) -> dict[str, float]:
         parameter_table, host, plan = self._setup.parameter_table, self._setup.host, self._plan
-        is_adamw, beta_mean, beta_square, epsilon, weight_decay = optimizer_numbers(
-            self._setup.optimizer
-        )
         return {
-            "is_adamw": int(is_adamw),
-            "beta_mean": beta_mean,
-            "beta_square": beta_square,
-            "epsilon": epsilon,
-            "weight_decay": weight_decay,
+            **dict(zip(_DOUBLES, optimizer_numbers(self._setup.optimizer), strict=True)),
             "longest": plan.programs.shape[1],
             "num_hosts": parameter_table.num_hosts,
             "num_slots": host.num_slots,
@@ -190,9 +183,7 @@ def has_room(setup: TrainingSetup) -> bool:
 
 def max_blocks(device: torch.device) -> int:
     """The number of blocks that run at a time; each needs its own workspace."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Memory:

@@ -1,19 +1,16 @@
-"""Compiles the fused kernel on first use: for a GPU by NVRTC, for a CPU by the C++ compiler.
+"""Compiles the fused kernel on first use by NVRTC, which comes with torch's CUDA builds.
 
-NVRTC comes with torch's CUDA builds; no CUDA toolkit is needed. The CPU version does the same work
-with one thread. It exists for the parity test, `tests/tolaria/test_fused.py`, not for speed.
+Its source is C++ too, for one thread of a CPU: the parity test, `tests/tolaria/test_fused.py`,
+needs no GPU.
 """
 
 import contextlib
 import ctypes
 import hashlib
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,47 +21,33 @@ from esper.leyline.files import atomic_write
 
 THREADS = 512  # of a block
 NUM_PARTS = 2  # sums of a gradient that warps make side by side
-_CPU_SHARED_BYTES = 2**22
 _PARTS = ("threads", "conv", "layers", "hosts")  # of the source, in this order
 _REALS = {torch.float32: "float", torch.float64: "double"}
 
 
-class Library(Protocol):
-    """The kernels for one device and floating-point type."""
-
-    def launch(
-        self, kernel: str, arguments: ctypes.Structure, blocks: int, shared_bytes: int
-    ) -> None:
-        """Start a kernel behind all that the device was given before."""
-        ...
-
-
 @cache
-def library(device: torch.device, dtype: torch.dtype, weights_in_shared: bool) -> Library:
+def library(device: torch.device, dtype: torch.dtype, weights_in_shared: bool) -> "CudaLibrary":
     """Compiled on first use in a process; shared memory is fastest, if the weights fit into it."""
-    definitions = _definitions(dtype, weights_in_shared)
-    return _CudaLibrary(device, definitions) if device.type == "cuda" else _CpuLibrary(definitions)
+    return CudaLibrary(device, definitions(dtype, weights_in_shared))
 
 
 @cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that a block can have."""
-    if device.type == "cuda":
-        return _device_attribute(device, _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-    return _CPU_SHARED_BYTES
+    return _device_attribute(device, _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
-def _source() -> str:
+def source() -> str:
+    """The kernel as CUDA, or as C++ for one thread of a CPU."""
     folder = resources.files("esper.kernels.hosts")
     return "".join((folder / f"fused_{part}.cu").read_text() for part in _PARTS)
 
 
-def _definitions(dtype: torch.dtype, weights_in_shared: bool) -> list[str]:
+def definitions(dtype: torch.dtype, weights_in_shared: bool) -> list[str]:
     """What the source leaves open, as compiler options."""
     numbers = {
         "REAL": _REALS[dtype],
         "WEIGHTS_IN_SHARED": int(weights_in_shared),
-        "SHARED_BYTES": _CPU_SHARED_BYTES,
         "THREADS": THREADS,
         "NUM_PARTS": NUM_PARTS,
         "MOST_CHANNELS": MOST_CHANNELS,
@@ -75,38 +58,18 @@ def _definitions(dtype: torch.dtype, weights_in_shared: bool) -> list[str]:
     return [f"-D{name}={value}" for name, value in numbers.items()]
 
 
-class _CpuLibrary:
-    """All tasks by one thread."""
-
-    def __init__(self, definitions: list[str]):
-        compiler = shutil.which("c++")
-        if compiler is None:
-            raise ValueError("kernels='fused' on a CPU needs a C++ compiler: no 'c++' was found")
-        with tempfile.TemporaryDirectory() as folder:
-            source, built = Path(folder, "fused.cpp"), Path(folder, "fused.so")
-            source.write_text(_source())
-            options = ["-std=c++17", "-O1", "-shared", "-fPIC", *definitions]
-            subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)
-            self._kernels = ctypes.CDLL(str(built))
-
-    def launch(
-        self, kernel: str, arguments: ctypes.Structure, blocks: int, shared_bytes: int
-    ) -> None:
-        self._kernels[kernel](arguments)
-
-
 _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97  # a CUdevice_attribute
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # a CUfunction_attribute
 
 
-class _CudaLibrary:
+class CudaLibrary:
     """A module of machine code for the device it was made on."""
 
     def __init__(self, device: torch.device, definitions: list[str]):
         properties = torch.cuda.get_device_properties(device)
         self._device = device
         architecture = f"--gpu-architecture=sm_{properties.major}{properties.minor}"
-        binary = _kept_binary(_source(), [architecture, "--std=c++17", *definitions])
+        binary = _kept_binary(source(), [architecture, "--std=c++17", *definitions])
         self._module = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # the device's context is there, and current
@@ -116,6 +79,7 @@ class _CudaLibrary:
     def launch(
         self, kernel: str, arguments: ctypes.Structure, blocks: int, shared_bytes: int
     ) -> None:
+        """Start a kernel behind all that the device was given before."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         with torch.cuda.device(self._device):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

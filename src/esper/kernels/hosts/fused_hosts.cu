@@ -40,7 +40,6 @@ struct Args {
   real* workspace;              // [blocks, room]
   // optimizer
   double beta_mean, beta_square, epsilon, weight_decay;
-  int is_adamw;
   // sizes
   int longest, num_hosts, num_slots, num_blueprints, columns, features, classes, host_size;
   int minibatches, batch, rows, num_ablated;
@@ -317,9 +316,9 @@ DEVICE void keep_behind(const Args& a, const Work& k) {
 
 // The host and each of its seeds take a step; `parts` is left at zero.
 DEVICE void update(const Args& a, const Work& k, bool keeps_grads) {
-  const long long at = (long long)k.p * a.columns, table = (long long)(a.num_hosts + 1) * a.columns;
+  const long long at = (long long)k.p * a.columns, table = (long long)a.num_hosts * a.columns;
   const real rate = a.rates[k.p], decay = real(a.weight_decay), epsilon = real(a.epsilon);
-  const real beta = real(a.beta_mean), keep = real(a.beta_square);
+  const real keep = real(a.beta_square);
   const real fresh = real(1 - a.beta_mean), fresh_square = real(1 - a.beta_square);
   FOR_ALL(part, a.num_slots + 1) {
     real* steps = a.steps + k.p * (a.num_slots + 1) + part;
@@ -340,7 +339,7 @@ DEVICE void update(const Args& a, const Work& k, bool keeps_grads) {
         const int i = least(first + u * STRIDE, size - 1);
         w[u] = a.params[at + start + i];
         mean[u] = a.moments[at + start + i];
-        square[u] = a.is_adamw ? a.moments[table + at + start + i] : real(0);
+        square[u] = a.moments[table + at + start + i];
         home[u] = homes[i];
       }
 #pragma unroll
@@ -354,16 +353,11 @@ DEVICE void update(const Args& a, const Work& k, bool keeps_grads) {
           k.parts[split * a.columns + start + i] = 0;
         }
         if (keeps_grads) a.grads[at + start + i] = g;
-        if (a.is_adamw) {
-          mean[u] += fresh * (g - mean[u]);
-          square[u] = keep * square[u] + fresh_square * g * g;
-          a.moments[table + at + start + i] = square[u];
-          w[u] *= 1 - rate * decay;
-          w[u] -= scale * mean[u] / (sqrt(square[u]) * inverse + epsilon);
-        } else {
-          mean[u] = beta * mean[u] + g + decay * w[u];
-          w[u] -= rate * mean[u];
-        }
+        mean[u] += fresh * (g - mean[u]);
+        square[u] = keep * square[u] + fresh_square * g * g;
+        a.moments[table + at + start + i] = square[u];
+        w[u] *= 1 - rate * decay;
+        w[u] -= scale * mean[u] / (sqrt(square[u]) * inverse + epsilon);
         a.moments[at + start + i] = mean[u];
         a.params[at + start + i] = w[u];
         if (home[u] >= 0) k.wt[home[u]] = w[u];

@@ -16,44 +16,22 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from esper.kernels.hosts import layer_table, numba_layers
+from esper.kernels.hosts import layer_table
+from esper.kernels.hosts import numba_layers as layers
 from esper.kernels.hosts.layer_table import Column
-from esper.kernels.hosts.numba_layers import (
-    CHANNELS,
-    HEIGHT,
-    OUT_CHANNELS,
-    OUT_HEIGHT,
-    OUT_WIDTH,
-    PAD_HEIGHT,
-    PAD_WIDTH,
-    STRIDE,
-    WIDTH,
-    attention_backward,
-    attention_forward,
-    compiled,
-    conv_backward,
-    conv_forward,
-    copy,
-    depthwise_backward,
-    depthwise_forward,
-    exp,
-    fill,
-    inlined,
-    mix_backward,
-    mix_forward,
-    norm_backward,
-    norm_forward,
-    pad,
-    padded_size,
-    relu_backward,
-    relu_forward,
-    unpad,
-)
 from esper.leyline.constants import BlendStyle
 
 CONV, DEPTHWISE, NORM = layer_table.CONV, layer_table.DEPTHWISE, layer_table.NORM
 RELU, MIX_POSITIONS = layer_table.RELU, layer_table.MIX_POSITIONS
 KIND, PARAMS = int(Column.KIND), int(Column.PARAMS)
+# columns of a layer's row
+CHANNELS, HEIGHT, WIDTH = layers.CHANNELS, layers.HEIGHT, layers.WIDTH
+OUT_CHANNELS, OUT_HEIGHT = layers.OUT_CHANNELS, layers.OUT_HEIGHT
+OUT_WIDTH, STRIDE = layers.OUT_WIDTH, layers.STRIDE
+PAD_HEIGHT, PAD_WIDTH = layers.PAD_HEIGHT, layers.PAD_WIDTH
+compiled, inlined, copy, fill = layers.compiled, layers.inlined, layers.copy, layers.fill
+# as arguments; numba compiles a function again for each literal that it is called with
+ZERO, YES = np.int64(0), np.bool_(True)
 ADD, MULTIPLY = int(BlendStyle.ADD), int(BlendStyle.MULTIPLY)
 
 NO_SLOT = -1
@@ -73,9 +51,9 @@ class Tables(NamedTuple):
 
 
 class Weights(NamedTuple):
-    params: np.ndarray  # [P + 1, D]
+    params: np.ndarray  # [P, D]
     grads: np.ndarray
-    moments: np.ndarray  # [moments, P + 1, D]
+    moments: np.ndarray  # [2, P, D]
     steps: np.ndarray  # [P, 1 + S]
     rates: np.ndarray  # [P]
 
@@ -97,8 +75,7 @@ class Data(NamedTuple):
 
 
 class OptimizerNumbers(NamedTuple):
-    is_adamw: bool
-    beta_mean: float  # or SGD's momentum
+    beta_mean: float
     beta_square: float
     epsilon: float
     weight_decay: float
@@ -160,7 +137,7 @@ def _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated
         for f in range(features):
             copy(inputs[p, f], work.ws[f * n : (f + 1) * n])
         logits, top, _ = _forward(
-            tables, w, alpha, style, in_host, work, n, 0, NO_SLOT, 0, features * n
+            tables, w, alpha, style, in_host, work, n, 0, NO_SLOT, ZERO, features * n
         )
         for c in range(classes):
             copy(work.ws[logits + c * n : logits + (c + 1) * n], out[p, c, 0])
@@ -222,7 +199,7 @@ def _gradients(tables, w, g, alpha, style, blueprint, work, labels, ids, n):
     last = head[tables.lengths[len(alpha)] - 1]
     x = tables.programs[0, 0]
     top = x[CHANNELS] * x[HEIGHT] * x[WIDTH] * n
-    logits, top, t = _forward(tables, w, alpha, style, blueprint, work, n, 0, NO_SLOT, 0, top)
+    logits, top, t = _forward(tables, w, alpha, style, blueprint, work, n, 0, NO_SLOT, ZERO, top)
     loss, grad, top = _cross_entropy(work.ws, logits, labels, ids, n, last[OUT_CHANNELS], top)
     _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t)
     return loss
@@ -249,12 +226,9 @@ def _update_parts(tables, weights, p, blueprint, optimizer):
             end = start + tables.seed_sizes[part - 1, blueprint[part - 1]]
         weights.steps[p, part] += 1
         step, rate = weights.steps[p, part], weights.rates[p]
-        mean, square = weights.moments[0, p, start:end], weights.moments[-1, p, start:end]
+        mean, square = weights.moments[0, p, start:end], weights.moments[1, p, start:end]
         w, g = weights.params[p, start:end], weights.grads[p, start:end]
-        if optimizer.is_adamw:
-            _adamw(w, g, mean, square, step, rate, optimizer)
-        else:
-            _sgd(w, g, mean, rate, optimizer)
+        _adamw(w, g, mean, square, step, rate, optimizer)
 
 
 @inlined
@@ -272,15 +246,6 @@ def _adamw(w, g, mean, square, step, rate, optimizer):
 
 
 @inlined
-def _sgd(w, g, velocity, rate, optimizer):
-    real = w.dtype.type
-    momentum, decay, rate = real(optimizer.beta_mean), real(optimizer.weight_decay), real(rate)
-    for i in range(w.size):
-        velocity[i] = momentum * velocity[i] + g[i] + decay * w[i]
-        w[i] -= rate * velocity[i]
-
-
-@inlined
 def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
     """A host from slot `slot` on, with the seed in slot `off` switched off.
 
@@ -288,29 +253,18 @@ def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
     """
     ws, frame = work.ws, work.frame
     num_slots = len(alpha)
-    t = 0
+    t = ZERO
     for s in range(slot, num_slots):
         if s != off:
-            x, top, t = _run_forward(
-                tables.programs[s], tables.lengths[s], w, tables.host_starts[s], x, top, t, n, work
-            )
+            x, top, t = _run_forward(tables, s, w, tables.host_starts[s], x, top, t, n, work)
         frame[s, X] = x
         frame[s, SEGMENT_END] = t
         if blueprint[s] < 0 or s == off:
             continue
         program = tables.seed_programs[s, blueprint[s]]
         row = tables.programs[s, tables.lengths[s] - 1]
-        seed, top, t = _run_forward(
-            tables.programs[program],
-            tables.lengths[program],
-            w,
-            tables.part_starts[1 + s],
-            x,
-            top,
-            t,
-            n,
-            work,
-        )
+        start = tables.part_starts[1 + s]
+        seed, top, t = _run_forward(tables, program, w, start, x, top, t, n, work)
         frame[s, SEED] = seed
         frame[s, SEED_END] = t
         frame[s, AUX] = top
@@ -319,17 +273,7 @@ def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
         top = _grown(ws, top, 2 * size)
         _blend(ws, x, seed, y, frame[s, AUX], size, ws.dtype.type(alpha[s]), style[s])
         x = y
-    return _run_forward(
-        tables.programs[num_slots],
-        tables.lengths[num_slots],
-        w,
-        tables.host_starts[num_slots],
-        x,
-        top,
-        t,
-        n,
-        work,
-    )
+    return _run_forward(tables, num_slots, w, tables.host_starts[num_slots], x, top, t, n, work)
 
 
 @inlined
@@ -337,10 +281,8 @@ def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
     """Adds every gradient of a host and its seeds to `g`."""
     ws, frame = work.ws, work.frame
     num_slots = len(alpha)
-    grad, top = _run_backward(
-        tables.programs[num_slots], tables.lengths[num_slots], w, g, tables.host_starts[num_slots], grad, top, t, True,
-        n, work,
-    )  # fmt: skip
+    start = tables.host_starts[num_slots]
+    grad, top = _run_backward(tables, num_slots, w, g, start, grad, top, t, YES, n, work)
     for s in range(num_slots - 1, -1, -1):
         if blueprint[s] >= 0:
             row = tables.programs[s, tables.lengths[s] - 1]
@@ -351,15 +293,13 @@ def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
             weight = ws.dtype.type(alpha[s])
             _blend_backward(ws, x, seed, aux, grad, grad_seed, size, weight, style[s])
             program = tables.seed_programs[s, blueprint[s]]
+            start, end = tables.part_starts[1 + s], frame[s, SEED_END]
             through, top = _run_backward(
-                tables.programs[program], tables.lengths[program], w, g, tables.part_starts[1 + s], grad_seed, top,
-                frame[s, SEED_END], True, n, work,
-            )  # fmt: skip
+                tables, program, w, g, start, grad_seed, top, end, YES, n, work
+            )
             _add(ws[grad : grad + size], ws[through : through + size])
-        grad, top = _run_backward(
-            tables.programs[s], tables.lengths[s], w, g, tables.host_starts[s], grad, top, frame[s, SEGMENT_END], s > 0,
-            n, work,
-        )  # fmt: skip
+        start, end = tables.host_starts[s], frame[s, SEGMENT_END]
+        grad, top = _run_backward(tables, s, w, g, start, grad, top, end, s > 0, n, work)
 
 
 @inlined
@@ -371,11 +311,11 @@ def _grown(ws, top, size):
 
 
 @compiled
-def _run_forward(rows, count, w, base, x, top, t, n, work):
+def _run_forward(tables, program, w, base, x, top, t, n, work):
     """A program's output, the new top of the workspace and the new end of the tape."""
     ws, tape, xs, ys = work.ws, work.tape, work.xs, work.ys
-    for number in range(count):
-        row = rows[number]
+    for number in range(tables.lengths[program]):
+        row = tables.programs[program, number]
         at = base + row[PARAMS]
         inputs = row[CHANNELS] * row[HEIGHT] * row[WIDTH] * n
         outputs = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
@@ -386,38 +326,38 @@ def _run_forward(rows, count, w, base, x, top, t, n, work):
             else:
                 top = _grown(ws, top, outputs)
                 copy(ws[x : x + inputs], ws[y : y + outputs])
-            relu_forward(ws[y : y + outputs])
+            layers.relu_forward(ws[y : y + outputs])
         elif row[KIND] == CONV or row[KIND] == DEPTHWISE:
             top = _grown(ws, top, outputs)
             saved = x
             if _has_border(row):
                 saved = top
-                top = _grown(ws, top, padded_size(row, n))
-                pad(row, ws, x, n, saved)
+                top = _grown(ws, top, layers.padded_size(row, n))
+                layers.pad(row, ws, x, n, saved)
             if row[KIND] == CONV:
-                conv_forward(row, ws, w, at, saved, y, xs, ys, n)
+                layers.conv_forward(row, ws, w, at, saved, y, xs, ys, n)
             else:
-                depthwise_forward(row, ws, w, at, saved, y, xs, ys, n)
+                layers.depthwise_forward(row, ws, w, at, saved, y, xs, ys, n)
         elif row[KIND] == NORM:
             top = _grown(ws, top, 2 * outputs + 3 * n)
-            norm_forward(row, ws, w, at, x, y, saved, saved + outputs, n)
+            layers.norm_forward(row, ws, w, at, x, y, saved, saved + outputs, n)
         elif row[KIND] == MIX_POSITIONS:
             top = _grown(ws, top, outputs)
-            mix_forward(row, ws, w, at, x, y, xs, ys, n)
+            layers.mix_forward(row, ws, w, at, x, y, xs, ys, n)
         else:
             top = _grown(ws, top, inputs + 4 * outputs + row[WIDTH] * row[WIDTH] * n)
-            attention_forward(row, ws, w, at, x, y, saved, xs, ys, n)
+            layers.attention_forward(row, ws, w, at, x, y, saved, xs, ys, n)
         tape[t, 0], tape[t, 1], tape[t, 2] = x, y, saved
         x, t = y, t + 1
     return x, top, t
 
 
 @compiled
-def _run_backward(rows, count, w, g, base, grad, top, t, needs_input_grad, n, work):
+def _run_backward(tables, program, w, g, base, grad, top, t, needs_input_grad, n, work):
     """The gradient of a program's input from that of its output, and the new top."""
     ws, tape, xs, ys = work.ws, work.tape, work.xs, work.ys
-    for number in range(count - 1, -1, -1):
-        row = rows[number]
+    for number in range(tables.lengths[program] - 1, -1, -1):
+        row = tables.programs[program, number]
         t -= 1
         x, y, saved = tape[t, 0], tape[t, 1], tape[t, 2]
         at = base + row[PARAMS]
@@ -426,34 +366,34 @@ def _run_backward(rows, count, w, g, base, grad, top, t, needs_input_grad, n, wo
         grad_x = top
         if row[KIND] == RELU:
             grad_x = grad
-            relu_backward(ws[y : y + outputs], ws[grad : grad + outputs])
+            layers.relu_backward(ws[y : y + outputs], ws[grad : grad + outputs])
         elif row[KIND] == CONV:
             wanted = needs_input_grad or number > 0
             padded = top
             if wanted:
-                top = _grown(ws, top, padded_size(row, n))
+                top = _grown(ws, top, layers.padded_size(row, n))
                 fill(ws[padded:top], 0)
-            conv_backward(row, ws, w, g, at, saved, grad, padded, wanted, xs, ys, n)
+            layers.conv_backward(row, ws, w, g, at, saved, grad, padded, wanted, xs, ys, n)
             if wanted and _has_border(row):
                 grad_x = top
                 top = _grown(ws, top, inputs)
-                unpad(row, ws, padded, n, grad_x)
+                layers.unpad(row, ws, padded, n, grad_x)
         elif row[KIND] == DEPTHWISE:
             top = _grown(ws, top, inputs)
             padded = top
-            top = _grown(ws, top, padded_size(row, n))
-            pad(row, ws, grad, n, padded)
-            depthwise_backward(row, ws, w, g, at, saved, grad, padded, grad_x, xs, ys, n)
+            top = _grown(ws, top, layers.padded_size(row, n))
+            layers.pad(row, ws, grad, n, padded)
+            layers.depthwise_backward(row, ws, w, g, at, saved, grad, padded, grad_x, xs, ys, n)
         elif row[KIND] == NORM:
             top = _grown(ws, top, inputs)
-            norm_backward(row, ws, w, g, at, saved, saved + outputs, grad, grad_x, n)
+            layers.norm_backward(row, ws, w, g, at, saved, saved + outputs, grad, grad_x, n)
         elif row[KIND] == MIX_POSITIONS:
             top = _grown(ws, top, inputs)
-            mix_backward(row, ws, w, g, at, x, grad, grad_x, xs, ys, n)
+            layers.mix_backward(row, ws, w, g, at, x, grad, grad_x, xs, ys, n)
         else:
             scratch = top + inputs
             top = _grown(ws, top, inputs + 3 * outputs + row[WIDTH] * n)
-            attention_backward(row, ws, w, g, at, saved, grad, grad_x, scratch, xs, ys, n)
+            layers.attention_backward(row, ws, w, g, at, saved, grad, grad_x, scratch, xs, ys, n)
         grad = grad_x
     return grad, top
 
@@ -480,13 +420,13 @@ def _blend(ws, x_at, seed_at, y_at, aux_at, size, alpha, style):
             y[i] = x[i] + alpha * seed[i]
     elif style == MULTIPLY:
         for i in range(size):
-            e = exp(-2 * abs(seed[i]))
+            e = layers.exp(-2 * abs(seed[i]))
             th = (1 - e) / (1 + e)
             aux[i] = th if seed[i] >= 0 else -th
             y[i] = x[i] + alpha * x[i] * aux[i]
     else:
         for i in range(size):
-            aux[i] = 1 / (1 + exp(-x[i]))
+            aux[i] = 1 / (1 + layers.exp(-x[i]))
             y[i] = x[i] + alpha * aux[i] * seed[i]
 
 
@@ -553,4 +493,4 @@ def _entry_points(source_of_layers: str) -> tuple[Callable[..., None], Callable[
     return train_hosts, logits_of_hosts
 
 
-train_hosts, logits_of_hosts = _entry_points(Path(numba_layers.__file__).read_text())
+train_hosts, logits_of_hosts = _entry_points(Path(layers.__file__).read_text())

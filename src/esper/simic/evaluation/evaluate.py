@@ -12,10 +12,10 @@ from pathlib import Path
 from esper.leyline.ranks import ALONE, Ranks
 from esper.simic.evaluation.arms import run_arms, standard_arms
 from esper.simic.evaluation.claims import judge_claims
-from esper.simic.evaluation.experiment import PairedExperiment
+from esper.simic.evaluation.experiment import OnStep, PairedExperiment
 from esper.simic.evaluation.plans import plans_for, search_plans
 from esper.simic.evaluation.report import EvaluationReport
-from esper.simic.evaluation.settings import EvaluationConfig, evaluation_preset
+from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task, with_checksum
 from esper.simic.training.run_folder import RunFiles
@@ -34,12 +34,14 @@ def evaluate_run(
     data: str = "",
     settings: EvaluationConfig | None = None,
     say: Say = lambda text: None,
+    on_step: OnStep = lambda done, total: None,
     ranks: Ranks = ALONE,
 ) -> EvaluationReport:
     """Evaluate the controller of a run, or those of several runs that differ only in `rng_seed`.
 
     `task` and `data` evaluate on other data than the controllers trained on. `settings` replaces
-    `preset`. `say` receives progress messages. Networks are split over `ranks`; all return the report.
+    `preset`. `say` receives progress messages, `on_step` the steps of each phase. Networks are split
+    over `ranks`; all return the report.
     """
     paths = [runs] if isinstance(runs, Path | str) else runs
     files = [RunFiles(Path(path)) for path in paths]
@@ -58,9 +60,11 @@ def evaluate_run(
         LearnedController.load(entry.controller, own.resolved_device())
         for entry, own in zip(files, configs, strict=True)
     ]
-    settings = settings or evaluation_preset(preset)
+    if settings is None and preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r}; use one of {list(PRESETS)}")
+    settings = settings or PRESETS[preset]
     return evaluate_controllers(
-        controllers, first, settings, task=task, data=data, say=say, ranks=ranks
+        controllers, first, settings, task=task, data=data, say=say, on_step=on_step, ranks=ranks
     )
 
 
@@ -72,6 +76,7 @@ def evaluate_controllers(
     task: str | None = None,
     data: str = "",
     say: Say = lambda text: None,
+    on_step: OnStep = lambda done, total: None,
     ranks: Ranks = ALONE,
 ) -> EvaluationReport:
     """Compare controllers with every arm on the types that `config` held out from training.
@@ -81,7 +86,8 @@ def evaluate_controllers(
     started = time.perf_counter()
     if task or data:
         config = on_task(config, task or "data", data)
-    training, held_out = (replace(e, ranks=ranks) for e in prepare(config, settings))
+    prepared = prepare(config, settings)
+    training, held_out = (replace(each, ranks=ranks, on_step=on_step) for each in prepared)
     say(f"searching {settings.num_plans} constant plans on {training.num_hosts} training hosts")
     plans = plans_for(held_out, settings)
     found = search_plans(training, plans, settings.rents, num_types=1, finalists=settings.finalists)
@@ -117,8 +123,6 @@ def prepare(
 
     Raises if the settings cannot be used; `esper train` calls it before it trains.
     """
-    if config.task == "known_gains":
-        raise ValueError("a run on known_gains has no networks to evaluate")
     if not config.held_out_widths and not config.held_out_variants:
         raise ValueError(
             "nothing was held out from the controller's training; train with held_out_widths or "
@@ -130,7 +134,7 @@ def prepare(
     spread = len(config.training_widths) / settings.training_widths
     trained_on = [config.training_widths[int(i * spread)] for i in range(settings.training_widths)]
     host_batch = settings.host_batch or config.host_batch
-    host_batch = replace(host_batch, siblings=1, augment=config.host_batch.augment)
+    host_batch = replace(host_batch, siblings=1, controls=0, augment=config.host_batch.augment)
     rows = min(host_batch.validation_rows, task.validation_y.shape[1])
     steps = config.growth.num_steps
     training = PairedExperiment(

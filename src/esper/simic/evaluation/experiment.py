@@ -27,13 +27,14 @@ from esper.simic.rewards import growth_score
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch
-from esper.tolaria.optimizers import AdamW, Optimizer
+from esper.tolaria.optimizers import AdamW
 from esper.tolaria.tasks import Task
 
 FORWARD_FLOPS = 2  # per multiply-add
 TRAINING_FLOPS = 3 * FORWARD_FLOPS  # the backward pass costs two forward passes
 
 MeasureTest = Callable[[PopulationBatch], Tensor]
+OnStep = Callable[[int, int], None]  # steps of `run` that are done, and all of them
 Rows = Literal["test", "validation"]
 
 
@@ -84,11 +85,12 @@ class PairedExperiment:
     menu: tuple[Blueprint, ...]
     host_batch: HostBatchConfig = HostBatchConfig()
     growth: GrowthConfig = GrowthConfig()
-    optimizer: Optimizer = AdamW()
+    optimizer: AdamW = AdamW()
     measure_test: MeasureTest | None = None  # leave out in experiments that choose something
     max_macs: float = 5e7
     """Multiply-adds of one row through all hosts that train in parallel; other arms train later."""
     ranks: Ranks = ALONE  # that the networks of every architecture are split over
+    on_step: OnStep = lambda done, total: None
 
     @property
     def num_hosts(self) -> int:
@@ -114,17 +116,21 @@ class PairedExperiment:
 
     def run(self, arms: Sequence[Arm], *, rng_seed: int = 0) -> list[ArmOutcome]:
         """The outcome of every arm; another `rng_seed` gives other hosts of the same types."""
-        outcomes, together = [], list[Arm]()
+        groups: list[list[Arm]] = [[]]  # that train together
         for arm in arms:
-            if together and sum(len(a.rents) for a in (*together, arm)) > self.max_lanes:
-                outcomes += self._run_together(together, rng_seed)
-                together = []
-            together.append(arm)
-        return outcomes + self._run_together(together, rng_seed)
+            if groups[-1] and sum(len(a.rents) for a in (*groups[-1], arm)) > self.max_lanes:
+                groups.append([])
+            groups[-1].append(arm)
+        outcomes, steps = list[ArmOutcome](), self.growth.num_steps
+        for number, group in enumerate(groups):
 
-    def _run_together(self, arms: Sequence[Arm], rng_seed: int) -> list[ArmOutcome]:
-        layout = EnvLayout(arms, self.num_hosts, len(self.hosts))
-        return self.play(layout, self.new_hosts(layout, rng_seed))
+            def on_step(done: int, _: int, offset: int = number * steps) -> None:
+                self.on_step(offset + done, len(groups) * steps)
+
+            layout = EnvLayout(group, self.num_hosts, len(self.hosts))
+            part = replace(self, on_step=on_step)
+            outcomes += part.play(layout, self.new_hosts(layout, rng_seed))
+        return outcomes
 
     def new_hosts(self, layout: "EnvLayout", rng_seed: int = 0) -> PopulationBatch:
         """The hosts of every lane, untrained; with several ranks, those of this rank."""
@@ -162,7 +168,7 @@ class PairedExperiment:
         share = self.share(layout)
         environment.begin(host_batch.facts(), layout.rent[share.ids])
         rows = self.training_rows, self.host_batch.validation_rows
-        finished = play(environment, layout, *rows, share, self.ranks)
+        finished = play(environment, layout, *rows, share, self.ranks, self.on_step)
         if self.measure_test:
             own = {"test": self.measure_test(host_batch).double()}
             finished = replace(finished, **share.join(self.ranks.gather((share.ids, own))))
@@ -195,6 +201,7 @@ def play(
     validation_rows: int,
     share: EnvShare | None = None,
     ranks: Ranks = ALONE,
+    on_step: OnStep = lambda done, total: None,
 ) -> ArmOutcome:
     """Play one episode, each arm's envs under its own controller; the networks of all envs, `[N]`.
 
@@ -216,7 +223,8 @@ def play(
     actions = torch.zeros(num_envs, space.num_heads, dtype=torch.int64)
     rolled_back = torch.zeros(num_envs, dtype=torch.bool)
     validation_macs, reports = torch.zeros(num_envs), observe()
-    for _ in range(environment.config.num_steps):
+    num_steps = environment.config.num_steps
+    for step in range(num_steps):
         for arm, ids in zip(layout.arms, layout.env_ids, strict=True):
             part = reports.at(ids.flatten())
             masks = compute_batch_masks(part, space)
@@ -226,6 +234,7 @@ def play(
         reports = observe()
         ablations = (reports.contribution_known & (reports.contribution_age == 0)).sum(dim=-1)
         validation_macs += reports.macs * (1 + ablations)
+        on_step(step + 1, num_steps)
     validation_macs += reports.macs  # the final network is validated again
     trained_macs = reports.host_macs * (1 + outcome.added_compute)
     validation_flops = validation_macs.double() * validation_rows * FORWARD_FLOPS

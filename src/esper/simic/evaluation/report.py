@@ -18,6 +18,11 @@ from esper.simic.training.config import TrainConfig
 
 Rows = list[list[str]]  # of a table, header first
 _FIELDS = ("validation", "test", "added_params", "params", "macs", "training_flops", "rolled_back")
+_HELPED = {
+    "holds": "growing helped",
+    "fails": "growing did not help",
+    "undecided": "it is undecided whether growing helped",
+}
 FEW_HOSTS = 256  # with fewer, differences below a point are noise
 
 
@@ -53,14 +58,29 @@ class EvaluationReport:
 
     def headline(self) -> str:
         """Whether growing helped, at each rent."""
-        words = {
-            "holds": "growing helped",
-            "fails": "growing did not help",
-            "undecided": "it is undecided whether growing helped",
-        }
         found = [verdict for verdict in self.verdicts if verdict.claim == HELPS]
         return " ".join(
-            f"At rent {v.rent:g} {words[v.decision]}: {v.lead} points of score." for v in found
+            f"At rent {v.rent:g} {_HELPED[v.decision]}: {v.lead} points." for v in found
+        )
+
+    def brief(self) -> str:
+        """Two lines: whether growing helped, and how it compares with other ways to grow."""
+        rent = self.settings.rents[0]
+        first, *later = [verdict for verdict in self.verdicts if verdict.claim == HELPS]
+        learned = self.arms[LEARNED]
+        added, host = (learned.array(name)[:, 0].mean() for name in ("added_params", "host_params"))
+        others = [v for v in self.verdicts if v.claim != HELPS and v.rent == rent]
+        doubt = {"undecided": " (undecided)"}
+        leads = (
+            f"{v.claim.rival} {100 * v.lead.mean:+.1f}{doubt.get(v.decision, '')}" for v in others
+        )
+        helped = _HELPED[first.decision]
+        return (
+            f"{helped[0].upper()}{helped[1:]}: {first.lead} points over the same networks ungrown, "
+            f"with {added / host:.0%} more parameters (rent {rent:g})"
+            f"{''.join(f'; at rent {v.rent:g}: {v.lead}' for v in later)}.\n"
+            f"Lead over other ways to grow: {', '.join(leads)}. {self.experiment.num_hosts} networks "
+            "per way, of widths and data that it never saw."
         )
 
     def arm_table(self) -> Rows:
@@ -92,6 +112,18 @@ class EvaluationReport:
             self.claim_note(),
         ]
         return "\n\n".join(blocks) + "\n"
+
+    def figures(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """Score and half its interval in points, by rent and arm; the best arm comes last."""
+        arms = sorted(self.arms.values(), key=lambda arm: arm.scores[:, self._middle].mean())
+        return {
+            f"rent {rent:g}": {
+                arm.name: (100 * found.mean, 100 * found.half_width)
+                for arm in arms
+                for found in [estimate(arm.scores[:, index])]
+            }
+            for index, rent in enumerate(self.settings.rents)
+        }
 
     def plain(self) -> dict[str, Any]:
         """Everything as JSON values, with the figures of every network."""

@@ -50,9 +50,3 @@ PRESETS: dict[str, EvaluationConfig] = {
     # one GPU, some minutes, 256 hosts per arm
     "full": EvaluationConfig(),
 }
-
-
-def evaluation_preset(name: str) -> EvaluationConfig:
-    if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; use one of {list(PRESETS)}")
-    return PRESETS[name]

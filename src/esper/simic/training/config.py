@@ -45,8 +45,7 @@ class TrainConfig:
     """A run in which Tamiyo learns to grow networks."""
 
     task: str = "mnist1d"
-    """mnist1d, digits, fashion_mnist, data (see `data`), or one that a module registers;
-    "known_gains" has no networks: the gain of every seed is known."""
+    """mnist1d, digits, fashion_mnist, data (see `data`), or one that a module registers."""
     data: str = ""
     """File or folder of the task's data: .npz with x and y, a folder of IDX or CIFAR-10 files."""
     data_checksum: str = ""
@@ -115,12 +114,12 @@ class TrainConfig:
                 import_module(name)
             except (ImportError, TypeError) as error:
                 raise ValueError(f"module {name!r} cannot be imported: {error}") from error
-        if self.task not in (known := (*TASKS, "known_gains")):
+        if self.task not in TASKS:
             raise ValueError(
-                f"no task {self.task!r}; there are {', '.join(known)} and those of --import MODULE"
+                f"no task {self.task!r}; there are {', '.join(TASKS)} and those of --import MODULE"
             )
         try:
-            signature(TASKS.get(self.task, lambda: None)).bind(*filter(None, [self.data]))
+            signature(TASKS[self.task]).bind(*filter(None, [self.data]))
         except TypeError as error:
             fault = f"does not read {self.data}: leave out" if self.data else "needs a path: use"
             raise ValueError(f"task {self.task!r} {fault} --data") from error
@@ -145,7 +144,7 @@ class TrainConfig:
                 f"held_out_widths {unknown} cannot occur with widths={self.widths} in "
                 f"{self.num_layers} layers"
             )
-        if self.task != "known_gains" and len(self.training_widths) < self.host_batch.num_types:
+        if len(self.training_widths) < self.host_batch.num_types:
             raise ValueError(
                 f"{len(self.training_widths)} hosts to choose from, but host_batch.num_types="
                 f"{self.host_batch.num_types}; widen widths or lower num_types"
@@ -184,7 +183,7 @@ def check_variant(name: str) -> None:
 
 
 PRESETS: dict[str, TrainConfig] = {
-    # two CPU cores, four minutes with its evaluation: small hosts, half the menu, short episodes
+    # two CPU cores, three minutes with its evaluation: small hosts, half the menu, short episodes
     "quick": TrainConfig(
         variants=("plain", "permuted:1", "rows:600", "noise:0.3"),
         widths=(4, 6, 8),
@@ -199,14 +198,15 @@ PRESETS: dict[str, TrainConfig] = {
             num_types=6,
             envs_per_type=8,
             siblings=4,
+            controls=1,
             minibatches=24,
             batch_size=64,
             validation_rows=300,
             episode_steps=12,
         ),
         ppo=replace(_PPO, learning_rate=5e-3, ppo_epochs=8),  # few rounds, so each learns more
-        rounds=50,
-        checkpoint_every=10,
+        rounds=32,
+        checkpoint_every=8,
     ),
     # one H200, three minutes: hosts train as they do in the evaluation
     "full": TrainConfig(
@@ -225,14 +225,5 @@ PRESETS: dict[str, TrainConfig] = {
         rounds=80,
         checkpoint_every=10,
         observed_share=0.01,
-    ),
-    # no networks: a minute on one core, and the best possible score is known
-    "oracle": TrainConfig(
-        task="known_gains",
-        variants=("plain",),
-        held_out_variants=(),
-        held_out_widths=(),
-        rounds=70,
-        checkpoint_every=10,
     ),
 }

@@ -10,20 +10,17 @@ from esper.leyline.factored_actions import choice_names
 from esper.leyline.ranks import ALONE, Ranks
 from esper.simic.training.config import TrainConfig
 from esper.tolaria.data_files import checksum
-from esper.tolaria.environment import GrowthEnvironment, HostBatch
+from esper.tolaria.environment import GrowthEnvironment
 from esper.tolaria.host_batch import PopulationBatch
 from esper.tolaria.optimizers import AdamW
-from esper.tolaria.synthetic_hosts import SyntheticHosts
 from esper.tolaria.tasks import TASKS, Task, few_rows, noisy, permuted, stack
 
 _HOSTS = {SiteKind.VECTOR: "mlp", SiteKind.SERIES: "conv1d", SiteKind.IMAGE: "conv2d"}
 _NOISE_RNG_SEED = 1
 
 
-def training_hosts(config: TrainConfig, ranks: Ranks = ALONE) -> HostBatch:
+def training_hosts(config: TrainConfig, ranks: Ranks = ALONE) -> PopulationBatch:
     """Hosts and data to train a controller on; with several ranks, those of this rank."""
-    if config.task == "known_gains":
-        return SyntheticHosts(config.num_envs, ranks=ranks)
     task = load_task(config, config.variants)
     return PopulationBatch(
         load_hosts(config, task, config.training_widths),
@@ -84,7 +81,7 @@ def load_menu(config: TrainConfig, task: Task) -> tuple[Blueprint, ...]:
     return menu
 
 
-def variant_names(config: TrainConfig, host_batch: HostBatch) -> list[str]:
+def variant_names(config: TrainConfig, host_batch: PopulationBatch) -> list[str]:
     """The variant of the data in each env of this episode."""
     return [config.variants[view] for view in host_batch.view_ids.tolist()]
 
@@ -100,10 +97,8 @@ def choice_labels(environment: GrowthEnvironment) -> dict[str, list[str]]:
     }
 
 
-def describe_hosts(config: TrainConfig, host_batch: HostBatch) -> str:
+def describe_hosts(config: TrainConfig, host_batch: PopulationBatch) -> str:
     """The task, the hosts and data to train on, and those held out."""
-    if not isinstance(host_batch, PopulationBatch):
-        return f"{config.task}: no networks; the gain of every seed is known"
     return (
         f"{config.data or config.task} on {host_batch.task.device}, {host_batch.kernels} kernels; "
         f"seeds: {', '.join(host_batch.blueprint_names)}\n"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline.protocols import Environment, StepOutcome
+from esper.leyline.protocols import StepOutcome
 from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.records import Episodes
 from esper.leyline.reports import Reports
@@ -17,6 +17,7 @@ from esper.simic.training.phase_clock import PhaseClock
 from esper.simic.training.trainer import Outcome
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
+from esper.tolaria.environment import GrowthEnvironment
 
 
 class GrowthEnvs:
@@ -28,18 +29,25 @@ class GrowthEnvs:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: GrowthEnvironment,
         device: torch.device | str,
         *,
         start_score: float = 0.0,
+        controls: int = 0,
         ranks: Ranks = ALONE,
     ):
+        """`controls` envs of each group of siblings only wait: the others are compared with them."""
         space = environment.action_space
         self.environment, self.device = environment, device
         self.share, self.ranks = environment.share, ranks
         self.num_envs, self.action_space = environment.num_envs, space
         self.layout = FeatureLayout(space.heads[1].size, space.heads[2].size)
         self.num_features = self.layout.width
+        if controls >= environment.siblings:
+            raise ValueError(f"controls={controls}, but only {environment.siblings} siblings")
+        self._num_learners = environment.siblings - controls  # of a group
+        place = torch.arange(self.num_envs) % environment.siblings
+        self._control_envs = (place >= self._num_learners).nonzero().flatten().to(device)
         self.reward = GrowthReward(self.num_envs, start_score=start_score)
         self.clock = PhaseClock()
         self.round_over = True
@@ -107,6 +115,8 @@ class GrowthEnvs:
         self.features = self.layout.features(reports)
         self.clock.lap("features")
         self.masks = compute_batch_masks(reports, self.action_space)
+        if len(self._control_envs):
+            self.masks["op"][self._control_envs, LifecycleOp.WAIT + 1 :] = False
         self.clock.lap("masks")
 
     # -- results ------------------------------------------------------------------------------
@@ -135,8 +145,10 @@ class GrowthEnvs:
         finished = ~episodes.rolled_back
         last = (torch.arange(self.share.total), episodes.lengths - 1)
         growth = episodes.added_params[last] / episodes.host_params
+        lead = {"episode/lead": self._lead(episodes)} if self.environment.siblings > 1 else {}
         return {
             "episode/score": _mean(episodes.scores[finished]),
+            **lead,
             "episode/accuracy": _mean(episodes.accuracy[last][finished]),
             "episode/added_params": _mean(episodes.added_params[last][finished]),
             "episode/growth": _mean(growth[finished]),
@@ -144,6 +156,15 @@ class GrowthEnvs:
             "episode/rolled_back": _mean(episodes.rolled_back.float()),
             "time/hosts_per_second": self.share.total / seconds,
         }
+
+    def _lead(self, episodes: Episodes) -> float:
+        """Mean score less that of siblings in which nothing germinated, where there are any."""
+        groups = -1, self.environment.siblings
+        scores = episodes.scores.view(groups)
+        is_ungrown = (episodes.cost_params == 0).all(dim=1).view(groups)
+        ungrown = torch.where(is_ungrown, scores, torch.nan).nanmean(dim=1)
+        leads = scores[:, : self._num_learners].nanmean(dim=1) - ungrown
+        return _mean(leads[leads.isfinite()])
 
     # -- checkpoints --------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
 from esper.leyline.ranks import ALONE, Ranks
-from esper.leyline.records import Episodes, RoundRecord
+from esper.leyline.records import RoundRecord
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import training_hosts, variant_names, with_checksum
@@ -53,6 +53,7 @@ class GrowthTraining:
             self.environment,
             self.agent.device,
             start_score=host_batch.untrained_accuracy,
+            controls=config.host_batch.controls,
             ranks=ranks,
         )
         self.trainer = Trainer(
@@ -87,11 +88,6 @@ class GrowthTraining:
                 on_round(record)
             clock.lap("telemetry")
 
-    def play_round(self) -> Episodes:
-        """One round with the most likely choices, without learning."""
-        self.trainer.collect(deterministic=True)
-        return self.envs.episodes()
-
     def controller(self) -> LearnedController:
         """The current policy, taking its most likely choices."""
         menu = tuple(self.environment.host_batch.blueprint_names)
@@ -111,6 +107,7 @@ class GrowthTraining:
             "legal": rollout.masks.to("cpu", copy=True),
             "rewards": rollout.rewards.to("cpu", copy=True),
             "values": rollout.values.to("cpu", copy=True),
+            "probabilities": rollout.log_probs.sum(dim=-1).exp().cpu(),
         }
         mine = observed[torch.isin(observed, share.ids)]
         places = share.local(mine).to(rollout.states.device)

@@ -5,21 +5,31 @@
 Lifecycle, costs and prices are the real ones: a learner must find what to grow where at which rent,
 blend it in and commit it in time. Gains and costs are the same in every episode; rent is not. With
 several types of data, it must also infer from the reports which seeds suit the data.
+
+Importing this module adds a task "known_gains" for `GrowthTraining` and `esper train`: runs in
+seconds, in which no network is trained. A config that has the module in its `imports` is read, and
+its run resumed, in any process that finds it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from esper.cli import train
 from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step
 from esper.leyline.constants import SiteKind
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.stages import SeedStage
+from esper.simic.training import growth_training
+from esper.simic.training.config import TrainConfig
+from esper.simic.training.run_folder import RunFiles, read_config
 from esper.tolaria.governor import Rollback
 from esper.tolaria.reports import HostFacts, StepMeasurements
+from esper.tolaria.tasks import TASKS
 
 HOST_PARAMS, HOST_MACS = 858.0, 4000.0
 HOST_ACCURACY = 0.77
@@ -36,6 +46,12 @@ class DataType(NamedTuple):
 
 
 PLAIN = DataType(0.5, 3200, (0.020, 0.035, 0.050, 0.075, 0.090, 0.005))  # the last one is useless
+FOUR_TYPES = (
+    PLAIN._replace(locality=0.8),
+    DataType(0.1, 3200, (0.005, 0.005, 0.010, 0.010, 0.020, 0.070)),  # the last one is the best
+    DataType(0.8, 450, (0.030, 0.010, 0.000, -0.020, -0.030, -0.010)),  # large seeds overfit
+    DataType(0.5, 3200, (0.010, 0.050, 0.030, 0.020, 0.020, 0.010)),
+)
 
 
 class SyntheticHosts:
@@ -49,6 +65,7 @@ class SyntheticHosts:
     num_blueprints = len(BLUEPRINT_PARAMS)
     blueprint_names = tuple(f"seed {number}" for number in range(len(BLUEPRINT_PARAMS)))
     untrained_accuracy = HOST_ACCURACY
+    task, kernels = SimpleNamespace(device="no device", site_kind=SiteKind.SERIES), "no"
 
     def __init__(
         self,
@@ -135,6 +152,12 @@ class SyntheticHosts:
         possible = (self.best_scores(rent) - HOST_ACCURACY).sum()
         return float((scores - HOST_ACCURACY).sum() / possible)
 
+    def best_blind_scores(self, rent: Tensor) -> Tensor:
+        """As `best_scores`, for the set of seeds that is best on average over all types."""
+        scores = self.scores_of_all_sets(rent)
+        best = scores.mean(dim=0).argmax(dim=-1)
+        return scores[self.type_ids, torch.arange(len(rent)), best]
+
     def scores_of_all_sets(self, rent: Tensor) -> Tensor:
         """The score of every set of seeds on each type of data at each rent, `[types, N, sets]`."""
         gains = torch.cat((torch.zeros_like(self.gains[..., :1]), self.gains), dim=-1)
@@ -156,3 +179,35 @@ class SyntheticHosts:
         chosen = self._states.blueprint.clamp(min=0).unsqueeze(-1)
         gain = self.gains[self.type_ids].gather(-1, chosen).squeeze(-1)
         return gain * self._states.alpha.float() * self._states.has_seed
+
+
+def known_gains() -> None:
+    """The task: its hosts read no data."""
+
+
+def _unless_known_gains(function: Callable[..., Any], otherwise: Callable[..., Any]) -> Any:
+    """The function, but `otherwise` for a config of the task "known_gains"."""
+
+    def choose(config: TrainConfig, *arguments: Any) -> Any:
+        chosen = otherwise if config.task == "known_gains" else function
+        return chosen(config, *arguments)
+
+    return choose
+
+
+def _evaluate_networks(runs: Sequence[Any], *arguments: Any) -> Any:
+    if read_config(RunFiles(runs[0]).config).task != "known_gains":
+        return evaluate_with_bar(runs, *arguments)
+    return SimpleNamespace(save=lambda folder: None, brief=str, figures=dict)
+
+
+if "known_gains" not in TASKS:
+    TASKS["known_gains"] = known_gains
+    growth_training.training_hosts = _unless_known_gains(
+        growth_training.training_hosts,
+        lambda config, ranks: SyntheticHosts(
+            config.num_envs, siblings=config.host_batch.siblings, ranks=ranks
+        ),
+    )
+    train.prepare = _unless_known_gains(train.prepare, lambda *_: None)
+    evaluate_with_bar, train.evaluate_with_bar = train.evaluate_with_bar, _evaluate_networks

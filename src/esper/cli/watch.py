@@ -1,0 +1,125 @@
+"""`esper watch RUN_OR_FOLDER`: a local page that shows runs while they train."""
+
+import json
+import math
+import os
+import sys
+import warnings
+import webbrowser
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import tyro
+
+from esper.nissa.run_view import compare, find_runs, view_run
+from esper.simic.agent.health import HealthMonitor
+
+_SAFE = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'"
+)
+
+
+def watch(
+    path: tyro.conf.Positional[Path] = Path("runs"), port: int = 8770, browser: bool = True
+) -> None:
+    """Show runs on a page of this machine while they train; nothing is sent elsewhere.
+
+    Args:
+        path: a run's folder, or a folder of runs
+        port: of the page; 0 takes a free one
+        browser: open the page
+    """
+    find_runs(path)  # raises if there is none
+    try:
+        server = make_server(path, port)
+    except OSError as error:
+        raise ValueError(f"port {port} cannot be used ({error.strerror}); try --port 0") from error
+    address = f"http://127.0.0.1:{server.server_port}/"
+    print(f"{path} is shown at {address}; Ctrl-C ends this", flush=True)
+    has_screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ)
+    if browser and has_screen:  # else a browser in text mode may take the terminal
+        webbrowser.open(address)
+    with server:
+        server.serve_forever()
+
+
+def make_server(path: Path, port: int = 0) -> HTTPServer:
+    """A server for this machine alone."""
+    return HTTPServer(("127.0.0.1", port), partial(_Handler, path))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """`/` is the page, `/runs` their names, `/run?name=...&round=...&with=...` all of a run."""
+
+    def __init__(self, path: Path, *arguments: Any):
+        self.runs_path = path
+        super().__init__(*arguments)
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").partition(":")[0]
+        url = urlsplit(self.path)
+        asked = {key: values[-1] for key, values in parse_qs(url.query).items()}
+        if host not in ("127.0.0.1", "localhost"):  # another site's name that leads here
+            self._answer(403, "text/plain", "use http://127.0.0.1")
+        elif url.path == "/":
+            page = resources.files("esper.cli").joinpath("watch.html").read_text(encoding="utf-8")
+            self._answer(200, "text/html", page)
+        elif url.path == "/runs":
+            self._answer(200, "application/json", json.dumps(list(find_runs(self.runs_path))))
+        elif url.path == "/run":
+            try:
+                self._answer(200, "application/json", json.dumps(self._run(asked)))
+            except (KeyError, ValueError) as error:
+                self._answer(404, "text/plain", str(error))
+        else:
+            self._answer(404, "text/plain", "no such page")
+
+    def _run(self, asked: Mapping[str, str]) -> Any:
+        runs = find_runs(self.runs_path)
+        view = view_run(runs[asked["name"]], int(asked.get("round") or 0))
+        view["warnings"] = health_warnings(view["metrics"], view["config"])
+        if asked.get("with"):
+            other = view_run(runs[asked["with"]])
+            view["other"] = {"name": other["name"], "curves": other["curves"]}
+            view["comparison"] = compare(view, other)
+        view["metrics"] = view["metrics"][-1:]
+        return _finite(view)
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", _SAFE)
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Print nothing for each request."""
+
+
+def health_warnings(metrics: list[dict[str, float]], config: Mapping[str, Any]) -> list[str]:
+    """What the run has warned about, in its own words."""
+    monitor = HealthMonitor(config.get("ppo", {}).get("ppo_epochs", 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for entry in metrics:
+            monitor.check(defaultdict(lambda: math.nan, entry))
+    return [str(warning.message) for warning in caught]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

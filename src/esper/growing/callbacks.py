@@ -1,0 +1,172 @@
+"""Growth in the training loops of other libraries: a callback for each.
+
+    callback = esper.trainer_callback(metric="eval_accuracy", budget=esper.Budget(params=20_000))
+    trainer = transformers.Trainer(model, args, callbacks=[callback], ...)
+    trainer.train()
+    model = callback.growth.plain_model()
+
+The model is evaluated by the library, as its settings say; a decision follows every evaluation.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from esper.growing.eval_mode import untouched_randomness
+from esper.growing.growth import Growth
+from esper.leyline.ranks import join_ranks
+
+
+class _Decisions:
+    """Makes a growth, and its decisions from the metrics that a library reports."""
+
+    def __init__(self, metric: str, options: dict[str, Any]):
+        self._metric, self._options = metric, options
+        self._last: float | None = None
+        self.growth: Growth | None = None
+
+    def start(
+        self, model: nn.Module, optimizer: Any, scheduler: Any, loader: Any, decisions: int,
+        inputs: Callable[[Any], Any],
+    ) -> None:  # fmt: skip
+        if decisions < 2:
+            raise ValueError(
+                f"{decisions} evaluations are planned; growth decides after each: evaluate more often"
+            )
+        device = next(model.parameters()).device
+        with untouched_randomness(model, loader):
+            example = inputs(next(iter(loader)))
+        options: dict[str, Any] = {"decisions": decisions, "metric": self._metric} | self._options
+        options.setdefault("example", pytree.tree_map_only(Tensor, lambda x: x.to(device), example))
+        self.growth = Growth(
+            model, optimizer, scheduler=scheduler, ranks=join_ranks(), **options
+        )  # fmt: skip
+
+    def after_step(self) -> None:
+        if self.growth is not None:
+            self.growth.after_step()
+
+    def decide(self, metrics: Mapping[str, Any]) -> None:
+        if self.growth is None or self.growth.is_closed:
+            return
+        if self._metric not in metrics:
+            raise ValueError(
+                f"metric={self._metric!r} is not reported; there are {sorted(metrics)}"
+            )
+        value = float(metrics[self._metric])
+        self._last = math.exp(-value) if "loss" in self._metric else value
+        self.growth.decide(self._last)
+
+    def end(self) -> None:
+        if self.growth is not None and not self.growth.is_closed and self._last is not None:
+            self.growth.close(self._last)
+
+
+def trainer_callback(*, metric: str = "eval_loss", **options: Any) -> Any:
+    """A callback for `transformers.Trainer`; `options` are those of `Growth`.
+
+    `metric` is a name in the Trainer's metrics, 0 to 1, higher is better; of a loss exp(-loss) is
+    used. `callback.growth` is the `Growth`. Set `eval_strategy`, for example to "epoch".
+    """
+    from transformers import TrainerCallback
+
+    class GrowthCallback(TrainerCallback):
+        def __init__(self) -> None:
+            self._decisions = _Decisions(metric, options)
+
+        @property
+        def growth(self) -> Growth | None:
+            return self._decisions.growth
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if args.load_best_model_at_end:
+                raise ValueError(
+                    "load_best_model_at_end=True would load weights without seeds; switch it off: "
+                    "growth itself returns the best network"
+                )
+            by_steps = args.eval_strategy == "steps"
+            planned = state.max_steps // state.eval_steps if by_steps else state.num_train_epochs
+            self._decisions.start(
+                given["model"],
+                getattr(given["optimizer"], "optimizer", given["optimizer"]),  # of accelerate
+                getattr(given["lr_scheduler"], "scheduler", given["lr_scheduler"]),
+                given["train_dataloader"],
+                0 if args.eval_strategy == "no" else int(planned),
+                dict,
+            )
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            """Clip seeds too; the Trainer has clipped the model."""
+            if args.max_grad_norm and self.growth is not None:
+                nn.utils.clip_grad_norm_(self.growth.parameters(), args.max_grad_norm)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._decisions.after_step()
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._decisions.decide(given["metrics"])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._decisions.end()
+
+    return GrowthCallback()
+
+
+def lightning_callback(
+    network: str,
+    *,
+    metric: str = "val_loss",
+    decisions: int | None = None,
+    inputs: Callable[[Any], Any] = lambda batch: batch[0],
+    **options: Any,
+) -> Any:
+    """A callback for a Lightning `Trainer`; `options` are those of `Growth`.
+
+    `network` names the attribute of the LightningModule that grows. `inputs` maps a training batch to
+    its inputs. `metric` is a logged name, as for `trainer_callback`. `decisions` is the number of
+    validations; by default one per epoch.
+    """
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        from pytorch_lightning import Callback
+
+    class GrowthCallback(Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._decisions = _Decisions(metric, options)
+            self._steps = 0
+
+        @property
+        def growth(self) -> Growth | None:
+            return self._decisions.growth
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if len(trainer.optimizers) != 1:
+                raise ValueError(f"{len(trainer.optimizers)} optimizers; growth needs exactly one")
+            planned = trainer.max_epochs // trainer.check_val_every_n_epoch
+            configs = trainer.lr_scheduler_configs
+            self._decisions.start(
+                pl_module.get_submodule(network),
+                trainer.optimizers[0],
+                configs[0].scheduler if configs else None,
+                trainer.train_dataloader,
+                planned if decisions is None else decisions,
+                inputs,
+            )
+
+        def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+            if trainer.global_step > self._steps:  # not while gradients accumulate
+                self._steps = trainer.global_step
+                self._decisions.after_step()
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                self._decisions.decide(trainer.callback_metrics)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self._decisions.end()
+
+    return GrowthCallback()

@@ -1,0 +1,324 @@
+"""Pairs of layers between which a model can get wider, found in a traced forward pass.
+
+A pair is a layer A whose output reaches only one other layer B, through functions that treat every
+unit alike: activations, dropout, batch norm, depthwise convolutions, pooling, flatten. Then k more
+units of A are a branch from A's input to B's output, and the branch can be merged into A and B.
+"""
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from esper.growing.inputs import tensors
+from esper.growing.tracing import Op, Run
+from esper.kasmina.blueprints import Blueprint, Site
+
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)  # exact classes: a subclass may compute something else
+
+
+def is_transposed(module: Any) -> bool:
+    """Whether it is a linear layer whose weight is [inputs, outputs], as in GPT-2."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_layer(module: Any) -> bool:
+    return type(module) in LAYERS or is_transposed(module)
+
+
+def weight_of(layer: Any) -> Tensor:
+    """The weight of a layer, [outputs, inputs, ...]."""
+    weight: Tensor = layer.weight
+    return weight.t() if is_transposed(layer) else weight
+
+
+# functions by name: of every element; of every channel, over its positions; of the shape alone
+_PER_ELEMENT = re.compile(
+    r"relu_?|relu6|leaky_relu|gelu|silu|mish|[cs]?elu|softplus|softsign|sigmoid|tanh|hardswish|"
+    r"hardsigmoid|hardtanh|(hard|soft|tanh)shrink|logsigmoid|(alpha_)?dropout|dropout[12]d|"
+    r"contiguous|clone"
+)
+_PER_CHANNEL = re.compile(r"(adaptive_)?(max|avg)_pool[12]d|mean|amax|squeeze")
+_RESHAPES = ("flatten", "view", "reshape")
+
+INPUT = object()  # stands for the activations in the arguments of a recorded function
+
+
+class NotAPair(Exception):
+    """The reason why a layer cannot get wider."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation between the two layers: a module with a weight per unit, or a function."""
+
+    module: str | None = None
+    function: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def apply(self, x: Tensor, training: bool) -> Tensor:
+        assert self.function is not None
+        args, kwargs = pytree.tree_map(
+            lambda leaf: x if leaf is INPUT else leaf, (self.args, self.kwargs)
+        )
+        if "training" in kwargs:  # the trace was in eval mode
+            kwargs["training"] = training
+        return self.function(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two layers and what is between them; costs are of one unit."""
+
+    first: str
+    last: str
+    steps: tuple[Step, ...]
+    width: int  # units of the first layer
+    features: int  # inputs of the last layer for each unit; more than 1 after a flatten
+    params: int
+    macs: float  # per example
+    inside: frozenset[str]  # modules whose output the pair makes wider
+    cross: int  # weights of the last layer between a unit and one of its outputs
+    cross_macs: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.first}->{self.last}"
+
+
+class Enlargeable(Protocol):
+    """A pair, or the heads of attention."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def params(self) -> int: ...
+
+    @property
+    def macs(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class PairSite(Site):
+    """A pair as the site of a blueprint, or attention; only widening blueprints fit."""
+
+    pair: "Enlargeable"
+
+    @property
+    def kind(self) -> Any:
+        return -1
+
+
+@dataclass(frozen=True)
+class UnitsProgram:
+    """New units of a pair, with the costs that a controller sees; of attention, new heads."""
+
+    pair: "Enlargeable"
+    units: int
+    depth = 2
+    reach = 0.0
+
+    @property
+    def num_params(self) -> int:
+        return self.units * self.pair.params
+
+    @property
+    def macs(self) -> int:
+        return round(self.units * self.pair.macs)
+
+
+@dataclass(frozen=True)
+class Widening(Blueprint):
+    """New units, as a share of those that the layer has."""
+
+    share: float = 1.0
+
+    def fits(self, site: Site) -> bool:
+        return isinstance(site, PairSite)
+
+    def program(self, site: Site) -> Any:
+        assert isinstance(site, PairSite)
+        return UnitsProgram(site.pair, max(1, round(self.share * site.pair.width)))
+
+
+def _no_layers(site: Site) -> Any:
+    raise AssertionError("a widening is made of the layers of its pair")
+
+
+WIDENINGS = {
+    name: Widening(name, (), _no_layers, share)
+    for name, share in (("widen_quarter", 0.25), ("widen_half", 0.5), ("widen_full", 1.0))
+}
+
+
+def units_of(site: Site, blueprint: Blueprint) -> int:
+    """The units that a blueprint adds at a site; 0 unless it is a widening of a pair."""
+    is_widening = isinstance(site, PairSite) and isinstance(blueprint, Widening)
+    return blueprint.program(site).units if is_widening else 0  # type: ignore[attr-defined]
+
+
+def find_pairs(model: nn.Module, run: Run, batch: int) -> tuple[list[Pair], dict[str, str]]:
+    """The pairs in forward order, and the reason for every other layer."""
+    modules = dict(model.named_modules())
+    pairs, refused = [], {}
+    for name in sorted(run.calls, key=lambda name: run.calls[name][0].order):
+        if not is_layer(modules[name]):
+            continue
+        try:
+            pairs.append(_pair(name, modules, run, batch))
+        except NotAPair as reason:
+            refused[name] = str(reason)
+    return pairs, refused
+
+
+def _pair(name: str, modules: dict[str, nn.Module], run: Run, batch: int) -> Pair:
+    first: Any = modules[name]
+    check_layer(name, modules, run)
+    if getattr(first, "groups", 1) > 1:
+        raise NotAPair("its groups share no inputs, so units cannot be added one by one")
+    start = run.tensors[name]
+    channel = _channel(first, start)
+    width, inside, steps = start.shape[channel], [start], []
+    params = weight_of(first)[0].numel()
+    macs = params * _positions(start, channel, batch)
+    params += first.bias is not None
+    for op in _chain(start, run, modules):
+        source, target = inside[-1], op.output
+        is_new = target is not source  # else the function worked in place, or did nothing
+        maker = modules.get(run.makers.get(id(target), "")) if is_new else None
+        if is_layer(maker) and not _is_depthwise(maker):
+            last: Any = maker
+            break
+        step = _step(op, source, target, maker, run, channel)
+        if step.module is not None:
+            per_unit = list(modules[step.module].parameters())
+            params += sum(p[0].numel() for p in per_unit)
+            if _is_depthwise(maker):
+                check_layer(step.module, modules, run)
+                macs += per_unit[0][0].numel() * _positions(target, channel, batch)
+        steps.append(step)
+        inside.append(target)
+    else:
+        raise NotAPair("its output reaches no other layer")
+    check_layer(run.makers[id(target)], modules, run)
+    if getattr(last, "groups", 1) > 1:
+        raise NotAPair("the next layer is grouped")
+    weight = weight_of(last)
+    features, rest = divmod(weight.shape[1], width)
+    if rest:
+        raise NotAPair("the next layer has other inputs")
+    per_input, positions = weight[:, 0].numel(), _positions(target, _channel(last, target), batch)
+    wider = {id(tensor) for tensor in inside}
+    return Pair(
+        first=name,
+        last=run.makers[id(target)],
+        steps=tuple(steps),
+        width=width,
+        features=features,
+        params=params + features * per_input,
+        macs=macs + features * per_input * positions,
+        inside=frozenset(n for n, tensor in run.tensors.items() if id(tensor) in wider),
+        cross=features * weight[0, 0].numel(),
+        cross_macs=features * weight[0, 0].numel() * positions,
+    )
+
+
+def _channel(layer: nn.Module, output: Tensor) -> int:
+    """The axis of the units."""
+    return output.dim() - 1 if isinstance(layer, nn.Linear) or is_transposed(layer) else 1
+
+
+def _positions(output: Tensor, channel: int, batch: int) -> float:
+    """Positions per example at which a layer multiplies its weights."""
+    return output.numel() / output.shape[channel] / batch
+
+
+def check_layer(name: str, modules: dict[str, nn.Module], run: Run) -> None:
+    layer: Any = modules[name]
+    uses = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
+    own = list(layer._parameters.values())
+    if len(run.calls[name]) > 1:
+        raise NotAPair(f"{name!r} is called {len(run.calls[name])} times in a forward pass")
+    if layer._parameters.get("weight") is None:
+        raise NotAPair(f"the weight of {name!r} is computed from others")
+    if any(uses[id(p)] > 1 for p in own):
+        raise NotAPair(f"{name!r} shares its weights with another module")
+    if any(p is not None and not p.requires_grad for p in own):
+        raise NotAPair(f"{name!r} is frozen")
+
+
+def _chain(tensor: Tensor, run: Run, modules: dict[str, nn.Module]) -> Iterator[Op]:
+    """The operations that follow a tensor; each must be the only one that reads its input.
+
+    Several functions that one module without children calls are one operation.
+    """
+    while True:
+        readers = run.readers.get(id(tensor), [])
+        in_place = [op for op in readers if op.output is tensor]
+        others = [op for op in readers if op.output is not tensor]
+        if any(output is tensor for output in run.outputs):
+            raise NotAPair("its units are an output of the model")
+        name = others[0].module if len({op.module for op in others}) == 1 else ""
+        if name in run.tensors and not any(modules[name].children()):
+            output = run.tensors[name]
+            if len(others) > 1 or is_transposed(modules[name]):
+                others = [Op(modules[name], (tensor,), {}, output)]
+        if len(others) != 1 or not isinstance(others[0].output, Tensor):
+            names = [op.name for op in others]
+            raise NotAPair(f"its units are read by {names}; a pair has one reader")
+        if in_place and readers[-1] in in_place:
+            raise NotAPair(f"its units are changed by {readers[-1].name} after they were read")
+        yield from in_place
+        yield others[0]
+        tensor = others[0].output
+
+
+def _step(
+    op: Op, source: Tensor, target: Tensor, maker: nn.Module | None, run: Run, channel: int
+) -> Step:
+    if any(x is not source for x in tensors((op.args, op.kwargs))):
+        if isinstance(maker, _BatchNorm) or _is_depthwise(maker):
+            return Step(run.makers[id(target)])
+        if isinstance(maker, nn.LayerNorm | nn.GroupNorm):
+            kind = type(maker).__name__
+            raise NotAPair(f"{kind} follows it: its statistics mix old and new units")
+        raise NotAPair(f"{op.name} follows it, which mixes its units with other tensors")
+    if isinstance(op.function, nn.Module):
+        half = max(1, source.shape[channel] // 2)
+        some = op.function.forward(source.narrow(channel, 0, half))
+        if op.function.state_dict() or not torch.equal(some, target.narrow(channel, 0, half)):
+            raise NotAPair(f"{op.name} follows it, which may mix its units")
+        return Step(function=op.function.forward, args=(INPUT,))  # without its hooks
+    args, kwargs = pytree.tree_map(
+        lambda leaf: INPUT if leaf is source else leaf, (op.args, op.kwargs)
+    )
+    if "dropout" in op.name:
+        args, kwargs = (), inspect.signature(op.function).bind(*args, **kwargs).arguments
+    if op.name in _RESHAPES:
+        if target.shape == source.shape:
+            return Step(function=torch.clone, args=(INPUT,))
+        if channel == 1 and target.shape == source.flatten(1).shape:
+            return Step(function=torch.flatten, args=(INPUT, 1))
+    is_conv = channel == 1 and source.dim() > 2
+    if _PER_ELEMENT.fullmatch(op.name) and target.shape == source.shape:
+        return Step(function=op.function, args=args, kwargs=kwargs)
+    if _PER_CHANNEL.fullmatch(op.name) and (is_conv or op.name in ("mean", "amax")):
+        axis = 1 if is_conv else -1
+        if target.dim() > 1 and target.shape[axis] == source.shape[axis]:
+            return Step(function=op.function, args=args, kwargs=kwargs)
+    raise NotAPair(f"{op.name} follows it, which may mix its units")
+
+
+def _is_depthwise(module: Any) -> bool:
+    is_conv = type(module) in LAYERS and not isinstance(module, nn.Linear)
+    return is_conv and 1 < module.groups == module.in_channels == module.out_channels

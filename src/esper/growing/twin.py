@@ -1,0 +1,193 @@
+"""The ungrown twin, and the steps that it has in common with the growing model."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import LRScheduler
+
+from esper.growing.checkpoint import group_settings
+from esper.growing.eval_mode import eval_mode, untouched_randomness
+from esper.growing.growth import Growth
+from esper.growing.inputs import batch_size, forward, moved
+from esper.growing.ledger import Ledger, TwinRecord
+from esper.growing.network import are_finite, finite_buffers
+from esper.growing.parallel import is_split, rows_of
+from esper.growing.tracing import without_graphs
+from esper.growing.validation import Metric, bounded, checked_scores, joined
+from esper.leyline.ranks import ALONE, Ranks
+
+Loss = Callable[[Any, Any], Tensor]  # (model output, target) -> mean loss of the batch
+Unpack = Callable[[Any], tuple[Any, Any]]  # a batch of the loader -> (inputs, target)
+
+
+class Task:
+    """What both networks share: loss, metric, validation data and device."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        metric: Metric,
+        val_loader: Iterable[Any],
+        device: torch.device,
+        unpack: Unpack,
+        ranks: Ranks,
+        has_own_rows: bool,
+        autocast: torch.dtype | None,
+    ):
+        self._dtype = autocast
+        self._loss, self._metric, self._unpack = loss, metric, unpack
+        self._val_loader, self._device = val_loader, device
+        self.ranks, self._has_own_rows = ranks, has_own_rows  # a rank reads its own batches
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, self._dtype) if self._dtype else nullcontext()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, target = batch
+        with self._precision():
+            return _checked_loss(self._loss(forward(model, inputs), target))
+
+    def score(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Each example's score, and the mean loss."""
+        inputs, target = moved(self._unpack(batch), self._device)
+        with self._precision():
+            output = forward(model, inputs)
+            scores = checked_scores(self._metric(output, target))
+            return scores, _checked_loss(self._loss(output, target))
+
+    def val_scores(self, *models: nn.Module) -> list[Tensor]:
+        """The scores of each model on the same validation batches, each `[n]`."""
+        scores: list[list[Tensor]] = [[] for _ in models]
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(eval_mode(model, self._val_loader))
+            for batch in self._val_loader:
+                for collected, model in zip(scores, models, strict=True):
+                    collected.append(self.score(model, batch)[0])
+        split = self.ranks if is_split(self._val_loader) else ALONE
+        return self.ranks.broadcast([bounded(joined(parts, split)) for parts in scores])
+
+    def train_both(self, growth: Growth, twin: "Twin | None", batch: Any) -> None:
+        """One step of both models on the same batch with the same randomness."""
+        batch = moved(self._unpack(batch), self._device)
+        batch, weight = (batch, 1.0) if self._has_own_rows else rows_of(batch, self.ranks)
+        start = time.perf_counter()
+        with untouched_randomness(growth.model) if twin else nullcontext():
+            loss = self._step(growth.model, growth.optimizer, batch, weight, growth.shadow_loss)
+        growth.after_step(loss)
+        middle = time.perf_counter()
+        growth.ledger.add_cost("growing", 0, middle - start)
+        if twin is None:
+            if growth.scheduler is not None:
+                growth.scheduler.step()
+            return
+        is_first = growth.optimizer_steps == 1
+        before = _versions(growth.model) if is_first else []
+        self._step(twin.model, twin.optimizer, batch, weight)
+        if is_first and _versions(growth.model) != before:
+            raise ValueError(
+                "a step of the ungrown twin changed the growing model: the loss or an optimizer "
+                "hook accesses the model directly, so the twin would train without it. Use only "
+                "the arguments (a loss: output and target; a hook: optimizer.param_groups)"
+            )
+        twin.follow(growth.scheduler, growth.optimizer)
+        macs = 3 * growth.ledger.before.macs * batch_size(growth.example)
+        growth.ledger.add_cost("twin", macs, time.perf_counter() - middle)
+
+    def _step(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        batch: Any,
+        weight: float,
+        shadow: Callable[[Callable[[], Tensor]], None] | None = None,
+    ) -> Tensor:
+        optimizer.zero_grad()
+        loss = self.loss(model, batch)
+        loss = loss if weight == 1.0 else weight * loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.ranks.mean([p.grad for p in model.parameters() if p.grad is not None])
+        if shadow is not None:
+            shadow(lambda: weight * self.loss(model, batch))
+        optimizer.step()
+        return loss.detach()
+
+
+class Twin:
+    """The ungrown copy of the model."""
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, task: Task):
+        self.model, self.optimizer = model, optimizer
+        self._task = task
+        self._finite_buffers = finite_buffers(model)
+        self.best_metric = -1.0
+        self.best = model  # a copy, once it was measured
+
+    def follow(self, scheduler: LRScheduler | None, optimizer: optim.Optimizer) -> None:
+        """Step the growing model's scheduler, and apply what it changes to the twin's optimizer.
+
+        Settings that an optimizer changes by itself stay separate.
+        """
+        if scheduler is None:
+            return
+        before = group_settings(optimizer)
+        scheduler.step()
+        groups = zip(self.optimizer.param_groups, before, group_settings(optimizer), strict=False)
+        for own, old, new in groups:
+            own.update({name: value for name, value in new.items() if value != old.get(name)})
+
+    def measure(self, ledger: Ledger, step: int) -> None:
+        ranks, start = self._task.ranks, time.perf_counter()
+        ranks.copy_first(b for b in self.model.buffers() if b.is_floating_point())
+        (scores,) = self._task.val_scores(self.model)
+        macs = ledger.before.macs * len(scores)
+        ledger.add_cost("measuring", macs, time.perf_counter() - start)
+        is_finite = are_finite(self.model, self.model.parameters(), self._finite_buffers)
+        metric = float(scores.mean()) if is_finite else math.nan  # NaN is never the best
+        metric = ranks.broadcast(metric)
+        ledger.twin.append(TwinRecord(step=step, metric=metric))
+        if metric > self.best_metric:
+            self.best_metric = metric
+            self.best = copy.deepcopy(self.model, without_graphs(self.model))
+
+
+def copied(
+    model: nn.Module, optimizer: optim.Optimizer, scheduler: LRScheduler | None = None
+) -> tuple[nn.Module, optim.Optimizer, LRScheduler | None]:
+    """Copies of them; `Optimizer.__getstate__` omits hooks and attributes, so these are added."""
+    own = {id(p) for p in model.parameters()}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if trained & own and trained - own:
+        raise ValueError(
+            "the optimizer also trains weights that are not the model's, such as those of a loss; "
+            "the twin would share them. Make them part of the model, or use esper.Growth in your "
+            "own loop"
+        )
+    copies = without_graphs(model)
+    twins = copy.deepcopy((model, optimizer), copies)
+    missing = vars(optimizer).keys() - {"defaults", "state", "param_groups"}
+    missing -= {"step"}  # replaced by a scheduler, and bound to its optimizer
+    for name in missing:
+        setattr(twins[1], name, copy.deepcopy(vars(optimizer)[name], copies))
+    return *twins, copy.deepcopy(scheduler, copies)
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Change when a weight or its gradient is written to."""
+    tensors = (t for p in model.parameters() for t in (p, p.grad) if t is not None)
+    return [(id(tensor), tensor._version) for tensor in tensors]
+
+
+def _checked_loss(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"a loss of shape {tuple(loss.shape)}; give the batch's mean, one number, as with "
+            "reduction='mean'"
+        )
+    return loss

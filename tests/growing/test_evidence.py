@@ -1,0 +1,98 @@
+"""Evidence for seeds, and the controller that decides by it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esper import Budget, Growth
+from esper.growing.evidence import BATCHES, Evidence
+from support.growth_loops import new_growth, train
+from support.models import Script, germinate
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "encoder", "series"])
+def test_probes_change_no_bit_of_the_output_and_leave_no_hook(name):
+    growth = new_growth(Script(), name=name)
+    model, example = growth.model.eval(), growth.example
+    before = model(example)
+    evidence = Evidence(growth._network)
+    evidence.start(0)
+    assert torch.equal(model(example), before)
+    evidence.stop()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_gain_of_units_is_larger_where_the_model_lacks_them():
+    """The second layer can represent the target; the first, of one unit, cannot."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 6)
+    y = (x[:, :3].abs().sum(1, keepdim=True)) - 2.4
+    model = nn.Sequential(nn.Linear(6, 1), nn.Tanh(), nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    growth = Growth(model, optimizer, example=x[:8], decisions=10, controller=Script())
+    evidence = Evidence(growth._network)
+    for step in range(60 + BATCHES):
+        if step == 60:
+            evidence.start(step)
+        rows = torch.randint(0, 400, (50,))
+        optimizer.zero_grad()
+        F.mse_loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        evidence.after_step()
+    names = [site.name for site in growth.sites]
+    full = [b.name for b in growth._network.menu].index("widen_full")
+    quarter = [b.name for b in growth._network.menu].index("widen_quarter")
+    gain = evidence.gains()
+    assert gain[names.index("0->2"), full] > 0
+    wide = gain[names.index("2->4")]
+    torch.testing.assert_close(wide[full], 4 * wide[quarter])  # 4 times the units
+    assert gain[names.index("1")].sum() == 0  # a dense seed between dense layers
+
+
+def test_nothing_grows_before_evidence_nor_late():
+    growth = new_growth("heuristic", decisions=25, rent=0.0)
+    for step in range(24):
+        growth.decide(min(1.0, 0.3 + 0.05 * step))
+        train(growth)
+    born = [d.step for d in growth.ledger.decisions if d.op == "GERMINATE"]
+    assert born
+    assert min(born) == 1  # before decision 0 it was not trained
+    assert max(born) <= 0.4 * 24
+    paid = growth.ledger.costs["measuring"].macs
+    assert paid > 0
+    growth.decide(1.0)
+    assert growth.ledger.costs["measuring"].macs == paid  # no evidence is measured any more
+
+
+def test_random_labels_keep_nothing_in_a_loop_without_scores():
+    generator = torch.Generator().manual_seed(1)
+    growth = new_growth("heuristic", decisions=25, budget=Budget(params=1_000))
+    for _ in range(25):
+        train(growth)
+        growth.decide(0.1 + 0.03 * float(torch.rand((), generator=generator)))
+    assert any(d.op == "GERMINATE" for d in growth.ledger.decisions)
+    assert growth.seeds == {}
+    assert growth.params == growth.ledger.before.params
+
+
+def test_a_clear_rise_without_scores_is_committed():
+    growth = new_growth("heuristic", decisions=25, budget=Budget(params=200))
+    for step in range(25):
+        train(growth)
+        growth.decide(0.3 + 0.02 * step)
+    assert growth.seeds
+    kept = [fate.reason for fate in growth.ledger.fates if fate.fate == "kept"]
+    assert all("the metric has risen" in reason for reason in kept)
+
+
+def test_alpha_moves_at_every_optimiser_step_of_the_first_half():
+    growth = new_growth(Script(germinate(0, blueprint=1, tempo=0)))
+    train(growth, 8)
+    growth.decide(0.5)
+    slot, alphas = growth._network.slots[0], []
+    for _ in range(4):
+        alphas.append(slot.alpha)
+        train(growth, 1)
+    assert alphas == pytest.approx([0.125, 0.25, 0.375, 0.5])
+    assert slot.alpha == 0.5
