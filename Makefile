@@ -30,7 +30,7 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	while [ -t 1 ] && kill -0 $$pid 2>/dev/null; do \
 		printf '\r  installing: %3d s ' $$seconds; sleep 1; seconds=$$((seconds + 1)); \
 	done; \
-	wait $$pid
+	[ ! -t 1 ] || echo; wait $$pid
 	@touch $@
 
 check: setup

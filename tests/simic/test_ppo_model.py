@@ -298,3 +298,11 @@ def test_every_autoreset_mode_stores_dict_observations_with_their_masks(mode):
         legal = [True, True, False]
         part = model.spaces.action_space.slices[model.spaces.action_space.index("move")]
         assert all(row == legal for row in stored["masks"][env, :count, part].tolist())
+
+
+def test_new_cells_keep_what_they_saw_for_one_step_up_to_memory_steps():
+    config = replace(CONFIG, policy=esper.PolicyConfig(lstm_hidden_dim=8, memory_steps=10))
+    core = esper.PPO("CartPole-v1", config=config).agent.policy.core
+    taken_in, kept, *_ = (core.bias_ih_l0 + core.bias_hh_l0).sigmoid().chunk(4)
+    torch.testing.assert_close(kept[[0, -1]], torch.tensor([1 / 2, 9 / 10]))  # T / (1 + T)
+    torch.testing.assert_close(taken_in, 1 - kept)

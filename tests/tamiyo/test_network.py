@@ -20,6 +20,7 @@ from esper.tamiyo.policy.network import (
     full_precision,
 )
 from esper.tamiyo.policy.plain_heads import flat_policy
+from esper.tamiyo.policy.prepared_act import prepared_act
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from support.random_reports import random_reports
 
@@ -394,3 +395,75 @@ def test_nothing_waits_for_the_device(name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     policy.raise_on_bad_values()
+
+
+def test_without_memory_only_the_current_observation_counts():
+    policy = make_policy("one head", memory=False)
+    features, state = torch.randn(2, 6), policy.initial_state(2)
+    masks = ActionMasks.all_legal(policy.action_space, 2)
+    first = policy.act(features, masks, state, deterministic=True)
+    other = RecurrentState(torch.randn_like(state.h), torch.randn_like(state.c))
+    assert torch.equal(policy.value(features, other), first.values)
+    layout = SequenceLayout.from_flags(torch.zeros(2, 2, dtype=torch.bool), torch.tensor([2, 2]))
+    scored = evaluate(
+        policy,
+        features[:, None].expand(2, 2, -1),
+        first.actions[:, None].expand(2, 2, -1),
+        first.masks[:, None].expand(2, 2, -1),
+        layout,
+        other,
+    )
+    torch.testing.assert_close(scored.values.view(2, 2), first.values.expand(2, 2))
+
+
+# -- prepared weights ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["one head", "audit"])
+@pytest.mark.parametrize("config", [{}, {"memory": False}, {"encoder_layers": 2}])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_prepared_act_decides_as_act_does(name, config, deterministic):
+    policy, rng = make_policy(name, **config), torch.Generator().manual_seed(1)
+    policy.update_scales(3 * random_features(policy, (50,), rng) + 1)
+    mean, std = torch.tensor([5.0]), torch.tensor([2.0])
+    act = prepared_act(policy, mean, std)
+    assert act is not None
+    ours = theirs = policy.initial_state(6)
+    for step in range(4):
+        features, masks = (
+            random_features(policy, (6,), rng),
+            random_masks(policy.action_space, 6, rng),
+        )
+        noise = [torch.Generator().manual_seed(step) for _ in range(2)]
+        ours = act(features, masks, ours, generator=noise[0], deterministic=deterministic)
+        theirs = policy.act(
+            features, masks, theirs, generator=noise[1], deterministic=deterministic
+        )
+        assert torch.equal(ours.actions, theirs.actions)
+        assert torch.equal(ours.masks, theirs.masks)
+        torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=0, atol=2e-6)
+        torch.testing.assert_close(ours.values, 2 * theirs.values + 5, rtol=0, atol=1e-5)
+        ours, theirs = ours.state, theirs.state
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def test_a_prepared_act_reports_what_act_reports():
+    policy = make_policy("one head")
+    features, state = torch.zeros(2, policy.feature_size), policy.initial_state(2)
+    masks = ActionMasks.all_legal(policy.action_space, 2)
+    policy.readout.weight.data.fill_(torch.nan)
+    act = prepared_act(policy, torch.zeros(1), torch.ones(1))
+    with pytest.raises(ValueError, match="env 0, head 'move': logits are not finite"):
+        act(features, masks, state)
+    act = prepared_act(make_policy("one head"), torch.zeros(1), torch.ones(1))
+    masks.groups[0][1] = False
+    with pytest.raises(ValueError, match="env 1, head 'move': no legal choice"):
+        act(features, masks, state)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("chain", {}), ("tamiyo", {}), ("one head", {"floor": 0.1}), ("one head", {"lstm_layers": 2})],
+)
+def test_other_policies_have_no_prepared_act(name, config):
+    assert prepared_act(make_policy(name, **config), torch.zeros(1), torch.ones(1)) is None

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import sys
 import warnings
 import webbrowser
 from collections import defaultdict
@@ -41,7 +43,8 @@ def watch(
         raise ValueError(f"port {port} cannot be used ({error.strerror}); try --port 0") from error
     address = f"http://127.0.0.1:{server.server_port}/"
     print(f"{path} is shown at {address}; Ctrl-C ends this", flush=True)
-    if browser:
+    has_screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ)
+    if browser and has_screen:  # else a browser in text mode may take the terminal
         webbrowser.open(address)
     with server:
         server.serve_forever()

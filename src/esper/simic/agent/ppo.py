@@ -14,7 +14,6 @@ all its steps, so ranks divide by the run's counts and add up their gradients. A
 in a minibatch adds zeros. Statistics and decisions are those of the whole run on every rank.
 """
 
-import copy
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,6 +39,7 @@ from esper.tamiyo.policy.network import (
     StoredSteps,
     full_precision,
 )
+from esper.tamiyo.policy.prepared_act import Act, prepared_act
 
 FIRST_RATIO_TOLERANCE = 1e-2  # rounding alone stays below 1e-5
 
@@ -148,6 +148,11 @@ class PPOAgent:
         )
         return decision._replace(values=self._unscaled_values(decision.values))
 
+    def prepared_act(self) -> Act:
+        """`act` with the current weights; faster for many steps. Use it before the next update."""
+        scale = self.value_normalizer
+        return prepared_act(self.policy, scale.mean.float(), scale.std.float()) or self.act
+
     def value(self, features: Tensor, state: RecurrentState) -> Tensor:
         """V of an observation `[N]`, in units of the reward: the bootstrap of a row cut there."""
         return self._unscaled_values(self.policy.value(features, state))
@@ -178,7 +183,7 @@ class PPOAgent:
         if layout.num_rows == 0:
             raise ValueError("the rollout has no steps; add some before the update")
 
-        before = copy.deepcopy(self.state_dict())
+        before = _copied(self.state_dict())
         self._set_schedules(progress)
         returns = layout.gather(batch.returns)
         self._rescale_values(returns)
@@ -350,6 +355,15 @@ class PPOAgent:
 
     def _unscaled_values(self, values: Tensor) -> Tensor:
         return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
+
+
+def _copied(state: Any) -> Any:
+    """A state dict with copies of its tensors; `copy.deepcopy` takes ten times as long."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {name: _copied(value) for name, value in state.items()}
+    return [_copied(value) for value in state] if isinstance(state, list) else state
 
 
 class Totals(NamedTuple):

@@ -163,6 +163,8 @@ class TamiyoRolloutBuffer:
             for name, (dtype, shape) in shapes.items()
         }
         self._rows = {s.name: self._fields[s.name].flatten(0, 1) for s in self._step_fields}
+        self._columns: dict[int, list[Tensor]] = {}  # views of one step of every env, by step
+        self._no_bootstraps = torch.full((num_envs,), torch.nan, device=self.device)
 
         self._layout: SequenceLayout | None = None
         self._has_advantages = False
@@ -213,12 +215,13 @@ class TamiyoRolloutBuffer:
 
         first = int(steps[0]) if len(steps) else 0
         if envs is self._all_envs and bool((steps == first).all()):
-            column = [self._fields[name][:, first] for name in values]
-            torch._foreach_copy_(column, list(values.values()))
+            if first not in self._columns:
+                self._columns[first] = [self._fields[s.name][:, first] for s in self._step_fields]
+            torch._foreach_copy_(self._columns[first], values)
         else:
             rows = (envs * self.max_steps_per_env + steps).to(self.device, non_blocking=True)
-            for name, value in values.items():
-                self._rows[name].index_put_((rows,), value)
+            for spec, value in zip(self._step_fields, values, strict=True):
+                self._rows[spec.name].index_put_((rows,), value)
         self.step_counts[envs] = steps + 1
         self._forget_derived()
 
@@ -346,15 +349,12 @@ class TamiyoRolloutBuffer:
             raise ValueError(f"env_ids {repeated} appear more than once in one batch")
         return envs
 
-    def _checked_values(self, step: TamiyoRolloutStep, num_rows: int) -> dict[str, Tensor]:
-        """The step's tensors by field name, with the buffer's dtypes and device."""
-        values = {}
-        for spec, value in zip(self._step_fields, step, strict=True):
-            if value is None and spec.name == "bootstrap_values":
-                # NaN: `_raise_on_bad_values` reports it if it is needed
-                value = torch.full((num_rows,), torch.nan, device=self.device)
-            values[spec.name] = spec.checked(value, num_rows, self.device)
-        return values
+    def _checked_values(self, step: TamiyoRolloutStep, num_rows: int) -> list[Tensor]:
+        """The step's tensors in the order of the fields, with the buffer's dtypes and device."""
+        if step.bootstrap_value is None:  # NaN: `_raise_on_bad_values` reports it if it is needed
+            step = step._replace(bootstrap_value=self._no_bootstraps[:num_rows])
+        fields = zip(self._step_fields, step, strict=True)
+        return [spec.checked(value, num_rows, self.device) for spec, value in fields]
 
     def _store_last_values(self, last_values: Tensor) -> None:
         spec = next(s for s in self._step_fields if s.name == "bootstrap_values")

@@ -22,8 +22,10 @@ class StepField(NamedTuple):
 
     def checked(self, given: object, num_rows: int, device: torch.device) -> Tensor:
         """The field of `num_rows` envs, with the dtype and on the device that it is stored in."""
-        value = as_tensor(self.argument, given)
         expected = (num_rows, *self.shape)
+        value = as_tensor(self.argument, given)
+        if value.shape == expected and value.dtype == self.dtype and value.device == device:
+            return value.detach() if value.requires_grad else value
         if tuple(value.shape) != expected:
             raise ValueError(
                 f"{self.argument}: got shape {tuple(value.shape)}, expected {expected} = "

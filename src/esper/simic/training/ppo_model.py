@@ -30,6 +30,7 @@ from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Trainer, load_agent, zero_rows
+from esper.tamiyo.policy.layers import spread_time_constants
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
 
@@ -125,6 +126,7 @@ class PPO:
                 images=self.spaces.images,
                 encoder=encoder,
             )
+        spread_time_constants(policy.core, config.policy.memory_steps)
         ranks = envs.ranks if isinstance(envs, GymEnvs) else ALONE
         self.agent = PPOAgent(policy.to(usable_device(config.device)), config.ppo, ranks)
         self._trainer: Trainer | None = None
@@ -380,14 +382,14 @@ def evaluate(
     if model._is_learning:
         model._refuse_training_envs(envs)
     world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
-    agent, num_envs = model.agent, world.num_envs
+    agent, num_envs, act = model.agent, world.num_envs, model.agent.prepared_act()
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
     state = agent.policy.initial_state(num_envs)
     quota = np.full(num_envs, episodes // num_envs)
     quota[: episodes % num_envs] += 1
     counted: list[Episode] = []
     while quota.any():
-        decision = agent.act(
+        decision = act(
             world.features.to(agent.device),
             world.masks.to(agent.device),
             state,

@@ -140,20 +140,23 @@ class Trainer:
         """
         stride = 1 if self.ranks.size == 1 else max(1, self.horizon // STOP_CHECKS)
         envs, agent, lap = self.envs, self.agent, self.clock.lap
+        act = agent.prepared_act()
         if not self._in_round:
             self._begin_round()
         while self.progress.round_steps < self.horizon and not envs.round_over:
             if self.progress.round_steps % stride == 0 and self.ranks.any(should_stop()):
                 return False
             features, masks = envs.features.to(agent.device), envs.masks.to(agent.device)
-            decision = agent.act(
+            decision = act(
                 features, masks, self.state, generator=self.action_rng, deterministic=deterministic
             )
             actions = decision.actions.cpu()
             lap("act")
             outcome = envs.step(actions)
             bootstrap = None
-            if outcome.truncated.any():  # V of the final observation, before the state is reset
+            if (
+                outcome.truncated.numpy().any()
+            ):  # V of the final observation, before the state is reset
                 bootstrap = agent.value(outcome.final_features.to(agent.device), decision.state)
                 lap("act")
             step = TamiyoRolloutStep(
@@ -229,14 +232,15 @@ class Trainer:
         self._in_round = True
 
     def _store(self, step: TamiyoRolloutStep, is_real_step: Tensor) -> None:
-        if is_real_step.all():
+        is_real = is_real_step.numpy()
+        if is_real.all():
             self.buffer.add_batch(step)
         else:
             rows = is_real_step.nonzero().squeeze(1)
             self.buffer.add_batch(step.select(rows), rows)
         self.progress.round_steps += 1
-        self.progress.steps += int(is_real_step.sum())
-        ended = (step.terminated | step.truncated) & is_real_step
+        self.progress.steps += int(is_real.sum())
+        ended = (step.terminated.numpy() | step.truncated.numpy()) & is_real
         self.progress.episodes += int(ended.sum())
 
     # -- files --------------------------------------------------------------------------------
@@ -286,15 +290,17 @@ class Trainer:
 
     def _mark_round_start(self) -> None:
         """Keep all that changes while a round is collected: a resumed run collects it again."""
-        self._round_start = copy.deepcopy(
-            {
-                "progress": asdict(self.progress),
-                "action_rng": self.action_rng.get_state(),
-                "shuffle_rng": self.shuffle_rng.get_state(),
-                "envs": self.envs.state_dict(),
-                "state": list(self.state) if self.envs.can_save_state else None,
-            }
-        )
+        can_save = self.envs.can_save_state
+        envs = self.envs.state_dict()
+        self._round_start = {
+            "progress": asdict(self.progress),
+            "action_rng": self.action_rng.get_state(),
+            "shuffle_rng": self.shuffle_rng.get_state(),
+            "envs": copy.deepcopy(envs)
+            if can_save
+            else envs,  # environments may return what they use
+            "state": list(self.state) if can_save else None,
+        }
 
 
 def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> None:
@@ -307,7 +313,7 @@ def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> N
 
 def zero_rows(state: RecurrentState, rows: Tensor) -> RecurrentState:
     """The recurrent state with zeros in `rows` `[N]` bool: every episode starts from zeros."""
-    if not rows.any():
+    if not rows.numpy().any():
         return state
     keep = ~rows.to(state.h.device)[:, None, None]
     return RecurrentState(torch.where(keep, state.h, 0.0), torch.where(keep, state.c, 0.0))

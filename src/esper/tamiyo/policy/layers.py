@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import nn
 
 POLICY_GAIN = 0.01  # of layers that output logits: choices start near uniform
@@ -43,3 +44,16 @@ def init_lstm(lstm: nn.LSTM) -> None:
             nn.init.zeros_(parameter)
             if name.startswith("bias_ih"):
                 gates[1].fill_(1.0)
+
+
+def spread_time_constants(lstm: nn.LSTM, longest: int) -> None:
+    """Chrono initialisation: cells keep what they saw for 1 to `longest` - 1 steps.
+
+    A cell with forget bias log(T) and input bias -log(T) has a time constant of about T steps, and
+    takes in as much as it forgets (Tallec & Ollivier 2018).
+    """
+    biases = torch.linspace(1.0, max(longest - 1.0, 1.0), lstm.hidden_size).log()
+    for _, _, bias, _ in lstm.all_weights:
+        gates = bias.data.chunk(4)  # input, forget, cell, output
+        gates[0].copy_(-biases)
+        gates[1].copy_(biases)

@@ -73,6 +73,8 @@ class PolicyConfig:
 
     lstm_hidden_dim: int = DEFAULT_LSTM_HIDDEN_DIM  # width of encoder, core and heads
     lstm_layers: int = 1
+    memory: bool = True  # False: the LSTM is not used, and only the current observation counts
+    memory_steps: int = 64  # esper.PPO: cells keep what they saw for up to this long at first
     encoder_layers: int = 1
     slot_dim: int = 64  # width of Tamiyo's slot embeddings
     blueprint_dim: int = 32  # width of Tamiyo's blueprint embeddings
@@ -80,7 +82,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         sizes = ("lstm_hidden_dim", "lstm_layers", "encoder_layers", "slot_dim", "blueprint_dim")
-        require_at_least(self, 1, *sizes)
+        require_at_least(self, 1, *sizes, "memory_steps")
         check_floor(self.floor)
 
 
@@ -253,7 +255,9 @@ class FactoredRecurrentActorCritic(nn.Module):
         """Log-probs, entropies and values of stored steps; `layout` is their part's."""
         with full_precision(self.device):
             encoded, scene = self.heads.encode(steps.features)
-            core = encoded + self._unroll(encoded, layout, steps.initial)
+            core = encoded
+            if self.config.memory:
+                core = encoded + self._unroll(encoded, layout, steps.initial)
             first_logits, values = self._read(core)
             later_logits = [
                 self.heads.logits(group, core, scene, steps.actions)
@@ -278,6 +282,8 @@ class FactoredRecurrentActorCritic(nn.Module):
     ) -> tuple[Tensor, Scene, RecurrentState]:
         """Core state `[N, hidden]`, the heads' scene, and the LSTM's next state."""
         encoded, scene = self.heads.encode(features)
+        if not self.config.memory:
+            return encoded, scene, state
         below, h, c = encoded, [], []
         for layer, weights in enumerate(self.core.all_weights):
             below, cell = torch.lstm_cell(below, (state.h[:, layer], state.c[:, layer]), *weights)
