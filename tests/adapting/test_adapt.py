@@ -189,6 +189,22 @@ def test_the_model_is_kept_as_it_is_if_nothing_validates_better(model):
     assert result.accuracy["adapted"] == result.accuracy["as it is"]
 
 
+def test_a_training_that_diverges_is_never_kept(model, shifted):
+    """Few rows validate, so half a standard error is wide; no number is no result."""
+    x, y = shifted
+    plan = KNOWN_RULES["LP-FT"]
+
+    class Stubborn(Fixed):
+        def choose(self, *arguments, **options):
+            yield next(super().choose(*arguments, **options))
+            yield plan, self.rate
+
+    with pytest.warns(UserWarning, match="diverged; nothing was changed"):
+        result = esper.adapt(model, x, y, controller=Stubborn(plan, rate=1e30), **QUICK)
+    assert result.plan == KNOWN_RULES["nothing"]
+    assert torch.equal(result.model(x), model(x))
+
+
 def test_a_perfect_model_is_said_to_be_and_not_changed(model, capsys):
     x, _ = blobs(64, rng_seed=5)
     with torch.no_grad():

@@ -23,6 +23,7 @@ from esper.adapting.trials import TrialTable
 
 CHOICES = len(PLANS) * len(RATES)
 AS_IS = ANCHORS[0]
+CHOSEN = [c for c in range(CHOICES) if c == AS_IS or c >= len(RATES)]  # nothing has one rate
 
 
 def outcomes(num=30, rng_seed=0):
@@ -90,7 +91,7 @@ def test_rewards_add_up_to_the_worth_of_the_kept_choice():
     for env, scenario in enumerate(game.scenarios.tolist()):
         *tried, kept = (int(choices[env]) for choices, step in game.steps if step.is_real_step[env])
         assert len(tried) == int(game.tries[env])
-        legal = [c for c in range(CHOICES) if found.added[scenario, c] <= game.budgets[env]]
+        legal = [c for c in CHOSEN if found.added[scenario, c] <= game.budgets[env]]
         known = {a for a in ANCHORS if a in legal}
         for choice in tried:
             assert choice in set(legal) - known or known == set(legal)
@@ -132,15 +133,15 @@ def test_masks_allow_exactly_the_legal_choices_that_were_not_tried():
         torch.zeros(4, len(ANCHORS)),
     )  # fmt: skip
     for env in range(4):
-        legal = {c for c in range(CHOICES) if found.added[env, c] <= budgets[env]}
+        legal = {c for c in CHOSEN if found.added[env, c] <= budgets[env]}
+        if legal == {AS_IS}:  # all was tried: it may be again
+            assert allowed_choices(tries.masks(), env) == {AS_IS}
+            continue
         assert allowed_choices(tries.masks(), env) == legal - set(ANCHORS)
-    assert legal == {0, 1, 2}  # nothing is free but the model as it is
-    everywhere = torch.ones(4, dtype=torch.bool)
-    tries.record(torch.tensor([0, 0, 0, 0]), torch.zeros(4), everywhere)
-    assert 0 not in allowed_choices(tries.masks(), 3)
-    tries.left += 5
-    tries.record(torch.tensor([2, 2, 2, 2]), torch.zeros(4), everywhere)
-    assert allowed_choices(tries.masks(), 3) == {0, 1, 2}  # all were tried: any may be again
+        choice = min(legal - set(ANCHORS))
+        tries.record(torch.full((4,), choice), torch.zeros(4), torch.arange(4) == env)
+        assert allowed_choices(tries.masks(), env) == legal - {*ANCHORS, choice}
+    assert legal == {AS_IS}  # nothing is free but the model as it is
 
 
 def test_what_is_kept_validates_within_half_a_standard_error_of_the_best():

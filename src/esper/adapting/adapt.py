@@ -126,6 +126,8 @@ class _Trial(NamedTuple):
 
     @property
     def criterion(self) -> float:
+        if not math.isfinite(self.loss):
+            return -1.0  # the training diverged
         accuracy, loss = torch.tensor(self.accuracy), torch.tensor(self.loss)
         return float(validation_criterion(accuracy, loss))
 
@@ -271,6 +273,11 @@ def _adapt(
         done.status = f"training {kept.plan} on all rows"
         everything = torch.arange(len(work.data.labels), device=work.data.labels.device)
         adapted = work.fit(kept.plan, kept.rate, everything, done)
+        if not all(tensor.isfinite().all() for tensor in adapted.changes().values()):
+            warnings.warn(
+                f"training {kept.plan} on all rows diverged; nothing was changed", stacklevel=3
+            )
+            kept, adapted = as_is, work.fit(*AS_IS, everything, done)
         done.finish()
     ledger = adaptation_ledger(work.model, work.places, trials, kept, legal, reasons, is_perfect)
     accuracy = {"adapted": kept.accuracy, "as it is": as_is.accuracy}

@@ -91,12 +91,12 @@ def adaptation_ledger(
     added = costs.get(kept.plan, 0)
     ledger.after = NetworkRecord(params=params + added, macs=0, blocks=blocks)
     ledger.headline = (
-        f"{'Adapted' if kept is not trials[0] else 'Not changed'}: {kept.plan}, accuracy "
+        f"{'Not changed' if kept is trials[0] else 'Adapted'}: {kept.plan}, accuracy "
         f"{ledger.show(as_is)} to {ledger.show(kept.accuracy)} on held-out rows, {added:+,} parameters."
     )
     ledger.verdict = Verdict(
         grown=kept.accuracy,
         ungrown=as_is,
-        returned="grown" if kept.criterion > trials[0].criterion else "ungrown",
+        returned="ungrown" if kept is trials[0] else "grown",
     )
     return ledger

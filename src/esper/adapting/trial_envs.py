@@ -50,6 +50,9 @@ ANCHORS = tuple(
     for name, rate in (("nothing", 1), ("head only", 1), ("LP-FT", 1), ("full fine-tuning", 0))
 )
 
+# a plan that changes nothing needs no other rate
+_USELESS = [choice for choice in range(len(RATES)) if choice != ANCHORS[0]]
+
 
 def plan_and_rate(choice: int) -> tuple[Plan, float]:
     """A flat choice as the plan and the learning rate it stands for."""
@@ -87,6 +90,7 @@ class Tries:
         """`held_out` `[N]` rows validate; `anchors` `[N, len(ANCHORS)]` are the usual rules' results."""
         self.signals, self.budgets, self.left = signals, budgets, tries.clone()
         self.legal = added <= budgets[:, None]  # NaN is not
+        self.legal[:, _USELESS] = False
         self.held_out = held_out
         codes = torch.tensor(ANCHORS)
         self.values = torch.full_like(added, -torch.inf)  # validation results of what was tried

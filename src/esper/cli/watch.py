@@ -9,9 +9,10 @@ import webbrowser
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -50,9 +51,12 @@ def watch(
         server.serve_forever()
 
 
-def make_server(path: Path, port: int = 0) -> HTTPServer:
-    """A server for this machine alone."""
-    return HTTPServer(("127.0.0.1", port), partial(_Handler, path))
+def make_server(path: Path, port: int = 0) -> ThreadingHTTPServer:
+    """A server for this machine alone; browsers keep idle connections, so each has its thread."""
+    return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, path))
+
+
+_ONE_AT_A_TIME = Lock()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -71,26 +75,16 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/":
             page = resources.files("esper.cli").joinpath("watch.html").read_text(encoding="utf-8")
             self._answer(200, "text/html", page)
-        elif url.path == "/runs":
-            self._answer(200, "application/json", json.dumps(list(find_runs(self.runs_path))))
-        elif url.path == "/run":
+        elif url.path in ("/runs", "/run"):
             try:
-                self._answer(200, "application/json", json.dumps(self._run(asked)))
+                runs = find_runs(self.runs_path)
+                with _ONE_AT_A_TIME:  # warnings are caught, which is the whole process's business
+                    found = list(runs) if url.path == "/runs" else _view_of(runs, asked)
+                self._answer(200, "application/json", json.dumps(found))
             except (KeyError, ValueError) as error:
                 self._answer(404, "text/plain", str(error))
         else:
             self._answer(404, "text/plain", "no such page")
-
-    def _run(self, asked: Mapping[str, str]) -> Any:
-        runs = find_runs(self.runs_path)
-        view = view_run(runs[asked["name"]], int(asked.get("round") or 0))
-        view["warnings"] = health_warnings(view["metrics"], view["config"])
-        if asked.get("with"):
-            other = view_run(runs[asked["with"]])
-            view["other"] = {"name": other["name"], "curves": other["curves"]}
-            view["comparison"] = compare(view, other)
-        view["metrics"] = view["metrics"][-1:]
-        return _finite(view)
 
     def _answer(self, status: int, kind: str, text: str) -> None:
         body = text.encode()
@@ -104,6 +98,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Print nothing for each request."""
+
+
+def _view_of(runs: Mapping[str, Path], asked: Mapping[str, str]) -> Any:
+    view = view_run(runs[asked["name"]], int(asked.get("round") or 0))
+    view["warnings"] = health_warnings(view["metrics"], view["config"])
+    if asked.get("with"):
+        other = view_run(runs[asked["with"]])
+        view["other"] = {"name": other["name"], "curves": other["curves"]}
+        view["comparison"] = compare(view, other)
+    view["metrics"] = view["metrics"][-1:]
+    return _finite(view)
 
 
 def health_warnings(metrics: list[dict[str, float]], config: Mapping[str, Any]) -> list[str]:

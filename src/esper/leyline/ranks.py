@@ -271,9 +271,12 @@ def was_restarted() -> bool:
 def _timeout() -> timedelta:
     text = os.environ.get("ESPER_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
     try:
-        return timedelta(seconds=float(text))
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"ESPER_TIMEOUT_S={text!r}; use a number of seconds") from error
+        timeout = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        timeout = timedelta(0)
+    if timeout <= timedelta(0):
+        raise ValueError(f"ESPER_TIMEOUT_S={text!r}; use a number of seconds")
+    return timeout
 
 
 def _backend() -> str:
@@ -281,8 +284,12 @@ def _backend() -> str:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not num_gpus:
         return "gloo"
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % num_gpus)
-    return "gloo" if int(os.environ["LOCAL_WORLD_SIZE"]) > num_gpus else "cpu:gloo,cuda:nccl"
+    try:
+        local_rank, local_size = (int(os.environ[n]) for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{error}: LOCAL_RANK and LOCAL_WORLD_SIZE are set by torchrun") from error
+    torch.cuda.set_device(local_rank % num_gpus)
+    return "gloo" if local_size > num_gpus else "cpu:gloo,cuda:nccl"
 
 
 def _registered(ranks: Ranks) -> Ranks:

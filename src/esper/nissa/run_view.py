@@ -48,9 +48,8 @@ def find_runs(path: Path) -> dict[str, Path]:
 def view_run(folder: Path, round_number: int | None = None) -> dict[str, Any]:
     """All that is shown of a run; `round_number` is the round whose hosts are shown, or the last."""
     try:
-        with closing(
-            sqlite3.connect(f"file:{folder / 'run.sqlite'}?mode=ro", uri=True)
-        ) as connection:
+        address = (folder / "run.sqlite").resolve().as_uri()  # names may hold # or ?
+        with closing(sqlite3.connect(f"{address}?mode=ro", uri=True)) as connection:
             connection.row_factory = sqlite3.Row
             return _view(connection, folder, round_number)
     except sqlite3.Error as error:
