@@ -104,8 +104,11 @@ def prepared_act(policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor
             totals = weights.sum(axis=1)
             log_probs[:, head] = logits[rows, choice] - np.log(totals)
             is_ok = is_ok and bool(legal[rows, part.start + choice].all() & (totals > 0).all())
-        if not is_ok:  # raises the error, with env and head
-            return policy.act(features, masks, state, deterministic=deterministic)
+        if not is_ok:  # raises the error, with env and head; a logit of infinity is clipped there
+            found = policy.act(
+                features, masks, state, generator=generator, deterministic=deterministic
+            )
+            return found._replace(values=found.values * std + mean)
         return Decision(
             torch.from_numpy(actions),
             torch.from_numpy(log_probs),
