@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper import Budget, Growth
-from esper.growing.evidence import BATCHES, Evidence
+from esper.growing.evidence import BATCHES, ROWS, Evidence
 from support.growth_loops import new_growth, train
 from support.models import Script, germinate
 
@@ -96,3 +96,73 @@ def test_alpha_moves_at_every_optimiser_step_of_the_first_half():
         train(growth, 1)
     assert alphas == pytest.approx([0.125, 0.25, 0.375, 0.5])
     assert slot.alpha == 0.5
+
+
+class Rotated(nn.Module):
+    """Blocks that take a table of positions next to the batch."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x, table):
+            return x + self.out(self.norm(x) * table)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([self.Block(), self.Block()]), nn.Linear(8, 3)
+
+    def forward(self, x):
+        table = torch.linspace(0, 1, x.shape[1]).unsqueeze(1).expand(-1, 8)
+        for block in self.blocks:
+            x = block(x, table)
+        return self.head(x)
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):  # [examples, positions, 8]
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[:, -2:] = True
+        return self.head(self.body(x.transpose(0, 1), src_key_padding_mask=padding)).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "used"),
+    [
+        (Rotated, (32, 32, 8), 32),
+        (Rotated, (32, 24, 8), ROWS),
+        (SequenceFirst, (4, 24, 8), 4),
+        (SequenceFirst, (24, 4, 8), 24),
+    ],
+)
+def test_copies_of_blocks_get_all_rows_where_these_are_not_clear(make, shape, used):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    growth = Growth(
+        model, optimizer, example=x, decisions=10, blueprints=["deepen"], controller=Script()
+    )
+    before = model(x)
+    evidence = Evidence(growth._network)
+    evidence.start(0)
+    assert torch.equal(model(x), before)
+    assert {probe.rows.used for probe in evidence._probes} == {used}
+    for _ in range(BATCHES):
+        model(x).square().mean().backward()
+        evidence.after_step()
+    gains = evidence.gains()
+    assert gains.max() > 0
+    macs = evidence._probes[0].slot.site.macs_of(growth._network.menu[0])
+    assert evidence.macs == BATCHES * used * len(evidence._probes) * macs
+    again = Evidence(growth._network)
+    again.load(evidence.to_dict())
+    assert torch.equal(again.gains(), gains)
+    assert again.macs == evidence.macs
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

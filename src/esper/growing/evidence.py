@@ -34,6 +34,7 @@ class Evidence:
     def __init__(self, network: GrowingNetwork):
         self._network = network
         self._probes: list[_Probe] = []
+        self._examples = _Examples()
         self.step = 0  # the decision after which it was measured
         self.batches = 0
         self.wait = 0  # optimiser steps until the probes are attached
@@ -47,6 +48,7 @@ class Evidence:
 
     def _attach(self) -> None:
         self._probes = self._make_probes()
+        self._examples.attach(self._network.model)
         for probe in self._probes:
             probe.attach()
 
@@ -82,6 +84,7 @@ class Evidence:
 
     def stop(self) -> None:
         """Detach the probes; what they have measured stays."""
+        self._examples.detach()
         for probe in self._probes:
             probe.detach()
 
@@ -101,13 +104,17 @@ class Evidence:
     def macs(self) -> float:
         """Multiply-adds of the forward passes so far."""
         menu = self._network.menu
-        return (ROWS * self.batches) * sum(
-            probe.slot.site.macs_of(menu[next(iter(probe.blueprints))]) for probe in self._probes
+        return self.batches * sum(
+            probe.rows.used * probe.slot.site.macs_of(menu[next(iter(probe.blueprints))])
+            for probe in self._probes
         )
 
     def to_dict(self) -> dict[str, Any]:
         probes = [(probe.sums, probe.copy_weights()) for probe in self._probes]
-        return {"step": self.step, "wait": self.wait, "batches": self.batches, "probes": probes}
+        return {
+            "step": self.step, "wait": self.wait, "batches": self.batches, "probes": probes,
+            "used": [probe.rows.used for probe in self._probes],
+        }  # fmt: skip
 
     def load(self, saved: dict[str, Any]) -> None:
         self.step, self.wait, self.batches = saved["step"], saved["wait"], saved["batches"]
@@ -115,6 +122,8 @@ class Evidence:
             self._attach()
             for probe, (sums, weights) in zip(self._probes, saved["probes"], strict=True):
                 probe.load(sums, weights)
+            for probe, used in zip(self._probes, saved.get("used", ()), strict=False):
+                probe.rows.used = used
         if self.batches == BATCHES:
             self.stop()
 
@@ -131,7 +140,8 @@ class Evidence:
         for b in list(units)[:1] if site.pair else units:
             scales = {o: n / units[b] for o, n in units.items()} if site.pair else {b: 1.0}
             seed = self._network.new_seed(self._network.menu[b], site, generator)
-            probes.append(_Probe(index, scales, Slot(site, self._network.model), seed))
+            slot = Slot(site, self._network.model)
+            probes.append(_Probe(index, scales, slot, seed, self._examples))
         return probes
 
 
@@ -144,6 +154,7 @@ class _Probe:
         blueprints: dict[int, float],
         slot: Slot,
         seed: AnySeed,
+        examples: "_Examples",
     ):
         self.index, self.blueprints, self.slot, self._seed = index, blueprints, slot, seed
         seed.requires_grad_(False)
@@ -151,7 +162,8 @@ class _Probe:
         for layer in self._zeros:
             for weight in _weights(layer):
                 weight.requires_grad_(True)
-        slot.add_seed(_FirstRows(seed), BlendStyle.ADD)
+        self.rows = _FirstRows(seed, examples)
+        slot.add_seed(self.rows, BlendStyle.ADD)
         self._hooks: list[RemovableHandle] = []
         # by layer: the mean square of its inputs in the last pass; 1 where torch does not call it
         self._features = [1.0] * len(self._zeros)
@@ -215,25 +227,57 @@ def _weights(layer: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in layer.named_parameters(recurse=False) if name != "bias"]
 
 
-class _FirstRows(nn.Module):
-    """A seed that is applied to some rows of a batch."""
+class _Examples:
+    """Notes the number of examples in the model's last batch; 0 is not known."""
 
-    def __init__(self, seed: nn.Module):
+    def __init__(self) -> None:
+        self.count = 0
+        self._hook: RemovableHandle | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        self.detach()
+        self._hook = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def detach(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self.count = next((len(t) for t in tensors((args, kwargs)) if t.dim()), 0)
+
+
+class _FirstRows(nn.Module):
+    """A seed that is applied to some rows of a batch, or to all if it is not sure what they are."""
+
+    def __init__(self, seed: nn.Module, examples: _Examples):
         super().__init__()
-        self.seed = seed
+        self.seed, self._examples = seed, examples
+        self.used = ROWS  # examples of the last pass
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = tensors((args, kwargs))[0]
-        count = len(x)
+        given = tensors((args, kwargs))
+        x, count = given[0], len(given[0])
+        rows = ROWS if self._are_rows(count, given) else count
+        self.used = rows if rows == ROWS else self._examples.count or count
 
         def first(tensor: Tensor) -> Tensor:
-            return tensor[:ROWS] if tensor.dim() and len(tensor) == count else tensor
+            return tensor[:rows] if tensor.dim() and len(tensor) == count else tensor
 
         args, kwargs = pytree.tree_map_only(Tensor, first, (args, kwargs))
         found = self.seed(*args, **kwargs)
         if isinstance(self.seed, BlockCopy):  # it returns what it was given, or a tuple with it
-            return with_first(found, lambda y: torch.cat((y, x[ROWS:])))
+            return with_first(found, lambda y: torch.cat((y, x[rows:])))
         return torch.cat((found, found.new_zeros(count - len(found), *found.shape[1:])))
+
+    def _are_rows(self, count: int, given: list[Tensor]) -> bool:
+        """Whether the first axis of this size is that of examples, for a module of the user.
+
+        Of a sequence or of windows it is another axis, also in masks and tables of positions.
+        """
+        if not isinstance(self.seed, BlockCopy | HeadsBranch):
+            return True
+        return count == self._examples.count and not any(count in t.shape[1:] for t in given)
 
     def train(self, mode: bool = True) -> "_FirstRows":
         """No dropout in the seed: the model's randomness stays as it is."""
