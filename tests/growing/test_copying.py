@@ -84,3 +84,24 @@ def test_the_twin_of_a_model_that_was_called_is_trained():
         progress=False,
     )
     assert result.verdict.grown == result.verdict.ungrown  # accuracies on the same batches
+
+
+def test_a_model_with_new_units_can_be_copied_and_saved(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    growth = esper.Growth(
+        model, optimizer, example=X, sites=["0->3"], blueprints=["widen_full"], decisions=8,
+        controller=Script(germinate(0, blueprint=0, tempo=0)),
+    )  # fmt: skip
+    for _ in range(3):
+        growth.decide(0.5)
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        growth.after_step()
+    assert growth._network.active
+    expected = model.eval()(X)
+    assert torch.equal(copy.deepcopy(model, without_graphs(model))(X), expected)
+    torch.save(model, tmp_path / "model.pt")
+    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(X), expected)

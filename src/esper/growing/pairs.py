@@ -49,7 +49,9 @@ _PER_ELEMENT = re.compile(
 _PER_CHANNEL = re.compile(r"(adaptive_)?(max|avg)_pool[12]d|mean|amax|squeeze")
 _RESHAPES = ("flatten", "view", "reshape")
 
-INPUT = object()  # stands for the activations in the arguments of a recorded function
+
+class INPUT:
+    """Stands for the activations in the arguments of a recorded function; a class is not copied."""
 
 
 class NotAPair(Exception):
