@@ -20,7 +20,7 @@ from esper.growing.parallel import rows_of
 from esper.leyline.ranks import ALONE, Ranks, join_ranks
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.evidence import EvidenceController
-from esper.tamiyo.scripted import FixedSchedule
+from esper.tamiyo.scripted import ConstantPlan, FixedSchedule
 from support.grow_calls import run
 from support.models import WAIT, Script, act, blobs, germinate, mlp
 from support.ranks import on_ranks
@@ -85,6 +85,33 @@ def test_under_ddp_ranks_grow_the_model_of_one_process(options):
     torch.testing.assert_close(one[:2], two[:2], **TOLERANCE)
     assert two[2].to_json() == other[2].to_json()
     assert [d.op for d in one[2].decisions] == [d.op for d in two[2].decisions]
+
+
+def test_under_ddp_a_wider_model_trains_on_after_growth_has_closed():
+    def work():
+        torch.manual_seed(0)
+        ranks, net = join_ranks(), nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        growth = esper.Growth(
+            model, optimizer, example=X[:8], decisions=8, sites=["0->2"], blueprints=["widen_full"],
+            controller=ConstantPlan(torch.tensor([[0]])),
+        )  # fmt: skip
+        for step in range(12):
+            rows = torch.arange(ranks.rank, 32, ranks.size)
+            optimizer.zero_grad()
+            F.cross_entropy(model(X[rows]), Y[rows]).backward()
+            optimizer.step()
+            growth.after_step()
+            if step < 8:
+                growth.decide(0.1 * step)
+                closed = growth.plain_model().state_dict() if growth.is_closed else {}
+        return closed, growth.plain_model().state_dict()
+
+    (closed, two), (_, other) = on_ranks(2, work)
+    assert two["0.weight"].shape == (12, 5)
+    assert all(not torch.equal(two[name], closed[name]) for name in two)
+    torch.testing.assert_close(two, other, rtol=0, atol=0)
 
 
 def test_evidence_is_that_of_all_ranks():

@@ -259,7 +259,8 @@ class Growth:
         self._safe_points.restore(best)
         self.is_closed = True
         self._recorder.closed(self.step, best.step, self._history)
-        self._network.merge_branches()
+        if self.ranks.size == 1:  # DDP averages only the weights that it was made with
+            self._network.merge_branches()
         self.ledger.costs = self.ranks.broadcast(self.ledger.costs)  # clocks of ranks differ
         self.ledger.after = replace(self.ledger.before, params=self.params, macs=self.macs)
 
