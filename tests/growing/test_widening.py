@@ -80,14 +80,13 @@ CASES = {
 }
 
 
-def start(case, blueprint="widen_full", decisions=8):
+def start(case, blueprint="widen_full", decisions=8, optimizer=torch.optim.AdamW):
     make, draw, pairs = CASES[case]
     torch.manual_seed(0)
     model, x = make(), draw()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     growth = esper.Growth(
         model,
-        optimizer,
+        optimizer(model.parameters(), 1e-2),
         example=x,
         decisions=decisions,
         sites=pairs,
@@ -151,6 +150,21 @@ def test_the_merged_layers_train_on_with_their_optimiser_state(case):
     before = last.weight.detach().clone()
     train(growth, x)
     assert not torch.equal(last.weight, before)
+
+
+def test_optimiser_state_of_rows_and_columns_starts_anew():
+    growth, x = start("mlp", optimizer=torch.optim.Adafactor)
+    for step in range(8):
+        train(growth, x)
+        growth.decide(0.1 * step)
+    assert growth.is_closed
+    wider, state = growth.model[0], growth.optimizer.state
+    assert wider.out_features > 8
+    before = wider.weight.detach().clone()
+    train(growth, x)
+    assert not torch.equal(wider.weight, before)
+    assert state[wider.weight]["row_var"].shape == (wider.out_features, 1)
+    assert state[wider.bias]["step"] > state[wider.weight]["step"]  # of the weight's shape: kept
 
 
 @pytest.mark.parametrize("saved_at", [3, 8])

@@ -121,10 +121,16 @@ class Enlarged:
     is_transposed: bool  # the part's weight is, compared with the layer's
 
     def moments(self, old: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-        """The optimiser's state of the larger parameter: that of both, zero where there is none."""
+        """The optimiser's state of the larger parameter: that of both, zero where there is none.
+
+        State of another shape, such as Adafactor's of rows and columns, starts anew.
+        """
+        sizes = {v.shape for v in old.values() if isinstance(v, Tensor) and v.dim() > 0}
+        if sizes - {self.old.shape}:
+            return {}
         return {
             key: joined(value, self.turned(part.get(key, torch.zeros_like(self.part))), self.axis)
-            if isinstance(value, Tensor) and value.shape == self.old.shape
+            if isinstance(value, Tensor) and value.dim() > 0
             else copy.deepcopy(value)
             for key, value in old.items()
         }
