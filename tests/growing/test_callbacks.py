@@ -1,5 +1,7 @@
 """Growth in the Trainer of transformers and in Lightning, with the real packages if installed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
+from esper.growing.callbacks import _validations
 from esper.growing.sites import count_params
 from support.models import Script, blobs, germinate, mlp
 
@@ -67,6 +70,13 @@ def test_settings_of_the_trainer_that_do_not_fit_are_refused(tmp_path):
         )  # fmt: skip
         with pytest.raises(ValueError, match=reason):
             trainer.train()
+
+
+def test_lightning_settings_that_plan_no_number_of_validations_ask_for_decisions():
+    assert _validations(SimpleNamespace(max_epochs=9, check_val_every_n_epoch=2)) == 4
+    for epochs, every in ((9, None), (-1, 1), (None, 1)):
+        with pytest.raises(ValueError, match=r"give decisions="):
+            _validations(SimpleNamespace(max_epochs=epochs, check_val_every_n_epoch=every))
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning about its own settings

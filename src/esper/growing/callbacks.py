@@ -146,14 +146,13 @@ def lightning_callback(
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise ValueError(f"{len(trainer.optimizers)} optimizers; growth needs exactly one")
-            planned = trainer.max_epochs // trainer.check_val_every_n_epoch
             configs = trainer.lr_scheduler_configs
             self._decisions.start(
                 pl_module.get_submodule(network),
                 trainer.optimizers[0],
                 configs[0].scheduler if configs else None,
                 trainer.train_dataloader,
-                planned if decisions is None else decisions,
+                _validations(trainer) if decisions is None else decisions,
                 inputs,
             )
 
@@ -170,3 +169,14 @@ def lightning_callback(
             self._decisions.end()
 
     return GrowthCallback()
+
+
+def _validations(trainer: Any) -> int:
+    """How many validations a Lightning `Trainer` plans."""
+    epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch
+    if every is None or epochs is None or epochs < 0:
+        raise ValueError(
+            f"max_epochs={epochs} and check_val_every_n_epoch={every} do not say how often the "
+            "model is validated; give decisions=, the number of validations"
+        )
+    return int(epochs // every)
