@@ -40,7 +40,7 @@ def check_arguments(
 def check_whole(**given: int) -> None:
     """Raise for an argument that is not a whole number."""
     for name, number in given.items():
-        if not isinstance(number, Integral):
+        if not isinstance(number, Integral) or isinstance(number, bool):
             raise ValueError(f"{name}={number!r}; use a whole number")
 
 

@@ -133,7 +133,7 @@ def grow(
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "repeats")}
     model, ranks = unwrapped(model)[0], join_ranks()
-    _check_call(steps, decisions, loss, metric, scheduler, autocast)
+    _check_call(steps, decisions, loss, metric, scheduler, autocast, repeats, twin)
     check_arguments(
         model, optimizer, decisions=decisions + 1, budget=budget, rent=rent, rng_seed=rng_seed
     )
@@ -240,6 +240,8 @@ def _check_call(
     metric: Metric | None,
     scheduler: LRScheduler | None,
     autocast: torch.dtype | None,
+    repeats: int,
+    twin: bool,
 ) -> None:
     """Check the arguments that `Growth` does not have."""
     if autocast == torch.float16:
@@ -247,11 +249,15 @@ def _check_call(
             "autocast=torch.float16 needs a GradScaler; use torch.bfloat16, or esper.Growth in your "
             "own loop"
         )
-    check_whole(steps=steps, decisions=decisions)
+    check_whole(steps=steps, decisions=decisions, repeats=repeats)
     if steps < 1:
         raise ValueError(f"steps={steps}; use 1 or more, the number of batches to train on")
     if not 1 <= decisions <= steps:
         raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}; use 1 or more, the number of runs")
+    if repeats > 1 and not twin:
+        raise ValueError(f"repeats={repeats} with twin=False; only a verdict uses the other runs")
     for name, given in (("loss", loss), ("metric", metric or loss)):
         if not callable(given):
             raise ValueError(f"{name}={given!r}; give a function of the model's output and target")
