@@ -1,5 +1,6 @@
 """`esper.grow`: the one call, its twin and its verdict."""
 
+import copy
 import math
 import multiprocessing
 import os
@@ -345,6 +346,29 @@ def test_the_page_is_written_after_every_decision_and_at_the_end(tmp_path, monke
     assert pages[0][1]
     assert not pages[-1][1]
     assert result.ledger.summary()[:12] in (tmp_path / "run.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_is_told_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.html").mkdir()
+    model = mlp()
+    weights = copy.deepcopy(model.state_dict())
+    for page, reason in (("file/run.html", "not a folder"), ("folder.html", "is a folder")):
+        with pytest.raises(ValueError, match=reason):
+            run(Script(), model=model, page=tmp_path / page)
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    run(Script(), page=tmp_path / "new" / "run")
+    assert (tmp_path / "new" / "run.html").exists()
+
+
+def test_a_page_that_is_not_written_later_does_not_end_the_run(tmp_path, monkeypatch):
+    def write(ledger, path):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(sys.modules[esper.grow.__module__], "write_page", write)
+    with pytest.warns(UserWarning, match=r"run\.html' was not written: no space left"):
+        result = run(Script(), page=tmp_path / "run.html")
+    assert result.growth.is_closed
 
 
 def test_without_a_twin_the_grown_network_is_returned():

@@ -12,7 +12,6 @@ all rows.
 """
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -37,7 +36,7 @@ from esper.adapting.shipped import find_controller
 from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, plan_and_rate
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.inputs import arguments, batch_size, forward, tensors
-from esper.growing.page import write_page
+from esper.growing.page import check_page, write_page
 from esper.growing.run import progress_bar
 from esper.growing.sites import count_params
 
@@ -84,7 +83,7 @@ def adapt(
     """
     _check_numbers(tries=tries, steps=steps, minibatch=minibatch)
     if page is not None:
-        _check_page(Path(page))
+        check_page(page)
     chosen = find_controller(controller)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; give a trained nn.Module")
@@ -329,14 +328,6 @@ def _check_numbers(**numbers: int) -> None:
     if numbers["tries"] > MAX_TRIES:
         raise ValueError(
             f"tries={numbers['tries']}; the controller was trained with up to {MAX_TRIES}"
-        )
-
-
-def _check_page(page: Path) -> None:
-    """Raise before any training if the page could not be written."""
-    if not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
-        raise ValueError(
-            f"page={str(page)!r}: {page.parent} is not a folder that can be written to"
         )
 
 

@@ -8,6 +8,7 @@ The page is assembled from `page_parts/` and loads nothing else. All it shows co
 
 import html
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -27,12 +28,29 @@ _SCRIPTS = ("basics.js", "chart.js", "sections.js", "network.js", "start.js")  #
 
 def write_page(ledger: Ledger, path: str | Path) -> Path:
     """Write the page, and the ledger as JSON under the same name; returns the page's path."""
-    page = Path(path)
-    page = page if page.suffix == ".html" else page.with_name(f"{page.name}.html")
+    page = _file_of(path)
     text = page_html(ledger).encode()
     atomic_write(page, lambda file: file.write(text))
     ledger.write(page.with_suffix(".json"))
     return page
+
+
+def check_page(path: str | Path) -> None:
+    """Make the folder of a page; raise, before any training, if the page could not be written."""
+    page = _file_of(path)
+    with suppress(OSError):
+        page.parent.mkdir(parents=True, exist_ok=True)
+    if not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
+        raise ValueError(
+            f"page={str(path)!r}: {page.parent} is not a folder that can be written to"
+        )
+    if page.is_dir():
+        raise ValueError(f"page={str(path)!r} is a folder; give the name of a file")
+
+
+def _file_of(path: str | Path) -> Path:
+    page = Path(path)
+    return page if page.suffix == ".html" else page.with_name(f"{page.name}.html")
 
 
 def page_html(ledger: Ledger) -> str:

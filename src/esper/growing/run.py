@@ -25,7 +25,7 @@ from esper.growing.export import FORMATS, export
 from esper.growing.growth import DEFAULT_RENT, Growth
 from esper.growing.inputs import batch_size, count_rows, moved
 from esper.growing.ledger import Ledger, Verdict
-from esper.growing.page import write_page
+from esper.growing.page import check_page, write_page
 from esper.growing.parallel import is_split, unwrapped
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
@@ -137,6 +137,8 @@ def grow(
     check_arguments(
         model, optimizer, decisions=decisions + 1, budget=budget, rent=rent, rng_seed=rng_seed
     )
+    if page is not None and ranks.is_first:
+        check_page(page)
     others = [copied(model, optimizer, scheduler) for _ in range(repeats - 1)]
     device = next(model.parameters()).device
     check_loader(train_loader, "training")
@@ -196,7 +198,7 @@ def grow(
         if others and not should_stop():
             result = _repeated(result, others, options)
         if page is not None and ranks.is_first:
-            write_page(result.ledger, page)
+            _write_page(result.ledger, page)
         if shown:
             print(result)
         return result
@@ -397,9 +399,17 @@ def _with_page(report: Report, ledger: Ledger, page: str | Path) -> Report:
         report(steps, status)
         if len(ledger.steps) > written:
             written = len(ledger.steps)
-            write_page(ledger, page)
+            _write_page(ledger, page)
 
     return report_and_write
+
+
+def _write_page(ledger: Ledger, page: str | Path) -> None:
+    """A full disk does not end the training."""
+    try:
+        write_page(ledger, page)
+    except OSError as error:
+        warnings.warn(f"page={str(page)!r} was not written: {error}", stacklevel=3)
 
 
 @contextmanager
