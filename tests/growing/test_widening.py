@@ -152,7 +152,7 @@ def test_the_merged_layers_train_on_with_their_optimiser_state(case):
     assert not torch.equal(last.weight, before)
 
 
-def test_optimiser_state_of_rows_and_columns_starts_anew():
+def test_optimiser_state_of_rows_and_columns_starts_from_scratch():
     growth, x = start("mlp", optimizer=torch.optim.Adafactor)
     for step in range(8):
         train(growth, x)

@@ -123,7 +123,7 @@ class Enlarged:
     def moments(self, old: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         """The optimiser's state of the larger parameter: that of both, zero where there is none.
 
-        State of another shape, such as Adafactor's of rows and columns, starts anew.
+        State of another shape, such as Adafactor's of rows and columns, starts from scratch.
         """
         sizes = {v.shape for v in old.values() if isinstance(v, Tensor) and v.dim() > 0}
         if sizes - {self.old.shape}:
