@@ -153,7 +153,7 @@ def started(monkeypatch):
     """The configs that `esper train` starts runs with; nothing is trained."""
     configs = []
 
-    def note(folder, training=None):
+    def note(folder, training=None, sinks=()):
         configs.append(folder.files.read_config())
         folder.close()
 
