@@ -34,9 +34,11 @@ class Fixed(AdaptationController):
     def __init__(self, *plans, rate=RATES[-1]):
         self.plans, self.rate, self.facts = plans, rate, {}
 
-    def choose(self, signals, added, held_out, anchors, *, budget, tries):
-        self.signals, self.added, self.budget, self.values = signals, added, budget, []
-        known = dict(zip(map(plan_and_rate, ANCHORS), anchors.nan_to_num(-1)[0], strict=False))
+    def choose(self, known, *, budget, tries):
+        self.signals, self.added, self.budget, self.values = known.signals, known.added, budget, []
+        known = dict(
+            zip(map(plan_and_rate, ANCHORS), known.anchors.nan_to_num(-1)[0], strict=False)
+        )
         for number in range(tries):
             choice = self.plans[number % len(self.plans)], self.rate
             self.values.append((yield choice))

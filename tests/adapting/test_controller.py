@@ -11,7 +11,7 @@ from esper.adapting.controller import AdaptationController, new_policy
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import MENU, PLANS, RATES
 from esper.adapting.shipped import find_controller
-from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Outcomes, plan_and_rate
+from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Known, Outcomes, plan_and_rate
 from esper.leyline.files import UnreadableFile
 from esper.tamiyo.policy.network import PolicyConfig
 
@@ -35,7 +35,8 @@ def proposals(controller, signals, values=(0.1, 0.9, 0.3), **options):
     """What is tried, and at last what is kept."""
     options = dict(budget=torch.inf, tries=len(values)) | options
     anchors = torch.full((1, len(ANCHORS)), 0.5)
-    chooser = controller.choose(signals, offers(), torch.tensor([20]), anchors, **options)
+    known = Known(signals, torch.tensor([20]), offers(), anchors)
+    chooser = controller.choose(known, **options)
     return [next(chooser), *map(chooser.send, values)]
 
 
@@ -67,7 +68,8 @@ def test_signals_beyond_the_range_of_training_are_limited():
     extreme = torch.where(signals > 0, 1e6, -1e6)
     assert proposals(controller, extreme) == proposals(controller, signals.sign())
     anchors = torch.zeros(1, len(ANCHORS))
-    seen = controller._begin(extreme, offers(), torch.ones(1), anchors, torch.inf, 2).signals
+    known = Known(extreme, torch.ones(1), offers(), anchors)
+    seen = controller._begin(known, torch.inf, 2)[0].signals
     assert seen.abs().max() == 1.0
 
 
@@ -93,10 +95,8 @@ def test_many_scenarios_are_chosen_as_one_after_the_other():
     outcomes = Outcomes(signals, torch.full((num,), 20), offers(num), validation, validation)
     together = controller.choose_many(outcomes, budget=torch.inf, tries=tries)
     for i in range(num):
-        anchors = validation[i : i + 1, torch.tensor(ANCHORS)]
-        chooser = controller.choose(
-            signals[i : i + 1], offers(), torch.tensor([20]), anchors, budget=torch.inf, tries=tries
-        )
+        known = Known(*(part[i : i + 1] for part in outcomes.known()))
+        chooser = controller.choose(known, budget=torch.inf, tries=tries)
         index = flat(next(chooser))
         for _ in range(tries):
             index = flat(chooser.send(float(validation[i, index])))

@@ -14,6 +14,7 @@ from esper.adapting.trial_envs import (
     MAX_TRIES,
     RENT,
     REWARD_SCALE,
+    Known,
     Outcomes,
     TrialEnvs,
     Tries,
@@ -128,10 +129,8 @@ def allowed_choices(masks, env):
 def test_masks_allow_exactly_the_legal_choices_that_were_not_tried():
     found = outcomes(4)
     budgets = torch.tensor([torch.inf, 0.5, 0.1, 0.0])
-    tries = Tries(
-        found.signals, found.added, budgets, torch.full((4,), 2), found.held_out,
-        torch.zeros(4, len(ANCHORS)),
-    )  # fmt: skip
+    known = found.known()._replace(anchors=torch.zeros(4, len(ANCHORS)))
+    tries = Tries(known, budgets, torch.full((4,), 2))
     for env in range(4):
         legal = {c for c in CHOSEN if found.added[env, c] <= budgets[env]}
         if legal == {AS_IS}:  # all was tried: it may be again
@@ -150,7 +149,7 @@ def test_what_is_kept_validates_within_half_a_standard_error_of_the_best():
     held_out = torch.tensor([8, 8, 10_000])
     anchors = torch.tensor([[0.5, 0.1, 0.45, 0.4]] * 3)
     limit, tries = torch.full((3,), torch.inf), torch.tensor([2, 2, 2])
-    state = Tries(found.signals, free, limit, tries, held_out, anchors)
+    state = Tries(Known(found.signals, held_out, free, anchors), limit, tries)
     everywhere = torch.ones(3, dtype=torch.bool)
     state.record(torch.tensor([7, 8, 8]), torch.tensor([0.5, 0.6, 0.6]), everywhere)
     state.record(torch.tensor([9, 10, 10]), torch.tensor([torch.nan, 0.55, 0.55]), everywhere)

@@ -33,7 +33,7 @@ from esper.adapting.practice import validation_criterion
 from esper.adapting.reasons import adaptation_ledger, reasons_for
 from esper.adapting.result import AdaptationResult
 from esper.adapting.shipped import find_controller
-from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, plan_and_rate
+from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Known, plan_and_rate
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.inputs import arguments, batch_size, forward, tensors
 from esper.growing.page import check_page, write_page
@@ -260,9 +260,8 @@ def _adapt(
                 added[0, PLANS.index(plan)] = params / size
             anchors = torch.tensor([[_result_of(trials, plan) for plan, _ in (AS_IS, *RIVALS)]])
             held_out = torch.tensor([len(work.data.held_out)])
-            chooser = controller.choose(
-                signals, added.flatten(1), held_out, anchors, budget=limit / size, tries=tries
-            )
+            before = Known(signals, held_out, added.flatten(1), anchors)
+            chooser = controller.choose(before, budget=limit / size, tries=tries)
             choice = next(chooser)
             for number in range(tries):
                 done.status = f"try {number + 1} of {tries}: {choice[0]}"

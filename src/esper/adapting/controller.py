@@ -1,7 +1,7 @@
 """A trained controller of adaptations: from signals to plans, one proposal after another.
 
 controller = AdaptationController.load("controller.pt")
-chooser = controller.choose(signals, added, held_out, anchors, budget=0.25, tries=3)
+chooser = controller.choose(known, budget=0.25, tries=3)
 plan, rate = next(chooser)          # the first proposal
 plan, rate = chooser.send(0.71)     # the next one, given the validation result of the last
 """
@@ -18,14 +18,14 @@ from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import MENU, RATES, Plan
 from esper.adapting.trial_envs import (
     ACTION_SPACE,
-    ANCHORS,
+    Known,
     Outcomes,
     Tries,
     choices_of,
     plan_and_rate,
 )
 from esper.leyline.files import read_file, write_file
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
 
 _KIND, _VERSION = "adaptation controller", 2
@@ -52,33 +52,20 @@ class AdaptationController:
     @torch.no_grad()
     def choose_many(self, outcomes: Outcomes, *, budget: float, tries: int) -> Tensor:
         """The choice kept in each of E scenarios whose outcomes are known, `[E]`."""
-        signals, held_out, added, validation, _ = outcomes
-        anchors = validation[:, torch.tensor(ANCHORS)]
-        state = self._begin(signals, added, held_out, anchors, budget, tries)
-        everywhere = torch.ones(len(signals), dtype=torch.bool)
-        recurrent = self.policy.initial_state(len(signals))
+        num = len(outcomes.signals)
+        state, recurrent = self._begin(outcomes.known(), budget, tries)
+        everywhere = torch.ones(num, dtype=torch.bool)
         for _ in range(tries):
             choices, recurrent = self._propose(state, recurrent)
-            state.record(choices, validation.gather(1, choices[:, None])[:, 0], everywhere)
+            state.record(choices, outcomes.validation.gather(1, choices[:, None])[:, 0], everywhere)
         return self._propose(state, recurrent)[0]
 
-    def choose(
-        self,
-        signals: Tensor,
-        added: Tensor,
-        held_out: Tensor,
-        anchors: Tensor,
-        *,
-        budget: float,
-        tries: int,
-    ) -> Generator[Choice, float, None]:
+    def choose(self, known: Known, *, budget: float, tries: int) -> Generator[Choice, float, None]:
         """Proposals for one model; send the validation result of each to get the next.
 
-        After so many tries comes the choice to keep, one of those tried. `held_out` `[1]` rows
-        validate; `anchors` `[1, len(ANCHORS)]` are the usual rules' results.
+        After so many tries comes the choice to keep, one of those tried.
         """
-        state = self._begin(signals, added, held_out, anchors, budget, tries)
-        recurrent = self.policy.initial_state(1)
+        state, recurrent = self._begin(known, budget, tries)
         for _ in range(tries):
             choice, recurrent = self._propose(state, recurrent)
             value = yield plan_and_rate(int(choice))
@@ -86,21 +73,14 @@ class AdaptationController:
         choice, _ = self._propose(state, recurrent)
         yield plan_and_rate(int(choice))
 
-    def _begin(
-        self,
-        signals: Tensor,
-        added: Tensor,
-        held_out: Tensor,
-        anchors: Tensor,
-        budget: float,
-        tries: int,
-    ) -> Tries:
-        limited = signals.clamp(self.low, self.high)
-        limit, left = (torch.full((len(signals),), value) for value in (budget, tries))
-        return Tries(limited, added, limit, left, held_out, anchors)
+    def _begin(self, known: Known, budget: float, tries: int) -> tuple[Tries, RecurrentState]:
+        num = len(known.signals)
+        limited = known._replace(signals=known.signals.clamp(self.low, self.high))
+        limit, left = (torch.full((num,), value) for value in (budget, tries))
+        return Tries(limited, limit, left), self.policy.initial_state(num)
 
     @torch.no_grad()
-    def _propose(self, state: Tries, recurrent: Any) -> tuple[Tensor, Any]:
+    def _propose(self, state: Tries, recurrent: RecurrentState) -> tuple[Tensor, RecurrentState]:
         decision = self.policy.act(state.features(), state.masks(), recurrent, deterministic=True)
         return choices_of(decision.actions), decision.state
 

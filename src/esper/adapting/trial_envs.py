@@ -74,24 +74,28 @@ class Outcomes(NamedTuple):
     validation: Tensor  # [E, choices]
     test: Tensor  # [E, choices]
 
+    def known(self) -> "Known":
+        anchors = self.validation[:, torch.tensor(ANCHORS)]
+        return Known(self.signals, self.held_out, self.added, anchors)
+
+
+class Known(NamedTuple):
+    """What is known of N scenarios before the first try."""
+
+    signals: Tensor  # [N, S]
+    held_out: Tensor  # [N] rows that validate
+    added: Tensor  # [N, choices] parameters relative to the model; NaN: not offered
+    anchors: Tensor  # [N, len(ANCHORS)] validation results of the usual rules
+
 
 class Tries:
     """What a policy has tried in N scenarios, and the features and masks it sees."""
 
-    def __init__(
-        self,
-        signals: Tensor,
-        added: Tensor,
-        budgets: Tensor,
-        tries: Tensor,
-        held_out: Tensor,
-        anchors: Tensor,
-    ):
-        """`held_out` `[N]` rows validate; `anchors` `[N, len(ANCHORS)]` are the usual rules' results."""
-        self.signals, self.budgets, self.left = signals, budgets, tries.clone()
+    def __init__(self, known: Known, budgets: Tensor, tries: Tensor):
+        self.signals, self.held_out, added, anchors = known
+        self.budgets, self.left = budgets, tries.clone()
         self.legal = added <= budgets[:, None]  # NaN is not
         self.legal[:, _USELESS] = False
-        self.held_out = held_out
         codes = torch.tensor(ANCHORS)
         self.values = torch.full_like(added, -torch.inf)  # validation results of what was tried
         self.values[:, codes] = torch.where(self.legal[:, codes], anchors, -torch.inf)
@@ -174,10 +178,9 @@ class TrialEnvs:
         signals = self.outcomes.signals[self._scenarios]
         hidden = torch.rand(num, generator=rng) < 0.5  # models rarely come with source rows
         signals = signals.masked_fill(hidden[:, None] & _SOURCE, 0.0)
-        added = self.outcomes.added[self._scenarios]
-        anchors = self.outcomes.validation[self._scenarios][:, torch.tensor(ANCHORS)]
-        held_out = self.outcomes.held_out[self._scenarios]
-        self._tries = Tries(signals, added, budgets, tries, held_out, anchors)
+        known = self.outcomes.known()
+        known = Known(*(part[self._scenarios] for part in known))._replace(signals=signals)
+        self._tries = Tries(known, budgets, tries)
         worth = self.outcomes.test - RENT * self.outcomes.added
         worth = worth[self._scenarios].masked_fill(~self._tries.legal, torch.nan)
         self._worth = REWARD_SCALE * (worth - worth.nanmean(1, keepdim=True))
