@@ -34,7 +34,6 @@ class Act(Protocol):
     ) -> Decision: ...
 
 
-@torch.no_grad()
 def prepared_act(policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor) -> Act | None:
     """`policy.act` with its current weights, and values scaled by `std` and shifted by `mean`.
 
@@ -54,19 +53,36 @@ def prepared_act(policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor
         or policy.readout.weight.dtype != torch.float32
     ):
         return None
-    hidden, largest_head = config.lstm_hidden_dim, max(space.sizes)
-    center, scale, bound = (part.numpy() for part in heads.scales._scale(torch.float32))
-    layers = [layer for layer in heads.encoder if isinstance(layer, nn.Linear)]
-    encoder = [(layer.bias.detach(), layer.weight.t().contiguous()) for layer in layers]
-    w_ih, w_hh, b_ih, b_hh = (_cell_gate_last(weight) for weight in policy.core.all_weights[0])
-    core_bias, core_weight = b_ih + b_hh, torch.cat((w_ih, w_hh), dim=1).t().contiguous()
-    read_weight, read_bias = policy.readout.weight.clone(), policy.readout.bias.clone()
-    read_weight[-1].mul_(std)
-    read_bias[-1:].mul_(std).add_(mean)
-    read_weight = read_weight.t().contiguous()
+    return _PreparedAct(policy, heads, heads.encoder, mean, std)
+
+
+class _PreparedAct:
+    @torch.no_grad()
+    def __init__(
+        self,
+        policy: FactoredRecurrentActorCritic,
+        heads: PlainHeads,
+        encoder: nn.Sequential,
+        mean: Tensor,
+        std: Tensor,
+    ):
+        self.policy, self.mean, self.std = policy, mean, std
+        self.center, self.scale, self.bound = (
+            part.numpy() for part in heads.scales._scale(torch.float32)
+        )
+        layers = [layer for layer in encoder if isinstance(layer, nn.Linear)]
+        self.encoder = [(layer.bias.detach(), layer.weight.t().contiguous()) for layer in layers]
+        w_ih, w_hh, b_ih, b_hh = (_cell_gate_last(weight) for weight in policy.core.all_weights[0])
+        self.core_bias = b_ih + b_hh
+        self.core_weight = torch.cat((w_ih, w_hh), dim=1).t().contiguous()
+        weight, self.read_bias = policy.readout.weight.clone(), policy.readout.bias.clone()
+        weight[-1].mul_(std)
+        self.read_bias[-1:].mul_(std).add_(mean)
+        self.read_weight = weight.t().contiguous()
 
     @torch.no_grad()
-    def act(
+    def __call__(
+        self,
         features: Tensor,
         masks: ActionMasks,
         state: RecurrentState,
@@ -74,25 +90,14 @@ def prepared_act(policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor
         generator: torch.Generator | None = None,
         deterministic: bool = False,
     ) -> Decision:
-        scaled = ((features.numpy() - center) / scale).clip(-bound, bound)
-        core, next_state = torch.from_numpy(scaled), state
-        for bias, weight in encoder:
-            core = torch.addmm(bias, core, weight).tanh_()
-        if config.memory:
-            inputs = torch.cat((core, state.h[:, 0]), dim=1)
-            gates = torch.addmm(core_bias, inputs, core_weight)
-            i, f, o = gates[:, : 3 * hidden].sigmoid_().chunk(3, dim=1)
-            c = torch.addcmul(f * state.c[:, 0], i, gates[:, 3 * hidden :].tanh_())
-            h = o * c.tanh()
-            core = core + h
-            next_state = RecurrentState(h.unsqueeze(1), c.unsqueeze(1))
-        read = torch.addmm(read_bias, core, read_weight).numpy()
-        legal = masks.groups[0].numpy()
+        core, next_state = self._unroll(features, state)
+        read = torch.addmm(self.read_bias, core, self.read_weight).numpy()
+        legal, space = masks.groups[0].numpy(), self.policy.action_space
         num_envs = len(read)
         actions = np.empty((num_envs, space.num_heads), dtype=np.int64)
         log_probs = np.empty((num_envs, space.num_heads), dtype=np.float32)
         if not deterministic:  # exponential clocks, as in `MaskedFactoredCategorical.sample`
-            like = core.new_empty(num_envs, space.num_heads, largest_head)
+            like = core.new_empty(num_envs, space.num_heads, max(space.sizes))
             clocks = noise(like, "exponential_", generator).clamp_(1e-30, 1e3).numpy()
         rows, is_ok = np.arange(num_envs), True
         for head, part in enumerate(space.slices):
@@ -105,10 +110,10 @@ def prepared_act(policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor
             log_probs[:, head] = logits[rows, choice] - np.log(totals)
             is_ok = is_ok and bool(legal[rows, part.start + choice].all() & (totals > 0).all())
         if not is_ok:  # raises the error, with env and head; a logit of infinity is clipped there
-            found = policy.act(
+            found = self.policy.act(
                 features, masks, state, generator=generator, deterministic=deterministic
             )
-            return found._replace(values=found.values * std + mean)
+            return found._replace(values=found.values * self.std + self.mean)
         return Decision(
             torch.from_numpy(actions),
             torch.from_numpy(log_probs),
@@ -117,7 +122,22 @@ def prepared_act(policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor
             next_state,
         )
 
-    return act
+    def _unroll(self, features: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        """What the heads read, and the state after the step."""
+        scaled = ((features.numpy() - self.center) / self.scale).clip(-self.bound, self.bound)
+        core = torch.from_numpy(scaled)
+        for bias, weight in self.encoder:
+            core = torch.addmm(bias, core, weight).tanh_()
+        if not self.policy.config.memory:
+            return core, state
+        gates = torch.addmm(
+            self.core_bias, torch.cat((core, state.h[:, 0]), dim=1), self.core_weight
+        )
+        hidden = self.policy.config.lstm_hidden_dim
+        i, f, o = gates[:, : 3 * hidden].sigmoid_().chunk(3, dim=1)
+        c = torch.addcmul(f * state.c[:, 0], i, gates[:, 3 * hidden :].tanh_())
+        h = o * c.tanh()
+        return core + h, RecurrentState(h.unsqueeze(1), c.unsqueeze(1))
 
 
 def _cell_gate_last(weight: Tensor) -> Tensor:
