@@ -8,6 +8,7 @@ import esper
 from esper.growing.plain import working_sites
 from esper.growing.sites import count_macs, count_params, trace_sites
 from esper.tamiyo.scripted import ConstantPlan
+from support.enlarging import check_that_it_resumes, outputs, train
 from support.models import ResidualCNN
 
 
@@ -45,21 +46,6 @@ def start(case, decisions=8):
         controller=ConstantPlan(torch.tensor([[0]])),
     )  # fmt: skip
     return growth, x
-
-
-def train(growth, x, steps=2):
-    for _ in range(steps):
-        growth.optimizer.zero_grad()
-        growth.model(x).square().mean().backward()
-        growth.optimizer.step()
-        growth.after_step()
-
-
-def outputs(model, x):
-    was_training = model.training
-    y = model.eval()(x).detach()  # with gradients: torch's fused encoder rounds differently
-    model.train(was_training)
-    return y
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -106,21 +92,7 @@ def test_the_new_block_trains_on_with_its_optimiser_state():
 
 @pytest.mark.parametrize("saved_at", [3, 8])
 def test_a_deepened_run_resumes_bit_exactly(saved_at, tmp_path):
-    growth, x = start("residual CNN")
-    for step in range(8):
-        if step == saved_at:
-            growth.save(tmp_path / "run.pt")
-        growth.decide(0.1 * step)
-        train(growth, x)
-    if saved_at == 8:
-        growth.save(tmp_path / "run.pt")
-    again, _ = start("residual CNN")
-    again.load(tmp_path / "run.pt")
-    for step in range(saved_at, 8):
-        again.decide(0.1 * step)
-        train(again, x)
-    assert again.params == growth.params
-    assert torch.equal(outputs(again.model, x), outputs(growth.model, x))
+    check_that_it_resumes(lambda: start("residual CNN"), saved_at, tmp_path / "run.pt")
 
 
 def test_blocks_that_cannot_be_copied_are_refused_with_the_reason():

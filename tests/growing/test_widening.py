@@ -9,6 +9,7 @@ import esper
 from esper.growing.plain import working_sites
 from esper.growing.sites import count_macs, count_params, trace_sites
 from esper.tamiyo.scripted import ConstantPlan
+from support.enlarging import check_that_it_resumes, outputs, train
 
 
 class SmallCNN(nn.Module):
@@ -96,22 +97,6 @@ def start(case, blueprint="widen_full", decisions=8, optimizer=torch.optim.AdamW
     return growth, x
 
 
-def train(growth, x, steps=2):
-    for _ in range(steps):
-        growth.optimizer.zero_grad()
-        growth.model(x).square().mean().backward()
-        growth.optimizer.step()
-        growth.after_step()
-
-
-def outputs(model, x):
-    was_training = model.training
-    with torch.no_grad():
-        y = model.eval()(x)
-    model.train(was_training)
-    return y
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_pair_grows_without_a_change_and_ends_as_wider_layers(case):
     growth, x = start(case)
@@ -169,21 +154,7 @@ def test_optimiser_state_of_rows_and_columns_starts_from_scratch():
 
 @pytest.mark.parametrize("saved_at", [3, 8])
 def test_a_widened_run_resumes_bit_exactly(saved_at, tmp_path):
-    growth, x = start("cnn")
-    for step in range(8):
-        if step == saved_at:
-            growth.save(tmp_path / "run.pt")
-        growth.decide(0.1 * step)
-        train(growth, x)
-    if saved_at == 8:
-        growth.save(tmp_path / "run.pt")
-    again, _ = start("cnn")
-    again.load(tmp_path / "run.pt")
-    for step in range(saved_at, 8):
-        again.decide(0.1 * step)
-        train(again, x)
-    assert again.params == growth.params
-    assert torch.equal(outputs(again.model, x), outputs(growth.model, x))
+    check_that_it_resumes(lambda: start("cnn"), saved_at, tmp_path / "run.pt")
 
 
 def test_a_pruned_pair_leaves_the_model_as_it_was():
