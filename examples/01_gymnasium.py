@@ -12,8 +12,9 @@ model.save("taxi.pt")
 model = esper.PPO.load("taxi.pt")
 env = gymnasium.make("Taxi-v4")
 observation, info = env.reset(seed=0)
-state, terminated, truncated = None, False, False
+state, reward, terminated, truncated = None, None, False, False
 while not (terminated or truncated):
-    action, state = model.predict(observation, state, mask=info["action_mask"])
+    mask = info["action_mask"]
+    action, state = model.predict(observation, state, mask=mask, reward=reward)
     observation, reward, terminated, truncated, info = env.step(int(action))
 print("delivered" if terminated else "out of time")

@@ -66,13 +66,13 @@ def finish(growth: Growth, x, y) -> None:
 
 
 def test_a_run_goes_on_bit_for_bit(tmp_path):
-    growth, x, y = new_growth()
+    growth, x, y = new_growth(Script(germinate(0, blueprint=3)))
     growth.decide()
     train(growth, x, y)
     assert SeedStage.BLENDING in growth._network.states.stage
     growth.save(tmp_path / "run.pt")
     finish(growth, x, y)
-    resumed, _, _ = new_growth(rng_seed=5)
+    resumed, _, _ = new_growth(Script(), rng_seed=5)
     resumed.load(tmp_path / "run.pt")
     finish(resumed, x, y)
     assert growth.ledger.to_json() == resumed.ledger.to_json()

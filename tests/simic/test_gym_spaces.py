@@ -240,7 +240,10 @@ def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods
     space = spaces.Dict({"view": spaces.Discrete(3), "legal_moves": spaces.MultiBinary(2)})
     with pytest.raises(ValueError, match="observation has 'legal_moves'.*mask_key='legal_moves'"):
         PPO(envs_of(space))
-    assert PPO(envs_of(space), config=GymConfig(mask_key="legal_moves")).spaces.num_features == 3
+    assert (
+        PPO(envs_of(space), config=GymConfig(mask_key="legal_moves")).spaces.observation[0].width
+        == 3
+    )
 
     class Method(AnySpaces):
         def valid_action_mask(self):

@@ -15,14 +15,16 @@ from esper.simic.agent.ppo import PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_envs import GymEnvs
 from esper.simic.training.gym_spaces import GymSpaces
-from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
-from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
+from esper.simic.training.ppo_model import PPO, GymConfig, PolicyState, evaluate
+from esper.tamiyo.policy.network import PolicyConfig
 from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector
 
 CONFIG = GymConfig(
     horizon=16,
     policy=PolicyConfig(lstm_hidden_dim=8),
     ppo=PPOConfig(num_minibatches=1, ppo_epochs=1),
+    previous_action=False,  # features are the observation alone
+    previous_reward=False,
 )
 
 
@@ -373,11 +375,11 @@ def test_an_episode_start_resets_the_state_of_its_env_alone():
     _, state = model.predict(second, before, episode_start=[False, True, False])
     _, continued = model.predict(second, before)
     _, restarted = model.predict(second)
-    for part, expected, fresh in zip(state, continued, restarted, strict=True):
+    for part, expected, fresh in zip(state[:2], continued[:2], restarted[:2], strict=True):
         torch.testing.assert_close(part[[0, 2]], expected[[0, 2]])
         torch.testing.assert_close(part[1], fresh[1])
         assert not torch.equal(part[1], expected[1])
-    _, alone = model.predict(second[0], RecurrentState(*(p[:1] for p in before)), True)
+    _, alone = model.predict(second[0], PolicyState(*(p[:1] for p in before)), True)
     torch.testing.assert_close(alone.h[0], restarted.h[0])
 
 
@@ -401,9 +403,78 @@ def test_predicting_for_one_env_or_for_many_is_the_same():
         alone, alone_state = model.predict(observations[row], mask=masks[row])
         assert alone == together[row]
         assert masks[row][alone - 1]  # actions start at 1
-        torch.testing.assert_close(
-            tuple(alone_state), tuple(RecurrentState(*(part[row : row + 1] for part in state)))
-        )
+        torch.testing.assert_close(tuple(alone_state), tuple(part[row : row + 1] for part in state))
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_features_begin_with_the_previous_action_and_reward_within_an_episode(mode):
+    config = replace(CONFIG, previous_action=True, previous_reward=True)
+    trainer = PPO(counters(mode), config=config).trainer
+    trainer.collect()
+    stored, lengths = trainer.buffer.fields, (3, 4, 1)
+    for env, length in enumerate(lengths):
+        count = int(trainer.buffer.step_counts[env])
+        states, actions = stored["states"][env, :count], stored["actions"][env, :count, 0]
+        for t in range(count):
+            expected = torch.zeros(3)
+            if t % length:  # a reward is the number of its step
+                expected[int(actions[t - 1])] = 1.0
+                expected[2] = t % length
+            assert torch.equal(states[t, :3], expected)
+            assert states[t, 3] == t % length + 1
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_cut_row_is_valued_with_the_action_and_reward_before_the_cut(mode):
+    spaces_ = GymSpaces.of(counters(mode), previous_action=True, previous_reward=True)
+    world = GymEnvs(counters(mode), spaces_, rng_seed=0)
+    outcome = world.step(torch.tensor([[1], [1], [1]]))  # cuts env 2 after its first step
+    assert outcome.truncated.tolist() == [False, False, True]
+    assert outcome.final_features[2].tolist() == [0.0, 1.0, 1.0, 2.0]
+
+
+def test_predict_sees_what_training_saw():
+    config = replace(CONFIG, previous_action=True, previous_reward=True)
+    model = PPO(counters(AutoresetMode.SAME_STEP), config=config)
+    env, state, reward, seen = Counter(4, terminates=True), None, None, []
+    act = model.agent.act
+    model.agent.act = lambda features, *rest, **named: (
+        seen.append(features[0].tolist()), act(features, *rest, **named)
+    )[1]  # fmt: skip
+    observation, _ = env.reset(seed=0)
+    actions = []
+    for _ in range(3):
+        action, state = model.predict(observation, state, reward=reward)
+        observation, reward, *_ = env.step(action)
+        actions.append(int(action))
+    assert seen[0] == [0.0, 0.0, 0.0, 1.0]
+    for t in (1, 2):
+        assert seen[t] == [1.0 - actions[t - 1], float(actions[t - 1]), float(t), t + 1.0]
+    model.predict(observation, state, episode_start=True)
+    assert seen[-1][:3] == [0.0, 0.0, 0.0]
+    with pytest.warns(UserWarning, match="predict got none, so the mean is used; pass reward="):
+        model.predict(observation, state)
+
+
+def test_continuous_choices_come_back_as_numbers_between_minus_one_and_one():
+    class Mixed(Counter):
+        action_space = spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (1,))))
+
+    envs = SyncVectorEnv([lambda: Mixed(3, terminates=True)] * 2)
+    found = GymSpaces.of(envs, previous_action=True)
+    columns = found.previous(np.array([[1.0, 0.5], [0.0, -30.0]]), np.zeros(2))
+    np.testing.assert_allclose(columns, [[0, 1, np.tanh(0.5)], [1, 0, -1]], rtol=1e-6)
+
+
+def test_a_reward_that_is_not_finite_is_named():
+    class Broken(Counter):
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return observation, float("nan"), *rest
+
+    config = replace(CONFIG, previous_reward=True)
+    with pytest.raises(ValueError, match="env 0, round 1: the reward is nan; give finite numbers"):
+        PPO(SyncVectorEnv([lambda: Broken(3, terminates=True)]), config=config).learn(16)
 
 
 def test_a_model_is_not_evaluated_on_other_spaces():

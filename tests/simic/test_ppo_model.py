@@ -275,7 +275,7 @@ def test_the_scale_of_pixels_is_taken_from_the_first_rollout_and_kept():
     model = esper.PPO(Stranger(), config=CONFIG).learn(1)
     (scales,) = model.agent.policy.heads.image_scales
     (mean, std), count = (scales.mean.clone(), scales.std.clone()), scales.count.clone()
-    pixels = model.trainer.buffer.states[model.trainer.buffer.valid_mask][:, 1:] / 255
+    pixels = model.trainer.buffer.states[model.trainer.buffer.valid_mask][:, -432:] / 255
     by_channel = pixels.double().unflatten(-1, (3, -1)).movedim(1, 0).flatten(1)
     torch.testing.assert_close(mean, by_channel.mean(1), atol=1e-6, rtol=1e-5)
     model.learn(64)
@@ -290,8 +290,8 @@ def test_every_autoreset_mode_stores_dict_observations_with_their_masks(mode):
     trainer.collect()
     stored, counts = trainer.buffer.fields, trainer.buffer.step_counts
     for env, count in enumerate(counts.tolist()):
-        fuel = 1 - (torch.arange(count) % 8) / 8  # the first feature; pixels follow
-        torch.testing.assert_close(stored["states"][env, :count, 0], fuel)
+        fuel = 1 - (torch.arange(count) % 8) / 8  # before 432 pixels
+        torch.testing.assert_close(stored["states"][env, :count, -433], fuel)
         ends = torch.arange(count) % 8 == 7
         assert torch.equal(stored["truncated"][env, :count], ends)
         assert stored["bootstrap_values"][env, :count][ends].isfinite().all()

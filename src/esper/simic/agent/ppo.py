@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from esper.leyline.checks import require_at_least, require_fraction, require_positive
-from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
+from esper.leyline.constants import DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.sequences import SequenceLayout, SequenceParts
@@ -54,7 +54,7 @@ class PPOConfig:
     """"linear" decays the learning rate to 0 at the end of training."""
     gamma: float = DEFAULT_GAMMA
     """Discount factor per step."""
-    gae_lambda: float = DEFAULT_GAE_LAMBDA
+    gae_lambda: float = 0.9
     """Lambda of generalised advantage estimation."""
     clip: float = 0.2
     """The joint ratio of all heads is clipped to 1 - clip .. 1 + clip."""

@@ -110,6 +110,7 @@ class GymEnvs:
         self._read_keys: set[str] = set()  # of info, looked at for masks under another name
         self.rounds, self._where = 0, ""  # the round that errors name
         self.pending = np.zeros(self.num_envs, dtype=bool)
+        self._previous = np.zeros((self.num_envs, spaces.num_previous), dtype=np.float32)
         observations, infos = envs.reset(seed=self._own_seed(rng_seed))
         self.mask_source = self._find_mask_source(infos, mask_source)
         self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
@@ -128,6 +129,7 @@ class GymEnvs:
         """Start new episodes, seeded by `generator`."""
         self.log = EpisodeLog(self.num_envs, self.log.recent)
         self.pending = np.zeros(self.num_envs, dtype=bool)
+        self._previous = np.zeros_like(self._previous)
         rng_seed = int(torch.randint(2**31, (), generator=generator))
         self._observe(*self.vector_env.reset(seed=self._own_seed(rng_seed)))
 
@@ -155,6 +157,8 @@ class GymEnvs:
         )
         truncated = truncated & ~terminated
         ended = terminated | truncated
+        rewards = rewards.astype(np.float32)
+        self._previous = self.spaces.previous(choices.cpu().numpy(), rewards)
         final_features: Tensor | None = None
         reset_infos = None
         if self._autoreset == "NEXT_STEP":
@@ -167,8 +171,8 @@ class GymEnvs:
                     observations, reset_infos = self.vector_env.reset(
                         options={"reset_mask": ended.copy()}
                     )
+        self._previous[is_first] = 0.0
         self._observe(observations, infos, ended, reset_infos)
-        rewards = rewards.astype(np.float32)
         self.log.add(rewards, ended, ~was_pending)
         self.clock.lap("env")
         return Outcome(
@@ -190,9 +194,10 @@ class GymEnvs:
         }
 
     def _final_features(self, observations: Any, infos: dict[str, Any], ended: Array) -> Tensor:
-        features = self.spaces.features(observations)
+        features = self.spaces.features(observations, self._previous)
         if self._autoreset == "SAME_STEP":
-            final = self.spaces.features_of_each(list(infos["final_obs"][ended]))
+            last = list(infos["final_obs"][ended])
+            final = self.spaces.features_of_each(last, self._previous[ended])
             features[torch.from_numpy(ended)] = final
         self.spaces.require_finite(features, self._where)
         return features
@@ -205,7 +210,7 @@ class GymEnvs:
         reset_infos: dict[str, Any] | None = None,
     ) -> None:
         """Set the current observation and masks."""
-        self.features = self.spaces.features(observations)
+        self.features = self.spaces.features(observations, self._previous)
         self.spaces.require_finite(self.features, self._where)
         if self.mask_source == "none":
             if self._is_unmasked_by_chance and (new := infos.keys() - self._read_keys):

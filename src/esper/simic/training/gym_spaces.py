@@ -1,7 +1,7 @@
 """Conversion between Gymnasium spaces and the policy: observations to features, choices to actions.
 
     spaces = GymSpaces.of(vector_env)
-    spaces.features(observations)            # [N, F]: flat entries, then images
+    spaces.features(observations)            # [N, F]: previous step, flat entries, images
     spaces.actions(choices)                  # of N envs, as `vector_env.step` takes them
 
 Dict and Tuple spaces are flattened to their entries, as `gymnasium.spaces.utils.flatten` does.
@@ -70,6 +70,8 @@ class GymSpaces:
     action_space: FactoredActionSpace
     action: tuple[Entry, ...]
     head_of: tuple[int, ...]  # the head of each element of the action
+    previous_action: bool = False  # whether features hold the choices of the step before
+    previous_reward: bool = False  # and its reward
 
     @classmethod
     def of(
@@ -77,6 +79,9 @@ class GymSpaces:
         envs: "VectorEnv[Any, Any, Any]",
         heads: Iterable[Head] | None = None,
         mask_entry: str | None = "action_mask",
+        *,
+        previous_action: bool = False,
+        previous_reward: bool = False,
     ) -> "GymSpaces":
         """The spaces of each environment; `heads` declares which choices depend on which."""
         from gymnasium import spaces
@@ -96,11 +101,19 @@ class GymSpaces:
             action_space=action_space,
             action=action,
             head_of=head_of,
+            previous_action=previous_action,
+            previous_reward=previous_reward,
         )
 
     @property
     def num_features(self) -> int:
-        return sum(entry.width for entry in self.observation)
+        return self.num_previous + sum(entry.width for entry in self.observation)
+
+    @property
+    def num_previous(self) -> int:
+        """Features of the step before: its choices, one-hot, then its reward."""
+        widths = [1 if head.continuous else head.size for head in self.action_space]
+        return self.previous_action * sum(widths) + self.previous_reward
 
     @property
     def images(self) -> tuple[ImageShape, ...]:
@@ -113,18 +126,46 @@ class GymSpaces:
         first = self.observation[0]
         return np.ndim(_at(observation, first.path)) == len(first.shape)
 
-    def features(self, observations: Any) -> Tensor:
-        """Observations of N envs as float32 `[N, F]`; a copy, because envs reuse their arrays."""
-        return self._join([np.asarray(_at(observations, e.path)) for e in self.observation])
+    def num_rows(self, observations: Any) -> int:
+        """N of the observations of several envs."""
+        return len(_at(observations, self.observation[0].path))
 
-    def features_of_each(self, observations: Sequence[Any]) -> Tensor:
+    def features(self, observations: Any, previous: Array | None = None) -> Tensor:
+        """Observations of N envs as float32 `[N, F]`; a copy, because envs reuse their arrays.
+
+        `previous` `[N, P]` is what `previous` returned for the step before; None in a first step.
+        """
+        arrays = [np.asarray(_at(observations, e.path)) for e in self.observation]
+        return self._join(arrays, previous)
+
+    def features_of_each(
+        self, observations: Sequence[Any], previous: Array | None = None
+    ) -> Tensor:
         """As `features`, from a list with the observation of each env."""
         entries = self.observation
-        return self._join([np.stack([_at(o, e.path) for o in observations]) for e in entries])
+        arrays = [np.stack([_at(o, e.path) for o in observations]) for e in entries]
+        return self._join(arrays, previous)
 
-    def _join(self, arrays: list[Array]) -> Tensor:
-        features = np.zeros((len(arrays[0]), self.num_features), dtype=np.float32)
+    def previous(self, choices: Array, rewards: Array) -> Array:
+        """The choices `[N, H]` and rewards `[N]` of a step as features of the next one, `[N, P]`."""
+        columns = np.zeros((len(rewards), self.num_previous), dtype=np.float32)
         start = 0
+        for head, choice in zip(self.action_space, choices.T, strict=True):
+            if not self.previous_action:
+                break
+            if head.continuous:
+                columns[:, start] = np.tanh(choice)
+            else:
+                columns[np.arange(len(choice)), start + choice.astype(np.int64)] = 1.0
+            start += 1 if head.continuous else head.size
+        if self.previous_reward:
+            columns[:, -1] = rewards
+        return columns
+
+    def _join(self, arrays: list[Array], previous: Array | None) -> Tensor:
+        features = np.zeros((len(arrays[0]), self.num_features), dtype=np.float32)
+        start = self.num_previous
+        features[:, :start] = 0.0 if previous is None else previous
         for entry, array in zip(self.observation, arrays, strict=True):
             if array.shape != (len(features), *entry.shape):
                 raise ValueError(
@@ -140,10 +181,14 @@ class GymSpaces:
         if np.isfinite(features.numpy()).all():
             return
         env, column = (~features.isfinite()).nonzero()[0].tolist()
+        if column < self.num_previous:
+            reward = features[env, column].item()
+            raise ValueError(f"env {env}{where}: the reward is {reward}; give finite numbers")
         places = [(_name(e.path), i) for e in self.observation for i in range(e.width)]
+        column -= self.num_previous
         raise ValueError(
             f"env {env}{where}: the observation{places[column][0]} holds "
-            f"{features[env, column].item()} at position {places[column][1]}; the environment must "
+            f"{features[env, self.num_previous + column].item()} at position {places[column][1]}; the environment must "
             "give finite float32 numbers"
         )
 

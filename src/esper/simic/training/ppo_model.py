@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from esper.leyline.checks import require_at_least
 from esper.leyline.devices import usable_device
@@ -32,7 +32,7 @@ from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Trainer, load_agent, zero_rows
 from esper.tamiyo.policy.layers import spread_time_constants
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
-from esper.tamiyo.policy.plain_heads import flat_policy
+from esper.tamiyo.policy.plain_heads import PlainHeads, flat_policy
 
 if TYPE_CHECKING:
     from gymnasium import Env
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 RoundCallback = Callable[[int, dict[str, float]], bool | None]
 """Called after each round with the steps taken so far and the round's metrics; False stops."""
 
-_KIND, _VERSION = "PPO model", 2
+_KIND, _VERSION = "PPO model", 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,11 @@ class GymConfig:
     offers at its first reset."""
     mask_key: str = "action_mask"
     """The name of the mask in the observation or in info."""
+    previous_action: bool = True
+    """A policy with memory also sees its previous action."""
+    previous_reward: bool = True
+    """A policy with memory also sees the previous reward. `predict` then needs `reward`: set this
+    to False if no rewards are known where the policy is used."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
@@ -74,6 +79,20 @@ class GymConfig:
         require_at_least(self, 2, "horizon")  # with NEXT_STEP, 1 could be an autoreset step only
         if self.masks not in get_args(MaskOption):
             raise ValueError(f"masks={self.masks!r}; use one of {get_args(MaskOption)}")
+
+
+class PolicyState(NamedTuple):
+    """What `predict` keeps from one call to the next, for each env."""
+
+    h: Tensor  # of the LSTM, [N, L, hidden]
+    c: Tensor
+    choices: Tensor  # [N, H]: of the previous step
+    is_new: Tensor  # [N] bool: there was no previous step
+
+    def zeroed(self, rows: Tensor) -> "PolicyState":
+        """The state with `rows` `[N]` bool at the start of an episode."""
+        recurrent = zero_rows(RecurrentState(self.h, self.c), rows)
+        return PolicyState(*recurrent, self.choices, self.is_new | rows)
 
 
 class PPO:
@@ -106,7 +125,13 @@ class PPO:
         ranks.require_same(to_plain(config))
         envs = _vector_env(env, _on_each(config.num_envs, ranks))
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
-        spaces = GymSpaces.of(envs, heads, mask_entry)
+        spaces = GymSpaces.of(
+            envs,
+            heads,
+            mask_entry,
+            previous_action=config.policy.memory and config.previous_action,
+            previous_reward=config.policy.memory and config.previous_reward,
+        )
         world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key, ranks)
         self._build(config, world, encoder)
 
@@ -123,6 +148,7 @@ class PPO:
                 self.spaces.action_space,
                 self.spaces.num_features,
                 config.policy,
+                num_previous=self.spaces.num_previous,
                 images=self.spaces.images,
                 encoder=encoder,
             )
@@ -233,12 +259,14 @@ class PPO:
     def predict(
         self,
         observation: Any,
-        state: RecurrentState | None = None,
+        state: PolicyState | None = None,
         episode_start: Any = None,
         mask: Any = None,
         deterministic: bool = True,
-    ) -> tuple[Any, RecurrentState]:
-        """The action for an observation, and the recurrent state for the next one.
+        *,
+        reward: Any = None,
+    ) -> tuple[Any, PolicyState]:
+        """The action for an observation, and the policy's state for the next one.
 
         Args:
             observation: of one env, or of N envs `[N, ...]` (entries of a Dict alike), which
@@ -249,12 +277,19 @@ class PPO:
             mask: legal actions, `[N, ...]` for N envs; None takes the observation's mask entry,
                 or else allows all
             deterministic: take the most likely action instead of sampling
+            reward: of the previous action, `[N]` for N envs; not needed at an episode's start
         """
         is_single = self.spaces.is_single(observation)
+        num_envs = 1 if is_single else self.spaces.num_rows(observation)
+        state = state or self._initial_state(num_envs)
+        if episode_start is not None:
+            is_first = np.broadcast_to(np.asarray(episode_start, dtype=bool), num_envs)
+            state = state.zeroed(torch.tensor(is_first))
+        previous = self._previous(state, reward)
         if is_single:
-            features = self.spaces.features_of_each([observation])
+            features = self.spaces.features_of_each([observation], previous)
         else:
-            features = self.spaces.features(observation)
+            features = self.spaces.features(observation, previous)
         self.spaces.require_finite(features)
         if mask is None and self.spaces.mask_entry is not None:
             mask = observation[self.spaces.mask_entry]
@@ -264,18 +299,40 @@ class PPO:
                 "pass mask=",
                 stacklevel=2,
             )
-        state = state or self.agent.policy.initial_state(len(features))
-        if episode_start is not None:
-            is_first = np.broadcast_to(np.asarray(episode_start, dtype=bool), len(features))
-            state = zero_rows(state, torch.tensor(is_first))
         decision = self.agent.act(
             features.to(self.agent.device),
-            self._masks(mask, len(features), is_single).to(self.agent.device),
-            state,
+            self._masks(mask, num_envs, is_single).to(self.agent.device),
+            RecurrentState(state.h, state.c),
             deterministic=deterministic,
         )
         actions = self.spaces.actions(decision.actions)
-        return (self.spaces.first_action(actions) if is_single else actions), decision.state
+        is_new = torch.zeros(num_envs, dtype=torch.bool)
+        after = PolicyState(*decision.state, decision.actions.cpu(), is_new)
+        return (self.spaces.first_action(actions) if is_single else actions), after
+
+    def _initial_state(self, num_envs: int) -> PolicyState:
+        choices = torch.zeros(num_envs, len(self.spaces.action_space.heads))
+        is_new = torch.ones(num_envs, dtype=torch.bool)
+        return PolicyState(*self.agent.policy.initial_state(num_envs), choices, is_new)
+
+    def _previous(self, state: PolicyState, reward: Any) -> Array:
+        """Features of the step before; zeros at the start of an episode."""
+        num_envs, is_new = len(state.h), state.is_new.numpy()
+        if reward is None:
+            reward = 0.0
+            if self.spaces.previous_reward and not is_new.all():
+                warnings.warn(
+                    "this model learned with the previous reward, but predict got none, so the mean "
+                    "is used; pass reward=, or train with GymConfig(previous_reward=False)",
+                    stacklevel=3,
+                )
+                heads = self.agent.policy.heads
+                assert isinstance(heads, PlainHeads)
+                reward = float(heads.scales.mean[self.spaces.num_previous - 1])
+        rewards = np.broadcast_to(np.asarray(reward, dtype=np.float32), num_envs)
+        previous = self.spaces.previous(state.choices.numpy(), rewards)
+        previous[is_new] = 0.0
+        return previous
 
     def _masks(self, mask: Any, num_envs: int, is_single: bool) -> ActionMasks:
         if mask is None:

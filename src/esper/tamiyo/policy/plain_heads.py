@@ -24,16 +24,18 @@ def flat_policy(
     num_features: int,
     config: PolicyConfig | None = None,
     *,
+    num_previous: int = 0,
     images: tuple[ImageShape, ...] = (),
     encoder: nn.Module | None = None,
 ) -> FactoredRecurrentActorCritic:
-    """A policy for any action space and features `[B, F]`, the last of which are images.
+    """A policy for any action space and features `[B, F]`: previous step, numbers, images.
 
     A custom `encoder(numbers, *images)` returns `[B, any width]`. It gets the scaled flat features
-    `[B, numbers]` and each image `[B, channels, height, width]`, scaled too. It is copied.
+    `[B, numbers]` without those of the previous step, and each image `[B, channels, height, width]`,
+    scaled too. It is copied.
     """
     config = config or PolicyConfig()
-    heads = PlainHeads(action_space, num_features, config, images, encoder)
+    heads = PlainHeads(action_space, num_features, config, num_previous, images, encoder)
     return FactoredRecurrentActorCritic(action_space, heads, config)
 
 
@@ -50,6 +52,7 @@ class PlainHeads(nn.Module):
         action_space: FactoredActionSpace,
         feature_size: int,
         config: PolicyConfig,
+        num_previous: int = 0,
         images: tuple[ImageShape, ...] = (),
         encoder: nn.Module | None = None,
     ):
@@ -64,6 +67,7 @@ class PlainHeads(nn.Module):
         )
         width = config.lstm_hidden_dim
         self.is_custom = encoder is not None
+        self._unseen = num_previous if self.is_custom else 0  # by the encoder
         self.encoder: nn.Module
         if encoder is not None or images:
             self.encoder = (
@@ -71,7 +75,7 @@ class PlainHeads(nn.Module):
                 if encoder is not None
                 else _ImageEncoder(self._sizes[0], images, config)
             )
-            self.join = mlp(self._encoded_width(), width, 1)
+            self.join = mlp(self._unseen + self._encoded_width(), width, 1)
         else:
             self.encoder = mlp(feature_size, width, config.encoder_layers)
         first, *later = action_space.group_spaces
@@ -94,12 +98,15 @@ class PlainHeads(nn.Module):
         scaled = [
             scales.normalize(pixels).movedim(-1, 1) for pixels, scales in self._pixels(images)
         ]
-        return self.join(self.encoder(self.scales.normalize(numbers), *scaled)), ()
+        numbers = self.scales.normalize(numbers)
+        unseen, seen = numbers[:, : self._unseen], numbers[:, self._unseen :]
+        return self.join(torch.cat((unseen, self.encoder(seen, *scaled)), dim=-1)), ()
 
     @torch.no_grad()
     def _encoded_width(self) -> int:
         """The width of the encoder's output, found with zeros."""
-        inputs = [torch.zeros(2, *shape) for shape in ((self._sizes[0],), *self.images)]
+        numbers = (self._sizes[0] - self._unseen,)
+        inputs = [torch.zeros(2, *shape) for shape in (numbers, *self.images)]
         encoded = self.encoder(*inputs)
         if not isinstance(encoded, Tensor) or encoded.ndim != 2 or len(encoded) != 2:
             got = tuple(encoded.shape) if isinstance(encoded, Tensor) else type(encoded).__name__
