@@ -53,6 +53,10 @@ SETTINGS = {
     "feed_forward": "MaskablePPO without masks (PPO for Box actions), 8 envs, n_steps=128, "
     "batch_size=256, n_epochs=10; the rest are its defaults",
 }
+CONTROLS = {  # what the previous action and reward are worth; with --arms
+    "esper_observation": "esper.PPO, previous_action=False, previous_reward=False",
+    "recurrent_ppo_previous": "recurrent_ppo, previous action and reward in the observation",
+}
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,8 @@ def main() -> None:
     if arguments.quick:
         tasks, steps, rng_seeds = ["RepeatPreviousEasy", "PositionOnlyPendulumEasy"], 2_000, 1
     until = time.time() + arguments.seconds
-    arms = sorted(
-        arguments.arms.split(","), key=["recurrent_ppo", *SETTINGS].index
-    )  # slowest first
+    order = ["recurrent_ppo", "recurrent_ppo_previous", *SETTINGS, *CONTROLS]  # slowest first
+    arms = sorted(arguments.arms.split(","), key=order.index)
     jobs = [
         Job(arm, task, FIRST_RNG_SEED + i, steps, until)
         for i in range(rng_seeds)
@@ -142,7 +145,11 @@ def _learn_ours(job: Job, curve: list[tuple[int, float, float]]) -> None:
     envs = SyncVectorEnv(
         [partial(make, job.task)] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP
     )
-    model = PPO(envs, config=GymConfig(rng_seed=job.rng_seed, policy=policy))
+    previous = job.arm == "esper"
+    config = GymConfig(
+        rng_seed=job.rng_seed, policy=policy, previous_action=previous, previous_reward=previous
+    )
+    model = PPO(envs, config=config)
     start = time.process_time()
 
     def note(steps: int, metrics: dict[str, float]) -> bool:
@@ -159,10 +166,11 @@ def _learn_rival(job: Job, curve: list[tuple[int, float, float]]) -> None:
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
-    envs = make_vec_env(partial(flat, job.task), NUM_ENVS, seed=job.rng_seed)
+    previous = job.arm == "recurrent_ppo_previous"
+    envs = make_vec_env(partial(flat, job.task, previous), NUM_ENVS, seed=job.rng_seed)
     common = {"n_steps": 128, "batch_size": 256, "n_epochs": 10, "seed": job.rng_seed}
     options: dict[str, Any] = {}
-    if job.arm == "recurrent_ppo":
+    if job.arm.startswith("recurrent_ppo"):
         sizes = {"lstm_hidden_size": 128, "shared_lstm": True, "enable_critic_lstm": False}
         model: Any = RecurrentPPO(
             "MlpLstmPolicy", envs, policy_kwargs=sizes, device="cpu", **common
@@ -197,9 +205,31 @@ def make(task: str) -> gymnasium.Env:
     return env
 
 
-def flat(task: str) -> gymnasium.Env:
+def flat(task: str, previous: bool = False) -> gymnasium.Env:
     """One-hot observations: rivals take no Tuple."""
-    return gymnasium.wrappers.FlattenObservation(make(task))
+    env = make(task)
+    return gymnasium.wrappers.FlattenObservation(Previous(env) if previous else env)
+
+
+class Previous(gymnasium.Wrapper):
+    """Adds the previous action and reward to the observation, and whether there were any."""
+
+    def __init__(self, env: gymnasium.Env):
+        super().__init__(env)
+        reward = gymnasium.spaces.Box(-np.inf, np.inf, (2,))
+        self.observation_space = gymnasium.spaces.Tuple(
+            (env.observation_space, env.action_space, reward)
+        )
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(**options)
+        action = np.zeros(self.env.action_space.shape, self.env.action_space.dtype)
+        return (observation, action, np.zeros(2, np.float32)), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, *rest = self.env.step(action)
+        seen = np.array([1.0, reward], np.float32)
+        return (observation, np.asarray(action), seen), reward, *rest
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -230,7 +260,7 @@ def by_arm(results: list[dict[str, Any]], task: str) -> dict[str, list[dict[str,
 
 def table(results: list[dict[str, Any]], tasks: list[str], arms: list[str]) -> list[str]:
     """Mean and standard deviation over rng seeds at equal steps; rivals also at equal time."""
-    lines = [f"- `{arm}`: {SETTINGS[arm]}" for arm in arms]
+    lines = [f"- `{arm}`: {(SETTINGS | CONTROLS)[arm]}" for arm in arms]
     lines += ["", "| task | " + " | ".join(arms) + " | equal time | steps/s |"]
     lines += ["|---" * (len(arms) + 3) + "|"]
     for task in tasks:
