@@ -79,8 +79,13 @@ def test_ranks_run_as_one_process_does(name, size):
         torch.testing.assert_close(state["agent"], runs[0][1]["agent"], rtol=0, atol=0)
 
 
-def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path):
-    path, whole = tmp_path / "checkpoint.pt", trained(ORACLE, rounds=2)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), (1, 2), pytest.param(4, 1, marks=pytest.mark.slow),
+     pytest.param(4, 2, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_checkpoint_resumes_on_another_number_of_ranks(before, after, tmp_path):
+    path = tmp_path / "checkpoint.pt"
 
     def half() -> None:
         training = GrowthTraining(replace(ORACLE, rounds=2), join_ranks())
@@ -88,17 +93,15 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path):
         if training.ranks.is_first:
             training.save(path)
 
-    def rest(ranks: Ranks = ALONE):
-        training = GrowthTraining.resume(path, ranks)
+    def rest():
+        training = GrowthTraining.resume(path, join_ranks())
         assert training.rounds_done == 1
         training.run(lambda record: None)
         return training.trainer.state_dict()
 
-    assert on_ranks(2, half) == [None, None]
-    require_same_state(whole[1], rest())
-    half_alone = on_ranks(1, half)
-    assert half_alone == [None]
-    require_same_state(whole[1], on_ranks(2, lambda: rest(join_ranks()))[0])
+    assert on_ranks(before, half) == [None] * before
+    _, whole = trained(ORACLE, rounds=2)
+    require_same_state(whole, on_ranks(after, rest)[0])
 
 
 def test_hosts_that_do_not_split_are_refused():
