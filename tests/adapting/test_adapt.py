@@ -16,7 +16,7 @@ import esper
 from esper.adapting.adapt import _read_rows, _Work
 from esper.adapting.adapted import Adapted
 from esper.adapting.controller import AdaptationController
-from esper.adapting.evidence import MAX_ROWS, SIGNALS
+from esper.adapting.evidence import MAX_ROWS, SIGNALS, logits_of
 from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What, find_places
 from esper.adapting.result import fingerprint, load_adaptation
 from esper.adapting.trial_envs import ANCHORS, plan_and_rate
@@ -505,7 +505,7 @@ def bad_inputs():
         "source of another shape": ((x, y), {"source": x[:, :4]}, "source has rows of shape"),
         "no folder for the page": ((x, y), {"page": "/proc/none/run.html"}, "not a folder"),
         "inputs of two lengths": (((x, x[:9]), y), {}, "first axis"),
-        "float labels": ((x, y.float()), {}, "whole number per row"),
+        "float labels": ((x, y + 0.5), {}, "whole number per row"),
         "one-hot labels": ((x, F.one_hot(y)), {}, "whole number per row"),
         "too large a label": ((x, y + 1), {}, "the model has 3 outputs"),
         "a negative label": ((x, y - 1), {}, "label -1"),
@@ -620,3 +620,34 @@ def test_a_softmax_at_the_end_warns():
         esper.adapt(
             model, torch.randn(40, 1, 10), torch.arange(40) % 3, steps=2, tries=1, progress=False
         )
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_a_model_with_one_logit_is_adapted_as_one_with_two_classes(shape):
+    class OneLogit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.hidden, self.head = nn.Linear(6, 16), nn.Linear(16, 1)
+
+        def forward(self, x):
+            return self.head(self.hidden(x).relu()).view(shape)
+
+    model, rng = OneLogit(), torch.Generator().manual_seed(0)
+    x = torch.randn(300, 6, generator=rng)
+    y = (x[:, 0] + x[:, 1] > 0).float()
+    adam = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(60):
+        adam.zero_grad()
+        F.binary_cross_entropy_with_logits(model(x).flatten(), y).backward()
+        adam.step()
+    model.eval()
+    flipped = 1 - y[:80]  # the classes have changed places
+    result = esper.adapt(model, x[:80], flipped.view(shape), steps=250, tries=1, progress=False)
+    correct = ((result.model(x[80:]).flatten() > 0) == (y[80:] == 0)).float().mean()
+    assert result.model(x).shape == model(x).shape
+    assert correct > 0.9
+    torch.testing.assert_close(
+        F.cross_entropy(logits_of(model(x)), y.long()),
+        F.binary_cross_entropy_with_logits(model(x).flatten(), y),
+    )

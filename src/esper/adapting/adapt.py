@@ -65,8 +65,8 @@ def adapt(
     """Adapt `model` to `rows` and `labels`; the model itself is not changed.
 
     Args:
-        model: a trained classifier in eval mode that returns `[rows, classes]`, or an object with
-            such `logits`.
+        model: a trained classifier in eval mode that returns `[rows, classes]`, one logit per row
+            (two classes), or an object with such `logits`.
         rows: a tensor of inputs, or a tuple or dict of the model's arguments; or, without `labels`,
             a loader of pairs `(inputs, labels)`.
         labels: the class of every row, from 0.
@@ -187,10 +187,8 @@ class _Work:
         assert self.head_inputs is not None
         name = self.places.features
         own = {part.removeprefix(f"{name}."): change[tuned_name(part)] for part in self.places.head}
-        logits: Tensor = functional_call(
-            self.model.get_submodule(name), own, (self.head_inputs[rows],)
-        )
-        return logits
+        head = self.model.get_submodule(name)
+        return logits_of(functional_call(head, own, (self.head_inputs[rows],)))
 
     def signals(self, source: Any) -> Tensor:
         """`[1, S]` from rows in random order: the first ones are read, and labels may be sorted."""
@@ -224,7 +222,7 @@ def _head_inputs(model: nn.Module, places: Places, data: _Data) -> Tensor | None
     finally:
         handle.remove()
     is_plain = len(seen) == 1 and len(seen[0]) == len(logits)
-    return seen[0] if is_plain and torch.equal(head(seen[0]), logits) else None
+    return seen[0] if is_plain and torch.equal(logits_of(head(seen[0])), logits) else None
 
 
 def _adapt(
@@ -336,9 +334,13 @@ def _read_rows(rows: Any, labels: Any, like: Tensor, validation: float, rng_seed
     if labels is None:
         rows, labels = _from_loader(rows)
     labels = torch.as_tensor(labels)
+    if labels.shape[1:] == (1,) and bool(((labels == 0) | (labels == 1)).all()):
+        labels = labels[:, 0]  # as a loss of one logit takes them
+    if labels.dim() == 1 and labels.is_floating_point() and bool((labels == labels.round()).all()):
+        labels = labels.long()
     inputs = _as_inputs(rows, like)
     count = batch_size(inputs)
-    if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+    if labels.dim() != 1 or labels.is_floating_point():
         raise ValueError(
             f"labels are {labels.dtype} {tuple(labels.shape)}; give one whole number per row, the "
             "index of its class"

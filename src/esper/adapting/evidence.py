@@ -190,14 +190,20 @@ def _run(probed: _Probed, weights: dict[str, Tensor], x: Any, added: dict[str, T
 
 
 def logits_of(output: Any) -> Tensor:
-    """The classes' scores in a model's output: a tensor, `output.logits`, or the first element."""
+    """The classes' scores in a model's output: a tensor, `output.logits`, or the first element.
+
+    One logit per row, `[rows]` or `[rows, 1]`, is that of class 1; class 0 has the logit 0.
+    """
     found = getattr(output, "logits", output)
     found = found[0] if isinstance(found, tuple | list) else found
-    if not isinstance(found, Tensor) or found.dim() != 2 or not found.is_floating_point():
+    if not isinstance(found, Tensor) or found.dim() not in (1, 2) or not found.is_floating_point():
         shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
             f"the model returns {shown}; adaptation needs a classifier that returns [rows, classes]"
         )
+    if found.dim() == 1 or found.shape[1] == 1:
+        one = found.reshape(-1, 1)
+        return torch.cat((torch.zeros_like(one), one), dim=1)
     return found
 
 
