@@ -45,13 +45,13 @@ class AdaptConfig:
     rng_seed: int = 0
     device: str = "auto"
     architectures: tuple[str, ...] = tuple(ARCHITECTURES)  # names in `practice.ARCHITECTURES`
-    scenarios: int = 180  # of each architecture
+    scenarios: int = 60  # of each architecture
     held_out_scenarios: int = 48  # to compare with fixed rules after training
     models: int = 24  # trained, of each architecture
     model_steps: int = 1000
     steps: int = 300  # of an adaptation
     num_envs: int = 2048
-    rounds: int = 150
+    rounds: int = 100
     hidden: int = 64
 
     def __post_init__(self) -> None:

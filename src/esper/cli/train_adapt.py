@@ -17,7 +17,7 @@ def train_adapt(
     """Train a controller for `esper.adapt`, and compare it with fixed rules.
 
     Args:
-        preset: quick (two CPU cores, minutes) or full (a GPU; the settings of the one that ships)
+        preset: quick (two CPU cores, minutes) or full (a GPU, five minutes)
         out: the controller's file, for `esper.adapt(..., controller=FILE)`
         scenarios: practice scenarios of each architecture, in place of the preset's
     """
