@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from esper.adapting.evidence import MAX_ROWS, SIGNALS, logits_of
 from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What, find_places
 from esper.adapting.result import fingerprint, load_adaptation
 from esper.adapting.trial_envs import ANCHORS, plan_and_rate
+from esper.growing.ledger import Ledger
 from esper.leyline.files import UnreadableFile
 from support.adaptations import mlp, series_cnn
 from support.models import TokenEncoder, blobs
@@ -174,10 +176,10 @@ def test_the_best_try_on_held_out_rows_is_kept(model, shifted):
     assert result.accuracy["adapted"] == max(result.accuracy.values())
     assert result.plan in plans[1:]
     assert result.validation_rows == 16
-    tried = [decision.details["plan"] for decision in result.ledger.decisions]
+    tried = result.ledger.trials
     usual = ["head only", "LP-FT", "full fine-tuning"]
-    assert tried == [*usual, *map(str, plans)]
-    assert sum(d.op == "KEEP" for d in result.ledger.decisions) == 1
+    assert [trial.plan for trial in tried] == ["nothing", *usual, *map(str, plans)]
+    assert [trial.plan for trial in tried if trial.kept] == [str(result.plan)]
 
 
 @pytest.mark.usefixtures("alone")
@@ -353,6 +355,31 @@ def test_a_page_says_what_was_decided(model, shifted, tmp_path):
     assert "LP-FT" in text
     assert "the model is right on" in text
     assert result.ledger.verdict is not None
+    assert Ledger.read(page.with_suffix(".json")) == result.ledger
+
+
+@pytest.mark.parametrize("seconds", [0.0, math.inf])
+def test_the_page_is_written_while_plans_are_tried(seconds, model, shifted, tmp_path, monkeypatch):
+    pages = []
+
+    def write(ledger, path, now):
+        tried = [trial.plan for trial in ledger.trials if trial.seconds is not None]
+        running = [trial.plan for trial in ledger.trials if trial.seconds is None]
+        pages.append((tried, running, now, ledger.summary()))
+
+    monkeypatch.setattr("esper.growing.page.write_page", write)
+    monkeypatch.setattr("esper.growing.page._REWRITE_S", seconds)
+    plan = KNOWN_RULES["seeds everywhere"]
+    esper.adapt(model, *shifted, controller=Fixed(plan), page=tmp_path / "p.html", **QUICK)
+    plans = ["nothing", "head only", "LP-FT", "full fine-tuning", "seeds everywhere"]
+    started = {tuple(tried): (running, now) for tried, running, now, _ in reversed(pages[:-1])}
+    for number in range(1, len(plans)):  # one page or more while each plan is tried
+        running, now = started[tuple(plans[:number])]
+        assert running == plans[number : number + 1]
+        assert re.search(rf": {running[0]}; step \d+ of 30, 0:\d\d so far", now)
+    assert pages[0][3] == "The run is not over: 0 plans so far, no verdict yet."
+    assert pages[-1][:3] == (plans, [], "")
+    assert len(pages) == (5 if seconds else 30 + 1 + 1)  # steps, "done" and the verdict
 
 
 def test_the_text_names_plan_and_accuracies(model, shifted, capsys):

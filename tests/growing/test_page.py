@@ -2,10 +2,12 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
 
@@ -18,6 +20,7 @@ from esper.growing.ledger import (
     FateRecord,
     Ledger,
     NetworkRecord,
+    TrialRecord,
     TwinRecord,
     Verdict,
 )
@@ -76,6 +79,15 @@ def odd_ledger() -> Ledger:
     return ledger
 
 
+def adapted_ledger() -> Ledger:
+    ledger = new_ledger()
+    for plan, proposer in (("nothing", ODD), (ODD, "a usual rule"), ("seed input", ODD)):
+        trial = TrialRecord(plan=plan, rate=0.001, proposer=proposer, params=337)
+        ledger.trials.append(replace(trial, metric=0.5, loss=math.nan, trained=337, seconds=2.0))
+    ledger.trials[-1] = trial  # in training
+    return ledger
+
+
 def long_ledger(num_steps: int, num_sites: int = 20) -> Ledger:
     ledger = new_ledger()
     sites = tuple(f"encoder.layers.{number}.feed_forward" for number in range(num_sites))
@@ -89,7 +101,7 @@ def long_ledger(num_steps: int, num_sites: int = 20) -> Ledger:
     return ledger
 
 
-@pytest.mark.parametrize("ledger", [new_ledger(), full_ledger(), odd_ledger(), long_ledger(50)])
+@pytest.mark.parametrize("ledger", [new_ledger(), full_ledger(), odd_ledger(), adapted_ledger()])
 def test_the_page_fetches_nothing(ledger):
     page = page_html(ledger)
     reader = Reader(page)
@@ -107,7 +119,7 @@ def test_every_part_is_in_the_page():
     page = page_html(full_ledger())
     parts = resources.files("esper.growing").joinpath("page_parts").iterdir()
     scripts = [part.read_text() for part in parts if part.name.endswith(".js")]
-    assert len(scripts) == 5
+    assert len(scripts) == 6
     _, code = Reader(page).texts["script"]
     assert all(script in code for script in scripts)
     assert code.index("const data =") < code.index("function drawTime") < code.index("drawHead();")
@@ -299,6 +311,77 @@ def test_the_footer_says_when_and_by_what_the_page_was_written():
     written = page_data(new_ledger())["written"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", written["written"])
     assert written["esper"] == esper.__version__
+
+
+LINKED_PAGE = """
+    class Node {
+      constructor(tag) { this.tag = tag; this.children = []; this.found = {}; this.classList = {toggle() {}}; }
+      append(...children) { this.children.push(...children); }
+      replaceChildren(...children) { this.children = children; }
+      after(node) { this.append(node); }
+      prepend(node) { this.append(node); }
+      setAttribute(name, value) { this.found[name] = value; }
+      removeAttribute() {}
+      all(name) { return [this.found[name], ...this.children.flatMap((c) => c.all?.(name) ?? [])]; }
+    }
+    const nodes = {data: {textContent: DATA}};
+    const document = {
+      getElementById: (id) => (nodes[id] ??= Object.assign(new Node(id), {clientWidth: 900})),
+      createElement: (tag) => new Node(tag),
+      createElementNS: (_, tag) => new Node(tag),
+    };
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(
+    ("ledger", "draw", "cards"),
+    [
+        (full_ledger(), "drawSeeds(); drawTime();", ["seed-b", "seed-a"]),
+        (adapted_ledger(), "drawAdaptation(); drawPlans();", ["plan-0", "plan-1", "plan-2"]),
+    ],
+)
+def test_the_bars_of_the_chart_link_to_the_cards(ledger, draw, cards):
+    parts = resources.files("esper.growing").joinpath("page_parts")
+    names = ("basics.js", "chart.js", "sections.js", "plans.js", "network.js")
+    fake = LINKED_PAGE.replace("DATA", json.dumps(json.dumps(page_data(ledger))))
+    show = """console.log(JSON.stringify([$("time").all("href"), $("seeds").all("id")]))"""
+    script = "\n".join([fake, *(parts.joinpath(name).read_text() for name in names), draw, show])
+    shown = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    links, ids = ([entry for entry in found if entry] for found in json.loads(shown.stdout))
+    assert ids == cards
+    assert sorted(links) == sorted(f"#{card}" for card in cards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_follows_an_adaptation_and_the_keyboard_reaches_its_plans(width, tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    path, errors = write_page(adapted_ledger(), tmp_path / "run.html", "a usual rule"), []
+    with sync_api.sync_playwright() as playwright:
+        chromium = shutil.which("chromium")
+        with playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]) as browser:
+            page = browser.new_page(viewport={"width": width, "height": 800})
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.goto(path.as_uri())
+            assert page.locator("#now").inner_text() == "Now: a usual rule."
+            page.locator("#theme").focus()
+            for _ in range(3):
+                page.keyboard.press("Tab")
+            page.keyboard.press("Enter")
+            assert page.evaluate("document.querySelector(':target').id") == "plan-2"
+            assert "running now" in page.locator("#plan-2").inner_text()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            page.locator("#time a").nth(1).focus()
+            ledger = adapted_ledger()
+            ledger.trials[-1] = replace(
+                ledger.trials[-1], metric=1.0, loss=0.1, trained=337, seconds=1.0
+            )
+            ledger.after = NETWORK
+            write_page(ledger, path)
+            page.wait_for_function("!document.body.innerText.includes('running now')", timeout=9000)
+            assert page.evaluate("document.activeElement.getAttribute('href')") == "#plan-1"
+    assert not errors
 
 
 @pytest.mark.slow

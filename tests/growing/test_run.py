@@ -4,8 +4,8 @@ import copy
 import math
 import multiprocessing
 import os
+import re
 import signal
-import sys
 import warnings
 
 import pytest
@@ -336,15 +336,17 @@ def test_progress_without_rich(capsys, monkeypatch):
 def test_the_page_is_written_after_every_decision_and_at_the_end(tmp_path, monkeypatch):
     pages = []
 
-    def write(ledger, path):
-        pages.append((len(ledger.steps), ledger.after is None))
-        return write_page(ledger, path)
+    def write(ledger, path, now):
+        pages.append((len(ledger.steps), ledger.after is None, now))
+        return write_page(ledger, path, now)
 
-    monkeypatch.setattr(sys.modules[esper.grow.__module__], "write_page", write)
+    monkeypatch.setattr("esper.growing.page.write_page", write)
+    monkeypatch.setattr("esper.growing.page._REWRITE_S", math.inf)
     result = run(Script(), page=tmp_path / "run.html")
-    assert [done for done, _ in pages] == list(range(1, len(result.ledger.steps) + 1))
+    assert [done for done, *_ in pages] == list(range(1, len(result.ledger.steps) + 1))
     assert pages[0][1]
-    assert not pages[-1][1]
+    assert re.search(r"0 seeds .*; step 1 of 24, 0:\d\d so far", pages[0][2])
+    assert pages[-1][1:] == (False, "")
     assert result.ledger.summary()[:12] in (tmp_path / "run.html").read_text()
 
 
@@ -362,10 +364,10 @@ def test_a_page_that_cannot_be_written_is_told_before_training(tmp_path):
 
 
 def test_a_page_that_is_not_written_later_does_not_end_the_run(tmp_path, monkeypatch):
-    def write(ledger, path):
+    def write(ledger, path, now):
         raise OSError("no space left")
 
-    monkeypatch.setattr(sys.modules[esper.grow.__module__], "write_page", write)
+    monkeypatch.setattr("esper.growing.page.write_page", write)
     with pytest.warns(UserWarning, match=r"run\.html' was not written: no space left"):
         result = run(Script(), page=tmp_path / "run.html")
     assert result.growth.is_closed

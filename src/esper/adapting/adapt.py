@@ -12,8 +12,10 @@ all rows.
 """
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,15 +32,17 @@ from esper.adapting.evidence import SIGNALS, logits_of, measure, source_statisti
 from esper.adapting.fitting import fit
 from esper.adapting.plans import MENU, PLANS, RATES, Places, Plan, find_places
 from esper.adapting.practice import validation_criterion
-from esper.adapting.reasons import adaptation_ledger, reasons_for
+from esper.adapting.reasons import added_params, conclude, new_ledger, reasons_for
 from esper.adapting.result import AdaptationResult
 from esper.adapting.shipped import find_controller
 from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Known, plan_and_rate
+from esper.growing.controllers import controller_name
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.inputs import arguments, batch_size, forward, tensors
-from esper.growing.page import check_page, write_page
-from esper.growing.run import progress_bar
+from esper.growing.ledger import Ledger, TrialRecord
+from esper.growing.page import check_page, try_write_page, with_page
 from esper.growing.sites import count_params
+from esper.nissa.console import Report, progress_bar
 
 MIN_ROWS = 8
 AS_IS, *RIVALS = map(plan_and_rate, ANCHORS)  # the usual rules
@@ -79,11 +83,11 @@ def adapt(
         validation: share of the rows held out to compare plans.
         source: some inputs that the model was trained on, if there are any; shifts of their
             statistics help to decide.
-        page: file for a page that shows what was decided and why.
+        page: file for a page that shows what is tried, what was decided and why. It is written
+            while plans are tried, and reloads itself in a browser until the run is over.
     """
     _check_numbers(tries=tries, steps=steps, minibatch=minibatch)
-    if page is not None:
-        check_page(page)
+    check_page(page)
     chosen = find_controller(controller)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; give a trained nn.Module")
@@ -97,8 +101,9 @@ def adapt(
             places = find_places(model, data.part(data.train[:8])[0])
             limit = _limit(model, budget)
             legal = _legal_plans(model, places, limit)
+            name = controller_name(controller)
             work = _Work(model, places, data, steps, minibatch, rng_seed)
-            return _adapt(work, chosen, legal, limit, tries, source, page, progress)
+            return _adapt(work, chosen, name, legal, limit, tries, source, page, progress)
         finally:
             for module, training in modes:
                 module.training = training
@@ -122,6 +127,7 @@ class _Trial(NamedTuple):
     rate: float
     accuracy: float
     loss: float
+    trained: int  # parameters
 
     @property
     def criterion(self) -> float:
@@ -147,7 +153,9 @@ class _Work:
         with torch.no_grad():
             logits = logits_of(forward(adapted, inputs))
         loss = float(F.cross_entropy(logits, labels))
-        return _Trial(plan, rate, float((logits.argmax(-1) == labels).float().mean()), loss)
+        accuracy = float((logits.argmax(-1) == labels).float().mean())
+        trained = sum(tensor.numel() for tensor in adapted.changes().values())
+        return _Trial(plan, rate, accuracy, loss, trained)
 
     def fit(self, plan: Plan, rate: float, rows: Tensor, report: Callable[[], None]) -> Adapted:
         """The model with the plan's change, trained on these rows."""
@@ -228,6 +236,7 @@ def _head_inputs(model: nn.Module, places: Places, data: _Data) -> Tensor | None
 def _adapt(
     work: _Work,
     controller: AdaptationController,
+    name: str,
     legal: dict[Plan, int],
     limit: float,
     tries: int,
@@ -235,24 +244,30 @@ def _adapt(
     page: str | Path | None,
     progress: bool,
 ) -> AdaptationResult:
-    size = count_params(work.model)
-    as_is = work.trial(*AS_IS, lambda: None)
+    size, num_rows = count_params(work.model), len(work.data.labels)
     signals = work.signals(source)
     known = dict(zip(SIGNALS, signals[0].tolist(), strict=True))
     reasons = reasons_for(known)
-    trials, kept = [as_is], as_is
     with torch.no_grad():
         output = logits_of(forward(work.model, work.data.inputs))
     is_perfect = bool((output.argmax(-1) == work.data.labels).all())
     rivals = [rival for rival in RIVALS if rival[0] in legal]
     total = 0 if is_perfect else work.steps * (len(rivals) + tries + 1)
-    heading = f"{type(work.model).__name__}: {len(work.data.labels)} rows; {reasons}"
+    heading = f"{type(work.model).__name__}: {num_rows} rows; {reasons}"
+    ledger = new_ledger(
+        work.model,
+        name,
+        signals=reasons,
+        rows=f"{num_rows}, of which {len(work.data.held_out)} are held out",
+        budget="none" if limit == math.inf else f"{int(limit):,} parameters besides the head",
+    )
     with progress_bar(max(1, total), heading, enabled=progress) as bar:
-        done = _Counter(bar)
+        done = _Progress(work, ledger, legal, with_page(bar, ledger, page, total))
+        kept = as_is = done.trial(AS_IS, "the model as it is")
+        trials = done.trials
         if not is_perfect:
-            for plan, rate in rivals:
-                done.status = f"first the usual rules: {plan}"
-                trials.append(work.trial(plan, rate, done))
+            for rival in rivals:
+                done.trial(rival, "a usual rule")
             added = torch.full((1, len(PLANS), len(RATES)), torch.nan)
             for plan, params in legal.items():
                 added[0, PLANS.index(plan)] = params / size
@@ -262,20 +277,21 @@ def _adapt(
             chooser = controller.choose(before, budget=limit / size, tries=tries)
             choice = next(chooser)
             for number in range(tries):
-                done.status = f"try {number + 1} of {tries}: {choice[0]}"
-                trials.append(work.trial(*choice, done))
-                choice = chooser.send(trials[-1].criterion)
+                trial = done.trial(choice, f"proposal {number + 1} of {tries}")
+                choice = chooser.send(trial.criterion)
             kept = next(trial for trial in trials if (trial.plan, trial.rate) == choice)
         done.status = f"training {kept.plan} on all rows"
-        everything = torch.arange(len(work.data.labels), device=work.data.labels.device)
-        adapted = work.fit(kept.plan, kept.rate, everything, done)
+        everything = torch.arange(num_rows, device=work.data.labels.device)
+        adapted = work.fit(kept.plan, kept.rate, everything, done.step)
         if not all(tensor.isfinite().all() for tensor in adapted.changes().values()):
             warnings.warn(
                 f"training {kept.plan} on all rows diverged; nothing was changed", stacklevel=3
             )
-            kept, adapted = as_is, work.fit(*AS_IS, everything, done)
+            kept, adapted = as_is, work.fit(*AS_IS, everything, done.step)
         done.finish()
-    ledger = adaptation_ledger(work.model, work.places, trials, kept, legal, reasons, is_perfect)
+    conclude(ledger, trials.index(kept))
+    if is_perfect:
+        ledger.facts["result"] = "the model is right on every row; nothing was changed"
     accuracy = {"adapted": kept.accuracy, "as it is": as_is.accuracy}
     accuracy |= {str(trial.plan): trial.accuracy for trial in trials[1 : 1 + len(rivals)]}
     result = AdaptationResult(
@@ -289,8 +305,7 @@ def _adapt(
         work.places,
         work.data.part(everything[:2])[0],
     )
-    if page is not None:
-        write_page(ledger, page)
+    try_write_page(ledger, page)
     if progress:
         print(result)
     return result
@@ -301,13 +316,33 @@ def _result_of(trials: list[_Trial], plan: Plan) -> float:
     return next((trial.criterion for trial in trials if trial.plan == plan), math.nan)
 
 
-class _Counter:
-    """Counts optimiser steps on a progress bar."""
+class _Progress:
+    """Trials, each in the ledger from its beginning, and optimiser steps on a progress bar."""
 
-    def __init__(self, bar: Callable[[int, str], None]):
+    def __init__(self, work: _Work, ledger: Ledger, costs: dict[Plan, int], bar: Report):
+        self.trials: list[_Trial] = []
+        self._work, self._records, self._costs = work, ledger.trials, costs
         self._bar, self._count, self.status = bar, 0, ""
 
-    def __call__(self) -> None:
+    def trial(self, choice: tuple[Plan, float], proposer: str) -> _Trial:
+        (plan, rate), start = choice, time.monotonic()
+        self.status = f"{proposer}: {plan}"
+        record = TrialRecord(
+            plan=str(plan), rate=rate, proposer=proposer, params=added_params(plan, self._costs)
+        )
+        self._records.append(record)
+        trial = self._work.trial(plan, rate, self.step)
+        self.trials.append(trial)
+        self._records[-1] = replace(
+            record,
+            metric=trial.accuracy,
+            loss=trial.loss,
+            trained=trial.trained,
+            seconds=time.monotonic() - start,
+        )
+        return trial
+
+    def step(self) -> None:
         self._count += 1
         self._bar(self._count, self.status)
 

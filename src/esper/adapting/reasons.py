@@ -1,20 +1,12 @@
 """What the signals say in words, and the ledger of an adaptation."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
-from esper.adapting.plans import Place, Places, Plan, What
-from esper.growing.ledger import (
-    BlockRecord,
-    DecisionRecord,
-    Ledger,
-    NetworkRecord,
-    StepRecord,
-    TwinRecord,
-    Verdict,
-)
+from esper.adapting.plans import Place, Plan, What
+from esper.growing.ledger import Ledger, NetworkRecord, Verdict
 from esper.growing.sites import count_params
 
 
@@ -37,66 +29,30 @@ def reasons_for(signals: Mapping[str, float]) -> str:
     return ", ".join(said)
 
 
-def adaptation_ledger(
-    model: nn.Module,
-    places: Places,
-    trials: Sequence[Any],
-    kept: Any,
-    costs: Mapping[Plan, int],
-    reasons: str,
-    is_perfect: bool,
-) -> Ledger:
-    """The tries as steps and decisions of a ledger; the twin is the model as it is."""
-    params = count_params(model)
-    blocks = tuple(
-        BlockRecord(
-            name=site.name or "input",
-            kind=site.module_class,
-            shape=site.shape,
-            params=0,
-            site_kind=site.kind.name,
-        )
-        for site in places.sites.values()
-    )
-    ledger = Ledger(
+def new_ledger(model: nn.Module, controller: str, **facts: str) -> Ledger:
+    """An empty ledger for an adaptation."""
+    return Ledger(
         model=type(model).__name__,
         metric="accuracy",
-        controller="tamiyo",
-        before=NetworkRecord(params=params, macs=0, blocks=blocks),
-        facts={"signals": reasons},
+        controller=controller,
+        before=NetworkRecord(params=count_params(model), macs=0),
+        facts=facts,
     )
-    # tuned and low-rank weights merge: only branches add parameters
-    costs = {p: cost if p.what in (What.SCALE, What.SEED) else 0 for p, cost in costs.items()}
-    as_is = trials[0].accuracy
-    for step, trial in enumerate(trials):
-        size = params + costs.get(trial.plan, 0)
-        ledger.steps.append(
-            StepRecord(
-                step=step, metric=trial.accuracy, params=size, macs=0, validation_loss=trial.loss
-            )
-        )
-        ledger.twin.append(TwinRecord(step=step, metric=as_is))
-        if step:
-            ledger.decisions.append(
-                DecisionRecord(
-                    step=step,
-                    op="KEEP" if trial is kept else "TRY",
-                    details={"plan": str(trial.plan), "learning rate": trial.rate},
-                    reason=reasons if step == 1 else "compared on held-out rows",
-                    params=costs.get(trial.plan, 0),
-                )
-            )
-    if is_perfect:
-        ledger.facts["result"] = "the model is right on every row; nothing was changed"
-    added = costs.get(kept.plan, 0)
-    ledger.after = NetworkRecord(params=params + added, macs=0, blocks=blocks)
+
+
+def added_params(plan: Plan, costs: Mapping[Plan, int]) -> int:
+    """Parameters that a plan adds: tuned and low-rank weights merge, only branches stay."""
+    return costs.get(plan, 0) if plan.what in (What.SCALE, What.SEED) else 0
+
+
+def conclude(ledger: Ledger, kept: int) -> None:
+    """Note which of the trials is kept, and the verdict against the first: the model as it is."""
+    as_is, chosen = ledger.trials[0], replace(ledger.trials[kept], kept=True)
+    ledger.trials[kept] = chosen
+    ledger.after = replace(ledger.before, params=ledger.before.params + chosen.params)
+    before, after = as_is.metric or 0.0, chosen.metric or 0.0
     ledger.headline = (
-        f"{'Not changed' if kept is trials[0] else 'Adapted'}: {kept.plan}, accuracy "
-        f"{ledger.show(as_is)} to {ledger.show(kept.accuracy)} on held-out rows, {added:+,} parameters."
+        f"{'Adapted' if kept else 'Not changed'}: {chosen.plan}, accuracy {ledger.show(before)} to "
+        f"{ledger.show(after)} on held-out rows, {chosen.params:+,} parameters."
     )
-    ledger.verdict = Verdict(
-        grown=kept.accuracy,
-        ungrown=as_is,
-        returned="ungrown" if kept is trials[0] else "grown",
-    )
-    return ledger
+    ledger.verdict = Verdict(grown=after, ungrown=before, returned="grown" if kept else "ungrown")

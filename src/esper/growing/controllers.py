@@ -110,7 +110,7 @@ def blueprints_for(controller: Controller, names: Sequence[str] | None) -> Seque
     return names
 
 
-def controller_name(controller: str | Path | Controller) -> str:
+def controller_name(controller: object) -> str:
     if isinstance(controller, str | Path):
         return str(controller)
     return type(controller).__name__

@@ -141,6 +141,21 @@ class TwinRecord(_Measured):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrialRecord(_Measured):
+    """A plan of an adaptation: trained on some rows, measured on the others."""
+
+    plan: str
+    rate: float  # learning rate
+    proposer: str  # who wanted it tried
+    params: int  # added to the model
+    metric: float | None = None
+    loss: float | None = None
+    trained: int | None = None  # parameters
+    seconds: float | None = None  # None: it is in training
+    kept: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostRecord:
     """What one part of a run has cost so far."""
 
@@ -187,6 +202,7 @@ class Ledger:
     fates: list[FateRecord] = field(default_factory=list)
     rollbacks: list[RollbackRecord] = field(default_factory=list)
     twin: list[TwinRecord] = field(default_factory=list)
+    trials: list[TrialRecord] = field(default_factory=list)  # first, the model before adaptation
     costs: dict[str, CostRecord] = field(default_factory=dict)  # of growing, twin and measuring
     after: NetworkRecord | None = None
     verdict: Verdict | None = None
@@ -197,7 +213,9 @@ class Ledger:
         if self.headline:
             return self.headline
         if self.after is None:
-            return f"The run is not over: {len(self.steps)} steps so far, no verdict yet."
+            tried = sum(trial.seconds is not None for trial in self.trials[1:])
+            done = f"{tried} plans" if self.trials else f"{len(self.steps)} steps"
+            return f"The run is not over: {done} so far, no verdict yet."
         added = self.after.params - self.before.params
         if not added and self.verdict is None:
             return "Nothing was kept: the network has its original size."

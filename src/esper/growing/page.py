@@ -1,6 +1,7 @@
 """The ledger as one HTML page that works offline, with its JSON next to it.
 
     write_page(ledger, "run.html")  # and run.json, the ledger itself
+    report = with_page(report, ledger, "run.html", total_steps)  # while the run goes on
 
 The page is assembled from `page_parts/` and loads nothing else. All it shows comes from
 `page_data`; names are inserted as text, never as markup.
@@ -10,6 +11,8 @@ import html
 import json
 import os
 import subprocess
+import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,21 +25,61 @@ from typing import Any
 import esper
 from esper.growing.ledger import NO_REASON, DecisionRecord, Ledger, SeedRecord
 from esper.leyline.files import atomic_write
+from esper.nissa.console import Report, time_since
 
-_SCRIPTS = ("basics.js", "chart.js", "sections.js", "network.js", "start.js")  # in this order
+_SCRIPTS = (
+    "basics.js",
+    "chart.js",
+    "sections.js",
+    "plans.js",
+    "network.js",
+    "start.js",
+)  # in order
+_REWRITE_S = 5.0  # a page of a run that is not over reloads as often
 
 
-def write_page(ledger: Ledger, path: str | Path) -> Path:
-    """Write the page, and the ledger as JSON under the same name; returns the page's path."""
+def write_page(ledger: Ledger, path: str | Path, now: str = "") -> Path:
+    """Write the page, and the ledger as JSON under the same name; returns the page's path.
+
+    `now` says what a run that is not over is doing.
+    """
     page = _file_of(path)
-    text = page_html(ledger).encode()
+    text = page_html(ledger, now).encode()
     atomic_write(page, lambda file: file.write(text))
     ledger.write(page.with_suffix(".json"))
     return page
 
 
-def check_page(path: str | Path) -> None:
+def with_page(report: Report, ledger: Ledger, path: str | Path | None, total: int) -> Report:
+    """Also write the page when the ledger has a new entry, and every few seconds."""
+    started = time.monotonic()
+    entries, written = 0, started
+
+    def report_and_write(done: int, status: str) -> None:
+        nonlocal entries, written
+        report(done, status)
+        found, time_now = len(ledger.steps) + len(ledger.trials), time.monotonic()
+        if found > entries or time_now > written + _REWRITE_S:
+            entries, written = found, time_now
+            now = f"{status}; step {done:,} of {total:,}, {time_since(started)} so far"
+            try_write_page(ledger, path, now)
+
+    return report if path is None else report_and_write
+
+
+def try_write_page(ledger: Ledger, path: str | Path | None, now: str = "") -> None:
+    """Write the page, if there is one; a full disk does not end the training."""
+    try:
+        if path is not None:
+            write_page(ledger, path, now)
+    except OSError as error:
+        warnings.warn(f"page={str(path)!r} was not written: {error}", stacklevel=3)
+
+
+def check_page(path: str | Path | None) -> None:
     """Make the folder of a page; raise, before any training, if the page could not be written."""
+    if path is None:
+        return
     page = _file_of(path)
     with suppress(OSError):
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -53,13 +96,14 @@ def _file_of(path: str | Path) -> Path:
     return page if page.suffix == ".html" else page.with_name(f"{page.name}.html")
 
 
-def page_html(ledger: Ledger) -> str:
+def page_html(ledger: Ledger, now: str = "") -> str:
     """The whole page."""
     parts = {"css": _part("page.css"), "js": "\n".join(_part(name) for name in _SCRIPTS)}
     # "<" would let a name end the script that holds the data
-    data = json.dumps(page_data(ledger), allow_nan=False, separators=(",", ":"))
+    data = json.dumps(page_data(ledger, now), allow_nan=False, separators=(",", ":"))
     parts["data"] = data.replace("<", "\\u003c")
-    parts["title"] = html.escape(f"{ledger.model}, grown")
+    done = "adapted" if ledger.trials else "grown"
+    parts["title"] = html.escape(f"{ledger.model}, {done}")
     parts["summary"] = html.escape(ledger.summary())
     head, *tails = _part("page.html").split("{{")
     filled = (parts[key] + text for key, _, text in (tail.partition("}}") for tail in tails))
@@ -70,7 +114,7 @@ def _part(name: str) -> str:
     return resources.files("esper.growing").joinpath("page_parts", name).read_text(encoding="utf-8")
 
 
-def page_data(ledger: Ledger) -> dict[str, Any]:
+def page_data(ledger: Ledger, now: str = "") -> dict[str, Any]:
     """The data that the page shows, with the stages of seeds and the effects of decisions."""
     return {
         "model": ledger.model,
@@ -79,6 +123,8 @@ def page_data(ledger: Ledger) -> dict[str, Any]:
         "controller": ledger.controller,
         "facts": ledger.facts,
         "written": _written(),
+        "time": time.time(),
+        "now": now,
         "budget": asdict(ledger.budget),
         "before": asdict(ledger.before),
         "after": ledger.after and asdict(ledger.after),
@@ -92,6 +138,7 @@ def page_data(ledger: Ledger) -> dict[str, Any]:
         "waits": sum(entry.op == "WAIT" for entry in ledger.decisions),
         "rollbacks": [[entry.step, entry.to_step, entry.reason] for entry in ledger.rollbacks],
         "seeds": [_seed(ledger, record) for record in ledger.seeds],
+        "trials": [asdict(record) for record in ledger.trials],
     }
 
 

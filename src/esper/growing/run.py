@@ -9,7 +9,6 @@ randomness and optimizer settings. The verdict compares the two.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -25,7 +24,7 @@ from esper.growing.export import FORMATS, export
 from esper.growing.growth import DEFAULT_RENT, Growth
 from esper.growing.inputs import batch_size, count_rows, moved
 from esper.growing.ledger import Ledger, Verdict
-from esper.growing.page import check_page, write_page
+from esper.growing.page import check_page, try_write_page, with_page
 from esper.growing.parallel import is_split, unwrapped
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
@@ -40,9 +39,7 @@ from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import Controller
 from esper.leyline.ranks import join_ranks
-from esper.nissa.console import ProgressSink
-
-Report = Callable[[int, str], None]  # steps done, and a short status
+from esper.nissa.console import Report, progress_bar
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ def grow(
     check_arguments(
         model, optimizer, decisions=decisions + 1, budget=budget, rent=rent, rng_seed=rng_seed
     )
-    if page is not None and ranks.is_first:
+    if ranks.is_first:
         check_page(page)
     others = [copied(model, optimizer, scheduler) for _ in range(repeats - 1)]
     device = next(model.parameters()).device
@@ -189,16 +186,14 @@ def grow(
         if ungrown is not None:
             disable_nested_tensors(ungrown.model, growth.sites)  # as in the growing model
         stop = lambda: ranks.any(should_stop())  # noqa: E731
-        shown = progress and ranks.is_first
+        shown, page = progress and ranks.is_first, page if ranks.is_first else None
         with progress_bar(steps, growth.describe(), enabled=shown) as report:
-            if page is not None and ranks.is_first:
-                report = _with_page(report, growth.ledger, page)
+            report = with_page(report, growth.ledger, page, steps)
             _train(growth, ungrown, task, chain([raw], batches), steps, report, stop)
         result = _conclude(growth, ungrown, task)
         if others and not should_stop():
             result = _repeated(result, others, options)
-        if page is not None and ranks.is_first:
-            _write_page(result.ledger, page)
+        try_write_page(result.ledger, page)
         if shown:
             print(result)
         return result
@@ -388,36 +383,3 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
             raise ValueError("the training loader yields nothing when it is read again")
         if batches == 0:
             return
-
-
-def _with_page(report: Report, ledger: Ledger, page: str | Path) -> Report:
-    """Also write the page whenever the ledger has a new step."""
-    written = 0
-
-    def report_and_write(steps: int, status: str) -> None:
-        nonlocal written
-        report(steps, status)
-        if len(ledger.steps) > written:
-            written = len(ledger.steps)
-            _write_page(ledger, page)
-
-    return report_and_write
-
-
-def _write_page(ledger: Ledger, page: str | Path) -> None:
-    """A full disk does not end the training."""
-    try:
-        write_page(ledger, page)
-    except OSError as error:
-        warnings.warn(f"page={str(page)!r} was not written: {error}", stacklevel=3)
-
-
-@contextmanager
-def progress_bar(total_steps: int, heading: str, *, enabled: bool) -> Iterator[Report]:
-    """Progress in the terminal."""
-    if not enabled:
-        yield lambda steps, status: None
-        return
-    print(heading)
-    with ProgressSink(total_steps) as sink:
-        yield sink.update

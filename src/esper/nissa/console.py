@@ -2,12 +2,25 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, Self
 
 LINES = 10  # per run, where there is no bar
+
+Report = Callable[[int, str], None]  # steps done, and a short status
+
+
+@contextmanager
+def progress_bar(total_steps: int, heading: str, *, enabled: bool) -> Iterator[Report]:
+    """A heading and a bar, or nothing."""
+    if not enabled:
+        yield lambda steps, status: None
+        return
+    print(heading)
+    with ProgressSink(total_steps) as sink:
+        yield sink.update
 
 
 class ProgressSink:
@@ -51,9 +64,8 @@ class ProgressSink:
         if self._bar:
             self._bar.update(self._task, completed=step, description=text)
         elif step * LINES // self._total > before * LINES // self._total:
-            minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
             count = f"{step:>7,} / {self._total:,} {self._unit}"
-            print(f"{count}  {minutes}:{seconds:02}  {text}", flush=True)
+            print(f"{count}  {time_since(self._started)}  {text}", flush=True)
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -64,6 +76,12 @@ class ProgressSink:
         with suppress(OSError):  # the terminal may be closed
             if self._bar:
                 self._bar.stop()
+
+
+def time_since(start: float) -> str:
+    """Minutes and seconds since a time of the monotonic clock."""
+    minutes, seconds = divmod(int(time.monotonic() - start), 60)
+    return f"{minutes}:{seconds:02}"
 
 
 def _bar(unit: str) -> Any:

@@ -2,15 +2,15 @@
 // Draws the page from the data in it. Names are only ever set as text, never parsed as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
-// the chosen theme; a browser may refuse to store it
-const remember = (theme) => {
+// the chosen theme, and the focus while the page reloads; a browser may refuse to store them
+const remember = (key, value) => {
   try {
-    localStorage.setItem("esper-theme", theme);
+    localStorage.setItem(`esper-${key}`, value);
   } catch {}
 };
-const remembered = () => {
+const remembered = (key) => {
   try {
-    return localStorage.getItem("esper-theme");
+    return localStorage.getItem(`esper-${key}`);
   } catch {
     return null;
   }
@@ -69,6 +69,16 @@ const svg = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 const line = (x1, y1, x2, y2, attributes) => svg("line", { x1, y1, x2, y2, ...attributes });
 const label = (x, y, text, attributes = {}) => svg("text", { x, y, ...attributes }, String(text));
+
+/** A link to a card, of HTML or SVG by `make`; a folded card is opened first. */
+function cardLink(make, id, attributes, ...children) {
+  const link = make("a", { href: `#${id}`, ...attributes }, ...children);
+  link.addEventListener?.("click", () => {
+    const fold = document.getElementById(id)?.closest("details");
+    if (fold) fold.open = true;
+  });
+  return link;
+}
 
 /** The sign of an operation, drawn around (0, 0): the same on the curve, in the table and the legend. */
 function sign(op) {

@@ -183,7 +183,9 @@ function drawParams(canvas, frame, top, height) {
   stepAxis(canvas, frame, base);
 }
 
-function drawLane(canvas, { x, left, right }, seed, top) {
+function drawLane(chart, { x, left, right }, seed, top) {
+  const canvas = cardLink(svg, `seed-${seed.seed}`, { "aria-label": `the card of ${seedName(seed)}` });
+  chart.append(canvas);
   const bar = 12,
     y = top + 8,
     alphas = seed.alphas;

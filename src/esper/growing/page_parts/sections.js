@@ -6,12 +6,18 @@ function drawHead() {
   if (rest.length) verdict.replaceChildren(el("strong", {}, opening), `: ${rest.join(": ")}`);
   verdict.classList.toggle("helped", opening === "Growing helped");
   verdict.classList.toggle("harmed", opening === "Growing did not help");
+  if (!data.after && data.now) {
+    const minutes = Math.floor((Date.now() / 1000 - data.time) / 60);
+    const isOld = minutes > 1 ? ` Written ${minutes} minutes ago: the run may have been stopped.` : "";
+    $("now").textContent = `Now: ${data.now}.${isOld}`;
+    $("now").hidden = false;
+  }
   $("theme").addEventListener("click", () => {
     const root = document.documentElement;
     const isDark = root.dataset.theme
       ? root.dataset.theme === "dark"
       : matchMedia("(prefers-color-scheme: dark)").matches;
-    remember((root.dataset.theme = isDark ? "light" : "dark"));
+    remember("theme", (root.dataset.theme = isDark ? "light" : "dark"));
   });
 }
 
@@ -264,16 +270,10 @@ const alternatives = (event) => {
     ? el("details", {}, el("summary", {}, "legal"), el("small", {}, words.join(", ")))
     : null;
 };
-/** The site, with a link to the seed's card; a folded card is opened first. */
+/** The site, with a link to the seed's card. */
 function siteLink(event) {
   const code = el("code", {}, event.site);
-  if (!event.seed) return code;
-  const link = el("a", { href: `#seed-${event.seed}` }, code);
-  link.addEventListener?.("click", () => {
-    const fold = document.getElementById(`seed-${event.seed}`)?.closest("details");
-    if (fold) fold.open = true;
-  });
-  return link;
+  return event.seed ? cardLink(el, `seed-${event.seed}`, {}, code) : code;
 }
 function outcome(event) {
   if (event.before === null || event.next === null) return "";
