@@ -79,7 +79,8 @@ def adapt(
         controller: "tamiyo" (trained, ships with Esper), the path of a file from
             `esper train-adapt`, or a controller.
         tries: plans that the controller may try, besides the usual rules.
-        steps, minibatch: length of each training and rows per step.
+        steps: length of each training.
+        minibatch: rows per step.
         validation: share of the rows held out to compare plans.
         source: some inputs that the model was trained on, if there are any; shifts of their
             statistics help to decide.

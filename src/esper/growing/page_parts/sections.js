@@ -26,7 +26,7 @@ function tile(title, big, ...rest) {
 }
 
 /** Whether the ungrown network was returned: then the tiles show it. */
-const isUngrown = data.verdict !== null && data.verdict.returned === "ungrown";
+const isUngrown = !data.trials.length && data.verdict !== null && data.verdict.returned === "ungrown";
 
 /** A cost: what the host had, what has grown, and how much of the budget that is. */
 function costTile(title, key) {
@@ -35,7 +35,7 @@ function costTile(title, key) {
     limit = data.budget[key];
   const full = Math.max(limit ?? 0, now, before, 1),
     part = (n, color) => el("i", { style: `width:${(100 * n) / full}%;background:${color}` });
-  const budget = limit === null ? "no budget set" : `budget ${short(limit)}`;
+  const budget = limit === null ? `budget ${data.facts.budget ?? "none"}` : `budget ${short(limit)}`;
   return tile(
     title,
     short(now),
