@@ -1,7 +1,7 @@
 """The ledger as one HTML page that works offline, with its JSON next to it.
 
     write_page(ledger, "run.html")  # and run.json, the ledger itself
-    report = with_page(report, ledger, "run.html", total_steps)  # while the run goes on
+    report = with_page(report, ledger, "run.html", total_steps)  # while it runs
 
 The page is assembled from `page_parts/` and loads nothing else. All it shows comes from
 `page_data`; names are inserted as text, never as markup.
