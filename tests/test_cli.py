@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -12,6 +13,7 @@ import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import get_args
 
@@ -20,6 +22,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import esper
 from esper import cli
 from esper.cli import evaluate, main, train
 from esper.leyline.factored_actions import tamiyo_action_space
@@ -93,6 +96,9 @@ def test_a_closed_pipe_is_not_an_error():
     [
         (KeyboardInterrupt(), 130),
         (OSError(errno.ENOSPC, "No space left"), "esper: [Errno 28] No space left"),
+        (FileNotFoundError(2, "No such file", "a.json"), "esper: a.json: No such file"),
+        (ModuleNotFoundError(name="gymnasium"), "esper: gymnasium is not installed; run: pip"),
+        (ModuleNotFoundError(name="rich.console"), "esper: rich is not installed"),
         (MemoryError(), "esper: a size is too large for this machine (MemoryError)"),
         (RuntimeError("CUDA out of memory."), "esper: a size is too large for this machine (CUDA"),
     ],
@@ -117,8 +123,31 @@ def test_an_error_of_the_program_keeps_its_traceback(monkeypatch):
 
 
 def test_an_unknown_command_is_refused():
-    with pytest.raises(SystemExit, match="no command 'trane'; use one of train, evaluate"):
+    with pytest.raises(SystemExit, match="no command 'trane'; did you mean 'train'\\? there are"):
         main(["trane"])
+
+
+def test_a_missing_module_of_the_user_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "_run", lambda _arguments: import_module("no_such_module"))
+    with pytest.raises(ModuleNotFoundError):
+        main(["train"])
+
+
+def test_a_command_that_is_not_on_the_path_is_shown_with_its_folder(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda _name: "/usr/bin/esper")
+    shown = {
+        ".venv/bin/esper": ".venv/bin/esper",
+        "/usr/bin/esper": "esper",
+        "-c": "python -m esper",
+    }
+    for called, command in shown.items():
+        monkeypatch.setattr(sys, "argv", [called])
+        assert cli.this_command() == command
+
+
+def test_the_version_is_printed(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"{esper.__version__}\n"
 
 
 def test_an_unknown_flag_is_refused():

@@ -72,6 +72,10 @@ def test_a_folder_without_runs_and_a_port_in_use_are_one_line(tmp_path, runs):
         main(["watch", str(tmp_path)])
     with served(runs) as port, pytest.raises(SystemExit, match=f"port {port} cannot be used"):
         main(["watch", str(runs), "--port", str(port), "--no-browser"])
+    with pytest.raises(SystemExit, match="port 99999 cannot be used"):
+        main(["watch", str(runs), "--port", "99999", "--no-browser"])
+    with pytest.raises(SystemExit, match="is not the folder of a run: it has no run.sqlite"):
+        main(["compare", str(tmp_path), str(runs)])
 
 
 @pytest.mark.slow

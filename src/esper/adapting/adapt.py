@@ -91,7 +91,7 @@ def adapt(
     check_page(page)
     chosen = find_controller(controller)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; give a trained nn.Module")
+        raise ValueError(f"model is of type {type(model).__name__}; give a trained nn.Module")
     like = next(model.parameters(), torch.zeros(0))
     data = _read_rows(rows, labels, like, validation, rng_seed)
     _check_model(model, data)
@@ -369,7 +369,12 @@ def _read_rows(rows: Any, labels: Any, like: Tensor, validation: float, rng_seed
         raise ValueError(f"validation={validation}; use a share above 0 and up to 0.5")
     if labels is None:
         rows, labels = _from_loader(rows)
-    labels = torch.as_tensor(labels)
+    try:
+        labels = torch.as_tensor(labels)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"labels cannot be numbers ({error}); give one whole number per row, the index of its class"
+        ) from error
     if labels.shape[1:] == (1,) and bool(((labels == 0) | (labels == 1)).all()):
         labels = labels[:, 0]  # as a loss of one logit takes them
     if labels.dim() == 1 and labels.is_floating_point() and bool((labels == labels.round()).all()):
@@ -438,8 +443,10 @@ def _check_model(model: nn.Module, data: _Data) -> None:
         with torch.no_grad(), untouched_randomness(model):
             output = forward(model, data.part(data.train[:2])[0])
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        first = tensors(data.inputs)[0]
         raise ValueError(
-            f"the model does not accept these rows: {str(error).splitlines()[0]}"
+            f"the model does not accept these rows, {first.dtype} of shape {tuple(first.shape)}: "
+            f"{str(error).splitlines()[0]}. Give them as in its training"
         ) from error
     classes = logits_of(output).shape[1]
     largest, smallest = int(data.labels.max()), int(data.labels.min())

@@ -2,16 +2,19 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
 import warnings
+from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 # command -> summary; each is a function in the module of its name
 _COMMANDS = {
-    "train": "Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.",
+    "train": "Train a controller to grow networks; without arguments, on MNIST-1D in a few minutes.",
     "evaluate": "Compare a trained controller with other ways to grow, on held-out hosts and data.",
     "watch": "Show runs on a local page while they train.",
     "compare": "Print how two runs differ: results and settings.",
@@ -19,6 +22,10 @@ _COMMANDS = {
     "sites": "List where a model can grow, and what could grow there.",
     "gym": "Train PPO on a Gymnasium environment, then evaluate it.",
 }
+
+# module -> the extra that installs it
+_EXTRAS = {"gymnasium": "gym"}
+_EXTRAS |= dict.fromkeys(("tyro", "rich", "tensorboard", "scipy", "sklearn", "mnist1d"), "train")
 
 RANK_DELAY_S = 3.0  # in which torchrun sees that rank 0 has failed
 
@@ -34,8 +41,15 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        if (name := (error.name or "").partition(".")[0]) not in _EXTRAS:
+            raise
+        _exit(f"{name} is not installed; run: pip install 'esper-lite[{_EXTRAS[name]}]'")
     except (ValueError, OSError) as error:  # a user's mistake: no traceback
-        _exit(str(error), is_alone=isinstance(error.__cause__ or error, ConnectionError))
+        message = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            message = f"{error.filename}: {error.strerror}"
+        _exit(message, is_alone=isinstance(error.__cause__ or error, ConnectionError))
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -59,6 +73,13 @@ def _exit(message: str, is_alone: bool = False) -> NoReturn:
     sys.exit(f"esper: {message}")
 
 
+def this_command() -> str:
+    """How a shell can call this command again."""
+    if Path(sys.argv[0]).name != "esper":
+        return "python -m esper"
+    return "esper" if sys.argv[0] == shutil.which("esper") else sys.argv[0]
+
+
 def stop_after_signal(number: int, message: str) -> NoReturn:
     """Print how to continue, and exit with the status of a process that this signal ended."""
     try:
@@ -73,8 +94,12 @@ def _run(arguments: list[str]) -> None:
     if name in ("-h", "--help"):
         print(_help())
         return
+    if name == "--version":
+        print(import_module("esper").__version__)
+        return
     if name not in _COMMANDS:
-        raise ValueError(f"no command {name!r}; use one of {', '.join(_COMMANDS)}")
+        near = "".join(f"did you mean {match!r}? " for match in get_close_matches(name, _COMMANDS))
+        raise ValueError(f"no command {name!r}; {near}there are {', '.join(_COMMANDS)}")
     if "" not in sys.path:
         sys.path.append("")  # modules to --import may be in the current folder
     if name == "train" and not {"-h", "--help"} & set(arguments):
@@ -105,7 +130,7 @@ def _help() -> str:
         (
             "usage: esper COMMAND [FLAGS]",
             "",
-            "Esper grows neural networks while they train.",
+            "Esper adapts trained models, and grows neural networks while they train.",
             "",
             *lines,
             "",

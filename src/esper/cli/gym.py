@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from esper.cli import stop_after_signal
+from esper.cli import stop_after_signal, this_command
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.ranks import join_ranks, was_restarted
 from esper.nissa.console import ProgressSink
@@ -48,7 +48,9 @@ def gym(
     checkpoint, ranks = out / "checkpoint.pt", join_ranks()
     num_envs = config.num_envs
     device = "" if config.device == _DEFAULTS.device else f" --device {config.device}"
-    resume_command = f"esper gym {env_id} --num-envs {num_envs}{device} --out {out} --resume"
+    resume_command = (
+        f"{this_command()} gym {env_id} --num-envs {num_envs}{device} --out {out} --resume"
+    )
     if resume and not checkpoint.exists():
         raise ValueError(f"no {checkpoint} to resume from; leave out --resume to start a new run")
     others = replace(config, device=_DEFAULTS.device, num_envs=_DEFAULTS.num_envs)

@@ -1,7 +1,6 @@
 """`esper train`: train Tamiyo to grow networks, then compare it with other controllers."""
 
 import sqlite3
-import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from esper.cli import stop_after_signal
+from esper.cli import stop_after_signal, this_command
 from esper.cli.evaluate import evaluate_with_bar
 from esper.cli.sites import function_named
 from esper.leyline.devices import machine_facts
@@ -24,6 +23,7 @@ from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
 from esper.nissa.database import RunDatabase, reasons_if_all_rolled_back
 from esper.nissa.event_sink import EventSink
+from esper.nissa.run_view import SMOOTHED_ROUNDS
 from esper.nissa.tensorboard import TensorBoardSink, log_picture
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import prepare
@@ -39,7 +39,6 @@ SHOWN: dict[str, Callable[[float], str]] = {
     "episode/lead": lambda lead: f"{100 * lead:+.1f} points over ungrown siblings",
     "episode/added_params": lambda added: f"{added:+,.0f} params",
 }
-SMOOTHED_ROUNDS = 10  # hosts, data and rents differ from round to round
 
 
 def command(arguments: list[str]) -> Callable[..., None]:
@@ -54,7 +53,7 @@ def command(arguments: list[str]) -> Callable[..., None]:
         resume: Path | None = None,
         sink: tuple[str, ...] = (),
     ) -> None:
-        """Train Tamiyo to grow networks; without arguments, on MNIST-1D in a few minutes.
+        """Train a controller (Tamiyo) to grow networks; without arguments, on MNIST-1D in a few minutes.
 
         Ctrl-C, SIGTERM and SIGHUP finish the step, save, and print the command that continues.
 
@@ -117,7 +116,7 @@ def run_training(
 ) -> None:
     """Train a new run, or the one in the folder; then evaluate it."""
     files = folder.files
-    resume_command = f"esper train --resume {files.path}"
+    resume_command = f"{this_command()} train --resume {files.path}"
     with folder:
         training = training or folder.resume()
         print(describe(training, files))
@@ -147,12 +146,9 @@ def run_training(
         log_picture(files.path, "evaluation", report.figures())
         print(report.brief())
         print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
-        print(f"Everything is in {files.path}; look at it with: {_command()} watch {files.path}")
-
-
-def _command() -> str:
-    """This command, as a shell can call it again."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "esper" else "python -m esper"
+        print(
+            f"Everything is in {files.path}; look at it with: {this_command()} watch {files.path}"
+        )
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:

@@ -18,6 +18,8 @@ def train_adapt(
 
     Args:
         preset: quick (two CPU cores, minutes) or full (a GPU, five minutes)
+        rng_seed: draws the practice and the weights
+        device: auto, cpu or cuda
         out: the controller's file, for `esper.adapt(..., controller=FILE)`
         scenarios: practice scenarios of each architecture, in place of the preset's
     """

@@ -40,8 +40,9 @@ def watch(
     find_runs(path)  # raises if there is none
     try:
         server = make_server(path, port)
-    except OSError as error:
-        raise ValueError(f"port {port} cannot be used ({error.strerror}); try --port 0") from error
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"port {port} cannot be used ({reason}); try --port 0") from error
     address = f"http://127.0.0.1:{server.server_port}/"
     print(f"{path} is shown at {address}; Ctrl-C ends this", flush=True)
     has_screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ)

@@ -47,6 +47,8 @@ def find_runs(path: Path) -> dict[str, Path]:
 
 def view_run(folder: Path, round_number: int | None = None) -> dict[str, Any]:
     """All that is shown of a run; `round_number` is the round whose hosts are shown, or the last."""
+    if not (folder / "run.sqlite").exists():
+        raise ValueError(f"{folder} is not the folder of a run: it has no run.sqlite")
     try:
         address = (folder / "run.sqlite").resolve().as_uri()  # names may hold # or ?
         with closing(sqlite3.connect(f"{address}?mode=ro", uri=True)) as connection:
