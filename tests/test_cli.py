@@ -209,7 +209,7 @@ def test_gym_refuses_a_folder_that_holds_a_run(tmp_path):
     command = ["gym", "CartPole-v1", *SMALL, "--total-steps", "64", "--out", str(tmp_path)]
     main(command)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    again = f"esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume"
+    again = f"python -m esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume"
     with pytest.raises(SystemExit, match=f"already holds a run; resume it with `{again}`"):
         main(command)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
