@@ -3,10 +3,11 @@
     python benchmarks/policy.py [--device cpu|cuda] [--quick]
 
 `evaluate()` is measured with its backward pass on 64 rows of 128 steps, with an episode end about
-every 20 steps. Its rivals use the same weights: a loop over time that resets the state (with
-`lstm_cell`, and with `nn.LSTM` on one step), and all episodes padded to the longest. All are first
-checked for equal results. CPU figures are for one thread; rivals alternate in one process, and the
-table shows medians.
+every 20 steps. On a GPU it is also measured as the graph that an update replays for layouts that
+come up often; the bar is the graph's. Rivals use the same weights: a loop over time that resets the
+state (with `lstm_cell`, and with `nn.LSTM` on one step), and all episodes padded to the longest. All
+are first checked for equal results. CPU figures are for one thread; rivals alternate in one process,
+and the table shows medians.
 """
 
 import argparse
@@ -26,11 +27,13 @@ from esper.leyline.factored_actions import (
     audit_action_space,
 )
 from esper.leyline.sequences import SequenceLayout, SequenceParts
+from esper.simic.agent.captured import Captured
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import (
     FactoredRecurrentActorCritic,
     RecurrentState,
+    StoredSteps,
     full_precision,
 )
 from esper.tamiyo.policy.plain_heads import flat_policy
@@ -100,32 +103,47 @@ class Rollout:
 
 
 def measure_evaluate(name: str, device: str, budget_s: float) -> float:
-    """Print a table; return the time of the `lstm_cell` loop divided by that of `evaluate`."""
+    """Print a table; return the time of the `lstm_cell` loop divided by ours."""
     torch.manual_seed(0)
     policy = POLICIES[name]().to(device)
     rollout = Rollout.random(policy, device)
     parts = SequenceParts((rollout.layout,))  # a PPO update makes them once for all passes
 
-    def ours() -> Scores:
+    def gathered() -> StoredSteps:
         r = rollout
-        (steps,) = policy.gather(r.features, r.actions, r.masks, parts, r.initial)
-        scores = policy.evaluate(steps, r.layout)
+        return policy.gather(r.features, r.actions, r.masks, parts, r.initial)[0]
+
+    def ours() -> Scores:
+        scores = policy.evaluate(gathered(), rollout.layout)
         return scores.log_probs, scores.values
+
+    def gradients(inputs: tuple[StoredSteps], layout: SequenceLayout) -> Scores:
+        scores = policy.score(*inputs, layout)
+        backward(policy, scores.log_probs, scores.values)
+        return scores.log_probs.detach(), scores.values.detach()
+
+    captured = Captured(gradients, list(policy.parameters()))
+
+    def as_graph() -> Scores:
+        policy.zero_grad(set_to_none=True)
+        return captured((gathered(),), rollout.layout)
 
     def rival(unroll: Unroll) -> Callable[[], Scores]:
         return lambda: score_in_rows(policy, rollout, unroll)
 
-    ways = {
+    scored = {
         "evaluate()": ours,
         "loop of lstm_cell": rival(loop_of_cells),
         "loop of nn.LSTM": rival(loop_of_lstms),
         "padded to the longest": rival(padded_to_longest),
     }
-    check(policy, rollout, ways)
-    medians = time_in_turns(
-        {way: lambda f=f: learn(policy, f) for way, f in ways.items()}, device, budget_s
-    )
-    ours_s = medians["evaluate()"]
+    check(policy, rollout, scored)
+    ways = {way: lambda f=f: learn(policy, f) for way, f in scored.items()}
+    if device == "cuda":
+        ways = {"evaluate() as a graph": as_graph, **ways}
+        check_graph(policy, captured, as_graph, ours)
+    medians = time_in_turns(ways, device, budget_s)
+    ours_s = next(iter(medians.values()))
     print(
         f"\nevaluate and backward, {name}, {NUM_ENVS} x {NUM_STEPS} steps, "
         f"{rollout.layout.num_episodes} episodes, the longest {len(rollout.layout.batch_sizes)}"
@@ -138,8 +156,30 @@ def measure_evaluate(name: str, device: str, budget_s: float) -> float:
 def learn(policy: FactoredRecurrentActorCritic, score: Callable[[], Scores]) -> None:
     policy.zero_grad(set_to_none=True)
     with full_precision(policy.device):
-        log_probs, values = score()
+        backward(policy, *score())
+
+
+def backward(policy: FactoredRecurrentActorCritic, log_probs: Tensor, values: Tensor) -> None:
+    with full_precision(policy.device):
         (log_probs.mean() + values.square().mean()).backward()
+
+
+def check_graph(
+    policy: FactoredRecurrentActorCritic,
+    captured: Captured,
+    as_graph: Callable[[], Scores],
+    score: Callable[[], Scores],
+) -> None:
+    """Check that a replayed graph gives the scores and gradients of `evaluate` within 1e-6."""
+    while not captured.graphs:
+        as_graph()
+    expected = score()
+    learn(policy, score)
+    gradients = [p.grad.clone() for p in policy.parameters()]
+    for mine, theirs in zip(as_graph(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-6)
+    for mine, parameter in zip(gradients, policy.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, mine, rtol=1e-4, atol=1e-6)
 
 
 def check(

@@ -65,7 +65,7 @@ def block_starts(num_blocks: int, size: int, device: torch.device) -> Tensor:
         return torch.arange(0, num_blocks * size, size, device=device)
 
 
-@lru_cache(maxsize=256)
+@cache  # not evicted: CUDA graphs may read them
 def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Integers as a tensor on a device; shared, so do not write to it."""
     with torch.inference_mode(False):

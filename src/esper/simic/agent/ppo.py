@@ -29,6 +29,7 @@ from esper.leyline.constants import DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.sequences import SequenceLayout, SequenceParts
+from esper.simic.agent.captured import Captured
 from esper.simic.agent.rollout_buffer import RolloutBatch, TamiyoRolloutBuffer
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.network import (
@@ -125,7 +126,9 @@ class PPOAgent:
         self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
         self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
         self._has_warned = False  # of ratios that are not 1
-        self._zero = torch.zeros((), device=self.device)
+        # a graph cannot hold what a user's encoder or another rank does
+        can_capture = self.device.type == "cuda" and ranks.size == 1 and not policy.heads.is_custom
+        self.captured = Captured(self._gradients, self._parameters) if can_capture else None
 
     # -- acting -------------------------------------------------------------------------------
 
@@ -188,7 +191,7 @@ class PPOAgent:
         returns = layout.gather(batch.returns)
         self._rescale_values(returns)
         rollout = replace(batch, returns=self._scaled_values(batch.returns))
-        meter = _Meter()
+        meter = _Meter([*_metric_names(self.policy.action_space), "gradient_norm"])
         try:
             epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator, share)
             self.policy.raise_on_bad_values()
@@ -227,16 +230,13 @@ class PPOAgent:
         """Train on the rollout; returns the passes made and whether all losses were finite."""
         for ppo_epoch in range(self.config.ppo_epochs):
             for minibatch in self._minibatches(rollout, layout, generator, share):
-                for parameter in self._parameters:
-                    parameter.grad = None
                 measured = self._backward(minibatch, meter)
                 norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
-                measured["gradient_norm"] = norm
                 # With found_inf 1 the fused step does not change the weights, and needs no
                 # synchronisation. They stay finite until the update is undone.
                 self.optimizer.found_inf = (~(norm < torch.inf)).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
-                meter.add(measured)
+                meter.add(torch.cat([measured, norm.unsqueeze(0)]))
             kl, is_finite = meter.close_epoch()  # the only synchronisation of a pass
             if not is_finite:
                 return ppo_epoch + 1, False
@@ -244,27 +244,40 @@ class PPOAgent:
                 return ppo_epoch + 1, True
         return self.config.ppo_epochs, True
 
-    def _backward(self, minibatch: "_Minibatch", meter: "_Meter") -> dict[str, Tensor]:
-        """Gradients of a minibatch on all ranks; returns its metrics."""
-        space = self.policy.action_space
-        measured = dict.fromkeys(_metric_names(space), self._zero)
-        if minibatch.layout.num_rows:
-            evaluation = self.policy.evaluate(minibatch.steps, minibatch.layout)
-            weights = self._entropy_share * self._entropy_weights
-            loss, measured = ppo_loss(
-                evaluation, minibatch.rows, space, weights, self.config, minibatch.totals
-            )
-            with full_precision(self.device):
-                loss.backward()  # type: ignore[no-untyped-call]
-            meter.note_first(evaluation, minibatch.rows)
+    def _backward(self, minibatch: "_Minibatch", meter: "_Meter") -> Tensor:
+        """Gradients of a minibatch on all ranks; returns its metrics by `_metric_names`."""
+        layout, steps, rows, totals = minibatch
+        for parameter in self._parameters:
+            parameter.grad = None
+        measured = torch.zeros(len(meter.names) - 1, device=self.device)
+        if layout.num_rows:
+            inputs = (steps, rows, self._entropy_share * self._entropy_weights)
+            if self.captured is not None:
+                log_probs, measured = self.captured(inputs, layout)
+            else:
+                log_probs, measured = self._gradients(inputs, layout, totals)
+            self.policy.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
+            meter.note_first(log_probs, rows)
         if self.ranks.size > 1:
             for weight in self._parameters:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            values = torch.stack(list(measured.values()))
             gradients = [w.grad for w in self._parameters if w.grad is not None]
-            self.ranks.sum_together([*gradients, values])
-            measured = dict(zip(measured, values.unbind(), strict=True))
+            self.ranks.sum_together([*gradients, measured])
         return measured
+
+    def _gradients(
+        self,
+        inputs: "tuple[StoredSteps, RolloutRows, Tensor]",
+        layout: SequenceLayout,
+        totals: "Totals | None" = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The backward pass; returns log-probs and metrics. No check: a graph may hold it."""
+        steps, rows, entropy_weights = inputs
+        evaluation, space = self.policy.score(steps, layout), self.policy.action_space
+        loss, measured = ppo_loss(evaluation, rows, space, entropy_weights, self.config, totals)
+        with full_precision(self.device):
+            loss.backward()  # type: ignore[no-untyped-call]
+        return evaluation.log_probs.detach(), torch.stack(list(measured.values()))
 
     def _minibatches(
         self,
@@ -463,28 +476,27 @@ def _entropy_weights(action_space: FactoredActionSpace, config: PPOConfig) -> Te
 class _Meter:
     """Collects the metrics of minibatches, with one synchronisation per pass."""
 
-    def __init__(self) -> None:
-        self._names: list[str] = []
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
         self._open: list[Tensor] = []  # [metrics] of each minibatch of the current pass
         self._closed: list[Tensor] = []  # [minibatches, metrics] of each earlier pass
 
         self._first_ratio_error: Tensor | float = 0.0
 
-    def note_first(self, evaluation: Evaluation, rows: RolloutRows) -> None:
+    def note_first(self, log_probs: Tensor, rows: RolloutRows) -> None:
         """Before the first optimiser step every ratio is 1, unless `act` and `score` differ."""
-        if not self._names:
-            log_ratios = (evaluation.log_probs.detach() - rows.log_probs).sum(dim=-1)
+        if not self._open and not self._closed:
+            log_ratios = (log_probs - rows.log_probs).sum(dim=-1)
             self._first_ratio_error = log_ratios.expm1().abs().max()
 
-    def add(self, measured: dict[str, Tensor]) -> None:
-        self._names = list(measured)
-        self._open.append(torch.stack(list(measured.values())))
+    def add(self, measured: Tensor) -> None:
+        self._open.append(measured)
 
     def close_epoch(self) -> tuple[float, bool]:
         """End a pass; returns its mean KL and whether its losses and gradients were finite."""
         rows = torch.stack(self._open)
         loss, norm, kl = (
-            rows[:, self._names.index(name)] for name in ("loss", "gradient_norm", "kl")
+            rows[:, self.names.index(name)] for name in ("loss", "gradient_norm", "kl")
         )
         is_finite = torch.stack([loss, norm]).isfinite().all()
         mean_kl, is_finite = torch.stack([kl.mean(), is_finite]).tolist()
@@ -494,6 +506,6 @@ class _Meter:
 
     def means(self) -> dict[str, float]:
         rows = torch.cat(self._closed)
-        means = dict(zip(self._names, rows.mean(dim=0).tolist(), strict=True))
+        means = dict(zip(self.names, rows.mean(dim=0).tolist(), strict=True))
         means["first_ratio_error"] = float(self._first_ratio_error)
         return means

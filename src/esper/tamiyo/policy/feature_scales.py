@@ -35,7 +35,7 @@ class RunningNormalizer(nn.Module):
         self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self._scales: dict[tuple[torch.device, torch.dtype], _Scale] = {}
-        self.register_load_state_dict_post_hook(_forget_scales)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_refresh_scales)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def update(self, rows: Tensor, ranks: Ranks = ALONE) -> None:
@@ -51,7 +51,7 @@ class RunningNormalizer(nn.Module):
         self.mean.add_(share * delta)
         self.count.copy_(total)
         self.bound.fill_(self.limit)
-        self._scales.clear()
+        self._refresh_scales()
 
     @property
     def std(self) -> Tensor:
@@ -67,16 +67,26 @@ class RunningNormalizer(nn.Module):
         return torch.addcmul(scale.mean, values, scale.std)
 
     def _scale(self, dtype: torch.dtype) -> "_Scale":
-        """The statistics in the dtype of the values, cached until they change."""
+        """The statistics in the dtype of the values; CUDA graphs may read these tensors."""
         key = (self.mean.device, dtype)
         if key not in self._scales:
-            self._scales[key] = _Scale(*(t.to(dtype) for t in (self.mean, self.std, self.bound)))
+            with torch.inference_mode(False):  # a later caller may need gradients
+                self._scales[key] = _Scale(*(t.to(dtype) for t in self._statistics()))
         return self._scales[key]
 
+    def _refresh_scales(self) -> None:
+        """Change the cached statistics in place."""
+        for scale in self._scales.values():
+            for cached, current in zip(scale, self._statistics(), strict=True):
+                cached.copy_(current)
 
-def _forget_scales(normalizer: nn.Module, _: object) -> None:
+    def _statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.mean, self.std, self.bound
+
+
+def _refresh_scales(normalizer: nn.Module, _: object) -> None:
     assert isinstance(normalizer, RunningNormalizer)
-    normalizer._scales.clear()
+    normalizer._refresh_scales()
 
 
 class _Scale(NamedTuple):

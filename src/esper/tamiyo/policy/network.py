@@ -49,6 +49,7 @@ class Heads(Protocol):
     """Encoder and heads of a policy, an `nn.Module` that owns the scaling of its features."""
 
     feature_size: int  # F
+    is_custom: bool  # True: with a user's encoder, which may do anything
 
     def initial_bias(self) -> Tensor:
         """Logits of the first head group before anything is learned, `[choices]`."""
@@ -253,6 +254,12 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def evaluate(self, steps: StoredSteps, layout: SequenceLayout) -> Evaluation:
         """Log-probs, entropies and values of stored steps; `layout` is their part's."""
+        scores = self.score(steps, layout)
+        self.choice_checks.check_stored(steps.actions, scores.log_probs, steps.masks, layout)
+        return scores
+
+    def score(self, steps: StoredSteps, layout: SequenceLayout) -> Evaluation:
+        """`evaluate` without its check, so that a CUDA graph can hold it."""
         with full_precision(self.device):
             encoded, scene = self.heads.encode(steps.features)
             core = encoded
@@ -272,7 +279,6 @@ class FactoredRecurrentActorCritic(nn.Module):
             log_std=self.log_std,
         )
         log_probs = distribution.log_prob(steps.actions)
-        self.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
         entropies = distribution.entropy()
         normalized = distribution.normalize(entropies)
         return Evaluation(log_probs, entropies, normalized, values, distribution)

@@ -14,7 +14,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from esper.leyline.devices import block_starts
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.stages import LifecycleOp
@@ -55,6 +54,8 @@ class SlotHeads(nn.Module):
 
     Features are scaled by `FeatureScales`, fitted to the first rollout and then frozen.
     """
+
+    is_custom = False
 
     def __init__(self, layout: FeatureLayout, config: PolicyConfig):
         super().__init__()
@@ -99,7 +100,9 @@ class SlotHeads(nn.Module):
         if group == _SLOT_GROUP:
             logits: Tensor = self.slot_pointer(core + self.slot_op(op), slots)
             return logits
-        chosen = block_starts(*slots.shape[:2], slots.device) + actions[:, _SLOT]
+        num_rows, num_slots = slots.shape[:2]
+        starts = torch.arange(0, num_rows * num_slots, num_slots, device=slots.device)
+        chosen = starts + actions[:, _SLOT]
         slot = slots.flatten(0, 1).index_select(0, chosen)
         menu = blueprints.flatten(0, 1).index_select(0, chosen)
         where = (self.where_core(core) + self.where_op(op) + self.where_slot(slot)).tanh()
