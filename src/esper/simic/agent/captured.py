@@ -7,9 +7,9 @@ A graph repeats the kernels of one layout (the lengths of the packed episodes) a
 So inputs are copied to where it reads them; all else that it reads (weights, statistics of
 features) may change in place only.
 
-A capture takes longer than many minibatches, and pays only if the layout comes up again in later
-updates. Growth training has full rows of one length: one layout for all minibatches. Layouts that
-have not come up often run without a graph; episodes of random lengths hardly ever repeat one.
+A capture takes as long as several minibatches, so it pays only for a layout that comes up again in
+later updates. Growth training has full rows of one length: one layout for all minibatches. Layouts
+that have not come up often run without a graph; episodes of random lengths hardly ever repeat one.
 Parity tests: tests/simic/test_captured.py.
 """
 
@@ -68,7 +68,8 @@ class Captured(Generic[Inputs]):
         mode = "thread_local"  # another thread may use the GPU meanwhile
         with torch.cuda.device(self._device), torch.cuda.graph(graph, capture_error_mode=mode):
             outputs = self._compute(fixed, layout)
-        return _Graph(graph, fixed, outputs, [p.grad for p in self._parameters], layout)
+        gradients = [parameter.grad for parameter in self._parameters]
+        return _Graph(graph, fixed, outputs, gradients, layout.steps_on(self._device))
 
 
 class _Graph(NamedTuple):
@@ -76,7 +77,7 @@ class _Graph(NamedTuple):
     inputs: tuple[Any, ...]
     outputs: Sequence[Tensor]
     gradients: list[Tensor | None]
-    layout: SequenceLayout  # its tensors are read by the graph
+    steps: tuple[Tensor, Tensor]  # of the layout; held because the graph reads them
 
 
 def _tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
