@@ -135,28 +135,31 @@ def _backward(
 
 @_compiled
 def _add_product(y, x, w):
-    """y `[rows, n]` += x `[rows, m]` @ w `[m, n]`; eight rows of w at a time stay in the cache."""
-    in_eights = w.shape[0] - w.shape[0] % 8
-    for k in range(0, in_eights, 8):
-        for row in range(y.shape[0]):
-            _add_eight(
-                y[row], x[row, k : k + 8],
-                w[k], w[k + 1], w[k + 2], w[k + 3], w[k + 4], w[k + 5], w[k + 6], w[k + 7],
-            )  # fmt: skip
-    for k in range(in_eights, w.shape[0]):
-        for row in range(y.shape[0]):
+    """y `[rows, n]` += x `[rows, m]` @ w `[m, n]`, two rows of y and four of w at a time."""
+    rows, in_fours = y.shape[0], w.shape[0] - w.shape[0] % 4
+    for k in range(0, in_fours, 4):
+        w0, w1, w2, w3 = w[k], w[k + 1], w[k + 2], w[k + 3]
+        for row in range(0, rows - 1, 2):
+            _add_four(y[row], y[row + 1], x[row, k : k + 4], x[row + 1, k : k + 4], w0, w1, w2, w3)
+        if rows % 2:
+            last, x_last = y[rows - 1], x[rows - 1]
+            x0, x1, x2, x3 = x_last[k], x_last[k + 1], x_last[k + 2], x_last[k + 3]
+            for n in range(last.size):
+                last[n] += x0 * w0[n] + x1 * w1[n] + x2 * w2[n] + x3 * w3[n]
+    for k in range(in_fours, w.shape[0]):
+        for row in range(rows):
             for n in range(y.shape[1]):
                 y[row, n] += x[row, k] * w[k, n]
 
 
 @_compiled
-def _add_eight(y, x, w0, w1, w2, w3, w4, w5, w6, w7):
-    x0, x1, x2, x3, x4, x5, x6, x7 = x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]
+def _add_four(y, z, for_y, for_z, w0, w1, w2, w3):
+    y0, y1, y2, y3 = for_y[0], for_y[1], for_y[2], for_y[3]
+    z0, z1, z2, z3 = for_z[0], for_z[1], for_z[2], for_z[3]
     for n in range(y.size):
-        y[n] += (
-            x0 * w0[n] + x1 * w1[n] + x2 * w2[n] + x3 * w3[n]
-            + x4 * w4[n] + x5 * w5[n] + x6 * w6[n] + x7 * w7[n]
-        )  # fmt: skip
+        a, b, c, d = w0[n], w1[n], w2[n], w3[n]
+        y[n] += y0 * a + y1 * b + y2 * c + y3 * d
+        z[n] += z0 * a + z1 * b + z2 * c + z3 * d
 
 
 @_compiled

@@ -204,9 +204,10 @@ class TamiyoRolloutBuffer:
         checked before anything is written.
         """
         envs = self._checked_env_ids(env_ids)
-        steps = self.step_counts[envs]
-        if bool((steps >= self.max_steps_per_env).any()):
-            full = envs[steps >= self.max_steps_per_env].tolist()
+        counts = self.step_counts.numpy()  # far quicker than torch for a few numbers
+        steps = counts if envs is self._all_envs else counts[envs.numpy()]
+        if (steps >= self.max_steps_per_env).any():
+            full = envs.numpy()[steps >= self.max_steps_per_env].tolist()
             raise ValueError(
                 f"envs {full} already hold max_steps_per_env={self.max_steps_per_env} steps; "
                 "call reset() first or make the buffer longer"
@@ -214,15 +215,16 @@ class TamiyoRolloutBuffer:
         values = self._checked_values(step, len(envs))
 
         first = int(steps[0]) if len(steps) else 0
-        if envs is self._all_envs and bool((steps == first).all()):
+        if steps is counts and (steps == first).all():
             if first not in self._columns:
                 self._columns[first] = [self._fields[s.name][:, first] for s in self._step_fields]
             torch._foreach_copy_(self._columns[first], values)
         else:
-            rows = (envs * self.max_steps_per_env + steps).to(self.device, non_blocking=True)
+            rows = envs * self.max_steps_per_env + torch.from_numpy(steps)
+            rows = rows.to(self.device, non_blocking=True)
             for spec, value in zip(self._step_fields, values, strict=True):
                 self._rows[spec.name].index_put_((rows,), value)
-        self.step_counts[envs] = steps + 1
+        counts[envs.numpy()] = steps + 1
         self._forget_derived()
 
     def mark_terminal_with_penalty(self, env_id: int, penalty: float) -> None:

@@ -1,4 +1,4 @@
-"""`act` for many steps between two updates: weights are prepared once, and operations are few.
+"""`act` for many steps between two updates: weights are prepared once, and a step is two kernels.
 
     act = prepared_act(policy, mean, std)           # None: use `policy.act`
     decision = act(features, masks, state, generator=rng)
@@ -7,7 +7,7 @@ For plain policies with independent choices on a CPU: there, the calls of torch 
 arithmetic. Choices are those of `policy.act` with the same generator.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from esper.leyline.ranks import noise
 from esper.tamiyo.policy.distributions import MASKED
 from esper.tamiyo.policy.network import Decision, FactoredRecurrentActorCritic, RecurrentState
 from esper.tamiyo.policy.plain_heads import PlainHeads
+
+MOST_ENVS = 64  # from about 128 envs on, `policy.act` is as fast
 
 
 class Act(Protocol):
@@ -67,18 +69,26 @@ class _PreparedAct:
         std: Tensor,
     ):
         self.policy, self.mean, self.std = policy, mean, std
-        self.center, self.scale, self.bound = (
-            part.numpy() for part in heads.scales._scale(torch.float32)
-        )
+        center, scale, bound = heads.scales._scale(torch.float32)
         layers = [layer for layer in encoder if isinstance(layer, nn.Linear)]
-        self.encoder = [(layer.bias.detach(), layer.weight.t().contiguous()) for layer in layers]
-        w_ih, w_hh, b_ih, b_hh = (_cell_gate_last(weight) for weight in policy.core.all_weights[0])
-        self.core_bias = b_ih + b_hh
-        self.core_weight = torch.cat((w_ih, w_hh), dim=1).t().contiguous()
-        weight, self.read_bias = policy.readout.weight.clone(), policy.readout.bias.clone()
+        w_ih, w_hh, b_ih, b_hh = policy.core.all_weights[0]
+        self.step_arguments = (
+            center.numpy().copy(),
+            scale.numpy().copy(),
+            bound.numpy()[()],
+            tuple(_columns(layer.weight) for layer in layers),
+            tuple(layer.bias.detach().numpy().copy() for layer in layers),
+            (_columns(w_ih), _columns(w_hh)),
+            (b_ih + b_hh).numpy(),
+            policy.config.memory,
+        )
+        weight, bias = policy.readout.weight.clone(), policy.readout.bias.clone()
         weight[-1].mul_(std)
-        self.read_bias[-1:].mul_(std).add_(mean)
-        self.read_weight = weight.t().contiguous()
+        bias[-1:].mul_(std).add_(mean)
+        self.readout = _columns(weight), bias.numpy()
+        sizes = policy.action_space.sizes
+        self.starts = np.cumsum([0, *sizes])
+        self.grid = len(sizes), max(sizes)
 
     @torch.no_grad()
     def __call__(
@@ -90,57 +100,47 @@ class _PreparedAct:
         generator: torch.Generator | None = None,
         deterministic: bool = False,
     ) -> Decision:
-        core, next_state = self._unroll(features, state)
-        read = torch.addmm(self.read_bias, core, self.read_weight).numpy()
-        legal, space = masks.groups[0].numpy(), self.policy.action_space
-        num_envs = len(read)
-        actions = np.empty((num_envs, space.num_heads), dtype=np.int64)
-        log_probs = np.empty((num_envs, space.num_heads), dtype=np.float32)
-        if not deterministic:  # exponential clocks, as in `MaskedFactoredCategorical.sample`
-            like = core.new_empty(num_envs, space.num_heads, max(space.sizes))
-            clocks = noise(like, "exponential_", generator).clamp_(1e-30, 1e3).numpy()
-        rows, is_ok = np.arange(num_envs), True
-        for head, part in enumerate(space.slices):
-            logits = np.where(legal[:, part], read[:, part], np.float32(MASKED))
-            logits -= logits.max(axis=1, keepdims=True)
-            weights = np.exp(logits)
-            rates = weights if deterministic else weights / clocks[:, head, : logits.shape[1]]
-            actions[:, head] = choice = rates.argmax(axis=1)
-            totals = weights.sum(axis=1)
-            log_probs[:, head] = logits[rows, choice] - np.log(totals)
-            is_ok = is_ok and bool(legal[rows, part.start + choice].all() & (totals > 0).all())
+        from esper.kernels.lstm import numba_act
+
+        if len(features) > MOST_ENVS:
+            return self._plain(features, masks, state, generator, deterministic)
+        legal = masks.groups[0]
+        before = tuple(part[:, 0].numpy() for part in state)
+        core, *after = numba_act.step(features.numpy(), *self.step_arguments, *before)
+        clocks = features.new_empty(len(features), *self.grid)
+        if not deterministic:
+            clocks = noise(clocks, "exponential_", generator).clamp_(1e-30, 1e3)
+        actions, log_probs, values, is_ok = numba_act.choose(
+            core,
+            *self.readout,
+            legal.numpy(),
+            self.starts,
+            clocks.numpy(),
+            not deterministic,
+            np.float32(MASKED),
+        )
         if not is_ok:  # raises the error, with env and head; a logit of infinity is clipped there
-            found = self.policy.act(
-                features, masks, state, generator=generator, deterministic=deterministic
-            )
-            return found._replace(values=found.values * self.std + self.mean)
-        return Decision(
-            torch.from_numpy(actions),
-            torch.from_numpy(log_probs),
-            masks.groups[0],
-            torch.from_numpy(read[:, -1]),
-            next_state,
-        )
-
-    def _unroll(self, features: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
-        """What the heads read, and the state after the step."""
-        scaled = ((features.numpy() - self.center) / self.scale).clip(-self.bound, self.bound)
-        core = torch.from_numpy(scaled)
-        for bias, weight in self.encoder:
-            core = torch.addmm(bias, core, weight).tanh_()
+            return self._plain(features, masks, state, generator, deterministic)
+        next_state = RecurrentState(*(torch.from_numpy(part).unsqueeze(1) for part in after))
         if not self.policy.config.memory:
-            return core, state
-        gates = torch.addmm(
-            self.core_bias, torch.cat((core, state.h[:, 0]), dim=1), self.core_weight
+            next_state = state
+        actions, log_probs, values = map(torch.from_numpy, (actions, log_probs, values))
+        return Decision(actions, log_probs, legal, values, next_state)
+
+    def _plain(
+        self,
+        features: Tensor,
+        masks: ActionMasks,
+        state: RecurrentState,
+        generator: torch.Generator | None,
+        deterministic: bool,
+    ) -> Decision:
+        decision = self.policy.act(
+            features, masks, state, generator=generator, deterministic=deterministic
         )
-        hidden = self.policy.config.lstm_hidden_dim
-        i, f, o = gates[:, : 3 * hidden].sigmoid_().chunk(3, dim=1)
-        c = torch.addcmul(f * state.c[:, 0], i, gates[:, 3 * hidden :].tanh_())
-        h = o * c.tanh()
-        return core + h, RecurrentState(h.unsqueeze(1), c.unsqueeze(1))
+        return decision._replace(values=decision.values * self.std + self.mean)
 
 
-def _cell_gate_last(weight: Tensor) -> Tensor:
-    """Rows of the gates input, forget, cell, output with those of the cell gate, a tanh, last."""
-    i, f, z, o = weight.chunk(4)
-    return torch.cat((i, f, o, z))
+def _columns(weight: Tensor) -> "np.ndarray[Any, Any]":
+    """Weights `[outputs, inputs]` as an array `[inputs, outputs]`."""
+    return weight.detach().t().contiguous().numpy()
