@@ -1,7 +1,8 @@
 """The recurrence of an LSTM layer over sequences in packed order, compiled for one CPU thread.
 
 With few sequences per time step, torch spends its time between operations. Here one call runs all
-sequences through all their steps. Float32 only; exp is written out, because a library call per
+sequences through all their steps. With many, torch multiplies and a call does the rest of a step.
+Float32 only; exp is written out, because a library call per
 element would not be vectorised. `reassoc` lets sums be reordered into vectors; infinities and NaN
 keep their meaning. Parity tests: tests/tamiyo/test_packed_lstm.py.
 """
@@ -20,6 +21,7 @@ _compiled = njit(fastmath=_FAST, error_model="numpy")
 _entry_point = njit(fastmath=_FAST, error_model="numpy", nogil=True, cache=True)
 
 _ONE, _HALF = np.float32(1), np.float32(0.5)
+MANY_SEQUENCES = 20  # mean rows per time step from which torch multiplies faster
 
 
 def forward(
@@ -28,15 +30,14 @@ def forward(
     """Outputs, and the tensors that `backward` needs; `gates` is overwritten with gate values."""
     outputs, hs, cs, tanh_cs = (gates.new_empty(len(gates), h.shape[1]) for _ in range(4))
     hs[: len(h)], cs[: len(c)] = h, c
-    _forward(
-        layout.batch_sizes.numpy(),
-        gates.numpy(),
-        hs.numpy(),
-        cs.numpy(),
-        tanh_cs.numpy(),
-        outputs.numpy(),
-        weight.t().contiguous().numpy(),
-    )
+    recurrent = weight.t().contiguous()
+    arrays = [part.numpy() for part in (gates, hs, cs, tanh_cs, outputs)]
+    if _is_small(layout):
+        _forward(layout.batch_sizes.numpy(), *arrays, recurrent.numpy())
+    else:
+        for start, end, num_continuing in _spans(layout):
+            gates[start:end].addmm_(hs[start:end], recurrent)
+            _forward_rows(start, end, num_continuing, *arrays)
     return outputs, (hs, cs, tanh_cs)
 
 
@@ -51,18 +52,26 @@ def backward(
     _, cs, tanh_cs = kept
     grad_gates = torch.empty_like(gates)
     grad_h, grad_c = (cs.new_zeros(layout.num_episodes, cs.shape[1]) for _ in "hc")
-    _backward(
-        layout.batch_sizes.numpy(),
-        gates.numpy(),
-        cs.numpy(),
-        tanh_cs.numpy(),
-        weight.numpy(),
-        grad_output.numpy(),
-        grad_gates.numpy(),
-        grad_h.numpy(),
-        grad_c.numpy(),
-    )
+    parts = (gates, cs, tanh_cs, grad_output, grad_gates, grad_h, grad_c)
+    arrays = [part.numpy() for part in parts]
+    if _is_small(layout):
+        _backward(layout.batch_sizes.numpy(), *arrays, weight.numpy())
+    else:
+        for start, end, _ in reversed(_spans(layout)):
+            _backward_rows(start, end, *arrays)
+            torch.mm(grad_gates[start:end], weight, out=grad_h[: end - start])
     return grad_gates, grad_h, grad_c
+
+
+def _is_small(layout: SequenceLayout) -> bool:
+    """Whether products with a step's few rows are faster here than in torch."""
+    return layout.num_rows < MANY_SEQUENCES * len(layout.batch_sizes)
+
+
+def _spans(layout: SequenceLayout) -> list[tuple[int, int, int]]:
+    """First row, end, and sequences that continue, of each step."""
+    sizes, starts = layout.batch_sizes.tolist(), layout.step_starts.tolist()
+    return [(s, s + n, m) for s, n, m in zip(starts, sizes, [*sizes[1:], 0], strict=True)]
 
 
 @_entry_point
@@ -75,26 +84,33 @@ def _forward(
     outputs,
     recurrent,  # [hidden, 4 * hidden]
 ):
-    hidden, start = hs.shape[1], 0
+    start = 0
     for step in range(sizes.size):
         end = start + sizes[step]
         _add_product(gates[start:end], hs[start:end], recurrent)
         num_continuing = sizes[step + 1] if step + 1 < sizes.size else 0
-        for row in range(start, end):
-            gate, c, tanh_c, output = gates[row], cs[row], tanh_cs[row], outputs[row]
-            i, f = gate[:hidden], gate[hidden : 2 * hidden]
-            z, o = gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
-            _squash(gate, hidden)
-            for n in range(hidden):
-                tanh_c[n] = f[n] * c[n] + i[n] * z[n]  # the cell; tanh follows below
-            if row - start < num_continuing:
-                cs[end + row - start, :] = tanh_c
-            for n in range(hidden):
-                tanh_c[n] = _tanh(tanh_c[n])
-                output[n] = o[n] * tanh_c[n]
-            if row - start < num_continuing:
-                hs[end + row - start, :] = output
+        _forward_rows(start, end, num_continuing, gates, hs, cs, tanh_cs, outputs)
         start = end
+
+
+@_entry_point
+def _forward_rows(start, end, num_continuing, gates, hs, cs, tanh_cs, outputs):
+    """The rows of one step, once the states' share is in the gates."""
+    hidden = hs.shape[1]
+    for row in range(start, end):
+        gate, c, tanh_c, output = gates[row], cs[row], tanh_cs[row], outputs[row]
+        i, f = gate[:hidden], gate[hidden : 2 * hidden]
+        z, o = gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
+        _squash(gate, hidden)
+        for n in range(hidden):
+            tanh_c[n] = f[n] * c[n] + i[n] * z[n]  # the cell; tanh follows below
+        if row - start < num_continuing:
+            cs[end + row - start, :] = tanh_c
+        for n in range(hidden):
+            tanh_c[n] = _tanh(tanh_c[n])
+            output[n] = o[n] * tanh_c[n]
+        if row - start < num_continuing:
+            hs[end + row - start, :] = output
 
 
 @_entry_point
@@ -103,34 +119,41 @@ def _backward(
     gates,
     cs,
     tanh_cs,
-    weights,  # [4 * hidden, hidden]
     grad_outputs,
     grad_gates,
     grad_h,  # [sequences, hidden]: in: zeros; out: gradient of the initial state
     grad_c,
+    weights,  # [4 * hidden, hidden]
 ):
-    hidden, end = cs.shape[1], gates.shape[0]
+    end = gates.shape[0]
     for step in range(sizes.size - 1, -1, -1):
         start = end - sizes[step]
-        for row in range(start, end):
-            gate, grad_gate = gates[row], grad_gates[row]
-            i, f = gate[:hidden], gate[hidden : 2 * hidden]
-            z, o = gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
-            grad_i, grad_f = grad_gate[:hidden], grad_gate[hidden : 2 * hidden]
-            grad_z, grad_o = grad_gate[2 * hidden : 3 * hidden], grad_gate[3 * hidden :]
-            c, tanh_c, grad_output = cs[row], tanh_cs[row], grad_outputs[row]
-            later_h, later_c = grad_h[row - start], grad_c[row - start]
-            for n in range(hidden):
-                to_h = later_h[n] + grad_output[n]
-                to_c = later_c[n] + to_h * o[n] * (_ONE - tanh_c[n] * tanh_c[n])
-                grad_i[n] = to_c * z[n] * i[n] * (_ONE - i[n])
-                grad_f[n] = to_c * c[n] * f[n] * (_ONE - f[n])
-                grad_z[n] = to_c * i[n] * (_ONE - z[n] * z[n])
-                grad_o[n] = to_h * tanh_c[n] * o[n] * (_ONE - o[n])
-                later_c[n] = to_c * f[n]
-            later_h[:] = 0
+        _backward_rows(start, end, gates, cs, tanh_cs, grad_outputs, grad_gates, grad_h, grad_c)
+        grad_h[: end - start] = 0
         _add_product(grad_h[: end - start], grad_gates[start:end], weights)
         end = start
+
+
+@_entry_point
+def _backward_rows(start, end, gates, cs, tanh_cs, grad_outputs, grad_gates, grad_h, grad_c):
+    """The rows of one step; the caller replaces `grad_h` of their sequences."""
+    hidden = cs.shape[1]
+    for row in range(start, end):
+        gate, grad_gate = gates[row], grad_gates[row]
+        i, f = gate[:hidden], gate[hidden : 2 * hidden]
+        z, o = gate[2 * hidden : 3 * hidden], gate[3 * hidden :]
+        grad_i, grad_f = grad_gate[:hidden], grad_gate[hidden : 2 * hidden]
+        grad_z, grad_o = grad_gate[2 * hidden : 3 * hidden], grad_gate[3 * hidden :]
+        c, tanh_c, grad_output = cs[row], tanh_cs[row], grad_outputs[row]
+        later_h, later_c = grad_h[row - start], grad_c[row - start]
+        for n in range(hidden):
+            to_h = later_h[n] + grad_output[n]
+            to_c = later_c[n] + to_h * o[n] * (_ONE - tanh_c[n] * tanh_c[n])
+            grad_i[n] = to_c * z[n] * i[n] * (_ONE - i[n])
+            grad_f[n] = to_c * c[n] * f[n] * (_ONE - f[n])
+            grad_z[n] = to_c * i[n] * (_ONE - z[n] * z[n])
+            grad_o[n] = to_h * tanh_c[n] * o[n] * (_ONE - o[n])
+            later_c[n] = to_c * f[n]
 
 
 @_compiled

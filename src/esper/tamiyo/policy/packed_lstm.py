@@ -7,8 +7,7 @@ resets.
 | device | sequences | way |
 |---|---|---|
 | CPU | of nearly one length, or not float32 | padded to a rectangle, oneDNN |
-| CPU | many per time step | a loop of `lstm_cell` |
-| CPU | otherwise | numba kernel, all steps in one call |
+| CPU | otherwise | numba kernel |
 | GPU | float32, up to 128 units | Triton kernel, all steps in one call |
 | GPU | otherwise | cuDNN, packed |
 
@@ -28,7 +27,6 @@ from torch.nn.utils.rnn import PackedSequence
 from esper.leyline.sequences import SequenceLayout
 
 _PADDING_LIMIT = 1.2  # padded rows per real row up to which a rectangle is fastest
-_MANY_SEQUENCES = 128  # mean rows per time step from which a loop of cells beats the numba kernel
 
 
 def packed_lstm(
@@ -42,8 +40,6 @@ def packed_lstm(
         padded = num_steps * layout.num_episodes
         if padded <= _PADDING_LIMIT * layout.num_rows or rows.dtype != torch.float32:
             return _padded_lstm(lstm, rows, layout, state)
-        if layout.num_rows >= _MANY_SEQUENCES * num_steps:
-            return _loop_of_cells(lstm, rows, layout, state)
         from esper.kernels.lstm import numba_lstm as kernel
     elif _fits_triton(rows.device, rows.dtype, lstm.hidden_size):
         from esper.kernels.lstm import triton_lstm as kernel
@@ -77,20 +73,6 @@ def _padded_lstm(
         )
     outputs: Tensor = lstm(rows.view(num_steps, num_episodes, -1), state)[0].flatten(0, 1)
     return outputs.index_select(0, padded_index) if is_ragged else outputs
-
-
-def _loop_of_cells(
-    lstm: nn.LSTM, rows: Tensor, layout: SequenceLayout, state: tuple[Tensor, Tensor]
-) -> Tensor:
-    """One `lstm_cell` per time step; large products outweigh the time between calls."""
-    sizes = layout.batch_sizes.tolist()
-    for weights, h, c in zip(lstm.all_weights, *state, strict=True):
-        outputs = []
-        for step in torch.split(rows, sizes):
-            h, c = torch.lstm_cell(step, (h[: len(step)], c[: len(step)]), *weights)
-            outputs.append(h)
-        rows = torch.cat(outputs)
-    return rows
 
 
 class _PackedLayer(torch.autograd.Function):
