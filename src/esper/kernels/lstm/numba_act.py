@@ -4,7 +4,7 @@ Encoder, LSTM cell, readout and sampling in one call: for a few envs the calls o
 than the arithmetic. Parity tests: tests/tamiyo/test_network.py.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 
 import numpy as np
 
