@@ -12,6 +12,7 @@ from esper.leyline.factored_actions import (
 )
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.leyline.stages import LifecycleOp
+from esper.tamiyo.policy import prepared_act as module_of_prepared_act
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import (
@@ -447,6 +448,17 @@ def test_a_prepared_act_decides_as_act_does(name, config, deterministic):
         torch.testing.assert_close(ours.values, 2 * theirs.values + 5, rtol=0, atol=1e-5)
         ours, theirs = ours.state, theirs.state
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def test_many_envs_act_without_the_compiled_step(monkeypatch):
+    monkeypatch.setattr(module_of_prepared_act, "MOST_ENVS", 5)
+    policy = make_policy("one head")
+    act = prepared_act(policy, torch.tensor([5.0]), torch.tensor([2.0]))
+    masks = ActionMasks.all_legal(policy.action_space, 6)
+    inputs = torch.randn(6, policy.feature_size), masks, policy.initial_state(6)
+    ours, theirs = act(*inputs, deterministic=True), policy.act(*inputs, deterministic=True)
+    assert torch.equal(ours.state.h, theirs.state.h)
+    assert torch.equal(ours.values, 2 * theirs.values + 5)
 
 
 def test_a_prepared_act_reports_what_act_reports():

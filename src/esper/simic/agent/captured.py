@@ -52,7 +52,8 @@ class Captured(Generic[Inputs]):
                     self._counts.clear()
                 return self._compute(inputs, layout)
             if len(self.graphs) == MOST_GRAPHS:
-                del self.graphs[next(iter(self.graphs))]
+                oldest = next(iter(self.graphs))
+                del self.graphs[oldest], self._counts[oldest]
             self.graphs[key] = self._capture(inputs, layout)
         graph = self.graphs[key]
         for fixed, current in zip(_tensors(graph.inputs), _tensors(inputs), strict=True):
