@@ -21,7 +21,7 @@ ALLOWED = {
     "tolaria": {"leyline", "kasmina", "kernels"},
     "simic": {"leyline", "kasmina", "kernels", "tamiyo", "tolaria", "nissa"},
     "growing": {"leyline", "kasmina", "tamiyo", "tolaria", "nissa"},
-    "adapting": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing"},
+    "adapting": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing", "nissa"},
     "cli": {"adapting", "leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing", "nissa"},
 }
 

@@ -78,6 +78,9 @@ class PlainHeads(nn.Module):
             self.join = mlp(self._unseen + self._encoded_width(), width, 1)
         else:
             self.encoder = mlp(feature_size, width, config.encoder_layers)
+        if num_previous:  # its random effect would be noise; weights of 0 learn what it is worth
+            reader = self.join if self.is_custom else self.encoder
+            nn.init.zeros_(next(reader.parameters()).data[:, :num_previous])
         first, *later = action_space.group_spaces
         self._first_choices = first.num_choices
         self.groups = nn.ModuleList(
