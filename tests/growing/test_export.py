@@ -485,9 +485,21 @@ def test_what_onnx_does_not_know_is_said(tmp_path):
 def test_a_file_that_computes_something_else_is_refused(tmp_path, monkeypatch):
     wrong = Source("def load():\n    return lambda x: x + 0.1\n", {})
     monkeypatch.setattr(sys.modules[export.__module__], "source_of", lambda *_: wrong)
-    with pytest.raises(ExportError, match=r"off by 0.1 at 2 rows; formats=\('torch', 'onnx'\)"):
+    with pytest.raises(ExportError, match=r"off by 0.1 at 2 rows.*formats=\('torch', 'onnx'\)"):
         export(nn.Identity(), torch.zeros(2, 3), tmp_path, formats=("source",))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_tolerance_is_relative_to_the_largest_output_and_can_be_set(tmp_path, monkeypatch):
+    wrong = Source("def load():\n    return lambda x: x + 0.1\n", {})
+    monkeypatch.setattr(sys.modules[export.__module__], "source_of", lambda *_: wrong)
+    export(nn.Identity(), torch.tensor([[2e4, 0.0]] * 2), tmp_path, formats=("source",))
+    small = torch.tensor([[20.0, 0.0]] * 2)
+    with pytest.raises(ExportError, match=r"largest output is 20; allow more with tolerance=0.005"):
+        export(nn.Identity(), small, tmp_path, formats=("source",))
+    export(nn.Identity(), small, tmp_path, formats=("source",), tolerance=0.01)
+    with pytest.raises(ValueError, match=r"tolerance=2; use a share"):
+        export(nn.Identity(), small, tmp_path, formats=("source",), tolerance=2)
 
 
 def test_an_export_that_fails_leaves_the_last_one_as_it_was(tmp_path, monkeypatch):

@@ -447,3 +447,23 @@ def test_autocast_computes_in_another_precision():
     assert {p.dtype for p in result.model.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match="GradScaler"):
         run(autocast=torch.float16)
+
+
+def test_series_of_several_lengths_grow_and_train():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(1, 4, 5, padding=2), nn.ReLU(), nn.Conv1d(4, 4, 3), nn.ReLU())
+    model.extend((nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 3)))
+    train = [(torch.randn(16, 1, n), torch.randint(0, 3, (16,))) for n in (20, 33, 18, 41)]
+    result = esper.grow(
+        model,
+        train,
+        [(torch.randn(8, 1, n), torch.randint(0, 3, (8,))) for n in (20, 50)],
+        loss=nn.functional.cross_entropy,
+        optimizer=torch.optim.AdamW(model.parameters(), 1e-2),
+        steps=30,
+        kind={"1": "series"},
+        progress=False,
+    )
+    assert result.ledger.seeds
+    plain = result.growth.plain_model()
+    assert [plain(x).shape for x, _ in train] == [(16, 3)] * 4

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.growing.inputs import forward
-from esper.growing.sites import count_macs, site_table, trace_sites
+from esper.growing.sites import count_macs, find_sites, site_table, trace_sites
 from esper.leyline.constants import SiteKind
 from support.models import MODELS, TokenEncoder, block_sites, build, mlp
 
@@ -126,12 +126,65 @@ def test_channels_last_images_are_tokens():
     assert sites[1].tokens == 36
 
 
-def test_another_example_rules_out_what_does_not_keep_its_shape():
+def test_where_lengths_differ_only_seeds_for_any_length_fit():
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten())
     model.append(nn.Linear(4, 2))
-    trace = trace_sites(model, torch.randn(2, 1, 16), torch.randn(2, 1, 20))
-    assert [site.name for site in trace.sites if site.part is None] == ["2"]
-    assert "changes shape: (4, 14), then (4, 18)" in trace.refused["1"]
+    fixed, varying = (
+        {site.name: site for site in block_sites(model, torch.randn(2, 1, 16), *others)}
+        for others in ((), (torch.randn(2, 1, 20),))
+    )
+    assert list(fixed) == list(varying) == ["1"]
+    lost = set(fixed["1"].blueprints()) - set(varying["1"].blueprints())
+    assert {blueprint.name for blueprint in lost} == {"mixer", "attention"}
+    assert "(4, any)" in site_table([varying["1"]])
+
+
+def test_another_example_rules_out_what_does_not_keep_its_width():
+    class Widths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.part, self.last = nn.Linear(4, 4), nn.Identity(), nn.Linear(1, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.part(self.first(x)[:, : len(x)]).mean(1, keepdim=True))
+
+    trace = trace_sites(Widths(), torch.randn(3, 4), torch.randn(2, 4))
+    assert "changes shape: (3,), then (2,)" in trace.refused["part"]
+
+
+def test_the_kind_of_a_site_can_be_named():
+    """Channels first, as many as the image is wide: the layer norm before it suggests tokens."""
+
+    class Confusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Conv2d(1, 8, 1), nn.Identity()
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.first(x).movedim(1, -1).movedim(-1, 1))
+            return self.head(x.mean((2, 3)))
+
+    model, x = Confusing(), torch.randn(2, 1, 8, 8)
+    assert block_sites(model, x)[-1].kind == SiteKind.IMAGE
+    site = find_sites(model, x, kind={"norm": "tokens"})[0]
+    assert (site.name, site.kind, site.width, site.tokens) == ("norm", SiteKind.TOKENS, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ({"1": "picture"}, r"'picture'}; there are \['vector', 'series', 'image', 'tokens'\]"),
+        ({"1": "image"}, r"has shape \(2, 4, 14\); this kind has 4 axes"),
+        ({"4": "tokens"}, r"has shape \(2, 2\); this kind has 3 or more axes"),
+        ({"conv": "series"}, r"'conv', which is not called; did you mean"),
+    ],
+)
+def test_a_kind_that_cannot_be_is_an_error(kind, problem):
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    model.append(nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=problem):
+        find_sites(model, torch.randn(2, 1, 16), kind=kind)
 
 
 def test_tokens_may_vary_in_number():

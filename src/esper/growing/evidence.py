@@ -253,6 +253,7 @@ class _FirstRows(nn.Module):
     def __init__(self, seed: nn.Module, examples: _Examples):
         super().__init__()
         self.seed, self._examples = seed, examples
+        self.any_length = isinstance(seed, Seed) and seed.any_length
         self.used = ROWS  # examples of the last pass
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ is a copy of it without slots.
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from esper.growing.controllers import (
 )
 from esper.growing.eval_mode import random_states, set_random_states
 from esper.growing.evidence import BATCHES, Evidence
-from esper.growing.export import FORMATS, export
+from esper.growing.export import FORMATS, TOLERANCE, export
 from esper.growing.inputs import DataFacts, batch_size
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
 from esper.growing.network import GrowingNetwork, Ramp
@@ -77,7 +77,8 @@ class Growth:
         model, optimizer: as your loop uses them.
         example: a batch of the model's inputs: a tensor, a tuple of arguments or a dict of them.
         decisions: how often `decide` will be called; the last call closes the run.
-        other_examples: further batches in which sites must keep their shape.
+        other_examples: further batches in which sites must keep their width. Where lengths
+            differ between batches, only seeds for any length grow.
         train_rows: number of training rows; a learned controller uses it.
         budget: limits on the whole grown model.
         controller: "heuristic", the path of a saved policy, or a controller.
@@ -86,6 +87,8 @@ class Growth:
             needs the validation metric.
         scheduler: one that already drives the optimizer; new weights follow it.
         sites, exclude: names of modules to grow at, or not to; see `find_sites`.
+        kind: the kind of sites where the trace is wrong, by name: "vector", "series", "image" or
+            "tokens".
         blueprints: names of the seeds that may grow; by default all that fit, or those that a
             learned controller was trained with.
         frozen: switch off `requires_grad` for all weights but the output layer's, so that only it
@@ -119,6 +122,7 @@ class Growth:
         scheduler: AnyScheduler | None = None,
         sites: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
+        kind: Mapping[str, str] | None = None,
         blueprints: Sequence[str] | None = None,
         rent: float = DEFAULT_RENT,
         max_germinations: int = 100,
@@ -147,6 +151,7 @@ class Growth:
             (example, *other_examples),
             sites=sites,
             exclude=exclude,
+            kind=kind,
             blueprints=blueprints_for(self.controller, blueprints),
             budget=self.budget,
             enlarges=not isinstance(self.controller, LearnedController),  # it was trained without
@@ -312,9 +317,11 @@ class Growth:
         size = (self._reporter.model_params, self._reporter.model_macs)
         return f"{self.budget.describe(*size)}\n{site_table(self.sites)}"
 
-    def export(self, path: str | Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
+    def export(
+        self, path: str | Path, formats: Sequence[str] = FORMATS, *, tolerance: float = TOLERANCE
+    ) -> dict[str, Path]:
         """Write the model with its committed seeds as files that do not need Esper, by format."""
-        return export(self._committed(), self.example, path, formats)
+        return export(self._committed(), self.example, path, formats, tolerance=tolerance)
 
     def _committed(self) -> nn.Module:
         if self._network.uncommitted and not self.is_closed:
@@ -334,6 +341,7 @@ class Growth:
         """What a resuming run must have in common with the saved one."""
         return {
             "sites": [site.name for site in self.sites],
+            "kinds": [site.kind.name for site in self.sites],
             "blueprints": [blueprint.name for blueprint in self._network.menu],
             "optimizer": type(self.optimizer).__name__,
             **self._network.made,

@@ -1,7 +1,7 @@
 """Before a run: check the arguments, and find the sites, the seeds that fit there and their costs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -104,9 +104,10 @@ def prepare_model(
     blueprints: Sequence[str] | None,
     budget: Budget,
     enlarges: bool = True,
+    kind: Mapping[str, str] | None = None,
 ) -> PreparedModel:
     """Find the sites and seeds for a run; raises if nothing can grow within the budget."""
-    trace = trace_sites(model, *examples, enlarges=enlarges)
+    trace = trace_sites(model, *examples, enlarges=enlarges, kind=kind)
     chosen = trace.choose(sites, exclude)
     disable_nested_tensors(model, chosen)
     chosen = working_sites(model, chosen, examples[0])

@@ -8,9 +8,9 @@ randomness and optimizer settings. The verdict compares the two.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from esper.growing.budget import Budget
 from esper.growing.eval_mode import untouched_randomness
-from esper.growing.export import FORMATS, export
+from esper.growing.export import FORMATS, TOLERANCE, export
 from esper.growing.growth import DEFAULT_RENT, Growth
-from esper.growing.inputs import batch_size, count_rows, moved
+from esper.growing.inputs import batch_size, count_rows, moved, tensors
 from esper.growing.ledger import Ledger, Verdict
 from esper.growing.page import check_page, try_write_page, with_page
 from esper.growing.parallel import is_split, unwrapped
@@ -68,9 +68,11 @@ class GrowthResult:
             )
         )
 
-    def export(self, path: str | Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
+    def export(
+        self, path: str | Path, formats: Sequence[str] = FORMATS, *, tolerance: float = TOLERANCE
+    ) -> dict[str, Path]:
         """Write the model as files that do not need Esper, by format."""
-        return export(self.model, self.growth.example, path, formats)
+        return export(self.model, self.growth.example, path, formats, tolerance=tolerance)
 
 
 def grow(
@@ -88,6 +90,7 @@ def grow(
     scheduler: LRScheduler | None = None,
     sites: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
+    kind: Mapping[str, str] | None = None,
     blueprints: Sequence[str] | None = None,
     rent: float = DEFAULT_RENT,
     shadow_training: bool = False,
@@ -136,7 +139,7 @@ def grow(
     )
     if ranks.is_first:
         check_page(page)
-    others = [copied(model, optimizer, scheduler) for _ in range(repeats - 1)]
+    copies = [copied(model, optimizer, scheduler) for _ in range(repeats - 1)]
     device = next(model.parameters()).device
     check_loader(train_loader, "training")
     check_loader(val_loader, "validation")
@@ -152,6 +155,8 @@ def grow(
             _, (val_example, val_target) = _first_batch(
                 iter(val_loader), "validation", device, unpack
             )
+            others = _of_other_shape(example, (unpack(batch)[0] for batch in val_loader))
+            val_examples = (val_example, *moved(others, device))
             metric_name, metric = (
                 default_metric(val_target, (unpack(batch)[1] for batch in val_loader))
                 if metric is None
@@ -165,7 +170,7 @@ def grow(
             model,
             optimizer,
             example=example,
-            other_examples=(val_example,),
+            other_examples=val_examples,
             train_rows=count_rows(train_loader, example),
             budget=budget,
             controller=controller,
@@ -175,6 +180,7 @@ def grow(
             scheduler=scheduler,
             sites=sites,
             exclude=exclude,
+            kind=kind,
             blueprints=blueprints,
             rent=rent,
             shadow_training=shadow_training,
@@ -191,8 +197,8 @@ def grow(
             report = with_page(report, growth.ledger, page, steps)
             _train(growth, ungrown, task, chain([raw], batches), steps, report, stop)
         result = _conclude(growth, ungrown, task)
-        if others and not should_stop():
-            result = _repeated(result, others, options)
+        if copies and not should_stop():
+            result = _repeated(result, copies, options)
         try_write_page(result.ledger, page)
         if shown:
             print(result)
@@ -370,6 +376,15 @@ def _first_batch(
         )
     batch_size(pair[0])  # raises if it has no examples
     return batch, moved(pair, device)
+
+
+def _of_other_shape(example: Any, batches: Iterable[Any]) -> list[Any]:
+    """The first batch whose tensors differ from the example's in an axis after the first, if any."""
+
+    def shapes(batch: Any) -> list[Any]:
+        return [tensor.shape[1:] for tensor in tensors(batch)]
+
+    return list(islice((batch for batch in batches if shapes(batch) != shapes(example)), 1))
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:

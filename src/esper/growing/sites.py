@@ -49,6 +49,7 @@ class ModelSite:
     dtype: torch.dtype  # of those weights
     device: torch.device
     part: Pair | Heads | Copied | None = None  # of the model, that a seed enlarges
+    varies: bool = False  # its positions differ between batches
 
     @property
     def pair(self) -> Pair | Heads | None:
@@ -70,7 +71,9 @@ class ModelSite:
             return PairSite((self.pair.width,), self.pair)
         if self.copied is not None:
             return CopySite((1,), self.copied)
-        return Site(self.shape[-1:] if self.kind == SiteKind.TOKENS else self.shape)
+        if self.kind == SiteKind.TOKENS:
+            return Site(self.shape[-1:])
+        return Site(self.shape, varies=self.varies)
 
     @property
     def width(self) -> int:
@@ -87,14 +90,19 @@ class ModelSite:
         """Multiply-adds per example."""
         return round(blueprint.program(self.seed_site).macs * self.tokens)
 
-    def check(self, x: Tensor) -> None:
-        """Raise if the site's output has another shape than in the example."""
+    def check(self, x: Tensor, *, any_length: bool) -> None:
+        """Raise if the site's output has another shape than in the example.
+
+        With `any_length` it may have other positions.
+        """
         given = x.shape[-1:] if self.kind == SiteKind.TOKENS else x.shape[1:]
-        if tuple(given) != self.seed_site.shape:
+        end = 1 if any_length else None
+        if given[:end] != self.seed_site.shape[:end]:
             raise ValueError(
                 f"site {self.name!r} gave {self.shape} per example when it was traced, and now "
-                f"{tuple(x.shape[1:])}; a seed needs a fixed shape: resize the inputs, or leave "
-                f"this site out with exclude=[{self.name!r}]"
+                f"{tuple(x.shape[1:])}; this seed needs a fixed shape: resize the inputs, leave this "
+                f"site out with exclude=[{self.name!r}], or name only seeds for any length, such as "
+                'blueprints=["conv", "conv_conv"]'
             )
 
 
@@ -120,9 +128,14 @@ def count_params(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def find_sites(model: nn.Module, example: Any, *others: Any) -> tuple[ModelSite, ...]:
-    """The sites where `model` can grow, in forward order; they keep their shape in all batches."""
-    return trace_sites(model, example, *others).sites
+def find_sites(
+    model: nn.Module, example: Any, *others: Any, kind: Mapping[str, str] | None = None
+) -> tuple[ModelSite, ...]:
+    """The sites where `model` can grow, in forward order; they keep their width in all batches.
+
+    `kind` names the kind of some sites, where the trace is wrong: `{"stem": "image"}`.
+    """
+    return trace_sites(model, example, *others, kind=kind).sites
 
 
 def site_table(sites: Sequence[ModelSite]) -> str:
@@ -131,7 +144,8 @@ def site_table(sites: Sequence[ModelSite]) -> str:
     for site in sites:
         grows = ", ".join(f"{b.name} {site.params_of(b):,}" for b in site.blueprints())
         kind = "PAIR" if site.pair else "BLOCK" if site.copied else site.kind.name
-        rows.append((site.name, site.module_class, kind, str(site.shape), grows))
+        shape = f"({site.width}, any)" if site.varies else str(site.shape)
+        rows.append((site.name, site.module_class, kind, shape, grows))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
@@ -197,10 +211,17 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
     return any(name.startswith((f"{prefix}.", f"{prefix}->")) for prefix in prefixes)
 
 
-def trace_sites(model: nn.Module, example: Any, *others: Any, enlarges: bool = True) -> SiteTrace:
+def trace_sites(
+    model: nn.Module,
+    example: Any,
+    *others: Any,
+    enlarges: bool = True,
+    kind: Mapping[str, str] | None = None,
+) -> SiteTrace:
     """Trace every example, the first one twice; sites must have the same shape in all traces.
 
-    `enlarges`: with sites whose seeds become part of the model's own layers.
+    `enlarges`: with sites whose seeds become part of the model's own layers. `kind`: as in
+    `find_sites`.
     """
     if type(model).__module__.startswith("torch._dynamo"):  # torch.compile made it
         raise ValueError(
@@ -217,11 +238,14 @@ def trace_sites(model: nn.Module, example: Any, *others: Any, enlarges: bool = T
     first = runs[0]
     candidates: dict[str, ModelSite] = {}
     refused: dict[str, str] = {}
+    kinds = _checked_kinds(kind or {}, first)
     for name, calls in first.calls.items():
-        site = _candidate(name, calls, batch)
+        site = _candidate(name, calls, batch, kinds.get(name))
         for other in runs[1:]:
             if isinstance(site, ModelSite):
-                site = _difference(site, other.calls.get(name, [])) or site
+                site = _in_other(site, other.calls.get(name, []))
+        if name in kinds and isinstance(site, str):
+            raise ValueError(f"kind={dict(kind or {})}: nothing can grow at {name!r}: {site}")
         if isinstance(site, ModelSite):
             candidates[name] = site
         else:
@@ -264,7 +288,33 @@ def _larger_sites(
     return sites, why
 
 
-def _candidate(name: str, calls: list[Call], batch: int) -> ModelSite | str:
+_AXES = {SiteKind.VECTOR: 2, SiteKind.SERIES: 3, SiteKind.IMAGE: 4}  # of an output, with the batch
+
+
+def _checked_kinds(given: Mapping[str, str], run: Run) -> dict[str, SiteKind]:
+    """The kinds that a user has named, by module; raises for what cannot be."""
+    kinds = {}
+    for name, kind in given.items():
+        if str(kind).upper() not in SiteKind.__members__:
+            names = [known.name.lower() for known in SiteKind]
+            raise ValueError(f"kind={{{name!r}: {kind!r}}}; there are {names}")
+        if name not in run.calls:
+            near = difflib.get_close_matches(name, run.calls, n=1, cutoff=0.0)
+            raise ValueError(f"kind= names {name!r}, which is not called; did you mean {near[0]!r}?")
+        kinds[name], shape = SiteKind[str(kind).upper()], run.calls[name][0].output
+        axes = _AXES.get(kinds[name])
+        if isinstance(shape, tuple) and (len(shape) < 3 if axes is None else len(shape) != axes):
+            needed = "3 or more" if axes is None else str(axes)
+            raise ValueError(
+                f"kind={{{name!r}: {kind!r}}}: its output has shape {shape}; this kind has {needed} "
+                "axes, with the batch"
+            )
+    return kinds
+
+
+def _candidate(
+    name: str, calls: list[Call], batch: int, kind: SiteKind | None = None
+) -> ModelSite | str:
     """The site after a module, or the reason why there is none."""
     call = calls[0]
     if len(calls) > 1:
@@ -275,8 +325,9 @@ def _candidate(name: str, calls: list[Call], batch: int) -> ModelSite | str:
         return "the model calls it without gradients, so a seed could not learn there"
     if not call.weights:
         return "no layer with weights comes before it"
-    kinds = {2: SiteKind.VECTOR, 3: SiteKind.SERIES, 4: SiteKind.IMAGE}
-    kind = SiteKind.TOKENS if call.channels_last else kinds.get(len(call.output))
+    if kind is None and call.channels_last:
+        kind = SiteKind.TOKENS
+    kind = kind if kind is not None else {n: k for k, n in _AXES.items()}.get(len(call.output))
     if kind is None:
         return f"its output has shape {call.output}, which no blueprint fits"
     if kind != SiteKind.TOKENS and call.output[0] != batch:
@@ -295,15 +346,16 @@ def _candidate(name: str, calls: list[Call], batch: int) -> ModelSite | str:
     )
 
 
-def _difference(site: ModelSite, calls: list[Call]) -> str:
-    """How the module's calls in another trace differ from the site; empty if they do not."""
+def _in_other(site: ModelSite, calls: list[Call]) -> ModelSite | str:
+    """The site as it is in another trace too, or how that trace differs."""
     shapes = [call.output for call in calls]
     if len(calls) != 1 or not isinstance(shapes[0], tuple):
         return f"it is called once in one forward pass and {len(calls)} times in another"
-    is_same = shapes[0][1:] == site.shape
-    if site.kind == SiteKind.TOKENS:
-        is_same = len(shapes[0]) == len(site.shape) + 1 and shapes[0][-1] == site.width
-    return "" if is_same else f"its output changes shape: {site.shape}, then {shapes[0][1:]}"
+    channel = -1 if site.kind == SiteKind.TOKENS else 1
+    if len(shapes[0]) != len(site.shape) + 1 or shapes[0][channel] != site.width:
+        return f"its output changes shape: {site.shape}, then {shapes[0][1:]}"
+    other_length = site.kind != SiteKind.TOKENS and shapes[0][1:] != site.shape
+    return replace(site, varies=True) if other_length else site
 
 
 def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...]:

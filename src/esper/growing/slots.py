@@ -32,10 +32,10 @@ class Seed(nn.Module):
     in that of autocast.
     """
 
-    def __init__(self, layers: nn.Sequential, per_token: bool):
+    def __init__(self, layers: nn.Sequential, per_token: bool, any_length: bool = False):
         super().__init__()
         self.layers = layers
-        self.per_token = per_token
+        self.per_token, self.any_length = per_token, any_length
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_autocast_enabled(x.device.type):
@@ -68,7 +68,8 @@ def new_seed(
     centre, spread = program.init()
     uniform = torch.rand(len(centre), dtype=torch.float64, generator=generator)
     nn.utils.vector_to_parameters(centre + spread * (2 * uniform - 1), layers.parameters())
-    seed = Seed(layers, per_token=site.kind == SiteKind.TOKENS)
+    per_token = site.kind == SiteKind.TOKENS
+    seed = Seed(layers, per_token, any_length=not per_token and program.any_length)
     return seed.to(device=site.device, dtype=site.dtype)
 
 
@@ -222,5 +223,5 @@ class Slot:
             assert self._input is not None
             self.seed.train(self.module.training)  # for dropout and batch norm
             return blend_one(x, self.seed(self._input), self.alpha, self.style)
-        self.site.check(x)
+        self.site.check(x, any_length=bool(self.seed.any_length))
         return blend_one(x, self.seed(x), self.alpha, self.style)

@@ -9,7 +9,7 @@ with weights is initialised to zero.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from esper.kasmina.layers import Attention, Conv, Layer, Linear, MixPositions, Norm, Relu, Shape
@@ -26,6 +26,7 @@ class Site:
     """Where a seed grows: the shape `(width, *positions)` that flows through a slot."""
 
     shape: Shape
+    varies: bool = field(default=False, kw_only=True)  # the positions differ between batches
 
     @property
     def kind(self) -> SiteKind:
@@ -48,7 +49,9 @@ class Blueprint:
     build_layers: BuildLayers
 
     def fits(self, site: Site) -> bool:
-        return site.kind in self.kinds
+        if site.kind not in self.kinds:
+            return False
+        return not site.varies or self.program(Site(site.shape)).any_length
 
     def program(self, site: Site) -> Program:
         """The seed's layers at a site, with their costs."""

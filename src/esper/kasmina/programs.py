@@ -71,6 +71,12 @@ class Program:
         seen = 1 + sum(layer.window(shape) - 1 for layer, shape in self._steps())
         return math.prod(min(1.0, seen / length) for length in self.input_shape[1:])
 
+    @cached_property
+    def any_length(self) -> bool:
+        """Whether its parameters are the same for another number of positions."""
+        other = tuple(2 * length for length in self.input_shape[1:])
+        return Program(self.layers, (self.input_shape[0], *other)).num_params == self.num_params
+
     def init(self) -> tuple[Tensor, Tensor]:
         """Centre and spread of every parameter's initial value, float64 `[D]` each."""
         specs = [spec for row in self.parameters for spec in row]
