@@ -17,13 +17,17 @@ def eval_mode(model: nn.Module, *loaders: Iterable[Any], with_grad: bool = False
 
     Generators of `loaders` are restored too: a loader samples a number whenever it is started.
     With `with_grad` every weight is in the autograd graph, frozen ones too, and torch's fused
-    encoder is off: it would skip modules or pass them nested tensors.
+    encoder is off: it would skip modules or pass them nested tensors. Compiled code is not used.
     """
     modes = [(module, module.training) for module in model.modules()]
     parameters = model.parameters() if with_grad else ()
     frozen = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
-    with untouched_randomness(model, *loaders), torch.set_grad_enabled(with_grad):
+    with (
+        untouched_randomness(model, *loaders),
+        torch.set_grad_enabled(with_grad),
+        uncompiled(model),
+    ):
         try:
             model.eval()
             torch.backends.mha.set_fastpath_enabled(has_fast_path and not with_grad)
@@ -36,6 +40,34 @@ def eval_mode(model: nn.Module, *loaders: Iterable[Any], with_grad: bool = False
                 parameter.requires_grad_(False)
             for module, training in modes:
                 module.training = training
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Without the code that `Module.compile` made: it would be compiled again for passing hooks."""
+    compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
+    try:
+        for module in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+def watch_hooks(model: nn.Module) -> None:
+    """For a model that is compiled in place: compile it again when a seed is added or removed.
+
+    By default torch does not compare the hooks of modules with those that it compiled, and stops
+    compiling after 8 changes.
+    """
+    if not any(module._compiled_call_impl for module in model.modules()):
+        return
+    config = torch._dynamo.config
+    if config.skip_nnmodule_hook_guards:
+        config.skip_nnmodule_hook_guards = False
+        config.recompile_limit = max(config.recompile_limit, 64)
+        torch.compiler.reset()  # for code that was compiled before
 
 
 @contextmanager

@@ -6,6 +6,7 @@ features have in common with what the model gets wrong.
 """
 
 import math
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from esper.growing.deepening import BlockCopy
+from esper.growing.eval_mode import uncompiled
 from esper.growing.heads import HeadsBranch
 from esper.growing.inputs import tensors
 from esper.growing.network import GrowingNetwork
@@ -35,6 +37,7 @@ class Evidence:
         self._network = network
         self._probes: list[_Probe] = []
         self._examples = _Examples()
+        self._measuring = ExitStack()
         self.step = 0  # the decision after which it was measured
         self.batches = 0
         self.wait = 0  # optimiser steps until the probes are attached
@@ -47,6 +50,7 @@ class Evidence:
             self._attach()
 
     def _attach(self) -> None:
+        self._measuring.enter_context(uncompiled(self._network.model))
         self._probes = self._make_probes()
         self._examples.attach(self._network.model)
         for probe in self._probes:
@@ -84,6 +88,7 @@ class Evidence:
 
     def stop(self) -> None:
         """Detach the probes; what they have measured stays."""
+        self._measuring.close()
         self._examples.detach()
         for probe in self._probes:
             probe.detach()

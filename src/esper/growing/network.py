@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn, optim
 
-from esper.growing.eval_mode import untouched_randomness
+from esper.growing.eval_mode import uncompiled, untouched_randomness, watch_hooks
 from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.parallel import SeedAverage
 from esper.growing.sites import ModelSite
@@ -151,7 +151,7 @@ class GrowingNetwork:
     def forget_calls(self) -> None:
         """Reset the counts of calls, after a validation pass."""
         for slot in self.slots:
-            slot.calls = 0
+            slot.is_called = False
 
     @contextmanager
     def without(self, slots: Collection[int]) -> Iterator[None]:
@@ -255,6 +255,7 @@ class GrowingNetwork:
             return new_seed(blueprint.program(site.seed_site), site, generator, self.model)
 
     def _add_seed(self, index: int) -> None:
+        watch_hooks(self.model)
         slot = self.slots[index]
         blueprint = self.menu[int(self.states.blueprint[0, index])]
         seed = self.new_seed(blueprint, slot.site, self.generator)
@@ -330,9 +331,9 @@ def _on_device_of(parameter: nn.Parameter, value: Any) -> Any:
 
 @contextmanager
 def _restored_after(model: nn.Module) -> Iterator[None]:
-    """Restore running statistics and random state after the block."""
+    """Restore running statistics and random state after the block; compiled code is not used."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with untouched_randomness(model):
+    with untouched_randomness(model), uncompiled(model):
         try:
             yield
         finally:

@@ -73,9 +73,12 @@ def new_seed(
     return seed.to(device=site.device, dtype=site.dtype)
 
 
-def blend_one(x: Tensor, seed: Tensor, alpha: float, style: BlendStyle) -> Tensor:
+def blend_one(x: Tensor, seed: Tensor, alpha: float | Tensor, style: BlendStyle) -> Tensor:
     """`kasmina.blending.blend` for a single network and style."""
     seed = seed.to(x.dtype)
+    if isinstance(alpha, Tensor):
+        change = {BlendStyle.MULTIPLY: x * torch.tanh(seed), BlendStyle.GATE: gate(x) * seed}
+        return x + alpha.to(x.dtype) * change.get(style, seed)
     if style == BlendStyle.MULTIPLY:
         return torch.addcmul(x, x, torch.tanh(seed), value=alpha)
     if style == BlendStyle.GATE:
@@ -120,8 +123,10 @@ class Slot:
         self.style = BlendStyle.ADD
         self.is_committed = False
         self.is_merged = False  # its seed has become part of the layers
-        self.calls = 0  # of the seed since the last step
+        self.is_called = False  # the seed, since the last step
         self._alpha = 0.0
+        # the same for compiled code, where a number would be a constant
+        self._alpha_tensor = torch.zeros((), device=site.device)
         self._has_been_called = False
         self._steps_active = 0
         self._hooks: list[RemovableHandle] = []
@@ -135,6 +140,7 @@ class Slot:
     @alpha.setter
     def alpha(self, value: float) -> None:
         self._alpha = value
+        self._alpha_tensor.fill_(value)
         is_active = value != 0.0 and self.seed is not None
         if is_active and not self._hooks:
             # the branch of a pair is part of its last layer, so it comes before a seed there
@@ -176,9 +182,9 @@ class Slot:
 
     def note_step(self) -> None:
         """Count an optimiser step; raises if the seed was not called in `PATIENCE` steps."""
-        self._has_been_called |= self.calls > 0
+        self._has_been_called |= self.is_called
         self._steps_active += 1
-        self.calls = 0
+        self.is_called = False
         if self._steps_active >= PATIENCE and not self._has_been_called:
             raise ValueError(
                 f"the model has not called its site {self.site.name!r} in {PATIENCE} steps, so the "
@@ -189,39 +195,47 @@ class Slot:
     @contextmanager
     def with_alpha(self, alpha: float) -> Iterator[None]:
         """Set another alpha inside the block; 0 switches the seed off."""
-        before, calls = self.alpha, self.calls
+        before, is_called = self.alpha, self.is_called
         self.alpha = alpha
         try:
             yield
         finally:
-            self.alpha, self.calls = before, calls
+            self.alpha, self.is_called = before, is_called
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward hook: the site's output with the seed blended in."""
-        assert self.seed is not None
-        self.calls += 1
+        self.is_called = True
         return with_first(output, self._blended)
 
     def _call_again(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The hook of a block: what its copy makes of the output. Of attention: new heads added."""
-        assert self.seed is not None
-        self.calls += 1
-        if self.seed.training != module.training:
-            self.seed.train(module.training)
+        self.is_called = True
+        seed = self._seed_in_mode(module)
         if self.site.copied is not None:
             x = output[0] if isinstance(output, tuple) else output
-            return self.seed(x, *args[1:], **kwargs)
-        added = self.seed(*args, **kwargs)
-        return with_first(output, lambda x: blend_one(x, added, self.alpha, BlendStyle.ADD))
+            return seed(x, *args[1:], **kwargs)
+        added = seed(*args, **kwargs)
+        return with_first(output, lambda x: self._blend(x, added))
 
     def _keep_input(self, module: nn.Module, args: Any) -> None:
         self._input = args[0]
 
     def _blended(self, x: Tensor) -> Tensor:
-        assert self.seed is not None
+        seed = self._seed_in_mode(self.module)
         if self.source is not None:
-            assert self._input is not None
-            self.seed.train(self.module.training)  # for dropout and batch norm
-            return blend_one(x, self.seed(self._input), self.alpha, self.style)
-        self.site.check(x, any_length=bool(self.seed.any_length))
-        return blend_one(x, self.seed(x), self.alpha, self.style)
+            source, self._input = self._input, None
+            return self._blend(x, seed(source))
+        self.site.check(x, any_length=bool(seed.any_length))
+        return self._blend(x, seed(x))
+
+    def _blend(self, x: Tensor, added: Tensor) -> Tensor:
+        alpha = self._alpha_tensor if torch.compiler.is_compiling() else self._alpha
+        return blend_one(x, added, alpha, self.style)
+
+    def _seed_in_mode(self, module: nn.Module) -> nn.Module:
+        """The seed in the mode of a module, for dropout and batch norm."""
+        assert self.seed is not None
+        # compiled code does not compare: it would be compiled for each of the seed's modes
+        if torch.compiler.is_compiling() or self.seed.training != module.training:
+            self.seed.train(module.training)
+        return self.seed
