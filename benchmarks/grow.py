@@ -1,42 +1,277 @@
 """The overhead of growth without seeds, and its gain on users' models of several families.
 
-    python benchmarks/grow.py [--quick] [--rng-seeds 5] [--budget 2] [--families "tabular MLP" GRU]
+    python benchmarks/grow.py [--quick] [--workers 14 --seconds 440 --out grow.json] [...]
 
 1. CPU time of a training step with all slots dormant, compared with the same step without Esper:
    medians of interleaved blocks in one process, for a small MLP and a residual CNN.
-2. Typical scripts: AdamW with a decaying learning rate, `esper.grow` with defaults and twice the
-   parameters as budget. Networks are chosen on validation rows; test rows are read once at the end.
-   The grown network is compared with its ungrown twin (same steps, batches and randomness) and with
-   two wider static networks trained the same way: one with as many parameters, one with as many
-   multiply-adds. The multiply-adds of growing and measuring, without the twin's training, are given
-   relative to the training of the first.
+2. Typical scripts (`grow_families.py`): AdamW with a decaying learning rate, `esper.grow` with
+   defaults, no twin, and twice the parameters as budget. Beside it static networks, trained the same
+   way: the small one, a wider one with as many parameters, one with as many multiply-adds, and the
+   one with as many parameters trained for as many multiply-adds as growing took in total.
+
+   Every arm is trained with the same three learning rates for each rng seed. The rate and the moment
+   of training (25 validations) are chosen on validation rows. Only the chosen network reads the test
+   rows. Training compute counts a step as three forward passes, and every validation; of growing
+   also the evidence. The runs are spread over processes of one thread; with `--seconds` no run starts
+   after that time, and unfinished comparisons are left out.
 """
 
 import argparse
 import copy
+import heapq
+import io
 import json
+import multiprocessing
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from grow_families import FAMILIES, residual_cnn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
 from esper.growing.sites import count_macs, count_params
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.models import ResidualCNN
-
-OVERHEAD_BAR = 0.03
+OVERHEAD_BAR, COMPUTE_BAR = 0.03, 1.5
 CALLS = 10  # steps per measurement
-BATCH, WEIGHT_DECAY = 100, 0.01
+WEIGHT_DECAY = 0.01
+RATES = (0.4, 1.0, 2.5)  # times the learning rate of the family
+VALIDATIONS = 25
+RIVALS = ("ungrown", "as many parameters", "as many multiply-adds", "as much training")
+QUANTILE = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's t, 95 % on both sides
+
+
+class Run(NamedTuple):
+    """One network to train."""
+
+    family: str
+    rng_seed: int
+    arm: str
+    rate: float
+    steps: int
+    width: int
+    budget: float
+
+
+class Trained(NamedTuple):
+    run: Run
+    score: float  # on the validation rows
+    params: int
+    macs: int
+    training: float  # multiply-adds in total
+    seconds: float
+    seeds: list[str]  # what was grown
+    model: bytes
+
+
+class Task:
+    """A family with its rows."""
+
+    def __init__(self, run: Run):
+        self.run, self.family = run, FAMILIES[run.family]
+        x, y = self.family.data()
+        a, b = int(0.64 * len(x)), int(0.8 * len(x))
+        self.train, self.val, self.test = (x[:a], y[:a]), (x[a:b], y[a:b]), (x[b:], y[b:])
+
+    def start(self) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader]:
+        torch.manual_seed(self.run.rng_seed)
+        model, rate = self.family.make(self.run.width), self.run.rate * self.family.learning_rate
+        optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=WEIGHT_DECAY)
+        # constant for 70 % of the steps, then a straight line down to 2 %
+        share = lambda step: 1 - 0.98 * max(0.0, step / self.run.steps - 0.7) / 0.3  # noqa: E731
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        rows = TensorDataset(*self.train)
+        return model, optimizer, scheduler, DataLoader(rows, self.family.batch, shuffle=True)
+
+    def score(self, model: nn.Module, rows: tuple[Tensor, Tensor]) -> float:
+        model.eval()
+        with torch.no_grad():
+            return float(self.family.score(model(rows[0]), rows[1]).mean())
+
+    def macs(self, model: nn.Module) -> int:
+        return count_macs(model, self.train[0][:1])
+
+    def static_compute(self, macs: int, steps: int) -> float:
+        return macs * (3.0 * self.family.batch * steps + VALIDATIONS * len(self.val[0]))
+
+    def grow(self) -> tuple[nn.Module, float, list[str]]:
+        """The grown network, its training compute and its seeds."""
+        model, optimizer, scheduler, loader = self.start()
+        result = esper.grow(
+            model,
+            loader,
+            [self.val],
+            loss=self.family.loss,
+            metric=self.family.score,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            budget=esper.Budget(params=round(self.run.budget * count_params(model))),
+            steps=self.run.steps,
+            decisions=VALIDATIONS,
+            progress=False,
+            twin=False,
+        )
+        paid = float(sum(cost.macs for cost in result.ledger.costs.values()))
+        return result.model, paid, [f"{b} at {s}" for s, b in result.growth.seeds.items()]
+
+    def train_alone(self) -> tuple[nn.Module, float, list[str]]:
+        """A static network: the best of all validations."""
+        model, optimizer, scheduler, loader = self.start()
+        every = max(1, self.run.steps // VALIDATIONS)
+        best, weights = -1.0, {}
+        for step, (x, y) in enumerate(batches(loader, self.run.steps), start=1):
+            model.train()
+            optimizer.zero_grad()
+            self.family.loss(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            if step % every == 0 and (found := self.score(model, self.val)) > best:
+                best, weights = found, copy.deepcopy(model.state_dict())
+        model.load_state_dict(weights)
+        return model, self.static_compute(self.macs(model), self.run.steps), []
+
+
+def batches(loader: DataLoader, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    done = 0
+    while True:
+        for batch in loader:
+            if done == steps:
+                return
+            done += 1
+            yield batch
+
+
+def train(run: Run) -> Trained:
+    """Train one network, in a process of one thread."""
+    torch.set_num_threads(1)
+    task, start = Task(run), time.process_time()
+    model, paid, seeds = task.grow() if run.arm == "grown" else task.train_alone()
+    seconds, file = time.process_time() - start, io.BytesIO()
+    torch.save(model, file)
+    score, size = task.score(model, task.val), (count_params(model), task.macs(model))
+    return Trained(run, score, *size, paid, seconds, seeds, file.getvalue())
+
+
+class Comparison:
+    """All arms of one family and rng seed. The static ones follow when the grown one is known."""
+
+    def __init__(self, first: Run, rates: tuple[float, ...]):
+        self.first, self.rates = first, rates
+        self.found: dict[str, list[Trained]] = {}
+
+    def runs(self, arm: str, width: int, steps: int | None = None) -> list[Run]:
+        changed = self.first._replace(arm=arm, width=width, steps=steps or self.first.steps)
+        return [changed._replace(rate=rate) for rate in self.rates]
+
+    def start(self) -> list[Run]:
+        return [run for arm in ("grown", "ungrown") for run in self.runs(arm, self.first.width)]
+
+    def add(self, done: Trained) -> list[Run]:
+        """Keep a result; returns the runs that can start now."""
+        self.found.setdefault(done.run.arm, []).append(done)
+        if done.run.arm != "grown" or len(self.found["grown"]) < len(self.rates):
+            return []
+        task, grown = Task(done.run), self.best("grown")
+        wide, heavy = (
+            self._wider(cost, least)
+            for cost, least in ((count_params, grown.params), (task.macs, grown.macs))
+        )
+        per_step = task.static_compute(task.macs(task.family.make(wide)), 1000) / 1000
+        return [
+            *self.runs("as many parameters", wide),
+            *self.runs("as many multiply-adds", heavy),
+            *self.runs("as much training", wide, max(VALIDATIONS, round(grown.training / per_step))),
+        ]
+
+    def _wider(self, cost: Callable[[nn.Module], int], least: int) -> int:
+        family = FAMILIES[self.first.family]
+        widths = range(family.width, 99, family.step)
+        return next(width for width in widths if cost(family.make(width)) >= least)
+
+    def best(self, arm: str) -> Trained:
+        return max(self.found[arm], key=lambda done: done.score)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(len(self.found.get(arm, ())) == len(self.rates) for arm in ("grown", *RIVALS))
+
+    def test(self) -> dict[str, dict[str, Any]]:
+        """The chosen network of each arm with its test score: the only look at the test rows."""
+        task, table = Task(self.first), {}
+        for arm in ("grown", *RIVALS):
+            chosen = self.best(arm)
+            model = torch.load(io.BytesIO(chosen.model), weights_only=False)
+            table[arm] = {
+                "test": task.score(model, task.test),
+                "rate": chosen.run.rate,
+                **{name: getattr(chosen, name) for name in ("params", "macs", "training", "seeds")},
+            }
+        return table
+
+
+def compare(first: list[Run], rates: tuple[float, ...], workers: int, seconds: float) -> list[Any]:
+    """Train all arms; returns the comparisons that are complete, and the results of all runs."""
+    end, order = time.monotonic() + seconds, 0
+    comparisons = {(run.family, run.rng_seed): Comparison(run, rates) for run in first}
+    ready: list[tuple[int, int, Run]] = []  # rng seed by rng seed, and in order
+
+    def add(runs: list[Run]) -> None:
+        nonlocal order
+        for run in runs:
+            order += 1
+            heapq.heappush(ready, (run.rng_seed, order, run))
+
+    for comparison in comparisons.values():
+        add(comparison.start())
+    results: list[Trained] = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        running: set[Future[Trained]] = set()
+        while running or (ready and time.monotonic() < end):
+            while ready and len(running) < workers and time.monotonic() < end:
+                running.add(pool.submit(train, heapq.heappop(ready)[2]))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                result = future.result()
+                results.append(result)
+                add(comparisons[result.run.family, result.run.rng_seed].add(result))
+    return [[c for c in comparisons.values() if c.is_complete], results]
+
+
+def report(name: str, tables: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Print the test scores of a family and the gains over each rival; returns the bars."""
+    print(f"\n{name}: test score (parameters, multiply-adds), learning rates, compute, seeds")
+    print(f"{'rng seed':<10}" + "".join(f"{arm:>28}" for arm in tables[0]))
+    ratios = []
+    for number, table in enumerate(tables):
+        ratios.append(table["grown"]["training"] / table["as many parameters"]["training"])
+        cells = (f"{a['test']:.3f} ({a['params']:,}, {a['macs']:,})" for a in table.values())
+        rates = " ".join(f"{arm['rate']:g}" for arm in table.values())
+        grown = ", ".join(table["grown"]["seeds"])
+        print(f"{number:<10}" + "".join(f"{cell:>28}" for cell in cells), end="")
+        print(f"  rates {rates}  {ratios[-1]:.2f}x  {grown}")
+    means = (statistics.mean(table[arm]["test"] for table in tables) for arm in tables[0])
+    print(f"{'mean':<10}" + "".join(f"{mean:>28.3f}" for mean in means))
+    bars = {}
+    for arm in RIVALS:
+        gains = [table["grown"]["test"] - table[arm]["test"] for table in tables]
+        half = QUANTILE.get(len(gains), 2.0) * statistics.stdev(gains) / len(gains) ** 0.5 if gains[1:] else 1.0  # fmt: skip  # noqa: E501
+        mean = statistics.mean(gains)
+        print(f"gain over {arm}: {mean:+.3f} +- {half:.3f} (95 %), least {min(gains):+.3f}")
+        bars[f"gain_over_{arm}"] = {"value": mean, "bar": -half, "met": mean >= -half}
+    ratio = statistics.mean(ratios)
+    bars["compute"] = {"value": ratio, "bar": COMPUTE_BAR, "met": ratio <= COMPUTE_BAR}
+    print(f"training compute of growing: {ratio:.2f} times that of as many parameters", flush=True)
+    return bars
+
+
+# ---- the overhead of dormant slots
 
 
 def wide_mlp() -> nn.Sequential:
@@ -47,10 +282,7 @@ def wide_mlp() -> nn.Sequential:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MLP 64-128-128-10, batch 64": (wide_mlp, (64, 64)),
-    "residual CNN, 8 channels, 16 x 16, batch 32": (
-        lambda: ResidualCNN(8, classes=10),
-        (32, 1, 16, 16),
-    ),
+    "residual CNN, 8 channels, 16 x 16, batch 32": (lambda: residual_cnn(8), (32, 1, 16, 16)),
 }
 
 
@@ -65,17 +297,17 @@ def training_steps(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Callable[[],
     growth = esper.Growth(model, optimizer, example=x, decisions=8)
     all_groups, all_hooks = optimizer.param_groups, optimizer._optimizer_step_pre_hooks
 
-    def train(groups: list[dict[str, Any]], hooks: Any) -> None:
+    def step(groups: list[dict[str, Any]], hooks: Any) -> None:
         optimizer.param_groups, optimizer._optimizer_step_pre_hooks = groups, hooks
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
     def plain() -> None:
-        train(own_groups, own_hooks)
+        step(own_groups, own_hooks)
 
     def dormant() -> None:
-        train(all_groups, all_hooks)
+        step(all_groups, all_hooks)
         growth.after_step()
 
     return plain, dormant
@@ -105,309 +337,58 @@ def cpu_seconds(step: Callable[[], None]) -> float:
     return (time.process_time() - start) / CALLS
 
 
-class Family(NamedTuple):
-    """A user's model and data; the loss and the score are of an output and its targets."""
-
-    make: Callable[[int], nn.Module]  # by width
-    width: int
-    step: int  # between possible widths
-    data: Callable[[], tuple[Tensor, Tensor]]  # rows: 64 % to train, 16 % to validate, 20 % to test
-    loss: Callable[[Tensor, Tensor], Tensor]
-    score: Callable[[Tensor, Tensor], Tensor]  # one per example, 0 to 1
-    learning_rate: float
-    steps: int
-
-
-def series_cnn(width: int) -> nn.Module:
-    """As published with MNIST-1D, narrower."""
-    sizes = ((1, 5), (width, 3), (width, 3))
-    convs = [
-        part for n, k in sizes for part in (nn.Conv1d(n, width, k, stride=2, padding=1), nn.ReLU())
-    ]
-    return nn.Sequential(*convs, nn.Flatten(), nn.Linear(5 * width, 10))
-
-
-def mlp(inputs: int, width: int, outputs: int) -> nn.Module:
-    hidden = (nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
-    return nn.Sequential(*hidden, nn.Linear(width, outputs))
-
-
-class Transformer(nn.Module):
-    """Two blocks, pre-norm: of tokens with a causal mask, or of image patches with a mean."""
-
-    def __init__(self, embed: nn.Module, width: int, length: int, classes: int, *, causal: bool):
-        super().__init__()
-        self.embed, self.head = embed, nn.Linear(width, classes)
-        self.position = nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, 2, 2 * width, 0.0, F.gelu, batch_first=True, norm_first=True
-            )
-            for _ in range(2)
-        )
-        self.norm = nn.LayerNorm(width)
-        mask = nn.Transformer.generate_square_subsequent_mask(length) if causal else None
-        self.register_buffer("mask", mask)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x) + self.position
-        for block in self.blocks:
-            x = block(x, src_mask=self.mask)
-        x = self.norm(x)
-        return self.head(x) if self.mask is not None else self.head(x.mean(1))
-
-
-def mobile_cnn(width: int) -> nn.Module:
-    """Inverted blocks: pointwise, depthwise, pointwise."""
-    layers: list[nn.Module] = [nn.Conv2d(1, width, 3, 1, 1), nn.BatchNorm2d(width), nn.ReLU6()]
-    for _ in range(2):
-        inner = 2 * width
-        layers += [nn.Conv2d(width, inner, 1), nn.BatchNorm2d(inner), nn.ReLU6()]
-        layers += [nn.Conv2d(inner, inner, 3, 2, 1, groups=inner), nn.BatchNorm2d(inner)]
-        layers += [nn.ReLU6(), nn.Conv2d(inner, width, 1), nn.BatchNorm2d(width)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
-
-
-class Recurrent(nn.Module):
-    """A GRU over the rows of an image."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.rnn = nn.GRU(8, width, batch_first=True)
-        self.hidden, self.head = nn.Linear(width, width), nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.hidden(self.rnn(x.squeeze(1))[0][:, -1])))
-
-
-def mnist1d() -> tuple[Tensor, Tensor]:
-    from mnist1d.data import get_dataset_args, make_dataset
-
-    data = make_dataset(get_dataset_args())
-    x, y = (np.concatenate((data[name], data[f"{name}_test"])) for name in ("x", "y"))
-    return torch.tensor(x, dtype=torch.float32).unsqueeze(1), torch.tensor(y)
-
-
-def tabular() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import make_classification
-
-    x, y = make_classification(
-        5000, 20, n_informative=15, n_classes=5, n_clusters_per_class=4, random_state=0
-    )
-    return torch.tensor(x, dtype=torch.float32), torch.tensor(y)
-
-
-def regression() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import make_friedman1
-
-    x, y = make_friedman1(4000, noise=1.0, random_state=0)
-    y = (y - y.mean()) / y.std()
-    return torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32).unsqueeze(1)
-
-
-def text(length: int = 24, symbols: int = 12) -> tuple[Tensor, Tensor]:
-    """Each symbol depends on the two before it; the target is the next symbol."""
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(symbols, symbols, symbols, generator=generator)
-    rows = torch.randint(0, symbols, (4000, 2), generator=generator)
-    for _ in range(length - 1):
-        chances = logits[rows[:, -2], rows[:, -1]].softmax(1)
-        rows = torch.cat((rows, chances.multinomial(1, generator=generator)), 1)
-    return rows[:, :-1], rows[:, 1:]
-
-
-def digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    x = torch.tensor(found.images / 8 - 1, dtype=torch.float32)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    return x[order].unsqueeze(1), torch.tensor(found.target)[order]
-
-
-def patches() -> tuple[Tensor, Tensor]:
-    x, y = digits()
-    return x[:, 0].unfold(1, 2, 2).unfold(2, 2, 2).reshape(len(x), 16, 4), y
-
-
-def is_right(output: Tensor, target: Tensor) -> Tensor:
-    return (output.argmax(-1) == target).float().reshape(len(target), -1).mean(1)
-
-
-def closeness(output: Tensor, target: Tensor) -> Tensor:
-    """The targets have a variance of 1."""
-    return 1 / (1 + (output - target).square().mean(1))
-
-
-def token_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-FAMILIES = {
-    "series CNN": Family(series_cnn, 8, 1, mnist1d, F.cross_entropy, is_right, 2e-2, 1000),
-    "tabular MLP": Family(
-        lambda w: mlp(20, w, 5), 16, 1, tabular, F.cross_entropy, is_right, 5e-3, 2000
-    ),
-    "regression MLP": Family(
-        lambda w: mlp(10, w, 1), 8, 1, regression, F.mse_loss, closeness, 5e-3, 1500
-    ),
-    "small GPT": Family(
-        lambda w: Transformer(nn.Embedding(12, w), w, 24, 12, causal=True),
-        *(16, 2, text, token_loss, is_right, 3e-3, 600),
-    ),
-    "small ViT": Family(
-        lambda w: Transformer(nn.Linear(4, w), w, 16, 10, causal=False),
-        *(16, 2, patches, F.cross_entropy, is_right, 3e-3, 600),
-    ),
-    "residual CNN": Family(
-        lambda w: ResidualCNN(w, 10), 4, 1, digits, F.cross_entropy, is_right, 5e-3, 400
-    ),
-    "mobile CNN": Family(mobile_cnn, 6, 1, digits, F.cross_entropy, is_right, 1e-2, 400),
-    "GRU": Family(Recurrent, 8, 1, digits, F.cross_entropy, is_right, 1e-2, 600),
-}
-
-
-class Outcome(NamedTuple):
-    score: float  # on the test rows
-    params: int
-    macs: int
-
-
-class Task:
-    """A family with its rows; test rows are read once, in `outcome`."""
-
-    def __init__(self, family: Family, rng_seed: int, steps: int, budget: float):
-        self.family, self.rng_seed, self.steps, self.budget = family, rng_seed, steps, budget
-        x, y = family.data()
-        a, b = int(0.64 * len(x)), int(0.8 * len(x))
-        self.train, self.val, self.test = (x[:a], y[:a]), (x[a:b], y[a:b]), (x[b:], y[b:])
-        self.loader = DataLoader(TensorDataset(*self.train), batch_size=BATCH, shuffle=True)
-
-    def start(self, width: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        torch.manual_seed(self.rng_seed)
-        model = self.family.make(width)
-        rate = self.family.learning_rate
-        optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=WEIGHT_DECAY)
-        # constant for 70 % of the steps, then a straight line down to 2 %
-        share = lambda step: 1 - 0.98 * max(0.0, step / self.steps - 0.7) / 0.3  # noqa: E731
-        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-
-    def score(self, model: nn.Module, rows: tuple[Tensor, Tensor]) -> float:
-        model.eval()
-        with torch.no_grad():
-            return float(self.family.score(model(rows[0]), rows[1]).mean())
-
-    def macs(self, model: nn.Module) -> int:
-        return count_macs(model, self.train[0][:1])
-
-    def outcome(self, model: nn.Module) -> Outcome:
-        return Outcome(self.score(model, self.test), count_params(model), self.macs(model))
-
-    def grow(self) -> "esper.GrowthResult":
-        model, optimizer, scheduler = self.start(self.family.width)
-        return esper.grow(
-            model,
-            self.loader,
-            [self.val],
-            loss=self.family.loss,
-            metric=self.family.score,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            budget=esper.Budget(params=round(self.budget * count_params(model))),
-            steps=self.steps,
-            progress=False,
-        )
-
-    def train_alone(self, width: int) -> nn.Module:
-        """A static network trained the same way; the best of 25 validations."""
-        model, optimizer, scheduler = self.start(width)
-        best, weights, step = -1.0, {}, 0
-        while step < self.steps:
-            for x, y in self.loader:
-                model.train()
-                optimizer.zero_grad()
-                self.family.loss(model(x), y).backward()
-                optimizer.step()
-                scheduler.step()
-                step += 1
-                if step % max(1, self.steps // 25) == 0:
-                    found = self.score(model, self.val)
-                    if found > best:
-                        best, weights = found, copy.deepcopy(model.state_dict())
-                if step == self.steps:
-                    break
-        model.load_state_dict(weights)
-        return model
-
-    def compare(self) -> tuple[dict[str, Outcome], str]:
-        """The grown network before any rescue by the twin, the twin, two wider static ones."""
-        family, result = self.family, self.grow()
-        grown = result.growth.plain_model()
-        networks = {"ungrown": result.ungrown, "grown": grown}
-        for name, cost in (
-            ("as many parameters", count_params),
-            ("as many multiply-adds", self.macs),
-        ):
-            widths = range(family.width, 99, family.step)
-            wider = next(w for w in widths if cost(family.make(w)) >= cost(grown))
-            networks[name] = self.train_alone(wider)
-        kept = ", ".join(f"{b} at {s}" for s, b in result.growth.seeds.items())
-        costs = result.ledger.costs
-        paid = costs["growing"].macs + costs["measuring"].macs  # the twin's measurements too
-        static = 3 * BATCH * self.steps * self.macs(networks["as many parameters"])
-        kept = f"{paid / static:.2f}x the compute of as many parameters; {kept}"
-        return {name: self.outcome(model) for name, model in networks.items()}, kept
-
-
-def compare_family(
-    name: str, rng_seeds: int, steps: int | None, budget: float
-) -> dict[str, dict[str, Any]]:
-    """Print a table of all arms; returns the gains over two of them, with bars, by arm."""
-    family = FAMILIES[name]
-    tasks = [Task(family, seed, steps or family.steps, budget) for seed in range(rng_seeds)]
-    rows = []
-    print(f"\n{name}: test score after {steps or family.steps} steps (parameters, multiply-adds)")
-    for task in tasks:
-        row, kept = task.compare()
-        if not rows:
-            print(f"{'rng seed':<10}" + "".join(f"{arm:>28}" for arm in row))
-        rows.append(row)
-        cells = [f"{o.score:.3f} ({o.params:,}, {o.macs:,})" for o in row.values()]
-        print(f"{task.rng_seed:<10}" + "".join(f"{cell:>28}" for cell in cells) + f"  {kept}")
-    means = [statistics.mean(row[arm].score for row in rows) for arm in rows[0]]
-    print(f"{'mean':<10}" + "".join(f"{mean:>28.3f}" for mean in means))
-    bars = {}
-    for arm in ("ungrown", "as many parameters"):
-        gains = [row["grown"].score - row[arm].score for row in rows]
-        mean = statistics.mean(gains)
-        error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
-        print(f"gain over {arm}: {mean:+.3f} +- {error:.3f}, least {min(gains):+.3f}", flush=True)
-        bars[arm] = {"value": mean, "bar": -2 * error, "met": mean >= -2 * error}
-    return bars
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer blocks, one short run")
+    parser.add_argument("--parts", nargs="*", default=["overhead", "families"])
     parser.add_argument("--rng-seeds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=2.0, help="parameters, times the model's")
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), help="default: all")
+    parser.add_argument("--rates", nargs="*", type=float, default=RATES)
+    parser.add_argument("--workers", type=int, default=1, help="processes of one thread")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="to start runs in")
+    parser.add_argument("--out", type=Path, help="JSON of every run and the bars")
     options = parser.parse_args()
     torch.set_num_threads(1)
     bars: dict[str, dict[str, float | bool]] = {}
+    if "overhead" in options.parts:
+        print(f"{'a training step':<46}{'plain':>10}{'dormant slots':>16}")
+        for case in CASES:
+            plain, share = overhead(case, blocks=21 if options.quick else 101)
+            print(f"{case:<46}{plain:>8.2f}ms{share:>+15.1%}", flush=True)
+            name = "overhead_" + case.split()[0].lower()
+            bars[name] = {"value": share, "bar": OVERHEAD_BAR, "met": share <= OVERHEAD_BAR}
+    runs: list[dict[str, Any]] = []
+    if "families" in options.parts:
+        bars |= families(options, runs)
+    found = {"benchmark": "grow", "device": "cpu", "bars": bars}
+    if options.out:
+        options.out.write_text(json.dumps({**found, "runs": runs}, indent=1))
+    print(json.dumps(found))
 
-    print(f"{'a training step':<46}{'plain':>10}{'dormant slots':>16}")
-    for case in CASES:
-        plain, share = overhead(case, blocks=21 if options.quick else 101)
-        print(f"{case:<46}{plain:>8.2f}ms{share:>+15.1%}")
-        name = "overhead_" + case.split()[0].lower()
-        bars[name] = {"value": share, "bar": OVERHEAD_BAR, "met": share <= OVERHEAD_BAR}
 
-    for family in options.families or list(FAMILIES)[: 2 if options.quick else None]:
-        seeds, steps = (1, 100) if options.quick else (options.rng_seeds, None)
-        for arm, bar in compare_family(family, seeds, steps, options.budget).items():
-            bars[f"gain_over_{arm}_{family}".lower().replace(" ", "_")] = bar
-    print(json.dumps({"benchmark": "grow", "device": "cpu", "bars": bars}))
+def families(options: argparse.Namespace, kept: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compare the arms of all families; adds what every run gave to `kept`."""
+    names = options.families or list(FAMILIES)[: 2 if options.quick else None]
+    rng_seeds, rates = (1, (1.0,)) if options.quick else (options.rng_seeds, tuple(options.rates))
+    first = [
+        Run(name, s, "grown", rates[0], 100 if options.quick else FAMILIES[name].steps,
+            FAMILIES[name].width, options.budget)
+        for s in range(rng_seeds)
+        for name in names
+    ]  # fmt: skip
+    complete, results = compare(first, rates, options.workers, options.seconds)
+    kept += [{**r.run._asdict(), **r._asdict(), "run": None, "model": None} for r in results]
+    spent = sum(result.seconds for result in results)
+    print(f"{len(results)} runs, {spent:.0f} CPU seconds; {len(complete)} of {len(first)} complete")
+    bars = {}
+    for name in names:
+        tables = [c.test() for c in complete if c.first.family == name]
+        if tables:
+            kept += [{"family": name, "rng_seed": n, "test": t} for n, t in enumerate(tables)]
+            for bar, value in report(name, tables).items():
+                bars[f"{bar}_{name}".lower().replace(" ", "_")] = value
+    return bars
 
 
 if __name__ == "__main__":
