@@ -186,7 +186,9 @@ class Comparison:
         return [
             *self.runs("as many parameters", wide),
             *self.runs("as many multiply-adds", heavy),
-            *self.runs("as much training", wide, max(VALIDATIONS, round(grown.training / per_step))),
+            *self.runs(
+                "as much training", wide, max(VALIDATIONS, round(grown.training / per_step))
+            ),
         ]
 
     def _wider(self, cost: Callable[[nn.Module], int], least: int) -> int:
@@ -261,7 +263,8 @@ def report(name: str, tables: list[dict[str, Any]]) -> dict[str, dict[str, Any]]
     bars = {}
     for arm in RIVALS:
         gains = [table["grown"]["test"] - table[arm]["test"] for table in tables]
-        half = QUANTILE.get(len(gains), 2.0) * statistics.stdev(gains) / len(gains) ** 0.5 if gains[1:] else 1.0  # fmt: skip  # noqa: E501
+        spread = statistics.stdev(gains) if gains[1:] else 1.0
+        half = QUANTILE.get(len(gains), 2.0) * spread / len(gains) ** 0.5
         mean = statistics.mean(gains)
         print(f"gain over {arm}: {mean:+.3f} +- {half:.3f} (95 %), least {min(gains):+.3f}")
         bars[f"gain_over_{arm}"] = {"value": mean, "bar": -half, "met": mean >= -half}

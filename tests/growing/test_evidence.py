@@ -7,6 +7,7 @@ from torch import nn
 
 from esper import Budget, Growth
 from esper.growing.evidence import BATCHES, ROWS, Evidence
+from esper.tamiyo.evidence import EvidenceConfig, EvidenceController
 from support.growth_loops import new_growth, train
 from support.models import Script, germinate
 
@@ -16,11 +17,47 @@ def test_probes_change_no_bit_of_the_output_and_leave_no_hook(name):
     growth = new_growth(Script(), name=name)
     model, example = growth.model.eval(), growth.example
     before = model(example)
-    evidence = Evidence(growth._network)
+    evidence = Evidence(growth._network, growth._reporter.may_grow)
     evidence.start(0)
     assert torch.equal(model(example), before)
     evidence.stop()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_only_seeds_that_fit_into_the_budget_are_measured():
+    growth = new_growth(Script(), name="series", budget=Budget(params=200))
+    room = 200 - growth.ledger.before.params
+    evidence = Evidence(growth._network, growth._reporter.may_grow)
+    evidence.start(0)
+    sites, menu = growth.sites, growth._network.menu
+    measured = {(p.index, b) for p in evidence._probes for b in p.blueprints}
+    costs = {
+        (s, b): site.params_of(entry)
+        for s, site in enumerate(sites)
+        for b, entry in enumerate(menu)
+        if entry.fits(site.seed_site) and entry.program(site.seed_site).depth > 1
+    }
+    assert measured == {place for place, cost in costs.items() if cost <= room}
+    assert 0 < len(measured) < len(costs)
+
+
+@pytest.mark.parametrize("macs", [None, 10**9])
+def test_multiply_adds_grow_in_step_with_the_budget_of_parameters(macs):
+    """Unless there is a budget of multiply-adds."""
+    controller = EvidenceController(EvidenceConfig(macs_ratio=0.7))
+    growth = new_growth(controller, "series", 25, budget=Budget(params=300, macs=macs))
+    before = growth.ledger.before
+    for step in range(24):
+        F.cross_entropy(
+            growth.model(growth.example), torch.arange(len(growth.example)) % 3
+        ).backward()
+        growth.optimizer.step()
+        growth.after_step()
+        growth.decide(0.3 + 0.02 * step)
+    most = max(record.macs for record in growth.ledger.steps)
+    limit = 0.7 * 300 / before.params * before.macs
+    assert (most <= limit) == (macs is None)
+    assert most > before.macs
 
 
 def test_the_gain_of_units_is_larger_where_the_model_lacks_them():
@@ -31,7 +68,7 @@ def test_the_gain_of_units_is_larger_where_the_model_lacks_them():
     model = nn.Sequential(nn.Linear(6, 1), nn.Tanh(), nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     growth = Growth(model, optimizer, example=x[:8], decisions=10, controller=Script())
-    evidence = Evidence(growth._network)
+    evidence = Evidence(growth._network, growth._reporter.may_grow)
     for step in range(60 + BATCHES):
         if step == 60:
             evidence.start(step)
@@ -150,7 +187,7 @@ def test_copies_of_blocks_get_all_rows_where_these_are_not_clear(make, shape, us
         model, optimizer, example=x, decisions=10, blueprints=["deepen"], controller=Script()
     )
     before = model(x)
-    evidence = Evidence(growth._network)
+    evidence = Evidence(growth._network, growth._reporter.may_grow)
     evidence.start(0)
     assert torch.equal(model(x), before)
     assert {probe.rows.used for probe in evidence._probes} == {used}
@@ -160,8 +197,8 @@ def test_copies_of_blocks_get_all_rows_where_these_are_not_clear(make, shape, us
     gains = evidence.gains()
     assert gains.max() > 0
     macs = evidence._probes[0].slot.site.macs_of(growth._network.menu[0])
-    assert evidence.macs == BATCHES * used * len(evidence._probes) * macs
-    again = Evidence(growth._network)
+    assert evidence.macs == 2 * BATCHES * used * len(evidence._probes) * macs
+    again = Evidence(growth._network, growth._reporter.may_grow)
     again.load(evidence.to_dict())
     assert torch.equal(again.gains(), gains)
     assert again.macs == evidence.macs

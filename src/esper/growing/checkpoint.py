@@ -2,17 +2,94 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, optim
 
 from esper.growing.budget import Budget
-from esper.growing.network import NetworkState
+from esper.growing.controllers import StatefulController
+from esper.growing.eval_mode import random_states, set_random_states
+from esper.growing.inputs import DataFacts
+from esper.growing.ledger import Ledger
+from esper.growing.network import NetworkState, Ramp
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.files import read_file, write_file
+from esper.tolaria.reports import History
+
+if TYPE_CHECKING:
+    from esper.growing.growth import Growth
 
 _KIND, _VERSION = "growth", 9
+
+
+def contents(growth: "Growth") -> dict[str, Any]:
+    """All that a run needs to resume."""
+    network, controller = growth._network, growth.controller
+    return {
+        "signature": _signature(growth),
+        "size": (growth.params, growth.macs),
+        "data": tuple(growth._reporter.data),
+        "network": network_to_dict(network.capture()),
+        "settings": group_settings(growth.optimizer),
+        "scheduler": None if growth.scheduler is None else growth.scheduler.state_dict(),
+        "safe_points": growth._safe_points.to_dict(),
+        "history": growth._history.to_dict(),
+        "counts": (growth.step, growth.optimizer_steps, growth.is_closed),
+        "ramp": (growth._steps_at_decision, *network.ramp),
+        "evidence": growth._evidence.to_dict(),
+        "train_losses": growth._train_losses,
+        "gradient_norms": growth._gradients.norms,
+        "ledger": growth.ledger.to_json(),
+        "seed_ids": growth._recorder.seed_ids,
+        "controller": controller.memory() if isinstance(controller, StatefulController) else {},
+        "seed_generator": network.generator.get_state(),
+        "random": random_states(range(torch.cuda.device_count())),
+    }
+
+
+def resume(growth: "Growth", path: str | Path) -> None:
+    """Restore a saved run in a new growth."""
+    saved, network = read(path), growth._network
+    check_fit(
+        path,
+        saved,
+        signature=_signature(growth),
+        decisions=growth.decisions,
+        budget=growth.budget,
+    )
+    growth._reporter.data = DataFacts(*saved["data"])  # another example may look different
+    network.restore(network_from_dict(saved["network"]))
+    for group, settings in zip(growth.optimizer.param_groups, saved["settings"], strict=True):
+        group.update(settings)
+    if growth.scheduler is not None:
+        growth.scheduler.load_state_dict(saved["scheduler"])
+    growth._safe_points.load(saved["safe_points"])
+    growth._history = History.from_dict(saved["history"])
+    growth.step, growth.optimizer_steps, growth.is_closed = saved["counts"]
+    growth._steps_at_decision, *ramp = saved["ramp"]
+    network.ramp = Ramp(*ramp)
+    network.set_alphas()
+    growth._evidence.load(saved["evidence"])
+    growth._train_losses, growth._gradients.norms = saved["train_losses"], saved["gradient_norms"]
+    growth._recorder.ledger = Ledger.from_json(saved["ledger"])
+    growth._recorder.seed_ids.update(saved["seed_ids"])
+    if isinstance(growth.controller, StatefulController):
+        growth.controller.recall(saved["controller"])
+    network.generator.set_state(saved["seed_generator"])
+    set_random_states(saved["random"])
+
+
+def _signature(growth: "Growth") -> dict[str, Any]:
+    """What a resuming run must have in common with the saved one."""
+    return {
+        "sites": [site.name for site in growth.sites],
+        "kinds": [site.kind.name for site in growth.sites],
+        "blueprints": [blueprint.name for blueprint in growth._network.menu],
+        "optimizer": type(growth.optimizer).__name__,
+        **growth._network.made,
+        "scheduler": growth.scheduler and type(growth.scheduler).__name__,
+    }
 
 
 def write(path: str | Path, contents: dict[str, Any]) -> None:

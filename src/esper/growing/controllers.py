@@ -218,6 +218,17 @@ class Reporter:
             fits[0, pair] &= ~has_seed[site]
         return facts._replace(cost_params=params, cost_macs=macs, fits=fits)
 
+    def may_grow(self) -> Tensor:
+        """Which seeds fit into the network and the budget now, `[S, B]`."""
+        facts = self._facts_now()
+        fits = facts.fits & ~self._network.states.has_seed.unsqueeze(-1)
+        for cost, limit, used in (
+            (facts.cost_params, self._budget.params, self.params),
+            (facts.cost_macs, self._budget.macs, self.macs),
+        ):
+            fits = fits if limit is None else fits & (cost <= limit - used)
+        return fits[0]
+
     def observe(self, step: int, steps_left: int, history: History) -> Reports:
         data = self.data  # a checkpoint may have replaced it
         facts = self._facts_now()._replace(

@@ -6,6 +6,7 @@ features have in common with what the model gets wrong.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -33,8 +34,9 @@ ROWS = 16  # of each batch, so that the seeds together cost little
 class Evidence:
     """Measures the seeds that could grow in the empty slots of a network."""
 
-    def __init__(self, network: GrowingNetwork):
-        self._network = network
+    def __init__(self, network: GrowingNetwork, may_grow: Callable[[], Tensor]):
+        """`may_grow` returns which seeds `[S, B]` fit into the network and the budget now."""
+        self._network, self._may_grow = network, may_grow
         self._probes: list[_Probe] = []
         self._examples = _Examples()
         self._measuring = ExitStack()
@@ -63,10 +65,12 @@ class Evidence:
             n for slot in self._network.slots if slot.site.pair for n in slot.site.pair.inside
         }
         probes = []
-        for index, slot in enumerate(self._network.slots):
+        for index, (slot, fits) in enumerate(
+            zip(self._network.slots, self._may_grow(), strict=True)
+        ):
             is_dense = slot.site.kind in (SiteKind.VECTOR, SiteKind.TOKENS)
             if slot.seed is None and not (is_dense and slot.site.name in inside):
-                probes += self._probes_of(index, slot.site, generator)
+                probes += self._probes_of(index, slot.site, fits, generator)
         return probes
 
     def after_step(self) -> None:
@@ -107,11 +111,15 @@ class Evidence:
 
     @property
     def macs(self) -> float:
-        """Multiply-adds of the forward passes so far."""
+        """Multiply-adds so far: a forward pass, and the gradient of the last layer at most as many."""
         menu = self._network.menu
-        return self.batches * sum(
-            probe.rows.used * probe.slot.site.macs_of(menu[next(iter(probe.blueprints))])
-            for probe in self._probes
+        return (
+            2
+            * self.batches
+            * sum(
+                probe.rows.used * probe.slot.site.macs_of(menu[next(iter(probe.blueprints))])
+                for probe in self._probes
+            )
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,14 +140,16 @@ class Evidence:
         if self.batches == BATCHES:
             self.stop()
 
-    def _probes_of(self, index: int, site: ModelSite, generator: torch.Generator) -> "list[_Probe]":
+    def _probes_of(
+        self, index: int, site: ModelSite, fits: Tensor, generator: torch.Generator
+    ) -> "list[_Probe]":
         """A probe per blueprint; one for all sizes of a widening, whose units are all alike."""
         place = site.seed_site
         units = {
             b: units_of(place, entry)
             for b, entry in enumerate(self._network.menu)
             # a seed of one layer is linear: it adds little to the linear layer that follows
-            if entry.fits(place) and entry.program(place).depth > 1
+            if fits[b] and entry.program(place).depth > 1
         }
         probes = []
         for b in list(units)[:1] if site.pair else units:
@@ -268,12 +278,14 @@ class _FirstRows(nn.Module):
         self.used = rows if rows == ROWS else self._examples.count or count
 
         def first(tensor: Tensor) -> Tensor:
+            # detached: through a zero layer the model gets no gradient
+            tensor = tensor.detach()
             return tensor[:rows] if tensor.dim() and len(tensor) == count else tensor
 
         args, kwargs = pytree.tree_map_only(Tensor, first, (args, kwargs))
         found = self.seed(*args, **kwargs)
         if isinstance(self.seed, BlockCopy):  # it returns what it was given, or a tuple with it
-            return with_first(found, lambda y: torch.cat((y, x[rows:])))
+            return with_first(found, lambda y: torch.cat((x[:rows] + (y - args[0]), x[rows:])))
         return torch.cat((found, found.new_zeros(count - len(found), *found.shape[1:])))
 
     def _are_rows(self, count: int, given: list[Tensor]) -> bool:

@@ -65,7 +65,9 @@ def export(
     formats = (formats,) if isinstance(formats, str) else formats
     _check_formats(formats)
     if not isinstance(tolerance, Real) or not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance={tolerance!r}; use a share of the largest output, such as 1e-5")
+        raise ValueError(
+            f"tolerance={tolerance!r}; use a share of the largest output, such as 1e-5"
+        )
     plain = folded(model).cpu().eval()
     _check_names(plain)
     plain.register_forward_hook(_plain_output)

@@ -28,7 +28,6 @@ from esper.growing.budget import Budget
 from esper.growing.controllers import (
     EvidenceReader,
     Reporter,
-    StatefulController,
     add_measured_seeds,
     blueprints_for,
     check_legal,
@@ -37,16 +36,20 @@ from esper.growing.controllers import (
     make_controller,
     reason_of,
 )
-from esper.growing.eval_mode import random_states, set_random_states
 from esper.growing.evidence import BATCHES, Evidence
 from esper.growing.export import FORMATS, TOLERANCE, export
 from esper.growing.inputs import DataFacts, batch_size
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
-from esper.growing.network import GrowingNetwork, Ramp
+from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
 from esper.growing.parallel import unwrapped
 from esper.growing.plain import plain_model
-from esper.growing.preparation import check_arguments, freeze_all_but_head, prepare_model
+from esper.growing.preparation import (
+    PreparedModel,
+    check_arguments,
+    freeze_all_but_head,
+    prepare_model,
+)
 from esper.growing.recorder import Recorder, new_ledger
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table
@@ -159,38 +162,40 @@ class Growth:
         self._validator.check(model)
         check_time(self.controller, decisions - 1)  # the last call only closes the run
         self.controller.begin(torch.zeros(1, dtype=torch.int64))
-        # checks are done: from here on the optimizer is changed
-        self._network = GrowingNetwork(
-            model,
-            optimizer,
+        ledger = new_ledger(
+            model, prepared, metric=metric, controller=controller_name(controller),
+            budget=self.budget, rng_seed=rng_seed,
+        )  # fmt: skip
+        self._start(prepared, ledger, data, rent, max_germinations, rng_seed)
+
+    def _start(
+        self,
+        prepared: PreparedModel,
+        ledger: Ledger,
+        data: DataFacts,
+        rent: float,
+        max_germinations: int,
+        rng_seed: int,
+    ) -> None:
+        """Make the parts of a run; arguments are checked, and now the optimizer is changed."""
+        self._network = network = GrowingNetwork(
+            self.model,
+            self.optimizer,
             prepared.sites,
             prepared.menu,
-            scheduler=scheduler,
+            scheduler=self.scheduler,
             generator=torch.Generator().manual_seed(rng_seed),
-            ranks=ranks,
+            ranks=self.ranks,
         )
         self._reporter = Reporter(
-            self._network,
-            self.budget,
-            prepared,
-            data=data,
-            rent=rent,
-            max_germinations=max_germinations,
+            network, self.budget, prepared, data=data, rent=rent, max_germinations=max_germinations
         )
         num_heads = self._reporter.action_space.num_heads
         self._history = History(1, len(prepared.sites), num_heads)
-        ledger = new_ledger(
-            model,
-            prepared,
-            metric=metric,
-            controller=controller_name(controller),
-            budget=self.budget,
-            rng_seed=rng_seed,
-        )
-        self._recorder = Recorder(ledger, self._network)
-        self._safe_points = SafePoints(self._network, self._recorder.seed_ids)
-        self._gradients = SeedGradients(optimizer, self._network.slots)
-        self._evidence = Evidence(self._network)
+        self._recorder = Recorder(ledger, network)
+        self._safe_points = SafePoints(network, self._recorder.seed_ids)
+        self._gradients = SeedGradients(self.optimizer, network.slots)
+        self._evidence = Evidence(network, self._reporter.may_grow)
         self.step = 0  # decisions made
         self.optimizer_steps = self._steps_at_decision = 0
         self.expected_steps = 0  # before the first decision, if it is known
@@ -336,44 +341,12 @@ class Growth:
 
     # ---- checkpoints
 
-    @property
-    def _signature(self) -> dict[str, Any]:
-        """What a resuming run must have in common with the saved one."""
-        return {
-            "sites": [site.name for site in self.sites],
-            "kinds": [site.kind.name for site in self.sites],
-            "blueprints": [blueprint.name for blueprint in self._network.menu],
-            "optimizer": type(self.optimizer).__name__,
-            **self._network.made,
-            "scheduler": self.scheduler and type(self.scheduler).__name__,
-        }
-
     def save(self, path: str | Path) -> None:
         """Write the whole run to a file. Call it between two optimizer steps, in any stage.
 
         Of several ranks, rank 0 writes; all of them load the file.
         """
-        controller = self.controller
-        contents = {
-            "signature": self._signature,
-            "size": (self.params, self.macs),
-            "data": tuple(self._reporter.data),
-            "network": checkpoint.network_to_dict(self._network.capture()),
-            "settings": checkpoint.group_settings(self.optimizer),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "safe_points": self._safe_points.to_dict(),
-            "history": self._history.to_dict(),
-            "counts": (self.step, self.optimizer_steps, self.is_closed),
-            "ramp": (self._steps_at_decision, *self._network.ramp),
-            "evidence": self._evidence.to_dict(),
-            "train_losses": self._train_losses,
-            "gradient_norms": self._gradients.norms,
-            "ledger": self.ledger.to_json(),
-            "seed_ids": self._recorder.seed_ids,
-            "controller": controller.memory() if isinstance(controller, StatefulController) else {},
-            "seed_generator": self._network.generator.get_state(),
-            "random": random_states(range(torch.cuda.device_count())),
-        }
+        contents = checkpoint.contents(self)
         if self.ranks.is_first:
             checkpoint.write(path, contents)
 
@@ -384,30 +357,7 @@ class Growth:
         """
         if self.step or self.optimizer_steps:
             raise ValueError("this growth has already started; load into a new one")
-        saved = checkpoint.read(path)
-        checkpoint.check_fit(
-            path, saved, signature=self._signature, decisions=self.decisions, budget=self.budget
-        )
-        self._reporter.data = DataFacts(*saved["data"])  # another example may look different
-        self._network.restore(checkpoint.network_from_dict(saved["network"]))
-        for group, settings in zip(self.optimizer.param_groups, saved["settings"], strict=True):
-            group.update(settings)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(saved["scheduler"])
-        self._safe_points.load(saved["safe_points"])
-        self._history = History.from_dict(saved["history"])
-        self.step, self.optimizer_steps, self.is_closed = saved["counts"]
-        self._steps_at_decision, *ramp = saved["ramp"]
-        self._network.ramp = Ramp(*ramp)
-        self._network.set_alphas()
-        self._evidence.load(saved["evidence"])
-        self._train_losses, self._gradients.norms = saved["train_losses"], saved["gradient_norms"]
-        self._recorder.ledger = Ledger.from_json(saved["ledger"])
-        self._recorder.seed_ids.update(saved["seed_ids"])
-        if isinstance(self.controller, StatefulController):
-            self.controller.recall(saved["controller"])
-        self._network.generator.set_state(saved["seed_generator"])
-        set_random_states(saved["random"])
+        checkpoint.resume(self, path)
 
     # ---- the parts of a decision
 
@@ -462,7 +412,7 @@ class Growth:
         if steps:
             self.ledger.add_cost("growing", steps * rows * self.macs)
         if self._evidence.macs:
-            self.ledger.add_cost("measuring", 3 * self._evidence.macs)
+            self.ledger.add_cost("measuring", self._evidence.macs)
 
     def _record_step(self, measured: Measurement) -> None:
         losses, self._train_losses = self._train_losses, []

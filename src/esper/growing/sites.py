@@ -300,7 +300,9 @@ def _checked_kinds(given: Mapping[str, str], run: Run) -> dict[str, SiteKind]:
             raise ValueError(f"kind={{{name!r}: {kind!r}}}; there are {names}")
         if name not in run.calls:
             near = difflib.get_close_matches(name, run.calls, n=1, cutoff=0.0)
-            raise ValueError(f"kind= names {name!r}, which is not called; did you mean {near[0]!r}?")
+            raise ValueError(
+                f"kind= names {name!r}, which is not called; did you mean {near[0]!r}?"
+            )
         kinds[name], shape = SiteKind[str(kind).upper()], run.calls[name][0].output
         axes = _AXES.get(kinds[name])
         if isinstance(shape, tuple) and (len(shape) < 3 if axes is None else len(shape) != axes):

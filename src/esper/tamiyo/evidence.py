@@ -26,6 +26,10 @@ class EvidenceConfig:
     first_start: float = 0.03  # progress before which nothing is grown
     last_start: float = 0.4  # progress after which nothing is grown
     cost_power: float = 0.25  # 0: the largest gain first; 1: the largest gain for its cost
+    macs_weight: float = 0.25  # of multiply-adds in that cost; of parameters 1
+    macs_ratio: float = (
+        1.5  # most growth of multiply-adds, relative to that of the parameter budget
+    )
     optimism: float = 1.0  # standard errors added to a contribution for its upper bound
     least_rise: float = 3.0  # standard errors by which the metric must rise without contributions
     patience: int = 3  # steps at full weight before a seed is judged
@@ -134,7 +138,7 @@ class EvidenceController:
             lower=torch.where(known, reports.contribution, rise - margin),
             # without contributions a rise must be shown, so there is no benefit of the doubt
             upper=torch.where(known, reports.contribution + config.optimism * error, rise - margin),
-            rent=_rent(reports, reports.seed_params, reports.seed_macs, is_present=True),
+            rent=_rent(reports, reports.seed_params, reports.seed_macs),
             value=value,
             blueprint=blueprint,
             level=level,
@@ -155,11 +159,22 @@ class EvidenceController:
         needed = self.least_steps - 1 + is_live.sum(dim=-1)
         in_time = (reports.progress >= config.first_start) & (reports.progress <= config.last_start)
         in_time = (in_time & (reports.steps_left >= needed)).view(-1, 1, 1)
-        cost = _rent(reports, reports.cost_params, reports.cost_macs, is_present=False)
-        cost = (cost / reports.rent.clamp(min=1e-9).view(-1, 1, 1)).clamp(min=1e-6)
+        in_time = in_time & self._is_in_step(reports)
+        cost = _growth(reports, reports.cost_params, reports.cost_macs, config.macs_weight)
+        cost = cost.clamp(min=1e-6)
         value = torch.where(legal & in_time, gain / cost**config.cost_power, 0.0)
         best, blueprint = value.max(dim=-1)
         return best, blueprint
+
+    def _is_in_step(self, reports: Reports) -> Tensor:
+        """Whether multiply-adds would grow about as much as parameters may, `[1, S, B]`.
+
+        A budget of multiply-adds replaces this rule; without any budget there is no limit.
+        """
+        limit = (reports.params + reports.params_left) / reports.host_params.clamp(min=1)
+        limit = torch.where(reports.macs_left.isinf(), self.config.macs_ratio * limit, torch.inf)
+        macs = reports.macs.view(-1, 1, 1) + reports.cost_macs
+        return macs <= (limit * reports.host_macs).view(-1, 1, 1)
 
     def _remember(self, actions: Tensor, masks: ActionMasks, judged: "_Judgement") -> None:
         names = masks.action_space.names
@@ -199,18 +214,30 @@ def _level(reports: Reports) -> tuple[Tensor, Tensor]:
     return recent.unsqueeze(1), noise.unsqueeze(1)
 
 
-def _rent(reports: Reports, params: Tensor, macs: Tensor, *, is_present: bool) -> Tensor:
-    """Rent of seeds: on parameters and on multiply-adds, each as log(1 + added / the model's)."""
+def _rent(reports: Reports, params: Tensor, macs: Tensor) -> Tensor:
+    """Rent of the seeds in the network, on parameters and on multiply-adds, `[1, S]`."""
+    return reports.rent.view(-1, 1) * _growth(reports, params, macs, is_present=True)
+
+
+def _growth(
+    reports: Reports,
+    params: Tensor,
+    macs: Tensor,
+    macs_weight: float = 1.0,
+    *,
+    is_present: bool = False,
+) -> Tensor:
+    """How much seeds enlarge the network: log(1 + added / the model's) in both costs."""
     per_env = (-1, *([1] * (params.dim() - 1)))
     total = torch.zeros_like(params)
-    for size, own, now in (
-        (params, reports.host_params, reports.params),
-        (macs, reports.host_macs, reports.macs),
+    for size, own, now, weight in (
+        (params, reports.host_params, reports.params, 1.0),
+        (macs, reports.host_macs, reports.macs, macs_weight),
     ):
         own, added = own.clamp(min=1).view(per_env), (now - own).view(per_env)
         low = (added - size).clamp(min=0) if is_present else added
-        total = total + torch.log1p((low + size) / own) - torch.log1p(low / own)
-    return reports.rent.view(per_env) * total
+        total = total + weight * (torch.log1p((low + size) / own) - torch.log1p(low / own))
+    return total
 
 
 def _points(share: Tensor, digits: str = ".2f") -> str:
