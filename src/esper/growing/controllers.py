@@ -62,6 +62,10 @@ class EvidenceReader(Protocol):
         """Expected gain of each slot and blueprint, `[S, B]`."""
         ...
 
+    def judges(self, stage: Tensor, stage_age: Tensor) -> Tensor:
+        """Whose contribution it needs now; each argument is `[N, S]`, before the step ends."""
+        ...
+
 
 def check_time(controller: Controller, steps: int) -> None:
     """Raise if the run is too short for the controller to grow anything."""

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward
+from esper.growing.pairs import no_layers
 from esper.growing.tracing import without_graphs
 from esper.kasmina.blueprints import Blueprint, Site
 
@@ -66,11 +67,7 @@ class Deepening(Blueprint):
         return site.copied
 
 
-def _no_layers(site: Site) -> Any:
-    raise AssertionError("a deepening is a copy of its block")
-
-
-DEEPENING = Deepening("deepen", (), _no_layers)
+DEEPENING = Deepening("deepen", (), no_layers)
 
 
 class BlockCopy(nn.Module):

@@ -383,7 +383,9 @@ class Growth:
         self._add_training_cost()
         start = time.perf_counter()
         self.ranks.copy_first(self._network.statistics())
-        measured = self._validator.measure(self._network, val_metric, val_loss, is_first=is_first)
+        measured = self._validator.measure(
+            self._network, val_metric, val_loss, is_first=is_first, judged=self._judged()
+        )
         if measured.rows:
             self.ledger.add_cost(
                 "measuring", self.macs * measured.rows, time.perf_counter() - start
@@ -404,6 +406,14 @@ class Growth:
         self._history.add_validation(metric, loss)
         self._safe_points.update(self.step, measured)
         return self._safe_points.last
+
+    def _judged(self) -> list[int] | None:
+        """Slots whose contributions the controller needs now; None: all."""
+        states = self._network.states
+        if not isinstance(self.controller, EvidenceReader):
+            return None
+        judged = self.controller.judges(states.stage, states.stage_age)
+        return judged[0].nonzero().flatten().tolist()
 
     def _add_training_cost(self) -> None:
         """Multiply-adds of the optimiser steps since the last decision, by the size of `example`."""

@@ -153,12 +153,12 @@ class Widening(Blueprint):
         return UnitsProgram(site.pair, max(1, round(self.share * site.pair.width)))
 
 
-def _no_layers(site: Site) -> Any:
-    raise AssertionError("a widening is made of the layers of its pair")
+def no_layers(site: Site) -> Any:
+    raise AssertionError("a seed that enlarges the model is made of the model's own layers")
 
 
 WIDENINGS = {
-    name: Widening(name, (), _no_layers, share)
+    name: Widening(name, (), no_layers, share)
     for name, share in (("widen_quarter", 0.25), ("widen_half", 0.5), ("widen_full", 1.0))
 }
 

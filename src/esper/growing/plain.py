@@ -24,7 +24,7 @@ from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Seed, Slot, blend_one, new_seed, with_first
 from esper.growing.tracing import without_graphs
-from esper.growing.widening import Branch
+from esper.growing.widening import Branch, scale
 from esper.leyline.constants import BlendStyle
 
 
@@ -196,9 +196,7 @@ def _without_alpha(grown: Grown) -> Grown:
     """Fold alpha into the seed's last layer, if the blend is linear in it."""
     last = grown.seed.layers[-1]
     if grown.style != BlendStyle.MULTIPLY and isinstance(last, _LINEAR_LAYERS):
-        with torch.no_grad():
-            for parameter in last.parameters():
-                parameter.mul_(grown.alpha)
+        scale(last, grown.alpha)
         grown.alpha = 1.0
     return grown
 

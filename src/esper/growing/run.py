@@ -152,16 +152,7 @@ def grow(
         unpack = unpack or _as_it_is
         raw, (example, _) = _first_batch(batches, "training", device, unpack)
         with untouched_randomness(model, val_loader):
-            _, (val_example, val_target) = _first_batch(
-                iter(val_loader), "validation", device, unpack
-            )
-            others = _of_other_shape(example, (unpack(batch)[0] for batch in val_loader))
-            val_examples = (val_example, *moved(others, device))
-            metric_name, metric = (
-                default_metric(val_target, (unpack(batch)[1] for batch in val_loader))
-                if metric is None
-                else (_name_of(metric), metric)
-            )
+            others, name, metric = _first_look(val_loader, example, metric, device, unpack)
         split = is_split(train_loader)
         task = Task(loss, metric, val_loader, device, unpack, ranks, split, autocast)
         _set_train_mode(model)
@@ -170,23 +161,14 @@ def grow(
             model,
             optimizer,
             example=example,
-            other_examples=val_examples,
+            other_examples=others,
             train_rows=count_rows(train_loader, example),
-            budget=budget,
-            controller=controller,
             decisions=decisions + 1,  # the last call closes the run
             val_loader=val_loader,
             score=lambda batch: task.score(model, batch),
-            scheduler=scheduler,
-            sites=sites,
-            exclude=exclude,
-            kind=kind,
-            blueprints=blueprints,
-            rent=rent,
-            shadow_training=shadow_training,
-            rng_seed=rng_seed,
-            metric=metric_name,
+            metric=name,
             ranks=ranks,
+            **{name: options[name] for name in _OF_GROWTH},
         )
         growth.expected_steps = steps // decisions
         if ungrown is not None:
@@ -203,6 +185,13 @@ def grow(
         if shown:
             print(result)
         return result
+
+
+# arguments that are passed on to `Growth`
+_OF_GROWTH = (
+    *("budget", "controller", "scheduler", "sites", "exclude", "kind", "blueprints", "rent"),
+    *("shadow_training", "rng_seed"),
+)
 
 
 def _repeated(
@@ -378,13 +367,29 @@ def _first_batch(
     return batch, moved(pair, device)
 
 
-def _of_other_shape(example: Any, batches: Iterable[Any]) -> list[Any]:
-    """The first batch whose tensors differ from the example's in an axis after the first, if any."""
+def _first_look(
+    val_loader: Iterable[Any],
+    example: Any,
+    metric: Metric | None,
+    device: torch.device,
+    unpack: Unpack,
+) -> tuple[list[Any], str, Metric]:
+    """Inputs of a validation batch, and of one with another shape per example than `example` if
+    there is one; the name of the metric and the metric.
+    """
+    _, (first, target) = _first_batch(iter(val_loader), "validation", device, unpack)
 
     def shapes(batch: Any) -> list[Any]:
         return [tensor.shape[1:] for tensor in tensors(batch)]
 
-    return list(islice((batch for batch in batches if shapes(batch) != shapes(example)), 1))
+    inputs = (unpack(batch)[0] for batch in val_loader)
+    others = list(islice((batch for batch in inputs if shapes(batch) != shapes(example)), 1))
+    name, metric = (
+        default_metric(target, (unpack(batch)[1] for batch in val_loader))
+        if metric is None
+        else (_name_of(metric), metric)
+    )
+    return [first, *moved(others, device)], name, metric
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ for an error of one standard deviation.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,13 +90,17 @@ class Validator:
         val_loss: Number | None,
         *,
         is_first: bool,
+        judged: Collection[int] | None = None,
     ) -> Measurement:
-        """A metric outside 0 to 1 raises if it is the first of the run, else it becomes NaN."""
+        """A metric outside 0 to 1 raises if it is the first of the run, else it becomes NaN.
+
+        `judged`: as in the function `measure`.
+        """
         if self._loader is not None and self._score is not None:
             if val_metric is not None:
                 raise ValueError("growth measures the metric itself with score=; leave it out here")
             split = network.ranks if is_split(self._loader) else ALONE
-            measured = measure(network, self._loader, self._score, split)
+            measured = measure(network, self._loader, self._score, split, judged)
             measured = network.ranks.broadcast(measured)
         elif val_metric is None:
             raise ValueError(
@@ -123,14 +127,19 @@ def _as_float(number: Number) -> float:
 
 
 def measure(
-    network: GrowingNetwork, batches: Iterable[Any], score: Score, ranks: Ranks = ALONE
+    network: GrowingNetwork,
+    batches: Iterable[Any],
+    score: Score,
+    ranks: Ranks = ALONE,
+    judged: Collection[int] | None = None,
 ) -> Measurement:
     """Score the network, the network without each active seed, and the committed network.
 
-    The batches are those of all `ranks`.
+    The batches are those of all `ranks`. With `judged` only the seeds of these slots are left out.
     """
     uncommitted, complete = tuple(network.uncommitted), ()
-    switched_off = {complete, *((slot,) for slot in network.active), uncommitted}
+    judged = [slot for slot in network.active if judged is None or slot in judged]
+    switched_off = {complete, *((slot,) for slot in judged), uncommitted}
     scores: dict[tuple[int, ...], list[Tensor]] = {slots: [] for slots in sorted(switched_off)}
     losses: list[Tensor] = []
     with eval_mode(network.model, batches):
@@ -143,7 +152,7 @@ def measure(
                     losses.append(loss.detach() * len(values))
     per_example = {off: bounded(joined(collected, ranks)) for off, collected in scores.items()}
     whole = per_example[complete]
-    differences = {slot: paired_difference(whole, per_example[slot,]) for slot in network.active}
+    differences = {slot: paired_difference(whole, per_example[slot,]) for slot in judged}
     return Measurement(
         metric=float(whole.mean()),
         loss=float(ranks.sums(torch.stack(losses).sum())[0] / len(whole)) if losses else None,

@@ -60,6 +60,11 @@ class EvidenceController:
         """Expected gain of each slot and blueprint `[S, B]`, measured since the last decision."""
         self._gain = gain
 
+    def judges(self, stage: Tensor, stage_age: Tensor) -> Tensor:
+        """Whose contribution it needs at the next decision, `[N, S]`: every other one is enough."""
+        overdue = stage_age + 1 - self.config.patience
+        return is_in(stage, SeedStage.HOLDING) & (overdue >= 0) & (overdue % 2 == 0)
+
     def begin(self, env_ids: Tensor) -> None:
         self._born = self._failed = None
 
