@@ -174,6 +174,7 @@ def test_the_kind_of_a_site_can_be_named():
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
+        ("series", r"kind='series'; give a dict"),
         ({"1": "picture"}, r"'picture'}; there are \['vector', 'series', 'image', 'tokens'\]"),
         ({"1": "image"}, r"has shape \(2, 4, 14\); this kind has 4 axes"),
         ({"4": "tokens"}, r"has shape \(2, 2\); this kind has 3 or more axes"),

@@ -293,6 +293,10 @@ _AXES = {SiteKind.VECTOR: 2, SiteKind.SERIES: 3, SiteKind.IMAGE: 4}  # of an out
 
 def _checked_kinds(given: Mapping[str, str], run: Run) -> dict[str, SiteKind]:
     """The kinds that a user has named, by module; raises for what cannot be."""
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"kind={given!r}; give a dict of names and kinds, such as {{'stem': 'image'}}"
+        )
     kinds = {}
     for name, kind in given.items():
         if str(kind).upper() not in SiteKind.__members__:
