@@ -234,12 +234,16 @@ def compare(first: list[Run], rates: tuple[float, ...], workers: int, seconds: f
     results: list[Trained] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        running: set[Future[Trained]] = set()
+        running: dict[Future[Trained], Run] = {}
         while running or (ready and time.monotonic() < end):
             while ready and len(running) < workers and time.monotonic() < end:
-                running.add(pool.submit(train, heapq.heappop(ready)[2]))
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
+                run = heapq.heappop(ready)[2]
+                running[pool.submit(train, run)] = run
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                run = running.pop(future)
+                if error := future.exception():  # the other comparisons go on
+                    print(f"{run} failed: {error!r}", flush=True)
+                    continue
                 result = future.result()
                 results.append(result)
                 add(comparisons[result.run.family, result.run.rng_seed].add(result))
