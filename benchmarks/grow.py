@@ -5,9 +5,9 @@
 1. CPU time of a training step with all slots dormant, compared with the same step without Esper:
    medians of interleaved blocks in one process, for a small MLP and a residual CNN.
 2. Typical scripts (`grow_families.py`): AdamW with a decaying learning rate, `esper.grow` with
-   defaults, no twin, and twice the parameters as budget. Beside it static networks, trained the same
-   way: the small one, a wider one with as many parameters, one with as many multiply-adds, and the
-   one with as many parameters trained for as many multiply-adds as growing took in total.
+   defaults, no twin, and twice the parameters as budget. The rivals are static networks, trained the
+   same way: the small one, a wider one with as many parameters, one with as many multiply-adds, and
+   the one with as many parameters trained for as many multiply-adds as growing took in total.
 
    Every arm is trained with the same three learning rates for each rng seed. The rate and the moment
    of training (25 validations) are chosen on validation rows. Only the chosen network reads the test

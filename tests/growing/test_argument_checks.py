@@ -138,13 +138,14 @@ def test_a_growth_that_no_one_holds_any_more_is_none():
     assert not again.is_closed
 
 
-def test_a_site_must_keep_its_shape_in_every_example():
+def test_a_seed_for_one_length_does_not_grow_where_lengths_differ():
     model, example = build("series")
     model = nn.Sequential(*model[:5], nn.AdaptiveAvgPool1d(4), nn.Flatten(), nn.Linear(16, 3))
     refused(
-        r"its output changes shape: \(4, 8\), then \(4, 12\)",
+        r"\['mixer'\] fits a site; there are \['SERIES'\] sites, with other lengths in other",
         model=model,
         example=example,
         other_examples=[torch.randn(2, 1, 24)],
         sites=["1"],
+        blueprints=["mixer"],
     )

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward
-from esper.growing.pairs import no_layers
+from esper.growing.pairs import PartSite, no_layers
 from esper.growing.tracing import without_graphs
 from esper.kasmina.blueprints import Blueprint, Site
 
@@ -31,6 +31,8 @@ class Copied:
     macs: int  # per example
     depth = 2
     reach = 0.0
+    width = 1
+    is_block = True
 
     @property
     def first(self) -> str:
@@ -47,24 +49,13 @@ class Copied:
         return f"{self.block}->copy"
 
 
-@dataclass(frozen=True)
-class CopySite(Site):
-    """A block as the site of a blueprint; only the one that copies it fits."""
-
-    copied: Copied
-
-    @property
-    def kind(self) -> Any:
-        return -1
-
-
 class Deepening(Blueprint):
     def fits(self, site: Site) -> bool:
-        return isinstance(site, CopySite)
+        return isinstance(site, PartSite) and site.part.is_block
 
     def program(self, site: Site) -> Any:
-        assert isinstance(site, CopySite)
-        return site.copied
+        assert isinstance(site, PartSite)
+        return site.part
 
 
 DEEPENING = Deepening("deepen", (), no_layers)

@@ -47,6 +47,7 @@ class Heads:
     macs: float  # per example
     cross = 0
     cross_macs = 0.0
+    is_block = False
 
     @property
     def name(self) -> str:

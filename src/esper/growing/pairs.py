@@ -91,6 +91,7 @@ class Pair:
     inside: frozenset[str]  # modules whose output the pair makes wider
     cross: int  # weights of the last layer between a unit and one of its outputs
     cross_macs: float
+    is_block = False
 
     @property
     def name(self) -> str:
@@ -111,10 +112,10 @@ class Enlargeable(Protocol):
 
 
 @dataclass(frozen=True)
-class PairSite(Site):
-    """A pair as the site of a blueprint, or attention; only widening blueprints fit."""
+class PartSite(Site):
+    """A part of the model as the site of a seed that enlarges it; no other blueprint fits."""
 
-    pair: "Enlargeable"
+    part: Any  # a pair, the heads of attention or a block to copy
 
     @property
     def kind(self) -> Any:
@@ -146,11 +147,11 @@ class Widening(Blueprint):
     share: float = 1.0
 
     def fits(self, site: Site) -> bool:
-        return isinstance(site, PairSite)
+        return isinstance(site, PartSite) and not site.part.is_block
 
     def program(self, site: Site) -> Any:
-        assert isinstance(site, PairSite)
-        return UnitsProgram(site.pair, max(1, round(self.share * site.pair.width)))
+        assert isinstance(site, PartSite)
+        return UnitsProgram(site.part, max(1, round(self.share * site.part.width)))
 
 
 def no_layers(site: Site) -> Any:
@@ -165,7 +166,7 @@ WIDENINGS = {
 
 def units_of(site: Site, blueprint: Blueprint) -> int:
     """The units that a blueprint adds at a site; 0 unless it is a widening of a pair."""
-    is_widening = isinstance(site, PairSite) and isinstance(blueprint, Widening)
+    is_widening = isinstance(blueprint, Widening) and blueprint.fits(site)
     return blueprint.program(site).units if is_widening else 0  # type: ignore[attr-defined]
 
 

@@ -134,7 +134,10 @@ def _fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tu
     fitting = tuple(b for b in menu if any(b.fits(site.seed_site) for site in sites))
     if not fitting:
         kinds = sorted({site.kind.name for site in sites})
-        raise ValueError(f"none of the blueprints {names} fits a site; there are {kinds} sites")
+        why = ", with other lengths in other batches" if any(s.varies for s in sites) else ""
+        raise ValueError(
+            f"none of the blueprints {names} fits a site; there are {kinds} sites{why}"
+        )
     return fitting
 
 

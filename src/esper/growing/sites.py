@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.growing.deepening import DEEPENING, Copied, CopySite, find_copied
+from esper.growing.deepening import DEEPENING, Copied, find_copied
 from esper.growing.eval_mode import eval_mode
 from esper.growing.heads import Heads, find_heads
 from esper.growing.inputs import batch_size, forward
-from esper.growing.pairs import WIDENINGS, Pair, PairSite, find_pairs
+from esper.growing.pairs import WIDENINGS, Pair, PartSite, find_pairs
 from esper.growing.tracing import Call, Run, is_cut, trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
@@ -67,10 +67,8 @@ class ModelSite:
     @property
     def seed_site(self) -> Site:
         """The input of a seed: at a TOKENS site the vector of one token."""
-        if self.pair is not None:
-            return PairSite((self.pair.width,), self.pair)
-        if self.copied is not None:
-            return CopySite((1,), self.copied)
+        if self.part is not None:
+            return PartSite((self.part.width,), self.part)
         if self.kind == SiteKind.TOKENS:
             return Site(self.shape[-1:])
         return Site(self.shape, varies=self.varies)
