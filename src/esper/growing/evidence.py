@@ -52,8 +52,10 @@ class Evidence:
             self._attach()
 
     def _attach(self) -> None:
-        self._measuring.enter_context(uncompiled(self._network.model))
         self._probes = self._make_probes()
+        if not self._probes:
+            return
+        self._measuring.enter_context(uncompiled(self._network.model))
         self._examples.attach(self._network.model)
         for probe in self._probes:
             probe.attach()
@@ -111,16 +113,11 @@ class Evidence:
 
     @property
     def macs(self) -> float:
-        """Multiply-adds so far: a forward pass, and the gradient of the last layer at most as many."""
-        menu = self._network.menu
-        return (
-            2
-            * self.batches
-            * sum(
-                probe.rows.used * probe.slot.site.macs_of(menu[next(iter(probe.blueprints))])
-                for probe in self._probes
-            )
-        )
+        """Multiply-adds so far; the gradients of last layers count as much as forward passes."""
+        seeds = [self._network.menu[next(iter(probe.blueprints))] for probe in self._probes]
+        pairs = zip(self._probes, seeds, strict=True)
+        forward = sum(p.rows.used * p.slot.site.macs_of(seed) for p, seed in pairs)
+        return 2 * self.batches * forward
 
     def to_dict(self) -> dict[str, Any]:
         probes = [(probe.sums, probe.copy_weights()) for probe in self._probes]
