@@ -41,8 +41,10 @@ def test_mistakes_are_told_at_once():
 
 
 def test_a_run_too_short_for_the_heuristic_is_refused():
-    refused("EvidenceController needs 7 steps.*there are 4.*give it 3 more decisions", decisions=5)
-    refused("there are 6: nothing would grow; give it 1 more decision$", decisions=7)
+    refused("the controller needs 7 decisions.*there are 4.*give it 3 more decisions", decisions=5)
+    refused(
+        "there are 6 before the last one: nothing would grow; give it 1 more decision$", decisions=7
+    )
     patient = EvidenceController(EvidenceConfig(patience=9))
     refused("needs 13 steps", controller=patient, decisions=13)
 
@@ -149,3 +151,7 @@ def test_a_seed_for_one_length_does_not_grow_where_lengths_differ():
         sites=["1"],
         blueprints=["mixer"],
     )
+
+
+def test_rows_that_the_model_does_not_accept_are_named():
+    refused(r"does not accept a batch, torch.float64 of shape \(\d+, \d+\): ", example=X.double())

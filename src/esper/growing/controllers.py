@@ -72,9 +72,9 @@ def check_time(controller: Controller, steps: int) -> None:
     if isinstance(controller, TimedController) and steps < controller.least_steps:
         missing = controller.least_steps - steps
         raise ValueError(
-            f"{type(controller).__name__} needs {controller.least_steps} steps to grow, judge and "
-            f"commit a seed, and there are {steps}: nothing would grow; give it {missing} more "
-            f"decision{'' if missing == 1 else 's'}"
+            f"the controller needs {controller.least_steps} decisions to grow, judge and commit a "
+            f"seed, and there are {steps} before the last one: nothing would grow; give it {missing} "
+            f"more decision{'' if missing == 1 else 's'}"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 from esper.growing.budget import Budget, SeedCost
+from esper.growing.inputs import tensors
 from esper.growing.plain import check_plain, working_sites
 from esper.growing.sites import MENU, ModelSite, SiteTrace, count_macs, count_params, trace_sites
 from esper.growing.slots import Slot, disable_nested_tensors
@@ -107,7 +108,13 @@ def prepare_model(
     kind: Mapping[str, str] | None = None,
 ) -> PreparedModel:
     """Find the sites and seeds for a run; raises if nothing can grow within the budget."""
-    trace = trace_sites(model, *examples, enlarges=enlarges, kind=kind)
+    try:
+        trace = trace_sites(model, *examples, enlarges=enlarges, kind=kind)
+    except (RuntimeError, TypeError, IndexError) as error:
+        given = ", ".join(f"{x.dtype} of shape {tuple(x.shape)}" for x in tensors(examples[0]))
+        raise ValueError(
+            f"the model does not accept a batch, {given}: {str(error).splitlines()[0]}"
+        ) from error
     chosen = trace.choose(sites, exclude)
     disable_nested_tensors(model, chosen)
     chosen = working_sites(model, chosen, examples[0])

@@ -474,9 +474,13 @@ def _on_each(num_envs: int, ranks: Ranks) -> int:
 
 def _vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
     """A vector environment: `num_envs` of an id, or the given one alone."""
-    import gymnasium
-    from gymnasium.vector import SyncVectorEnv, VectorEnv
-
+    try:
+        import gymnasium
+        from gymnasium.vector import SyncVectorEnv, VectorEnv
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"esper.PPO needs {error.name}: pip install 'esper-lite[gym]'"
+        ) from error
     if isinstance(env, VectorEnv):
         return env
     if isinstance(env, gymnasium.Env):
