@@ -46,7 +46,7 @@ def test_a_run_too_short_for_the_heuristic_is_refused():
         "there are 6 before the last one: nothing would grow; give it 1 more decision$", decisions=7
     )
     patient = EvidenceController(EvidenceConfig(patience=9))
-    refused("needs 13 steps", controller=patient, decisions=13)
+    refused("needs 13 decisions", controller=patient, decisions=13)
 
 
 def test_the_least_time_that_the_heuristic_asks_for_is_enough():
