@@ -27,7 +27,7 @@ from torch import Tensor
 from esper.adapting.controller import AdaptationController
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES, HeadMode, Place, Plan, What
-from esper.adapting.practice import choose_rates, outcomes_of, validation_criterion
+from esper.adapting.practice import choose_rates, outcomes_of
 from esper.adapting.shipped import find_controller
 from esper.adapting.trials import TrialSettings, TrialTable
 
@@ -65,8 +65,7 @@ def judge(saved: dict, controllers: list[AdaptationController]) -> Judged:
         again = choose_rates(tables[1])[1]
         pairs = ((rules, again), (again, rules))
         ceiling = torch.stack([_at(b, a.nan_to_num(0).argmax(1)) for a, b in pairs]).mean(0)
-    accuracy, loss, test = first.auto_rgn.unbind(1)
-    rgn = _at(test, validation_criterion(accuracy, loss).argmax(-1))
+    rgn = choose_rates(TrialTable(**saved["auto_rgn"]))[1][:, 0]
     tried, _ = choose_rates(short)
     best = tried.nan_to_num(-9).argmax(1)
     columns = torch.tensor([plans.index(plan) if plan in plans else 0 for plan in PLACES])

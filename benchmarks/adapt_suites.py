@@ -159,24 +159,16 @@ def collect(name: str, suite: Suite, settings: TrialSettings, quick: bool) -> di
         if quick
         else PLANS
     )
+    tried = partial(try_plans, pool, suite.rows[1], scenarios, rng_seed=99)
     tables = [
-        try_plans(
-            pool, suite.rows[1], scenarios, settings,
-            plans=plans, auto_rgn=replicate == 0, rng_seed=99, fit_rng_seed=1000 * replicate,
-        )._asdict()
+        tried(settings, plans=plans, fit_rng_seed=1000 * replicate)._asdict()
         for replicate in range(suite.replicates)
-    ]  # fmt: skip
-    short = try_plans(
-        pool,
-        suite.rows[1],
-        scenarios,
-        replace(settings, steps=SHORT_TRIAL),
-        plans=PLACES,
-        rng_seed=99,
-    )
+    ]
+    tuned = [KNOWN_RULES["full fine-tuning"]]
     return {
         "tables": tables,
-        "short": short._asdict(),
+        "auto_rgn": tried(settings, plans=tuned, auto_rgn=True)._asdict(),
+        "short": tried(replace(settings, steps=SHORT_TRIAL), plans=PLACES)._asdict(),
         "plans": [tuple(map(int, p)) for p in plans],
     }
 

@@ -45,7 +45,7 @@ def scenarios():
 
 @pytest.fixture(scope="module")
 def table(pool, scenarios):
-    return try_plans(pool, rows(200, 1), scenarios, SETTINGS, plans=PLANS, auto_rgn=True)
+    return try_plans(pool, rows(200, 1), scenarios, SETTINGS, plans=PLANS)
 
 
 def test_models_learn_the_classes_they_see(pool):
@@ -61,7 +61,6 @@ def test_models_learn_the_classes_they_see(pool):
 
 def test_shapes_and_costs_of_a_table(table, pool):
     assert table.validation_accuracy.shape == (4, 3, 2)
-    assert table.auto_rgn.shape == (4, 3, 2)
     assert table.kinds == ("sign", "move_labels", "new_classes", "none")
     size = sum(p.numel() for p in pool.model.parameters())
     assert size == 48 + 72 + 36
@@ -76,7 +75,7 @@ def test_shapes_and_costs_of_a_table(table, pool):
 def test_a_trial_is_the_same_in_any_company(table, pool, scenarios):
     """Replicas are split into groups of 5 above, and are all together here."""
     settings = TrialSettings(**SETTINGS.__dict__ | {"replicas": 100})
-    again = try_plans(pool, rows(200, 1), scenarios, settings, plans=PLANS, auto_rgn=True)
+    again = try_plans(pool, rows(200, 1), scenarios, settings, plans=PLANS)
     for name in ("signals", "validation_loss"):
         torch.testing.assert_close(
             getattr(again, name), getattr(table, name), rtol=1e-3, atol=1e-4, msg=name

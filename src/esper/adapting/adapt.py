@@ -481,12 +481,7 @@ def _limit(model: nn.Module, budget: int | float | None) -> float:
 
 def _legal_plans(model: nn.Module, places: Places, limit: float) -> dict[Plan, int]:
     """The plans of the menu that the model offers within the limit, with their parameters."""
-    costs = {}
-    for plan in MENU:
-        if places.offers(plan):
-            adapted = Adapted(model, places, plan)
-            own = {n: t for n, t in adapted.changes().items() if not adapted.is_head(n)}
-            costs[plan] = sum(tensor.numel() for tensor in own.values())
+    costs = {plan: Adapted(model, places, plan).num_added for plan in MENU if places.offers(plan)}
     changing = {plan: cost for plan, cost in costs.items() if cost}
     if not changing and not places.head:
         raise ValueError(

@@ -135,6 +135,11 @@ class Adapted(nn.Module):
         """The parameters of the change, by name."""
         return {n: p for n, p in self.named_parameters() if n.startswith("change.")}
 
+    @property
+    def num_added(self) -> int:
+        """Parameters of the change besides the head."""
+        return sum(t.numel() for n, t in self.changes().items() if not self.is_head(n))
+
     def branch(self, place: str) -> nn.Module:
         return self.change.branches[place]
 

@@ -5,7 +5,7 @@ but their own weights, rows and learning rates. `torch.vmap` maps the forward pa
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,76 +45,54 @@ def fit(
     take longer than they do.
     """
     trained = {name: tensor.detach().clone() for name, tensor in change.items()}
-    phases = [([*trained], steps)]
-    if head == HeadMode.FIRST:
-        heads = [name for name in trained if is_head(name)]
-        phases = [(heads, steps // 2), ([*trained], steps - steps // 2)]
     clock = torch.zeros(1, dtype=torch.int64, device=rates.device)
-    adam = _Adam(trained, rates, clock, steps, by_relative_gradient)
-    for active, count in phases:
-        if active and count:
-            _repeat(partial(adam.step, active, loss_of), count, rates.device, as_graph, report)
-        adam.begin_phase(count)
-    return {name: tensor.detach() for name, tensor in trained.items()}
+    cosine = 0.5 * (1 + torch.cos(math.pi * torch.arange(steps + 1, device=clock.device) / steps))
+    moments = {  # and the number of updates; all that changes from step to step is on the device
+        name: (torch.zeros_like(tensor), torch.zeros_like(tensor), torch.zeros_like(clock).float())
+        for name, tensor in trained.items()
+    }
 
-
-class _Adam:
-    """Adam on tensors in place; all that changes from step to step is on the device."""
-
-    def __init__(
-        self,
-        trained: dict[str, Tensor],
-        rates: Tensor,
-        clock: Tensor,
-        steps: int,
-        by_relative_gradient: bool,
-    ):
-        self.trained, self.rates, self.clock = trained, rates, clock
-        self.moments = {
-            name: (torch.zeros_like(tensor), torch.zeros_like(tensor))
-            for name, tensor in trained.items()
-        }
-        self.number = {name: torch.zeros_like(clock, dtype=torch.float32) for name in trained}
-        number = torch.arange(steps + 1, device=clock.device)
-        self.cosine = 0.5 * (1 + torch.cos(math.pi * number / steps))
-        self.by_relative_gradient = by_relative_gradient
-
-    def begin_phase(self, done: int) -> None:
-        self.clock.fill_(done)
-
-    def step(self, active: list[str], loss_of: LossOf) -> None:
-        leaves = {
-            name: tensor.detach().requires_grad_(name in active)
-            for name, tensor in self.trained.items()
-        }
-        loss = loss_of(leaves, self.clock)
+    def step(active: list[str]) -> None:
+        leaves = {n: tensor.detach().requires_grad_(n in active) for n, tensor in trained.items()}
+        loss = loss_of(leaves, clock)
         wanted = [leaves[name] for name in active]
         # some weights may not take part, such as those of an auxiliary output
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         with torch.no_grad():
-            rates = self.rates * self.cosine[self.clock]
-            factors: list[Tensor | float] = [1.0] * len(active)
-            if self.by_relative_gradient:
-                norms = [
-                    gradient.flatten(1).norm(dim=1)
-                    / self.trained[name].flatten(1).norm(dim=1).clamp(min=1e-6)
-                    for name, gradient in zip(active, gradients, strict=True)
-                ]
-                factors = list(torch.stack(norms) / torch.stack(norms).amax(0).clamp(min=1e-12))
+            rate = rates * cosine[clock]
+            factors: Iterable[Tensor | float] = [1.0] * len(active)
+            if by_relative_gradient:
+                sizes = [trained[name].flatten(1).norm(dim=1).clamp(min=1e-6) for name in active]
+                norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients])
+                norms = norms / torch.stack(sizes)
+                factors = norms / norms.amax(0).clamp(min=1e-12)
             for name, gradient, factor in zip(active, gradients, factors, strict=True):
-                self._update(name, gradient, rates * factor)
-            self.clock += 1
+                _adam_update(trained[name], gradient, rate * factor, *moments[name])
+            clock.add_(1)
 
-    def _update(self, name: str, gradient: Tensor, rates: Tensor) -> None:
-        tensor, (first, second) = self.trained[name], self.moments[name]
-        number = self.number[name].add_(1.0)
-        first.lerp_(gradient, 1 - _BETAS[0])
-        second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
-        # 1 - beta ** number, exact in float32 also for the first steps
-        from_first, from_second = (-torch.expm1(number * math.log(beta)) for beta in _BETAS)
-        rates = rates * from_second.sqrt() / from_first
-        shaped = rates.view(-1, *(1,) * (tensor.dim() - 1)) if tensor.dim() else rates.squeeze(0)
-        tensor.sub_(shaped * first / (second.sqrt() + _EPSILON))
+    phases = [([*trained], steps)]
+    if head == HeadMode.FIRST:
+        heads = [name for name in trained if is_head(name)]
+        phases = [(heads, steps // 2), ([*trained], steps - steps // 2)]
+    for active, count in phases:
+        if active and count:
+            _repeat(partial(step, active), count, rates.device, as_graph, report)
+        clock.fill_(count)  # also after a phase in which nothing was active
+    return {name: tensor.detach() for name, tensor in trained.items()}
+
+
+def _adam_update(
+    tensor: Tensor, gradient: Tensor, rates: Tensor, first: Tensor, second: Tensor, number: Tensor
+) -> None:
+    """One step of Adam in place; `first` and `second` are its moments, `number` the updates."""
+    number.add_(1.0)
+    first.lerp_(gradient, 1 - _BETAS[0])
+    second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+    # 1 - beta ** number, exact in float32 also for the first steps
+    from_first, from_second = (-torch.expm1(number * math.log(beta)) for beta in _BETAS)
+    rates = rates * from_second.sqrt() / from_first
+    shaped = rates.view(-1, *(1,) * (tensor.dim() - 1)) if tensor.dim() else rates.squeeze(0)
+    tensor.sub_(shaped * first / (second.sqrt() + _EPSILON))
 
 
 def _repeat(

@@ -18,14 +18,7 @@ from esper.adapting.plans import MENU, PLANS, Plan
 from esper.adapting.practice_data import clusters, glyphs, series
 from esper.adapting.shifts import Rows, Shift
 from esper.adapting.trial_envs import Outcomes
-from esper.adapting.trials import (
-    Scenario,
-    TrialSettings,
-    TrialTable,
-    held_out_rows,
-    train_models,
-    try_plans,
-)
+from esper.adapting.trials import Scenario, TrialSettings, TrialTable, held_out_rows
 
 INPUT_KINDS = (
     "sign", "noise", "gain", "dead", "saturate", "rectify", "roll", "quantise", "spikes",
@@ -52,50 +45,45 @@ class Architecture:
     input_kinds: tuple[str, ...] = INPUT_KINDS
 
 
-def _conv_block(width_in: int, width: int, kernel: int, stride: int, norm: bool) -> nn.Sequential:
-    conv = nn.Conv1d(width_in, width, kernel, stride, kernel // 2)
-    return nn.Sequential(conv, *([nn.GroupNorm(1, width)] if norm else []), nn.ReLU())
+def _block(layer: nn.Module, width: int, norm: bool) -> nn.Sequential:
+    normed = nn.LayerNorm(width) if isinstance(layer, nn.Linear) else nn.GroupNorm(1, width)
+    return nn.Sequential(layer, *([normed] if norm else []), nn.ReLU())
+
+
+def _series_blocks(width: int, strides: tuple[int, ...], norm: bool) -> list[nn.Module]:
+    first = _block(nn.Conv1d(1, width, 5, 1, 2), width, norm)
+    return [first, *(_block(nn.Conv1d(width, width, 3, s, 1), width, norm) for s in strides)]
 
 
 def conv_norm(width: int, num_classes: int) -> nn.Module:
     """Three blocks with norm and a head that reads every position."""
-    return nn.Sequential(
-        _conv_block(1, width, 5, 1, norm=True),
-        _conv_block(width, width, 3, 2, norm=True),
-        _conv_block(width, width, 3, 2, norm=True),
-        nn.Flatten(),
-        nn.Linear(10 * width, num_classes),
-    )
+    blocks = _series_blocks(width, (2, 2), norm=True)
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(10 * width, num_classes))
 
 
 def conv_pool(width: int, num_classes: int) -> nn.Module:
     """Four blocks without norm and a head that reads means."""
-    return nn.Sequential(
-        _conv_block(1, width, 5, 1, norm=False),
-        _conv_block(width, width, 3, 2, norm=False),
-        _conv_block(width, width, 3, 1, norm=False),
-        _conv_block(width, width, 3, 2, norm=False),
-        nn.AdaptiveAvgPool1d(2),
-        nn.Flatten(),
-        nn.Linear(2 * width, num_classes),
-    )
+    blocks = _series_blocks(width, (2, 1, 2), norm=False)
+    head = nn.Linear(2 * width, num_classes)
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool1d(2), nn.Flatten(), head)
 
 
 def mlp(width: int, norm: bool, num_classes: int, inputs: int = 40) -> nn.Module:
-    sizes = [inputs, width, width, width]
-    layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in pairwise(sizes):
-        layers += [nn.Linear(before, after), *([nn.LayerNorm(after)] if norm else []), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(width, num_classes))
+    layers = [
+        layer
+        for before, after in pairwise([inputs, width, width, width])
+        for layer in _block(nn.Linear(before, after), after, norm)
+    ]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(width, num_classes))
 
 
 def image_cnn(width: int, norm: bool, num_classes: int) -> nn.Module:
     """Two blocks with stride, or three with norm and a hidden layer less, on images of 12 by 12."""
     widths = [1, width, 2 * width, 2 * width] if norm else [1, width, 2 * width]
-    blocks = []
-    for before, after in pairwise(widths):
-        conv = nn.Conv2d(before, after, 3, 2 if before > 1 else 1, 1)
-        blocks.append(nn.Sequential(conv, *([nn.GroupNorm(1, after)] if norm else []), nn.ReLU()))
+    blocks = [
+        _block(nn.Conv2d(before, after, 3, 2 if before > 1 else 1, 1), after, norm)
+        for before, after in pairwise(widths)
+    ]
     if norm:
         return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2 * width * 9, num_classes))
     hidden = nn.Sequential(nn.Flatten(), nn.Linear(2 * width * 36, 48), nn.ReLU())
@@ -121,11 +109,8 @@ class _MixerBlock(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.norm1, self.across = nn.LayerNorm(width), nn.Linear(10, 10)
-        self.norm2, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(2 * width, width),
-        )
+        self.norm2, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.across(self.norm1(x).transpose(-1, -2)).relu().transpose(-1, -2)
@@ -156,7 +141,6 @@ def draw_scenarios(
     count: int,
     rng_seed: int,
     inputs: Sequence[str] = INPUT_KINDS,
-    outputs: Sequence[str] = OUTPUT_KINDS,
 ) -> list[Scenario]:
     """Random shifts: of the inputs, of the labels, of both, of the inputs twice, or none."""
     rng = random.Random(rng_seed)
@@ -168,42 +152,14 @@ def draw_scenarios(
         elif draw < 0.52:
             kinds = inputs[number % len(inputs)]
         elif draw < 0.74:
-            kinds = rng.choice(outputs)
+            kinds = rng.choice(OUTPUT_KINDS)
         elif draw < 0.88:
-            kinds = f"{rng.choice(inputs)}+{rng.choice(outputs)}"
+            kinds = f"{rng.choice(inputs)}+{rng.choice(OUTPUT_KINDS)}"
         else:
             kinds = "+".join(rng.sample(inputs, 2))
         rows = round(10 ** rng.uniform(*map(math.log10, ROWS)))
         scenarios.append(Scenario(Shift(kinds, rng.random(), rng_seed * 100_000 + number), rows))
     return scenarios
-
-
-def practise(
-    architecture: Architecture,
-    scenarios: Sequence[Scenario],
-    settings: TrialSettings,
-    *,
-    device: torch.device | str = "cpu",
-    num_models: int = 24,
-    model_steps: int = 1500,
-    plans: Sequence[Plan] = MENU,
-    rng_seed: int = 0,
-) -> TrialTable:
-    """Train models of one architecture and try the plans in every scenario."""
-    num_classes = architecture.num_classes
-    source, target = ((x, y % num_classes) for x, y in architecture.rows(device))
-    pool = train_models(
-        lambda: architecture.build(num_classes),
-        source,
-        num_models=num_models,
-        num_classes=num_classes,
-        missing_classes=max(1, round(0.3 * num_classes)),
-        steps=model_steps,
-        rng_seed=rng_seed,
-    )
-    return try_plans(
-        pool, target, scenarios, settings, plans=plans, rng_seed=rng_seed, fit_rng_seed=rng_seed
-    )
 
 
 def outcomes_of(tables: Sequence[TrialTable], plans: Sequence[Plan] = MENU) -> Outcomes:

@@ -13,13 +13,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 
 Rows = tuple[Tensor, Tensor]
-_Change = Callable[[Tensor, Tensor, float, torch.Generator, int], Rows]
-
-INPUT_SHIFTS: dict[str, _Change] = {}
-OUTPUT_SHIFTS: dict[str, _Change] = {}
 
 
 @dataclass(frozen=True)
@@ -36,54 +32,17 @@ class Shift:
             x, y = self(x.unsqueeze(1), y, num_classes)
             return x.squeeze(1), y
         for number, kind in enumerate(self.kinds.split("+")):
-            if kind in ("none", "new_classes"):
-                continue  # new classes: what the model was trained on differs, not the rows
             rng = torch.Generator().manual_seed(1000 * self.rng_seed + number)
-            change = (INPUT_SHIFTS | OUTPUT_SHIFTS)[kind]
-            x, y = change(x, y, self.strength, rng, num_classes)
+            if kind in INPUT_SHIFTS:
+                x = INPUT_SHIFTS[kind](x, self.strength, rng)
+            elif kind in OUTPUT_SHIFTS:
+                y = OUTPUT_SHIFTS[kind](num_classes, self.strength, rng).to(y.device)[y]
+            else:  # new classes: what the model was trained on differs, not the rows
+                assert kind in ("none", "new_classes"), kind
         return x, y
 
 
-def _input(change: Callable[[Tensor, float, torch.Generator], Tensor]) -> None:
-    """Register a shift of the inputs under the function's name."""
-
-    def both(x: Tensor, y: Tensor, strength: float, rng: torch.Generator, _: int) -> Rows:
-        return change(x, strength, rng), y
-
-    INPUT_SHIFTS[change.__name__] = both
-
-
-def _output(change: Callable[[Tensor, float, torch.Generator, int], Tensor]) -> None:
-    """Register a shift of the labels: a map from old classes to new ones, `[classes]`."""
-
-    def both(x: Tensor, y: Tensor, strength: float, rng: torch.Generator, classes: int) -> Rows:
-        old = torch.arange(classes)
-        return x, change(old, strength, rng, classes).to(y.device)[y]
-
-    OUTPUT_SHIFTS[change.__name__] = both
-
-
-def _uniform(rng: torch.Generator, low: float, high: float) -> float:
-    return low + (high - low) * float(torch.rand((), generator=rng))
-
-
-@_input
-def sign(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    return -x
-
-
-@_input
-def reverse(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    return x.flip(-1)
-
-
-@_input
-def noise(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    return x + (0.2 + strength) * torch.randn(x.shape, generator=rng).to(x)
-
-
-@_input
-def smooth(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _smooth(x: Tensor, strength: float, rng: Generator) -> Tensor:
     width = 3 + 2 * round(2 * strength)
     for axis in range(2, x.dim()):
         moved = x.movedim(axis, -1)
@@ -92,133 +51,67 @@ def smooth(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
     return x
 
 
-@_input
-def drift(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    slope = torch.randn(len(x), *(1,) * (x.dim() - 1), generator=rng).to(x)
+def _drift(x: Tensor, strength: float, rng: Generator) -> Tensor:
+    slope = _per_row(torch.randn, x, rng)
     ramp = torch.linspace(-1, 1, x.shape[-1], device=x.device)
     return x + (0.5 + 2 * strength) * slope * ramp
 
 
-@_input
-def gain(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _gain(x: Tensor, strength: float, rng: Generator) -> Tensor:
     factor = math.pow(2.0, _uniform(rng, 1.0, 2.0) * (1 if _uniform(rng, -1, 1) > 0 else -1))
     return x * factor + strength * _uniform(rng, -2.0, 2.0)
 
 
-@_input
-def contrast(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    factor = torch.rand(len(x), *(1,) * (x.dim() - 1), generator=rng).to(x)
-    return x * (0.1 + 1.5 * factor**2) * (1 - 0.5 * strength)
-
-
-@_input
-def dead(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    is_dead = torch.rand(x.shape[2:], generator=rng).to(x) < 0.2 + 0.4 * strength
-    return x.masked_fill(is_dead, 0.0)
-
-
-@_input
-def occlude(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _occlude(x: Tensor, strength: float, rng: Generator) -> Tensor:
     length = x.shape[-1]
-    start = torch.rand(len(x), generator=rng).to(x) * length
+    start = _per_row(torch.rand, x, rng) * length
     end = start + (0.2 + 0.4 * strength) * length
     position = torch.arange(length, device=x.device)
-    hidden = (position >= start[:, None]) & (position < end[:, None])
-    return x.masked_fill(hidden.view(len(x), *(1,) * (x.dim() - 2), length), 0.0)
+    return x.masked_fill((position >= start) & (position < end), 0.0)
 
 
-@_input
-def saturate(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    return (x * (1 + 4 * strength)).clamp(-1, 1)
-
-
-@_input
-def rectify(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    return x.abs()
-
-
-@_input
-def quantise(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _quantise(x: Tensor, strength: float, rng: Generator) -> Tensor:
     step = 0.5 + 1.5 * strength
     return (x / step).round() * step
 
 
-@_input
-def roll(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    return x.roll(round((0.1 + 0.3 * strength) * x.shape[-1]), dims=-1)
-
-
-@_input
-def resample(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _resample(x: Tensor, strength: float, rng: Generator) -> Tensor:
     """Positions stretched about the middle."""
     factor = 1 + (0.3 + 0.5 * strength) * (1 if _uniform(rng, -1, 1) > 0 else -0.6)
     length = x.shape[-1]
-    at = ((torch.arange(length, device=x.device) - length / 2) / factor + length / 2).clamp(
-        0, length - 1
-    )
+    from_middle = torch.arange(length, device=x.device) - length / 2
+    at = (from_middle / factor + length / 2).clamp(0, length - 1)
     low = at.floor().long().clamp(max=length - 2)
     share = at - low
     return x[..., low] * (1 - share) + x[..., low + 1] * share
 
 
-@_input
-def swap_halves(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    return x.roll(x.shape[-1] // 2, dims=-1)
-
-
-@_input
-def scramble(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _scramble(x: Tensor, strength: float, rng: Generator) -> Tensor:
     """Some positions exchanged, the same in every row."""
     length = x.shape[-1]
-    chosen = torch.randperm(length, generator=rng)[: max(2, round((0.2 + 0.5 * strength) * length))]
-    order = torch.arange(length)
-    order[chosen] = chosen.roll(1)
-    return x[..., order.to(x.device)]
+    count = max(2, round((0.2 + 0.5 * strength) * length))
+    return x[..., _exchanged(length, count, rng).to(x.device)]
 
 
-@_input
-def derivative(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    """Part of each value is replaced by its difference from the next: a sensor that high-passes."""
-    difference = x - F.pad(x, (0, 1))[..., 1:]
-    return (1 - strength) * x + strength * 2 * difference
-
-
-@_input
-def spikes(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    hit = torch.rand(x.shape, generator=rng).to(x) < 0.05 + 0.1 * strength
-    return x.masked_fill(hit, 4.0)
-
-
-@_input
-def mixture(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    """Every row has part of another one laid over it: a crosstalk between sources."""
-    return x + (0.3 + 0.4 * strength) * x[torch.randperm(len(x), generator=rng).to(x.device)]
-
-
-@_input
-def interference(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _interference(x: Tensor, strength: float, rng: Generator) -> Tensor:
     """A wave of one frequency and of any phase laid over every row."""
-    phase = torch.rand(len(x), *(1,) * (x.dim() - 1), generator=rng).to(x)
+    phase = _per_row(torch.rand, x, rng)
     position = torch.linspace(0, _uniform(rng, 1.0, 8.0), x.shape[-1], device=x.device)
     return x + (0.5 + strength) * torch.sin(2 * torch.pi * (position + phase))
 
 
-@_input
-def power(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _power(x: Tensor, strength: float, rng: Generator) -> Tensor:
     """A sensor with another response curve."""
     exponent = 1 + strength if _uniform(rng, -1, 1) > 0 else 1 / (1 + 2 * strength)
     return x.sign() * x.abs() ** exponent
 
 
-@_input
-def echo(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    return x + (0.3 + 0.7 * strength) * x.roll(
-        round(_uniform(rng, 0.1, 0.4) * x.shape[-1]), dims=-1
-    )
+def _echo(x: Tensor, strength: float, rng: Generator) -> Tensor:
+    delay = round(_uniform(rng, 0.1, 0.4) * x.shape[-1])
+    return x + (0.3 + 0.7 * strength) * x.roll(delay, dims=-1)
 
 
-@_input
-def jitter(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _jitter(x: Tensor, strength: float, rng: Generator) -> Tensor:
     """Every row moved along its positions by its own distance."""
     length = x.shape[-1]
     by = torch.randint(0, 1 + round((0.2 + 0.6 * strength) * length), (len(x),), generator=rng)
@@ -226,60 +119,86 @@ def jitter(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
     return x.gather(-1, at.view(len(x), *(1,) * (x.dim() - 2), length).expand_as(x).to(x.device))
 
 
-@_input
-def threshold(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    return x.masked_fill(x.abs() < 0.3 + 0.7 * strength, 0.0)
-
-
-@_input
-def local_gain(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    """A gain for every position, the same in all rows."""
-    return x * (strength + 0.5) * torch.randn(x.shape[2:], generator=rng).to(x).exp()
-
-
-@_input
-def local_offset(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    """An offset for every position, the same in all rows."""
-    return x + (0.5 + 1.5 * strength) * torch.randn(x.shape[2:], generator=rng).to(x)
-
-
-@_input
-def turn(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _turn(x: Tensor, strength: float, rng: Generator) -> Tensor:
     """Square images turned by 90 degrees to either side; other rows by 180 degrees."""
     if x.dim() < 4 or x.shape[-1] != x.shape[-2]:
         return x.flip(tuple(range(2, x.dim())))
     return x.rot90(1 if strength < 0.5 else -1, (-2, -1))
 
 
-@_input
-def shear(x: Tensor, strength: float, rng: torch.Generator) -> Tensor:
+def _shear(x: Tensor, strength: float, rng: Generator) -> Tensor:
     """Lines of images moved along by a distance that grows from line to line."""
     moved = [round((0.3 + 0.5 * strength) * (line + 1)) for line in range(x.shape[-2])]
     lines = [line.roll(by, -1) for line, by in zip(x.unbind(-2), moved, strict=True)]
     return torch.stack(lines, -2)
 
 
-@_output
-def permute_labels(old: Tensor, strength: float, rng: torch.Generator, classes: int) -> Tensor:
-    return torch.randperm(classes, generator=rng)
+def _per_row(draw: Callable[..., Tensor], x: Tensor, rng: Generator) -> Tensor:
+    return draw(len(x), *(1,) * (x.dim() - 1), generator=rng).to(x)
 
 
-@_output
-def move_labels(old: Tensor, strength: float, rng: torch.Generator, classes: int) -> Tensor:
-    return (old + 1) % classes
+def _per_position(draw: Callable[..., Tensor], x: Tensor, rng: Generator) -> Tensor:
+    """The same in all rows."""
+    return draw(x.shape[2:], generator=rng).to(x)
 
 
-@_output
-def swap_labels(old: Tensor, strength: float, rng: torch.Generator, classes: int) -> Tensor:
-    """Two to four classes exchanged, the others as before."""
-    chosen = torch.randperm(classes, generator=rng)[: 2 + round(2 * strength)]
-    new = old.clone()
-    new[chosen] = chosen.roll(1)
-    return new
+def _uniform(rng: Generator, low: float, high: float) -> float:
+    return low + (high - low) * float(torch.rand((), generator=rng))
 
 
-@_output
-def merge_labels(old: Tensor, strength: float, rng: torch.Generator, classes: int) -> Tensor:
-    return torch.randperm(classes, generator=rng)[old] % max(
-        2, round(classes * (0.6 - 0.3 * strength))
-    )
+def _exchanged(length: int, count: int, rng: Generator) -> Tensor:
+    """Positions or classes, `count` of which are exchanged."""
+    chosen = torch.randperm(length, generator=rng)[:count]
+    order = torch.arange(length)
+    order[chosen] = chosen.roll(1)
+    return order
+
+
+# rows after a shift of strength s
+INPUT_SHIFTS: dict[str, Callable[[Tensor, float, Generator], Tensor]] = {
+    "sign": lambda x, s, rng: -x,
+    "reverse": lambda x, s, rng: x.flip(-1),
+    "noise": lambda x, s, rng: x + (0.2 + s) * torch.randn(x.shape, generator=rng).to(x),
+    "smooth": _smooth,
+    "drift": _drift,
+    "gain": _gain,
+    "contrast": lambda x, s, rng: (
+        x * (0.1 + 1.5 * _per_row(torch.rand, x, rng) ** 2) * (1 - 0.5 * s)
+    ),
+    "dead": lambda x, s, rng: x.masked_fill(_per_position(torch.rand, x, rng) < 0.2 + 0.4 * s, 0.0),
+    "occlude": _occlude,
+    "saturate": lambda x, s, rng: (x * (1 + 4 * s)).clamp(-1, 1),
+    "rectify": lambda x, s, rng: x.abs(),
+    "quantise": _quantise,
+    "roll": lambda x, s, rng: x.roll(round((0.1 + 0.3 * s) * x.shape[-1]), dims=-1),
+    "resample": _resample,
+    "swap_halves": lambda x, s, rng: x.roll(x.shape[-1] // 2, dims=-1),
+    "scramble": _scramble,
+    # part of each value is replaced by its difference from the next: a sensor that high-passes
+    "derivative": lambda x, s, rng: (1 - s) * x + s * 2 * (x - F.pad(x, (0, 1))[..., 1:]),
+    "spikes": lambda x, s, rng: x.masked_fill(
+        torch.rand(x.shape, generator=rng).to(x) < 0.05 + 0.1 * s, 4.0
+    ),
+    # every row has part of another one laid over it: a crosstalk between sources
+    "mixture": lambda x, s, rng: (
+        x + (0.3 + 0.4 * s) * x[torch.randperm(len(x), generator=rng).to(x.device)]
+    ),
+    "interference": _interference,
+    "power": _power,
+    "echo": _echo,
+    "jitter": _jitter,
+    "threshold": lambda x, s, rng: x.masked_fill(x.abs() < 0.3 + 0.7 * s, 0.0),
+    "local_gain": lambda x, s, rng: x * (s + 0.5) * _per_position(torch.randn, x, rng).exp(),
+    "local_offset": lambda x, s, rng: x + (0.5 + 1.5 * s) * _per_position(torch.randn, x, rng),
+    "turn": _turn,
+    "shear": _shear,
+}
+# the new class of each old one, for n classes
+OUTPUT_SHIFTS: dict[str, Callable[[int, float, Generator], Tensor]] = {
+    "permute_labels": lambda n, s, rng: torch.randperm(n, generator=rng),
+    "move_labels": lambda n, s, rng: (torch.arange(n) + 1) % n,
+    "swap_labels": lambda n, s, rng: _exchanged(n, 2 + round(2 * s), rng),
+    "merge_labels": lambda n, s, rng: (
+        torch.randperm(n, generator=rng) % max(2, round(n * (0.6 - 0.3 * s)))
+    ),
+}

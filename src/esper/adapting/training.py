@@ -24,11 +24,16 @@ from esper.adapting.practice import (
     choose_rates,
     draw_scenarios,
     outcomes_of,
-    practise,
 )
 from esper.adapting.shifts import Shift
 from esper.adapting.trial_envs import MAX_TRIES, Outcomes, TrialEnvs
-from esper.adapting.trials import Scenario, TrialSettings, TrialTable
+from esper.adapting.trials import (
+    Scenario,
+    TrialSettings,
+    TrialTable,
+    train_models,
+    try_plans,
+)
 from esper.leyline.checks import require_at_least
 from esper.leyline.devices import usable_device
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
@@ -103,23 +108,28 @@ def practise_all(config: AdaptConfig, say: Say) -> Outcomes:
 def _practise(
     name: str, scenarios: list[Scenario], config: AdaptConfig, rng_seed: int
 ) -> TrialTable:
+    """Train models of one architecture and try the menu's plans in every scenario."""
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
     device = usable_device(automatic if config.device == "auto" else config.device)
-    return practise(
-        ARCHITECTURES[name],
-        scenarios,
-        TrialSettings(steps=config.steps, replicas=8192),
-        device=device,
+    architecture, num_classes = ARCHITECTURES[name], ARCHITECTURES[name].num_classes
+    source, target = ((x, y % num_classes) for x, y in architecture.rows(device))
+    pool = train_models(
+        lambda: architecture.build(num_classes),
+        source,
         num_models=config.models,
-        model_steps=config.model_steps,
+        num_classes=num_classes,
+        missing_classes=max(1, round(0.3 * num_classes)),
+        steps=config.model_steps,
         rng_seed=rng_seed,
+    )
+    settings = TrialSettings(steps=config.steps, replicas=8192)
+    return try_plans(
+        pool, target, scenarios, settings, plans=MENU, rng_seed=rng_seed, fit_rng_seed=rng_seed
     )
 
 
-def compare_on_held_out(
-    controller: AdaptationController, config: AdaptConfig, tries: int = 2
-) -> dict[str, float]:
-    """Mean accuracy of fixed rules and of the controller on kinds of shift it never saw."""
+def compare_on_held_out(controller: AdaptationController, config: AdaptConfig) -> dict[str, float]:
+    """Mean accuracy of fixed rules, and of two tries, on kinds of shift never seen before."""
     rng = random.Random(config.rng_seed)
     name = config.architectures[-1]
     scenarios = [
@@ -134,7 +144,7 @@ def compare_on_held_out(
     shown = ("nothing", "head only", "full fine-tuning", "LP-FT", "LoRA everywhere")
     found = {rule: float(rules[:, MENU.index(KNOWN_RULES[rule])].mean()) for rule in shown}
     outcomes = outcomes_of([table])
-    kept = controller.choose_many(outcomes, budget=torch.inf, tries=tries)
+    kept = controller.choose_many(outcomes, budget=torch.inf, tries=2)
     found["controller"] = float(outcomes.test.gather(1, kept[:, None]).mean())
     return found
 

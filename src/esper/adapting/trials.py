@@ -9,6 +9,7 @@ and adapted together, so the whole table is a few thousand batched programs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,6 @@ class TrialTable(NamedTuple):
     validation_accuracy: Tensor  # [E, A, rates]
     validation_loss: Tensor
     test_accuracy: Tensor
-    auto_rgn: Tensor  # [E, 3, rates]: the same three for Auto-RGN
     kinds: tuple[str, ...]  # of the shifts, [E]
 
 
@@ -100,22 +100,26 @@ def train_models(
         logits = logits_of_many(everything, weights, change, x[drawn])
         return _summed_loss(logits, y[drawn])
 
-    rates = torch.full((num_models,), rate, device=x.device)
-    is_head, head = everything.is_head, everything.plan.head
     change = fit(
-        change, loss_of, is_head=is_head, head=head, rates=rates, steps=steps, as_graph=True
+        change,
+        loss_of,
+        is_head=everything.is_head,
+        head=everything.plan.head,
+        rates=torch.full((num_models,), rate, device=x.device),
+        steps=steps,
+        as_graph=True,
     )
     weights |= {names[name]: tensor for name, tensor in change.items()}
     return ModelPool(model, places, weights, seen, source)
 
 
 class _Data(NamedTuple):
-    """Rows of E scenarios on the device."""
+    """Rows of E scenarios on the device: those that train, those that validate, and test rows."""
 
-    few: Rows  # [E, rows, ...], padded
+    rows: Rows  # [E, labelled + test, ...], labelled ones padded
+    most: int  # labelled rows of a scenario
     counts: Tensor  # [E] labelled rows
     num_train: Tensor  # [E]
-    test: Rows  # [E, rows, ...]
     weights: dict[str, Tensor]  # [E, ...]
     model_ids: Tensor
 
@@ -130,24 +134,25 @@ def try_plans(
     auto_rgn: bool = False,
     rng_seed: int = 0,
     fit_rng_seed: int = 0,
-    report: Callable[[str], None] = lambda line: None,
 ) -> TrialTable:
     """The table of all plans; `target` rows are shifted, then split into labelled and test rows.
 
-    `rng_seed` draws models and rows, `fit_rng_seed` minibatches and initial weights.
+    `rng_seed` draws models and rows, `fit_rng_seed` minibatches and initial weights. `auto_rgn`
+    trains by relative gradient (see `fit`).
     """
     data = _scenario_data(pool, target, scenarios, settings, rng_seed)
     num = len(scenarios)
     plain = {name.removeprefix("model."): w for name, w in data.weights.items()}
     known = _source_rows(pool, data.model_ids)
     source = source_statistics(pool.model, pool.places, plain, known)
-    chunks = [
+    x, y = (part[:, : data.most] for part in data.rows)
+    signals = [
         measure(
             pool.model,
             pool.places,
             {name: w[part] for name, w in plain.items()},
-            data.few[0][part],
-            data.few[1][part],
+            x[part],
+            y[part],
             data.counts[part],
             {place: type(s)(s.mean[part], s.spread[part]) for place, s in source.items()},
         )
@@ -158,25 +163,17 @@ def try_plans(
     size = sum(w[0].numel() for w in plain.values())
     for index, plan in enumerate(plans):
         if pool.places.offers(plan):
-            results[:, :, index] = _try_plan(pool, data, plan, settings, fit_rng_seed)
-            adapted = Adapted(pool.model, pool.places, plan)
-            own = {n: t for n, t in adapted.changes().items() if not adapted.is_head(n)}
-            added[index] = sum(t.numel() for t in own.values()) / size
-            report(f"{plan}: {float(results[2, :, index].nanmean()):.3f}")
-    rgn = torch.full((3, num, len(settings.rates)), torch.nan)
-    if auto_rgn:
-        rgn = _try_plan(
-            pool, data, KNOWN_RULES["full fine-tuning"], settings, fit_rng_seed, rgn=True
-        )
+            results[:, :, index] = _try_plan(pool, data, plan, settings, fit_rng_seed, auto_rgn)
+            added[index] = Adapted(pool.model, pool.places, plan).num_added / size
+    kinds = tuple(scenario.shift.kinds for scenario in scenarios)
     return TrialTable(
-        torch.cat(chunks).cpu(),
+        torch.cat(signals).cpu(),
         data.counts.cpu(),
         added,
         results[0],
         results[1],
         results[2],
-        rgn.transpose(0, 1),
-        tuple(scenario.shift.kinds for scenario in scenarios),
+        kinds,
     )
 
 
@@ -190,32 +187,23 @@ def _scenario_data(
     device = target[0].device
     rng = torch.Generator().manual_seed(rng_seed)
     complete = pool.classes_seen.all(1).nonzero().squeeze(1).tolist()
-    partial = [m for m in range(len(pool.classes_seen)) if m not in complete]
+    incomplete = [m for m in range(len(pool.classes_seen)) if m not in complete]
     most = max(scenario.rows for scenario in scenarios)
-    few, few_y, test, test_y, model_ids = [], [], [], [], []
+    all_x, all_y, model_ids = [], [], []
     for shift, rows in scenarios:
         is_new = "new_classes" in shift.kinds.split("+")
-        candidates = partial if is_new else complete
+        candidates = incomplete if is_new else complete
         model_ids.append(candidates[int(torch.randint(len(candidates), (), generator=rng))])
         order = torch.randperm(len(target[1]), generator=rng)[: rows + settings.test_rows]
         x, y = target[0][order.to(device)], target[1][order.to(device)]
         x, y = shift(x, y, pool.classes_seen.shape[1])
-        padding = (0,) * (2 * (x.dim() - 1)) + (0, most - rows)
-        few.append(F.pad(x[:rows], padding))
-        few_y.append(F.pad(y[:rows], (0, most - rows)))
-        test.append(x[rows:])
-        test_y.append(y[rows:])
+        all_x.append(torch.cat([x[:rows], x.new_zeros(most - rows, *x.shape[1:]), x[rows:]]))
+        all_y.append(torch.cat([y[:rows], y.new_zeros(most - rows), y[rows:]]))
     ids = torch.tensor(model_ids, device=device)
     counts = torch.tensor([scenario.rows for scenario in scenarios], device=device)
-    held = held_out_rows(counts, settings.validation_share)
-    return _Data(
-        (torch.stack(few), torch.stack(few_y)),
-        counts,
-        counts - held,
-        (torch.stack(test), torch.stack(test_y)),
-        {name: w[ids] for name, w in pool.weights.items()},
-        ids,
-    )
+    num_train = counts - held_out_rows(counts, settings.validation_share)
+    weights = {name: w[ids] for name, w in pool.weights.items()}
+    return _Data((torch.stack(all_x), torch.stack(all_y)), most, counts, num_train, weights, ids)
 
 
 def held_out_rows(counts: Tensor, share: float) -> Tensor:
@@ -233,101 +221,80 @@ def _source_rows(pool: ModelPool, model_ids: Tensor, rows: int = 128) -> Tensor:
 
 
 def _try_plan(
-    pool: ModelPool,
-    data: _Data,
-    plan: Plan,
-    settings: TrialSettings,
-    rng_seed: int,
-    rgn: bool = False,
+    pool: ModelPool, data: _Data, plan: Plan, settings: TrialSettings, rng_seed: int, auto_rgn: bool
 ) -> Tensor:
     """Validation accuracy, validation loss and test accuracy, `[3, E, rates]`."""
-    num, num_rates = len(data.counts), len(settings.rates)
-    pairs = torch.arange(num * num_rates, device=data.counts.device)
-    parts = [
-        _try_replicas(
-            pool, data, plan, settings, part // num_rates, part % num_rates, rng_seed, rgn
-        )
-        for part in torch.split(pairs, settings.replicas)
-    ]
-    return torch.cat(parts, dim=1).view(3, num, num_rates).cpu()
-
-
-def _try_replicas(
-    pool: ModelPool,
-    data: _Data,
-    plan: Plan,
-    settings: TrialSettings,
-    env: Tensor,
-    rate_ids: Tensor,
-    rng_seed: int,
-    rgn: bool,
-) -> Tensor:
-    device = env.device
-    weights = {name: tensor[env] for name, tensor in data.weights.items()}
+    num, device = len(data.counts), data.counts.device
     variants = [
         Adapted(pool.model, pool.places, plan, rng_seed + i) for i in range(INITIALISATIONS)
     ]
     adapted = variants[0]
-    names = {tuned_name(name): f"model.{name}" for name, _ in pool.model.named_parameters()}
-    change = {}
-    for name in adapted.changes():
-        if name in names:
-            change[name] = weights[names[name]]
-        else:
-            stacked = torch.stack([v.get_parameter(name).detach() for v in variants])
-            change[name] = stacked[env % INITIALISATIONS]
-    rates = torch.tensor(settings.rates, device=device)[rate_ids]
+    tuned = {tuned_name(name): f"model.{name}" for name, _ in pool.model.named_parameters()}
+    initial = {
+        name: torch.stack([v.get_parameter(name).detach() for v in variants])
+        for name in adapted.changes()
+        if name not in tuned
+    }
     rng = torch.Generator(device).manual_seed(rng_seed)
     # every plan and rate sees the same minibatches
-    draws = torch.rand(
-        settings.steps, len(data.counts), settings.batch, generator=rng, device=device
-    )
+    draws = torch.rand(settings.steps, num, settings.batch, generator=rng, device=device)
+    x, y = data.rows
+    num_test = y.shape[1] - data.most
 
-    def loss_of(change: dict[str, Tensor], clock: Tensor) -> Tensor:
-        drawn = (draws[clock][0, env] * data.num_train[env][:, None]).long()
-        x, y = data.few[0][env[:, None], drawn], data.few[1][env[:, None], drawn]
-        return _summed_loss(logits_of_many(adapted, weights, change, x), y)
+    def train_and_judge(env: Tensor, rates: Tensor) -> Tensor:
+        """One replica for each scenario and rate, `[3, P]`."""
+        weights = {name: tensor[env] for name, tensor in data.weights.items()}
+        change = {
+            name: weights[tuned[name]] if name in tuned else initial[name][env % INITIALISATIONS]
+            for name in adapted.changes()
+        }
 
-    if change:
-        change = fit(
-            change,
-            loss_of,
-            is_head=adapted.is_head,
-            head=plan.head,
-            rates=rates,
-            steps=settings.steps,
-            by_relative_gradient=rgn,
-            as_graph=True,
-        )
-    with torch.no_grad():
-        return _judge(adapted, weights, change, data, env)
+        def loss_of(change: dict[str, Tensor], clock: Tensor) -> Tensor:
+            drawn = (draws[clock][0, env] * data.num_train[env][:, None]).long()
+            logits = logits_of_many(adapted, weights, change, x[env[:, None], drawn])
+            return _summed_loss(logits, y[env[:, None], drawn])
+
+        if change:
+            change = fit(
+                change,
+                loss_of,
+                is_head=adapted.is_head,
+                head=plan.head,
+                rates=rates,
+                steps=settings.steps,
+                by_relative_gradient=auto_rgn,
+                as_graph=True,
+            )
+
+        logits_of = partial(logits_of_many, adapted, weights, change)
+        test = torch.full_like(data.counts, data.most)
+        validation = _judge(logits_of, data.rows, env, data.num_train, data.counts)
+        return torch.cat([validation, _judge(logits_of, data.rows, env, test, test + num_test)[:1]])
+
+    rates = torch.tensor(settings.rates, device=device)
+    parts = [
+        train_and_judge(part // len(rates), rates[part % len(rates)])
+        for part in torch.split(torch.arange(num * len(rates), device=device), settings.replicas)
+    ]
+    return torch.cat(parts, dim=1).view(3, num, len(rates)).cpu()
 
 
+@torch.no_grad()
 def _judge(
-    adapted: Adapted,
-    weights: dict[str, Tensor],
-    change: dict[str, Tensor],
-    data: _Data,
-    env: Tensor,
+    logits_of: Callable[[Tensor], Tensor], rows: Rows, env: Tensor, first: Tensor, end: Tensor
 ) -> Tensor:
-    """Validation accuracy, validation loss and test accuracy, `[3, P]`."""
-    held = data.counts - data.num_train
-    position = torch.arange(int(held.max()), device=env.device)
-    rows = (data.num_train[:, None] + position).clamp(max=data.few[1].shape[1] - 1)[env]
-    used = (position < held[:, None])[env]
-    total = torch.zeros(3, len(env), device=env.device)
+    """Accuracy and loss `[2, P]` on rows `first` to `end` (exclusive) of each scenario."""
+    (x, y), count = rows, end - first
+    position = torch.arange(int(count.max()), device=env.device)
+    index = (first[:, None] + position).clamp(max=y.shape[1] - 1)[env]
+    used = (position < count[:, None])[env]
+    total = torch.zeros(2, len(env), device=env.device)
     for part in torch.split(position, 100):
-        x = data.few[0][env[:, None], rows[:, part]]
-        y = data.few[1][env[:, None], rows[:, part]]
-        logits = logits_of_many(adapted, weights, change, x)
-        losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(y)
-        total[0] += ((logits.argmax(-1) == y) & used[:, part]).sum(1) / held[env]
-        total[1] += (losses * used[:, part]).sum(1) / held[env]
-    num_test = data.test[1].shape[1]
-    for part in torch.split(torch.arange(num_test, device=env.device), 100):
-        x, y = data.test[0][env[:, None], part], data.test[1][env[:, None], part]
-        correct = logits_of_many(adapted, weights, change, x).argmax(-1) == y
-        total[2] += correct.sum(1) / num_test
+        labels = y[env[:, None], index[:, part]]
+        logits = logits_of(x[env[:, None], index[:, part]])
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        total[0] += ((logits.argmax(-1) == labels) & used[:, part]).sum(1) / count[env]
+        total[1] += (losses.view_as(labels) * used[:, part]).sum(1) / count[env]
     return total
 
 
