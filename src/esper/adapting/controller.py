@@ -29,6 +29,12 @@ from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConf
 from esper.tamiyo.policy.plain_heads import flat_policy
 
 _KIND, _VERSION = "adaptation controller", 2
+# what a controller was trained with; one from another version of Esper may differ
+_OFFERED = {
+    "signals": list(SIGNALS),
+    "menu": [str(plan) for plan in MENU],
+    "rates": list(RATES),
+}
 
 Choice = tuple[Plan, float]  # what to change, and the learning rate
 
@@ -52,9 +58,8 @@ class AdaptationController:
     @torch.no_grad()
     def choose_many(self, outcomes: Outcomes, *, budget: float, tries: int) -> Tensor:
         """The choice kept in each of E scenarios whose outcomes are known, `[E]`."""
-        num = len(outcomes.signals)
         state, recurrent = self._begin(outcomes.known(), budget, tries)
-        everywhere = torch.ones(num, dtype=torch.bool)
+        everywhere = torch.ones(len(outcomes.signals), dtype=torch.bool)
         for _ in range(tries):
             choices, recurrent = self._propose(state, recurrent)
             state.record(choices, outcomes.validation.gather(1, choices[:, None])[:, 0], everywhere)
@@ -85,10 +90,7 @@ class AdaptationController:
         return choices_of(decision.actions), decision.state
 
     def save(self, path: str | Path) -> None:
-        contents = {
-            "signals": list(SIGNALS),
-            "menu": [str(plan) for plan in MENU],
-            "rates": list(RATES),
+        contents = _OFFERED | {
             "policy": asdict(self.policy.config),
             "weights": {name: weight.cpu() for name, weight in self.policy.state_dict().items()},
             "low": self.low,
@@ -100,12 +102,7 @@ class AdaptationController:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         contents = read_file(path, _KIND, version=_VERSION)
-        current = {
-            "signals": list(SIGNALS),
-            "menu": [str(plan) for plan in MENU],
-            "rates": list(RATES),
-        }
-        for name, expected in current.items():
+        for name, expected in _OFFERED.items():
             if contents[name] != expected:
                 raise ValueError(
                     f"{path} was trained with other {name} than this version of Esper uses; "

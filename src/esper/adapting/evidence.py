@@ -157,23 +157,22 @@ def measure(
         halves.append(dict(zip([*leaves, *added], grads, strict=True)))
     logits, losses = logits.detach(), losses.detach()
     found = _global_signals(logits, losses, seen, y, used, counts)
-    found |= _segment("head", places.head, halves, weights)
     zero = torch.zeros_like(found["accuracy"])
     found["has_source"] = zero + float(source is not None)
+    if places.head:
+        found["head_gradient"], found["head_agreement"] = _gradients(places.head, halves, weights)
     for place in SINGLE_PLACES:
         prefix = place.name.lower()
-        present = place in places.sites
-        found[f"{prefix}.present"] = zero + float(present)
-        if present:
+        if place in places.sites:
+            found[f"{prefix}.present"] = zero + 1.0
             found |= _place_signals(
                 place, places, seen[place.name], halves, losses, y, used, logits.shape[-1], source
             )
-            found |= _segment(prefix, places.weights.get(place, ()), halves, weights)
-    renamed = {
-        "head_gradient": found.get("head.relative_gradient", zero),
-        "head_agreement": found.get("head.gradient_agreement", zero),
-    }
-    return torch.stack([(found | renamed).get(name, zero).float() for name in SIGNALS], dim=1)
+        if own := places.weights.get(place):
+            gradient, agreement = _gradients(own, halves, weights)
+            found[f"{prefix}.relative_gradient"] = gradient
+            found[f"{prefix}.gradient_agreement"] = agreement
+    return torch.stack([found.get(name, zero).float() for name in SIGNALS], dim=1)
 
 
 def _run(probed: _Probed, weights: dict[str, Tensor], x: Any, added: dict[str, Tensor]) -> Any:
@@ -222,9 +221,8 @@ def _global_signals(
     number_seen = is_seen.sum(1)
     entropy = -(probs * probs.clamp(min=1e-9).log()).sum(-1)
     features = seen.get("HEAD", logits)
-    features = (
-        features if features.shape[1] == y.shape[1] else logits
-    )  # a head may read parts of rows
+    if features.shape[1] != y.shape[1]:  # a head may read parts of rows
+        features = logits
     return {
         "rows": counts.log10(),
         "rows_per_class": (counts / number_seen).log10(),
@@ -236,7 +234,7 @@ def _global_signals(
         "accuracy_of_seen": _mean((of_seen == y).float(), used),
         "relabelled_accuracy": relabelled,
         "relabelling_gain": relabelled - accuracy,
-        "probe_accuracy": _probe_accuracy(_flat(features), y, used, num_outputs),
+        "probe_accuracy": _probe_accuracy(features, y, used, num_outputs),
         "logit_probe_accuracy": _probe_accuracy(logits, y, used, num_outputs),
     }
 
@@ -261,9 +259,7 @@ def _place_signals(
     )
     pooled = F.adaptive_avg_pool1d(value.flatten(0, 1), min(_POOLED, value.shape[-1]))
     found = {
-        "probe_accuracy": _probe_accuracy(
-            _flat(pooled.view(*value.shape[:3], -1)), y, used, num_outputs
-        ),
+        "probe_accuracy": _probe_accuracy(pooled.view(*value.shape[:3], -1), y, used, num_outputs),
         "scale_consistency": _consistency(scale, used),
         "shift_consistency": _consistency(shift, used),
         "sensitivity": (_mean(strength, used) / _mean(losses, used).clamp(min=1e-3) + 1e-6).log10(),
@@ -278,18 +274,14 @@ def _place_signals(
     return {f"{prefix}.{name}": signal for name, signal in found.items()}
 
 
-def _segment(
-    prefix: str, names: tuple[str, ...], halves: list[dict[str, Tensor]], weights: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def _gradients(
+    names: tuple[str, ...], halves: list[dict[str, Tensor]], weights: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Gradient of some weights relative to their size, and whether two halves of the rows agree."""
-    if not names:
-        return {}
     first, second = (torch.cat([half[n].flatten(1) for n in names], 1) for half in halves)
     size = torch.cat([weights[name].flatten(1) for name in names], 1).norm(dim=1)
-    return {
-        f"{prefix}.relative_gradient": ((first + second).norm(dim=1) / size + 1e-6).log10(),
-        f"{prefix}.gradient_agreement": F.cosine_similarity(first, second, dim=1),
-    }
+    relative = ((first + second).norm(dim=1) / size + 1e-6).log10()
+    return relative, F.cosine_similarity(first, second, dim=1)
 
 
 def _consistency(gradients: Tensor, used: Tensor) -> Tensor:
@@ -314,8 +306,8 @@ def _relabelled_accuracy(predicted: Tensor, y: Tensor, used: Tensor, num_outputs
 
 
 def _probe_accuracy(features: Tensor, y: Tensor, used: Tensor, num_outputs: int) -> Tensor:
-    """Accuracy of a ridge classifier on features `[P, R, D]`, each half judged by the other."""
-    weight, features = used.float(), features.float()  # models in other precisions, too
+    """Accuracy of a ridge classifier on features `[P, R, ...]`, each half judged by the other."""
+    weight, features = used.float(), features.flatten(2).float()  # of any precision
     centred = features - (features * weight[..., None]).sum(1, True) / weight.sum(1)[:, None, None]
     kernel = centred @ centred.mT
     scale = kernel.diagonal(dim1=1, dim2=2).mul(weight).sum(1) / weight.sum(1)
@@ -348,10 +340,6 @@ def _by_channel(value: Tensor, place: Place, places: Places) -> Tensor:
     if site.kind == SiteKind.TOKENS:
         return value.flatten(2, -2).movedim(-1, 2)
     return value.unsqueeze(-1) if value.dim() == 3 else value.flatten(3)
-
-
-def _flat(features: Tensor) -> Tensor:
-    return features.flatten(2)
 
 
 def _mean(values: Tensor, used: Tensor) -> Tensor:

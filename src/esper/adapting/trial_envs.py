@@ -19,9 +19,8 @@ from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
 from esper.leyline.ranks import ALONE, EnvShare
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.phase_clock import PhaseClock
-from esper.simic.training.trainer import Outcome
+from esper.simic.training.trainer import Outcome, TrainingEnvs
 
 MAX_TRIES = 6
 BUDGETS = (torch.inf, torch.inf, 0.25, 0.1)  # parameters added, relative to the model
@@ -159,7 +158,7 @@ def choices_of(actions: Tensor) -> Tensor:
     return _INDEX[tuple(actions.T)]
 
 
-class TrialEnvs:
+class TrialEnvs(TrainingEnvs):
     """N episodes at a time over recorded outcomes; a round is one episode in every env."""
 
     def __init__(self, outcomes: Outcomes, num_envs: int, rng_seed: int = 0):
@@ -204,14 +203,8 @@ class TrialEnvs:
         self._running = was_running & ~is_last
         self.round_over = not bool(self._running.any())
         self._observe()
-        return Outcome(
-            rewards,
-            is_last,
-            torch.zeros_like(is_last),
-            was_running,
-            is_last,
-            self.features,
-        )
+        never = torch.zeros_like(is_last)
+        return Outcome(rewards, is_last, never, was_running, is_last, self.features)
 
     def _worth_of(self, choices: Tensor) -> Tensor:
         """What choices are worth, relative to the mean of all legal ones."""
@@ -220,21 +213,11 @@ class TrialEnvs:
     def _observe(self) -> None:
         self.features, self.masks = self._tries.features(), self._tries.masks()
 
-    def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
-        pass
-
     def metrics(self, seconds: float) -> dict[str, float]:
         return {"adapt/lead": float(self._worth_of(self._kept).mean()) / REWARD_SCALE}
 
-    @property
-    def can_save_state(self) -> bool:
-        return False
-
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self.rng.get_state()}
-
-    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         self.rng.set_state(state["rng"])

@@ -19,6 +19,7 @@ A user's model grows by `evidence.py` instead: its data may be unlike those of t
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
-from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
 from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, seed_details, take_first
 
 
@@ -76,10 +77,12 @@ class HeuristicController:
         seeds = judge_seeds(reports, config)
         growth, blueprint = value_of_growing(reports, masks, seeds, failed, config)
         worth_growing = (growth > 0) & _in_time(reports, seeds, config)
+        is_in_shadow = is_in(reports.stage, SeedStage.TRAINING)
+        is_ready = is_in_shadow & (reports.stage_age >= config.shadow_steps)
         wishes = (
             *_commit(reports, seeds, config),
             Wish(LifecycleOp.PRUNE, seeds.is_judged & (seeds.net < 0), -seeds.net),
-            Wish(LifecycleOp.ADVANCE, _is_ready_to_blend(reports, config), -reports.site_depth),
+            Wish(LifecycleOp.ADVANCE, is_ready, -reports.site_depth),
             Wish(LifecycleOp.GERMINATE, worth_growing, growth),
         )
         return take_first(masks, wishes, seed_details(blueprint))
@@ -102,19 +105,12 @@ class HeuristicController:
         return self._failed
 
 
-@dataclass(frozen=True)
-class SeedJudgement:
+class SeedJudgement(NamedTuple):
     """Estimates for the seed of each slot, `[N, S]`; the gain is 0 without a seed."""
 
     is_live: Tensor  # in the network, prunable, and not being pruned already
     is_judged: Tensor  # live, with a measurement good enough to prune on
-    is_fresh: Tensor  # the contribution is known and recent enough
     gain: Tensor  # accuracy gained if it were the only seed
-    marginal: Tensor  # accuracy gained in addition to the other seeds
-    lacking: Tensor  # accuracy lacking at the end if it is pruned now
-    upper: Tensor  # upper bound of the contribution
-    rent: Tensor
-    is_useless: Tensor  # the upper bound is below the rent
     net: Tensor  # value of keeping it, less rent and remaining compute
     commit_net: Tensor  # value of committing it now, less rent
 
@@ -122,37 +118,22 @@ class SeedJudgement:
 def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
     """Prior gains combined with measured contributions."""
     is_leaving = is_in(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
-    is_live = ~is_leaving & is_in(
-        reports.stage, SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING
-    )
+    is_live = ~is_leaving & is_in(reports.stage, *LIVE_STAGES)
     is_active = is_live | is_in(reports.stage, SeedStage.FOSSILIZED)
     prior = torch.where(is_active, _prior_of_seeds(reports, config), 0.0)
     is_fresh = reports.contribution_known & (reports.contribution_age <= config.max_evidence_age)
     has_held = is_in(reports.stage, SeedStage.HOLDING) & (reports.stage_age >= config.patience)
     gain = _share_out(prior, reports.contribution, is_fresh & is_active, config)
 
-    rent, compute = _seed_rent(reports), _seed_compute(reports)
+    rent = _seed_rent(reports)
     others = gain.sum(dim=-1, keepdim=True) - gain
     marginal = gain / (1 + config.crowding * others / config.headroom)
     upper = reports.contribution + config.optimism * reports.contribution_error
-    is_useless = is_fresh & (upper < rent)
     largest = torch.where(is_fresh, torch.maximum(reports.contribution, marginal), marginal)
-    lacking = marginal.lerp(largest, reports.progress.unsqueeze(-1))
-    net = torch.where(is_useless, upper, lacking) - rent - compute
-    commit_gain = torch.where(is_fresh, reports.contribution, marginal)
-    return SeedJudgement(
-        is_live=is_live,
-        is_judged=is_live & is_fresh & has_held,
-        is_fresh=is_fresh,
-        gain=gain,
-        marginal=marginal,
-        lacking=lacking,
-        upper=upper,
-        rent=rent,
-        is_useless=is_useless,
-        net=net,
-        commit_net=commit_gain - rent,
-    )
+    lacking = marginal.lerp(largest, reports.progress.unsqueeze(-1))  # at the end, if pruned now
+    net = torch.where(is_fresh & (upper < rent), upper, lacking) - rent - _seed_compute(reports)
+    commit_net = torch.where(is_fresh, reports.contribution, marginal) - rent
+    return SeedJudgement(is_live, is_live & is_fresh & has_held, gain, net, commit_net)
 
 
 def value_of_growing(
@@ -199,11 +180,6 @@ def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) ->
     """Whether a seed grown now can still ramp up, be judged and be committed, `[N, 1]`."""
     needed = config.trial_steps + seeds.is_live.sum(dim=-1) + 1  # one to commit each
     return ((reports.steps_left >= needed) & (reports.progress <= config.last_start)).unsqueeze(-1)
-
-
-def _is_ready_to_blend(reports: Reports, config: HeuristicConfig) -> Tensor:
-    is_in_shadow = is_in(reports.stage, SeedStage.TRAINING)
-    return is_in_shadow & (reports.stage_age >= config.shadow_steps)
 
 
 def _prior_of_seeds(reports: Reports, config: HeuristicConfig) -> Tensor:

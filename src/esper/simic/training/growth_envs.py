@@ -14,13 +14,13 @@ from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.rewards import ROLLBACK_PENALTY, GrowthReward, siblings_mean
 from esper.simic.training.phase_clock import PhaseClock
-from esper.simic.training.trainer import Outcome
+from esper.simic.training.trainer import Outcome, TrainingEnvs
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tolaria.environment import GrowthEnvironment
 
 
-class GrowthEnvs:
+class GrowthEnvs(TrainingEnvs):
     """Reports become features and masks; scores become rewards, relative to the siblings' mean.
 
     An env whose episode has ended, because its host was rolled back, sits out the rest of the
@@ -168,13 +168,8 @@ class GrowthEnvs:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    can_save_state = False
-
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.environment.generator.get_state()}  # determines all of a round
-
-    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state  # the same on all ranks
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         self.environment.generator.set_state(state["generator"])

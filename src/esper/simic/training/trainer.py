@@ -41,7 +41,10 @@ class Outcome(NamedTuple):
 
 
 class TrainingEnvs(Protocol):
-    """N environments, each with a current observation that an action is chosen for."""
+    """N environments, each with a current observation that an action is chosen for.
+
+    Subclasses inherit what environments need that start new episodes in every round.
+    """
 
     num_envs: int
     share: EnvShare  # its envs among those of all ranks
@@ -62,7 +65,7 @@ class TrainingEnvs(Protocol):
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
         """Called after a round, to correct what only the whole round shows."""
-        ...
+        return None
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Metrics of the episodes of a round that took so long, by the names in docs/metrics.md."""
@@ -71,15 +74,15 @@ class TrainingEnvs(Protocol):
     @property
     def can_save_state(self) -> bool:
         """Whether a saved state has the current episodes; if not, new ones start."""
-        ...
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """What the next round depends on; called between rounds."""
         ...
 
     def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of all ranks, from that of this one."""
-        ...
+        """The state of all ranks, from that of this one; by default it is the same on all."""
+        return state
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         """Restore a state of all ranks; `generator` seeds episodes that have to start again."""
@@ -154,9 +157,8 @@ class Trainer:
             lap("act")
             outcome = envs.step(actions)
             bootstrap = None
-            if (
-                outcome.truncated.numpy().any()
-            ):  # V of the final observation, before the state is reset
+            if outcome.truncated.numpy().any():
+                # V of the final observation, before the state is reset
                 bootstrap = agent.value(outcome.final_features.to(agent.device), decision.state)
                 lap("act")
             step = TamiyoRolloutStep(
@@ -296,9 +298,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "action_rng": self.action_rng.get_state(),
             "shuffle_rng": self.shuffle_rng.get_state(),
-            "envs": copy.deepcopy(envs)
-            if can_save
-            else envs,  # environments may return what they use
+            "envs": copy.deepcopy(envs) if can_save else envs,  # they may return what they use
             "state": list(self.state) if can_save else None,
         }
 
