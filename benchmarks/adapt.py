@@ -24,11 +24,10 @@ import torch
 from adapt_suites import PLACES, collect, suites
 from torch import Tensor
 
-from esper.adapting.controller import AdaptationController
+from esper.adapting.controller import AdaptationController, find_controller
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES, HeadMode, Place, Plan, What
 from esper.adapting.practice import choose_rates, outcomes_of
-from esper.adapting.shipped import find_controller
 from esper.adapting.trials import TrialSettings, TrialTable
 
 SERIES = ("conv_norm", "conv_pool", "mlp", "residual")  # MNIST-1D; residual is held out

@@ -18,8 +18,7 @@ from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Hea
 from esper.leyline.ranks import ALONE, EnvShare
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.training.phase_clock import PhaseClock
-from esper.simic.training.trainer import Outcome, Trainer
+from esper.simic.training.trainer import Outcome, PhaseClock, Trainer
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.plain_heads import flat_policy
 

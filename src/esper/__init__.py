@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from esper.adapting.adapt import adapt as adapt
+    from esper.adapting.controller import controllers as controllers
     from esper.adapting.result import AdaptationResult as AdaptationResult
     from esper.adapting.result import load_adaptation as load_adaptation
-    from esper.adapting.shipped import controllers as controllers
     from esper.growing.budget import Budget as Budget
     from esper.growing.callbacks import lightning_callback as lightning_callback
     from esper.growing.callbacks import trainer_callback as trainer_callback
@@ -56,7 +56,7 @@ _PUBLIC = {
     "Task": ("esper.tolaria.tasks", "Task"),
     "adapt": ("esper.adapting.adapt", "adapt"),
     "blueprint": ("esper.kasmina.blueprints", "blueprint"),
-    "controllers": ("esper.adapting.shipped", "controllers"),
+    "controllers": ("esper.adapting.controller", "controllers"),
     "evaluate": ("esper.simic.training.ppo_model", "evaluate"),
     "find_sites": ("esper.growing.sites", "find_sites"),
     "grow": ("esper.growing.run", "grow"),

@@ -7,10 +7,9 @@ import torch
 
 import esper
 from esper.adapting import controller as controller_module
-from esper.adapting.controller import AdaptationController, new_policy
+from esper.adapting.controller import AdaptationController, find_controller, new_policy
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import MENU, PLANS, RATES
-from esper.adapting.shipped import find_controller
 from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Known, Outcomes, plan_and_rate
 from esper.leyline.files import UnreadableFile
 from esper.tamiyo.policy.network import PolicyConfig

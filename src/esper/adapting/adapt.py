@@ -27,14 +27,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from esper.adapting.adapted import Adapted, tuned_name
-from esper.adapting.controller import AdaptationController
+from esper.adapting.controller import AdaptationController, find_controller
 from esper.adapting.evidence import SIGNALS, logits_of, measure, source_statistics
 from esper.adapting.fitting import fit
 from esper.adapting.plans import MENU, PLANS, RATES, Places, Plan, find_places
 from esper.adapting.practice import validation_criterion
 from esper.adapting.reasons import added_params, conclude, new_ledger, reasons_for
 from esper.adapting.result import AdaptationResult
-from esper.adapting.shipped import find_controller
 from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Known, plan_and_rate
 from esper.growing.controllers import controller_name
 from esper.growing.eval_mode import untouched_randomness

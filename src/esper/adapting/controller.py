@@ -8,6 +8,8 @@ plan, rate = chooser.send(0.71)     # the next one, given the validation result 
 
 from collections.abc import Generator
 from dataclasses import asdict
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,12 +31,7 @@ from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConf
 from esper.tamiyo.policy.plain_heads import flat_policy
 
 _KIND, _VERSION = "adaptation controller", 2
-# what a controller was trained with; one from another version of Esper may differ
-_OFFERED = {
-    "signals": list(SIGNALS),
-    "menu": [str(plan) for plan in MENU],
-    "rates": list(RATES),
-}
+_FOLDER = resources.files("esper.adapting") / "controllers"  # that ship with Esper
 
 Choice = tuple[Plan, float]  # what to change, and the learning rate
 
@@ -90,7 +87,7 @@ class AdaptationController:
         return choices_of(decision.actions), decision.state
 
     def save(self, path: str | Path) -> None:
-        contents = _OFFERED | {
+        contents = _offered() | {
             "policy": asdict(self.policy.config),
             "weights": {name: weight.cpu() for name, weight in self.policy.state_dict().items()},
             "low": self.low,
@@ -102,7 +99,7 @@ class AdaptationController:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         contents = read_file(path, _KIND, version=_VERSION)
-        for name, expected in _OFFERED.items():
+        for name, expected in _offered().items():
             if contents[name] != expected:
                 raise ValueError(
                     f"{path} was trained with other {name} than this version of Esper uses; "
@@ -113,5 +110,37 @@ class AdaptationController:
         return cls(policy, contents["low"], contents["high"], contents["facts"])
 
 
+def _offered() -> dict[str, Any]:
+    """What a controller was trained with; one from another version of Esper may differ."""
+    menu = [str(plan) for plan in MENU]
+    return {"signals": list(SIGNALS), "menu": menu, "rates": list(RATES)}
+
+
 def new_policy(config: PolicyConfig) -> FactoredRecurrentActorCritic:
     return flat_policy(ACTION_SPACE, Tries.num_features(), config)
+
+
+def controllers() -> dict[str, dict[str, Any]]:
+    """The controllers in the package: name -> what it was trained on, and how it did."""
+    files = (Path(str(entry)) for entry in _FOLDER.iterdir() if entry.name.endswith(".pt"))
+    return {path.stem: _load(path).facts for path in sorted(files)}
+
+
+def find_controller(controller: str | Path | AdaptationController) -> AdaptationController:
+    """A controller given as itself, as the name of one that ships, or as a file."""
+    if isinstance(controller, AdaptationController):
+        return controller
+    shipped = Path(str(_FOLDER / f"{controller}.pt"))
+    if isinstance(controller, str) and shipped.exists():
+        return _load(shipped)
+    if not Path(controller).exists():
+        raise ValueError(
+            f"no controller {str(controller)!r}: there are {list(controllers())}, or give the path "
+            "of a file from `esper train-adapt`"
+        )
+    return AdaptationController.load(controller)  # not cached: the file may be written again
+
+
+@cache
+def _load(path: Path) -> AdaptationController:
+    return AdaptationController.load(path)

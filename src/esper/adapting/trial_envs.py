@@ -19,8 +19,7 @@ from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
 from esper.leyline.ranks import ALONE, EnvShare
-from esper.simic.training.phase_clock import PhaseClock
-from esper.simic.training.trainer import Outcome, TrainingEnvs
+from esper.simic.training.trainer import Outcome, PhaseClock, TrainingEnvs
 
 MAX_TRIES = 6
 BUDGETS = (torch.inf, torch.inf, 0.25, 0.1)  # parameters added, relative to the model

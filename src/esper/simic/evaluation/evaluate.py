@@ -63,29 +63,20 @@ def evaluate_run(
     if settings is None and preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; use one of {list(PRESETS)}")
     settings = settings or PRESETS[preset]
-    return evaluate_controllers(
-        controllers, first, settings, task=task, data=data, say=say, on_step=on_step, ranks=ranks
-    )
+    config = on_task(first, task or "data", data) if task or data else first
+    return evaluate_controllers(controllers, config, settings, say, on_step, ranks)
 
 
 def evaluate_controllers(
     controllers: Sequence[LearnedController],
     config: TrainConfig,
     settings: EvaluationConfig,
-    *,
-    task: str | None = None,
-    data: str = "",
     say: Say = lambda text: None,
     on_step: OnStep = lambda done, total: None,
     ranks: Ranks = ALONE,
 ) -> EvaluationReport:
-    """Compare controllers with every arm on the types that `config` held out from training.
-
-    `task` and `data` evaluate on other data than the controllers trained on.
-    """
+    """Compare controllers with every arm on the types that `config` held out from training."""
     started = time.perf_counter()
-    if task or data:
-        config = on_task(config, task or "data", data)
     prepared = prepare(config, settings)
     training, held_out = (replace(each, ranks=ranks, on_step=on_step) for each in prepared)
     say(f"searching {settings.num_plans} constant plans on {training.num_hosts} training hosts")

@@ -61,11 +61,11 @@ def estimate(values: Array, other_variances: Sequence[Variance] = ()) -> Estimat
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """P-values adjusted for multiple comparisons by Holm's method (1979)."""
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    values, remaining = np.asarray(p_values), np.arange(len(p_values), 0, -1)
+    order = values.argsort()
+    adjusted = np.maximum.accumulate(remaining * values[order]).clip(max=1.0)
+    result: list[float] = adjusted[order.argsort()].tolist()
+    return result
 
 
 def variance_of_mean(values: Array) -> Variance:

@@ -7,6 +7,7 @@ Hosts and data have the names that the run's database uses: a host its widths, "
 of the data its change, "rows:600".
 """
 
+import re
 from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import signature
@@ -23,7 +24,9 @@ from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig
 from esper.tolaria.tasks import TASKS
 
-VARIANT_KINDS = ("permuted", "rows", "noise")
+_VARIANT = re.compile(  # up to 18 digits: numbers below 2**63
+    r"plain|permuted:[0-9]{1,18}|rows:(?!0+$)[0-9]{1,18}|noise:(?=.*[0-9])[0-9]{0,9}[.]?[0-9]{0,9}"
+)
 MOST_HOSTS = 10_000  # architectures to choose from
 
 
@@ -126,7 +129,10 @@ class TrainConfig:
 
     def _check_distribution(self) -> None:
         for variant in (*self.variants, *self.held_out_variants):
-            check_variant(variant)
+            if not _VARIANT.fullmatch(variant):
+                raise ValueError(
+                    f"no variant {variant!r}; use plain, permuted:RNG_SEED, rows:COUNT or noise:SCALE"
+                )
         if both := set(self.variants) & set(self.held_out_variants):
             raise ValueError(
                 f"variants {sorted(both)} are both trained on and held out; choose one"
@@ -169,17 +175,6 @@ class TrainConfig:
 
 def widths_name(widths: tuple[int, ...]) -> str:
     return "-".join(map(str, widths))
-
-
-def check_variant(name: str) -> None:
-    kind, _, value = name.partition(":")
-    digits = value.replace(".", "", kind == "noise")
-    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= 18  # below 2**63
-    is_in_range = is_number and (kind != "rows" or int(value) > 0)
-    if name != "plain" and not (kind in VARIANT_KINDS and is_in_range):
-        raise ValueError(
-            f"no variant {name!r}; use plain, permuted:RNG_SEED, rows:COUNT or noise:SCALE"
-        )
 
 
 PRESETS: dict[str, TrainConfig] = {

@@ -13,8 +13,7 @@ from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.rewards import ROLLBACK_PENALTY, GrowthReward, siblings_mean
-from esper.simic.training.phase_clock import PhaseClock
-from esper.simic.training.trainer import Outcome, TrainingEnvs
+from esper.simic.training.trainer import Outcome, PhaseClock, TrainingEnvs
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tolaria.environment import GrowthEnvironment

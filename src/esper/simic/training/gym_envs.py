@@ -25,8 +25,7 @@ from esper.leyline.files import UnreadableFile
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_spaces import Array, GymSpaces
-from esper.simic.training.phase_clock import PhaseClock
-from esper.simic.training.trainer import Outcome
+from esper.simic.training.trainer import Outcome, PhaseClock
 
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv

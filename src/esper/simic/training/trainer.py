@@ -9,9 +9,11 @@ Gymnasium environments and growing hosts use the same loop. Both meet it behind 
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +25,6 @@ from esper.leyline.ranks import EnvShare
 from esper.simic.agent.health import HealthMonitor
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
-from esper.simic.training.phase_clock import PhaseClock
 from esper.tamiyo.policy.network import RecurrentState
 
 STOP_CHECKS = 8  # per round, with several ranks
@@ -38,6 +39,28 @@ class Outcome(NamedTuple):
     is_real_step: Tensor  # [N] bool; False: the action was ignored and the step is not stored
     is_first: Tensor  # [N] bool: the current observation is the first of an episode
     final_features: Tensor  # [N, F] of the observation that followed, before any reset
+
+
+class PhaseClock:
+    """Each lap adds the time since the previous one to a named phase."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._last = perf_counter()
+
+    def start(self) -> None:
+        """Discard the time since the last lap."""
+        self._last = perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+    def take(self) -> dict[str, float]:
+        """The seconds of each phase since the last `take`."""
+        seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        return seconds
 
 
 class TrainingEnvs(Protocol):
