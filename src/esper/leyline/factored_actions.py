@@ -70,9 +70,7 @@ class FactoredActionSpace:
     sizes: tuple[int, ...] = _derived()
     num_choices: int = _derived()  # C: the choices of all heads together
     slices: tuple[slice, ...] = _derived()  # each head's part of the axis of length C
-    given_indices: tuple[tuple[int, ...], ...] = (
-        _derived()
-    )  # earlier heads that each head depends on
+    given_indices: tuple[tuple[int, ...], ...] = _derived()  # of the heads it depends on
     unconditional: tuple[int, ...] = _derived()  # heads that depend on no other head
     continuous: tuple[int, ...] = _derived()  # heads that are numbers
     # Consecutive heads that depend on the same earlier heads form a group and are sampled together.
@@ -81,7 +79,7 @@ class FactoredActionSpace:
     group_spaces: tuple["FactoredActionSpace", ...] = _derived()  # each group as its own space
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", tuple(self.heads))
+        vars(self)["heads"] = tuple(self.heads)
         self._check_heads()
         sizes = tuple(head.size for head in self.heads)
         names = tuple(head.name for head in self.heads)
@@ -90,22 +88,20 @@ class FactoredActionSpace:
         same_given = [tuple(g) for _, g in groupby(range(len(names)), key=given.__getitem__)]
         groups = tuple(range(group[0], group[-1] + 1) for group in same_given)
         free = tuple(replace(head, given=()) for head in self.heads)
-        derived = {
-            "names": names,
-            "sizes": sizes,
-            "num_choices": ends[-1],
-            "slices": tuple(slice(e - size, e) for e, size in zip(ends, sizes, strict=True)),
-            "given_indices": given,
-            "unconditional": tuple(i for i, earlier in enumerate(given) if not earlier),
-            "continuous": tuple(i for i, head in enumerate(self.heads) if head.continuous),
-            "head_groups": groups,
-            "group_of": tuple(index for index, group in enumerate(groups) for _ in group),
-            "group_spaces": (self,)
+        vars(self).update(  # frozen: not by assignment
+            names=names,
+            sizes=sizes,
+            num_choices=ends[-1],
+            slices=tuple(slice(e - size, e) for e, size in zip(ends, sizes, strict=True)),
+            given_indices=given,
+            unconditional=tuple(i for i, earlier in enumerate(given) if not earlier),
+            continuous=tuple(i for i, head in enumerate(self.heads) if head.continuous),
+            head_groups=groups,
+            group_of=tuple(index for index, group in enumerate(groups) for _ in group),
+            group_spaces=(self,)
             if self.heads == free
             else tuple(FactoredActionSpace(free[g.start : g.stop]) for g in groups),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        )
 
     def _check_heads(self) -> None:
         if not self.heads:

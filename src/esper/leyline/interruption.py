@@ -14,12 +14,8 @@ from typing import Any
 
 # the signals that ask a process to end, with Python's handlers for them
 _DEFAULT_HANDLERS: dict[signal.Signals, Any] = {
-    getattr(signal, name): handler
-    for name, handler in (
-        ("SIGINT", signal.default_int_handler),
-        ("SIGTERM", signal.SIG_DFL),
-        ("SIGHUP", signal.SIG_DFL),
-    )
+    getattr(signal, name): signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+    for name in ("SIGINT", "SIGTERM", "SIGHUP")
     if hasattr(signal, name)
 }
 

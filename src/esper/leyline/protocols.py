@@ -10,11 +10,11 @@ from esper.leyline.reports import Reports
 
 @runtime_checkable
 class Controller(Protocol):
-    """Maps reports to factored actions. It may keep state per env."""
+    """Maps reports to factored actions. It may keep state per env; by default it has none."""
 
     def begin(self, env_ids: Tensor) -> None:
         """Drop the state of these envs: a new episode starts in each of them."""
-        ...
+        return None
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         """Actions `[N, H]`, each legal under `masks`."""

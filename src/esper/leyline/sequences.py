@@ -7,9 +7,8 @@ order sorts episodes by decreasing length and reads them time step by time step,
 downstream (encoder, LSTM, losses) sees stored steps only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ class SequenceLayout:
     env_ids: Tensor
     starts: Tensor  # the first stored step
     lengths: Tensor  # 1 or more
+    _steps: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     @classmethod
     def from_flags(cls, ended: Tensor, step_counts: Tensor) -> "SequenceLayout":
@@ -112,9 +112,9 @@ class SequenceLayout:
             self.lengths[keep],
         )
 
-    def gather(self, field: Tensor) -> Tensor:
+    def gather(self, stored: Tensor) -> Tensor:
         """A stored field `[N, T, ...]` as `[R, ...]`, the stored steps in packed order."""
-        return self._as_parts.gather(field)
+        return self._as_parts.gather(stored)
 
     def steps_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`step_starts` and the lengths of the packed episodes, on a device."""
@@ -126,10 +126,6 @@ class SequenceLayout:
     def _as_parts(self) -> "SequenceParts":
         return SequenceParts((self,))
 
-    @cached_property
-    def _steps(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        return {}
-
 
 @dataclass(frozen=True, eq=False)
 class SequenceParts:
@@ -139,25 +135,25 @@ class SequenceParts:
     """
 
     layouts: tuple[SequenceLayout, ...]
+    _tables: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
 
     @cached_property
     def rows(self) -> Tensor:
         """`SequenceLayout.rows` of all parts, `[R]`."""
         return torch.cat([layout.rows for layout in self.layouts])
 
-    def gather(self, field: Tensor) -> Tensor:
+    def gather(self, stored: Tensor) -> Tensor:
         """A stored field `[N, T, ...]` as `[R, ...]`."""
-        return field.flatten(0, 1).index_select(0, self.on(field.device).rows)
+        return stored.flatten(0, 1).index_select(0, self.on(stored.device)[0])
 
     def initial(self, stored: Tensor) -> Tensor:
         """The initial state of each episode, `[episodes, ...]`: its env's state or zeros.
 
         `stored` `[N, ...]` are the states before the envs' first stored steps.
         """
-        tables = self.on(stored.device)
-        states = stored.index_select(0, tables.env_ids)
-        has_prior_state = tables.has_prior_state.view(-1, *[1] * (stored.dim() - 1))
-        return torch.where(has_prior_state.bool(), states, 0.0)
+        _, env_ids, has_prior_state = self.on(stored.device)
+        is_kept = has_prior_state.bool().view(-1, *[1] * (stored.dim() - 1))
+        return torch.where(is_kept, stored.index_select(0, env_ids), 0.0)
 
     def split_rows(self, gathered: Tensor) -> tuple[Tensor, ...]:
         """Gathered rows, as one view per part."""
@@ -167,8 +163,11 @@ class SequenceParts:
         """Initial states, as one view per part."""
         return torch.split(gathered, [layout.num_episodes for layout in self.layouts])
 
-    def on(self, device: torch.device) -> "_Tables":
-        """The index tensors on a device, cached; also fills `steps_on` of each layout."""
+    def on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """`rows`, env ids and `has_prior_state` of the episodes as int64 on a device, cached.
+
+        Also fills `steps_on` of each layout.
+        """
         if device not in self._tables:
             layouts = self.layouts
             env_ids = torch.cat([layout.env_ids[layout.order] for layout in layouts])
@@ -177,20 +176,9 @@ class SequenceParts:
             lengths = [layout.lengths[layout.order] for layout in layouts]
             tensors = [self.rows, env_ids, has_prior_state.long(), *starts, *lengths]
             rows, env_ids, has_prior_state, *steps = copy_together(tensors, device)
-            self._tables[device] = _Tables(rows, env_ids, has_prior_state)
-            pairs = zip(steps[: len(layouts)], steps[len(layouts) :], strict=True)
-            for layout, pair in zip(layouts, pairs, strict=True):
-                layout._steps[device] = pair
+            self._tables[device] = rows, env_ids, has_prior_state
+            for layout, *pair in zip(
+                layouts, steps[: len(starts)], steps[len(starts) :], strict=True
+            ):
+                layout._steps[device] = pair[0], pair[1]
         return self._tables[device]
-
-    @cached_property
-    def _tables(self) -> dict[torch.device, "_Tables"]:
-        return {}
-
-
-class _Tables(NamedTuple):
-    """Index tensors of `SequenceParts`, int64 on a device."""
-
-    rows: Tensor  # [R]
-    env_ids: Tensor  # [episodes]
-    has_prior_state: Tensor  # [episodes]: 1 or 0

@@ -52,11 +52,6 @@ class HeuristicConfig:
     shadow_steps: int = 2  # steps of shadow training before a seed blends
     spare_steps: int = 1  # steps kept free before the end beyond those that committing takes
 
-    @property
-    def trial_steps(self) -> int:
-        """Steps from germination to judgement, plus the spare ones."""
-        return RAMP_STEPS + self.patience + self.spare_steps
-
 
 class HeuristicController:
     """Acts for a whole batch; remembers per env which blueprints failed in which slot."""
@@ -178,7 +173,8 @@ def _commit(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> 
 
 def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> Tensor:
     """Whether a seed grown now can still ramp up, be judged and be committed, `[N, 1]`."""
-    needed = config.trial_steps + seeds.is_live.sum(dim=-1) + 1  # one to commit each
+    trial_steps = RAMP_STEPS + config.patience + config.spare_steps
+    needed = trial_steps + seeds.is_live.sum(dim=-1) + 1  # one to commit each
     return ((reports.steps_left >= needed) & (reports.progress <= config.last_start)).unsqueeze(-1)
 
 

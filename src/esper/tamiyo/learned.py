@@ -48,14 +48,10 @@ class LearnedController:
         self._state: RecurrentState | None = None
 
     def begin(self, env_ids: Tensor) -> None:
-        if self._state is None:
-            return  # all envs start from zeros
-        if len(env_ids) == len(self._state.h):
-            self._state = None
-            return
-        ids = env_ids.to(self.policy.device)
-        for part in self._state:
-            part[ids] = 0.0
+        if self._state is not None and len(env_ids) == len(self._state.h):
+            self._state = None  # all envs start from zeros
+        for part in self._state or ():
+            part[env_ids.to(part.device)] = 0.0
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
@@ -96,14 +92,7 @@ class LearnedController:
         write_file(path, _KIND, contents, version=_VERSION)
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        device: torch.device | str = "cpu",
-        *,
-        deterministic: bool = True,
-        generator: torch.Generator | None = None,
-    ) -> Self:
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
         contents = read_file(path, _KIND, version=_VERSION)
         if contents["features"] != feature_list():
             differ = ", ".join(sorted(set(contents["features"]) ^ set(feature_list())))
@@ -113,8 +102,7 @@ class LearnedController:
             )
         policy = _untrained(FeatureLayout(1, 1), PolicyConfig(**contents["policy"]))
         policy.load_state_dict(contents["weights"])
-        menu = tuple(contents["menu"])
-        return cls(policy.to(device), menu, deterministic=deterministic, generator=generator)
+        return cls(policy.to(device), tuple(contents["menu"]))
 
     def _fit(self, layout: FeatureLayout) -> FactoredRecurrentActorCritic:
         """The policy for this many slots and blueprints: other shapes, the same weights."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from esper.leyline.checks import require_at_least
 from esper.leyline.constants import ALPHA_TARGETS, TEMPO_STEPS, AlphaCurve, BlendStyle
 from esper.leyline.factored_actions import ActionMasks
+from esper.leyline.protocols import Controller
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
 from esper.tamiyo.policy.distributions import choose_actions
@@ -21,14 +22,11 @@ from esper.tamiyo.policy.distributions import choose_actions
 RAMP_STEPS = 2  # of a seed's alpha; one of TEMPO_STEPS
 
 
-class RandomController:
+class RandomController(Controller):
     """Samples uniformly: a legal op, then a legal slot, then legal details."""
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
-
-    def begin(self, env_ids: Tensor) -> None:
-        """Nothing to forget."""
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         space = masks.action_space
@@ -45,7 +43,7 @@ class RandomController:
 NEVER = 1 << 30
 
 
-class ConstantPlan:
+class ConstantPlan(Controller):
     """Germinates a blueprint in each slot at its step, and commits it once it is HOLDING.
 
     `step` and `blueprint` are `[N, S]`, or broadcast to it; a slot with step `NEVER` stays empty.
@@ -55,9 +53,6 @@ class ConstantPlan:
 
     def __init__(self, step: Tensor | int = NEVER, blueprint: Tensor | int = 0):
         self.step, self.blueprint = torch.as_tensor(step), torch.as_tensor(blueprint)
-
-    def begin(self, env_ids: Tensor) -> None:
-        """Nothing to forget."""
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         step, blueprint = (
@@ -70,7 +65,7 @@ class ConstantPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedSchedule:
+class FixedSchedule(Controller):
     """Grows one seed after another at fixed steps, first slot first, and commits them all.
 
     It ignores the rent. Of the blueprints within the budget it takes the one nearest to `size`.
@@ -84,9 +79,6 @@ class FixedSchedule:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "every")
-
-    def begin(self, env_ids: Tensor) -> None:
-        """Nothing to forget."""
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)]

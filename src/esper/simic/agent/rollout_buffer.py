@@ -212,7 +212,12 @@ class TamiyoRolloutBuffer:
                 f"envs {full} already hold max_steps_per_env={self.max_steps_per_env} steps; "
                 "call reset() first or make the buffer longer"
             )
-        values = self._checked_values(step, len(envs))
+        if step.bootstrap_value is None:  # NaN: `_raise_on_bad_values` reports it if it is needed
+            step = step._replace(bootstrap_value=self._no_bootstraps[: len(envs)])
+        values = [
+            spec.checked(value, len(envs), self.device)
+            for spec, value in zip(self._step_fields, step, strict=True)
+        ]
 
         first = int(steps[0]) if len(steps) else 0
         if steps is counts and (steps == first).all():
@@ -350,13 +355,6 @@ class TamiyoRolloutBuffer:
             repeated = sorted({e for e in envs.tolist() if envs.tolist().count(e) > 1})
             raise ValueError(f"env_ids {repeated} appear more than once in one batch")
         return envs
-
-    def _checked_values(self, step: TamiyoRolloutStep, num_rows: int) -> list[Tensor]:
-        """The step's tensors in the order of the fields, with the buffer's dtypes and device."""
-        if step.bootstrap_value is None:  # NaN: `_raise_on_bad_values` reports it if it is needed
-            step = step._replace(bootstrap_value=self._no_bootstraps[:num_rows])
-        fields = zip(self._step_fields, step, strict=True)
-        return [spec.checked(value, num_rows, self.device) for spec, value in fields]
 
     def _store_last_values(self, last_values: Tensor) -> None:
         spec = next(s for s in self._step_fields if s.name == "bootstrap_values")

@@ -8,6 +8,13 @@ from torch import Tensor
 from esper.leyline.factored_actions import FactoredActionSpace
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# what a field stored in a dtype accepts
+_ACCEPTED = {
+    torch.float32: ("floating point", _FLOATS),
+    torch.int64: ("integers", INTEGERS),
+    torch.bool: ("bool", (torch.bool,)),
+}
 
 
 class StepField(NamedTuple):
@@ -31,8 +38,9 @@ class StepField(NamedTuple):
                 f"{self.argument}: got shape {tuple(value.shape)}, expected {expected} = "
                 f"[envs{''.join(f', {letter}' for letter in self.letters)}]{self.note}"
             )
-        if not self._accepts(value.dtype):
-            raise ValueError(f"{self.argument}: got {value.dtype}, expected {self._kind}")
+        kind, accepted = _ACCEPTED[self.dtype]
+        if value.dtype not in accepted:
+            raise ValueError(f"{self.argument}: got {value.dtype}, expected {kind}")
         if value.device.type not in ("cpu", device.type):
             raise ValueError(
                 f"{self.argument} is on {value.device}, the buffer on {device}; "
@@ -43,17 +51,6 @@ class StepField(NamedTuple):
         # block for pinned memory: the caller may change it before a non-blocking copy has run
         must_block = value.device != device and value.is_pinned()
         return value.to(device, self.dtype, non_blocking=not must_block)
-
-    @property
-    def _kind(self) -> str:
-        return {torch.float32: "floating point", torch.int64: "integers", torch.bool: "bool"}[
-            self.dtype
-        ]
-
-    def _accepts(self, dtype: torch.dtype) -> bool:
-        if self.dtype == torch.float32:
-            return dtype.is_floating_point
-        return dtype in INTEGERS if self.dtype == torch.int64 else dtype == torch.bool
 
 
 def step_fields(

@@ -71,7 +71,9 @@ class GrowthEnvs(TrainingEnvs):
         reports, is_real_step = self.reports, self._is_running
         result = self.environment.step(actions)
         self.clock.lap("hosts")
-        self._note_rollbacks(is_real_step & result.rolled_back)
+        for env in (is_real_step & result.rolled_back).nonzero().flatten().tolist():
+            reason = self.environment.rollback_reasons.get(env, "rolled back")
+            self.rollback_reasons[env] = reason
         rewards = self.reward.of(reports, result)
         sibling_mean = siblings_mean(rewards, self.environment.siblings)
         self._sibling_correction += torch.where(
@@ -94,11 +96,6 @@ class GrowthEnvs(TrainingEnvs):
             is_first=torch.zeros_like(is_real_step),
             final_features=self.features,
         )
-
-    def _note_rollbacks(self, rolled_back: Tensor) -> None:
-        reasons = self.environment.rollback_reasons
-        for env in rolled_back.nonzero().flatten().tolist():
-            self.rollback_reasons[env] = reasons.get(env, "rolled back")
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
         """Give the rolled back their penalty, relative to the whole episode of their siblings."""

@@ -114,9 +114,8 @@ class GymEnvs:
         self.mask_source = self._find_mask_source(infos, mask_source)
         self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
         self._observe(observations, infos)
-        if self._is_unmasked_by_chance and (
-            given := [h.name for h in self.action_space if h.given]
-        ):
+        given = [head.name for head in self.action_space if head.given]
+        if given and self._is_unmasked_by_chance:
             warnings.warn(
                 f"heads {given} depend on earlier heads, but the environment gives no masks, so all "
                 f"choices are legal; give info[{mask_key!r}] at every reset and step, or set "
@@ -165,7 +164,12 @@ class GymEnvs:
         else:
             is_first = ended
             if ended.any():
-                final_features = self._final_features(observations, infos, ended)
+                final_features = self.spaces.features(observations, self._previous)
+                if self._autoreset == "SAME_STEP":
+                    last = list(infos["final_obs"][ended])
+                    final = self.spaces.features_of_each(last, self._previous[ended])
+                    final_features[torch.from_numpy(ended)] = final
+                self.spaces.require_finite(final_features, self._where)
                 if self._autoreset == "DISABLED":
                     observations, reset_infos = self.vector_env.reset(
                         options={"reset_mask": ended.copy()}
@@ -191,15 +195,6 @@ class GymEnvs:
             "episode/return": float(np.mean([episode.total_reward for episode in recent])),
             "episode/length": float(np.mean([episode.length for episode in recent])),
         }
-
-    def _final_features(self, observations: Any, infos: dict[str, Any], ended: Array) -> Tensor:
-        features = self.spaces.features(observations, self._previous)
-        if self._autoreset == "SAME_STEP":
-            last = list(infos["final_obs"][ended])
-            final = self.spaces.features_of_each(last, self._previous[ended])
-            features[torch.from_numpy(ended)] = final
-        self.spaces.require_finite(features, self._where)
-        return features
 
     def _observe(
         self,
@@ -336,7 +331,7 @@ class GymEnvs:
                 "pending": torch.from_numpy(self.pending),
                 "episode_rewards": torch.from_numpy(log.total_rewards),
                 "episode_lengths": torch.from_numpy(log.lengths),
-                "environments": [_environment_state(env) for env in self.vector_env.envs],
+                "environments": [_state_of(env) for env in self.vector_env.envs],
             }
         return state
 
@@ -372,7 +367,10 @@ class GymEnvs:
         log.total_rewards[:] = state["episode_rewards"][ids].numpy()
         log.lengths[:] = state["episode_lengths"][ids].numpy()
         for env, env_id in zip(self.vector_env.envs, ids.tolist(), strict=True):
-            _set_environment_state(env, state["environments"][env_id])
+            saved, (limits, inner) = state["environments"][env_id], _state_holders(env) or ([], env)
+            for limit, elapsed in zip(limits, saved["elapsed_steps"], strict=True):
+                limit._elapsed_steps = elapsed
+            inner.set_state(saved["environment"])
         self.vector_env._autoreset_envs = self.pending.copy()  # its own record of pending resets
 
 
@@ -414,14 +412,7 @@ def _state_holders(env: Any) -> "tuple[list[TimeLimit[Any, Any]], Any] | None":
     return limits, env
 
 
-def _environment_state(env: Any) -> dict[str, Any]:
+def _state_of(env: Any) -> dict[str, Any]:
     limits, inner = _state_holders(env) or ([], env)
     elapsed = [limit._elapsed_steps for limit in limits]
     return {"elapsed_steps": elapsed, "environment": inner.get_state()}
-
-
-def _set_environment_state(env: Any, state: dict[str, Any]) -> None:
-    limits, inner = _state_holders(env) or ([], env)
-    for limit, elapsed in zip(limits, state["elapsed_steps"], strict=True):
-        limit._elapsed_steps = elapsed
-    inner.set_state(state["environment"])

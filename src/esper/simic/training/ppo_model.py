@@ -133,33 +133,35 @@ class PPO:
             previous_reward=config.policy.memory and config.previous_reward,
         )
         world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key, ranks)
-        self._build(config, world, encoder)
+        self._build(config, spaces, encoder, world)
 
     def _build(
-        self, config: GymConfig, envs: GymEnvs | GymSpaces, encoder: nn.Module | None
+        self,
+        config: GymConfig,
+        spaces: GymSpaces,
+        encoder: nn.Module | None,
+        world: GymEnvs | None = None,
     ) -> None:
-        """`envs` are the environments to learn in, or only their spaces."""
-        self.config = config
-        self.spaces = envs.spaces if isinstance(envs, GymEnvs) else envs
-        self.mask_source: MaskOption = envs.mask_source if isinstance(envs, GymEnvs) else "auto"
+        """`world` are the environments to learn in, if there are any."""
+        self.config, self.spaces = config, spaces
+        self.mask_source: MaskOption = world.mask_source if world else "auto"
         with torch.random.fork_rng(devices=[]):  # weights depend on rng_seed alone
             torch.manual_seed(config.rng_seed)
             policy = flat_policy(
-                self.spaces.action_space,
-                self.spaces.num_features,
+                spaces.action_space,
+                spaces.num_features,
                 config.policy,
-                num_previous=self.spaces.num_previous,
-                images=self.spaces.images,
+                num_previous=spaces.num_previous,
+                images=spaces.images,
                 encoder=encoder,
             )
         spread_time_constants(policy.core, config.policy.memory_steps)
-        ranks = envs.ranks if isinstance(envs, GymEnvs) else ALONE
-        self.agent = PPOAgent(policy.to(usable_device(config.device)), config.ppo, ranks)
+        policy = policy.to(usable_device(config.device))
+        self.agent = PPOAgent(policy, config.ppo, world.ranks if world else ALONE)
         self._trainer: Trainer | None = None
-        if isinstance(envs, GymEnvs):
-            self._trainer = Trainer(
-                envs, self.agent, horizon=config.horizon, rng_seed=config.rng_seed
-            )
+        if world:
+            seed = config.rng_seed
+            self._trainer = Trainer(world, self.agent, horizon=config.horizon, rng_seed=seed)
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
         self._is_learning = False
         self._loaded: dict[str, Any] = {}  # the file of a model without environments
@@ -392,7 +394,7 @@ class PPO:
             ranks, masks = join_ranks(), saved["mask_source"]
             envs = _vector_env(env, _on_each(run["num_envs"], ranks))
             world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
-            model._build(config, world, encoder)
+            model._build(config, spaces, encoder, world)
             has_state = "environments" in run["envs"]
             total = world.share.total
             if (saved["environment"], run["num_envs"]) != (world.kind, total) or (
