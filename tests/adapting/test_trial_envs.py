@@ -181,7 +181,7 @@ def test_outcomes_of_tables_by_hand():
     loss[0, 0, 0] = 50.0
     table = TrialTable(
         torch.randn(3, len(SIGNALS)), torch.tensor([30, 40, 50]), torch.tensor([0.0, 0.9]),
-        accuracy, loss, test, torch.zeros(3, 3, 3), ("sign",) * 3,
+        accuracy, loss, test, ("sign",) * 3,
     )  # fmt: skip
     found = outcomes_of([table, table], plans)
     assert found.signals.shape == (6, len(SIGNALS))

@@ -23,6 +23,7 @@ from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, Places, Plan, find_p
 from esper.adapting.shifts import Rows, Shift
 
 INITIALISATIONS = 16  # of a plan's change; replicas share them in turn
+ROWS_AT_ONCE = 40_000  # judged, of all replicas together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +226,8 @@ def _try_plan(
 ) -> Tensor:
     """Validation accuracy, validation loss and test accuracy, `[3, E, rates]`."""
     num, device = len(data.counts), data.counts.device
-    variants = [
-        Adapted(pool.model, pool.places, plan, rng_seed + i) for i in range(INITIALISATIONS)
-    ]
+    seeds = range(rng_seed, rng_seed + min(INITIALISATIONS, num))
+    variants = [Adapted(pool.model, pool.places, plan, seed) for seed in seeds]
     adapted = variants[0]
     tuned = {tuned_name(name): f"model.{name}" for name, _ in pool.model.named_parameters()}
     initial = {
@@ -289,7 +289,7 @@ def _judge(
     index = (first[:, None] + position).clamp(max=y.shape[1] - 1)[env]
     used = (position < count[:, None])[env]
     total = torch.zeros(2, len(env), device=env.device)
-    for part in torch.split(position, 100):
+    for part in torch.split(position, max(100, ROWS_AT_ONCE // len(env))):
         labels = y[env[:, None], index[:, part]]
         logits = logits_of(x[env[:, None], index[:, part]])
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
