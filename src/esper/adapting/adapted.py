@@ -8,8 +8,9 @@ The model itself is never written to. `weights()` merges all that changes weight
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,31 +160,30 @@ class Adapted(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if Place.INPUT.name in self.branch_sites and not self.branch_sites[Place.INPUT.name]:
             args, kwargs = with_first_input(self.branch(Place.INPUT.name), (args, kwargs))
-        with self._branches_in_place():
+        branches = {name: self.branch(place) for place, name in self.branch_sites.items() if name}
+        with outputs_changed(self.model, branches):
             return functional_call(self.model, self.weights(), args, kwargs)
 
-    @contextmanager
-    def _branches_in_place(self) -> Iterator[None]:
-        """Forward hooks on the places; the model has none outside of a call."""
-        handles = []
-        for place, name in self.branch_sites.items():
-            if name:
-                branch = self.branch(place)
-                handles.append(
-                    self.model.get_submodule(name).register_forward_hook(
-                        lambda _module, _args, output, branch=branch: with_first(output, branch)
-                    )
-                )
-        nesting = nested_encoders(self.model) if handles else []
-        try:
-            for encoder in nesting:
-                encoder.use_nested_tensor = False
-            yield
-        finally:
-            for encoder in nesting:
-                encoder.use_nested_tensor = True
-            for handle in handles:
-                handle.remove()
+
+@contextmanager
+def outputs_changed(
+    model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]]
+) -> Iterator[None]:
+    """Inside the block, hooks change the first output of the named modules."""
+    with ExitStack() as stack:
+        for name, change in changes.items():
+            hook = partial(_change_output, change)
+            stack.enter_context(model.get_submodule(name).register_forward_hook(hook))
+        for encoder in nested_encoders(model) if changes else ():
+            encoder.use_nested_tensor = False
+            stack.callback(setattr, encoder, "use_nested_tensor", True)
+        yield
+
+
+def _change_output(
+    change: Callable[[Tensor], Tensor], _module: nn.Module, _args: Any, output: Any
+) -> Any:
+    return with_first(output, change)
 
 
 def nested_encoders(model: nn.Module) -> list[nn.TransformerEncoder]:

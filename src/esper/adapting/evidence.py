@@ -5,6 +5,7 @@ training. `measure` returns them for many models at once, `[P, len(SIGNALS)]`.
 """
 
 import math
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,11 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from esper.adapting.adapted import with_first_input
+from esper.adapting.adapted import outputs_changed, with_first_input
 from esper.adapting.fitting import ConvolutionsAsProducts
 from esper.adapting.plans import SINGLE_PLACES, Place, Places
 from esper.growing.inputs import forward, tensors
-from esper.growing.slots import with_first
 from esper.leyline.constants import SiteKind
 
 MAX_ROWS = 128
@@ -80,28 +80,22 @@ class _Probed(nn.Module):
             seen[place.name] = value
             return value + added[place.name] if place.name in added else value
 
-        def after(place: Place, _module: nn.Module, _args: Any, output: Any) -> Any:
-            return with_first(output, partial(add, place))
-
         def keep_head_input(_module: nn.Module, args: Any) -> None:
             if args:
                 seen["HEAD"] = args[0]
 
-        handles = []
+        at_modules = {}
         for place, site in self.places.sites.items():
             if site.name:
-                module = self.model.get_submodule(site.name)
-                handles.append(module.register_forward_hook(partial(after, place)))
+                at_modules[site.name] = partial(add, place)
             else:
                 inputs = with_first_input(partial(add, place), inputs)
-        if self.places.head or self.places.features:
-            head = self.model.get_submodule(self.places.features)
-            handles.append(head.register_forward_pre_hook(keep_head_input))
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(outputs_changed(self.model, at_modules))
+            if self.places.head or self.places.features:
+                head = self.model.get_submodule(self.places.features)
+                stack.enter_context(head.register_forward_pre_hook(keep_head_input))
             return logits_of(forward(self.model, inputs)), seen
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def source_statistics(
