@@ -288,10 +288,3 @@ def test_an_optimizer_can_be_exchanged():
     slower = replace(experiment, optimizer=replace(experiment.optimizer, learning_rate=1e-5))
     (second,) = slower.run([Arm("alone", WAIT)])
     assert not torch.equal(first.validation, second.validation)
-
-
-def test_more_lanes_than_fit_are_still_run():
-    experiment = make_experiment(max_macs=1)
-    (grown,) = experiment.run([random_arm()])
-    assert grown.validation.shape == (2, 8)
-    assert pytest.approx(float(grown.host_params[0, 0])) == experiment.hosts[0].num_params
