@@ -15,8 +15,8 @@ from esper.cli import main
 
 TINY = AdaptConfig(
     architectures=("mlp 64",),
-    scenarios=4,
-    held_out_scenarios=3,
+    scenarios=2,
+    held_out_scenarios=1,
     models=3,
     model_steps=3,
     steps=3,
@@ -36,7 +36,7 @@ def test_the_command_writes_the_controller_of_its_rng_seed_and_compares_it(
     assert "points over LP-FT" in printed
     controller = AdaptationController.load(path)
     assert controller.facts["trained on"] == "mlp 64"
-    assert controller.facts["config"]["scenarios"] == 4
+    assert controller.facts["config"]["scenarios"] == 2
     with pytest.raises(SystemExit, match="exists"):
         main(["train-adapt", "--out", str(path)])
     again = train_controller(
