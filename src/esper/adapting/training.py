@@ -109,10 +109,10 @@ def _practise(
     name: str, scenarios: list[Scenario], config: AdaptConfig, rng_seed: int
 ) -> TrialTable:
     """Train models of one architecture and try the menu's plans in every scenario."""
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
-    device = usable_device(automatic if config.device == "auto" else config.device)
     architecture, num_classes = ARCHITECTURES[name], ARCHITECTURES[name].num_classes
-    source, target = ((x, y % num_classes) for x, y in architecture.rows(device))
+    source, target = (
+        (x, y % num_classes) for x, y in architecture.rows(usable_device(config.device))
+    )
     pool = train_models(
         lambda: architecture.build(num_classes),
         source,

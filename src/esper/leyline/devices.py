@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of this name; raises `ValueError` if torch cannot use it on this machine."""
+    """The device of this name, or a GPU if there is one for "auto"; raises `ValueError` if torch
+    cannot use it on this machine."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(1, device=name).item()  # "meta" has no values
     except (AssertionError, RuntimeError) as error:

@@ -10,7 +10,7 @@ Host h is identical in every lane: architecture, initial weights, data and data 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count, product
 from typing import Literal
 
 import torch
@@ -121,14 +121,11 @@ class PairedExperiment:
             if groups[-1] and sum(len(a.rents) for a in (*groups[-1], arm)) > self.max_lanes:
                 groups.append([])
             groups[-1].append(arm)
-        outcomes, steps = list[ArmOutcome](), self.growth.num_steps
-        for number, group in enumerate(groups):
-
-            def on_step(done: int, _: int, offset: int = number * steps) -> None:
-                self.on_step(offset + done, len(groups) * steps)
-
+        outcomes, done = list[ArmOutcome](), count(1)
+        total = len(groups) * self.growth.num_steps
+        part = replace(self, on_step=lambda *_: self.on_step(next(done), total))
+        for group in groups:
             layout = EnvLayout(group, self.num_hosts, len(self.hosts))
-            part = replace(self, on_step=on_step)
             outcomes += part.play(layout, self.new_hosts(layout, rng_seed))
         return outcomes
 

@@ -168,8 +168,6 @@ class TrainConfig:
         return tuple(w for w in every if widths_name(w) not in self.held_out_widths)
 
     def resolved_device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return usable_device(self.device)
 
 

@@ -83,8 +83,7 @@ class GrowthTraining:
             metrics = self.trainer.run_round(self.rounds_done / self.config.rounds, should_stop)
             if metrics is None:
                 return
-            record = None if on_round is None else self._record(metrics)
-            if on_round is not None and record is not None:
+            if on_round is not None and (record := self._record(metrics)) is not None:
                 on_round(record)
             clock.lap("telemetry")
 
