@@ -350,7 +350,10 @@ def test_logits_of_known_outputs():
     assert logits_of(scores) is scores
     assert logits_of(SimpleNamespace(logits=scores)) is scores
     assert logits_of((scores, torch.zeros(1))) is scores
-    for wrong in (torch.randn(3), torch.ones(3, 2, dtype=torch.long), "text", {"logits": scores}):
+    one = logits_of(torch.tensor([1.5, -2.0]))
+    assert one.tolist() == logits_of(torch.tensor([[1.5], [-2.0]])).tolist() == [[0, 1.5], [0, -2]]
+    wrongs = (torch.randn(3, 2, 2), torch.ones(3, 2, dtype=torch.long), "text", {"logits": scores})
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="needs a classifier"):
             logits_of(wrong)
 

@@ -238,7 +238,7 @@ def test_a_config_that_cannot_be_read_is_one_line(text, message, tmp_path, monke
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--data none.npz", "No such file or directory: .*none.npz"),
+        ("--data none.npz", ".*none.npz: No such file or directory"),
         ("--data text.npz", "text.npz is damaged, or not an .npz file"),
         ("--data nan.npz", "x is not finite"),
         ("--data one_class.npz", "all rows have the label 0"),
