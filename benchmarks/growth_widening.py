@@ -84,8 +84,9 @@ def main() -> None:
                 [["--only=train", f"--rng-seeds={seed}", *options] for seed in asked.rng_seeds]
             )
         side_by_side([["--only=judge", f"--tasks={task}", *options] for task in asked.tasks])
-        bars = [json.loads((asked.out / f"bars_{task}.json").read_text()) for task in asked.tasks]
-        merged = {name: bar for of_task in bars for name, bar in of_task.items()}
+        merged: dict[str, Any] = {}
+        for task in asked.tasks:
+            merged |= json.loads(gzip.decompress(report_of(asked.out, task).read_bytes()))["bars"]
         print(json.dumps({"benchmark": "growth_widening", "device": "cuda", "bars": merged}))
 
 
@@ -241,15 +242,18 @@ def _save(out: Path, task: str, results: dict[str, ArmResult], verdicts: list[Ve
         name: {field: arm.array(field).round(5).tolist() for field in fields}
         for name, arm in results.items()
     }
-    packed = gzip.compress(json.dumps(networks).encode())
-    (out / f"growth_widening_{task}.json.gz").write_bytes(packed)
     bars = {
         f"{task}: {verdict.claim.rival}, rent {verdict.rent:g}": {
             "value": round(verdict.lead.mean, 4), "bar": 0.0, "met": verdict.decision == "holds"
         }
         for verdict in verdicts
     }  # fmt: skip
-    (out / f"bars_{task}.json").write_text(json.dumps(bars))
+    packed = gzip.compress(json.dumps({"bars": bars, "arms": networks}).encode())
+    report_of(out, task).write_bytes(packed)
+
+
+def report_of(out: Path, task: str) -> Path:
+    return out / f"growth_widening_{task}.json.gz"
 
 
 if __name__ == "__main__":
