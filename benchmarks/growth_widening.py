@@ -2,13 +2,15 @@
 
     python benchmarks/growth_widening.py --out runs/widening      # GPU: train two, judge on three tasks
     python benchmarks/growth_widening.py --out runs/widening --train-seconds 0   # judge those in OUT
+    python benchmarks/growth_widening.py --out runs/plans --train-seconds 0 --tasks mnist1d --repeats 2
     python benchmarks/growth_widening.py --quick                  # smoke test
 
 Trains controllers side by side with the preset `full`, then grows the held-out hosts of
 `growth.py` with them. The static networks (hosts widened, and the width search that spent what
 training a controller spends) are not trained again: they are read from the reports in
 `results/growth_h200*.json.gz`, which used the same hosts, data and training. The host alone is
-trained again; compare it with the stored one to see whether anything else changed.
+trained again; compare it with the stored one to see whether anything else changed. If OUT has no
+controllers, only plans that widen every layer are compared: the last command, for a CPU.
 """
 
 import argparse
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--train-seconds", type=float, default=1e9, help="stop training then")
     parser.add_argument("--tasks", nargs="+", default=list(STORED), choices=list(STORED))
     parser.add_argument("--out", type=Path, default=Path("runs") / "widening")
+    parser.add_argument("--repeats", type=int, help="hosts per type; default: as stored")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=("train", "judge"), help="in this process")
     asked = parser.parse_args()
@@ -71,14 +74,15 @@ def main() -> None:
         config = replace(config, host_batch=replace(config.host_batch, num_types=2, envs_per_type=8,
                          minibatches=1, validation_rows=50), rounds=1)  # fmt: skip
         train(config, 0, asked.train_seconds, asked.out)
-        judge_on(TRAINED_ON, config, asked.out, quick=True)
+        judge_on(TRAINED_ON, config, asked.out, 2, quick=True)
     elif asked.only == "train":
         train(config, asked.rng_seeds[0], asked.train_seconds, asked.out)
     elif asked.only == "judge":
-        judge_on(asked.tasks[0], config, asked.out)
+        judge_on(asked.tasks[0], config, asked.out, asked.repeats)
     else:
         options = [f"--out={asked.out}", f"--rounds={asked.rounds}"]
         options += [f"--train-seconds={asked.train_seconds}"]
+        options += [f"--repeats={asked.repeats}"] if asked.repeats else []
         if asked.train_seconds > 0:
             side_by_side(
                 [["--only=train", f"--rng-seeds={seed}", *options] for seed in asked.rng_seeds]
@@ -115,14 +119,17 @@ def train(config: TrainConfig, rng_seed: int, most_seconds: float, out: Path) ->
           f"{time.perf_counter() - begun:.0f} s")  # fmt: skip
 
 
-def judge_on(task: str, config: TrainConfig, out: Path, quick: bool = False) -> None:
+def judge_on(
+    task: str, config: TrainConfig, out: Path, repeats: int | None = None, quick: bool = False
+) -> None:
     """Grow the held-out hosts of a task with the controllers in OUT, and compare."""
     begun = time.perf_counter()
     stored = json.loads(gzip.decompress((RESULTS / STORED[task]).read_bytes()))
     settings, search = SIZES["full" if task == TRAINED_ON else task]
     config = on_task(config, task)
+    settings = replace(settings, repeats=repeats or settings.repeats)
     if quick:
-        settings = replace(settings, repeats=2, host_batch=config.host_batch)
+        settings = replace(settings, host_batch=config.host_batch)
     _, held_out = prepare(config, settings)
     statics = stored_statics(stored["statics"])
     lines = frontier_lines(search.frontier_widths, held_out.hosts, search.widening_factors)
@@ -152,17 +159,18 @@ def judge_on(task: str, config: TrainConfig, out: Path, quick: bool = False) -> 
     verdicts = correct_for_number(
         [
             judge(claim, rent, found.lead(claim, index), found.note(claim, index))
-            for claim in CLAIMS
+            for claim in (CLAIMS if files else ())
             for index, rent in enumerate(rents)
         ]
     )
     print(f"\n## {task}: {len(files)} controllers, {held_out.num_hosts} hosts an arm, learning rate "
           f"{rate:g}, {time.perf_counter() - begun:.0f} s")  # fmt: skip
-    print(markdown_table(_lead_rows(verdicts, rents)))
+    if files:
+        print(markdown_table(_lead_rows(verdicts, rents)))
+        print("seeds a host:", json.dumps(_seeds(results[arms.LEARNED], names)))
     print(markdown_table(_arm_rows(results, rents)))
     alone = statics.frontier("own", config.norm, "params").accuracies[0]
     print(f"host alone, as stored: {100 * alone.mean():.1f}")
-    print("seeds a host:", json.dumps(_seeds(results[arms.LEARNED], names)))
     # what widening a branch is worth: a plan that widens everything, at equal parameters
     frontier, groups = found.frontier(("own", config.norm, "params"))
     for name in widened:

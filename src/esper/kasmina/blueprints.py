@@ -52,7 +52,7 @@ class Site:
         return self.shape[0]
 
     def widened(self, share: float) -> Program | None:
-        """New units beside those of the layer before the slot, or None if it cannot have any."""
+        """New units for the layer before the slot, or None if it cannot have any."""
         return None
 
 
