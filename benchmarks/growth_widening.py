@@ -148,7 +148,7 @@ def judge_on(
         [
             Arm(arms.HOST_ALONE, ConstantPlan()),
             *(Arm(name, plan) for name, plan in widened.items()),
-            Arm(arms.HEURISTIC, HeuristicController(), rents),
+            *([Arm(arms.HEURISTIC, HeuristicController(), rents)] if files else []),
             *(Arm(arms.LEARNED, LearnedController(policy), rents) for policy in controllers),
         ],
         rents,
