@@ -267,7 +267,6 @@ def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
         if blueprint[s] < 0 or s == off:
             continue
         program = tables.seed_programs[s, blueprint[s]]
-        row = tables.programs[s, tables.lengths[s] - 1]
         start = tables.part_starts[1 + s]
         seen = before if tables.widens[program] else x
         seed, top, t = _run_forward(tables, program, w, start, seen, NOTHING, top, t, n, work)
@@ -278,7 +277,7 @@ def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
             _scale(ws, seed, seed, _num_outputs(tables, program) * n, ws.dtype.type(alpha[s]))
             added = seed
             continue
-        size = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+        size = _num_outputs(tables, s) * n
         y = top + size
         top = _grown(ws, top, 2 * size)
         _blend(ws, x, seed, y, frame[s, AUX], size, ws.dtype.type(alpha[s]), style[s])
@@ -299,8 +298,7 @@ def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
         program = tables.seed_programs[s, blueprint[s]] if blueprint[s] >= 0 else NOTHING
         widens = program >= 0 and tables.widens[program]
         if program >= 0 and not widens:
-            row = tables.programs[s, tables.lengths[s] - 1]
-            size = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+            size = _num_outputs(tables, s) * n
             grad_seed = top
             top = _grown(ws, top, size)
             x, seed, aux = frame[s, X], frame[s, SEED], frame[s, AUX]
