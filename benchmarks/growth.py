@@ -29,7 +29,7 @@ from growth_searches import SearchConfig
 
 from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
 from esper.simic.evaluation.settings import EvaluationConfig
-from esper.simic.training.config import PRESETS, TaskName, TrainConfig
+from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles
 from esper.tamiyo.learned import LearnedController
@@ -139,7 +139,7 @@ def train(
 def evaluate(
     controllers: list[LearnedController],
     config: TrainConfig,
-    task: TaskName,
+    task: str,
     sizes: Sizes,
     out: Path,
 ) -> FullReport:

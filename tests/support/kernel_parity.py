@@ -3,14 +3,13 @@
 import torch
 
 from esper.kasmina import lifecycle
-from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
 from support.legal_actions import legal_actions
-from support.populations import BATCH, random_task, rows_for
+from support.populations import BATCH, full_menu, random_task, rows_for
 
 HOSTS = {
     "conv1d": dict(input_shape=(1, 20), widths=(4, 6, 9), norm=False),
@@ -24,7 +23,7 @@ def build(kind, kernels, device="cpu", num_hosts=6, dtype=torch.float64):
     host = build_host(kind, num_classes=5, **HOSTS[kind])
     return Population(
         host,
-        menu_for(host.sites[0].kind),
+        full_menu(host),
         random_task(host.input_shape, num_views=2).to(device, dtype),
         num_hosts=num_hosts,
         batch_size=BATCH,

@@ -7,8 +7,9 @@ and a single host.
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -163,7 +164,10 @@ def blended(x: Tensor, seed: Tensor, alpha: float, style: int) -> Tensor:
 
 
 class HostModule(nn.Module):
-    """A host as a plain module; `seeds` act on the activations after each segment."""
+    """A host as a plain module; `seeds` act on the activations after each segment.
+
+    `widenings` read the input of a segment; what they give is added to the next layer's output.
+    """
 
     def __init__(self, host: Host):
         super().__init__()
@@ -171,13 +175,20 @@ class HostModule(nn.Module):
         self.head = host.head.module()
 
     def forward(
-        self, x: Tensor, seeds: Sequence[Callable[[Tensor], Tensor] | None] | None = None
+        self,
+        x: Tensor,
+        seeds: Mapping[int, Callable[[Tensor], Tensor]] = {},
+        widenings: Mapping[int, Callable[[Tensor], Tensor]] = {},
     ) -> Tensor:
-        for slot, segment in enumerate(self.segments):
-            x = segment(x)
-            seed = seeds[slot] if seeds is not None else None
-            x = x if seed is None else seed(x)
-        return self.head(x)
+        added = None
+        for slot, segment in enumerate((*self.segments, self.head)):
+            next_added = widenings[slot](x) if slot in widenings else None
+            for layer in segment:
+                x = layer(x)
+                if added is not None and isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d):
+                    x, added = x + added, None
+            x, added = seeds[slot](x) if slot in seeds else x, next_added
+        return x
 
 
 class PerHost:
@@ -269,13 +280,19 @@ class PerHost:
     def _forward(self, x: Tensor, alphas: Sequence[float | None]) -> Tensor:
         """With the seeds at these alphas; None leaves a seed out."""
 
-        def joined(slot: int) -> Callable[[Tensor], Tensor] | None:
+        seeds, widenings = {}, {}
+        for slot, life in enumerate(self.slots):
             seed, alpha = self.seeds[slot], alphas[slot]
             if seed is None or alpha is None:
-                return None
-            return lambda x: blended(x, seed(x), alpha, self.slots[slot].style)
-
-        return self.module(x, [joined(slot) for slot in range(len(self.slots))])
+                continue
+            if self.menu[life.blueprint].name.startswith("widen"):
+                widenings[slot] = partial(lambda seed, alpha, x: alpha * seed(x), seed, alpha)
+            else:
+                seeds[slot] = partial(
+                    lambda seed, alpha, style, x: blended(x, seed(x), alpha, style),
+                    *(seed, alpha, life.style),
+                )
+        return self.module(x, seeds, widenings)
 
     def _train_in_shadow(self, x: Tensor, labels: Tensor) -> None:
         """The shadow pass: TRAINING seeds at their targets, and a gradient for them alone."""

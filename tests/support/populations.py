@@ -3,7 +3,7 @@
 import torch
 
 from esper.kasmina import lifecycle
-from esper.kasmina.blueprints import menu_for
+from esper.kasmina.blueprints import WIDENINGS, menu_for
 from esper.kasmina.hosts import build_host
 from esper.leyline.constants import AlphaCurve, BlendStyle
 from esper.tolaria.population import Population
@@ -29,13 +29,23 @@ def random_task(input_shape=(1, 20), num_rows=60, num_views=1, dtype=torch.float
     )
 
 
+def full_menu(host):
+    """All blueprints for a kind of host; those that widen are the last."""
+    return (*menu_for(host.sites[0].kind), *WIDENINGS.values())
+
+
 def small_population(num_hosts=4, task=None, kernels="compiled", **options):
     """Compiled kernels run host by host, so no host's numbers depend on the hosts beside it."""
     task = task or random_task()
     host = build_host("conv1d", input_shape=(1, 20), num_classes=5, widths=(4, 6, 4))
-    menu = menu_for(host.sites[0].kind)
     return Population(
-        host, menu, task, num_hosts=num_hosts, batch_size=BATCH, kernels=kernels, **options
+        host,
+        full_menu(host),
+        task,
+        num_hosts=num_hosts,
+        batch_size=BATCH,
+        kernels=kernels,
+        **options,
     )
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from esper.kasmina import lifecycle
-from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.factored_actions import tamiyo_action_space
@@ -17,14 +16,14 @@ from esper.tolaria.tasks import minibatch_indices
 from support.fused_on_cpu import allow_cpu, needs_compiler
 from support.legal_actions import legal_actions
 from support.per_host import PerHost
-from support.populations import random_task
+from support.populations import full_menu, random_task
 
 NUM_HOSTS, NUM_ROWS, BATCH = 4, 60, 8
 VIEWS = torch.tensor([0, 1, 1, 0])
 HOSTS = {
-    "conv1d": {"input_shape": (1, 20), "widths": (4, 6, 4)},
-    "conv2d": {"input_shape": (2, 9, 9), "widths": (4, 3)},
-    "mlp": {"input_shape": (12,), "widths": (6, 5)},
+    "conv1d": {"input_shape": (1, 20), "widths": (4, 6, 4), "norm": False},
+    "conv2d": {"input_shape": (2, 9, 9), "widths": (4, 3), "norm": True},
+    "mlp": {"input_shape": (12,), "widths": (6, 5), "norm": True},
 }
 BATCHED = AdamW(learning_rate=1e-2, weight_decay=0.05)
 
@@ -76,10 +75,10 @@ class Run:
 
 
 def start(kind: str, kernels: str | None = None) -> Run:
-    host = build_host(kind, num_classes=5, norm=True, **HOSTS[kind])
+    host = build_host(kind, num_classes=5, **HOSTS[kind])
     population = Population(
         host,
-        menu_for(host.sites[0].kind),
+        full_menu(host),
         random_task(host.input_shape, NUM_ROWS, num_views=2),
         num_hosts=NUM_HOSTS,
         batch_size=BATCH,

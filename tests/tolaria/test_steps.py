@@ -12,7 +12,7 @@ from esper.tolaria.evaluation import evaluate
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import minibatch_indices
 from support.kernel_parity import HOSTS, assert_agree, build
-from support.populations import BATCH, grow, random_task, rows_for, small_population
+from support.populations import BATCH, full_menu, grow, random_task, rows_for, small_population
 
 
 @pytest.mark.parametrize("shadow_training", [False, True], ids=["in host", "behind host"])
@@ -40,7 +40,7 @@ def test_threads_change_nothing():
 def test_what_was_in_the_memory_before_changes_nothing(kind):
     """Every blueprint in every slot, on minibatches that the kernels have to round up."""
     host = build_host(kind, num_classes=5, **HOSTS[kind])
-    menu, task, batch = menu_for(host.sites[0].kind), random_task(host.input_shape), 13
+    menu, task, batch = full_menu(host), random_task(host.input_shape), 13
     populations = []
     for remains in (0x00, 0xFF):  # zeros, and what reads as nan
         population = Population(

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward
-from esper.growing.pairs import PartSite, no_layers
+from esper.growing.pairs import PartSite
 from esper.growing.tracing import without_graphs
-from esper.kasmina.blueprints import Blueprint, Site
+from esper.kasmina.blueprints import Blueprint, Site, no_layers
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from esper.growing.inputs import tensors
 from esper.growing.tracing import Op, Run
-from esper.kasmina.blueprints import Blueprint, Site
+from esper.kasmina.blueprints import Blueprint, Site, Widening
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)  # exact classes: a subclass may compute something else
 
@@ -121,6 +121,11 @@ class PartSite(Site):
     def kind(self) -> Any:
         return -1
 
+    def widened(self, share: float) -> Any:
+        if self.part.is_block:
+            return None
+        return UnitsProgram(self.part, max(1, round(share * self.part.width)))
+
 
 @dataclass(frozen=True)
 class UnitsProgram:
@@ -138,30 +143,6 @@ class UnitsProgram:
     @property
     def macs(self) -> int:
         return round(self.units * self.pair.macs)
-
-
-@dataclass(frozen=True)
-class Widening(Blueprint):
-    """New units, as a share of those that the layer has."""
-
-    share: float = 1.0
-
-    def fits(self, site: Site) -> bool:
-        return isinstance(site, PartSite) and not site.part.is_block
-
-    def program(self, site: Site) -> Any:
-        assert isinstance(site, PartSite)
-        return UnitsProgram(site.part, max(1, round(self.share * site.part.width)))
-
-
-def no_layers(site: Site) -> Any:
-    raise AssertionError("a seed that enlarges the model is made of the model's own layers")
-
-
-WIDENINGS = {
-    name: Widening(name, (), no_layers, share)
-    for name, share in (("widen_quarter", 0.25), ("widen_half", 0.5), ("widen_full", 1.0))
-}
 
 
 def units_of(site: Site, blueprint: Blueprint) -> int:

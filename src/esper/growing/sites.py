@@ -24,14 +24,13 @@ from esper.growing.deepening import DEEPENING, Copied, find_copied
 from esper.growing.eval_mode import eval_mode
 from esper.growing.heads import Heads, find_heads
 from esper.growing.inputs import batch_size, forward
-from esper.growing.pairs import WIDENINGS, Pair, PartSite, find_pairs
+from esper.growing.pairs import Pair, PartSite, find_pairs
 from esper.growing.tracing import Call, Run, is_cut, trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
 MENU: Mapping[str, Blueprint] = {
     **BLUEPRINTS,
-    **WIDENINGS,
     DEEPENING.name: DEEPENING,
 }  # every seed that fits a model
 

@@ -6,13 +6,28 @@
 
 A blueprint is a function from a site to layers. A seed keeps the shape of its site. Its last layer
 with weights is initialised to zero.
+
+Widenings are the exception: new units of the layer A before the slot, as a branch from A's input
+to the output of the next layer B. Without a norm between A and B, a committed one equals a host
+with a wider A and B. With a norm, the branch has its own.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
-from esper.kasmina.layers import Attention, Conv, Layer, Linear, MixPositions, Norm, Relu, Shape
+from esper.kasmina.layers import (
+    Attention,
+    Conv,
+    Flatten,
+    Layer,
+    Linear,
+    MixPositions,
+    Norm,
+    Relu,
+    Shape,
+)
 from esper.kasmina.programs import Program
 from esper.leyline.constants import SiteKind
 
@@ -35,6 +50,43 @@ class Site:
     @property
     def width(self) -> int:
         return self.shape[0]
+
+    def widened(self, share: float) -> Program | None:
+        """New units for the layer before the slot, or None if it cannot have any."""
+        return None
+
+
+@dataclass(frozen=True)
+class HostSite(Site):
+    """A slot of a host: after a segment, before another one or the head."""
+
+    segment: Program
+    following: Program
+
+    def widened(self, share: float) -> Program | None:
+        before, after = self.segment.layers, self.following.layers
+        first, last = _mixing_layer(before), _mixing_layer(after)
+        if first is None or last is None:
+            return None
+        rest = before[first + 1 :]
+        if not all(isinstance(layer, Flatten | Norm | Relu) for layer in rest):
+            return None
+        layer: Any = before[first]
+        # a vector of one normalised unit is a constant
+        least = MIN_HIDDEN if Norm() in rest and self.kind == SiteKind.VECTOR else 1
+        units = replace(layer, width=max(least, round(share * layer.width)))
+        layers = (*before[:first], units, *rest, *after[: last + 1])
+        return Program(layers, self.segment.input_shape, silent=True, widens=True)
+
+
+def _mixing_layer(layers: Sequence[Layer]) -> int | None:
+    """Index of a Conv or Linear at the start or after Flatten; None if there is no such layer."""
+    for number, layer in enumerate(layers[:2]):
+        if isinstance(layer, Linear) or (isinstance(layer, Conv) and not layer.depthwise):
+            return number
+        if not isinstance(layer, Flatten):
+            break
+    return None
 
 
 BuildLayers = Callable[[Site], tuple[Layer, ...]]
@@ -72,6 +124,25 @@ def _program(blueprint: Blueprint, site: Site) -> Program:
             "a seed must keep the shape of its site"
         )
     return program
+
+
+@dataclass(frozen=True)
+class Widening(Blueprint):
+    """New units, as a share of those that a layer has."""
+
+    share: float = 1.0
+
+    def fits(self, site: Site) -> bool:
+        return site.widened(self.share) is not None
+
+    def program(self, site: Site) -> Program:
+        program = site.widened(self.share)
+        if program is None:
+            raise ValueError(
+                f"blueprint {self.name!r} does not fit: no Conv or Linear before and after the "
+                f"slot with only Norm, Relu and Flatten between them"
+            )
+        return program
 
 
 BLUEPRINTS: dict[str, Blueprint] = {}
@@ -185,3 +256,17 @@ def mixer(site: Site) -> tuple[Layer, ...]:
 @blueprint(SiteKind.SERIES)
 def attention(site: Site) -> tuple[Layer, ...]:
     return (Norm(), Attention(site.width), Conv(site.width, kernel=1))
+
+
+# Seeds that widen a layer. They fit a place in a host, not a kind of site.
+
+
+def no_layers(site: Site) -> tuple[Layer, ...]:
+    raise AssertionError("a seed that enlarges a layer or a model is made of their own layers")
+
+
+WIDENINGS = {
+    name: Widening(name, (), no_layers, share)
+    for name, share in (("widen_quarter", 0.25), ("widen_half", 0.5), ("widen_full", 1.0))
+}
+BLUEPRINTS |= WIDENINGS

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from esper.kasmina.blueprints import Site
+from esper.kasmina.blueprints import HostSite, Site
 from esper.kasmina.layers import Conv, Flatten, Layer, Linear, Norm, Relu, Shape
 from esper.kasmina.programs import Program
 
@@ -43,7 +43,10 @@ class Host:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        return tuple(Site(segment.output_shape) for segment in self.segments)
+        return tuple(
+            HostSite(segment.output_shape, segment, following)
+            for segment, following in zip(self.segments, self.programs[1:], strict=True)
+        )
 
     @property
     def programs(self) -> tuple[Program, ...]:

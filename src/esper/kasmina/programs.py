@@ -17,11 +17,16 @@ from esper.kasmina.layers import Layer, ParameterSpec, Shape
 
 @dataclass(frozen=True)
 class Program:
-    """Layers in sequence. With `silent`, the last layer that has weights is initialised to zero."""
+    """Layers in sequence. With `silent`, the last layer that has weights is initialised to zero.
+
+    A seed that `widens` reads the input of its slot's segment, not the slot, and its output is
+    added to that of the next segment's first layer with weights.
+    """
 
     layers: tuple[Layer, ...]
     input_shape: Shape
     silent: bool = False
+    widens: bool = False
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -67,7 +72,12 @@ class Program:
 
     @cached_property
     def reach(self) -> float:
-        """Share of the input's positions that one output sees; 1 for a vector."""
+        """Share of the input's positions that one output sees; 1 for a vector.
+
+        A seed that widens has 0: its units see what the layer saw before.
+        """
+        if self.widens:
+            return 0.0
         seen = 1 + sum(layer.window(shape) - 1 for layer, shape in self._steps())
         return math.prod(min(1.0, seen / length) for length in self.input_shape[1:])
 
@@ -87,11 +97,16 @@ class Program:
         )
         return centre, spread
 
-    def forward(self, rows: Tensor, x: Tensor) -> Tensor:
-        """`[G, *output_shape, batch]` from parameter rows `[G, D]` and `[G, *input_shape, batch]`."""
+    def forward(self, rows: Tensor, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """`[G, *output_shape, batch]` from parameter rows `[G, D]` and `[G, *input_shape, batch]`.
+
+        `added` is added to the output of the first layer with weights.
+        """
         parts = iter(torch.split(rows, list(self.sizes), dim=1))
         for layer, specs in zip(self.layers, self.parameters, strict=True):
             x = layer.forward([next(parts).view(-1, *spec.shape) for spec in specs], x)
+            if specs and added is not None:
+                x, added = x + added, None
         return x
 
     def module(self) -> nn.Sequential:

@@ -1,8 +1,9 @@
 """P growing hosts as one batched program: the forward pass and one minibatch of training.
 
 Host segments run for all P hosts at once. Seeds of one blueprint in one slot form a group. Groups
-run one by one, and one blend per slot joins their outputs to the hosts. This is the plain twin of
-every kernel in `kernels.hosts`.
+run one by one, and one blend per slot joins their outputs to the hosts. Seeds that widen read the
+input of their slot's segment, and are added to the output of the next layer in any style. This is
+the plain twin of every kernel in `kernels.hosts`.
 """
 
 from collections.abc import Sequence
@@ -55,23 +56,43 @@ def run_hosts(
     """
     batch = x.shape[-1]
     parts = torch.split(rows, [program.num_params for program in host.programs], dim=1)
+    added: Tensor | None = None  # to the next segment's first layer
     for segment, part, seeds in zip(host.segments, parts[:-1], slots, strict=True):
-        x = segment.forward(part, x)
-        if seeds.groups:
-            blended = _blend_in(x, seeds)
-            x = torch.cat((blended, x[..., :batch]), dim=-1) if ablate else blended
-    return host.head.forward(parts[-1], x)
+        before, x = x, segment.forward(part, x, added)
+        unchanged = x[..., :batch]
+        inside = [group for group in seeds.groups if not group.program.widens]
+        widening = [group for group in seeds.groups if group.program.widens]
+        x = _blend_in(x, inside, seeds) if inside else x
+        added = _widened(before, widening, seeds.alpha) if widening else None
+        if ablate and seeds.groups:
+            x = torch.cat((x, unchanged), dim=-1)
+            added = None if added is None else F.pad(added, (0, batch))
+    return host.head.forward(parts[-1], x, added)
 
 
-def _blend_in(x: Tensor, seeds: SlotSeeds) -> Tensor:
-    outputs = [
-        group.program.forward(group.rows, x.index_select(0, group.hosts)) for group in seeds.groups
-    ]
-    hosts = torch.cat([group.hosts for group in seeds.groups])
-    output = torch.zeros_like(x).index_copy_(0, hosts, torch.cat(outputs))
+def _blend_in(x: Tensor, groups: Sequence[SeedGroup], seeds: SlotSeeds) -> Tensor:
+    output = _outputs(x, groups)
     if seeds.style is None:
-        return torch.addcmul(x, seeds.alpha.view(-1, *(1,) * (x.dim() - 1)), output)
+        return torch.addcmul(x, _per_host(seeds.alpha, x), output)
     return blend(x, output, seeds.alpha, seeds.style)
+
+
+def _widened(x: Tensor, groups: Sequence[SeedGroup], alpha: Tensor) -> Tensor:
+    output = _outputs(x, groups)
+    return _per_host(alpha, output) * output
+
+
+def _outputs(x: Tensor, groups: Sequence[SeedGroup]) -> Tensor:
+    """What the seeds give on hosts' activations `x`; 0 for hosts without one."""
+    outputs = torch.cat(
+        [group.program.forward(group.rows, x.index_select(0, group.hosts)) for group in groups]
+    )
+    hosts = torch.cat([group.hosts for group in groups])
+    return x.new_zeros(len(x), *outputs.shape[1:]).index_copy_(0, hosts, outputs)
+
+
+def _per_host(alpha: Tensor, x: Tensor) -> Tensor:
+    return alpha.view(-1, *(1,) * (x.dim() - 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.lifecycle import SlotStates
-from esper.kernels.hosts.layer_table import Column, program_rows, room
+from esper.kernels.hosts.layer_table import Column, num_outputs, program_rows, room
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched import TrainingSetup
 from esper.tolaria.optimizers import AdamW
@@ -154,6 +154,7 @@ def _tables(setup: TrainingSetup) -> dict[str, Any]:
         "host_starts": np.cumsum([0, *host_sizes[:-1]]),
         "seed_programs": seed_programs,
         "seed_sizes": seed_sizes,
+        "widens": np.array([program.widens for program in programs]),
         "part_starts": np.array([*layout.starts, layout.num_columns]),
         "room": _whole_room(setup, tables, seed_programs),
         "widest": _widest(rows),
@@ -166,8 +167,10 @@ def _whole_room(setup: TrainingSetup, tables: list[np.ndarray], seed_programs: n
     total = math.prod(host.input_shape) + 2 * host.num_classes
     total += sum(room(table) for table in tables[: len(host.programs)])
     for site, choices in zip(host.sites, seed_programs, strict=True):
-        total += max((room(tables[number]) for number in choices if number >= 0), default=0)
+        fitting = [tables[number] for number in choices if number >= 0]
+        total += max(map(room, fitting), default=0)
         total += 3 * math.prod(site.shape)  # the blend
+        total += max(map(num_outputs, fitting), default=0)  # the gradient of one that widens
     return 2 * total  # ablated passes need room besides the first
 
 

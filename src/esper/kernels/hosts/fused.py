@@ -25,7 +25,7 @@ MAX_WORKSPACE_BYTES = 8 * 2**30
 
 # fmt: off
 _POINTERS = (
-    "programs", "lengths", "host_starts", "seed_programs", "seed_sizes", "part_starts", "homes",
+    "programs", "lengths", "widens", "host_starts", "seed_programs", "seed_sizes", "part_starts", "homes",
     "home_starts", "slot_rows",
     "params", "grads", "moments", "steps", "rates", "alpha", "alpha_behind", "style", "blueprint",
     "behind", "inputs", "labels", "first_row", "batch_rows", "losses", "ablated", "logits",

@@ -38,7 +38,7 @@ DEVICE void add_weighted(Four (&sum)[B], const real* x, int x_step, const real* 
 // A task is one position of B output channels; four input channels are loaded side by side.
 template <int B>
 ROUTINE void conv_forward_by(const Row& row, const real* w, const real* wt, const real* x, real* y,
-                             int n) {
+                             bool rectifies, int n) {
   const Row r = row;
   w = global(w), wt = transposed(wt), x = global(x), y = global(y);
   const int across = padded_channels(r.out_channels), taps = num_taps(r);
@@ -65,16 +65,16 @@ ROUTINE void conv_forward_by(const Row& row, const real* w, const real* wt, cons
 #pragma unroll
     for (int q = 0; q < B; ++q)
       if (o + q < r.out_channels)
-        store(out + q * r.out_channel_step * n, r.rectifies ? rectified(sum[q]) : sum[q]);
+        store(out + q * r.out_channel_step * n, rectifies ? rectified(sum[q]) : sum[q]);
   }
 }
 
 DEVICE void conv_forward(const Row& r, const real* w, const real* wt, const real* x, real* y,
-                         int n) {
+                         bool rectifies, int n) {
   switch (task_channels(r.out_channels, r.out_height * r.out_width, n)) {
-    case 16: conv_forward_by<16>(r, w, wt, x, y, n); break;
-    case 8: conv_forward_by<8>(r, w, wt, x, y, n); break;
-    default: conv_forward_by<4>(r, w, wt, x, y, n);
+    case 16: conv_forward_by<16>(r, w, wt, x, y, rectifies, n); break;
+    case 8: conv_forward_by<8>(r, w, wt, x, y, rectifies, n); break;
+    default: conv_forward_by<4>(r, w, wt, x, y, rectifies, n);
   }
 }
 

@@ -11,6 +11,7 @@ struct Args {
   // tables
   const Row* programs;       // [programs, longest]: segments, head, then seeds
   const int* lengths;        // [programs]
+  const int* widens;         // [programs]: reads before its segment, added behind the next layer
   const int* host_starts;    // [S + 1]: where the parameters of segments and head begin
   const int* seed_programs;  // [S, B]
   const int* seed_sizes;     // [S, B]
@@ -76,25 +77,31 @@ DEVICE Work work_of(const Args& a) {
   return k;
 }
 
-// The blueprint in a slot that takes part in this pass, or -1.
-DEVICE int active_blueprint(const Args& a, const Work& k, int slot) {
+// The program of the seed in a slot that takes part in this pass, or -1.
+DEVICE int active_seed(const Args& a, const Work& k, int slot) {
   const int at = k.p * a.num_slots + slot;
-  return !k.shadow && a.behind[at] ? -1 : a.blueprint[at];
+  if (a.blueprint[at] < 0 || (!k.shadow && a.behind[at])) return -1;
+  return a.seed_programs[slot * a.num_blueprints + a.blueprint[at]];
 }
 
 DEVICE const Row& last_row(const Args& a, int program) {
   return a.programs[program * a.longest + a.lengths[program] - 1];
 }
 
-// The output's first row of a program with parameters at `w`, on the rows that begin at `x`.
-DEVICE int run_forward(const Args& a, const Work& k, int program, const real* w, int x) {
+// The output's first row of a program with parameters at `w`, on the rows that begin at `x`. If
+// `added` are rows, they are added to the first layer's output, times `alpha`.
+DEVICE int run_forward(const Args& a, const Work& k, int program, const real* w, int x, int added,
+                       real alpha) {
   const int n = a.n;
   for (int number = 0; number < a.lengths[program]; ++number) {
     const Row& r = a.programs[program * a.longest + number];
     const real *in = k.ws + x * n, *weights = w + r.params;
     real *out = k.ws + r.out * n, *saved = k.ws + r.saved * n;
+    const bool widened = number == 0 && added >= 0;  // a convolution
     switch (r.kind) {
-      case CONV: conv_forward(r, weights, k.wt + r.transposed, in, out, n); break;
+      case CONV:
+        conv_forward(r, weights, k.wt + r.transposed, in, out, r.rectifies && !widened, n);
+        break;
       case DEPTHWISE:
         depthwise(r, weights, weights + r.channels * num_taps(r), in, out, 1, n);
         break;
@@ -104,6 +111,10 @@ DEVICE int run_forward(const Args& a, const Work& k, int program, const real* w,
       case ATTEND: attend_forward(r, in, out, saved, n); break;
     }
     SYNC;
+    if (widened) {
+      widen_rows(out, k.ws + added * n, num_outputs(r) * n, alpha, r.rectifies);
+      SYNC;
+    }
     x = r.out;
   }
   return x;
@@ -113,8 +124,9 @@ DEVICE int run_forward(const Args& a, const Work& k, int program, const real* w,
 // `grad` holds that of the output; the one that is returned holds that of the input. Where the
 // input is a rectifier's output, it is the gradient of what went into that. If `onto` are rows,
 // the input's gradient is added to what is there; NOT_WANTED: a convolution need not make it.
+// `first` becomes the tensor that holds the gradient of the first layer's output.
 DEVICE int run_backward(const Args& a, const Work& k, int program, int start, int x, int grad,
-                        int other, int onto, bool rectified) {
+                        int other, int onto, bool rectified, int& first) {
   const int n = a.n;
   for (int number = a.lengths[program] - 1; number >= 0; --number) {
     const Row& r = a.programs[program * a.longest + number];
@@ -123,6 +135,7 @@ DEVICE int run_backward(const Args& a, const Work& k, int program, int start, in
     const real *weights = k.w + start + r.params, *saved = k.ws + r.saved * n;
     const real* mask = (number > 0 ? before.rectifies : rectified) ? in : nullptr;
     const bool ends_here = number == 0 && onto >= 0 && r.kind == CONV;
+    first = grad;
     if (ends_here) other = onto;
     real *parts = k.parts + start + r.params, *gy = k.ws + grad * n, *gx = k.ws + other * n;
     const bool moves = r.kind == CONV || r.kind == DEPTHWISE || r.kind == ATTEND;
@@ -167,7 +180,8 @@ struct Stage {
   int slot;  // for the head, the number of slots
   bool is_seed;
   int program;  // -1: no seed takes part
-  int start;    // of its parameters
+  bool widens;
+  int start;  // of its parameters
   real alpha;
   int style;
 };
@@ -179,65 +193,101 @@ DEVICE Stage stage_of(const Args& a, const Work& k, int number) {
   stage.program = stage.slot;
   stage.start = a.host_starts[stage.slot];
   if (stage.is_seed) {
-    const int at = k.p * a.num_slots + stage.slot, blueprint = active_blueprint(a, k, stage.slot);
-    stage.program = blueprint < 0 ? -1 : a.seed_programs[stage.slot * a.num_blueprints + blueprint];
+    const int at = k.p * a.num_slots + stage.slot;
+    stage.program = active_seed(a, k, stage.slot);
     stage.start = a.part_starts[1 + stage.slot];
     stage.alpha = (k.shadow ? a.alpha_behind : a.alpha)[at];
     stage.style = int(a.style[at]);
   }
+  stage.widens = stage.program >= 0 && a.widens[stage.program];
   return stage;
+}
+
+// Where the input of a segment or the head begins, and whether it is a rectifier's output.
+struct Input {
+  int x;
+  bool rectified;
+};
+
+DEVICE Input input_of(const Args& a, const Work& k, int slot) {
+  if (slot == 0) return Input{0, false};
+  const int seed = active_seed(a, k, slot - 1);
+  if (seed >= 0 && !a.widens[seed]) return Input{a.slot_rows[2 * slot - 1], false};
+  const Row& last = last_row(a, slot - 1);
+  return Input{last.out, last.rectifies != 0};
 }
 
 // The first row of the logits of a host from slot `first` on, the seed in slot `off` switched
 // off. Where that is `first` itself, its segment has run already.
 DEVICE int forward(const Args& a, const Work& k, int first, int off) {
   const int n = a.n;
-  int x = 0;
+  int x = 0, before = 0, added = NOWHERE;  // `before` is the input of the slot's segment
+  real alpha = 0;
   for (int number = 2 * first + (first == off); number <= 2 * a.num_slots; ++number) {
     const Stage stage = stage_of(a, k, number);
     if (stage.is_seed) x = last_row(a, stage.slot).out;
     if (stage.is_seed && (stage.program < 0 || stage.slot == off)) continue;
-    const int y = run_forward(a, k, stage.program, k.w + stage.start, x);
-    if (stage.is_seed) {
+    const int y = run_forward(a, k, stage.program, k.w + stage.start, stage.widens ? before : x,
+                              stage.is_seed ? NOWHERE : added, alpha);
+    if (stage.widens) {
+      added = y;
+      alpha = stage.alpha;
+    } else if (stage.is_seed) {
       const int kept = a.slot_rows[2 * stage.slot], blended = a.slot_rows[2 * stage.slot + 1];
       blend_forward(k.ws + x * n, k.ws + y * n, k.ws + blended * n, k.ws + kept * n,
                     num_outputs(last_row(a, stage.slot)) * n, stage.alpha, stage.style);
       SYNC;
       x = blended;
     } else {
+      before = x;
       x = y;
+      added = NOWHERE;
     }
   }
   return x;
 }
 
 // From the gradient of the logits, in the first of the three tensors of gradients.
+//
+// A seed that widens comes before its segment here: it starts from the gradient of the next layer's
+// output, which is still there, and the segment adds to what the seed makes of it.
 DEVICE void backward(const Args& a, const Work& k) {
   const int n = a.n;
-  int grad = a.grad_rows, other = grad + a.grad_size;
-  const int third = other + a.grad_size;
+  int grad = a.grad_rows, other = grad + a.grad_size, third = other + a.grad_size;
+  const int all = grad + other + third;
+  int first = NOWHERE, widened = NOWHERE;
   for (int number = 2 * a.num_slots; number >= 0; --number) {
     const Stage stage = stage_of(a, k, number);
     if (stage.program < 0) continue;
-    int x = 0, from = grad, free = other, onto = number > 0 ? NOWHERE : NOT_WANTED;
-    bool rectified = false;
-    if (stage.is_seed) {
+    const Input input = input_of(a, k, stage.slot);
+    int x = input.x, from = grad, free = other, onto = stage.slot > 0 ? widened : NOT_WANTED;
+    bool rectified = input.rectified;
+    if (stage.widens) {
+      from = first, free = all - grad - first, rectified = false;
+      onto = stage.slot > 0 ? NOWHERE : NOT_WANTED;
+      scale_rows(k.ws + from * n, num_outputs(last_row(a, stage.program)) * n, stage.alpha);
+      SYNC;
+    } else if (stage.is_seed) {
       const Row& last = last_row(a, stage.slot);
       x = last.out, rectified = last.rectifies, from = other, free = third, onto = grad;
       blend_backward(k.ws + x * n, k.ws + last_row(a, stage.program).out * n,
                      k.ws + a.slot_rows[2 * stage.slot] * n, k.ws + grad * n, k.ws + from * n,
                      num_outputs(last) * n, stage.alpha, stage.style);
       SYNC;
-    } else if (stage.slot > 0) {
-      const bool after_blend = active_blueprint(a, k, stage.slot - 1) >= 0;
-      const Row& last = last_row(a, stage.slot - 1);
-      x = after_blend ? a.slot_rows[2 * stage.slot - 1] : last.out;
-      rectified = !after_blend && last.rectifies;
     }
+    int start = NOWHERE;
     const int through =
-        run_backward(a, k, stage.program, stage.start, x, from, free, onto, rectified);
-    other = through == grad ? other : grad;
-    grad = through;
+        run_backward(a, k, stage.program, stage.start, x, from, free, onto, rectified, start);
+    if (stage.widens) {
+      widened = through;
+      other = all - grad - through;
+    } else if (!stage.is_seed) {
+      other = start != through ? start : through == grad ? other : grad;
+      grad = through;
+      first = start;
+      widened = NOWHERE;
+    }
+    third = all - grad - other;
   }
 }
 
@@ -435,7 +485,7 @@ KERNEL logits(CONSTANT Args a) {
       const bool whole = copy > a.num_ablated;
       const int slot = whole ? NO_SLOT : a.ablated[copy - 1];
       int found = NOWHERE;
-      if (whole || active_blueprint(a, k, slot) >= 0) found = forward(a, k, most(slot, 0), slot);
+      if (whole || active_seed(a, k, slot) >= 0) found = forward(a, k, most(slot, 0), slot);
       copy_logits(a, k, found, whole ? 0 : copy, first, count);
       SYNC;
     }

@@ -323,6 +323,20 @@ DEVICE void blend_backward(const real* x, const real* seed, const real* aux, rea
                    });
 }
 
+// A layer's output with the output of a seed that widens it, then rectified if the layer is.
+DEVICE void widen_rows(real* y, const real* seed, int count, real alpha, bool rectifies) {
+  map_rows<2, 1>({y, seed}, {y}, count, [=](Four (&in)[2], Four (&out)[1]) {
+    add_scaled(in[0], alpha, in[1]);
+    out[0] = rectifies ? rectified(in[0]) : in[0];
+  });
+}
+
+DEVICE void scale_rows(real* x, int count, real factor) {
+  map_rows<1, 1>({x}, {x}, count, [=](Four (&in)[1], Four (&out)[1]) {
+    for (int e = 0; e < 4; ++e) out[0].v[e] = factor * in[0].v[e];
+  });
+}
+
 // `mask` as in `conv_input_grad`.
 DEVICE void add_rows(real* y, const real* x, const real* mask, int count) {
   map_rows<3, 1>({y, x, mask ? mask : y}, {y}, count, [=](Four (&in)[3], Four (&out)[1]) {

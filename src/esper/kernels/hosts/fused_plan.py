@@ -92,6 +92,7 @@ class Plan:
 
     programs: np.ndarray  # int32 [programs, longest, fields of a row]: segments, head, seeds
     lengths: np.ndarray  # [programs]
+    widens: np.ndarray  # [programs]: reads before its segment, is added behind the next layer
     host_starts: np.ndarray  # [S + 1]: where the parameters of segments and head begin
     seed_programs: np.ndarray  # [S, B]: -1 where a blueprint does not fit
     seed_sizes: np.ndarray  # [S, B]
@@ -130,6 +131,7 @@ def plan(setup: TrainingSetup) -> Plan:
     programs.append(room.place(kernel_rows(host.head)))
     shape = (host.num_slots, len(setup.menu))
     seed_programs, seed_sizes, home_starts = np.full(shape, -1), np.zeros(shape), np.zeros(shape)
+    widens = [False] * len(programs)
     sizes = [program.num_params for program in host.programs]
     for slot, seeds in enumerate(seeds_of_slots):
         for number, (program, rows) in seeds.items():
@@ -138,6 +140,7 @@ def plan(setup: TrainingSetup) -> Plan:
             home_starts[slot, number] = sum(sizes)
             sizes.append(program.num_params)
             programs.append(rows)
+            widens.append(program.widens)
     everything = [row for rows in programs for row in rows]
     grad_size = max(max(row.num_inputs, row.num_outputs) for row in everything)
     scores = max((row.width**2 for row in everything if row.kind == Kind.ATTEND), default=0)
@@ -145,6 +148,7 @@ def plan(setup: TrainingSetup) -> Plan:
     return Plan(
         programs=_table(programs),
         lengths=_int32([len(rows) for rows in programs]),
+        widens=_int32(widens),
         host_starts=_int32(np.cumsum([0, *(p.num_params for p in host.segments)])),
         seed_programs=_int32(seed_programs),
         seed_sizes=_int32(seed_sizes),

@@ -97,6 +97,11 @@ def room(rows: np.ndarray) -> int:
     return sum(_layer_room(dict(zip(Column, row.tolist(), strict=True))) for row in rows)
 
 
+def num_outputs(rows: np.ndarray) -> int:
+    """Of a program, for one example."""
+    return int(rows[-1, Column.OUT_CHANNELS : Column.OUT_WIDTH + 1].prod())
+
+
 def _layer_room(row: dict[Column, int]) -> int:
     inputs = row[Column.CHANNELS] * row[Column.HEIGHT] * row[Column.WIDTH]
     outputs = row[Column.OUT_CHANNELS] * row[Column.OUT_HEIGHT] * row[Column.OUT_WIDTH]

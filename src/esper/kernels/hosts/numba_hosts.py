@@ -35,6 +35,7 @@ ZERO, YES = np.int64(0), np.bool_(True)
 ADD, MULTIPLY = int(BlendStyle.ADD), int(BlendStyle.MULTIPLY)
 
 NO_SLOT = -1
+NOTHING = np.int64(-1)  # is added
 
 
 class Tables(NamedTuple):
@@ -45,6 +46,7 @@ class Tables(NamedTuple):
     host_starts: np.ndarray  # [S + 1]: where the parameters of segments and head begin
     seed_programs: np.ndarray  # [S, B]: which program a blueprint runs in a slot
     seed_sizes: np.ndarray  # [S, B]: its parameters
+    widens: np.ndarray  # [programs]: reads before its segment, is added behind the next layer
     part_starts: np.ndarray  # [S + 2]: where host, seeds and the row itself begin and end
     room: int  # of the workspace, for one example
     widest: int  # rows that a layer works on at a time
@@ -254,26 +256,34 @@ def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
     ws, frame = work.ws, work.frame
     num_slots = len(alpha)
     t = ZERO
+    before, added = x, NOTHING
     for s in range(slot, num_slots):
         if s != off:
-            x, top, t = _run_forward(tables, s, w, tables.host_starts[s], x, top, t, n, work)
+            before = x
+            x, top, t = _run_forward(tables, s, w, tables.host_starts[s], x, added, top, t, n, work)
+            added = NOTHING
         frame[s, X] = x
         frame[s, SEGMENT_END] = t
         if blueprint[s] < 0 or s == off:
             continue
         program = tables.seed_programs[s, blueprint[s]]
-        row = tables.programs[s, tables.lengths[s] - 1]
         start = tables.part_starts[1 + s]
-        seed, top, t = _run_forward(tables, program, w, start, x, top, t, n, work)
+        seen = before if tables.widens[program] else x
+        seed, top, t = _run_forward(tables, program, w, start, seen, NOTHING, top, t, n, work)
         frame[s, SEED] = seed
         frame[s, SEED_END] = t
         frame[s, AUX] = top
-        size = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+        if tables.widens[program]:
+            _scale(ws, seed, seed, _num_outputs(tables, program) * n, ws.dtype.type(alpha[s]))
+            added = seed
+            continue
+        size = _num_outputs(tables, s) * n
         y = top + size
         top = _grown(ws, top, 2 * size)
         _blend(ws, x, seed, y, frame[s, AUX], size, ws.dtype.type(alpha[s]), style[s])
         x = y
-    return _run_forward(tables, num_slots, w, tables.host_starts[num_slots], x, top, t, n, work)
+    start = tables.host_starts[num_slots]
+    return _run_forward(tables, num_slots, w, start, x, added, top, t, n, work)
 
 
 @inlined
@@ -282,24 +292,38 @@ def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
     ws, frame = work.ws, work.frame
     num_slots = len(alpha)
     start = tables.host_starts[num_slots]
-    grad, top = _run_backward(tables, num_slots, w, g, start, grad, top, t, YES, n, work)
+    # `first` is the gradient of the output of a program's first layer
+    grad, first, top = _run_backward(tables, num_slots, w, g, start, grad, top, t, YES, n, work)
     for s in range(num_slots - 1, -1, -1):
-        if blueprint[s] >= 0:
-            row = tables.programs[s, tables.lengths[s] - 1]
-            size = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+        program = tables.seed_programs[s, blueprint[s]] if blueprint[s] >= 0 else NOTHING
+        widens = program >= 0 and tables.widens[program]
+        if program >= 0 and not widens:
+            size = _num_outputs(tables, s) * n
             grad_seed = top
             top = _grown(ws, top, size)
             x, seed, aux = frame[s, X], frame[s, SEED], frame[s, AUX]
             weight = ws.dtype.type(alpha[s])
             _blend_backward(ws, x, seed, aux, grad, grad_seed, size, weight, style[s])
-            program = tables.seed_programs[s, blueprint[s]]
             start, end = tables.part_starts[1 + s], frame[s, SEED_END]
-            through, top = _run_backward(
+            through, _, top = _run_backward(
                 tables, program, w, g, start, grad_seed, top, end, YES, n, work
             )
             _add(ws[grad : grad + size], ws[through : through + size])
-        start, end = tables.host_starts[s], frame[s, SEGMENT_END]
-        grad, top = _run_backward(tables, s, w, g, start, grad, top, end, s > 0, n, work)
+        start, end, after = tables.host_starts[s], frame[s, SEGMENT_END], first
+        grad, first, top = _run_backward(tables, s, w, g, start, grad, top, end, s > 0, n, work)
+        if widens:
+            size = _num_outputs(tables, program) * n
+            grad_seed = top
+            top = _grown(ws, top, size)
+            _scale(ws, after, grad_seed, size, ws.dtype.type(alpha[s]))
+            start, end = tables.part_starts[1 + s], frame[s, SEED_END]
+            through, _, top = _run_backward(
+                tables, program, w, g, start, grad_seed, top, end, s > 0, n, work
+            )
+            if s > 0:
+                row = tables.programs[s, 0]
+                size = row[CHANNELS] * row[HEIGHT] * row[WIDTH] * n
+                _add(ws[grad : grad + size], ws[through : through + size])
 
 
 @inlined
@@ -310,9 +334,18 @@ def _grown(ws, top, size):
     return top + size
 
 
+@inlined
+def _num_outputs(tables, program):
+    row = tables.programs[program, tables.lengths[program] - 1]
+    return row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH]
+
+
 @compiled
-def _run_forward(tables, program, w, base, x, top, t, n, work):
-    """A program's output, the new top of the workspace and the new end of the tape."""
+def _run_forward(tables, program, w, base, x, added, top, t, n, work):
+    """A program's output, the new top of the workspace and the new end of the tape.
+
+    `added` is added to the first layer's output.
+    """
     ws, tape, xs, ys = work.ws, work.tape, work.xs, work.ys
     for number in range(tables.lengths[program]):
         row = tables.programs[program, number]
@@ -347,6 +380,8 @@ def _run_forward(tables, program, w, base, x, top, t, n, work):
         else:
             top = _grown(ws, top, inputs + 4 * outputs + row[WIDTH] * row[WIDTH] * n)
             layers.attention_forward(row, ws, w, at, x, y, saved, xs, ys, n)
+        if number == 0 and added >= 0:
+            _add(ws[y : y + outputs], ws[added : added + outputs])
         tape[t, 0], tape[t, 1], tape[t, 2] = x, y, saved
         x, t = y, t + 1
     return x, top, t
@@ -354,8 +389,9 @@ def _run_forward(tables, program, w, base, x, top, t, n, work):
 
 @compiled
 def _run_backward(tables, program, w, g, base, grad, top, t, needs_input_grad, n, work):
-    """The gradient of a program's input from that of its output, and the new top."""
+    """The gradients of a program's input and of its first layer's output, and the new top."""
     ws, tape, xs, ys = work.ws, work.tape, work.xs, work.ys
+    first = grad
     for number in range(tables.lengths[program] - 1, -1, -1):
         row = tables.programs[program, number]
         t -= 1
@@ -364,6 +400,7 @@ def _run_backward(tables, program, w, g, base, grad, top, t, needs_input_grad, n
         inputs = row[CHANNELS] * row[HEIGHT] * row[WIDTH] * n
         outputs = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
         grad_x = top
+        first = grad
         if row[KIND] == RELU:
             grad_x = grad
             layers.relu_backward(ws[y : y + outputs], ws[grad : grad + outputs])
@@ -395,7 +432,7 @@ def _run_backward(tables, program, w, g, base, grad, top, t, needs_input_grad, n
             top = _grown(ws, top, inputs + 3 * outputs + row[WIDTH] * n)
             layers.attention_backward(row, ws, w, g, at, saved, grad, grad_x, scratch, xs, ys, n)
         grad = grad_x
-    return grad, top
+    return grad, first, top
 
 
 @inlined
@@ -408,6 +445,12 @@ def _has_border(row):
 def _add(y, x):
     for i in range(y.size):
         y[i] += x[i]
+
+
+@inlined
+def _scale(ws, x_at, y_at, size, factor):
+    for i in range(size):
+        ws[y_at + i] = factor * ws[x_at + i]
 
 
 @compiled
