@@ -28,7 +28,7 @@ from growth import SIZES, TRAINED_ON
 from growth_claims import FRONTIERS, PUBLISHED, WIDTH_SEARCH, Results
 from growth_searches import StaticHost, StaticPool, frontier_lines, width_search
 
-from esper.kasmina.blueprints import WIDENINGS
+from esper.kasmina.blueprints import BLUEPRINTS, WIDENINGS
 from esper.simic.evaluation import arms
 from esper.simic.evaluation.arms import ArmResult, run_arms
 from esper.simic.evaluation.claims import Verdict, correct_for_number, judge
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("train", "judge"), help="in this process")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    config = replace(PRESETS["full"], rounds=asked.rounds)
+    config = replace(PRESETS["full"], rounds=asked.rounds, menu=tuple(BLUEPRINTS))
     if asked.quick:
         config = replace(config, host_batch=replace(config.host_batch, num_types=2, envs_per_type=8,
                          minibatches=1, validation_rows=50), rounds=1)  # fmt: skip

@@ -72,7 +72,8 @@ class TrainConfig:
     )  # fmt: skip
     """Hosts that are not trained on; controllers are evaluated on them."""
     menu: tuple[str, ...] = ()
-    """Blueprints to choose from, by name; those that fit no slot are left out. Default: all."""
+    """Blueprints to choose from, by name; those that fit no slot are left out. Default: all but
+    those that widen a layer (widen_quarter, widen_half, widen_full)."""
     host_learning_rate: float = 1e-2
     """Learning rate of AdamW in the hosts, before it falls."""
     growth: GrowthConfig = GrowthConfig()

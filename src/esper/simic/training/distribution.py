@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
+from esper.kasmina.blueprints import BLUEPRINTS, WIDENINGS, Blueprint, blueprint_menu
 from esper.kasmina.hosts import Host, build_host
 from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import choice_names
@@ -72,8 +72,8 @@ def host_kind(config: TrainConfig, task: Task) -> str:
 
 
 def load_menu(config: TrainConfig, task: Task) -> tuple[Blueprint, ...]:
-    """The blueprints of the config, or all, without those that fit no slot of its hosts."""
-    entries = blueprint_menu(*config.menu) if config.menu else tuple(BLUEPRINTS.values())
+    """The blueprints of the config, or its default, without those that fit no slot of its hosts."""
+    entries = blueprint_menu(*(config.menu or [n for n in BLUEPRINTS if n not in WIDENINGS]))
     (host,) = load_hosts(config, task, config.training_widths[:1])
     menu = tuple(entry for entry in entries if any(map(entry.fits, host.sites)))
     if not menu:
