@@ -456,6 +456,19 @@ def test_predict_sees_what_training_saw():
         model.predict(observation, state)
 
 
+def test_predict_refuses_the_state_or_the_rewards_of_other_envs():
+    config = replace(CONFIG, previous_action=True, previous_reward=True)
+    model = PPO(counters(AutoresetMode.SAME_STEP), config=config)
+    one, three = np.ones((1, 1), dtype=np.float32), np.ones((3, 1), dtype=np.float32)
+    _, state = model.predict(one)
+    with pytest.raises(ValueError, match="the state is that of 1 envs, the observation of 3; pass"):
+        model.predict(three, state, episode_start=[True, False, False], reward=1.0)
+    _, state = model.predict(three)
+    for reward in ([1.0, 2.0], [[1.0]] * 3):
+        with pytest.raises(ValueError, match=r"reward: got shape .*, expected \(3,\)"):
+            model.predict(three, state, reward=reward)
+
+
 def test_continuous_choices_come_back_as_numbers_between_minus_one_and_one():
     class Mixed(Counter):
         action_space = spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (1,))))

@@ -475,6 +475,18 @@ def test_a_prepared_act_reports_what_act_reports():
         act(features, masks, state)
 
 
+@pytest.mark.parametrize("wrong", ["features", "rows", "state", "masks"])
+def test_a_prepared_act_refuses_other_shapes(wrong):
+    policy = make_policy("one head")
+    features, state = torch.zeros(2, policy.feature_size), policy.initial_state(2)
+    masks = ActionMasks.all_legal(policy.action_space, 3 if wrong == "masks" else 2)
+    features = {"features": features[:, 1:], "rows": features[:1]}.get(wrong, features)
+    state = policy.initial_state(1) if wrong == "state" else state
+    act = prepared_act(policy, torch.zeros(1), torch.ones(1))
+    with pytest.raises(ValueError, match="expected|masks are for 3 envs"):
+        act(features, masks, state)
+
+
 @pytest.mark.parametrize(
     ("name", "config"),
     [("chain", {}), ("tamiyo", {}), ("one head", {"floor": 0.1}), ("one head", {"lstm_layers": 2})],

@@ -284,6 +284,11 @@ class PPO:
         is_single = self.spaces.is_single(observation)
         num_envs = 1 if is_single else self.spaces.num_rows(observation)
         state = state or self._initial_state(num_envs)
+        if len(state.h) != num_envs:
+            raise ValueError(
+                f"the state is that of {len(state.h)} envs, the observation of {num_envs}; pass what "
+                "predict returned for the same envs, or state=None at the start of episodes"
+            )
         if episode_start is not None:
             is_first = np.broadcast_to(np.asarray(episode_start, dtype=bool), num_envs)
             state = state.zeroed(torch.tensor(is_first))
@@ -331,7 +336,10 @@ class PPO:
                 heads = self.agent.policy.heads
                 assert isinstance(heads, PlainHeads)
                 reward = float(heads.scales.mean[self.spaces.num_previous - 1])
-        rewards = np.broadcast_to(np.asarray(reward, dtype=np.float32), num_envs)
+        rewards = np.asarray(reward, dtype=np.float32)
+        if rewards.shape not in ((), (num_envs,)):
+            raise ValueError(f"reward: got shape {rewards.shape}, expected ({num_envs},)")
+        rewards = np.broadcast_to(rewards, num_envs)
         previous = self.spaces.previous(state.choices.numpy(), rewards)
         previous[is_new] = 0.0
         return previous

@@ -183,7 +183,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         deterministic: bool = False,
     ) -> Decision:
         """One step for N envs from features `[N, F]`."""
-        self._check_step(features, state)
+        self.check_step(features, state)
         check_masks(masks, self.action_space, len(features))
         with full_precision(self.device):
             core, scene, next_state = self._step(features, state)
@@ -209,7 +209,7 @@ class FactoredRecurrentActorCritic(nn.Module):
     @torch.no_grad()
     def value(self, features: Tensor, state: RecurrentState) -> Tensor:
         """V(s) `[N]` of features `[N, F]`; the state is read, not advanced."""
-        self._check_step(features, state)
+        self.check_step(features, state)
         with full_precision(self.device):
             core, _, _ = self._step(features, state)
             return self._read(core)[1]
@@ -307,7 +307,8 @@ class FactoredRecurrentActorCritic(nn.Module):
         logits, values = self.readout(core).split([self.readout.out_features - 1, 1], dim=-1)
         return logits, values.squeeze(-1)
 
-    def _check_step(self, features: Tensor, state: RecurrentState) -> None:
+    def check_step(self, features: Tensor, state: RecurrentState) -> None:
+        """Raise if shapes are not those that `act` reads."""
         num_envs = len(features)
         check_shape("features", features, (num_envs, self.feature_size), "N, F")
         self._check_state(state, num_envs)

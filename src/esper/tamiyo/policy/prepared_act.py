@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.ranks import noise
-from esper.tamiyo.policy.distributions import MASKED
+from esper.tamiyo.policy.distributions import MASKED, check_masks
 from esper.tamiyo.policy.network import Decision, FactoredRecurrentActorCritic, RecurrentState
 from esper.tamiyo.policy.plain_heads import PlainHeads
 
@@ -104,6 +104,9 @@ class _PreparedAct:
 
         if len(features) > MOST_ENVS:
             return self._plain(features, masks, state, generator, deterministic)
+        # compiled code does no bounds checks
+        self.policy.check_step(features, state)
+        check_masks(masks, self.policy.action_space, len(features))
         legal = masks.groups[0]
         before = tuple(part[:, 0].numpy() for part in state)
         core, *after = numba_act.step(features.numpy(), *self.step_arguments, *before)
