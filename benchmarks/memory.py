@@ -54,7 +54,8 @@ SETTINGS = {
     "batch_size=256, n_epochs=10; the rest are its defaults",
 }
 CONTROLS = {  # what the previous action and reward are worth; with --arms
-    "esper_observation": "esper.PPO, previous_action=False, previous_reward=False",
+    "esper_reward": "esper.PPO, previous_reward=True",
+    "esper_observation": "esper.PPO, previous_action=False",
     "recurrent_ppo_previous": "recurrent_ppo, previous action and reward in the observation",
 }
 
@@ -145,9 +146,11 @@ def _learn_ours(job: Job, curve: list[tuple[int, float, float]]) -> None:
     envs = SyncVectorEnv(
         [partial(make, job.task)] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP
     )
-    previous = job.arm == "esper"
     config = GymConfig(
-        rng_seed=job.rng_seed, policy=policy, previous_action=previous, previous_reward=previous
+        rng_seed=job.rng_seed,
+        policy=policy,
+        previous_action=job.arm != "esper_observation",
+        previous_reward=job.arm == "esper_reward",
     )
     model = PPO(envs, config=config)
     start = time.process_time()

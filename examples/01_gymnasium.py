@@ -12,9 +12,8 @@ model.save("taxi.pt")
 model = esper.PPO.load("taxi.pt")
 env = gymnasium.make("Taxi-v4")
 observation, info = env.reset(seed=0)
-state, reward, terminated, truncated = None, None, False, False
+state, terminated, truncated = None, False, False
 while not (terminated or truncated):
-    mask = info["action_mask"]
-    action, state = model.predict(observation, state, mask=mask, reward=reward)
+    action, state = model.predict(observation, state, mask=info["action_mask"])
     observation, reward, terminated, truncated, info = env.step(int(action))
 print("delivered" if terminated else "out of time")

@@ -57,7 +57,7 @@ def test_gym_trains_evaluates_and_leaves_agent_checkpoint_and_curves(tmp_path, c
     printed = capsys.readouterr().out
     assert "heads action[2], masks: none, all legal" in printed
     assert "return " in printed
-    assert PPO.load(tmp_path / "agent.pt").spaces.num_features == 4
+    assert PPO.load(tmp_path / "agent.pt").spaces.observation[0].width == 4
     assert (tmp_path / "checkpoint.pt").exists()
     curves = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
     assert {"episode/return", "ppo/kl", "time/env", "progress/rounds"} <= set(curves)

@@ -452,7 +452,7 @@ def test_predict_sees_what_training_saw():
         assert seen[t] == [1.0 - actions[t - 1], float(actions[t - 1]), float(t), t + 1.0]
     model.predict(observation, state, episode_start=True)
     assert seen[-1][:3] == [0.0, 0.0, 0.0]
-    with pytest.warns(UserWarning, match="predict got none, so the mean is used; pass reward="):
+    with pytest.warns(UserWarning, match="predict got none, so 0 is used; pass reward="):
         model.predict(observation, state)
 
 

@@ -165,13 +165,13 @@ def test_any_number_of_envs_learns_from_every_row(num_envs):
     seen = []
     config = replace(CONFIG, ppo=esper.PPOConfig(ppo_epochs=2))
     model = esper.PPO(vector(CueMemory, num_envs), config=config)
-    evaluate = model.agent.policy.evaluate
+    score = model.agent.policy.score
 
     def watched(steps, layout):
         seen.append(len(steps.features))
-        return evaluate(steps, layout)
+        return score(steps, layout)
 
-    model.agent.policy.evaluate = watched
+    model.agent.policy.score = watched
     model.learn(1)
     assert sum(seen) == 2 * model.num_steps
     assert len(seen) >= 2 * min(num_envs, 3)

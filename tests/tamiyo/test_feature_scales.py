@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from esper.tamiyo.policy.feature_scales import LEAST_STD, LIMIT, FeatureScales
+from esper.leyline.factored_actions import FactoredActionSpace, Head
+from esper.tamiyo.policy.feature_scales import (
+    LEAST_STD,
+    LIMIT,
+    FeatureScales,
+    RunningNormalizer,
+)
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout, Flag
+from esper.tamiyo.policy.plain_heads import flat_policy
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from support.feature_positions import positions
 from support.random_reports import random_reports
@@ -78,3 +85,28 @@ def test_a_policy_takes_its_scales_once_and_keeps_them_with_its_weights():
     features = some_features(rng_seed=2)
     for part, same in zip(policy.heads.scales(features), other.heads.scales(features), strict=True):
         assert torch.equal(part, same)
+
+
+def test_columns_of_the_previous_step_keep_their_zeros():
+    """Divided by the root mean square of all rows so far, and not centred."""
+    scales = RunningNormalizer(3, uncentered=2)
+    rng = torch.Generator().manual_seed(0)
+    rows = torch.rand(60, 3, generator=rng, dtype=torch.float64) + 2.0
+    rows[::7, :2] = 0.0  # first steps
+    for part in rows.split([10, 45, 5]):
+        scales.update(part)
+    scaled = scales.normalize(rows)
+    assert torch.equal(scaled[::7, :2], torch.zeros_like(scaled[::7, :2]))
+    torch.testing.assert_close(scaled[:, :2], rows[:, :2] / rows[:, :2].square().mean(0).sqrt())
+    torch.testing.assert_close(scaled[:, 2].mean(), torch.zeros((), dtype=torch.float64))
+
+
+def test_a_policy_starts_without_an_opinion_on_the_previous_step():
+    space = FactoredActionSpace((Head("action", 3),))
+    for options in ({}, {"encoder": torch.nn.Linear(4, 5)}, {"images": ((1, 8, 8),)}):
+        size = 5 + 4 + (64 if "images" in options else 0)
+        policy = flat_policy(space, size, num_previous=5, **options)
+        features = torch.randn(6, size, generator=torch.Generator().manual_seed(0))
+        other = features.clone()
+        other[:, :5] = 0.0
+        torch.testing.assert_close(policy.heads.encode(features), policy.heads.encode(other))

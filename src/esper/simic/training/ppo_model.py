@@ -32,7 +32,7 @@ from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Trainer, load_agent, zero_rows
 from esper.tamiyo.policy.layers import spread_time_constants
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
-from esper.tamiyo.policy.plain_heads import PlainHeads, flat_policy
+from esper.tamiyo.policy.plain_heads import flat_policy
 
 if TYPE_CHECKING:
     from gymnasium import Env
@@ -66,9 +66,9 @@ class GymConfig:
     """The name of the mask in the observation or in info."""
     previous_action: bool = True
     """A policy with memory also sees its previous action."""
-    previous_reward: bool = True
-    """A policy with memory also sees the previous reward. `predict` then needs `reward`: set this
-    to False if no rewards are known where the policy is used."""
+    previous_reward: bool = False
+    """A policy with memory also sees the previous reward; `predict` then needs `reward`. It helps
+    where the reward tells what was right, such as in long tasks that repeat."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
@@ -329,13 +329,10 @@ class PPO:
             reward = 0.0
             if self.spaces.previous_reward and not is_new.all():
                 warnings.warn(
-                    "this model learned with the previous reward, but predict got none, so the mean "
-                    "is used; pass reward=, or train with GymConfig(previous_reward=False)",
+                    "this model learned with the previous reward, but predict got none, so 0 is "
+                    "used; pass reward=",
                     stacklevel=3,
                 )
-                heads = self.agent.policy.heads
-                assert isinstance(heads, PlainHeads)
-                reward = float(heads.scales.mean[self.spaces.num_previous - 1])
         rewards = np.asarray(reward, dtype=np.float32)
         if rewards.shape not in ((), (num_envs,)):
             raise ValueError(f"reward: got shape {rewards.shape}, expected ({num_envs},)")

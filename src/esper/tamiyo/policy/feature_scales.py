@@ -16,6 +16,8 @@ _ONE = FeatureLayout(1, 1)  # scales of env, slot and blueprint, laid out as for
 class RunningNormalizer(nn.Module):
     """Scales rows `[..., width]` to mean 0 and variance 1 with the statistics seen so far.
 
+    The first `uncentered` columns are divided by their root mean square instead: 0 stays 0.
+
     Statistics change only in `update`, so all rows between two updates are scaled alike. Before
     the first update values stay as they are.
     """
@@ -25,8 +27,11 @@ class RunningNormalizer(nn.Module):
     variance: Tensor
     count: Tensor
 
-    def __init__(self, width: int, *, limit: float = 10.0, epsilon: float = 1e-8):
+    def __init__(
+        self, width: int, *, limit: float = 10.0, epsilon: float = 1e-8, uncentered: int = 0
+    ):
         super().__init__()
+        self.uncentered = uncentered
         self.limit = limit  # clip to this many standard deviations
         self.register_buffer("bound", torch.tensor(torch.inf))  # `limit` from the first update on
         self.epsilon = epsilon
@@ -43,6 +48,8 @@ class RunningNormalizer(nn.Module):
         count, batch_mean, batch_variance = ranks.moments(rows.double())
         if count == 0:
             return
+        batch_variance[: self.uncentered] += batch_mean[: self.uncentered].square()
+        batch_mean[: self.uncentered] = 0.0
         total = self.count + count
         share = count / total
         delta = batch_mean - self.mean

@@ -61,7 +61,8 @@ class PlainHeads(nn.Module):
         self.images = images
         sizes = [math.prod(shape) for shape in images]
         self._sizes = [feature_size - sum(sizes), *sizes]
-        self.scales = RunningNormalizer(self._sizes[0])
+        # in an episode's first step there is no previous one: its features are 0, and stay 0
+        self.scales = RunningNormalizer(self._sizes[0], uncentered=num_previous)
         self.image_scales = nn.ModuleList(
             RunningNormalizer(channels, epsilon=1e-5) for channels, _, _ in images
         )
