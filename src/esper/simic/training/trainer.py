@@ -180,7 +180,7 @@ class Trainer:
             lap("act")
             outcome = envs.step(actions)
             bootstrap = None
-            if outcome.truncated.numpy().any():
+            if outcome.truncated.cpu().numpy().any():
                 # V of the final observation, before the state is reset
                 bootstrap = agent.value(outcome.final_features.to(agent.device), decision.state)
                 lap("act")
@@ -257,7 +257,7 @@ class Trainer:
         self._in_round = True
 
     def _store(self, step: TamiyoRolloutStep, is_real_step: Tensor) -> None:
-        is_real = is_real_step.numpy()
+        is_real = is_real_step.cpu().numpy()
         if is_real.all():
             self.buffer.add_batch(step)
         else:
@@ -265,7 +265,7 @@ class Trainer:
             self.buffer.add_batch(step.select(rows), rows)
         self.progress.round_steps += 1
         self.progress.steps += int(is_real.sum())
-        ended = (step.terminated.numpy() | step.truncated.numpy()) & is_real
+        ended = (step.terminated.cpu().numpy() | step.truncated.cpu().numpy()) & is_real
         self.progress.episodes += int(ended.sum())
 
     # -- files --------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> N
 
 def zero_rows(state: RecurrentState, rows: Tensor) -> RecurrentState:
     """The recurrent state with zeros in `rows` `[N]` bool: every episode starts from zeros."""
-    if not rows.numpy().any():
+    if not rows.cpu().numpy().any():
         return state
     keep = ~rows.to(state.h.device)[:, None, None]
     return RecurrentState(torch.where(keep, state.h, 0.0), torch.where(keep, state.c, 0.0))
