@@ -258,7 +258,9 @@ def test_a_custom_encoder_is_used_saved_and_loaded(tmp_path):
     loaded = esper.PPO.load(tmp_path / "model.pt", Stranger(), encoder=Halves())
     torch.testing.assert_close(loaded.agent.state_dict(), model.agent.state_dict())
     loaded.learn(16)
-    with pytest.raises(ValueError, match="model.pt"):
+    with pytest.raises(
+        ValueError, match="model.pt holds a model with a custom encoder; pass encoder="
+    ):
         esper.PPO.load(tmp_path / "model.pt")
 
 

@@ -366,7 +366,10 @@ class PPO:
             "learn": [self._first_step, self.total_steps],
             "trainer": self.trainer.state_dict(),
         }
-        contents = contents | {"config": to_plain(self.config)}
+        contents = contents | {
+            "config": to_plain(self.config),
+            "has_encoder": self.agent.policy.heads.is_custom,
+        }
         if self.agent.ranks.is_first:
             write_file(path, _KIND, contents, version=_VERSION)
 
@@ -387,6 +390,8 @@ class PPO:
         its weights are loaded.
         """
         saved = read_file(path, _KIND, version=_VERSION, resumes=env is not None)
+        if saved["has_encoder"] and encoder is None:
+            raise ValueError(f"{path} holds a model with a custom encoder; pass encoder=")
         config = from_plain(GymConfig, saved["config"])
         config = config if device is None else replace(config, device=device)
         spaces, run = from_plain(GymSpaces, saved["spaces"]), saved["trainer"]
