@@ -6,7 +6,7 @@ Every case is a short run of `GrowthTraining` on MNIST-1D, with one thread per r
 torchrun on this machine. Cases take turns; a figure is the best round of a case, because other work
 on the machine only slows rounds down. `cpu s` is rank 0's CPU time in its best round: where other
 work holds the cores, it shows what the wall clock hides, but no waiting for the other rank.
-Correctness first: two ranks end with the weights of one.
+Correctness first: after two rounds, two ranks have the weights of one.
 
 | figure | cases |
 |---|---|
@@ -58,18 +58,18 @@ def main() -> None:
     if asked.worker:
         work(int(asked.worker[0]), int(asked.worker[1]), Path(asked.worker[2]))
         return
-    turns, rounds = (1, 3) if asked.quick else (4, 5)
+    check(run(1, 1, rounds=2), run(2, 1, rounds=2))  # later, rounding may change a decision
+    turns, rounds = (1, 3) if asked.quick else (3, 5)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in CASES}
     for _ in range(turns):
         for name, (ranks, size) in CASES.items():
             found[name].append(run(ranks, size, rounds))
-    check(found["one rank"][0], found["strong, two ranks"][0])
     report(found)
 
 
 def check(one: dict[str, Any], two: dict[str, Any]) -> None:
     for name, weight in one["policy"].items():
-        torch.testing.assert_close(weight, two["policy"][name], rtol=1e-3, atol=1e-3, msg=name)
+        torch.testing.assert_close(weight, two["policy"][name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 def run(ranks: int, size: int, rounds: int) -> dict[str, Any]:
