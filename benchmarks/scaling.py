@@ -1,9 +1,10 @@
 """Training on several ranks: hosts per second, overhead and bytes by number of ranks.
 
-    python benchmarks/scaling.py [--quick]
+    python benchmarks/scaling.py [--quick] [--device cuda]
 
-Every case is a short run of `GrowthTraining` on MNIST-1D, with one thread per rank, started by
-torchrun on this machine. Cases take turns; a figure is the best round of a case, because other work
+On a CPU every case is a short run of `GrowthTraining` on MNIST-1D, with one thread per rank, started by
+torchrun on this machine. On a GPU the preset is `full` and all ranks share the GPU, over gloo: start
+NVIDIA's MPS first, or their kernels take turns. Cases take turns; a figure is the best round of a case, because other work
 on the machine only slows rounds down. `cpu s` is rank 0's CPU time in its best round: where other
 work holds the cores, it shows what the wall clock hides, but no waiting for the other rank.
 Correctness first: after two rounds, two ranks have the weights of one.
@@ -41,62 +42,85 @@ from esper.simic.training.growth_training import GrowthTraining
 torch.set_num_threads(1)
 
 WEAK_BAR, OVERHEAD_BAR = 1.8, 0.02
-QUICK = PRESETS["quick"]
 CASES = {
-    "alone": (0, 1),
-    "one rank": (1, 1),
-    "weak, two ranks": (2, 2),
-    "strong, two ranks": (2, 1),
+    "cpu": {
+        "alone": (0, 1),
+        "one rank": (1, 1),
+        "weak, two ranks": (2, 2),
+        "strong, two ranks": (2, 1),
+    },
+    "cuda": {
+        "one rank": (1, 1),
+        "strong, two ranks": (2, 1),
+        "strong, four ranks": (4, 1),
+        "one rank, 2x": (1, 2),
+        "weak, two ranks": (2, 2),
+    },
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="finish within 40 seconds")
+    parser.add_argument("--device", choices=list(CASES), default="cpu")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)  # rounds, size, result
     asked = parser.parse_args()
     if asked.worker:
-        work(int(asked.worker[0]), int(asked.worker[1]), Path(asked.worker[2]))
+        work(asked.device, int(asked.worker[0]), int(asked.worker[1]), Path(asked.worker[2]))
         return
-    check(run(1, 1, rounds=2), run(2, 1, rounds=2))  # later, rounding may change a decision
-    turns, rounds = (1, 3) if asked.quick else (3, 5)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CASES}
+    cases = CASES[asked.device]
+    gate = 2 if asked.device == "cpu" else 1  # rounds; later, rounding may change a decision
+    check(asked.device, *(run(asked.device, ranks, 1, gate) for ranks in (1, 2)))
+    turns, rounds = (1, 3) if asked.quick or asked.device == "cuda" else (3, 5)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
     for _ in range(turns):
-        for name, (ranks, size) in CASES.items():
-            found[name].append(run(ranks, size, rounds))
-    report(found)
+        for name, (ranks, size) in cases.items():
+            found[name].append(run(asked.device, ranks, size, rounds))
+    rate, cpu = report(found)
+    if asked.device == "cuda":
+        time_nccl()
+    else:
+        print_bars(rate, cpu)
 
 
-def check(one: dict[str, Any], two: dict[str, Any]) -> None:
+def check(device: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    """Two ranks must have the weights of one; on a GPU, where other shapes round otherwise, nearly."""
+    tolerance = 1e-4 if device == "cpu" else 1e-2
     for name, weight in one["policy"].items():
-        torch.testing.assert_close(weight, two["policy"][name], rtol=1e-4, atol=1e-4, msg=name)
+        other = two["policy"][name]
+        torch.testing.assert_close(weight, other, rtol=tolerance, atol=tolerance, msg=name)
 
 
-def run(ranks: int, size: int, rounds: int) -> dict[str, Any]:
+def run(device: str, ranks: int, size: int, rounds: int) -> dict[str, Any]:
     """A case in new processes: `ranks` 0 is without torchrun, `size` multiplies the hosts."""
     start = [sys.executable]
     if ranks:
         start += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
-        arguments = [__file__, "--worker", str(rounds), str(size), str(result)]
+        arguments = [
+            __file__,
+            f"--device={device}",
+            "--worker",
+            str(rounds),
+            str(size),
+            str(result),
+        ]
         subprocess.run([*start, *arguments], check=True)
         return pickle.loads(result.read_bytes())
 
 
-def work(rounds: int, size: int, result: Path) -> None:
+def work(device: str, rounds: int, size: int, result: Path) -> None:
     ranks, sent = join_ranks(), count_bytes()
-    batch = replace(QUICK.host_batch, num_types=1, envs_per_type=48 * size)
-    ppo = replace(QUICK.ppo, target_kl=None)  # every update makes all its passes
-    config = replace(
-        QUICK,
-        host_batch=batch,
-        ppo=ppo,
-        rounds=rounds,
-        device="cpu",
-        widths=(6,),
-        held_out_widths=(),
-    )
+    config = PRESETS["quick" if device == "cpu" else "full"]
+    batch = replace(config.host_batch, envs_per_type=config.host_batch.envs_per_type * size)
+    ppo = replace(config.ppo, target_kl=None)  # every update makes all its passes
+    config = replace(config, ppo=ppo, rounds=rounds, device=device)
+    if device == "cpu":
+        batch = replace(batch, num_types=1, envs_per_type=48 * size)
+        config = replace(config, host_batch=batch, widths=(6,), held_out_widths=())
+    else:
+        config = replace(config, host_batch=batch)
     training = GrowthTraining(config, ranks)
     records: list[dict[str, float]] = []
     before = time.process_time()
@@ -132,18 +156,18 @@ def count_bytes() -> dict[str, int]:
     return sent
 
 
-def report(found: dict[str, list[dict[str, Any]]]) -> None:
-    """A table of the best round of each case, and the bars."""
-    best, cpu = dict[str, dict[str, float]](), dict[str, float]()
+def report(found: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Print the best round of each case; its hosts per second and CPU seconds."""
+    best, cpu = dict[str, float](), dict[str, float]()
     names = ("hosts", "hosts/s", "hosts s", "update s", "other s", "cpu s")
     print(f"{'case':20}" + "".join(f"{name:>9}" for name in names))
     for name, results in found.items():
         rounds = [each for result in results for each in result["rounds"]]
-        top = best[name] = max(rounds, key=lambda each: each["time/hosts_per_second"])
+        top = max(rounds, key=lambda each: each["time/hosts_per_second"])
         hosts, update = top["time/hosts"], top["time/update"]
         count = results[0]["hosts"]
         other = count / top["time/hosts_per_second"] - hosts - update
-        rate = top["time/hosts_per_second"]
+        rate = best[name] = top["time/hosts_per_second"]
         cpu[name] = min(each["cpu"] for each in rounds)
         times = "".join(f"{seconds:9.3f}" for seconds in (hosts, update, other, cpu[name]))
         print(f"{name:20}{count:9}{rate:9.2f}{times}")
@@ -151,14 +175,33 @@ def report(found: dict[str, list[dict[str, Any]]]) -> None:
     print(
         f"bytes per round and rank: {sent['sums']:,.0f} summed, {sent['records']:,.0f} of records"
     )
-    rate = {name: top["time/hosts_per_second"] for name, top in best.items()}
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    return best, cpu
+
+
+def time_nccl() -> None:
+    """Time one sum of a policy's gradients over NCCL, with the one rank that a GPU can have."""
+    gradients = torch.randn(793_000 // 4, device="cuda")
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    seconds = []
+    for _ in range(200):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        dist.all_reduce(gradients)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    dist.destroy_process_group()
+    print(f"NCCL with one rank: {1e6 * sorted(seconds)[100]:.0f} us per sum of 793 kB")
+
+
+def print_bars(rate: dict[str, float], cpu: dict[str, float]) -> None:
     weak = rate["weak, two ranks"] / rate["one rank"]
     strong = rate["strong, two ranks"] / rate["one rank"]
     overhead = rate["alone"] / rate["one rank"] - 1
     by_cpu = 2 * cpu["one rank"] / cpu["weak, two ranks"]
     print(f"weak scaling {weak:.2f} ({by_cpu:.2f} by CPU time), strong scaling {strong:.2f}")
     print(f"overhead {overhead:.1%} ({cpu['one rank'] / cpu['alone'] - 1:.1%} by CPU time)")
-    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     bars = {
         "weak_scaling_2_ranks": {"value": round(weak, 2), "bar": WEAK_BAR, "met": weak >= WEAK_BAR},
         "overhead_of_one_rank": {
