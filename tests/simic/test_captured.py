@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from esper.leyline.sequences import SequenceLayout
 from esper.simic.agent import captured
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
@@ -113,6 +114,35 @@ def test_the_oldest_of_many_graphs_is_dropped(monkeypatch):
     for number in range(2):
         assert agent.update(*full_rows(agent, number))["first_ratio_error"] < 1e-4
     assert len(agent.captured.graphs) == 1
+
+
+@pytest.mark.gpu
+def test_a_graph_that_is_garbage_does_not_end_the_next_capture(monkeypatch):
+    monkeypatch.setattr(captured, "OFTEN", 1)
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    layout = SequenceLayout.from_flags(torch.zeros(2, 1, dtype=torch.bool), torch.ones(2).long())
+    old: list[object] = []
+
+    def compute(inputs, layout):
+        if old:
+            cycle: list[object] = [old.pop()]
+            cycle.append(cycle)
+            del cycle
+            garbage = [[] for _ in range(20_000)]  # enough for Python to collect
+            del garbage
+        (weight * inputs[0]).sum().backward()
+        return [weight.detach() * 2]
+
+    one, other = (captured.Captured(compute, [weight]) for _ in range(2))
+    rows = torch.full((3,), 4.0, device="cuda")
+    for gradients in (one, other, one):
+        weight.grad = None
+        gradients((rows,), layout)
+    old.append(one.graphs.popitem()[1])
+    weight.grad = None
+    other((rows,), layout)
+    assert not old
+    assert weight.grad.tolist() == [4.0] * 3
 
 
 def test_statistics_of_features_change_in_place():

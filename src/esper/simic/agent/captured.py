@@ -13,6 +13,7 @@ that have not come up often run without a graph; episodes of random lengths hard
 Parity tests: tests/simic/test_captured.py.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -67,8 +68,15 @@ class Captured(Generic[Inputs]):
     def _capture(self, inputs: Inputs, layout: SequenceLayout) -> "_Graph":
         graph, fixed = torch.cuda.CUDAGraph(), _cloned(inputs)
         mode = "thread_local"  # another thread may use the GPU meanwhile
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, capture_error_mode=mode):
-            outputs = self._compute(fixed, layout)
+        gc.collect()  # an old graph that is freed during the capture would end it
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.device(self._device), torch.cuda.graph(graph, capture_error_mode=mode):
+                outputs = self._compute(fixed, layout)
+        finally:
+            if collects:
+                gc.enable()
         gradients = [parameter.grad for parameter in self._parameters]
         return _Graph(graph, fixed, outputs, gradients, layout.steps_on(self._device))
 
