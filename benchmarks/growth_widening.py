@@ -126,7 +126,7 @@ def judge_on(
     begun = time.perf_counter()
     stored = json.loads(gzip.decompress((RESULTS / STORED[task]).read_bytes()))
     settings, search = SIZES["full" if task == TRAINED_ON else task]
-    config = on_task(config, task)
+    config = replace(on_task(config, task), menu=config.menu)  # what fits is used
     settings = replace(settings, repeats=repeats or settings.repeats)
     if quick:
         settings = replace(settings, host_batch=config.host_batch)

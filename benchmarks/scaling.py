@@ -14,6 +14,7 @@ Correctness first: after two rounds, two ranks have the weights of one.
 | weak scaling | 2 ranks with 2N hosts against 1 rank with N, hosts per second |
 | strong scaling | 2 ranks with N hosts against 1 rank with N |
 | overhead | 1 rank under torchrun against none |
+| two runs | two processes that do not know of each other: what the machine gives |
 | bytes | sent by each rank per round: gradients and statistics, and records |
 """
 
@@ -21,6 +22,7 @@ import argparse
 import json
 import os
 import pickle
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -68,15 +70,22 @@ def main() -> None:
     if asked.worker:
         work(asked.device, int(asked.worker[0]), int(asked.worker[1]), Path(asked.worker[2]))
         return
-    cases = CASES[asked.device]
+    cases, begun = CASES[asked.device], time.perf_counter()
     gate = 2 if asked.device == "cpu" else 1  # rounds; later, rounding may change a decision
     check(asked.device, *(run(asked.device, ranks, 1, gate) for ranks in (1, 2)))
     turns, rounds = (1, 3) if asked.quick or asked.device == "cuda" else (3, 5)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    apart: list[dict[str, Any]] = []
     for _ in range(turns):
         for name, (ranks, size) in cases.items():
             found[name].append(run(asked.device, ranks, size, rounds))
+            print(f"{name}: done after {time.perf_counter() - begun:.0f} s", flush=True)
+        apart += runs(asked.device, 0, 1, rounds, copies=2)
     rate, cpu = report(found)
+    apart_rate = 2 * statistics.fmean(
+        best_round(r["rounds"])["time/hosts_per_second"] for r in apart
+    )
+    print(f"two runs at the same time, without messages: {apart_rate / rate['one rank']:.2f}")
     if asked.device == "cuda":
         time_nccl()
     else:
@@ -93,21 +102,21 @@ def check(device: str, one: dict[str, Any], two: dict[str, Any]) -> None:
 
 def run(device: str, ranks: int, size: int, rounds: int) -> dict[str, Any]:
     """A case in new processes: `ranks` 0 is without torchrun, `size` multiplies the hosts."""
+    return runs(device, ranks, size, rounds, copies=1)[0]
+
+
+def runs(device: str, ranks: int, size: int, rounds: int, copies: int) -> list[dict[str, Any]]:
+    """Copies of a case that run at the same time and do not know of each other."""
     start = [sys.executable]
     if ranks:
         start += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result"
-        arguments = [
-            __file__,
-            f"--device={device}",
-            "--worker",
-            str(rounds),
-            str(size),
-            str(result),
-        ]
-        subprocess.run([*start, *arguments], check=True)
-        return pickle.loads(result.read_bytes())
+        results = [Path(folder) / str(copy) for copy in range(copies)]
+        options = [__file__, f"--device={device}", "--worker", str(rounds), str(size)]
+        started = [subprocess.Popen([*start, *options, str(result)]) for result in results]
+        if any(process.wait() for process in started):
+            raise RuntimeError(f"{ranks} ranks failed")
+        return [pickle.loads(result.read_bytes()) for result in results]
 
 
 def work(device: str, rounds: int, size: int, result: Path) -> None:
@@ -163,7 +172,7 @@ def report(found: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, float], di
     print(f"{'case':20}" + "".join(f"{name:>9}" for name in names))
     for name, results in found.items():
         rounds = [each for result in results for each in result["rounds"]]
-        top = max(rounds, key=lambda each: each["time/hosts_per_second"])
+        top = best_round(rounds)
         hosts, update = top["time/hosts"], top["time/update"]
         count = results[0]["hosts"]
         other = count / top["time/hosts_per_second"] - hosts - update
@@ -177,6 +186,10 @@ def report(found: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, float], di
     )
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     return best, cpu
+
+
+def best_round(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return max(rounds, key=lambda each: each["time/hosts_per_second"])
 
 
 def time_nccl() -> None:
