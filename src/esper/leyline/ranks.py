@@ -65,13 +65,13 @@ class Ranks:
         return self.sum(torch.stack(numbers)).unbind()
 
     def moments(self, rows: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Number, mean and variance of the rows `[R, ...]` of all ranks, computed in float64."""
-        exact = rows.double()
+        """Number, mean and variance of the rows `[R, ...]` of all ranks."""
         if self.size == 1:
             if len(rows) == 0:
                 return 0, rows.new_zeros(rows.shape[1:]), rows.new_zeros(rows.shape[1:])
-            variance, mean = torch.var_mean(exact, dim=0, correction=0)
-            return len(rows), mean.to(rows), variance.to(rows)
+            variance, mean = torch.var_mean(rows, dim=0, correction=0)
+            return len(rows), mean, variance
+        exact = rows.double()
         totals = self.sum(torch.cat([exact.sum(dim=0).flatten(), exact.new_tensor([len(rows)])]))
         count = int(totals[-1])
         mean = totals[:-1].view(rows.shape[1:]) / max(count, 1)
