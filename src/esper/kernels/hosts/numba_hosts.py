@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from esper.kernels.entry_points import entry_point
 from esper.kernels.hosts import layer_table
 from esper.kernels.hosts import numba_layers as layers
 from esper.kernels.hosts.layer_table import Column
@@ -523,12 +523,12 @@ def _entry_points(source_of_layers: str) -> tuple[Callable[..., None], Callable[
     named in the functions, so that it is part of the cache key too.
     """
 
-    @njit(nogil=True, cache=True)
+    @entry_point()
     def train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer):
         source_of_layers  # noqa: B018
         _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer)
 
-    @njit(nogil=True, cache=True)
+    @entry_point()
     def logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out):
         source_of_layers  # noqa: B018
         _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out)

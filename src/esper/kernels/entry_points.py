@@ -1,0 +1,96 @@
+"""Numba kernels that Python calls: compiled by a process of their own, and loaded from disk.
+
+    @entry_point(fastmath=FAST)
+    def train_hosts(...): ...
+
+In the process that compiles a function, its calls may reach copies of other functions that were
+optimised one by one. In the code that is kept on disk they are optimised together, and round
+otherwise. So that the first run on a machine equals later ones bit for bit, and resumes exactly,
+the code from disk is what always runs. Where there is no disk to keep it on, it is compiled here.
+Test: tests/tolaria/test_entry_points.py.
+"""
+
+import atexit
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from numba import njit
+
+_compiles_here = False  # in the process that compiles for another one
+
+
+def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator: numba's `njit` with these options for a function that its module names."""
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            dispatcher: Any = njit(nogil=True, cache=True, **options)(function)
+        except RuntimeError:  # no folder for numba's cache can be written
+            return njit(nogil=True, **options)(function)
+        dispatcher._cache = _CompiledApart(dispatcher._cache, function)
+        return dispatcher
+
+    return compiled
+
+
+class _CompiledApart:
+    """numba's cache of a function; what is missing in it is compiled by another process."""
+
+    def __init__(self, cache: Any, function: Callable[..., Any]):
+        self._cache, self._function = cache, function
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        found = self._cache.load_overload(signature, context)
+        if found is None and not _compiles_here:
+            self._compile(signature)
+            found = self._cache.load_overload(signature, context)
+        return found
+
+    def _compile(self, signature: Any) -> None:
+        order = self._function.__module__, self._function.__name__, signature
+        try:
+            compiler = _compiler(os.getpid())
+            compiler.stdin.write(pickle.dumps(order))
+            compiler.stdin.flush()
+            compiler.stdout.readline()
+        except OSError:  # no other process: numba compiles here
+            return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+@cache
+def _compiler(process_id: int) -> Any:
+    """A process that compiles for the process of this id until that one ends."""
+    command = (
+        "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+        "from esper.kernels.entry_points import compile_orders; compile_orders()"
+    )
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    compiler = subprocess.Popen(
+        [sys.executable, "-c", command], stdin=pipe, stdout=pipe, stderr=nothing
+    )
+    atexit.register(compiler.communicate)  # it ends when its input does
+    assert compiler.stdin is not None
+    compiler.stdin.write(pickle.dumps(sys.path))
+    return compiler
+
+
+def compile_orders() -> None:
+    """Compile the entry points named on stdin, keep them on disk, and print a line for each."""
+    global _compiles_here
+    _compiles_here = True
+    while True:
+        try:
+            module, name, signature = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        getattr(import_module(module), name).compile(signature)
+        print(flush=True)
