@@ -1,12 +1,12 @@
-"""Numba kernels that Python calls: compiled by a process of their own, and loaded from disk.
+"""Numba kernels that Python calls: compiled by another process, and loaded from disk.
 
     @entry_point(fastmath=FAST)
     def train_hosts(...): ...
 
 In the process that compiles a function, its calls may reach copies of other functions that were
 optimised one by one. In the code that is kept on disk they are optimised together, and round
-otherwise. So that the first run on a machine equals later ones bit for bit, and resumes exactly,
-the code from disk is what always runs. Where there is no disk to keep it on, it is compiled here.
+otherwise. So that the first run on a machine is bit-exact with later ones, and resumes exactly, the
+code from disk is what always runs. Where there is no disk to keep it on, it is compiled here.
 Test: tests/tolaria/test_entry_points.py.
 """
 
