@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.kernels.entry_points import entry_point
+from esper.kernels.numba_entry_points import entry_point
 from esper.kernels.hosts import layer_table
 from esper.kernels.hosts import numba_layers as layers
 from esper.kernels.hosts.layer_table import Column

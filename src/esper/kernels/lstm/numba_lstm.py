@@ -14,7 +14,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from esper.kernels.entry_points import entry_point
+from esper.kernels.numba_entry_points import entry_point
 from esper.leyline.sequences import SequenceLayout
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}

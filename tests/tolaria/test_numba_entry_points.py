@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
-from esper.kernels import entry_points
+from esper.kernels import numba_entry_points
 
 SOURCE = """
-from esper.kernels.entry_points import entry_point
+from esper.kernels.numba_entry_points import entry_point
 
 @entry_point(error_model="numpy")
 def total(x):
@@ -29,7 +29,7 @@ def module(tmp_path, monkeypatch):
     (tmp_path / f"{name}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     # the process that compiles knows the path of the time when it was started
-    entry_points._compiler.cache_clear()
+    numba_entry_points._compiler.cache_clear()
     yield import_module(name)
     del sys.modules[name]
 

@@ -7,7 +7,7 @@ In the process that compiles a function, its calls may reach copies of other fun
 optimised one by one. In the code that is kept on disk they are optimised together, and round
 otherwise. So that the first run on a machine is bit-exact with later ones, and resumes exactly, the
 code from disk is what always runs. Where there is no disk to keep it on, it is compiled here.
-Test: tests/tolaria/test_entry_points.py.
+Test: tests/tolaria/test_numba_entry_points.py.
 """
 
 import atexit
@@ -71,7 +71,7 @@ def _compiler(process_id: int) -> Any:
     """A process that compiles for the process of this id until that one ends."""
     command = (
         "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-        "from esper.kernels.entry_points import compile_orders; compile_orders()"
+        "from esper.kernels.numba_entry_points import compile_orders; compile_orders()"
     )
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     compiler = subprocess.Popen(
