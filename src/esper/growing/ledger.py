@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from decimal import ROUND_HALF_UP, Context, Decimal
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from esper.growing.budget import Budget
 from esper.leyline.files import atomic_write
@@ -178,14 +178,6 @@ class Verdict:
             raise ValueError(f"grown={self.grown}, ungrown={self.ungrown}; both must be finite")
 
 
-class StageSpan(NamedTuple):
-    """The steps that a seed spent in one stage."""
-
-    stage: str
-    start: int
-    end: int
-
-
 @dataclass(kw_only=True)
 class Ledger:
     """All records of one run. It can be written at any time."""
@@ -247,11 +239,10 @@ class Ledger:
 
     def cost_summary(self) -> str:
         """The training cost of the run in one sentence."""
-        parts = [
-            f"{part} {cost.macs:.2g}"
-            + ("" if cost.seconds is None else f" in {cost.seconds:.0f} s")
-            for part, cost in self.costs.items()
-        ]
+        parts = []
+        for part, cost in self.costs.items():
+            time = "" if cost.seconds is None else f" in {cost.seconds:.0f} s"
+            parts.append(f"{part} {cost.macs:.2g}{time}")
         total = sum(cost.macs for cost in self.costs.values())
         return f"Cost: {total:.2g} multiply-adds ({', '.join(parts)})."
 
@@ -280,26 +271,21 @@ class Ledger:
         """A seed's states, each with its step."""
         return [(r.step, s) for r in self.steps for s in r.seeds if s.seed == seed]
 
-    def life_of(self, seed: str) -> list[StageSpan]:
-        """The stages of a seed in order, from germination to its end or the last step."""
-        states = self.states_of(seed)
+    def life_of(self, seed: str) -> list[tuple[str, int, int]]:
+        """The stages of a seed with their first and last step, to its end or the last step."""
+        states, fate = self.states_of(seed), self.fate_of(seed)
         if not states:
             return []
         shown = [next(run) for _, run in groupby(states, key=lambda entry: entry[1].stage)]
         born = next(record.born for record in self.seeds if record.seed == seed)
         starts = [born, *(step for step, _ in shown[1:])]
-        fate = self.fate_of(seed)
-        if fate is None or fate.fate == "kept":
-            end = self.steps[-1].step
-        else:
+        end = self.steps[-1].step
+        if fate is not None and fate.fate != "kept":
             end = max(fate.step, states[-1][0])
         if fate is not None and shown[-1][1].stage == "FOSSILIZED":
             starts[-1] = min(fate.step, starts[-1])  # committed now, visible one step later
-        ends = [*starts[1:], end]
-        return [
-            StageSpan(state.stage, start, end)
-            for (_, state), start, end in zip(shown, starts, ends, strict=True)
-        ]
+        stages = [state.stage for _, state in shown]
+        return list(zip(stages, starts, [*starts[1:], end], strict=True))
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}, allow_nan=False)
