@@ -1,7 +1,6 @@
 """`esper gym ENV_ID`: PPO on a Gymnasium environment."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -59,7 +58,7 @@ def gym(
         raise ValueError(f"--resume uses the settings in {checkpoint}; leave out other flags")
     resume = resume or (was_restarted() and checkpoint.exists())
     model = None if resume else PPO(env_id, config=config)
-    with LockedFolder(out) if ranks.is_first else nullcontext():
+    with LockedFolder(out, ranks):
         if model is None:
             model = PPO.load(checkpoint, env_id, device=config.device)
             total = model.envs.share.total

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,8 +29,11 @@ from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Outcome, PhaseClock
 
 if TYPE_CHECKING:
+    from gymnasium import Env
     from gymnasium.vector import VectorEnv
     from gymnasium.wrappers import TimeLimit
+
+    AnyEnv = str | Env[Any, Any] | VectorEnv[Any, Any, Any]
 
 MaskOption = Literal["auto", "observation", "info", "method", "none"]
 
@@ -215,45 +219,39 @@ class GymEnvs:
         if self.mask_source == "observation":
             infos, reset_infos = {self._mask_key: observations[self._mask_key]}, None
         # the last observation of an episode may allow nothing; no action is chosen for it
-        is_last = self.pending if reset_infos is None else ended
-        groups, given = self._read_masks(infos, is_last)
-        if reset_infos is not None:  # the first masks of a new episode come with its reset
-            assert ended is not None
-            reset_groups, reset_given = self._read_masks(reset_infos, ~ended)
-            for group, reset_group in zip(groups, reset_groups, strict=True):
-                group[ended] = reset_group[ended]
-            given = np.where(ended, reset_given, given)
-        if not (given | self.pending).all():
-            raise ValueError(
-                f"envs {np.flatnonzero(~(given | self.pending)).tolist()} gave no "
-                f"info[{self._mask_key!r}]; with masks from info, every reset and step must give one"
-            )
-        for group in groups:
-            group[self.pending] = True  # the action of an autoreset step is ignored
+        if reset_infos is None or ended is None:
+            groups = self._read_masks((infos, ~self.pending))
+        else:  # the first masks of a new episode come with its reset
+            groups = self._read_masks((infos, ~ended), (reset_infos, ended))
         self.masks = ActionMasks.from_groups(
             self.action_space, [torch.from_numpy(group) for group in groups]
         )
 
-    def _read_masks(
-        self, infos: dict[str, Any], unneeded: Array | None
-    ) -> tuple[list[Array], Array]:
-        """The masks of each head group, all legal where none is needed or given; who gave one."""
-        if self.mask_source == "method":
-            masks: Any = self.vector_env.unwrapped.call("action_masks")
-            if isinstance(masks[0], Mapping):
-                masks = {name: [mask[name] for mask in masks] for name in masks[0]}
-            return self.spaces.mask_groups(masks), np.ones(self.num_envs, dtype=bool)
-        key = self._mask_key
-        given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
-        needed = given if unneeded is None else given & ~unneeded
-        if needed.all():
-            return self.spaces.mask_groups(_rows(infos[key], needed)), given
+    def _read_masks(self, *sources: tuple[dict[str, Any], Array]) -> list[Array]:
+        """The masks of each head group, from infos and the envs that they are needed of.
+
+        All is legal where none is needed.
+        """
         groups = [group.numpy().copy() for group in self._all_legal.groups]
-        if needed.any():
-            given_groups = self.spaces.mask_groups(_rows(infos[key], needed))
-            for group, given_group in zip(groups, given_groups, strict=True):
-                group[needed] = given_group
-        return groups, given
+        key = self._mask_key
+        for infos, needed in sources:
+            if self.mask_source == "method":
+                masks: Any = self.vector_env.unwrapped.call("action_masks")
+                if isinstance(masks[0], Mapping):
+                    masks = {name: [mask[name] for mask in masks] for name in masks[0]}
+            else:
+                given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
+                if (needed & ~given).any():
+                    raise ValueError(
+                        f"envs {np.flatnonzero(needed & ~given).tolist()} gave no info[{key!r}]; "
+                        "with masks from info, every reset and step must give one"
+                    )
+                masks = infos.get(key)
+            if needed.any():
+                found = self.spaces.mask_groups(_rows(masks, needed))
+                for group, part in zip(groups, found, strict=True):
+                    group[needed] = part
+        return groups
 
     def _find_mask_source(self, infos: dict[str, Any], asked: MaskOption) -> MaskOption:
         """Where masks come from: as asked, or the first source that the environment offers."""
@@ -299,10 +297,7 @@ class GymEnvs:
     @property
     def kind(self) -> str:
         """The class of the environments without their wrappers."""
-        from gymnasium.vector import SyncVectorEnv
-
-        inner = self.vector_env.unwrapped
-        return str(type(inner.envs[0].unwrapped if isinstance(inner, SyncVectorEnv) else inner))
+        return str(type(inner_envs(self.vector_env)[0]))
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -387,12 +382,10 @@ def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
 
 
 def _rows(masks: Any, envs: Array) -> Any:
-    """The masks of some envs out of a vector environment's info."""
+    """The masks of some envs out of those of all."""
     if isinstance(masks, Mapping):  # for each head, gymnasium adds which envs gave it as "_head"
-        return {
-            name: np.asarray(mask)[envs] for name, mask in masks.items() if not name.startswith("_")
-        }
-    return np.asarray(masks)[envs]
+        return {name: _rows(m, envs) for name, m in masks.items() if not name.startswith("_")}
+    return masks[envs] if isinstance(masks, np.ndarray) else list(compress(masks, envs))
 
 
 # -- state of one environment ---------------------------------------------------------------------
@@ -416,3 +409,40 @@ def _state_of(env: Any) -> dict[str, Any]:
     limits, inner = _state_holders(env) or ([], env)
     elapsed = [limit._elapsed_steps for limit in limits]
     return {"elapsed_steps": elapsed, "environment": inner.get_state()}
+
+
+# -- making and comparing environments ------------------------------------------------------------
+
+
+def vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
+    """A vector environment: `num_envs` of an id, or the given one alone."""
+    try:
+        import gymnasium
+        from gymnasium.vector import SyncVectorEnv, VectorEnv
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"esper.PPO needs {error.name}: pip install 'esper-lite[gym]'"
+        ) from error
+    if isinstance(env, VectorEnv):
+        return env
+    if isinstance(env, gymnasium.Env):
+        return SyncVectorEnv([lambda: env])
+    if not isinstance(env, str):
+        raise ValueError(
+            f"{env} is a {type(env).__name__}; use the id of an environment, a gymnasium.Env, or "
+            "a vector environment such as gymnasium.vector.SyncVectorEnv([make_env] * 8)"
+        )
+    try:
+        return gymnasium.make_vec(env, num_envs=num_envs, vectorization_mode="sync")
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"{env} cannot be made: {error}") from error
+
+
+def inner_envs(envs: "VectorEnv[Any, Any, Any]") -> list[Any]:
+    """The environments without their wrappers, or the vector environment that computes them."""
+    from gymnasium.vector import SyncVectorEnv
+
+    inner = envs.unwrapped
+    return [e.unwrapped for e in inner.envs] if isinstance(inner, SyncVectorEnv) else [inner]

@@ -46,11 +46,6 @@ class Entry:
         return sum(self.sizes) if self.kind == "choices" else math.prod(self.shape)
 
     @property
-    def image_shape(self) -> ImageShape:
-        first, middle, last = self.shape
-        return (first, middle, last) if self.is_channels_first else (last, first, middle)
-
-    @property
     def is_channels_first(self) -> bool:
         """The channels are the axis that differs from two equal ones, or else the smaller end."""
         first, middle, last = self.shape
@@ -112,12 +107,14 @@ class GymSpaces:
     @property
     def num_previous(self) -> int:
         """Features of the step before: its choices, one-hot, then its reward."""
-        widths = [1 if head.continuous else head.size for head in self.action_space]
-        return self.previous_action * sum(widths) + self.previous_reward
+        return self.previous_action * self.action_space.num_choices + self.previous_reward
 
     @property
     def images(self) -> tuple[ImageShape, ...]:
-        return tuple(e.image_shape for e in self.observation if e.kind == "image")
+        """Channels, height and width of each."""
+        images = [e for e in self.observation if e.kind == "image"]
+        shapes = [e.shape if e.is_channels_first else (e.shape[-1], *e.shape[:-1]) for e in images]
+        return tuple((channels, height, width) for channels, height, width in shapes)
 
     # -- observations -------------------------------------------------------------------------
 
@@ -149,15 +146,13 @@ class GymSpaces:
     def previous(self, choices: Array, rewards: Array) -> Array:
         """The choices `[N, H]` and rewards `[N]` of a step as features of the next one, `[N, P]`."""
         columns = np.zeros((len(rewards), self.num_previous), dtype=np.float32)
-        start = 0
-        for head, choice in zip(self.action_space, choices.T, strict=True):
-            if not self.previous_action:
-                break
+        start, heads = 0, self.action_space.heads if self.previous_action else ()
+        for head, choice in zip(heads, choices.T, strict=False):
             if head.continuous:
                 columns[:, start] = np.tanh(choice)
             else:
                 columns[np.arange(len(choice)), start + choice.astype(np.int64)] = 1.0
-            start += 1 if head.continuous else head.size
+            start += head.size
         if self.previous_reward:
             columns[:, -1] = rewards
         return columns
@@ -181,15 +176,14 @@ class GymSpaces:
         if np.isfinite(features.numpy()).all():
             return
         env, column = (~features.isfinite()).nonzero()[0].tolist()
+        value = features[env, column].item()
         if column < self.num_previous:
-            reward = features[env, column].item()
-            raise ValueError(f"env {env}{where}: the reward is {reward}; give finite numbers")
+            raise ValueError(f"env {env}{where}: the reward is {value}; give finite numbers")
         places = [(_name(e.path), i) for e in self.observation for i in range(e.width)]
-        column -= self.num_previous
+        entry, position = places[column - self.num_previous]
         raise ValueError(
-            f"env {env}{where}: the observation{places[column][0]} holds "
-            f"{features[env, self.num_previous + column].item()} at position {places[column][1]}; the environment must "
-            "give finite float32 numbers"
+            f"env {env}{where}: the observation{entry} holds {value} at position {position}; the "
+            "environment must give finite float32 numbers"
         )
 
     # -- actions ------------------------------------------------------------------------------
@@ -243,11 +237,8 @@ class GymSpaces:
             ends = np.cumsum([*sizes.values()])[:-1]
             masks = dict(zip(sizes, np.split(array, ends, axis=-1), strict=True))
         num_envs = len(next(iter(masks.values()), ()))
-        used = {
-            space.names[i]: np.ones((num_envs, *space.mask_shape(space.names[i])))
-            for i in space.continuous
-        }
-        masks = used | dict(masks)
+        numbers = [space.names[i] for i in space.continuous]
+        masks = {n: np.ones((num_envs, *space.mask_shape(n))) for n in numbers} | dict(masks)
         space.check_names(masks)
         arrays = {
             name: _mask_array(f"mask of head {name!r}", masks[name], space.mask_shape(name))
@@ -285,24 +276,16 @@ class GymSpaces:
 
     def require_same(self, envs: "VectorEnv[Any, Any, Any]") -> None:
         """Raise if the environments' spaces are not those that the policy was made for."""
-        found = GymSpaces.of(envs, mask_entry=self.mask_entry)._layout()
-        different = [
-            f"{name} is {found[name]}, expected {mine}"
-            for name, mine in self._layout().items()
-            if found[name] != mine
-        ]
-        if different:
-            raise ValueError(
-                "the environment's spaces are not those of the policy: " + "; ".join(different)
-            )
-
-    def _layout(self) -> dict[str, Any]:
-        return {
-            "head sizes": tuple(size for entry in self.action for size in entry.sizes),
-            "action": ", ".join(map(str, self.action)),
-            "observation": ", ".join(map(str, self.observation)),
-            "mask entry": self.mask_entry,
-        }
+        found = GymSpaces.of(envs, mask_entry=self.mask_entry)
+        for name in ("action", "observation"):
+            mine, others = (", ".join(map(str, getattr(s, name))) for s in (self, found))
+            if name == "observation" and self.mask_entry != found.mask_entry:
+                mine += f", mask {self.mask_entry!r}"
+            if mine != others:
+                raise ValueError(
+                    "the environment's spaces are not those of the policy: "
+                    f"the {name} is {others}, expected {mine}"
+                )
 
 
 def _parts(space: "gymnasium.Space[Any]", path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -363,11 +346,8 @@ def _acted(path: Path, space: "gymnasium.Space[Any]") -> Entry:
     """An entry of the action."""
     from gymnasium import spaces
 
-    shape, dtype, where = (
-        space.shape or (),
-        str(space.dtype),
-        f"the action{_name(path)} is a {space}",
-    )
+    shape, dtype = space.shape or (), str(space.dtype)
+    where = f"the action{_name(path)} is a {space}"
     if isinstance(space, spaces.Discrete):
         return Entry(path, "choices", shape, dtype, (int(space.n),), (float(space.start),))
     if isinstance(space, spaces.MultiDiscrete):

@@ -10,22 +10,26 @@ import shutil
 from pathlib import Path
 from typing import Self
 
+from esper.leyline.ranks import ALONE, Ranks
+
 LEAST_FREE_BYTES = 100 * 2**20  # that a run needs to start
 
 
 class LockedFolder:
-    """A writable folder, made if missing, locked against other processes."""
+    """A writable folder, made if missing; rank 0 locks it against other processes."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        _check_writable(self.path)
-        self._lock = _locked(self.path)
-        for unfinished in self.path.glob(".*.partial"):  # left by a killed run
-            unfinished.unlink(missing_ok=True)
+    def __init__(self, path: str | Path, ranks: Ranks = ALONE):
+        self._lock: int | None = None
+        if ranks.is_first:
+            _check_writable(Path(path))
+            self._lock = _locked(Path(path))
+            for unfinished in Path(path).glob(".*.partial"):  # left by a killed run
+                unfinished.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the lock."""
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def __enter__(self) -> Self:
         return self

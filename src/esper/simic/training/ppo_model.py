@@ -27,7 +27,7 @@ from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
 from esper.leyline.ranks import ALONE, EnvShare, Ranks, join_ranks
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption
+from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Trainer, load_agent, zero_rows
 from esper.tamiyo.policy.layers import spread_time_constants
@@ -35,10 +35,9 @@ from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
 
 if TYPE_CHECKING:
-    from gymnasium import Env
     from gymnasium.vector import VectorEnv
 
-    AnyEnv = str | Env[Any, Any] | VectorEnv[Any, Any, Any]
+    from esper.simic.training.gym_envs import AnyEnv
 
 RoundCallback = Callable[[int, dict[str, float]], bool | None]
 """Called after each round with the steps taken so far and the round's metrics; False stops."""
@@ -123,7 +122,7 @@ class PPO:
             raise ValueError("heads is a config; use PPO(env, config=GymConfig(...))")
         ranks = join_ranks()
         ranks.require_same(to_plain(config))
-        envs = _vector_env(env, _on_each(config.num_envs, ranks))
+        envs = vector_env(env, _on_each(config.num_envs, ranks))
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
         spaces = GymSpaces.of(
             envs,
@@ -220,7 +219,7 @@ class PPO:
         if eval_every < 1 or eval_episodes < 1:
             raise ValueError(f"{eval_every=}, {eval_episodes=}; use 1 or more")
         if eval_env is not None:
-            eval_env = _vector_env(eval_env, self.envs.num_envs)
+            eval_env = vector_env(eval_env, self.envs.num_envs)
             self._refuse_training_envs(eval_env)
         with ExitStack() as stack:
             record: Callable[[int, dict[str, float]], None] = lambda *_: None  # noqa: E731
@@ -249,8 +248,12 @@ class PPO:
                 trainer.clock.lap("telemetry")
         return self
 
+    def _learns_in(self, envs: "VectorEnv[Any, Any, Any]") -> bool:
+        own = [] if self._trainer is None else inner_envs(self.envs.vector_env)
+        return bool({id(env) for env in own} & {id(env) for env in inner_envs(envs)})
+
     def _refuse_training_envs(self, envs: "VectorEnv[Any, Any, Any]") -> None:
-        if self._trainer is not None and _inner_envs(envs) & _inner_envs(self.envs.vector_env):
+        if self._learns_in(envs):
             raise ValueError(
                 "these are the environments that the model learns in; evaluating there would break "
                 "off its episodes. Make others for evaluation, or pass the id of the environment"
@@ -325,15 +328,13 @@ class PPO:
     def _previous(self, state: PolicyState, reward: Any) -> Array:
         """Features of the step before; zeros at the start of an episode."""
         num_envs, is_new = len(state.h), state.is_new.numpy()
-        if reward is None:
-            reward = 0.0
-            if self.spaces.previous_reward and not is_new.all():
-                warnings.warn(
-                    "this model learned with the previous reward, but predict got none, so 0 is "
-                    "used; pass reward=",
-                    stacklevel=3,
-                )
-        rewards = np.asarray(reward, dtype=np.float32)
+        if reward is None and self.spaces.previous_reward and not is_new.all():
+            warnings.warn(
+                "this model learned with the previous reward, but predict got none, so 0 is used; "
+                "pass reward=",
+                stacklevel=3,
+            )
+        rewards = np.asarray(0.0 if reward is None else reward, dtype=np.float32)
         if rewards.shape not in ((), (num_envs,)):
             raise ValueError(f"reward: got shape {rewards.shape}, expected ({num_envs},)")
         rewards = np.broadcast_to(rewards, num_envs)
@@ -402,7 +403,7 @@ class PPO:
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
             ranks, masks = join_ranks(), saved["mask_source"]
-            envs = _vector_env(env, _on_each(run["num_envs"], ranks))
+            envs = vector_env(env, _on_each(run["num_envs"], ranks))
             world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
             model._build(config, spaces, encoder, world)
             has_state = "environments" in run["envs"]
@@ -447,7 +448,7 @@ def evaluate(
     """
     if episodes < 1:
         raise ValueError(f"episodes={episodes}; use 1 or more")
-    envs = _vector_env(env, min(episodes, model.config.num_envs))
+    envs = vector_env(env, min(episodes, model.config.num_envs))
     if model._is_learning:
         model._refuse_training_envs(envs)
     world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
@@ -471,7 +472,7 @@ def evaluate(
             if quota[episode.env]:
                 quota[episode.env] -= 1
                 counted.append(episode)
-    if model._trainer is not None and _inner_envs(envs) & _inner_envs(model.envs.vector_env):
+    if model._learns_in(envs):
         model.envs.restart(model.trainer.shuffle_rng)
         model.trainer.abandon_round()
     return EvaluationResult(
@@ -482,38 +483,3 @@ def evaluate(
 def _on_each(num_envs: int, ranks: Ranks) -> int:
     """The number of envs on each rank."""
     return len(EnvShare.split(num_envs, ranks).ids)
-
-
-def _vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
-    """A vector environment: `num_envs` of an id, or the given one alone."""
-    try:
-        import gymnasium
-        from gymnasium.vector import SyncVectorEnv, VectorEnv
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"esper.PPO needs {error.name}: pip install 'esper-lite[gym]'"
-        ) from error
-    if isinstance(env, VectorEnv):
-        return env
-    if isinstance(env, gymnasium.Env):
-        return SyncVectorEnv([lambda: env])
-    if not isinstance(env, str):
-        raise ValueError(
-            f"{env} is a {type(env).__name__}; use the id of an environment, a gymnasium.Env, or "
-            "a vector environment such as gymnasium.vector.SyncVectorEnv([make_env] * 8)"
-        )
-    try:
-        return gymnasium.make_vec(env, num_envs=num_envs, vectorization_mode="sync")
-    except gymnasium.error.UnregisteredEnv as error:
-        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
-    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"{env} cannot be made: {error}") from error
-
-
-def _inner_envs(envs: "VectorEnv[Any, Any, Any]") -> set[int]:
-    """Identities of the environments without their wrappers."""
-    from gymnasium.vector import SyncVectorEnv
-
-    inner = envs.unwrapped
-    parts = [env.unwrapped for env in inner.envs] if isinstance(inner, SyncVectorEnv) else []
-    return {id(inner), *map(id, parts)}

@@ -57,15 +57,12 @@ def read_config(path: Path) -> TrainConfig:
     return from_plain(TrainConfig, plain)
 
 
-class RunFolder:
-    """The folder of a run in this process, locked against other processes.
-
-    Of several ranks, rank 0 writes; the others read it to resume.
-    """
+class RunFolder(LockedFolder):
+    """The folder of a run in this process. Of several ranks, rank 0 writes; others only read."""
 
     def __init__(self, path: str | Path, ranks: Ranks = ALONE):
+        super().__init__(path, ranks)
         self.files, self._ranks = RunFiles(Path(path)), ranks
-        self._folder = LockedFolder(path) if ranks.is_first else None
         self._saved_round: int | None = None  # by this process
 
     @classmethod
@@ -132,14 +129,3 @@ class RunFolder:
         training.save(files.checkpoint)
         training.controller().save(files.controller)
         self._saved_round = training.rounds_done
-
-    def close(self) -> None:
-        """Release the lock."""
-        if self._folder is not None:
-            self._folder.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
