@@ -125,15 +125,9 @@ def _run(arguments: list[str]) -> None:
 
 def _help() -> str:
     """The list of commands, without importing any of them."""
-    lines = (f"  {name:11} {what}" for name, what in _COMMANDS.items())
-    return "\n".join(
-        (
-            "usage: esper COMMAND [FLAGS]",
-            "",
-            "Esper adapts trained models, and grows neural networks while they train.",
-            "",
-            *lines,
-            "",
-            "`esper COMMAND --help` lists the flags of a command.",
-        )
+    lines = "\n".join(f"  {name:11} {what}" for name, what in _COMMANDS.items())
+    return (
+        "usage: esper COMMAND [FLAGS]\n\n"
+        f"Esper adapts trained models, and grows neural networks while they train.\n\n{lines}\n\n"
+        "`esper COMMAND --help` lists the flags of a command."
     )

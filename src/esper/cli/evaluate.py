@@ -37,16 +37,9 @@ def evaluate(
     """
     if not runs:
         raise ValueError("no run given; name its folder, as in: esper evaluate runs/quick-1")
-    evaluate_and_show(runs, preset, out or runs[0], task=task, data=data)
-
-
-def evaluate_and_show(
-    runs: Sequence[Path], preset: str, out: Path, *, task: str | None = None, data: str = ""
-) -> None:
-    """Evaluate on all ranks; rank 0 shows the result."""
     report = evaluate_with_bar(runs, preset, task, data)
     if join_ranks().is_first:
-        show(report, out, Console())
+        show(report, out or runs[0], Console())
 
 
 def evaluate_with_bar(

@@ -18,7 +18,7 @@ from esper.cli.sites import function_named
 from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.plain_config import differences, to_plain
-from esper.leyline.ranks import Ranks, join_ranks, was_restarted
+from esper.leyline.ranks import join_ranks, was_restarted
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
 from esper.nissa.database import RunDatabase, reasons_if_all_rolled_back
@@ -66,22 +66,22 @@ def command(arguments: list[str]) -> Callable[..., None]:
         """
         ranks = join_ranks()
         sinks = [function_named(name) for name in sink]
-        if resume is None:
-            settings = with_checksum(settings)
-            folder = ranks.broadcast(out or _free_folder("config" if config else preset))
-            files = RunFiles(folder)
-            if was_restarted() and files.config.exists() and files.read_config() == settings:
-                run_training(RunFolder.reopen(folder, ranks), sinks=sinks)
-                return
-            training = _checked(settings, ranks)  # a mistake is found before the folder is made
-            run_training(RunFolder.create(folder, settings, ranks), training, sinks)
-            return
-        if settings != PRESETS[chosen] or out is not None or config is not None:
+        if resume and (settings != PRESETS[chosen] or out is not None or config is not None):
             raise ValueError(
                 f"--resume {resume} uses the settings in {RunFiles(resume).config}; leave out "
                 "other flags"
             )
-        run_training(RunFolder.reopen(resume, ranks), sinks=sinks)
+        if resume is not None:
+            run_training(RunFolder.reopen(resume, ranks), sinks=sinks)
+            return
+        settings = with_checksum(settings)
+        files = RunFiles(ranks.broadcast(out or _free_folder("config" if config else preset)))
+        if was_restarted() and files.config.exists() and files.read_config() == settings:
+            run_training(RunFolder.reopen(files.path, ranks), sinks=sinks)
+            return
+        training = GrowthTraining(settings, ranks)  # finds mistakes before the folder is made
+        prepare(settings, EVALUATIONS["quick"])
+        run_training(RunFolder.create(files.path, settings, ranks), training, sinks)
 
     return train
 
@@ -104,13 +104,6 @@ def defaults_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
     return name, settings
 
 
-def _checked(config: TrainConfig, ranks: Ranks) -> GrowthTraining:
-    """A new run; raises if it cannot be trained with its settings, or evaluated after that."""
-    training = GrowthTraining(config, ranks)
-    prepare(config, EVALUATIONS["quick"])
-    return training
-
-
 def run_training(
     folder: RunFolder, training: GrowthTraining | None = None, sinks: Sinks = ()
 ) -> None:
@@ -129,26 +122,22 @@ def run_training(
                 f"its last checkpoint with\n  {resume_command}"
             ) from error
     if stopped_by is not None:
-        stop_after_signal(
-            stopped_by,
-            f"stopped after {training.rounds_done} of {training.config.rounds} rounds; resume "
-            f"with\n  {resume_command}",
-        )
-    ranks = training.ranks
-    if ranks.is_first and (reasons := reasons_if_all_rolled_back(files.database)):
+        done = f"stopped after {training.rounds_done} of {training.config.rounds} rounds"
+        stop_after_signal(stopped_by, f"{done}; resume with\n  {resume_command}")
+    is_first = training.ranks.is_first
+    if is_first and (reasons := reasons_if_all_rolled_back(files.database)):
         raise ValueError(
             f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
             "a new run with other settings, such as a lower --host-learning-rate"
         )
     report = evaluate_with_bar([files.path], "quick")
-    if ranks.is_first:
+    if is_first:
         report.save(files.path)
         log_picture(files.path, "evaluation", report.figures())
         print(report.brief())
         print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
-        print(
-            f"Everything is in {files.path}; look at it with: {this_command()} watch {files.path}"
-        )
+        watch = f"{this_command()} watch {files.path}"
+        print(f"Everything is in {files.path}; look at it with: {watch}")
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:
@@ -173,16 +162,13 @@ def _train(training: GrowthTraining, folder: RunFolder, more_sinks: Sinks = ()) 
             training.run(lambda record: None, should_stop=should_stop)
             return max(training.ranks.gather(should_stop.signal or 0)) or None
         database = stack.enter_context(_open_database(training, files))
-        done = training.rounds_done
-        curves = TensorBoardSink(files.path, first_step=done + 1, settings=to_plain(config))
-        bar = ProgressSink(
-            config.rounds,
-            SHOWN,
-            unit="rounds",
-            done=done,
-            window=SMOOTHED_ROUNDS,
-            text="the first run compiles CPU kernels: about a minute, once",
+        done, text = (
+            training.rounds_done,
+            "the first run compiles CPU kernels: about a minute, once",
         )
+        curves = TensorBoardSink(files.path, first_step=done + 1, settings=to_plain(config))
+        window = SMOOTHED_ROUNDS
+        bar = ProgressSink(config.rounds, SHOWN, unit="rounds", done=done, window=window, text=text)
         sinks: list[EventSink] = [curves, bar, *(make() for make in more_sinks)]
         for sink in sinks:
             stack.enter_context(sink)
@@ -227,6 +213,5 @@ def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
 
 def _free_folder(preset: str) -> Path:
     """The first folder that does not exist; after a restart, the last that does."""
-    names = (Path("runs") / f"{preset}-{number}" for number in count(1))
-    number = next(number for number, path in enumerate(names, start=1) if not path.exists())
+    number = next(n for n in count(1) if not Path("runs", f"{preset}-{n}").exists())
     return Path("runs") / f"{preset}-{max(1, number - was_restarted())}"
