@@ -28,7 +28,7 @@ from esper.cli import evaluate, main, train
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.files import write_file
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
+from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
 from esper.simic.training import locked_folder
 from esper.simic.training.config import PRESETS as TRAININGS
 from esper.simic.training.growth_training import GrowthTraining

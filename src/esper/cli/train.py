@@ -27,7 +27,7 @@ from esper.nissa.run_view import SMOOTHED_ROUNDS
 from esper.nissa.tensorboard import TensorBoardSink, log_picture
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import prepare
-from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
+from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.distribution import choice_labels, describe_hosts, with_checksum
 from esper.simic.training.growth_training import GrowthTraining
