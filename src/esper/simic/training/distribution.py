@@ -81,11 +81,6 @@ def load_menu(config: TrainConfig, task: Task) -> tuple[Blueprint, ...]:
     return menu
 
 
-def variant_names(config: TrainConfig, host_batch: PopulationBatch) -> list[str]:
-    """The variant of the data in each env of this episode."""
-    return [config.variants[view] for view in host_batch.view_ids.tolist()]
-
-
 def choice_labels(environment: GrowthEnvironment) -> dict[str, list[str]]:
     """What the run's database calls the choices of each head."""
     host_batch = environment.host_batch

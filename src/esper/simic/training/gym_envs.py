@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
-from esper.leyline.files import UnreadableFile
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_spaces import Array, GymSpaces
@@ -73,10 +72,9 @@ class EpisodeLog:
             Episode(int(env), float(self.total_rewards[env]), int(self.lengths[env]))
             for env in np.flatnonzero(ended)
         ]
-        if self.ended:
-            self.of_round += [(self.steps, episode) for episode in self.ended]
-            self.total_rewards[ended] = 0.0
-            self.lengths[ended] = 0
+        self.of_round += [(self.steps, episode) for episode in self.ended]
+        self.total_rewards[ended] = 0.0
+        self.lengths[ended] = 0
 
 
 class GymEnvs:
@@ -161,8 +159,7 @@ class GymEnvs:
         ended = terminated | truncated
         rewards = rewards.astype(np.float32)
         self._previous = self.spaces.previous(choices.cpu().numpy(), rewards)
-        final_features: Tensor | None = None
-        reset_infos = None
+        final_features = reset_infos = None
         if self._autoreset == "NEXT_STEP":
             is_first, self.pending = was_pending, ended
         else:
@@ -349,11 +346,6 @@ class GymEnvs:
         if "environments" not in state:
             self.restart(generator)
             return
-        if not self.can_save_state:
-            raise UnreadableFile(
-                "the run holds the state of environments with get_state() and set_state(); the "
-                "environments given do not have these methods"
-            )
         ids = self.share.ids
         self.features = state["features"][ids]
         groups = [group[ids] for group in state["masks"]]
