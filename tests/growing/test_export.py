@@ -367,7 +367,7 @@ def test_code_under_autocast_has_no_source(tmp_path):
                 return (x @ x.T).float()
 
     with pytest.raises(
-        ExportError, match=r"cannot be written as source code; formats=\('torch', 'onnx'\) may work"
+        ExportError, match=r"cannot be written as source; try formats=\('torch', 'onnx'\)"
     ):
         export(Mixed(), torch.randn(3, 4), tmp_path, formats=("source",))
 

@@ -52,9 +52,7 @@ class _Decisions:
         if self.growth is None or self.growth.is_closed:
             return
         if self._metric not in metrics:
-            raise ValueError(
-                f"metric={self._metric!r} is not reported; there are {sorted(metrics)}"
-            )
+            raise ValueError(f"no metric {self._metric!r} is reported, only {sorted(metrics)}")
         value = float(metrics[self._metric])
         self._last = math.exp(-value) if "loss" in self._metric else value
         self.growth.decide(self._last)

@@ -67,15 +67,13 @@ def export(
     formats = (formats,) if isinstance(formats, str) else formats
     _check_formats(formats)
     if not isinstance(tolerance, Real) or not 0 <= tolerance < 1:
-        raise ValueError(
-            f"tolerance={tolerance!r}; use a share of the largest output, such as 1e-5"
-        )
+        raise ValueError(f"{tolerance=!r}; use a share of the largest output, such as 1e-5")
     plain = folded(model).cpu().eval()
     _check_names(plain)
     plain.register_forward_hook(_plain_output)
     example = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example)
     if batch_size(example) == 1:  # torch.export would treat it as a constant
-        example = _repeated(example, 2)
+        example = _doubled(example)
     program = _traced(plain, example)
     folder = Path(path)
     with _checked_folder(folder) as unchecked:
@@ -88,14 +86,11 @@ def export(
 
 @contextlib.contextmanager
 def _checked_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder, whose files are moved to `folder` if the block succeeds.
-
-    Those that killed processes left are removed.
-    """
+    """A temporary folder, whose files are moved to `folder` if the block succeeds."""
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".unchecked-[0-9]*-*"):
+        for left in folder.glob(".unchecked-[0-9]*-*"):  # by a process that was killed
             if not is_running(int(left.name.split("-")[1])):
                 shutil.rmtree(left)
         prefix = f".unchecked-{os.getpid()}-"
@@ -145,12 +140,12 @@ def _check_names(model: nn.Module) -> None:
             )
 
 
-def _repeated(example: Any, times: int) -> Any:
-    def repeat(tensor: Tensor) -> Tensor:
-        return tensor.repeat_interleave(times, 0) if _has_rows(tensor, rows) else tensor
-
+def _doubled(example: Any) -> Any:
+    """The batch with every row twice."""
     rows = batch_size(example)
-    return pytree.tree_map_only(Tensor, repeat, example)
+    return pytree.tree_map_only(
+        Tensor, lambda x: x.repeat_interleave(2, 0) if _has_rows(x, rows) else x, example
+    )
 
 
 def _has_rows(tensor: Tensor, rows: int) -> bool:
@@ -342,7 +337,7 @@ def _check_equal(
     name: str, exported: Exported, model: nn.Module, example: Any, tolerance: float
 ) -> None:
     """Raise unless the file computes the same as the model, at two batch sizes."""
-    for batch in (example, _repeated(example, 2)):
+    for batch in (example, _doubled(example)):
         with torch.no_grad():
             expected, got = tensors(forward(model, batch)), tensors(exported(batch))
         for want, have in zip(expected, got, strict=True):

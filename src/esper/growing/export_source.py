@@ -152,9 +152,8 @@ def _inputs_of_layer(
     weights = _weights(program)
     outside = {arg for node in nodes for arg in node.all_input_nodes} - set(nodes)
     inputs = tuple(node for node in outside if node.name not in weights)
-    owns_all = all(
-        weights[node.name].rpartition(".")[0] == path for node in outside if node not in inputs
-    )
+    own = [weights[node.name] for node in outside if node.name in weights]
+    owns_all = all(weight.rpartition(".")[0] == path for weight in own)
     leaving = [node for node in nodes if any(user not in nodes for user in node.users)]
     return inputs if owns_all and len(inputs) == 1 and leaving == [nodes[-1]] else None
 
@@ -301,9 +300,7 @@ def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
     if target is aten.slice.Tensor and len(args) > 1:
         return _slice(args, value)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        raise ExportError(
-            f"{target} cannot be written as source code; formats=('torch', 'onnx') may work"
-        )
+        raise ExportError(f"{target} cannot be written as source; try formats=('torch', 'onnx')")
     given = [_literal(arg, value) for arg in args]
     name = target.overloadpacket.__name__
     # leave out the defaults that a trace adds

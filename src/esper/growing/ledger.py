@@ -1,11 +1,5 @@
 """The record of a growth run: measurements, decisions, seeds and the verdict.
 
-    ledger = Ledger(model="ResNet", metric="accuracy", controller="heuristic", before=network)
-    ledger.steps.append(StepRecord(step=0, metric=0.41, params=858, macs=4000))
-    ledger.seeds.append(SeedRecord(seed="s1", site="layer1", blueprint="conv", born=0, ...))
-    ledger.fates.append(FateRecord(seed="s1", step=9, fate="kept"))
-    ledger.write("run.json")
-
 A *step* is one decision of the controller. Records are plain, immutable data. Everything derived
 from them (the stages of a seed, the summary) is computed by methods. The JSON has the same fields.
 """

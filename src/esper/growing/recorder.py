@@ -39,9 +39,7 @@ class Recorder:
         """The seeds in the network, in the order of their slots."""
         return tuple(self._seed_state(slot, history) for slot in sorted(self.seed_ids))
 
-    def decision(
-        self, step: int, action: Tensor, masks: ActionMasks, reason: str
-    ) -> DecisionRecord:
+    def decision(self, step: int, action: Tensor, masks: ActionMasks, why: str) -> DecisionRecord:
         """A decision that is about to be applied; for a germination also the new seed."""
         choices = dict(zip(masks.action_space.names, action.tolist(), strict=True))
         op, slot = LifecycleOp(choices["op"]), choices["slot"]
@@ -60,7 +58,7 @@ class Recorder:
                 for op in LifecycleOp
                 if bool(masks["op"][0, op])
             },
-            reason=reason,
+            reason=why,
             params=0 if new is None else new.params,
             macs=0 if new is None else new.macs,
         )

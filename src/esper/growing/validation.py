@@ -305,6 +305,6 @@ def _variance(targets: Iterable[Tensor]) -> float:
 
 def _unknown(output: Any, target: Any) -> str:
     shown = [
-        f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
+        tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
     ]
     return f"there is no default metric for an output {shown[0]} and a target {shown[1]}"

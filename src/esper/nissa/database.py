@@ -117,9 +117,7 @@ class RunDatabase:
             raise ValueError(f"it is damaged ({damage})")
         with _transaction(self._connection):
             names = self._space.names
-            heads, legal = (
-                ", ".join(f"{kind}{n} INTEGER" for n in names) for kind in ("", "legal_")
-            )
+            heads, legal = (", ".join(f"{k}{n} INTEGER" for n in names) for k in ("", "legal_"))
             for statement in _TABLES.format(heads=heads, legal=legal).split(";\n"):
                 execute(statement)
             execute(f"PRAGMA user_version = {_VERSION}")
@@ -127,9 +125,8 @@ class RunDatabase:
             self.previous_details: dict[str, Any] = json.loads(last[0]) if last else {}
             for table in ("rounds", "episodes", "decisions", "observations"):
                 execute(f"DELETE FROM {table} WHERE round > ?", (rounds_done,))
-            execute(
-                "INSERT INTO runs VALUES (?, ?, ?)", (_now(), rounds_done + 1, json.dumps(details))
-            )
+            run = _now(), rounds_done + 1, json.dumps(details)
+            execute("INSERT INTO runs VALUES (?, ?, ?)", run)
             named = [(head, c, name) for head in choices for c, name in enumerate(choices[head])]
             self._connection.executemany("INSERT OR REPLACE INTO choices VALUES (?, ?, ?)", named)
 

@@ -119,9 +119,8 @@ class PPOAgent:
         self.config = config or PPOConfig()
         self._parameters = list(policy.parameters())
         self.device = policy.device
-        self.optimizer = torch.optim.Adam(
-            self._parameters, lr=self.config.learning_rate, eps=1e-5, fused=True
-        )
+        rate = self.config.learning_rate
+        self.optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=1e-5, fused=True)
         self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
         self.failed_updates = 0
         self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)

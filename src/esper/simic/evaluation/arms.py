@@ -66,7 +66,6 @@ def standard_arms(
     plan: "PlanSearch",
     num_hosts: int,
     rents: Sequence[float],
-    *,
     controller_networks: int,
 ) -> list[Arm]:
     """The controllers and their rivals; `controller_networks` trained each controller."""
@@ -92,9 +91,7 @@ def run_arms(
     for arm, outcome in zip(arms, experiment.run(arms), strict=True):
         outcomes.setdefault(arm.name, []).append(outcome)
     searched = {arm.name: arm.search_networks for arm in arms}
-    return {
-        name: ArmResult.of(name, rents, found, searched[name]) for name, found in outcomes.items()
-    }
+    return {n: ArmResult.of(n, rents, found, searched[n]) for n, found in outcomes.items()}
 
 
 def candidate_plans(
@@ -185,9 +182,8 @@ def search_plans(
     """
     pool = run_plans(experiment, plans, rng_seed=FIRST_RNG_SEED)
     per_plan = (len(plans.step), num_types, -1)
-    scores = torch.stack(
-        [pool.scores([rent], "validation").view(per_plan).mean(dim=2) for rent in rents]
-    )  # [R, M, types]
+    by_rent = [pool.scores([rent], "validation").view(per_plan) for rent in rents]
+    scores = torch.stack([scores.mean(dim=2) for scores in by_rent])  # [R, M, types]
     if finalists == 1:
         return PlanSearch(plans, scores.argmax(dim=1), pool)
     first, top = scores.topk(finalists, dim=1)

@@ -75,9 +75,7 @@ def evaluate_controllers(
     plans = plans_for(held_out, settings)
     found = search_plans(training, plans, settings.rents, num_types=1, finalists=settings.finalists)
     networks = config.rounds * config.num_envs
-    arms = standard_arms(
-        controllers, found, held_out.num_hosts, settings.rents, controller_networks=networks
-    )
+    arms = standard_arms(controllers, found, held_out.num_hosts, settings.rents, networks)
     results = run_arms(with_test_rows(held_out), arms, settings.rents)
     return EvaluationReport(
         config=config,

@@ -70,9 +70,8 @@ class ArmOutcome(TensorFields):
         """Scores at one rent per lane; a single lane is scored at every rent."""
         accuracy = self.test if rows == "test" else self.validation
         rent = torch.tensor(rents, dtype=torch.float64).unsqueeze(1)
-        return growth_score(
-            accuracy, self.added_params, self.host_params, rent, self.compute_charge
-        )
+        sizes = self.added_params, self.host_params
+        return growth_score(accuracy, *sizes, rent, self.compute_charge)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -274,9 +273,7 @@ class EvaluationConfig:
         if not self.rents or min(self.rents) < 0:
             raise ValueError(f"rents={self.rents}; use one or more numbers of 0 or above")
         if self.finalists > self.num_plans:
-            raise ValueError(
-                f"finalists={self.finalists} of num_plans={self.num_plans}; use 1 to num_plans"
-            )
+            raise ValueError(f"finalists={self.finalists}; use 1 to num_plans={self.num_plans}")
 
 
 PRESETS: dict[str, EvaluationConfig] = {

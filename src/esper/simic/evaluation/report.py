@@ -57,10 +57,9 @@ class EvaluationReport:
 
     def headline(self) -> str:
         """Whether growing helped, at each rent."""
-        found = [verdict for verdict in self.verdicts if verdict.claim == HELPS]
-        return " ".join(
-            f"At rent {v.rent:g} {_HELPED[v.decision]}: {v.lead} points." for v in found
-        )
+        found = (verdict for verdict in self.verdicts if verdict.claim == HELPS)
+        rents = [f"At rent {v.rent:g} {_HELPED[v.decision]}: {v.lead} points." for v in found]
+        return " ".join(rents)
 
     def brief(self) -> str:
         """Two lines: whether growing helped, and how it compares with other ways to grow."""
@@ -86,8 +85,7 @@ class EvaluationReport:
         """Header and rows, one per arm, sorted by score at the middle rent."""
         header = ["arm", *(f"score, rent {rent:g}" for rent in self.settings.rents)]
         header += ["test accuracy", "params", "multiply-adds", "training GFLOP", "search networks"]
-        ranked = sorted(self.arms.values(), key=lambda arm: -arm.scores[:, self._middle].mean())
-        return [header, *map(self._arm_row, ranked)]
+        return [header, *map(self._arm_row, self._ranked())]
 
     def claim_table(self) -> Rows:
         """Header and rows, one per claim, with a verdict at each rent."""
@@ -114,15 +112,11 @@ class EvaluationReport:
 
     def figures(self) -> dict[str, dict[str, tuple[float, float]]]:
         """Score and half its interval in points, by rent and arm; the best arm comes last."""
-        arms = sorted(self.arms.values(), key=lambda arm: arm.scores[:, self._middle].mean())
-        return {
-            f"rent {rent:g}": {
-                arm.name: (100 * found.mean, 100 * found.half_width)
-                for arm in arms
-                for found in [estimate(arm.scores[:, index])]
-            }
-            for index, rent in enumerate(self.settings.rents)
-        }
+        figures: dict[str, dict[str, tuple[float, float]]] = {}
+        for index, rent in enumerate(self.settings.rents):
+            found = {arm.name: estimate(100 * arm.scores[:, index]) for arm in self._ranked()[::-1]}
+            figures[f"rent {rent:g}"] = {n: (e.mean, e.half_width) for n, e in found.items()}
+        return figures
 
     def plain(self) -> dict[str, Any]:
         """Everything as JSON values, with the figures of every network."""
@@ -158,6 +152,9 @@ class EvaluationReport:
     @property
     def _middle(self) -> int:
         return (len(self.settings.rents) - 1) // 2
+
+    def _ranked(self) -> list[ArmResult]:
+        return sorted(self.arms.values(), key=lambda arm: -arm.scores[:, self._middle].mean())
 
     def _arm_note(self) -> str:
         return (

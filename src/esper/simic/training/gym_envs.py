@@ -102,7 +102,6 @@ class GymEnvs:
         self.spaces = spaces
         self.num_envs = envs.num_envs
         self.num_features, self.action_space = self.spaces.num_features, self.spaces.action_space
-        self.log = EpisodeLog(self.num_envs)
         self.clock = PhaseClock()
         self.vector_env: Any = envs
         self._autoreset = _autoreset_mode(envs)
@@ -110,9 +109,7 @@ class GymEnvs:
         self._mask_key = mask_key
         self._read_keys: set[str] = set()  # of info, looked at for masks under another name
         self.rounds, self._where = 0, ""  # the round that errors name
-        self.pending = np.zeros(self.num_envs, dtype=bool)
-        self._previous = np.zeros((self.num_envs, spaces.num_previous), dtype=np.float32)
-        observations, infos = envs.reset(seed=self._own_seed(rng_seed))
+        observations, infos = self._reset(rng_seed)
         self.mask_source = self._find_mask_source(infos, mask_source)
         self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
         self._observe(observations, infos)
@@ -127,15 +124,16 @@ class GymEnvs:
 
     def restart(self, generator: torch.Generator) -> None:
         """Start new episodes, seeded by `generator`."""
-        self.log = EpisodeLog(self.num_envs, self.log.recent)
-        self.pending = np.zeros(self.num_envs, dtype=bool)
-        self._previous = np.zeros_like(self._previous)
         rng_seed = int(torch.randint(2**31, (), generator=generator))
-        self._observe(*self.vector_env.reset(seed=self._own_seed(rng_seed)))
+        self._observe(*self._reset(rng_seed, self.log.recent))
 
-    def _own_seed(self, rng_seed: int) -> int:
-        """The seed of the first env here; env i of a vector environment gets the seed plus i."""
-        return rng_seed + int(self.share.ids[0])
+    def _reset(self, rng_seed: int, recent: Iterable[Episode] = ()) -> tuple[Any, dict[str, Any]]:
+        self.log = EpisodeLog(self.num_envs, recent)
+        self.pending = np.zeros(self.num_envs, dtype=bool)
+        self._previous = np.zeros((self.num_envs, self.spaces.num_previous), dtype=np.float32)
+        first = int(self.share.ids[0])  # env i of a vector environment gets the seed plus i
+        found: tuple[Any, dict[str, Any]] = self.vector_env.reset(seed=rng_seed + first)
+        return found
 
     def begin_round(self) -> Tensor:
         self._where = f", round {self.rounds + 1}"
@@ -152,9 +150,8 @@ class GymEnvs:
     def step(self, choices: Tensor) -> Outcome:
         """Take the heads' choices `[N, H]` in every env."""
         was_pending = self.pending
-        observations, rewards, terminated, truncated, infos = self.vector_env.step(
-            self.spaces.actions(choices)
-        )
+        actions = self.spaces.actions(choices)
+        observations, rewards, terminated, truncated, infos = self.vector_env.step(actions)
         truncated = truncated & ~terminated
         ended = terminated | truncated
         rewards = rewards.astype(np.float32)
@@ -172,9 +169,8 @@ class GymEnvs:
                     final_features[torch.from_numpy(ended)] = final
                 self.spaces.require_finite(final_features, self._where)
                 if self._autoreset == "DISABLED":
-                    observations, reset_infos = self.vector_env.reset(
-                        options={"reset_mask": ended.copy()}
-                    )
+                    options = {"reset_mask": ended.copy()}
+                    observations, reset_infos = self.vector_env.reset(options=options)
         self._previous[is_first] = 0.0
         self._observe(observations, infos, ended, reset_infos)
         self.log.add(rewards, ended, ~was_pending)
@@ -220,9 +216,8 @@ class GymEnvs:
             groups = self._read_masks((infos, ~self.pending))
         else:  # the first masks of a new episode come with its reset
             groups = self._read_masks((infos, ~ended), (reset_infos, ended))
-        self.masks = ActionMasks.from_groups(
-            self.action_space, [torch.from_numpy(group) for group in groups]
-        )
+        tensors = [torch.from_numpy(group) for group in groups]
+        self.masks = ActionMasks.from_groups(self.action_space, tensors)
 
     def _read_masks(self, *sources: tuple[dict[str, Any], Array]) -> list[Array]:
         """The masks of each head group, from infos and the envs that they are needed of.
@@ -332,9 +327,8 @@ class GymEnvs:
         if self.ranks.size == 1 or "environments" not in state:
             return state
         groups = range(len(state["masks"]))
-        own = {name: state[name] for name in _PER_ENV} | {
-            f"masks {group}": state["masks"][group] for group in groups
-        }
+        masks = {f"masks {group}": state["masks"][group] for group in groups}
+        own = {name: state[name] for name in _PER_ENV} | masks
         whole = self.share.join(self.ranks.gather((self.share.ids, own)))
         return state | whole | {"masks": [whole.pop(f"masks {group}") for group in groups]}
 
@@ -412,9 +406,8 @@ def vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
         import gymnasium
         from gymnasium.vector import SyncVectorEnv, VectorEnv
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"esper.PPO needs {error.name}: pip install 'esper-lite[gym]'"
-        ) from error
+        advice = f"esper.PPO needs {error.name}: pip install 'esper-lite[gym]'"
+        raise ModuleNotFoundError(advice) from error
     if isinstance(env, VectorEnv):
         return env
     if isinstance(env, gymnasium.Env):

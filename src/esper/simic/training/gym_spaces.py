@@ -135,12 +135,9 @@ class GymSpaces:
         arrays = [np.asarray(_at(observations, e.path)) for e in self.observation]
         return self._join(arrays, previous)
 
-    def features_of_each(
-        self, observations: Sequence[Any], previous: Array | None = None
-    ) -> Tensor:
+    def features_of_each(self, observed: Sequence[Any], previous: Array | None = None) -> Tensor:
         """As `features`, from a list with the observation of each env."""
-        entries = self.observation
-        arrays = [np.stack([_at(o, e.path) for o in observations]) for e in entries]
+        arrays = [np.stack([_at(o, e.path) for o in observed]) for e in self.observation]
         return self._join(arrays, previous)
 
     def previous(self, choices: Array, rewards: Array) -> Array:
@@ -260,9 +257,8 @@ class GymSpaces:
                 earlier = self.action_space.heads[self.action_space.index(name)]
                 axes = (*earlier.given, name)
                 if set(axes) <= set(head.given):
-                    legal = arrays[name].transpose(
-                        0, *(1 + axes.index(g) for g in head.given if g in axes)
-                    )
+                    order = [1 + axes.index(g) for g in head.given if g in axes]
+                    legal = arrays[name].transpose(0, *order)
                     missing = [1 + i for i, g in enumerate(head.given) if g not in axes]
                     is_stuck = is_stuck & np.expand_dims(legal, missing)
             if is_stuck.any():
@@ -378,9 +374,7 @@ def _match_heads(
         return expected, tuple(range(expected.num_heads))
     heads = tuple(heads)
     if wrong := [head for head in heads if not isinstance(head, Head)]:
-        raise ValueError(
-            f"heads holds {wrong[0]!r}; use esper.Head('row', 8), and pass settings as config="
-        )
+        raise ValueError(f"heads holds {wrong[0]!r}; use esper.Head, and config= for settings")
     given = FactoredActionSpace(heads)
     head_of = tuple(range(given.num_heads))
     if set(given.names) == set(expected.names):

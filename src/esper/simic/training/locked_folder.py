@@ -46,11 +46,9 @@ def _check_writable(path: Path) -> None:
         probe.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-    free = shutil.disk_usage(path).free
-    if free < LEAST_FREE_BYTES:
-        raise ValueError(
-            f"{path} has {free / 2**20:.0f} MiB left; a run needs {LEAST_FREE_BYTES / 2**20:.0f}"
-        )
+    free, least = (size / 2**20 for size in (shutil.disk_usage(path).free, LEAST_FREE_BYTES))
+    if free < least:
+        raise ValueError(f"{path} has {free:.0f} MiB left; a run needs {least:.0f}")
 
 
 def _locked(path: Path) -> int:

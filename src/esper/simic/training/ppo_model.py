@@ -406,17 +406,15 @@ class PPO:
             envs = vector_env(env, _on_each(run["num_envs"], ranks))
             world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
             model._build(config, spaces, encoder, world)
-            has_state = "environments" in run["envs"]
-            total = world.share.total
-            if (saved["environment"], run["num_envs"]) != (world.kind, total) or (
-                has_state and not world.can_save_state
-            ):
+            total, is_lost = world.share.total, not world.can_save_state
+            is_other = (saved["environment"], run["num_envs"]) != (world.kind, total)
+            is_other = is_other or (is_lost and "environments" in run["envs"])
+            if is_other:
                 start = {"recent_episodes": [], "rounds": run["envs"]["rounds"]}
                 run |= {"num_envs": total, "envs": start, "state": None}
-                model.trainer.load_state_dict(run, path)
+            model.trainer.load_state_dict(run, path)
+            if is_other:
                 model.trainer.abandon_round()
-            else:
-                model.trainer.load_state_dict(run, path)
         model._first_step, model.total_steps = saved["learn"]
         return model
 
@@ -429,12 +427,7 @@ class EvaluationResult(NamedTuple):
 
 
 def evaluate(
-    model: PPO,
-    env: "AnyEnv",
-    episodes: int = 20,
-    *,
-    rng_seed: int = 0,
-    deterministic: bool = True,
+    model: PPO, env: "AnyEnv", episodes: int = 20, *, rng_seed: int = 0, deterministic: bool = True
 ) -> EvaluationResult:
     """Play whole episodes without learning.
 
@@ -475,9 +468,8 @@ def evaluate(
     if model._learns_in(envs):
         model.envs.restart(model.trainer.shuffle_rng)
         model.trainer.abandon_round()
-    return EvaluationResult(
-        np.array([e.total_reward for e in counted]), np.array([e.length for e in counted])
-    )
+    _, returns, lengths = zip(*counted, strict=True)
+    return EvaluationResult(np.array(returns), np.array(lengths))
 
 
 def _on_each(num_envs: int, ranks: Ranks) -> int:

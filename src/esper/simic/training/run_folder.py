@@ -1,10 +1,5 @@
 """The folder of a growth run: its files, a lock, and the current and previous checkpoint.
 
-    with RunFolder.create("runs/first", config) as folder:
-        folder.save(training)
-    with RunFolder.reopen("runs/first") as folder:
-        training = folder.resume()
-
 | file | contents |
 |---|---|
 | `config.json` | every setting of the run |
@@ -113,10 +108,8 @@ class RunFolder(LockedFolder):
             GrowthTraining.resume(previous)
         except (UnreadableFile, FileNotFoundError):
             return "start a new run in another folder"
-        return (
-            f"{previous.name} is the checkpoint before it; to resume from there, run\n"
-            f"  cp {previous} {self.files.checkpoint}"
-        )
+        before = f"{previous.name} is the checkpoint before it; to resume from there, run"
+        return f"{before}\n  cp {previous} {self.files.checkpoint}"
 
     def save(self, training: GrowthTraining) -> None:
         """Write checkpoint and controller; the previous checkpoint is kept."""

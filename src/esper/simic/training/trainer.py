@@ -159,7 +159,7 @@ class Trainer:
         they check `STOP_CHECKS` times per round whether one of them is to stop.
         """
         stride = 1 if self.ranks.size == 1 else max(1, self.horizon // STOP_CHECKS)
-        envs, agent, lap = self.envs, self.agent, self.clock.lap
+        envs, agent, lap, rng = self.envs, self.agent, self.clock.lap, self.action_rng
         act = agent.prepared_act()
         if not self._in_round:
             self._begin_round()
@@ -167,9 +167,7 @@ class Trainer:
             if self.progress.round_steps % stride == 0 and self.ranks.any(should_stop()):
                 return False
             features, masks = envs.features.to(agent.device), envs.masks.to(agent.device)
-            decision = act(
-                features, masks, self.state, generator=self.action_rng, deterministic=deterministic
-            )
+            decision = act(features, masks, self.state, generator=rng, deterministic=deterministic)
             actions = decision.actions.cpu()
             lap("act")
             outcome = envs.step(actions)
