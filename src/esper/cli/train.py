@@ -29,7 +29,7 @@ from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import prepare
 from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
 from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.distribution import choice_labels, describe_hosts, with_checksum
+from esper.simic.training.distribution import choice_labels, host_kind, with_checksum
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
 
@@ -142,12 +142,17 @@ def run_training(
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:
     """Hosts, controller, device and size of a run."""
-    config, policy = training.config, training.agent.policy
-    weights = sum(weight.numel() for weight in policy.parameters())
+    config, hosts = training.config, training.environment.host_batch
+    weights = sum(weight.numel() for weight in training.agent.policy.parameters())
     start = f"from round {training.rounds_done + 1} " if training.rounds_done else ""
     ranks = f" on {training.ranks.size} ranks" if training.ranks.size > 1 else ""
     return (
-        f"{describe_hosts(config, training.environment.host_batch)}\n"
+        f"{config.data or config.task} on {hosts.task.device}, {hosts.kernels} kernels; "
+        f"seeds: {', '.join(hosts.blueprint_names)}\n"
+        f"trained on {len(config.training_widths)} {host_kind(config, hosts.task)} hosts with "
+        f"{config.num_layers} layers of {', '.join(map(str, config.widths))} and "
+        f"{', '.join(config.variants)}\n"
+        f"held out: {', '.join(config.held_out_widths)} and {', '.join(config.held_out_variants)}\n"
         f"controller: {weights:,} weights on {training.agent.device}, torch {torch.__version__}\n"
         f"{config.rounds} rounds {start}of {config.num_envs} hosts x {config.growth.num_steps} "
         f"decisions x {config.host_batch.minibatches} minibatches{ranks}; writing to {files.path}"
@@ -162,12 +167,9 @@ def _train(training: GrowthTraining, folder: RunFolder, more_sinks: Sinks = ()) 
             training.run(lambda record: None, should_stop=should_stop)
             return max(training.ranks.gather(should_stop.signal or 0)) or None
         database = stack.enter_context(_open_database(training, files))
-        done, text = (
-            training.rounds_done,
-            "the first run compiles CPU kernels: about a minute, once",
-        )
+        done, window = training.rounds_done, SMOOTHED_ROUNDS
         curves = TensorBoardSink(files.path, first_step=done + 1, settings=to_plain(config))
-        window = SMOOTHED_ROUNDS
+        text = "the first run compiles CPU kernels: about a minute, once"
         bar = ProgressSink(config.rounds, SHOWN, unit="rounds", done=done, window=window, text=text)
         sinks: list[EventSink] = [curves, bar, *(make() for make in more_sinks)]
         for sink in sinks:
@@ -200,14 +202,12 @@ def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
         details=details,
         rounds_done=done,
     )
-    if missing := done - database.num_rounds():
+    if missing := done - database.rounds_found:
         print(f"warning: {files.database} lacks {missing} of the {done} rounds before this one")
     changed = differences(details, {**details, **database.previous_details})
     if done and changed:
-        print(
-            f"warning: {'; '.join(changed)} before; the results will not be bit-exact those of a "
-            "run that never stopped"
-        )
+        effect = "the results will not be bit-exact those of a run that never stopped"
+        print(f"warning: {'; '.join(changed)} before; {effect}")
     return database
 
 

@@ -1,7 +1,6 @@
 """Checkpoints of growth: one file from which a run resumes bit-exactly, even during a blend."""
 
 import math
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,8 +124,7 @@ def _first_difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def network_to_dict(state: NetworkState) -> dict[str, Any]:
-    slots = {entry.name: getattr(state.slots, entry.name) for entry in fields(SlotStates)}
-    return {**vars(state), "slots": slots}
+    return {**vars(state), "slots": state.slots.tensors()}
 
 
 def network_from_dict(data: dict[str, Any]) -> NetworkState:

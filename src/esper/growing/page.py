@@ -10,6 +10,7 @@ The page is assembled from `page_parts/` and loads nothing else. All it shows co
 import html
 import json
 import os
+import re
 import subprocess
 import time
 import warnings
@@ -97,9 +98,7 @@ def page_html(ledger: Ledger, now: str = "") -> str:
     done = "adapted" if ledger.trials else "grown"
     parts["title"] = html.escape(f"{ledger.model}, {done}")
     parts["summary"] = html.escape(ledger.summary())
-    head, *tails = _part("page.html").split("{{")
-    filled = (parts[key] + text for key, _, text in (tail.partition("}}") for tail in tails))
-    return head + "".join(filled)
+    return re.sub("{{(.*?)}}", lambda key: parts[key[1]], _part("page.html"))
 
 
 def _part(name: str) -> str:

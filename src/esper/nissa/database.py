@@ -20,7 +20,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import UTC, datetime
 from itertools import repeat
 from pathlib import Path
@@ -115,7 +115,8 @@ class RunDatabase:
         (damage,) = execute("PRAGMA quick_check(1)").fetchone()
         if damage != "ok":
             raise ValueError(f"it is damaged ({damage})")
-        with _transaction(self._connection):
+        with self._connection:  # commits, or rolls back
+            execute("BEGIN IMMEDIATE")
             names = self._space.names
             heads, legal = (", ".join(f"{k}{n} INTEGER" for n in names) for k in ("", "legal_"))
             for statement in _TABLES.format(heads=heads, legal=legal).split(";\n"):
@@ -125,15 +126,11 @@ class RunDatabase:
             self.previous_details: dict[str, Any] = json.loads(last[0]) if last else {}
             for table in ("rounds", "episodes", "decisions", "observations"):
                 execute(f"DELETE FROM {table} WHERE round > ?", (rounds_done,))
+            self.rounds_found: int = execute("SELECT count(*) FROM rounds").fetchone()[0]
             run = _now(), rounds_done + 1, json.dumps(details)
             execute("INSERT INTO runs VALUES (?, ?, ?)", run)
             named = [(head, c, name) for head in choices for c, name in enumerate(choices[head])]
             self._connection.executemany("INSERT OR REPLACE INTO choices VALUES (?, ?, ?)", named)
-
-    def num_rounds(self) -> int:
-        """Rounds in the database."""
-        count: int = self._connection.execute("SELECT count(*) FROM rounds").fetchone()[0]
-        return count
 
     def add(self, record: RoundRecord) -> None:
         """Write a round in the background; raises if the round before it failed."""
@@ -148,7 +145,8 @@ class RunDatabase:
 
     def _write(self, record: RoundRecord) -> None:
         """Write a round in one transaction."""
-        with _transaction(self._connection):
+        with self._connection:
+            self._connection.execute("BEGIN IMMEDIATE")
             self._insert("rounds", iter([_round_row(record)]))
             self._insert("episodes", _episode_rows(record))
             self._insert("decisions", self._decision_rows(record))
@@ -198,18 +196,6 @@ def reasons_if_all_rolled_back(path: str | Path) -> str | None:
     with closing(sqlite3.connect(path)) as connection:
         num_scores, reasons = connection.execute(query).fetchone()
     return None if num_scores else reasons
-
-
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:  # SQLite rolls back by itself if the disk is full
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _round_row(record: RoundRecord) -> tuple[Any, ...]:

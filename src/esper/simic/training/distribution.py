@@ -92,18 +92,6 @@ def choice_labels(environment: GrowthEnvironment) -> dict[str, list[str]]:
     }
 
 
-def describe_hosts(config: TrainConfig, host_batch: PopulationBatch) -> str:
-    """The task, the hosts and data to train on, and those held out."""
-    return (
-        f"{config.data or config.task} on {host_batch.task.device}, {host_batch.kernels} kernels; "
-        f"seeds: {', '.join(host_batch.blueprint_names)}\n"
-        f"trained on {len(config.training_widths)} {host_kind(config, host_batch.task)} hosts with "
-        f"{config.num_layers} layers of {', '.join(map(str, config.widths))} and "
-        f"{', '.join(config.variants)}\n"
-        f"held out: {', '.join(config.held_out_widths)} and {', '.join(config.held_out_variants)}"
-    )
-
-
 def _variant(task: Task, name: str) -> Task:
     kind, _, value = name.partition(":")
     if kind == "permuted":

@@ -25,7 +25,7 @@ from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import ActionMasks, Head
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
-from esper.leyline.ranks import ALONE, EnvShare, Ranks, join_ranks
+from esper.leyline.ranks import ALONE, EnvShare, join_ranks
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
 from esper.simic.training.gym_spaces import Array, GymSpaces
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
 
     from esper.simic.training.gym_envs import AnyEnv
-
-RoundCallback = Callable[[int, dict[str, float]], bool | None]
-"""Called after each round with the steps taken so far and the round's metrics; False stops."""
 
 _KIND, _VERSION = "PPO model", 3
 
@@ -88,11 +85,6 @@ class PolicyState(NamedTuple):
     choices: Tensor  # [N, H]: of the previous step
     is_new: Tensor  # [N] bool: there was no previous step
 
-    def zeroed(self, rows: Tensor) -> "PolicyState":
-        """The state with `rows` `[N]` bool at the start of an episode."""
-        recurrent = zero_rows(RecurrentState(self.h, self.c), rows)
-        return PolicyState(*recurrent, self.choices, self.is_new | rows)
-
 
 class PPO:
     """A policy, and the environments that it learns in.
@@ -122,7 +114,7 @@ class PPO:
             raise ValueError("heads is a config; use PPO(env, config=GymConfig(...))")
         ranks = join_ranks()
         ranks.require_same(to_plain(config))
-        envs = vector_env(env, _on_each(config.num_envs, ranks))
+        envs = vector_env(env, len(EnvShare.split(config.num_envs, ranks).ids))
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
         spaces = GymSpaces.of(
             envs,
@@ -192,7 +184,7 @@ class PPO:
     def learn(
         self,
         steps: int | None = None,
-        callback: RoundCallback | None = None,
+        callback: Callable[[int, dict[str, float]], bool | None] | None = None,
         eval_env: "AnyEnv | None" = None,
         log_dir: str | Path | None = None,
         *,
@@ -286,15 +278,20 @@ class PPO:
         """
         is_single = self.spaces.is_single(observation)
         num_envs = 1 if is_single else self.spaces.num_rows(observation)
-        state = state or self._initial_state(num_envs)
+        if state is None:
+            choices = torch.zeros(num_envs, len(self.spaces.action_space.heads))
+            is_new = torch.ones(num_envs, dtype=torch.bool)
+            state = PolicyState(*self.agent.policy.initial_state(num_envs), choices, is_new)
         if len(state.h) != num_envs:
             raise ValueError(
                 f"the state is that of {len(state.h)} envs, the observation of {num_envs}; pass what "
                 "predict returned for the same envs, or state=None at the start of episodes"
             )
         if episode_start is not None:
-            is_first = np.broadcast_to(np.asarray(episode_start, dtype=bool), num_envs)
-            state = state.zeroed(torch.tensor(is_first))
+            rows = np.broadcast_to(np.asarray(episode_start, dtype=bool), num_envs)
+            is_first = torch.tensor(rows)
+            recurrent = zero_rows(RecurrentState(state.h, state.c), is_first)
+            state = PolicyState(*recurrent, state.choices, state.is_new | is_first)
         previous = self._previous(state, reward)
         if is_single:
             features = self.spaces.features_of_each([observation], previous)
@@ -319,11 +316,6 @@ class PPO:
         is_new = torch.zeros(num_envs, dtype=torch.bool)
         after = PolicyState(*decision.state, decision.actions.cpu(), is_new)
         return (self.spaces.first_action(actions) if is_single else actions), after
-
-    def _initial_state(self, num_envs: int) -> PolicyState:
-        choices = torch.zeros(num_envs, len(self.spaces.action_space.heads))
-        is_new = torch.ones(num_envs, dtype=torch.bool)
-        return PolicyState(*self.agent.policy.initial_state(num_envs), choices, is_new)
 
     def _previous(self, state: PolicyState, reward: Any) -> Array:
         """Features of the step before; zeros at the start of an episode."""
@@ -403,7 +395,7 @@ class PPO:
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
             ranks, masks = join_ranks(), saved["mask_source"]
-            envs = vector_env(env, _on_each(run["num_envs"], ranks))
+            envs = vector_env(env, len(EnvShare.split(run["num_envs"], ranks).ids))
             world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
             model._build(config, spaces, encoder, world)
             total, is_lost = world.share.total, not world.can_save_state
@@ -470,8 +462,3 @@ def evaluate(
         model.trainer.abandon_round()
     _, returns, lengths = zip(*counted, strict=True)
     return EvaluationResult(np.array(returns), np.array(lengths))
-
-
-def _on_each(num_envs: int, ranks: Ranks) -> int:
-    """The number of envs on each rank."""
-    return len(EnvShare.split(num_envs, ranks).ids)
