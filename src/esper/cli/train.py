@@ -194,13 +194,10 @@ def _train(training: GrowthTraining, folder: RunFolder, more_sinks: Sinks = ()) 
 def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
     """The run's database; warns if rounds are missing, or if a resumed run may not be bit-exact."""
     details = {"device": str(training.agent.device), **machine_facts()}
-    done = training.rounds_done
+    done, environment = training.rounds_done, training.environment
+    choices, space = choice_labels(environment), environment.action_space
     database = RunDatabase(
-        files.database,
-        training.environment.action_space,
-        choices=choice_labels(training.environment),
-        details=details,
-        rounds_done=done,
+        files.database, space, choices=choices, details=details, rounds_done=done
     )
     if missing := done - database.rounds_found:
         print(f"warning: {files.database} lacks {missing} of the {done} rounds before this one")

@@ -26,18 +26,12 @@ aten = torch.ops.aten
 
 NO_END = 2**63 - 1  # the traced end of an open slice
 
-_INFIX: dict[Any, str] = {
-    aten.add.Tensor: "+",
-    aten.sub.Tensor: "-",
-    aten.mul.Tensor: "*",
-    aten.div.Tensor: "/",
-    aten.matmul.default: "@",
-    operator.add: "+",
-    operator.sub: "-",
-    operator.mul: "*",
-    operator.floordiv: "//",
-}
 # fmt: off
+_INFIX: dict[Any, str] = {
+    aten.add.Tensor: "+", aten.sub.Tensor: "-", aten.mul.Tensor: "*", aten.div.Tensor: "/",
+    aten.matmul.default: "@",
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//",
+}
 # operators with the same arguments, in the same order, as the torch function of that name
 _TORCH = {
     "abs", "addcmul", "addmm", "amax", "amin", "arange", "argmax", "argmin", "avg_pool1d",

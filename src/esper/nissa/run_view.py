@@ -1,9 +1,4 @@
-"""What a run's database shows, as JSON values; read while the run writes.
-
-runs = find_runs(Path("runs"))
-view = view_run(runs["quick-1"])
-rows = compare(view, view_run(runs["quick-2"]))
-"""
+"""What a run's database shows, as JSON values; read while the run writes."""
 
 import json
 import math
@@ -36,8 +31,8 @@ _SUMMARY: dict[str, tuple[str, Callable[[float], str]]] = {
 
 def find_runs(path: Path) -> dict[str, Path]:
     """Run folders by name: the folder itself, or those up to two levels below it."""
-    levels = (path.glob(pattern) for pattern in ("run.sqlite", "*/run.sqlite", "*/*/run.sqlite"))
-    found = sorted(file.parent for level in levels for file in level)
+    levels = ("run.sqlite", "*/run.sqlite", "*/*/run.sqlite")
+    found = sorted(file.parent for level in levels for file in path.glob(level))
     if not found:
         raise ValueError(f"no run in {path}: there is no run.sqlite; start one with `esper train`")
     return {str(r.relative_to(path)) if r != path else path.resolve().name: r for r in found}

@@ -121,13 +121,9 @@ def candidate_plans(
 
 def plans_for(experiment: PairedExperiment, settings: EvaluationConfig) -> ConstantPlan:
     """The candidates of an evaluation, for the slots and the menu of an experiment."""
-    return candidate_plans(
-        settings.num_plans,
-        experiment.hosts[0].num_slots,
-        len(experiment.menu),
-        experiment.growth.num_steps,
-        torch.Generator().manual_seed(settings.rng_seed),
-    )
+    sizes = experiment.hosts[0].num_slots, len(experiment.menu), experiment.growth.num_steps
+    generator = torch.Generator().manual_seed(settings.rng_seed)
+    return candidate_plans(settings.num_plans, *sizes, generator)
 
 
 def plan_arm(

@@ -136,13 +136,9 @@ class PairedExperiment:
         config = replace(self.host_batch, num_types=len(self.hosts), envs_per_type=num_envs)
         host_ids = torch.arange(self.num_hosts).view(len(self.hosts), 1, copies)
         views = torch.tensor(self.view_ids).repeat_interleave(self.repeats)
+        ids = host_ids.expand(-1, layout.num_lanes, -1).flatten()[envs]
         host_batch = PopulationBatch(
-            self.hosts,
-            self.menu,
-            self.task,
-            config,
-            optimizer=self.optimizer,
-            host_ids=host_ids.expand(-1, layout.num_lanes, -1).flatten()[envs],
+            self.hosts, self.menu, self.task, config, optimizer=self.optimizer, host_ids=ids
         )
         view_of_env = views.repeat(len(self.hosts) * layout.num_lanes)
         host_batch.new_hosts(self.hosts, view_of_env[envs], rng_seed)

@@ -121,21 +121,13 @@ class GrowthEnvs(TrainingEnvs):
     def episodes(self) -> Episodes:
         """The episodes of the round that has ended, of all ranks."""
         if self._episodes is None:
-            parts = self.ranks.gather((self.share.ids, self._own_episodes()._asdict()))
+            rollbacks, *rows = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
+            rolled_back, reports = rollbacks.any(dim=1), self.reports
+            scores = torch.where(rolled_back, torch.nan, self.reward.scores)
+            facts = scores, reports.rent, reports.host_params, self._lengths, rolled_back
+            parts = self.ranks.gather((self.share.ids, Episodes(*facts, *rows)._asdict()))
             self._episodes = Episodes(**self.share.join(parts))
         return self._episodes
-
-    def _own_episodes(self) -> Episodes:
-        rollbacks, *per_step = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
-        rolled_back = rollbacks.any(dim=1)
-        return Episodes(
-            torch.where(rolled_back, torch.nan, self.reward.scores),
-            self.reports.rent,
-            self.reports.host_params,
-            self._lengths,
-            rolled_back,
-            *per_step,
-        )
 
     def metrics(self, seconds: float) -> dict[str, float]:
         episodes = self.episodes()

@@ -371,7 +371,7 @@ def _rows(masks: Any, envs: Array) -> Any:
     """The masks of some envs out of those of all."""
     if isinstance(masks, Mapping):  # for each head, gymnasium adds which envs gave it as "_head"
         return {name: _rows(m, envs) for name, m in masks.items() if not name.startswith("_")}
-    return masks[envs] if isinstance(masks, np.ndarray) else list(compress(masks, envs))
+    return [*compress(masks, envs)] if isinstance(masks, tuple | list) else np.asarray(masks)[envs]
 
 
 # -- state of one environment ---------------------------------------------------------------------

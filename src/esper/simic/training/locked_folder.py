@@ -1,8 +1,4 @@
-"""A folder that only one process writes to.
-
-with LockedFolder("runs/first"):
-    ...
-"""
+"""A folder that only one process writes to."""
 
 import fcntl
 import os

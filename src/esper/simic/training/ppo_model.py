@@ -306,11 +306,10 @@ class PPO:
                 "pass mask=",
                 stacklevel=2,
             )
+        device, recurrent = self.agent.device, RecurrentState(state.h, state.c)
+        masks = self._masks(mask, num_envs, is_single).to(device)
         decision = self.agent.act(
-            features.to(self.agent.device),
-            self._masks(mask, num_envs, is_single).to(self.agent.device),
-            RecurrentState(state.h, state.c),
-            deterministic=deterministic,
+            features.to(device), masks, recurrent, deterministic=deterministic
         )
         actions = self.spaces.actions(decision.actions)
         is_new = torch.zeros(num_envs, dtype=torch.bool)
@@ -444,13 +443,8 @@ def evaluate(
     quota[: episodes % num_envs] += 1
     counted: list[Episode] = []
     while quota.any():
-        decision = act(
-            world.features.to(agent.device),
-            world.masks.to(agent.device),
-            state,
-            generator=generator,
-            deterministic=deterministic,
-        )
+        features, masks = world.features.to(agent.device), world.masks.to(agent.device)
+        decision = act(features, masks, state, generator=generator, deterministic=deterministic)
         outcome = world.step(decision.actions)
         state = zero_rows(decision.state, outcome.is_first)
         for episode in world.log.ended:
