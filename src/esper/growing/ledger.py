@@ -210,7 +210,7 @@ class Ledger:
             return f"Grown by {cost}. No ungrown twin was trained, so the gain is not known."
         verdict = self.verdict
         gain, error = verdict.grown - verdict.ungrown, verdict.difference_error
-        grown, ungrown = (self.show(value) for value in (verdict.grown, verdict.ungrown))
+        grown, ungrown = self.show(verdict.grown), self.show(verdict.ungrown)
         margin = self.show_gain(gain, error)
         runs = f" The means of {verdict.repeats} runs." if verdict.repeats > 1 else ""
         if error is not None and not runs:

@@ -42,7 +42,7 @@ from esper.tamiyo.policy.network import (
 )
 from esper.tamiyo.policy.prepared_act import Act, prepared_act
 
-Generator = torch.Generator | None  # None: torch's global one
+Rng = torch.Generator | None  # None: the global generator of torch
 FIRST_RATIO_TOLERANCE = 1e-2  # rounding alone stays below 1e-5
 
 
@@ -138,7 +138,7 @@ class PPOAgent:
         masks: ActionMasks,
         state: RecurrentState,
         *,
-        generator: Generator = None,
+        generator: Rng = None,
         deterministic: bool = False,
     ) -> Decision:
         """One decision per env; values are in units of the reward."""
@@ -164,7 +164,7 @@ class PPOAgent:
         last_values: Tensor | None = None,
         *,
         progress: float = 0.0,
-        generator: Generator = None,
+        generator: Rng = None,
         share: EnvShare | None = None,
     ) -> dict[str, float]:
         """Learn from a rollout and return the metrics that docs/metrics.md lists.
@@ -221,7 +221,7 @@ class PPOAgent:
         rollout: RolloutBatch,
         layout: SequenceLayout,
         meter: "_Meter",
-        generator: Generator,
+        generator: Rng,
         share: EnvShare,
     ) -> tuple[int, bool]:
         """Train on the rollout; returns the passes made and whether all losses were finite."""
@@ -277,7 +277,7 @@ class PPOAgent:
         return evaluation.log_probs.detach(), torch.stack(list(measured.values()))
 
     def _minibatches(
-        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Generator, share: EnvShare
+        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng, share: EnvShare
     ) -> "Iterator[_Minibatch]":
         """Random minibatches of whole env rows; one gather per field for the whole pass."""
         order, is_alone = torch.randperm(share.total, generator=generator), self.ranks.size == 1

@@ -43,11 +43,9 @@ class EvaluationReport:
     def summary(self) -> str:
         """How much was measured, and what differences it can show."""
         experiment = self.experiment
-        size = (
-            f"{experiment.num_hosts} hosts per arm of {len(experiment.type_names)} types held out "
-            f"from training, {self.num_controllers} controller(s), "
-            f"{self.seconds:.0f} s on {experiment.task.device}."
-        )
+        hosts = f"{experiment.num_hosts} hosts per arm of {len(experiment.type_names)} types"
+        cost = f"{self.seconds:.0f} s on {experiment.task.device}"
+        size = f"{hosts} held out from training, {self.num_controllers} controller(s), {cost}."
         if experiment.num_hosts < FEW_HOSTS or self.num_controllers < 3:
             size += (
                 " This is a small evaluation: only differences of several points are reliable. Use "

@@ -119,9 +119,8 @@ class TrainConfig:
             except (ImportError, TypeError) as error:
                 raise ValueError(f"module {name!r} cannot be imported: {error}") from error
         if self.task not in TASKS:
-            known = ", ".join(TASKS)
             raise ValueError(
-                f"no task {self.task!r}; there are {known}, and those of --import MODULE"
+                f"no task {self.task!r}; there are {', '.join(TASKS)} and those of --import MODULE"
             )
         try:
             signature(TASKS[self.task]).bind(*filter(None, [self.data]))

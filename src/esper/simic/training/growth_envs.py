@@ -70,9 +70,9 @@ class GrowthEnvs(TrainingEnvs):
         reports, is_real_step = self.reports, self._is_running
         result = self.environment.step(actions)
         self.clock.lap("hosts")
+        reasons = self.environment.rollback_reasons
         for env in (is_real_step & result.rolled_back).nonzero().flatten().tolist():
-            reason = self.environment.rollback_reasons.get(env, "rolled back")
-            self.rollback_reasons[env] = reason
+            self.rollback_reasons[env] = reasons.get(env, "rolled back")
         rewards = self.reward.of(reports, result)
         sibling_mean = siblings_mean(rewards, self.environment.siblings)
         continues = is_real_step & ~result.rolled_back

@@ -210,20 +210,17 @@ class GymEnvs:
             self.masks = self._all_legal
             return
         if self.mask_source == "observation":
-            infos, reset_infos = {self._mask_key: observations[self._mask_key]}, None
+            infos = {self._mask_key: observations[self._mask_key]}
         # the last observation of an episode may allow nothing; no action is chosen for it
-        if reset_infos is None or ended is None:
-            groups = self._read_masks((infos, ~self.pending))
-        else:  # the first masks of a new episode come with its reset
-            groups = self._read_masks((infos, ~ended), (reset_infos, ended))
+        sources = [(infos, ~self.pending)]
+        if reset_infos is not None and ended is not None and self.mask_source == "info":
+            sources = [(infos, ~ended), (reset_infos, ended)]  # new episodes: with their reset
+        groups = self._read_masks(sources)
         tensors = [torch.from_numpy(group) for group in groups]
         self.masks = ActionMasks.from_groups(self.action_space, tensors)
 
-    def _read_masks(self, *sources: tuple[dict[str, Any], Array]) -> list[Array]:
-        """The masks of each head group, from infos and the envs that they are needed of.
-
-        All is legal where none is needed.
-        """
+    def _read_masks(self, sources: list[tuple[dict[str, Any], Array]]) -> list[Array]:
+        """The masks of each head group from infos, for the envs that need them; others: all legal."""
         groups = [group.numpy().copy() for group in self._all_legal.groups]
         key = self._mask_key
         for infos, needed in sources:
