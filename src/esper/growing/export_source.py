@@ -56,7 +56,9 @@ class ExportError(RuntimeError):
 
 def source_of(program: ExportedProgram, model: nn.Module) -> tuple[str, dict[str, Tensor]]:
     """The program as source code, and the weights that its `load` reads; `model` was traced."""
-    inputs = [node for node in program.graph.nodes if _is_input(program, node)]
+    specs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
+    names = [spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument)]
+    inputs = [node for node in program.graph.nodes if node.name in names]
     statements = list(_statements(program, model))
     attributes = _Attributes(program, statements)
     lines = _forward_lines(program, statements, attributes, inputs)
@@ -343,14 +345,6 @@ def _structure(output: Any) -> str:
     if isinstance(output, list):
         return f"[{inner}]"
     return f"({inner},)" if len(output) == 1 else f"({inner})"
-
-
-def _is_input(program: ExportedProgram, node: fx.Node) -> bool:
-    return node.op == "placeholder" and any(
-        spec.arg.name == node.name
-        for spec in program.graph_signature.input_specs
-        if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
-    )
 
 
 def _described(node: fx.Node) -> str:
