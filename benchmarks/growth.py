@@ -27,8 +27,8 @@ from pathlib import Path
 from growth_evaluation import FullReport, evaluate_fully
 from growth_searches import SearchConfig
 
-from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
-from esper.simic.evaluation.settings import EvaluationConfig
+from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
+from esper.simic.evaluation.experiment import EvaluationConfig
 from esper.simic.training.config import PRESETS, TrainConfig
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles

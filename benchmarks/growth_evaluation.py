@@ -52,14 +52,16 @@ from esper.simic.evaluation.arms import (
     HOST_ALONE,
     LEARNED,
     ArmResult,
+    PlanSearch,
+    plan_arm,
+    plans_for,
     run_arms,
+    search_plans,
     standard_arms,
 )
 from esper.simic.evaluation.evaluate import on_task, prepare, with_test_rows
-from esper.simic.evaluation.experiment import Arm, PairedExperiment
-from esper.simic.evaluation.plans import PlanSearch, plan_arm, plans_for, search_plans
+from esper.simic.evaluation.experiment import Arm, EvaluationConfig, PairedExperiment
 from esper.simic.evaluation.report import EvaluationReport, Rows, markdown_table
-from esper.simic.evaluation.settings import EvaluationConfig
 from esper.simic.evaluation.statistics import Array, estimate
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts

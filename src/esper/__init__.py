@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from esper.growing.sites import find_sites as find_sites
     from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.hosts import host as host
-    from esper.leyline.factored_actions import FactoredActionSpace as ActionSpace
+    from esper.leyline.factored_actions import FactoredActionSpace
     from esper.leyline.factored_actions import Head as Head
     from esper.simic.agent.ppo import PPOConfig as PPOConfig
     from esper.simic.training.ppo_model import PPO as PPO
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from esper.tolaria import tasks as tasks
     from esper.tolaria.population import Population as Population
     from esper.tolaria.tasks import Task as Task
+
+    ActionSpace = FactoredActionSpace
 
 # Idle OpenMP threads of torch sleep instead of spinning. On a busy machine, spinning made a small
 # CNN with two threads 3 to 5 times slower; it has no effect if torch was imported before.
@@ -68,33 +70,7 @@ _PUBLIC = {
     "write_page": ("esper.growing.page", "write_page"),
 }
 
-__all__ = [
-    "PPO",
-    "ActionSpace",
-    "AdaptationResult",
-    "Budget",
-    "Growth",
-    "GrowthResult",
-    "GymConfig",
-    "Head",
-    "PPOConfig",
-    "PolicyConfig",
-    "Population",
-    "Task",
-    "__version__",
-    "adapt",
-    "blueprint",
-    "controllers",
-    "evaluate",
-    "find_sites",
-    "grow",
-    "host",
-    "lightning_callback",
-    "load_adaptation",
-    "tasks",
-    "trainer_callback",
-    "write_page",
-]
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -44,29 +44,29 @@ def conformance(
 
     A function raises NotImplementedError, with the reason, for what it does not support.
     """
-    checks = {
-        "six rows": (gae, lambda: _six_rows(gae)),
-        "splits": (gae, lambda: _splits(gae)),
-        "ragged rows": (gae, lambda: _ragged(gae)),
-        "masks": (masked_probs, lambda: _masks(masked_probs)),
-        "state reset": (step, lambda: _resets(step)),
+    checks: dict[str, tuple[Any, Callable[[Any], None]]] = {
+        "six rows": (gae, _six_rows),
+        "splits": (gae, _splits),
+        "ragged rows": (gae, _ragged),
+        "masks": (masked_probs, _masks),
+        "state reset": (step, _resets),
         "unrolled": (
             unroll,
-            lambda: _near(unroll(*_episodes()), _stepped(step), "step, env, output"),
+            lambda unroll: _near(unroll(*_episodes()), _stepped(step), "step, env, output"),
         ),
-        "ratio 1": (ratios, lambda: _near(ratios(), torch.ones(()), "ratio")),
+        "ratio 1": (ratios, lambda ratios: _near(ratios(), torch.ones(()), "ratio")),
     }
-    return {name: _result(check) for name, (function, check) in checks.items() if function}
-
-
-def _result(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except NotImplementedError as error:
-        return f"none: {error}"
-    except AssertionError as error:
-        return f"FAIL: {error}"
-    return "pass"
+    results = {}
+    for name, (function, check) in checks.items():
+        if function:
+            try:
+                check(function)
+                results[name] = "pass"
+            except NotImplementedError as error:
+                results[name] = f"none: {error}"
+            except AssertionError as error:
+                results[name] = f"FAIL: {error}"
+    return results
 
 
 def _six_rows(gae: Any) -> None:

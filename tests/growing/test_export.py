@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.growing.export import FORMATS, ExportError, export
-from esper.growing.export_source import Source
 from esper.growing.plain import Grown, folded
 from esper.growing.slots import Seed
 from esper.kasmina.blueprints import BLUEPRINTS, Site
@@ -368,7 +367,7 @@ def test_code_under_autocast_has_no_source(tmp_path):
                 return (x @ x.T).float()
 
     with pytest.raises(
-        ExportError, match=r"cannot be written as source code; formats=\('torch', 'onnx'\) may work"
+        ExportError, match=r"cannot be written as source; try formats=\('torch', 'onnx'\)"
     ):
         export(Mixed(), torch.randn(3, 4), tmp_path, formats=("source",))
 
@@ -483,7 +482,7 @@ def test_what_onnx_does_not_know_is_said(tmp_path):
 
 
 def test_a_file_that_computes_something_else_is_refused(tmp_path, monkeypatch):
-    wrong = Source("def load():\n    return lambda x: x + 0.1\n", {})
+    wrong = ("def load():\n    return lambda x: x + 0.1\n", {})
     monkeypatch.setattr(sys.modules[export.__module__], "source_of", lambda *_: wrong)
     with pytest.raises(ExportError, match=r"off by 0.1 at 2 rows.*formats=\('torch', 'onnx'\)"):
         export(nn.Identity(), torch.zeros(2, 3), tmp_path, formats=("source",))
@@ -491,7 +490,7 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_tolerance_is_relative_to_the_largest_output_and_can_be_set(tmp_path, monkeypatch):
-    wrong = Source("def load():\n    return lambda x: x + 0.1\n", {})
+    wrong = ("def load():\n    return lambda x: x + 0.1\n", {})
     monkeypatch.setattr(sys.modules[export.__module__], "source_of", lambda *_: wrong)
     export(nn.Identity(), torch.tensor([[2e4, 0.0]] * 2), tmp_path, formats=("source",))
     small = torch.tensor([[20.0, 0.0]] * 2)
@@ -508,7 +507,7 @@ def test_an_export_that_fails_leaves_the_last_one_as_it_was(tmp_path, monkeypatc
     assert {file.parent for file in files.values()} == {tmp_path}
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert sorted(before) == ["model.pt", "model.pt2", "model.py"]
-    wrong = Source("def load():\n    return lambda x: x + 0.1\n", {})
+    wrong = ("def load():\n    return lambda x: x + 0.1\n", {})
     monkeypatch.setattr(sys.modules[export.__module__], "source_of", lambda *_: wrong)
     with pytest.raises(ExportError, match="off by"):
         export(nn.Linear(3, 3), example, tmp_path, formats=("torch", "source"))

@@ -9,7 +9,6 @@ from esper.growing.ledger import (
     Ledger,
     NetworkRecord,
     SeedState,
-    StageSpan,
     StepRecord,
     Verdict,
 )
@@ -35,11 +34,11 @@ def test_an_unknown_schema_is_refused():
 
 def test_a_life_is_the_stages_as_the_steps_show_them():
     ledger = full_ledger()
-    assert ledger.life_of("a") == [StageSpan("BLENDING", 0, 2), StageSpan("HOLDING", 2, 2)]
+    assert ledger.life_of("a") == [("BLENDING", 0, 2), ("HOLDING", 2, 2)]
     assert ledger.life_of("b") == [
-        StageSpan("BLENDING", 4, 7),
-        StageSpan("HOLDING", 7, 7),  # committed at step 7, shown at step 8
-        StageSpan("FOSSILIZED", 7, 9),
+        ("BLENDING", 4, 7),
+        ("HOLDING", 7, 7),  # committed at step 7, shown at step 8
+        ("FOSSILIZED", 7, 9),
     ]
 
 
@@ -58,7 +57,7 @@ def test_a_prune_that_takes_its_time_ends_the_life_when_it_is_over():
     ledger.steps.append(step(2, state("a", "BLENDING", 0.5)))
     ledger.steps.append(step(3))
     ledger.fates.append(FateRecord(seed="a", step=3, fate="pruned"))
-    assert ledger.life_of("a")[-1] == StageSpan("BLENDING", 2, 3)
+    assert ledger.life_of("a")[-1] == ("BLENDING", 2, 3)
 
 
 def test_the_last_fate_counts():

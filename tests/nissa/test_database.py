@@ -208,10 +208,10 @@ def test_a_head_with_more_choices_than_bits_is_refused(path):
 
 def test_a_resumed_run_reads_the_details_and_rounds_of_the_run_before(path):
     with open_database(path) as database:
-        assert (database.previous_details, database.num_rounds()) == ({}, 0)
+        assert (database.previous_details, database.rounds_found) == ({}, 0)
         database.add(make_record(1))
     with open_database(path, rounds_done=1) as database:
-        assert (database.previous_details, database.num_rounds()) == ({"device": "cpu"}, 1)
+        assert (database.previous_details, database.rounds_found) == ({"device": "cpu"}, 1)
 
 
 def flip_in_a_page(path):
@@ -243,4 +243,4 @@ def test_a_damaged_database_is_named_with_the_way_out(path, damage):
         open_database(path, rounds_done=1)
     path.rename(f"{path}.old")
     with open_database(path, rounds_done=1) as database:
-        assert database.num_rounds() == 0
+        assert database.rounds_found == 0

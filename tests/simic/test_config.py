@@ -15,7 +15,6 @@ from esper.simic.training.distribution import (
     load_hosts,
     load_task,
     training_hosts,
-    variant_names,
 )
 from esper.simic.training.ppo_model import GymConfig
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
@@ -140,7 +139,13 @@ def test_held_out_hosts_are_never_drawn_and_all_others_are():
     for _ in range(20):
         environment.reset()
         host_batch = environment.host_batch
-        seen |= set(zip(host_batch.host_names, variant_names(config, host_batch), strict=True))
+        seen |= set(
+            zip(
+                host_batch.host_names,
+                [config.variants[v] for v in host_batch.view_ids],
+                strict=True,
+            )
+        )
     every = {"-".join(map(str, widths)) for widths in product((2, 4), repeat=3)}
     assert {host for host, _ in seen} == every - {"4-2-4"}
     assert {variant for _, variant in seen} == {"plain", "rows:50"}

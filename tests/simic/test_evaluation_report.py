@@ -15,7 +15,7 @@ from esper.leyline.plain_config import to_plain
 from esper.leyline.ranks import join_ranks
 from esper.simic.evaluation import arms, claims
 from esper.simic.evaluation.evaluate import evaluate_controllers, evaluate_run, on_task
-from esper.simic.evaluation.settings import PRESETS
+from esper.simic.evaluation.experiment import PRESETS
 from esper.simic.evaluation.statistics import Estimate
 from esper.simic.training.config import PRESETS as TRAINING
 from esper.simic.training.distribution import load_hosts, load_menu, load_task
@@ -144,12 +144,11 @@ def test_the_terminal_shows_every_arm_and_whole_verdicts(report, tmp_path):
 def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
     asked = []
 
-    def evaluated(runs, preset, *, task, data, say, on_step, ranks):
+    def evaluated(runs, preset, *, task, data, on_step, ranks):
         asked.append((runs, preset, task, data))
         for phase in ("searching", "growing"):
-            say(phase)
             for step in range(20):
-                on_step(step + 1, 20)
+                on_step(phase, step + 1, 20)
         return report
 
     monkeypatch.setattr("esper.cli.evaluate.evaluate_run", evaluated)

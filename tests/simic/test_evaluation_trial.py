@@ -9,13 +9,13 @@ import torch
 from esper.kasmina.blueprints import menu_for
 from esper.kasmina.hosts import build_host
 from esper.leyline.constants import SiteKind
-from esper.simic.evaluation.experiment import Arm, EnvLayout, PairedExperiment, play
-from esper.simic.evaluation.plans import (
+from esper.simic.evaluation.arms import (
     NEVER,
     candidate_plans,
     run_plans,
     search_plans,
 )
+from esper.simic.evaluation.experiment import Arm, EnvLayout, PairedExperiment, play
 from esper.tamiyo.scripted import ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig
@@ -173,7 +173,8 @@ def grow_known(arms, num_hosts):
     host_batch = SyntheticHosts(len(layout.rent))
     environment = GrowthEnvironment(host_batch)
     environment.begin(host_batch.reset(torch.Generator()), layout.rent)
-    return host_batch, layout.split(play(environment, layout, 1, 1))
+    finished = play(environment, layout, 1, 1)
+    return host_batch, [finished.at(ids) for ids in layout.env_ids]
 
 
 class KnownExperiment:

@@ -493,7 +493,8 @@ def test_a_reward_that_is_not_finite_is_named():
 def test_a_model_is_not_evaluated_on_other_spaces():
     model = train(vector(CueMemory, 2), 32)
     with pytest.raises(
-        ValueError, match=r"not those of the policy: .*head sizes is \(3, 4, 2\), expected \(3,\)"
+        ValueError,
+        match=r"not those of the policy: the action is choices .*\(3, 4, 2\).*expected choices \(3,\)",
     ):
         evaluate(model, vector(BestActions, 2), 1)
 

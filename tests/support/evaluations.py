@@ -3,7 +3,7 @@
 import torch
 
 from esper.leyline.factored_actions import tamiyo_action_space
-from esper.simic.evaluation.settings import EvaluationConfig
+from esper.simic.evaluation.experiment import EvaluationConfig
 from esper.simic.training.config import TrainConfig
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout

@@ -23,8 +23,7 @@ _COMMANDS = {
     "gym": "Train PPO on a Gymnasium environment, then evaluate it.",
 }
 
-# module -> the extra that installs it
-_EXTRAS = {"gymnasium": "gym"}
+_EXTRAS = {"gymnasium": "gym"}  # module -> the extra that installs it
 _EXTRAS |= dict.fromkeys(("tyro", "rich", "tensorboard", "scipy", "sklearn", "mnist1d"), "train")
 
 RANK_DELAY_S = 3.0  # in which torchrun sees that rank 0 has failed
@@ -66,8 +65,7 @@ def _exit(message: str, is_alone: bool = False) -> NoReturn:
     Ranks often fail alike. Then rank 0 prints, and torchrun ends the others before they do.
     `is_alone`: another rank was lost, and torchrun is about to end this one.
     """
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
+    if (rank := os.environ.get("RANK", "0")) != "0":
         time.sleep(0.0 if is_alone else RANK_DELAY_S)
         message = f"rank {rank}: {message}"
     sys.exit(f"esper: {message}")
@@ -91,11 +89,8 @@ def stop_after_signal(number: int, message: str) -> NoReturn:
 
 def _run(arguments: list[str]) -> None:
     name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
-        print(_help())
-        return
-    if name == "--version":
-        print(import_module("esper").__version__)
+    if name in ("-h", "--help", "--version"):
+        print(import_module("esper").__version__ if name == "--version" else _help())
         return
     if name not in _COMMANDS:
         near = "".join(f"did you mean {match!r}? " for match in get_close_matches(name, _COMMANDS))
@@ -125,15 +120,9 @@ def _run(arguments: list[str]) -> None:
 
 def _help() -> str:
     """The list of commands, without importing any of them."""
-    lines = (f"  {name:11} {what}" for name, what in _COMMANDS.items())
-    return "\n".join(
-        (
-            "usage: esper COMMAND [FLAGS]",
-            "",
-            "Esper adapts trained models, and grows neural networks while they train.",
-            "",
-            *lines,
-            "",
-            "`esper COMMAND --help` lists the flags of a command.",
-        )
+    lines = "\n".join(f"  {name:11} {what}" for name, what in _COMMANDS.items())
+    return (
+        "usage: esper COMMAND [FLAGS]\n\n"
+        f"Esper adapts trained models, and grows neural networks while they train.\n\n{lines}\n\n"
+        "`esper COMMAND --help` lists the flags of a command."
     )

@@ -18,6 +18,5 @@ def compare(one: tyro.conf.Positional[Path], other: tyro.conf.Positional[Path]) 
     rows = [["", str(one), str(other)], *compare_views(view_run(one), view_run(other))]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
-        print(
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())

@@ -37,16 +37,9 @@ def evaluate(
     """
     if not runs:
         raise ValueError("no run given; name its folder, as in: esper evaluate runs/quick-1")
-    evaluate_and_show(runs, preset, out or runs[0], task=task, data=data)
-
-
-def evaluate_and_show(
-    runs: Sequence[Path], preset: str, out: Path, *, task: str | None = None, data: str = ""
-) -> None:
-    """Evaluate on all ranks; rank 0 shows the result."""
     report = evaluate_with_bar(runs, preset, task, data)
     if join_ranks().is_first:
-        show(report, out, Console())
+        show(report, out or runs[0], Console())
 
 
 def evaluate_with_bar(
@@ -54,21 +47,16 @@ def evaluate_with_bar(
 ) -> EvaluationReport:
     """Evaluate on all ranks; a bar shows each phase."""
     with ExitStack() as stack:
-        bars, texts = list[ProgressSink](), list[str]()
+        bars: dict[str, ProgressSink] = {}  # by phase
 
-        def say(text: str) -> None:
-            texts.append(text)
-            bars.clear()
-
-        def on_step(done: int, total: int) -> None:
-            if not bars:
+        def on_step(phase: str, done: int, total: int) -> None:
+            if phase not in bars:
                 stack.close()  # the bar of the phase before
-                bars.append(stack.enter_context(ProgressSink(total, text=texts[-1])))
-            bars[-1].update(done, texts[-1])
+                bars[phase] = stack.enter_context(ProgressSink(total, text=phase))
+            bars[phase].update(done, phase)
 
-        return evaluate_run(
-            runs, preset, task=task, data=data, say=say, on_step=on_step, ranks=join_ranks()
-        )
+        ranks = join_ranks()
+        return evaluate_run(runs, preset, task=task, data=data, on_step=on_step, ranks=ranks)
 
 
 def show(report: EvaluationReport, folder: Path, console: Console) -> None:

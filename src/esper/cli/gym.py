@@ -1,7 +1,6 @@
 """`esper gym ENV_ID`: PPO on a Gymnasium environment."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -46,20 +45,18 @@ def gym(
             raise ValueError(f"{name}={count}; use 1 or more")
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
     checkpoint, ranks = out / "checkpoint.pt", join_ranks()
-    num_envs = config.num_envs
-    device = "" if config.device == _DEFAULTS.device else f" --device {config.device}"
-    resume_command = (
-        f"{this_command()} gym {env_id} --num-envs {num_envs}{device} --out {out} --resume"
-    )
+    num_envs, usual = config.num_envs, _DEFAULTS
+    device = "" if config.device == usual.device else f" --device {config.device}"
+    flags = f"--num-envs {num_envs}{device} --out {out} --resume"
+    resume_command = f"{this_command()} gym {env_id} {flags}"
     if resume and not checkpoint.exists():
         raise ValueError(f"no {checkpoint} to resume from; leave out --resume to start a new run")
-    others = replace(config, device=_DEFAULTS.device, num_envs=_DEFAULTS.num_envs)
-    settings = (others, total_steps)
-    if resume and settings != (_DEFAULTS, _TOTAL_STEPS):
+    others = replace(config, device=usual.device, num_envs=usual.num_envs)
+    if resume and (others, total_steps) != (usual, _TOTAL_STEPS):
         raise ValueError(f"--resume uses the settings in {checkpoint}; leave out other flags")
     resume = resume or (was_restarted() and checkpoint.exists())
     model = None if resume else PPO(env_id, config=config)
-    with LockedFolder(out) if ranks.is_first else nullcontext():
+    with LockedFolder(out, ranks):
         if model is None:
             model = PPO.load(checkpoint, env_id, device=config.device)
             total = model.envs.share.total
@@ -80,22 +77,18 @@ def gym(
             if isinstance(error, TrainingFailed):
                 model.save(out / "agent.pt")
                 reason += f"\nthe last good agent is saved as {out / 'agent.pt'}"
-            reason += f"\nthe run stopped after {model.num_steps:,} steps; "
+            advice = "no checkpoint was written yet"
             if checkpoint.exists():
-                reason += f"resume from the last checkpoint with\n  {resume_command}"
-            else:
-                reason += "no checkpoint was written yet"
-            raise ValueError(reason) from error
+                advice = f"resume from the last checkpoint with\n  {resume_command}"
+            done = f"the run stopped after {model.num_steps:,} steps"
+            raise ValueError(f"{reason}\n{done}; {advice}") from error
         if stopped_by is not None:
             done = f"stopped after {model.num_steps:,} steps; resume with\n  {resume_command}"
             stop_after_signal(stopped_by, done)
-    if not ranks.is_first:
-        return
-    result = evaluate(model, env_id, episodes)
-    print(
-        f"return {result.returns.mean():.2f} +- {result.returns.std():.2f} over {episodes} "
-        f"episodes; agent saved as {out / 'agent.pt'}"
-    )
+    if ranks.is_first:
+        returns = evaluate(model, env_id, episodes).returns
+        mean = f"return {returns.mean():.2f} +- {returns.std():.2f} over {episodes} episodes"
+        print(f"{mean}; agent saved as {out / 'agent.pt'}")
 
 
 def describe(model: PPO, out: Path) -> str:
@@ -104,10 +97,8 @@ def describe(model: PPO, out: Path) -> str:
     key = model.config.mask_key
     sources = {"info": f"info[{key!r}]", "observation": f"observation[{key!r}]"}
     sources |= {"method": "action_masks()", "none": "none, all legal"}
-    sizes = {True: "continuous"}
-    heads = ", ".join(
-        f"{head.name}[{sizes.get(head.continuous, head.size)}]" for head in envs.action_space
-    )
+    sizes = {h.name: "continuous" if h.continuous else h.size for h in envs.action_space}
+    heads = ", ".join(f"{name}[{size}]" for name, size in sizes.items())
     return (
         f"{envs.share.total} envs, {envs.num_features} features, heads {heads}, masks: "
         f"{sources[envs.mask_source]}; policy on {model.config.device}; writing to {out}"

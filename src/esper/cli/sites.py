@@ -37,7 +37,11 @@ def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:
     """The model that a factory returns, and an example batch."""
     if any(size < 1 for size in shape):
         raise ValueError(f"--shape {shape}; use numbers of 1 or more, such as --shape 3 32 32")
-    made = _made(function_named(factory), factory)
+    function = function_named(factory)
+    try:
+        made = function()
+    except Exception as error:  # raised by the user's code
+        raise ValueError(f"{factory!r} raised {_line(error)}") from error
     if isinstance(made, nn.Module):
         if not shape:
             raise ValueError(
@@ -82,14 +86,6 @@ def function_named(factory: str) -> Callable[[], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _made(function: Callable[[], Any], factory: str) -> Any:
-    try:
-        return function()
-    except Exception as error:  # raised by the user's code
-        raise ValueError(f"{factory!r} raised {_line(error)}") from error
-
-
 def _line(error: Exception) -> str:
     """The error in one line."""
-    text = f"{error}".strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

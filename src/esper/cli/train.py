@@ -18,7 +18,7 @@ from esper.cli.sites import function_named
 from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.plain_config import differences, to_plain
-from esper.leyline.ranks import Ranks, join_ranks, was_restarted
+from esper.leyline.ranks import join_ranks, was_restarted
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
 from esper.nissa.database import RunDatabase, reasons_if_all_rolled_back
@@ -27,9 +27,9 @@ from esper.nissa.run_view import SMOOTHED_ROUNDS
 from esper.nissa.tensorboard import TensorBoardSink, log_picture
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import prepare
-from esper.simic.evaluation.settings import PRESETS as EVALUATIONS
+from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
 from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.distribution import choice_labels, describe_hosts, with_checksum
+from esper.simic.training.distribution import choice_labels, host_kind, with_checksum
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
 
@@ -66,22 +66,22 @@ def command(arguments: list[str]) -> Callable[..., None]:
         """
         ranks = join_ranks()
         sinks = [function_named(name) for name in sink]
-        if resume is None:
-            settings = with_checksum(settings)
-            folder = ranks.broadcast(out or _free_folder("config" if config else preset))
-            files = RunFiles(folder)
-            if was_restarted() and files.config.exists() and files.read_config() == settings:
-                run_training(RunFolder.reopen(folder, ranks), sinks=sinks)
-                return
-            training = _checked(settings, ranks)  # a mistake is found before the folder is made
-            run_training(RunFolder.create(folder, settings, ranks), training, sinks)
-            return
-        if settings != PRESETS[chosen] or out is not None or config is not None:
+        if resume and (settings != PRESETS[chosen] or out is not None or config is not None):
             raise ValueError(
                 f"--resume {resume} uses the settings in {RunFiles(resume).config}; leave out "
                 "other flags"
             )
-        run_training(RunFolder.reopen(resume, ranks), sinks=sinks)
+        if resume is not None:
+            run_training(RunFolder.reopen(resume, ranks), sinks=sinks)
+            return
+        settings = with_checksum(settings)
+        files = RunFiles(ranks.broadcast(out or _free_folder("config" if config else preset)))
+        if was_restarted() and files.config.exists() and files.read_config() == settings:
+            run_training(RunFolder.reopen(files.path, ranks), sinks=sinks)
+            return
+        training = GrowthTraining(settings, ranks)  # finds mistakes before the folder is made
+        prepare(settings, EVALUATIONS["quick"])
+        run_training(RunFolder.create(files.path, settings, ranks), training, sinks)
 
     return train
 
@@ -104,13 +104,6 @@ def defaults_of(arguments: list[str]) -> tuple[PresetName, TrainConfig]:
     return name, settings
 
 
-def _checked(config: TrainConfig, ranks: Ranks) -> GrowthTraining:
-    """A new run; raises if it cannot be trained with its settings, or evaluated after that."""
-    training = GrowthTraining(config, ranks)
-    prepare(config, EVALUATIONS["quick"])
-    return training
-
-
 def run_training(
     folder: RunFolder, training: GrowthTraining | None = None, sinks: Sinks = ()
 ) -> None:
@@ -129,36 +122,37 @@ def run_training(
                 f"its last checkpoint with\n  {resume_command}"
             ) from error
     if stopped_by is not None:
-        stop_after_signal(
-            stopped_by,
-            f"stopped after {training.rounds_done} of {training.config.rounds} rounds; resume "
-            f"with\n  {resume_command}",
-        )
-    ranks = training.ranks
-    if ranks.is_first and (reasons := reasons_if_all_rolled_back(files.database)):
+        done = f"stopped after {training.rounds_done} of {training.config.rounds} rounds"
+        stop_after_signal(stopped_by, f"{done}; resume with\n  {resume_command}")
+    is_first = training.ranks.is_first
+    if is_first and (reasons := reasons_if_all_rolled_back(files.database)):
         raise ValueError(
             f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
             "a new run with other settings, such as a lower --host-learning-rate"
         )
     report = evaluate_with_bar([files.path], "quick")
-    if ranks.is_first:
+    if is_first:
         report.save(files.path)
         log_picture(files.path, "evaluation", report.figures())
         print(report.brief())
         print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
-        print(
-            f"Everything is in {files.path}; look at it with: {this_command()} watch {files.path}"
-        )
+        watch = f"{this_command()} watch {files.path}"
+        print(f"Everything is in {files.path}; look at it with: {watch}")
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:
     """Hosts, controller, device and size of a run."""
-    config, policy = training.config, training.agent.policy
-    weights = sum(weight.numel() for weight in policy.parameters())
+    config, hosts = training.config, training.environment.host_batch
+    weights = sum(weight.numel() for weight in training.agent.policy.parameters())
     start = f"from round {training.rounds_done + 1} " if training.rounds_done else ""
     ranks = f" on {training.ranks.size} ranks" if training.ranks.size > 1 else ""
     return (
-        f"{describe_hosts(config, training.environment.host_batch)}\n"
+        f"{config.data or config.task} on {hosts.task.device}, {hosts.kernels} kernels; "
+        f"seeds: {', '.join(hosts.blueprint_names)}\n"
+        f"trained on {len(config.training_widths)} {host_kind(config, hosts.task)} hosts with "
+        f"{config.num_layers} layers of {', '.join(map(str, config.widths))} and "
+        f"{', '.join(config.variants)}\n"
+        f"held out: {', '.join(config.held_out_widths)} and {', '.join(config.held_out_variants)}\n"
         f"controller: {weights:,} weights on {training.agent.device}, torch {torch.__version__}\n"
         f"{config.rounds} rounds {start}of {config.num_envs} hosts x {config.growth.num_steps} "
         f"decisions x {config.host_batch.minibatches} minibatches{ranks}; writing to {files.path}"
@@ -173,16 +167,10 @@ def _train(training: GrowthTraining, folder: RunFolder, more_sinks: Sinks = ()) 
             training.run(lambda record: None, should_stop=should_stop)
             return max(training.ranks.gather(should_stop.signal or 0)) or None
         database = stack.enter_context(_open_database(training, files))
-        done = training.rounds_done
+        done, window = training.rounds_done, SMOOTHED_ROUNDS
         curves = TensorBoardSink(files.path, first_step=done + 1, settings=to_plain(config))
-        bar = ProgressSink(
-            config.rounds,
-            SHOWN,
-            unit="rounds",
-            done=done,
-            window=SMOOTHED_ROUNDS,
-            text="the first run compiles CPU kernels: about a minute, once",
-        )
+        text = "the first run compiles CPU kernels: about a minute, once"
+        bar = ProgressSink(config.rounds, SHOWN, unit="rounds", done=done, window=window, text=text)
         sinks: list[EventSink] = [curves, bar, *(make() for make in more_sinks)]
         for sink in sinks:
             stack.enter_context(sink)
@@ -206,27 +194,21 @@ def _train(training: GrowthTraining, folder: RunFolder, more_sinks: Sinks = ()) 
 def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
     """The run's database; warns if rounds are missing, or if a resumed run may not be bit-exact."""
     details = {"device": str(training.agent.device), **machine_facts()}
-    done = training.rounds_done
+    done, environment = training.rounds_done, training.environment
+    choices, space = choice_labels(environment), environment.action_space
     database = RunDatabase(
-        files.database,
-        training.environment.action_space,
-        choices=choice_labels(training.environment),
-        details=details,
-        rounds_done=done,
+        files.database, space, choices=choices, details=details, rounds_done=done
     )
-    if missing := done - database.num_rounds():
+    if missing := done - database.rounds_found:
         print(f"warning: {files.database} lacks {missing} of the {done} rounds before this one")
     changed = differences(details, {**details, **database.previous_details})
     if done and changed:
-        print(
-            f"warning: {'; '.join(changed)} before; the results will not be bit-exact those of a "
-            "run that never stopped"
-        )
+        effect = "the results will not be bit-exact those of a run that never stopped"
+        print(f"warning: {'; '.join(changed)} before; {effect}")
     return database
 
 
 def _free_folder(preset: str) -> Path:
     """The first folder that does not exist; after a restart, the last that does."""
-    names = (Path("runs") / f"{preset}-{number}" for number in count(1))
-    number = next(number for number, path in enumerate(names, start=1) if not path.exists())
+    number = next(n for n in count(1) if not Path("runs", f"{preset}-{n}").exists())
     return Path("runs") / f"{preset}-{max(1, number - was_restarted())}"

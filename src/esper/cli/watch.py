@@ -21,10 +21,8 @@ import tyro
 from esper.nissa.run_view import compare, find_runs, view_run
 from esper.simic.agent.health import HealthMonitor
 
-_SAFE = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
-    "connect-src 'self'"
-)
+_SAFE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+_SAFE += "; connect-src 'self'"
 
 
 def watch(
@@ -90,10 +88,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, kind: str, text: str) -> None:
         body = text.encode()
         self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Security-Policy", _SAFE)
-        self.send_header("Cache-Control", "no-store")
+        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        headers |= {"Content-Security-Policy": _SAFE, "Cache-Control": "no-store"}
+        for header in headers.items():
+            self.send_header(*header)
         self.end_headers()
         self.wfile.write(body)
 

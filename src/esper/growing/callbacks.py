@@ -26,10 +26,11 @@ class _Decisions:
     def __init__(self, metric: str, options: dict[str, Any]):
         self._metric, self._options = metric, options
         self._last: float | None = None
+        self._steps = 0
         self.growth: Growth | None = None
 
-    def start(
-        self, model: nn.Module, optimizer: Any, scheduler: Any, loader: Any, decisions: int,
+    def _start(
+        self, model: nn.Module, optimizer: Any, scheduler: Any, decisions: int, loader: Any,
         inputs: Callable[[Any], Any],
     ) -> None:  # fmt: skip
         if decisions < 2:
@@ -41,26 +42,22 @@ class _Decisions:
             example = inputs(next(iter(loader)))
         options: dict[str, Any] = {"decisions": decisions, "metric": self._metric} | self._options
         options.setdefault("example", pytree.tree_map_only(Tensor, lambda x: x.to(device), example))
-        self.growth = Growth(
-            model, optimizer, scheduler=scheduler, ranks=join_ranks(), **options
-        )  # fmt: skip
+        self.growth = Growth(model, optimizer, scheduler=scheduler, ranks=join_ranks(), **options)
 
-    def after_step(self) -> None:
+    def _after_step(self) -> None:
         if self.growth is not None:
             self.growth.after_step()
 
-    def decide(self, metrics: Mapping[str, Any]) -> None:
+    def _decide(self, metrics: Mapping[str, Any]) -> None:
         if self.growth is None or self.growth.is_closed:
             return
         if self._metric not in metrics:
-            raise ValueError(
-                f"metric={self._metric!r} is not reported; there are {sorted(metrics)}"
-            )
+            raise ValueError(f"no metric {self._metric!r} is reported, only {sorted(metrics)}")
         value = float(metrics[self._metric])
         self._last = math.exp(-value) if "loss" in self._metric else value
         self.growth.decide(self._last)
 
-    def end(self) -> None:
+    def on_train_end(self, *given: Any, **named: Any) -> None:
         if self.growth is not None and not self.growth.is_closed and self._last is not None:
             self.growth.close(self._last)
 
@@ -73,14 +70,7 @@ def trainer_callback(*, metric: str = "eval_loss", **options: Any) -> Any:
     """
     from transformers import TrainerCallback
 
-    class GrowthCallback(TrainerCallback):
-        def __init__(self) -> None:
-            self._decisions = _Decisions(metric, options)
-
-        @property
-        def growth(self) -> Growth | None:
-            return self._decisions.growth
-
+    class GrowthCallback(_Decisions, TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if args.load_best_model_at_end:
                 raise ValueError(
@@ -89,14 +79,12 @@ def trainer_callback(*, metric: str = "eval_loss", **options: Any) -> Any:
                 )
             by_steps = args.eval_strategy == "steps"
             planned = state.max_steps // state.eval_steps if by_steps else state.num_train_epochs
-            self._decisions.start(
-                given["model"],
-                getattr(given["optimizer"], "optimizer", given["optimizer"]),  # of accelerate
-                getattr(given["lr_scheduler"], "scheduler", given["lr_scheduler"]),
-                given["train_dataloader"],
-                0 if args.eval_strategy == "no" else int(planned),
-                dict,
-            )
+            optimizer, scheduler = given["optimizer"], given["lr_scheduler"]
+            optimizer = getattr(optimizer, "optimizer", optimizer)  # inside that of accelerate
+            scheduler = getattr(scheduler, "scheduler", scheduler)
+            planned = 0 if args.eval_strategy == "no" else int(planned)
+            loader = given["train_dataloader"]
+            self._start(given["model"], optimizer, scheduler, planned, loader, inputs=dict)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             """Clip seeds too; the Trainer has clipped the model."""
@@ -104,15 +92,12 @@ def trainer_callback(*, metric: str = "eval_loss", **options: Any) -> Any:
                 nn.utils.clip_grad_norm_(self.growth.parameters(), args.max_grad_norm)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self._decisions.after_step()
+            self._after_step()
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self._decisions.decide(given["metrics"])
+            self._decide(given["metrics"])
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self._decisions.end()
-
-    return GrowthCallback()
+    return GrowthCallback(metric, options)
 
 
 def lightning_callback(
@@ -134,41 +119,26 @@ def lightning_callback(
     except ImportError:
         from pytorch_lightning import Callback
 
-    class GrowthCallback(Callback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self._decisions = _Decisions(metric, options)
-            self._steps = 0
-
-        @property
-        def growth(self) -> Growth | None:
-            return self._decisions.growth
-
+    class GrowthCallback(_Decisions, Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise ValueError(f"{len(trainer.optimizers)} optimizers; growth needs exactly one")
-            configs = trainer.lr_scheduler_configs
-            self._decisions.start(
-                pl_module.get_submodule(network),
-                trainer.optimizers[0],
-                configs[0].scheduler if configs else None,
-                trainer.train_dataloader,
-                _validations(trainer) if decisions is None else decisions,
-                inputs,
-            )
+            model, configs = pl_module.get_submodule(network), trainer.lr_scheduler_configs
+            scheduler = configs[0].scheduler if configs else None
+            planned = _validations(trainer) if decisions is None else decisions
+            loader = trainer.train_dataloader
+            self._start(model, trainer.optimizers[0], scheduler, planned, loader, inputs)
 
         def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
             if trainer.global_step > self._steps:  # not while gradients accumulate
                 self._steps = trainer.global_step
-                self._decisions.after_step()
+                self._after_step()
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.sanity_checking:
-                self._decisions.decide(trainer.callback_metrics)
+                self._decide(trainer.callback_metrics)
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self._decisions.end()
-
-    return GrowthCallback()
+    return GrowthCallback(metric, options)
 
 
 def _validations(trainer: Any) -> int:

@@ -1,13 +1,12 @@
 """Checkpoints of growth: one file from which a run resumes bit-exactly, even during a blend."""
 
-from dataclasses import fields
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, optim
 
-from esper.growing.budget import Budget
 from esper.growing.controllers import StatefulController
 from esper.growing.eval_mode import random_states, set_random_states
 from esper.growing.inputs import DataFacts
@@ -50,14 +49,10 @@ def contents(growth: "Growth") -> dict[str, Any]:
 
 def resume(growth: "Growth", path: str | Path) -> None:
     """Restore a saved run in a new growth."""
-    saved, network = read(path), growth._network
-    check_fit(
-        path,
-        saved,
-        signature=_signature(growth),
-        decisions=growth.decisions,
-        budget=growth.budget,
-    )
+    network = growth._network
+    device = None if torch.cuda.is_available() else "cpu"  # None: each tensor stays on its device
+    saved = read_file(path, _KIND, version=_VERSION, device=device, resumes=True)
+    _check_fit(path, saved, growth)
     growth._reporter.data = DataFacts(*saved["data"])  # another example may look different
     network.restore(network_from_dict(saved["network"]))
     for group, settings in zip(growth.optimizer.param_groups, saved["settings"], strict=True):
@@ -96,21 +91,9 @@ def write(path: str | Path, contents: dict[str, Any]) -> None:
     write_file(path, _KIND, contents, version=_VERSION)
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """The contents; each tensor stays on its device if this machine has a GPU."""
-    device = None if torch.cuda.is_available() else "cpu"
-    return read_file(path, _KIND, version=_VERSION, device=device, resumes=True)
-
-
-def check_fit(
-    path: str | Path,
-    saved: dict[str, Any],
-    *,
-    signature: dict[str, Any],
-    decisions: int,
-    budget: Budget,
-) -> None:
-    """Raise if a run with this signature cannot resume the saved one."""
+def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> None:
+    """Raise if this growth cannot resume the saved run."""
+    signature, budget = _signature(growth), growth.budget
     for name, then in saved["signature"].items():
         now = signature[name]
         if now != then:
@@ -121,32 +104,27 @@ def check_fit(
                 "the saved one"
             )
     step, _, is_closed = saved["counts"]
-    if step >= decisions and not is_closed:
+    if step >= growth.decisions and not is_closed:
         raise ValueError(
-            f"{path} has made {step} decisions, and this run has decisions={decisions}; give "
+            f"{path} has made {step} decisions, and this run has decisions={growth.decisions}; give "
             f"it {step + 1} or more"
         )
     params, macs = saved["size"]
-    if any(
-        limit is not None and limit < size
-        for limit, size in ((budget.params, params), (budget.macs, macs))
-    ):
+    if params > (budget.params or math.inf) or macs > (budget.macs or math.inf):
         raise ValueError(
             f"{path} has a network of {params:,} parameters and {macs:,} multiply-adds, more than "
             f"{budget}"
         )
 
 
-def _first_difference(then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
+def _first_difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The first entry that differs, as each of them has it."""
     name = next(name for name in (*then, *now) if then.get(name) != now.get(name))
-    had, has = (f"{name} {own[name]}" if name in own else f"without {name}" for own in (then, now))
-    return had, has
+    return [f"{name} {own[name]}" if name in own else f"without {name}" for own in (then, now)]
 
 
 def network_to_dict(state: NetworkState) -> dict[str, Any]:
-    slots = {entry.name: getattr(state.slots, entry.name) for entry in fields(SlotStates)}
-    return {**vars(state), "slots": slots}
+    return {**vars(state), "slots": state.slots.tensors()}
 
 
 def network_from_dict(data: dict[str, Any]) -> NetworkState:

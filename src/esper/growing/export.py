@@ -37,6 +37,8 @@ from esper.growing.inputs import arguments, batch_size, forward, tensors
 from esper.growing.plain import folded
 from esper.leyline.files import atomic_write, is_running
 
+Exported = Callable[[Any], Any]  # an exported model: example -> outputs
+
 _FILES = {"torch": "model.pt2", "onnx": "model.onnx", "source": "model.py"}
 FORMATS = tuple(_FILES)
 TOLERANCE = 1e-5  # largest difference between the model and its files; 1: the largest output
@@ -65,36 +67,30 @@ def export(
     formats = (formats,) if isinstance(formats, str) else formats
     _check_formats(formats)
     if not isinstance(tolerance, Real) or not 0 <= tolerance < 1:
-        raise ValueError(
-            f"tolerance={tolerance!r}; use a share of the largest output, such as 1e-5"
-        )
+        raise ValueError(f"{tolerance=!r}; use a share of the largest output, such as 1e-5")
     plain = folded(model).cpu().eval()
     _check_names(plain)
     plain.register_forward_hook(_plain_output)
     example = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), example)
     if batch_size(example) == 1:  # torch.export would treat it as a constant
-        example = _repeated(example, 2)
+        example = _doubled(example)
     program = _traced(plain, example)
     folder = Path(path)
     with _checked_folder(folder) as unchecked:
         for name in formats:
-            file = unchecked / _FILES[name]
-            _WRITERS[name](program, plain, file)
-            _check_equal(name, _READERS[name](file), plain, example, tolerance)
+            exported = _WRITERS[name](program, plain, unchecked / _FILES[name])
+            _check_equal(name, exported, plain, example, tolerance)
     _warn_of_others(folder, formats)
     return {name: folder / _FILES[name] for name in formats}
 
 
 @contextlib.contextmanager
 def _checked_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder, whose files are moved to `folder` if the block succeeds.
-
-    Those that killed processes left are removed.
-    """
+    """A temporary folder, whose files are moved to `folder` if the block succeeds."""
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".unchecked-[0-9]*-*"):
+        for left in folder.glob(".unchecked-[0-9]*-*"):  # by a process that was killed
             if not is_running(int(left.name.split("-")[1])):
                 shutil.rmtree(left)
         prefix = f".unchecked-{os.getpid()}-"
@@ -102,16 +98,13 @@ def _checked_folder(folder: Path) -> Iterator[Path]:
             yield Path(unchecked)
             for file in Path(unchecked).iterdir():
                 file.replace(folder / file.name)
-    except BaseException as error:
+    except OSError as error:
+        reason = f"{folder} was not written ({error.strerror or error})"
+        raise OSError(error.errno, f"{reason}; free some space, or give another path") from error
+    finally:
         if is_new:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
-        if isinstance(error, OSError):
-            reason = f"{folder} was not written ({error.strerror or error})"
-            raise OSError(
-                error.errno, f"{reason}; free some space, or give another path"
-            ) from error
-        raise
 
 
 def _warn_of_others(folder: Path, formats: Sequence[str]) -> None:
@@ -147,12 +140,11 @@ def _check_names(model: nn.Module) -> None:
             )
 
 
-def _repeated(example: Any, times: int) -> Any:
+def _doubled(example: Any) -> Any:
+    """The batch with every row twice."""
     rows = batch_size(example)
     return pytree.tree_map_only(
-        Tensor,
-        lambda tensor: tensor.repeat_interleave(times, 0) if _has_rows(tensor, rows) else tensor,
-        example,
+        Tensor, lambda x: x.repeat_interleave(2, 0) if _has_rows(x, rows) else x, example
     )
 
 
@@ -243,7 +235,9 @@ def _inline_regions(module: fx.GraphModule) -> None:
     """Inline code under no_grad or disabled autocast: it computes the same."""
     graph = module.graph
     for node in list(graph.nodes):
-        if not _is_plain_region(node):
+        is_autocast = node.target is torch.ops.higher_order.wrap_with_autocast
+        is_off = is_autocast and node.args[2] is False  # (device, dtype, enabled, ...)
+        if not is_off and node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
         place = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node))
         region = module.get_submodule(node.args[place].target)
@@ -259,13 +253,6 @@ def _inline_regions(module: fx.GraphModule) -> None:
         graph.erase_node(node)
     graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
-
-
-def _is_plain_region(node: fx.Node) -> bool:
-    higher_order = torch.ops.higher_order
-    if node.target is higher_order.wrap_with_autocast:
-        return node.args[2] is False  # (device, dtype, enabled, ...)
-    return node.target is higher_order.wrap_with_set_grad_enabled
 
 
 def _changes_nothing(node: fx.Node) -> bool:
@@ -284,61 +271,43 @@ def _add_head_axis(node: fx.Node) -> None:
         return
     graph = node.graph
 
-    def insert(target: Any, source: fx.Node) -> fx.Node:
+    def insert(target: Any, source: Any) -> fx.Node:
         new = graph.call_function(target, (source, 1))
         new.meta = {**node.meta, "val": target(source.meta["val"], 1)}
         return new
 
     with graph.inserting_before(node):
-        node.args = tuple(
-            insert(aten.unsqueeze.default, arg)
-            if isinstance(arg, fx.Node) and arg.meta["val"].dim() == 3
-            else arg
-            for arg in node.args
-        )
+        for arg in node.all_input_nodes:
+            if arg.meta["val"].dim() == 3:
+                node.replace_input_with(arg, insert(aten.unsqueeze.default, arg))
     node.meta["val"] = node.meta["val"].unsqueeze(1)
     with graph.inserting_after(node):
         squeezed = insert(aten.squeeze.dim, node)
     node.replace_all_uses_with(squeezed, lambda user: user is not squeezed)
 
 
-def _write_torch(program: ExportedProgram, model: nn.Module, file: Path) -> None:
+def _write_torch(program: ExportedProgram, model: nn.Module, file: Path) -> Exported:
     memory = io.BytesIO()  # torch may abort the process when it writes to a full disk
     torch.export.save(program, memory)
     atomic_write(file, lambda out: out.write(memory.getbuffer()))
+    module = torch.export.load(file).module()
+    return lambda example: forward(module, example)
 
 
-def _write_onnx(program: ExportedProgram, model: nn.Module, file: Path) -> None:
+def _write_onnx(program: ExportedProgram, model: nn.Module, file: Path) -> Exported:
+    import onnxruntime
+
     size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
+    is_large = size > _LARGEST_ONNX_FILE
     try:
         with _quiet():
-            torch.onnx.export(
-                program, f=file, verbose=False, external_data=size > _LARGEST_ONNX_FILE
-            )
+            torch.onnx.export(program, f=file, verbose=False, external_data=is_large)
     except torch.onnx.OnnxExporterError as error:
         cause = error.__cause__ or error
         raise ExportError(
             f"no ONNX file: {str(cause).strip().splitlines()[0]}\n"
             "formats=('torch', 'source') leave it out"
         ) from error
-
-
-def _write_source(program: ExportedProgram, model: nn.Module, file: Path) -> None:
-    source = source_of(program, model)
-    memory = io.BytesIO()  # as above
-    torch.save(source.state, memory)
-    atomic_write(file, lambda out: out.write(source.text.encode()))
-    atomic_write(file.with_name("model.pt"), lambda out: out.write(memory.getbuffer()))
-
-
-def _read_torch(file: Path) -> Callable[[Any], Any]:
-    module = torch.export.load(file).module()
-    return lambda example: forward(module, example)
-
-
-def _read_onnx(file: Path) -> Callable[[Any], Any]:
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 
@@ -350,20 +319,25 @@ def _read_onnx(file: Path) -> Callable[[Any], Any]:
     return run
 
 
-def _read_source(file: Path) -> Callable[[Any], Any]:
-    model = runpy.run_path(str(file))["load"]()
-    return lambda example: model(*tensors(example))
+def _write_source(program: ExportedProgram, model: nn.Module, file: Path) -> Exported:
+    text, state = source_of(program, model)
+    memory = io.BytesIO()  # as above
+    torch.save(state, memory)
+    atomic_write(file, lambda out: out.write(text.encode()))
+    atomic_write(file.with_name("model.pt"), lambda out: out.write(memory.getbuffer()))
+    loaded = runpy.run_path(str(file))["load"]()
+    return lambda example: loaded(*tensors(example))
 
 
+# each writes a file and returns what was read back from it
 _WRITERS = {"torch": _write_torch, "onnx": _write_onnx, "source": _write_source}
-_READERS = {"torch": _read_torch, "onnx": _read_onnx, "source": _read_source}
 
 
 def _check_equal(
-    name: str, exported: Callable[[Any], Any], model: nn.Module, example: Any, tolerance: float
+    name: str, exported: Exported, model: nn.Module, example: Any, tolerance: float
 ) -> None:
     """Raise unless the file computes the same as the model, at two batch sizes."""
-    for batch in (example, _repeated(example, 2)):
+    for batch in (example, _doubled(example)):
         with torch.no_grad():
             expected, got = tensors(forward(model, batch)), tensors(exported(batch))
         for want, have in zip(expected, got, strict=True):

@@ -13,7 +13,7 @@ import operator
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import chain, count, groupby
 from typing import Any
 
 import torch
@@ -26,18 +26,12 @@ aten = torch.ops.aten
 
 NO_END = 2**63 - 1  # the traced end of an open slice
 
-_INFIX: dict[Any, str] = {
-    aten.add.Tensor: "+",
-    aten.sub.Tensor: "-",
-    aten.mul.Tensor: "*",
-    aten.div.Tensor: "/",
-    aten.matmul.default: "@",
-    operator.add: "+",
-    operator.sub: "-",
-    operator.mul: "*",
-    operator.floordiv: "//",
-}
 # fmt: off
+_INFIX: dict[Any, str] = {
+    aten.add.Tensor: "+", aten.sub.Tensor: "-", aten.mul.Tensor: "*", aten.div.Tensor: "/",
+    aten.matmul.default: "@",
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//",
+}
 # operators with the same arguments, in the same order, as the torch function of that name
 _TORCH = {
     "abs", "addcmul", "addmm", "amax", "amin", "arange", "argmax", "argmin", "avg_pool1d",
@@ -60,33 +54,24 @@ class ExportError(RuntimeError):
     """A model cannot be exported to a format; the message names the cause and an alternative."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """A source file, and the weights that its `load` reads."""
-
-    text: str
-    state: dict[str, Tensor]
-
-
-def source_of(program: ExportedProgram, model: nn.Module) -> Source:
-    """The program as source code; `model` is the traced module."""
+def source_of(program: ExportedProgram, model: nn.Module) -> tuple[str, dict[str, Tensor]]:
+    """The program as source code, and the weights that its `load` reads; `model` was traced."""
+    specs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
+    names = [spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument)]
+    inputs = [node for node in program.graph.nodes if node.name in names]
     statements = list(_statements(program, model))
-    attributes = _Attributes(program, model, statements)
-    lines, result = _forward_lines(program, statements, attributes)
-    inputs = [node for node in program.graph.nodes if _is_input(program, node)]
-    name = _identifier(type(model).__name__)
-    return Source(
-        _TEMPLATE.format(
-            name=name,
-            inputs=", ".join(_described(node) for node in inputs),
-            imports="import torch.nn.functional as F\n" if any("F." in s for s in lines) else "",
-            params=attributes.num_params,
-            layers="\n".join(f"        {line}" for line in attributes.declarations),
-            arguments=", ".join(f"{node.name}: Tensor" for node in inputs),
-            body="\n".join(f"        {line}" for line in [*lines, f"return {result}"]),
-        ),
-        attributes.state,
+    attributes = _Attributes(program, statements)
+    lines = _forward_lines(program, statements, attributes, inputs)
+    text = _TEMPLATE.format(
+        name=_identifier(type(model).__name__),
+        inputs=", ".join(_described(node) for node in inputs),
+        imports="import torch.nn.functional as F\n" if any("F." in s for s in lines) else "",
+        params=attributes.num_params,
+        layers="\n".join(f"        {line}" for line in attributes.declarations),
+        arguments=", ".join(f"{node.name}: Tensor" for node in inputs),
+        body="\n".join(f"        {line}" for line in lines),
     )
+    return text, attributes.state
 
 
 _TEMPLATE = '''\
@@ -163,9 +148,8 @@ def _inputs_of_layer(
     weights = _weights(program)
     outside = {arg for node in nodes for arg in node.all_input_nodes} - set(nodes)
     inputs = tuple(node for node in outside if node.name not in weights)
-    owns_all = all(
-        weights[node.name].rpartition(".")[0] == path for node in outside if node not in inputs
-    )
+    own = [weights[node.name] for node in outside if node.name in weights]
+    owns_all = all(weight.rpartition(".")[0] == path for weight in own)
     leaving = [node for node in nodes if any(user not in nodes for user in node.users)]
     return inputs if owns_all and len(inputs) == 1 and leaving == [nodes[-1]] else None
 
@@ -183,22 +167,17 @@ def _constructor(layer: nn.Module) -> str | None:
             for entry in call.keywords
             if ast.literal_eval(entry.value) != usual[str(entry.arg)].default
         ]
-        described = _settings(_built(call), usual)
+        described = _settings(eval(ast.unparse(call), {"nn": nn}), usual)
         # some layers leave settings out of extra_repr
         for name, value in _settings(layer, usual).items():
             if value != described[name]:
                 call.keywords.append(ast.keyword(name, ast.parse(repr(value), mode="eval").body))
-        twin = _built(call)
+        twin: nn.Module = eval(ast.unparse(call), {"nn": nn})
     except (AttributeError, KeyError, NameError, SyntaxError, TypeError, ValueError):
         return None
     is_same = _settings(twin, usual) == _settings(layer, usual) and repr(twin) == repr(layer)
     shapes = [{key: t.shape for key, t in x.state_dict().items()} for x in (layer, twin)]
     return ast.unparse(call) if is_same and shapes[0] == shapes[1] else None
-
-
-def _built(call: ast.Call) -> nn.Module:
-    layer: nn.Module = eval(ast.unparse(call), {"nn": nn})
-    return layer
 
 
 def _settings(layer: nn.Module, arguments: Iterable[str]) -> dict[str, Any]:
@@ -218,15 +197,12 @@ def _weights(program: ExportedProgram) -> dict[str, str]:
 class _Attributes:
     """What `__init__` declares: the layers and tensors that `forward` uses."""
 
-    def __init__(
-        self, program: ExportedProgram, model: nn.Module, statements: Sequence[_Statement]
-    ):
+    def __init__(self, program: ExportedProgram, statements: Sequence[_Statement]):
         self.declarations: list[str] = []
         self.state: dict[str, Tensor] = {}
         self.num_params = 0
         self._program = program
         self._weights = _weights(program)
-        self._trainable = set(program.graph_signature.parameters)
         self._names: dict[str, str] = {}  # path -> attribute
         layers = {s.path: s.layer for s in statements if s.layer is not None}
         for path, layer in layers.items():
@@ -235,17 +211,19 @@ class _Attributes:
             for key, tensor in layer.state_dict().items():
                 self.state[f"{self._names[path]}.{key}"] = tensor
 
-    def layer(self, path: str) -> str:
-        return f"self.{self._names[path]}"
-
-    def tensor(self, placeholder: str) -> str:
-        """The expression for a weight: part of a layer, or a separate attribute."""
-        path = self._weights[placeholder]
+    def value(self, node: fx.Node) -> str | None:
+        """The expression for a weight, part of a layer or a separate attribute; None for others."""
+        if node.name not in self._weights:
+            return None
+        path = self._weights[node.name]
         owner, _, last = path.rpartition(".")
         if owner in self._names:
-            return f"self.{self._names[owner]}.{last}"
+            return f"{self.layer(owner)}.{last}"
         if path not in self._names:
             self._declare(path)
+        return self.layer(path)
+
+    def layer(self, path: str) -> str:
         return f"self.{self._names[path]}"
 
     def _declare(self, path: str) -> None:
@@ -253,7 +231,7 @@ class _Attributes:
         tensor = program.state_dict.get(path, program.constants.get(path))
         assert isinstance(tensor, Tensor)
         name, empty = self._name(path), f"torch.empty({tuple(tensor.shape)})"
-        if path in self._trainable:
+        if path in program.graph_signature.parameters:
             self.declarations.append(f"self.{name} = nn.Parameter({empty})")
             self.num_params += tensor.numel()
         else:
@@ -263,24 +241,30 @@ class _Attributes:
     def _name(self, path: str) -> str:
         """A new, unique attribute name for a path."""
         plain = _identifier(path.replace(".", "_"))
-        taken = set(self._names.values()) | set(dir(nn.Module))
-        name = next(n for n in _numbered(plain) if n not in taken)
-        self._names[path] = name
-        return name
+        taken = {*self._names.values(), *dir(nn.Module)}
+        numbered = chain([plain], (f"{plain}_{number}" for number in count(1)))
+        self._names[path] = next(name for name in numbered if name not in taken)
+        return self._names[path]
 
 
 def _forward_lines(
-    program: ExportedProgram, statements: Sequence[_Statement], attributes: _Attributes
-) -> tuple[list[str], str]:
-    """The lines of `forward`, and the returned expression."""
-    weights, names = _weights(program), _Names(program, statements)
+    program: ExportedProgram,
+    statements: Sequence[_Statement],
+    attributes: _Attributes,
+    inputs: Sequence[fx.Node],
+) -> list[str]:
+    """The lines of `forward`. Its variables x, y, z, ... are reused after their last use."""
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    last_use = {node: number for number, entry in enumerate(statements) for node in entry.inputs}
+    last_use |= dict.fromkeys(output.all_input_nodes, len(statements))
+    names = {node: node.name for node in inputs}  # of the values that are still needed
+
+    def value(node: fx.Node) -> str:
+        return attributes.value(node) or names[node]
+
     lines: list[str] = []
     section = ""
     for number, statement in enumerate(statements):
-
-        def value(node: fx.Node) -> str:
-            return attributes.tensor(node.name) if node.name in weights else names[node]
-
         if statement.layer is None:
             place, line = statement.path, _expression(statement.node, value)
         else:
@@ -289,46 +273,16 @@ def _forward_lines(
         if place and not f"{section}.".startswith(f"{place}."):
             lines.append(f"# {place}")
         section = place
-        lines.append(f"{names.assign(number)} = {line}")
+        for node in [node for node in names if last_use.get(node, -1) <= number]:
+            del names[node]
+        free = chain("xyzuvw", (f"x{index}" for index in count(1)))
+        names[statement.node] = next(name for name in free if name not in names.values())
+        lines.append(f"{names[statement.node]} = {line}")
     if any("device" in line for line in lines):
-        first = next(node for node in program.graph.nodes if _is_input(program, node))
-        lines.insert(0, f"device = {first.name}.device")
-    output = next(node for node in program.graph.nodes if node.op == "output")
+        lines.insert(0, f"device = {inputs[0].name}.device")
     flat = [value(leaf) if isinstance(leaf, fx.Node) else repr(leaf) for leaf in output.args[0]]
-    return lines, _structure(pytree.tree_unflatten(flat, program.call_spec.out_spec))
-
-
-class _Names:
-    """Variable names x, y, z, ...; each is reused after the last use of its value."""
-
-    def __init__(self, program: ExportedProgram, statements: Sequence[_Statement]):
-        self._statements = statements
-        self._last_use = {
-            node: number for number, entry in enumerate(statements) for node in entry.inputs
-        }
-        output = next(node for node in program.graph.nodes if node.op == "output")
-        self._last_use.update(dict.fromkeys(output.all_input_nodes, len(statements)))
-        self._held: dict[fx.Node, str] = {
-            n: n.name for n in program.graph.nodes if _is_input(program, n)
-        }
-
-    def __getitem__(self, node: fx.Node) -> str:
-        return self._held[node]
-
-    def assign(self, number: int) -> str:
-        """The variable for a statement's value; those of inputs used for the last time are free."""
-        self._held = {
-            node: name for node, name in self._held.items() if self._last_use.get(node, -1) > number
-        }
-        taken = set(self._held.values())
-        name = next(n for n in _value_names() if n not in taken)
-        self._held[self._statements[number].node] = name
-        return name
-
-
-def _value_names() -> Iterator[str]:
-    yield from "xyzuvw"
-    yield from (f"x{number}" for number in count(1))
+    result = _structure(pytree.tree_unflatten(flat, program.call_spec.out_spec))
+    return [*lines, f"return {result}"]
 
 
 def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
@@ -342,9 +296,7 @@ def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
     if target is aten.slice.Tensor and len(args) > 1:
         return _slice(args, value)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        raise ExportError(
-            f"{target} cannot be written as source code; formats=('torch', 'onnx') may work"
-        )
+        raise ExportError(f"{target} cannot be written as source; try formats=('torch', 'onnx')")
     given = [_literal(arg, value) for arg in args]
     name = target.overloadpacket.__name__
     # leave out the defaults that a trace adds
@@ -363,9 +315,8 @@ def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
 def _slice(args: Sequence[Any], value: Callable[[fx.Node], str]) -> str:
     x, axis, *bounds = args
     start, stop, step = [*bounds, *[None] * 3][:3]
-    parts = ["" if bound is None else _literal(bound, value) for bound in (start, stop)]
-    parts[0] = "" if start == 0 else parts[0]
-    parts[1] = "" if stop == NO_END else parts[1]
+    parts = ["" if start in (None, 0) else _literal(start, value)]
+    parts += ["" if stop in (None, NO_END) else _literal(stop, value)]
     parts += [] if step in (None, 1) else [_literal(step, value)]
     return f"{_literal(x, value)}[{':, ' * axis if axis >= 0 else '..., '}{':'.join(parts)}]"
 
@@ -396,14 +347,6 @@ def _structure(output: Any) -> str:
     return f"({inner},)" if len(output) == 1 else f"({inner})"
 
 
-def _is_input(program: ExportedProgram, node: fx.Node) -> bool:
-    return node.op == "placeholder" and any(
-        spec.arg.name == node.name
-        for spec in program.graph_signature.input_specs
-        if spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
-    )
-
-
 def _described(node: fx.Node) -> str:
     tensor = node.meta["val"]
     axes = ["batch" if isinstance(size, torch.SymInt) else str(size) for size in tensor.shape]
@@ -419,8 +362,3 @@ def _identifier(text: str) -> str:
     name = "".join(letter if f"_{letter}".isidentifier() else "_" for letter in letters)
     name = f"_{name.lstrip('_')}" if name.startswith("__") else name
     return name if name.isidentifier() and not keyword.iskeyword(name) else f"_{name}"
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    yield from (f"{name}_{number}" for number in count(1))

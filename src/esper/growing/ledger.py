@@ -1,11 +1,5 @@
 """The record of a growth run: measurements, decisions, seeds and the verdict.
 
-    ledger = Ledger(model="ResNet", metric="accuracy", controller="heuristic", before=network)
-    ledger.steps.append(StepRecord(step=0, metric=0.41, params=858, macs=4000))
-    ledger.seeds.append(SeedRecord(seed="s1", site="layer1", blueprint="conv", born=0, ...))
-    ledger.fates.append(FateRecord(seed="s1", step=9, fate="kept"))
-    ledger.write("run.json")
-
 A *step* is one decision of the controller. Records are plain, immutable data. Everything derived
 from them (the stages of a seed, the summary) is computed by methods. The JSON has the same fields.
 """
@@ -17,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from decimal import ROUND_HALF_UP, Context, Decimal
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from esper.growing.budget import Budget
 from esper.leyline.files import atomic_write
@@ -178,14 +172,6 @@ class Verdict:
             raise ValueError(f"grown={self.grown}, ungrown={self.ungrown}; both must be finite")
 
 
-class StageSpan(NamedTuple):
-    """The steps that a seed spent in one stage."""
-
-    stage: str
-    start: int
-    end: int
-
-
 @dataclass(kw_only=True)
 class Ledger:
     """All records of one run. It can be written at any time."""
@@ -224,7 +210,7 @@ class Ledger:
             return f"Grown by {cost}. No ungrown twin was trained, so the gain is not known."
         verdict = self.verdict
         gain, error = verdict.grown - verdict.ungrown, verdict.difference_error
-        grown, ungrown = (self.show(value) for value in (verdict.grown, verdict.ungrown))
+        grown, ungrown = self.show(verdict.grown), self.show(verdict.ungrown)
         margin = self.show_gain(gain, error)
         runs = f" The means of {verdict.repeats} runs." if verdict.repeats > 1 else ""
         if error is not None and not runs:
@@ -247,11 +233,10 @@ class Ledger:
 
     def cost_summary(self) -> str:
         """The training cost of the run in one sentence."""
-        parts = [
-            f"{part} {cost.macs:.2g}"
-            + ("" if cost.seconds is None else f" in {cost.seconds:.0f} s")
-            for part, cost in self.costs.items()
-        ]
+        parts = []
+        for part, cost in self.costs.items():
+            time = "" if cost.seconds is None else f" in {cost.seconds:.0f} s"
+            parts.append(f"{part} {cost.macs:.2g}{time}")
         total = sum(cost.macs for cost in self.costs.values())
         return f"Cost: {total:.2g} multiply-adds ({', '.join(parts)})."
 
@@ -280,26 +265,21 @@ class Ledger:
         """A seed's states, each with its step."""
         return [(r.step, s) for r in self.steps for s in r.seeds if s.seed == seed]
 
-    def life_of(self, seed: str) -> list[StageSpan]:
-        """The stages of a seed in order, from germination to its end or the last step."""
-        states = self.states_of(seed)
+    def life_of(self, seed: str) -> list[tuple[str, int, int]]:
+        """The stages of a seed with their first and last step, to its end or the last step."""
+        states, fate = self.states_of(seed), self.fate_of(seed)
         if not states:
             return []
         shown = [next(run) for _, run in groupby(states, key=lambda entry: entry[1].stage)]
         born = next(record.born for record in self.seeds if record.seed == seed)
         starts = [born, *(step for step, _ in shown[1:])]
-        fate = self.fate_of(seed)
-        if fate is None or fate.fate == "kept":
-            end = self.steps[-1].step
-        else:
+        end = self.steps[-1].step
+        if fate is not None and fate.fate != "kept":
             end = max(fate.step, states[-1][0])
         if fate is not None and shown[-1][1].stage == "FOSSILIZED":
             starts[-1] = min(fate.step, starts[-1])  # committed now, visible one step later
-        ends = [*starts[1:], end]
-        return [
-            StageSpan(state.stage, start, end)
-            for (_, state), start, end in zip(shown, starts, ends, strict=True)
-        ]
+        stages = [state.stage for _, state in shown]
+        return list(zip(stages, starts, [*starts[1:], end], strict=True))
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}, allow_nan=False)

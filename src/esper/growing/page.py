@@ -10,6 +10,7 @@ The page is assembled from `page_parts/` and loads nothing else. All it shows co
 import html
 import json
 import os
+import re
 import subprocess
 import time
 import warnings
@@ -27,14 +28,7 @@ from esper.growing.ledger import NO_REASON, DecisionRecord, Ledger, SeedRecord
 from esper.leyline.files import atomic_write
 from esper.nissa.console import Report, time_since
 
-_SCRIPTS = (
-    "basics.js",
-    "chart.js",
-    "sections.js",
-    "plans.js",
-    "network.js",
-    "start.js",
-)  # in order
+_SCRIPTS = ("basics", "chart", "sections", "plans", "network", "start")  # .js, in order
 _REWRITE_S = 5.0  # a page of a run that is not over reloads as often
 
 
@@ -81,12 +75,11 @@ def check_page(path: str | Path | None) -> None:
     if path is None:
         return
     page = _file_of(path)
+    folder = page.parent
     with suppress(OSError):
-        page.parent.mkdir(parents=True, exist_ok=True)
-    if not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
-        raise ValueError(
-            f"page={str(path)!r}: {page.parent} is not a folder that can be written to"
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"page={str(path)!r}: {folder} is not a folder that can be written to")
     if page.is_dir():
         raise ValueError(f"page={str(path)!r} is a folder; give the name of a file")
 
@@ -98,16 +91,14 @@ def _file_of(path: str | Path) -> Path:
 
 def page_html(ledger: Ledger, now: str = "") -> str:
     """The whole page."""
-    parts = {"css": _part("page.css"), "js": "\n".join(_part(name) for name in _SCRIPTS)}
+    parts = {"css": _part("page.css"), "js": "\n".join(_part(f"{name}.js") for name in _SCRIPTS)}
     # "<" would let a name end the script that holds the data
     data = json.dumps(page_data(ledger, now), allow_nan=False, separators=(",", ":"))
     parts["data"] = data.replace("<", "\\u003c")
     done = "adapted" if ledger.trials else "grown"
     parts["title"] = html.escape(f"{ledger.model}, {done}")
     parts["summary"] = html.escape(ledger.summary())
-    head, *tails = _part("page.html").split("{{")
-    filled = (parts[key] + text for key, _, text in (tail.partition("}}") for tail in tails))
-    return head + "".join(filled)
+    return re.sub("{{(.*?)}}", lambda key: parts[key[1]], _part("page.html"))
 
 
 def _part(name: str) -> str:
@@ -122,7 +113,11 @@ def page_data(ledger: Ledger, now: str = "") -> dict[str, Any]:
         "metric": {"name": ledger.metric, "isShare": ledger.is_share},
         "controller": ledger.controller,
         "facts": ledger.facts,
-        "written": _written(),
+        "written": {
+            "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            "esper": esper.__version__,
+            **({"commit": commit} if (commit := _commit()) else {}),
+        },
         "time": time.time(),
         "now": now,
         "budget": asdict(ledger.budget),
@@ -140,12 +135,6 @@ def page_data(ledger: Ledger, now: str = "") -> dict[str, Any]:
         "seeds": [_seed(ledger, record) for record in ledger.seeds],
         "trials": [asdict(record) for record in ledger.trials],
     }
-
-
-def _written() -> dict[str, str]:
-    """When the page was written, by which version, and at which commit of the working directory."""
-    facts = {"written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "esper": esper.__version__}
-    return facts | ({"commit": commit} if (commit := _commit()) else {})
 
 
 @cache
@@ -185,9 +174,9 @@ def _seed(ledger: Ledger, record: SeedRecord) -> dict[str, Any]:
     measured = ((step, s.contribution, s.contribution_error) for step, s in states)
     return {
         **asdict(record),
-        "fate": None if fate is None else fate.fate,
-        "fateStep": None if fate is None else fate.step,
-        "why": "" if fate is None else fate.reason,
+        "fate": fate and fate.fate,
+        "fateStep": fate and fate.step,
+        "why": fate.reason if fate else "",
         "life": ledger.life_of(record.seed),
         "alphas": list(_corners([(record.born, 0.0), *((t, s.alpha) for t, s in states)])),
         "gains": [entry for entry in measured if entry[1] is not None],

@@ -1,6 +1,6 @@
 """Writes the ledger of a run and names its seeds."""
 
-from collections.abc import Iterator
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from esper.growing.ledger import (
 )
 from esper.growing.network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
+from esper.growing.sites import count_params
 from esper.leyline.constants import BlendStyle
-from esper.leyline.factored_actions import OP_HEADS, ActionMasks, FactoredActionSpace, choice_names
+from esper.leyline.factored_actions import OP_HEADS, ActionMasks, choice_names
 from esper.leyline.stages import LifecycleOp, SeedStage
 from esper.tolaria.reports import History
 
@@ -38,22 +39,26 @@ class Recorder:
         """The seeds in the network, in the order of their slots."""
         return tuple(self._seed_state(slot, history) for slot in sorted(self.seed_ids))
 
-    def decision(
-        self, step: int, action: Tensor, masks: ActionMasks, reason: str
-    ) -> DecisionRecord:
+    def decision(self, step: int, action: Tensor, masks: ActionMasks, why: str) -> DecisionRecord:
         """A decision that is about to be applied; for a germination also the new seed."""
         choices = dict(zip(masks.action_space.names, action.tolist(), strict=True))
         op, slot = LifecycleOp(choices["op"]), choices["slot"]
         new = self._new_seed(step, choices) if op == LifecycleOp.GERMINATE else None
-        uses_slot = "slot" in OP_HEADS[op]
+        uses_slot, sites = "slot" in OP_HEADS[op], [slot.site.name for slot in self._network.slots]
+        blueprints = [blueprint.name for blueprint in self._network.menu]
+        names = choice_names(masks.action_space, blueprints, sites)
         record = DecisionRecord(
             step=step,
             op=op.name,
-            site=self._site(slot) if uses_slot else None,
+            site=sites[slot] if uses_slot else None,
             seed=self.seed_ids.get(slot) if uses_slot else None,
-            details=self._details(op, choices, masks.action_space),
-            legal=self._legal(masks),
-            reason=reason,
+            details={head: names[head][choices[head]] for head in OP_HEADS[op] if head != "slot"},
+            legal={
+                op.name: tuple(compress(sites, masks["slot"][0, op].tolist()))
+                for op in LifecycleOp
+                if bool(masks["op"][0, op])
+            },
+            reason=why,
             params=0 if new is None else new.params,
             macs=0 if new is None else new.macs,
         )
@@ -65,12 +70,11 @@ class Recorder:
         for slot in self._emptied():
             self._end(slot, step, "pruned", self._reason(LifecycleOp.PRUNE, slot, history))
         for slot in self._newly_committed():
-            reason = self._reason(LifecycleOp.FOSSILIZE, slot, history)
-            self._record_fate(slot, step, "kept", reason)
+            self._end(slot, step, "kept", self._reason(LifecycleOp.FOSSILIZE, slot, history))
 
     def committed_at_close(self, step: int, reason: str) -> None:
         for slot in self._newly_committed():
-            self._record_fate(slot, step, "kept", reason)
+            self._end(slot, step, "kept", reason)
 
     def rolled_back(self, step: int, to_step: int, reason: str) -> None:
         """A rollback, and the seeds that it removed."""
@@ -92,18 +96,15 @@ class Recorder:
         """Slots whose seed is gone and has not been recorded as such."""
         return [slot for slot in self.seed_ids if self._network.slots[slot].seed is None]
 
-    def _newly_committed(self) -> Iterator[int]:
-        for slot, seed in self.seed_ids.items():
-            if self._network.slots[slot].is_committed and self.ledger.fate_of(seed) is None:
-                yield slot
-
-    def _record_fate(self, slot: int, step: int, fate: Fate, reason: str) -> None:
-        seed = self.seed_ids[slot]
-        self.ledger.fates.append(FateRecord(seed=seed, step=step, fate=fate, reason=reason))
+    def _newly_committed(self) -> list[int]:
+        committed = [s for s in self.seed_ids if self._network.slots[s].is_committed]
+        return [slot for slot in committed if self.ledger.fate_of(self.seed_ids[slot]) is None]
 
     def _end(self, slot: int, step: int, fate: Fate, reason: str) -> None:
-        self._record_fate(slot, step, fate, reason)
-        del self.seed_ids[slot]
+        seed = self.seed_ids[slot]
+        self.ledger.fates.append(FateRecord(seed=seed, step=step, fate=fate, reason=reason))
+        if fate != "kept":
+            del self.seed_ids[slot]
 
     def _new_seed(self, step: int, choices: dict[str, int]) -> SeedRecord:
         slot, blueprint = choices["slot"], self._network.menu[choices["blueprint"]]
@@ -122,32 +123,14 @@ class Recorder:
         return record
 
     def _seed_state(self, slot: int, history: History) -> SeedState:
-        states = self._network.states
-        is_new = bool(
-            history.contribution_known[0, slot] & (history.contribution_age[0, slot] == 0)
-        )
+        states, (gain, error, age) = self._network.states, _contribution(history, slot)
         return SeedState(
             seed=self.seed_ids[slot],
             stage=SeedStage(int(states.stage[0, slot])).name,
             alpha=float(states.alpha[0, slot]),
-            contribution=float(history.contribution[0, slot]) if is_new else None,
-            contribution_error=float(history.contribution_error[0, slot]) if is_new else None,
+            contribution=gain if age == 0 else None,
+            contribution_error=error if age == 0 else None,
         )
-
-    def _details(
-        self, op: LifecycleOp, choices: dict[str, int], space: FactoredActionSpace
-    ) -> dict[str, str | int | float]:
-        blueprints = [blueprint.name for blueprint in self._network.menu]
-        names = choice_names(space, blueprints, [slot.site.name for slot in self._network.slots])
-        return {head: names[head][choices[head]] for head in OP_HEADS[op] if head != "slot"}
-
-    def _legal(self, masks: ActionMasks) -> dict[str, tuple[str, ...]]:
-        sites = masks["slot"][0]
-        return {
-            op.name: tuple(self._site(slot) for slot in sites[op].nonzero().flatten().tolist())
-            for op in LifecycleOp
-            if bool(masks["op"][0, op])
-        }
 
     def _reason(self, op: LifecycleOp, slot: int, history: History) -> str:
         """The controller's reason when it last applied `op` to the seed in a slot.
@@ -163,18 +146,18 @@ class Recorder:
 
     def _worth(self, slot: int, history: History) -> str:
         """The last measured contribution of a seed, in words."""
-        if not bool(history.contribution_known[0, slot]):
+        gain, error, age = _contribution(history, slot)
+        if age is None:
             return "never measured"
-        gain, error = (
-            float(history.contribution[0, slot]),
-            float(history.contribution_error[0, slot]),
-        )
-        age = int(history.contribution_age[0, slot])
         when = "now" if age == 0 else f"{age} steps ago"
         return f"worth {self.ledger.show_gain(gain, error)}, measured {when}"
 
-    def _site(self, slot: int) -> str:
-        return self._network.slots[slot].site.name
+
+def _contribution(history: History, slot: int) -> tuple[float, float, int | None]:
+    """Of the seed in a slot, its standard error, and the steps since then; None: never measured."""
+    found = history.contribution[0, slot], history.contribution_error[0, slot]
+    is_known, age = history.contribution_known[0, slot], history.contribution_age[0, slot]
+    return float(found[0]), float(found[1]), int(age) if is_known else None
 
 
 def new_ledger(
@@ -205,18 +188,16 @@ def _network_record(model: nn.Module, prepared: PreparedModel) -> NetworkRecord:
     for name, place in prepared.trace.candidates.items():
         if place.part is not None:
             continue
-        module = model.get_submodule(name)
-        params = sum(parameter.numel() for parameter in module.parameters())
-        is_leaf = not any(True for _ in module.children())
+        module, is_site = model.get_submodule(name), name in sites
+        is_leaf, params = not any(True for _ in module.children()), count_params(module)
         is_inside = any(name.startswith(f"{site}.") for site in sites)
-        if name in sites or (is_leaf and params and not is_inside):
-            blocks.append(
-                BlockRecord(
-                    name=name,
-                    kind=place.module_class,
-                    shape=place.shape,
-                    params=params,
-                    site_kind=place.kind.name if name in sites else None,
-                )
+        if is_site or (is_leaf and params and not is_inside):
+            block = BlockRecord(
+                name=name,
+                kind=place.module_class,
+                shape=place.shape,
+                params=params,
+                site_kind=place.kind.name if is_site else None,
             )
+            blocks.append(block)
     return NetworkRecord(params=prepared.params, macs=prepared.macs, blocks=tuple(blocks))

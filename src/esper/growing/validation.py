@@ -96,21 +96,21 @@ class Validator:
 
         `judged`: as in the function `measure`.
         """
+        ranks = network.ranks
         if self._loader is not None and self._score is not None:
             if val_metric is not None:
                 raise ValueError("growth measures the metric itself with score=; leave it out here")
-            split = network.ranks if is_split(self._loader) else ALONE
-            measured = measure(network, self._loader, self._score, split, judged)
-            measured = network.ranks.broadcast(measured)
+            split = ranks if is_split(self._loader) else ALONE
+            measured = ranks.broadcast(measure(network, self._loader, self._score, split, judged))
         elif val_metric is None:
             raise ValueError(
                 "decide() needs the validation metric; or give Growth a val_loader and a score"
             )
         else:
             metric, loss = _as_float(val_metric), None if val_loss is None else _as_float(val_loss)
-            size, every = network.ranks.size, network.ranks.gather((metric, loss))
-            metric = sum(metric for metric, _ in every) / size
-            loss = None if loss is None else sum(loss or 0.0 for _, loss in every) / size
+            every = ranks.gather((metric, loss))
+            metric = sum(metric for metric, _ in every) / ranks.size
+            loss = None if loss is None else sum(loss or 0.0 for _, loss in every) / ranks.size
             measured = Measurement(metric, loss, {}, None if network.uncommitted else metric)
         if is_first:
             check_metric(measured.metric)
@@ -184,20 +184,13 @@ def warn_if_metric_falls_with_loss(steps: Sequence[StepRecord]) -> bool:
 
     No metric is above the first, and the last `NUM_FALLS` with a lower loss are clearly below it.
     """
-    known = [
-        (record.metric, record.validation_loss)
-        for record in steps
-        if record.metric is not None and record.validation_loss is not None
-    ]
-    if not known:
+    pairs = ((record.metric, record.validation_loss) for record in steps)
+    known = [(metric, loss) for metric, loss in pairs if metric is not None and loss is not None]
+    better = [metric for metric, loss in known if loss < known[0][1]]
+    if len(better) < NUM_FALLS:
         return False
-    first, first_loss = known[0]
-    better = [metric for metric, loss in known if loss < first_loss]
-    if (
-        max(metric for metric, _ in known) > first
-        or len(better) < NUM_FALLS
-        or max(better[-NUM_FALLS:]) >= (1 - CLEAR_FALL) * first
-    ):
+    first, highest = known[0][0], max(metric for metric, _ in known)
+    if highest > first or max(better[-NUM_FALLS:]) >= (1 - CLEAR_FALL) * first:
         return False
     warnings.warn(
         "the validation metric decreases while the loss decreases. Esper maximises the metric; if "
@@ -215,14 +208,10 @@ def _scored(batch: Any, score: Score) -> tuple[Tensor, Tensor | None]:
 
 
 def checked_scores(values: Tensor) -> Tensor:
-    if not isinstance(values, Tensor):
-        raise ValueError(
-            f"a score of type {type(values).__name__}; give a tensor with one number per example"
-        )
-    if values.dim() != 1:
-        raise ValueError(
-            f"a score of shape {tuple(values.shape)}; give one number per example, [batch]"
-        )
+    shape = values.shape if isinstance(values, Tensor) else None
+    if shape is None or len(shape) != 1:
+        found = f"type {type(values).__name__}" if shape is None else f"shape {tuple(shape)}"
+        raise ValueError(f"a score of {found}; give one number per example, a tensor [batch]")
     return values.detach()
 
 
@@ -256,10 +245,14 @@ def default_metric(first: Any, targets: Iterable[Any]) -> tuple[str, Metric]:
 
 
 def accuracy(output: Any, target: Any) -> Tensor:
-    """The share of an example's classes that are predicted correctly; NaN outputs count as wrong."""
-    if isinstance(output, Tensor) and isinstance(target, Tensor):
-        for axis in _class_axes(output, target):
-            if output.argmax(axis).shape == target.shape:
+    """The share of an example's classes that are predicted correctly; NaN outputs count as wrong.
+
+    Classes are on the last axis, or on the second as in torch's losses. An axis of size 1 is
+    excluded: a single logit is always the largest.
+    """
+    if isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim() > 1:
+        for axis in () if target.is_floating_point() else (-1, 1):
+            if output.shape[axis] > 1 and output.argmax(axis).shape == target.shape:
                 correct = (output.argmax(axis) == target) & ~output.isnan().any(axis)
                 counts = (target != IGNORED).reshape(len(target), -1)
                 right = correct.reshape(len(target), -1) & counts
@@ -287,23 +280,14 @@ def closeness(variance: float) -> Metric:
     return score
 
 
-def _class_axes(output: Tensor, target: Tensor) -> list[int]:
-    """Axes that may hold the classes: the last, or the second as in torch's losses.
-
-    An axis of size 1 is excluded: a single logit is always the largest.
-    """
-    if target.is_floating_point() or output.dim() < 2:
-        return []
-    return [axis for axis in (-1, 1) if output.shape[axis] > 1]
-
-
 def _variance(targets: Iterable[Tensor]) -> float:
     """Variance over all examples, averaged over positions; raises if it cannot scale an error."""
     parts = [target.detach().cpu().double() for target in targets]
     if len({part.shape[1:] for part in parts}) > 1:
         raise ValueError(f"the targets of validation batches differ in shape; {_PASS_ONE}")
     values = torch.cat(parts)
-    if _are_probabilities(values):
+    has_several = values.dim() > 1 and values.shape[1] > 1 and not (values < 0).any()
+    if has_several and ((values.sum(1) - 1).abs() < 1e-3).all():
         raise ValueError(f"the targets are class probabilities; {_PASS_ONE}. {_FOR_PROBABILITIES}")
     if bool(((values == 0) | (values == 1)).all()):
         raise ValueError(
@@ -319,16 +303,8 @@ def _variance(targets: Iterable[Tensor]) -> float:
     return variance
 
 
-def _are_probabilities(target: Tensor) -> bool:
-    """Whether all rows have several numbers, none below 0, that sum to 1."""
-    if target.dim() < 2 or target.shape[1] < 2 or bool((target < 0).any()):
-        return False
-    sums = target.sum(1)
-    return torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
-
-
 def _unknown(output: Any, target: Any) -> str:
     shown = [
-        f"{tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
+        tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
     ]
     return f"there is no default metric for an output {shown[0]} and a target {shown[1]}"

@@ -20,14 +20,13 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import UTC, datetime
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.records import RoundRecord
@@ -82,8 +81,8 @@ class RunDatabase:
         """
         if max(action_space.sizes) > _MOST_BITS:
             raise ValueError(
-                f"heads of {action_space.sizes_by_name} "
-                f"choices; legal choices are stored in {_MOST_BITS} bits, so use at most {_MOST_BITS}"
+                f"heads of {action_space.sizes_by_name} choices; legal choices are stored in "
+                f"{_MOST_BITS} bits, so use at most {_MOST_BITS}"
             )
         self._space = action_space
         self._connection = sqlite3.connect(
@@ -95,10 +94,8 @@ class RunDatabase:
             self._open(choices, details, rounds_done)
         except (sqlite3.DatabaseError, ValueError) as error:
             self._connection.close()
-            if getattr(error, "sqlite_errorcode", None) in (
-                sqlite3.SQLITE_FULL,
-                sqlite3.SQLITE_BUSY,
-            ):
+            code = getattr(error, "sqlite_errorcode", None)
+            if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY):
                 raise
             raise ValueError(
                 f"{path} cannot be used: {error}. Move it away with\n  mv {path} {path}.old\nand "
@@ -111,33 +108,29 @@ class RunDatabase:
         execute = self._connection.execute
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = FULL")  # a flushed round survives a power loss
-        (version,), (tables,) = (
-            execute(query).fetchone()
-            for query in ("PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
-        )
+        (version,) = execute("PRAGMA user_version").fetchone()
+        (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables and version != _VERSION:
             raise ValueError("another version of Esper wrote it")
         (damage,) = execute("PRAGMA quick_check(1)").fetchone()
         if damage != "ok":
             raise ValueError(f"it is damaged ({damage})")
-        with _transaction(self._connection):
-            for statement in self._schema().split(";\n"):
+        with self._connection:  # commits, or rolls back
+            execute("BEGIN IMMEDIATE")
+            names = self._space.names
+            heads, legal = (", ".join(f"{k}{n} INTEGER" for n in names) for k in ("", "legal_"))
+            for statement in _TABLES.format(heads=heads, legal=legal).split(";\n"):
                 execute(statement)
             execute(f"PRAGMA user_version = {_VERSION}")
             last = execute("SELECT details FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
             self.previous_details: dict[str, Any] = json.loads(last[0]) if last else {}
             for table in ("rounds", "episodes", "decisions", "observations"):
                 execute(f"DELETE FROM {table} WHERE round > ?", (rounds_done,))
-            execute(
-                "INSERT INTO runs VALUES (?, ?, ?)", (_now(), rounds_done + 1, json.dumps(details))
-            )
+            self.rounds_found: int = execute("SELECT count(*) FROM rounds").fetchone()[0]
+            run = _now(), rounds_done + 1, json.dumps(details)
+            execute("INSERT INTO runs VALUES (?, ?, ?)", run)
             named = [(head, c, name) for head in choices for c, name in enumerate(choices[head])]
             self._connection.executemany("INSERT OR REPLACE INTO choices VALUES (?, ?, ?)", named)
-
-    def num_rounds(self) -> int:
-        """Rounds in the database."""
-        count: int = self._connection.execute("SELECT count(*) FROM rounds").fetchone()[0]
-        return count
 
     def add(self, record: RoundRecord) -> None:
         """Write a round in the background; raises if the round before it failed."""
@@ -152,23 +145,18 @@ class RunDatabase:
 
     def _write(self, record: RoundRecord) -> None:
         """Write a round in one transaction."""
-        with _transaction(self._connection):
+        with self._connection:
+            self._connection.execute("BEGIN IMMEDIATE")
             self._insert("rounds", iter([_round_row(record)]))
             self._insert("episodes", _episode_rows(record))
             self._insert("decisions", self._decision_rows(record))
             self._insert("observations", _observation_rows(record))
 
-    def _schema(self) -> str:
-        names = self._space.names
-        return _TABLES.format(
-            heads=", ".join(f"{name} INTEGER" for name in names),
-            legal=", ".join(f"legal_{name} INTEGER" for name in names),
-        )
-
     def _decision_rows(self, record: RoundRecord) -> Rows:
-        envs, steps = _stored(record)
         episodes = record.episodes
-        actions, legal = record.actions[envs, steps], record.legal[envs, steps]
+        is_stored = torch.arange(episodes.accuracy.shape[1]) < episodes.lengths.unsqueeze(1)
+        envs, steps = stored = is_stored.nonzero(as_tuple=True)
+        actions, legal = record.actions[stored], record.legal[stored]
         choices, legal_bits = [], []
         for index, part in enumerate(self._space.split(legal).values()):
             bits = (part * 2 ** torch.arange(part.shape[-1])).sum(dim=-1)
@@ -176,24 +164,15 @@ class RunDatabase:
             chosen[bits.numpy() == 0] = None
             choices.append(chosen.tolist())
             legal_bits.append(bits.tolist())
-        before = torch.cat(
-            (torch.full_like(episodes.accuracy[:, :1], torch.nan), episodes.accuracy), 1
+        before = episodes.accuracy.roll(1, dims=1)
+        before[:, 0] = torch.nan
+        numbers = (
+            *(episodes.cost_params.long(), before, episodes.accuracy, episodes.added_params.long()),
+            *(record.rewards, record.values, record.probabilities),
         )
-        return zip(
-            repeat(record.round),
-            envs.tolist(),
-            steps.tolist(),
-            *choices,
-            *legal_bits,
-            episodes.cost_params[envs, steps].long().tolist(),
-            before[envs, steps].tolist(),
-            episodes.accuracy[envs, steps].tolist(),
-            episodes.added_params[envs, steps].long().tolist(),
-            record.rewards[envs, steps].tolist(),
-            record.values[envs, steps].tolist(),
-            record.probabilities[envs, steps].tolist(),
-            strict=False,
-        )
+        columns = [column[stored].tolist() for column in numbers]
+        heads = (*choices, *legal_bits)
+        return zip(repeat(record.round), envs.tolist(), steps.tolist(), *heads, *columns)
 
     def _insert(self, table: str, rows: Rows) -> None:
         columns = self._connection.execute(f"PRAGMA table_info({table})").fetchall()
@@ -217,18 +196,6 @@ def reasons_if_all_rolled_back(path: str | Path) -> str | None:
     with closing(sqlite3.connect(path)) as connection:
         num_scores, reasons = connection.execute(query).fetchone()
     return None if num_scores else reasons
-
-
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:  # SQLite rolls back by itself if the disk is full
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _round_row(record: RoundRecord) -> tuple[Any, ...]:
@@ -262,13 +229,6 @@ def _observation_rows(record: RoundRecord) -> Rows:
     for row, env in enumerate(record.observed_envs.tolist()):
         for step in range(int(record.episodes.lengths[env])):
             yield record.round, env, step, record.observations[row, step].numpy().tobytes()
-
-
-def _stored(record: RoundRecord) -> tuple[Tensor, Tensor]:
-    """Env and step of every decision."""
-    steps = torch.arange(record.episodes.accuracy.shape[1])
-    envs, stored = (steps < record.episodes.lengths.unsqueeze(1)).nonzero(as_tuple=True)
-    return envs, stored
 
 
 def _now() -> str:

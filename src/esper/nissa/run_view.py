@@ -1,9 +1,4 @@
-"""What a run's database shows, as JSON values; read while the run writes.
-
-runs = find_runs(Path("runs"))
-view = view_run(runs["quick-1"])
-rows = compare(view, view_run(runs["quick-2"]))
-"""
+"""What a run's database shows, as JSON values; read while the run writes."""
 
 import json
 import math
@@ -36,13 +31,11 @@ _SUMMARY: dict[str, tuple[str, Callable[[float], str]]] = {
 
 def find_runs(path: Path) -> dict[str, Path]:
     """Run folders by name: the folder itself, or those up to two levels below it."""
-    levels = (path.glob(pattern) for pattern in ("run.sqlite", "*/run.sqlite", "*/*/run.sqlite"))
-    found = sorted(file.parent for level in levels for file in level)
+    levels = ("run.sqlite", "*/run.sqlite", "*/*/run.sqlite")
+    found = sorted(file.parent for level in levels for file in path.glob(level))
     if not found:
         raise ValueError(f"no run in {path}: there is no run.sqlite; start one with `esper train`")
-    return {
-        str(run.relative_to(path)) if run != path else path.resolve().name: run for run in found
-    }
+    return {str(r.relative_to(path)) if r != path else path.resolve().name: r for r in found}
 
 
 def view_run(folder: Path, round_number: int | None = None) -> dict[str, Any]:
@@ -89,7 +82,7 @@ def _view(connection: sqlite3.Connection, folder: Path, chosen: int | None) -> d
             for row, (name, show) in _SUMMARY.items()
         },
         "timeShares": {
-            name.partition("/")[2]: _last_mean(metrics, name)
+            name.removeprefix("time_share/"): _last_mean(metrics, name)
             for name in (metrics[-1] if metrics else {})
             if name.startswith("time_share/")
         },
@@ -118,13 +111,10 @@ def _hosts(rows: Any, names: Mapping[tuple[str, int], str], number: int) -> list
         host["decisions"].append({**{key: row.get(key) for key in kept}, "choices": chosen})
         seeds = host["slots"][row["slot"]] if row["slot"] is not None else []
         if op == "GERMINATE":
-            seeds.append(
-                {"blueprint": chosen["blueprint"], "born": step, "committed": None, "end": None}
-            )
-        elif op == "PRUNE" and seeds:
-            seeds[-1]["end"] = step
-        elif op == "FOSSILIZE" and seeds:
-            seeds[-1]["committed"] = step
+            new = {"blueprint": chosen["blueprint"], "born": step, "committed": None, "end": None}
+            seeds.append(new)
+        elif op in ("PRUNE", "FOSSILIZE") and seeds:
+            seeds[-1]["end" if op == "PRUNE" else "committed"] = step
     return list(hosts)
 
 
@@ -140,11 +130,8 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[list[str]]
     table = [["rounds", *(f"{view['rounds']} of {view['totalRounds']}" for view in views)]]
     table += [[row, *(view["summary"][row] for view in views)] for row in _SUMMARY]
     settings = [flat(view["config"]) for view in views]
-    for key in {**settings[0], **settings[1]}:
-        values = [str(each.get(key, "-")) for each in settings]
-        if values[0] != values[1]:
-            table.append([key, *values])
-    return table
+    rows = [[key, *(str(s.get(key, "-")) for s in settings)] for key in settings[0] | settings[1]]
+    return table + [row for row in rows if row[1] != row[2]]
 
 
 def _last_mean(metrics: list[dict[str, float]], name: str) -> float:

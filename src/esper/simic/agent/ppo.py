@@ -42,6 +42,7 @@ from esper.tamiyo.policy.network import (
 )
 from esper.tamiyo.policy.prepared_act import Act, prepared_act
 
+Rng = torch.Generator | None  # None: the global generator of torch
 FIRST_RATIO_TOLERANCE = 1e-2  # rounding alone stays below 1e-5
 
 
@@ -118,9 +119,8 @@ class PPOAgent:
         self.config = config or PPOConfig()
         self._parameters = list(policy.parameters())
         self.device = policy.device
-        self.optimizer = torch.optim.Adam(
-            self._parameters, lr=self.config.learning_rate, eps=1e-5, fused=True
-        )
+        rate = self.config.learning_rate
+        self.optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=1e-5, fused=True)
         self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
         self.failed_updates = 0
         self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
@@ -138,16 +138,12 @@ class PPOAgent:
         masks: ActionMasks,
         state: RecurrentState,
         *,
-        generator: torch.Generator | None = None,
+        generator: Rng = None,
         deterministic: bool = False,
     ) -> Decision:
         """One decision per env; values are in units of the reward."""
         decision = self.policy.act(
-            features,
-            masks,
-            state,
-            generator=generator,
-            deterministic=deterministic,
+            features, masks, state, generator=generator, deterministic=deterministic
         )
         return decision._replace(values=self._unscaled_values(decision.values))
 
@@ -168,7 +164,7 @@ class PPOAgent:
         last_values: Tensor | None = None,
         *,
         progress: float = 0.0,
-        generator: torch.Generator | None = None,
+        generator: Rng = None,
         share: EnvShare | None = None,
     ) -> dict[str, float]:
         """Learn from a rollout and return the metrics that docs/metrics.md lists.
@@ -190,7 +186,8 @@ class PPOAgent:
         self._set_schedules(progress)
         returns = layout.gather(batch.returns)
         self._rescale_values(returns)
-        rollout = replace(batch, returns=self._scaled_values(batch.returns))
+        scaled = self.value_normalizer.normalize(batch.returns.unsqueeze(-1)).squeeze(-1)
+        rollout = replace(batch, returns=scaled)
         meter = _Meter([*_metric_names(self.policy.action_space), "gradient_norm"])
         try:
             epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator, share)
@@ -224,7 +221,7 @@ class PPOAgent:
         rollout: RolloutBatch,
         layout: SequenceLayout,
         meter: "_Meter",
-        generator: torch.Generator | None,
+        generator: Rng,
         share: EnvShare,
     ) -> tuple[int, bool]:
         """Train on the rollout; returns the passes made and whether all losses were finite."""
@@ -280,11 +277,7 @@ class PPOAgent:
         return evaluation.log_probs.detach(), torch.stack(list(measured.values()))
 
     def _minibatches(
-        self,
-        rollout: RolloutBatch,
-        layout: SequenceLayout,
-        generator: torch.Generator | None,
-        share: EnvShare,
+        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng, share: EnvShare
     ) -> "Iterator[_Minibatch]":
         """Random minibatches of whole env rows; one gather per field for the whole pass."""
         order, is_alone = torch.randperm(share.total, generator=generator), self.ranks.size == 1
@@ -362,9 +355,6 @@ class PPOAgent:
         self.optimizer.load_state_dict(state["optimizer"])
         self.value_normalizer.load_state_dict(state["value_normalizer"])
         self.failed_updates = state["failed_updates"]
-
-    def _scaled_values(self, values: Tensor) -> Tensor:
-        return self.value_normalizer.normalize(values.unsqueeze(-1)).squeeze(-1)
 
     def _unscaled_values(self, values: Tensor) -> Tensor:
         return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
@@ -478,34 +468,29 @@ class _Meter:
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
-        self._open: list[Tensor] = []  # [metrics] of each minibatch of the current pass
-        self._closed: list[Tensor] = []  # [minibatches, metrics] of each earlier pass
-
+        self._rows: list[Tensor] = []  # [metrics] of each minibatch
+        self._num_closed = 0  # minibatches of earlier passes
         self._first_ratio_error: Tensor | float = 0.0
 
     def note_first(self, log_probs: Tensor, rows: RolloutRows) -> None:
         """Before the first optimiser step every ratio is 1, unless `act` and `score` differ."""
-        if not self._open and not self._closed:
+        if not self._rows:
             log_ratios = (log_probs - rows.log_probs).sum(dim=-1)
             self._first_ratio_error = log_ratios.expm1().abs().max()
 
     def add(self, measured: Tensor) -> None:
-        self._open.append(measured)
+        self._rows.append(measured)
 
     def close_epoch(self) -> tuple[float, bool]:
         """End a pass; returns its mean KL and whether its losses and gradients were finite."""
-        rows = torch.stack(self._open)
-        loss, norm, kl = (
-            rows[:, self.names.index(name)] for name in ("loss", "gradient_norm", "kl")
-        )
+        rows = torch.stack(self._rows[self._num_closed :])
+        self._num_closed = len(self._rows)
+        loss, norm, kl = (rows[:, self.names.index(n)] for n in ("loss", "gradient_norm", "kl"))
         is_finite = torch.stack([loss, norm]).isfinite().all()
         mean_kl, is_finite = torch.stack([kl.mean(), is_finite]).tolist()
-        self._closed.append(rows)
-        self._open = []
         return mean_kl, bool(is_finite)
 
     def means(self) -> dict[str, float]:
-        rows = torch.cat(self._closed)
-        means = dict(zip(self.names, rows.mean(dim=0).tolist(), strict=True))
-        means["first_ratio_error"] = float(self._first_ratio_error)
-        return means
+        means = torch.stack(self._rows).mean(dim=0).tolist()
+        named = dict(zip(self.names, means, strict=True))
+        return named | {"first_ratio_error": float(self._first_ratio_error)}

@@ -7,6 +7,7 @@ otherwise. All p-values of an evaluation are corrected together by Holm's method
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from esper.simic.evaluation import arms
@@ -57,27 +58,17 @@ class Verdict:
     corrected_p: float | None = None  # by Holm, over all verdicts of the evaluation
     note: str = ""  # shown after the interval
 
-    @property
-    def is_significant(self) -> bool:
-        """Decided, also after Holm's correction."""
-        is_small = self.corrected_p is not None and self.corrected_p < 1 - LEVEL
-        return self.decision != "undecided" and is_small
-
     def __str__(self) -> str:
         """Such as "holds +3.7 [+3.2, +4.3]"; a star marks what Holm's correction undoes."""
-        star = "" if self.decision == "undecided" or self.is_significant else " *"
+        is_small = self.corrected_p is not None and self.corrected_p < 1 - LEVEL
+        star = "" if self.decision == "undecided" or is_small else " *"
         return f"{self.decision} {self.lead}{star}{self.note}"
 
 
 def judge_claims(results: Mapping[str, ArmResult], rents: Sequence[float]) -> list[Verdict]:
     """Every claim at every rent, with Holm's correction."""
-    return correct_for_number(
-        [
-            judge(claim, rent, claim.lead(results, index))
-            for claim in CLAIMS
-            for index, rent in enumerate(rents)
-        ]
-    )
+    cases = product(CLAIMS, enumerate(rents))
+    return correct_for_number([judge(c, rent, c.lead(results, i)) for c, (i, rent) in cases])
 
 
 def judge(claim: Claim, rent: float, lead: Estimate, note: str = "") -> Verdict:

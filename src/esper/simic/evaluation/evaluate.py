@@ -7,15 +7,14 @@ print(report.markdown())
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from esper.leyline.ranks import ALONE, Ranks
-from esper.simic.evaluation.arms import run_arms, standard_arms
+from esper.simic.evaluation.arms import plans_for, run_arms, search_plans, standard_arms
 from esper.simic.evaluation.claims import judge_claims
-from esper.simic.evaluation.experiment import OnStep, PairedExperiment
-from esper.simic.evaluation.plans import plans_for, search_plans
+from esper.simic.evaluation.experiment import PRESETS, EvaluationConfig, PairedExperiment
 from esper.simic.evaluation.report import EvaluationReport
-from esper.simic.evaluation.settings import PRESETS, EvaluationConfig
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distribution import load_hosts, load_menu, load_task, with_checksum
 from esper.simic.training.run_folder import RunFiles
@@ -23,7 +22,7 @@ from esper.tamiyo.learned import LearnedController
 from esper.tolaria.augmentation import NO_AUGMENTATION
 from esper.tolaria.optimizers import AdamW
 
-Say = Callable[[str], None]
+OnStep = Callable[[str, int, int], None]  # phase, and its steps that are done and in all
 
 
 def evaluate_run(
@@ -33,60 +32,50 @@ def evaluate_run(
     task: str | None = None,
     data: str = "",
     settings: EvaluationConfig | None = None,
-    say: Say = lambda text: None,
-    on_step: OnStep = lambda done, total: None,
+    on_step: OnStep = lambda *_: None,
     ranks: Ranks = ALONE,
 ) -> EvaluationReport:
     """Evaluate the controller of a run, or those of several runs that differ only in `rng_seed`.
 
     `task` and `data` evaluate on other data than the controllers trained on. `settings` replaces
-    `preset`. `say` receives progress messages, `on_step` the steps of each phase. Networks are split
-    over `ranks`; all return the report.
+    `preset`. Networks are split over `ranks`; all return the report.
     """
     paths = [runs] if isinstance(runs, Path | str) else runs
     files = [RunFiles(Path(path)) for path in paths]
-    first, *others = configs = [entry.read_config() for entry in files]
+    first, *others = (entry.read_config() for entry in files)
     if any(replace(config, rng_seed=first.rng_seed) != first for config in others):
         raise ValueError(
-            f"the runs {[str(path) for path in paths]} differ in more than their rng_seed; "
-            "evaluate them separately"
+            f"the runs {list(map(str, paths))} differ in more than their rng_seed; evaluate them "
+            "separately"
         )
-    for entry in files:
-        if not entry.controller.exists():
-            raise ValueError(
-                f"{entry.path} has no controller yet; the first checkpoint will write it"
-            )
-    controllers = [
-        LearnedController.load(entry.controller, own.resolved_device())
-        for entry, own in zip(files, configs, strict=True)
-    ]
+    if missing := [str(entry.path) for entry in files if not entry.controller.exists()]:
+        raise ValueError(f"{missing[0]} has no controller yet; the first checkpoint will write it")
+    device = first.resolved_device()
+    controllers = [LearnedController.load(entry.controller, device) for entry in files]
     if settings is None and preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; use one of {list(PRESETS)}")
-    settings = settings or PRESETS[preset]
     config = on_task(first, task or "data", data) if task or data else first
-    return evaluate_controllers(controllers, config, settings, say, on_step, ranks)
+    return evaluate_controllers(controllers, config, settings or PRESETS[preset], on_step, ranks)
 
 
 def evaluate_controllers(
     controllers: Sequence[LearnedController],
     config: TrainConfig,
     settings: EvaluationConfig,
-    say: Say = lambda text: None,
-    on_step: OnStep = lambda done, total: None,
+    on_step: OnStep = lambda *_: None,
     ranks: Ranks = ALONE,
 ) -> EvaluationReport:
     """Compare controllers with every arm on the types that `config` held out from training."""
     started = time.perf_counter()
-    prepared = prepare(config, settings)
-    training, held_out = (replace(each, ranks=ranks, on_step=on_step) for each in prepared)
-    say(f"searching {settings.num_plans} constant plans on {training.num_hosts} training hosts")
+    training, held_out = (replace(each, ranks=ranks) for each in prepare(config, settings))
+    phase = f"searching {settings.num_plans} constant plans on {training.num_hosts} training hosts"
+    training = replace(training, on_step=partial(on_step, phase))
+    phase = f"growing {held_out.num_hosts} hosts in every arm"
+    held_out = replace(held_out, on_step=partial(on_step, phase))
     plans = plans_for(held_out, settings)
     found = search_plans(training, plans, settings.rents, num_types=1, finalists=settings.finalists)
-    say(f"growing {held_out.num_hosts} hosts in every arm")
     networks = config.rounds * config.num_envs
-    arms = standard_arms(
-        controllers, found, held_out.num_hosts, settings.rents, controller_networks=networks
-    )
+    arms = standard_arms(controllers, found, held_out.num_hosts, settings.rents, networks)
     results = run_arms(with_test_rows(held_out), arms, settings.rents)
     return EvaluationReport(
         config=config,

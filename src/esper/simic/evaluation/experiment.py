@@ -19,6 +19,7 @@ from torch import Tensor
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.leyline.arrays import TensorFields
+from esper.leyline.checks import require_at_least, require_positive
 from esper.leyline.protocols import Controller, StepOutcome
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.reports import Reports
@@ -69,9 +70,8 @@ class ArmOutcome(TensorFields):
         """Scores at one rent per lane; a single lane is scored at every rent."""
         accuracy = self.test if rows == "test" else self.validation
         rent = torch.tensor(rents, dtype=torch.float64).unsqueeze(1)
-        return growth_score(
-            accuracy, self.added_params, self.host_params, rent, self.compute_charge
-        )
+        sizes = self.added_params, self.host_params
+        return growth_score(accuracy, *sizes, rent, self.compute_charge)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,13 +136,9 @@ class PairedExperiment:
         config = replace(self.host_batch, num_types=len(self.hosts), envs_per_type=num_envs)
         host_ids = torch.arange(self.num_hosts).view(len(self.hosts), 1, copies)
         views = torch.tensor(self.view_ids).repeat_interleave(self.repeats)
+        ids = host_ids.expand(-1, layout.num_lanes, -1).flatten()[envs]
         host_batch = PopulationBatch(
-            self.hosts,
-            self.menu,
-            self.task,
-            config,
-            optimizer=self.optimizer,
-            host_ids=host_ids.expand(-1, layout.num_lanes, -1).flatten()[envs],
+            self.hosts, self.menu, self.task, config, optimizer=self.optimizer, host_ids=ids
         )
         view_of_env = views.repeat(len(self.hosts) * layout.num_lanes)
         host_batch.new_hosts(self.hosts, view_of_env[envs], rng_seed)
@@ -169,7 +165,7 @@ class PairedExperiment:
         if self.measure_test:
             own = {"test": self.measure_test(host_batch).double()}
             finished = replace(finished, **share.join(self.ranks.gather((share.ids, own))))
-        return layout.split(finished)
+        return [finished.at(ids) for ids in layout.env_ids]  # [N] to [lanes, H] of each arm
 
 
 class EnvLayout:
@@ -185,10 +181,6 @@ class EnvLayout:
         self.env_ids = torch.split(ids, [len(arm.rents) for arm in arms])  # [lanes, H] per arm
         self.rent = torch.empty(ids.numel())
         self.rent[ids] = rents.unsqueeze(1).expand_as(ids)
-
-    def split(self, finished: ArmOutcome) -> list[ArmOutcome]:
-        """The networks of all envs, `[N]`, as one outcome `[lanes, H]` per arm."""
-        return [finished.at(ids) for ids in self.env_ids]
 
 
 def play(
@@ -251,3 +243,47 @@ def play(
         style=torch.where(committed, style, 0),
         alpha=torch.where(committed, reports.alpha, 0.0),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Hosts, candidates and training of an evaluation; the counts set its duration."""
+
+    rents: tuple[float, ...] = (0.03, 0.08, 0.20)  # every arm is scored at each
+    num_widths: int = 8  # held-out architectures to compare arms on
+    repeats: int = 8  # hosts per architecture and variant; with 4 variants 256 hosts per arm
+    training_widths: int = 6  # training architectures to search constant plans on
+    training_repeats: int = 2  # hosts per training architecture and variant
+    num_plans: int = 64  # constant plans searched
+    finalists: int = 4  # plans per rent that run on other hosts before one is chosen
+    # training of hosts, except their number; None: as in the controller's training
+    host_batch: HostBatchConfig | None = HostBatchConfig(minibatches=40, validation_rows=800)
+    max_macs: float = 5e7  # of one row through all hosts that train in parallel: 8,000 of MNIST-1D
+    rng_seed: int = 0  # samples the plans to try
+
+    def __post_init__(self) -> None:
+        counts = ("num_widths", "training_widths", "training_repeats", "num_plans", "finalists")
+        require_at_least(self, 1, *counts)
+        require_at_least(self, 2, "repeats")
+        require_positive(self, "max_macs")
+        if not self.rents or min(self.rents) < 0:
+            raise ValueError(f"rents={self.rents}; use one or more numbers of 0 or above")
+        if self.finalists > self.num_plans:
+            raise ValueError(f"finalists={self.finalists}; use 1 to num_plans={self.num_plans}")
+
+
+PRESETS: dict[str, EvaluationConfig] = {
+    # two CPU cores, about a minute, 36 hosts per arm: only large differences show
+    "quick": EvaluationConfig(
+        rents=(0.05, 0.15),
+        num_widths=4,
+        repeats=3,
+        training_widths=2,
+        training_repeats=1,
+        num_plans=5,
+        finalists=1,
+        host_batch=None,
+    ),
+    # one GPU, some minutes, 256 hosts per arm
+    "full": EvaluationConfig(),
+}

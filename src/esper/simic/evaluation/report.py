@@ -11,9 +11,8 @@ from esper.leyline.files import atomic_write
 from esper.leyline.plain_config import to_plain
 from esper.simic.evaluation.arms import LEARNED, ArmResult
 from esper.simic.evaluation.claims import HELPS, Verdict
-from esper.simic.evaluation.experiment import PairedExperiment
-from esper.simic.evaluation.settings import EvaluationConfig
-from esper.simic.evaluation.statistics import Estimate, estimate
+from esper.simic.evaluation.experiment import EvaluationConfig, PairedExperiment
+from esper.simic.evaluation.statistics import Array, estimate
 from esper.simic.training.config import TrainConfig
 
 Rows = list[list[str]]  # of a table, header first
@@ -44,11 +43,9 @@ class EvaluationReport:
     def summary(self) -> str:
         """How much was measured, and what differences it can show."""
         experiment = self.experiment
-        size = (
-            f"{experiment.num_hosts} hosts per arm of {len(experiment.type_names)} types held out "
-            f"from training, {self.num_controllers} controller(s), "
-            f"{self.seconds:.0f} s on {experiment.task.device}."
-        )
+        hosts = f"{experiment.num_hosts} hosts per arm of {len(experiment.type_names)} types"
+        cost = f"{self.seconds:.0f} s on {experiment.task.device}"
+        size = f"{hosts} held out from training, {self.num_controllers} controller(s), {cost}."
         if experiment.num_hosts < FEW_HOSTS or self.num_controllers < 3:
             size += (
                 " This is a small evaluation: only differences of several points are reliable. Use "
@@ -58,21 +55,20 @@ class EvaluationReport:
 
     def headline(self) -> str:
         """Whether growing helped, at each rent."""
-        found = [verdict for verdict in self.verdicts if verdict.claim == HELPS]
-        return " ".join(
-            f"At rent {v.rent:g} {_HELPED[v.decision]}: {v.lead} points." for v in found
-        )
+        found = (verdict for verdict in self.verdicts if verdict.claim == HELPS)
+        rents = [f"At rent {v.rent:g} {_HELPED[v.decision]}: {v.lead} points." for v in found]
+        return " ".join(rents)
 
     def brief(self) -> str:
         """Two lines: whether growing helped, and how it compares with other ways to grow."""
         rent = self.settings.rents[0]
         first, *later = [verdict for verdict in self.verdicts if verdict.claim == HELPS]
-        learned = self.arms[LEARNED]
+        learned, doubt = self.arms[LEARNED], {"undecided": " (undecided)"}
         added, host = (learned.array(name)[:, 0].mean() for name in ("added_params", "host_params"))
-        others = [v for v in self.verdicts if v.claim != HELPS and v.rent == rent]
-        doubt = {"undecided": " (undecided)"}
         leads = (
-            f"{v.claim.rival} {100 * v.lead.mean:+.1f}{doubt.get(v.decision, '')}" for v in others
+            f"{v.claim.rival} {100 * v.lead.mean:+.1f}{doubt.get(v.decision, '')}"
+            for v in self.verdicts
+            if v.claim != HELPS and v.rent == rent
         )
         helped = _HELPED[first.decision]
         return (
@@ -87,8 +83,7 @@ class EvaluationReport:
         """Header and rows, one per arm, sorted by score at the middle rent."""
         header = ["arm", *(f"score, rent {rent:g}" for rent in self.settings.rents)]
         header += ["test accuracy", "params", "multiply-adds", "training GFLOP", "search networks"]
-        ranked = sorted(self.arms.values(), key=lambda arm: -arm.scores[:, self._middle].mean())
-        return [header, *map(self._arm_row, ranked)]
+        return [header, *map(self._arm_row, self._ranked())]
 
     def claim_table(self) -> Rows:
         """Header and rows, one per claim, with a verdict at each rent."""
@@ -115,15 +110,11 @@ class EvaluationReport:
 
     def figures(self) -> dict[str, dict[str, tuple[float, float]]]:
         """Score and half its interval in points, by rent and arm; the best arm comes last."""
-        arms = sorted(self.arms.values(), key=lambda arm: arm.scores[:, self._middle].mean())
-        return {
-            f"rent {rent:g}": {
-                arm.name: (100 * found.mean, 100 * found.half_width)
-                for arm in arms
-                for found in [estimate(arm.scores[:, index])]
-            }
-            for index, rent in enumerate(self.settings.rents)
-        }
+        figures: dict[str, dict[str, tuple[float, float]]] = {}
+        for index, rent in enumerate(self.settings.rents):
+            found = {arm.name: estimate(100 * arm.scores[:, index]) for arm in self._ranked()[::-1]}
+            figures[f"rent {rent:g}"] = {n: (e.mean, e.half_width) for n, e in found.items()}
+        return figures
 
     def plain(self) -> dict[str, Any]:
         """Everything as JSON values, with the figures of every network."""
@@ -134,7 +125,17 @@ class EvaluationReport:
             "seconds": self.seconds,
             "types": list(self.experiment.type_names),
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
-            "arms": {name: _plain_arm(arm) for name, arm in self.arms.items()},
+            "arms": {
+                name: {
+                    "rents": list(arm.rents),
+                    "search_networks": arm.search_networks,
+                    "axes": ["controller", "rent", "host"],
+                    "score": arm.scores.tolist(),
+                    **{field: arm.array(field).tolist() for field in _FIELDS},
+                    "seeds": arm.outcome.blueprint.tolist(),
+                }
+                for name, arm in self.arms.items()
+            },
         }
 
     def save(self, folder: Path | str) -> tuple[Path, Path]:
@@ -149,6 +150,9 @@ class EvaluationReport:
     @property
     def _middle(self) -> int:
         return (len(self.settings.rents) - 1) // 2
+
+    def _ranked(self) -> list[ArmResult]:
+        return sorted(self.arms.values(), key=lambda arm: -arm.scores[:, self._middle].mean())
 
     def _arm_note(self) -> str:
         return (
@@ -171,37 +175,20 @@ class EvaluationReport:
         )
 
     def _arm_row(self, arm: ArmResult) -> list[str]:
-        middle = self._middle
-        scores = [estimate(arm.scores[:, index]) for index in range(len(arm.rents))]
+        def cell(values: Array, scale: float = 1.0, digits: int = 0) -> str:
+            """Mean ± half the interval."""
+            found = estimate(scale * values)
+            return f"{found.mean:,.{digits}f} ± {found.half_width:,.{digits}f}"
+
         test, params, macs, flops = (
-            estimate(arm.array(name)[:, middle])
+            arm.array(name)[:, self._middle]
             for name in ("test", "params", "macs", "training_flops")
         )
-        return [
-            arm.name,
-            *map(_with_interval, [*scores, test]),
-            *(f"{size.mean:,.0f} ± {size.half_width:,.0f}" for size in (params, macs)),
-            f"{flops.mean / 1e9:,.2f} ± {flops.half_width / 1e9:,.2f}",
-            f"{arm.search_networks:,}",
-        ]
+        accuracies = [*(arm.scores[:, index] for index in range(len(arm.rents))), test]
+        cells = [*(cell(shares, 100, 1) for shares in accuracies), cell(params), cell(macs)]
+        return [arm.name, *cells, cell(flops, 1e-9, 2), f"{arm.search_networks:,}"]
 
 
 def markdown_table(rows: Rows) -> str:
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _plain_arm(arm: ArmResult) -> dict[str, Any]:
-    return {
-        "rents": list(arm.rents),
-        "search_networks": arm.search_networks,
-        "axes": ["controller", "rent", "host"],
-        "score": arm.scores.tolist(),
-        **{name: arm.array(name).tolist() for name in _FIELDS},
-        "seeds": arm.outcome.blueprint.tolist(),
-    }
-
-
-def _with_interval(found: Estimate) -> str:
-    """Mean ± half the interval, in points."""
-    return f"{100 * found.mean:.1f} ± {100 * found.half_width:.1f}"

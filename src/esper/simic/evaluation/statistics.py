@@ -53,9 +53,18 @@ def estimate(values: Array, other_variances: Sequence[Variance] = ()) -> Estimat
     `other_variances` are added, such as those of a frontier that was subtracted from the values.
     """
     values = np.atleast_2d(values)
-    found = interval(float(values.mean()), [*_variances(values), *other_variances])
+    mean = float(values.mean())
+    if values.shape[1] < 2:
+        raise ValueError("an interval needs two hosts or more")
+    of_hosts, host_degrees = variance_of_mean(values.mean(0))
     if len(values) == 1:
-        return found
+        return interval(mean, [(of_hosts, host_degrees), *other_variances])
+    of_controllers, controller_degrees = variance_of_mean(values.mean(1))
+    of_cells, _ = variance_of_mean(values.ravel())
+    total = max(of_controllers + of_hosts - of_cells, of_controllers, of_hosts)
+    share = of_controllers / max(of_controllers + of_hosts, 1e-300)
+    variances = [(total * share, controller_degrees), (total * (1 - share), host_degrees)]
+    found = interval(mean, [*variances, *other_variances])
     return replace(found, per_controller=tuple(values.mean(1).tolist()))
 
 
@@ -71,20 +80,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def variance_of_mean(values: Array) -> Variance:
     """Variance of the mean of `[n]`."""
     return float(values.var(ddof=1)) / len(values), len(values) - 1.0
-
-
-def _variances(values: Array) -> list[Variance]:
-    """Variances of the mean of `[K, H]`."""
-    if values.shape[1] < 2:
-        raise ValueError("an interval needs two hosts or more")
-    of_hosts, host_degrees = variance_of_mean(values.mean(0))
-    if len(values) == 1:
-        return [(of_hosts, host_degrees)]
-    of_controllers, controller_degrees = variance_of_mean(values.mean(1))
-    of_cells, _ = variance_of_mean(values.ravel())
-    total = max(of_controllers + of_hosts - of_cells, of_controllers, of_hosts)
-    share = of_controllers / max(of_controllers + of_hosts, 1e-300)
-    return [(total * share, controller_degrees), (total * (1 - share), host_degrees)]
 
 
 def interval(mean: float, variances: Sequence[Variance]) -> Estimate:

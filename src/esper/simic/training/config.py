@@ -134,10 +134,8 @@ class TrainConfig:
                 raise ValueError(
                     f"no variant {variant!r}; use plain, permuted:RNG_SEED, rows:COUNT or noise:SCALE"
                 )
-        if both := set(self.variants) & set(self.held_out_variants):
-            raise ValueError(
-                f"variants {sorted(both)} are both trained on and held out; choose one"
-            )
+        if both := sorted(set(self.variants) & set(self.held_out_variants)):
+            raise ValueError(f"variants {both} are both trained on and held out; choose one")
         if not self.variants:
             raise ValueError("variants is empty; name at least one, such as plain")
         if len(self.widths) ** self.num_layers > MOST_HOSTS:
@@ -147,14 +145,13 @@ class TrainConfig:
             )
         possible = {widths_name(widths) for widths in product(self.widths, repeat=self.num_layers)}
         if unknown := [name for name in self.held_out_widths if name not in possible]:
+            layers = f"widths={self.widths} in {self.num_layers} layers"
+            raise ValueError(f"held_out_widths {unknown} cannot occur with {layers}")
+        found, types = len(self.training_widths), self.host_batch.num_types
+        if found < types:
             raise ValueError(
-                f"held_out_widths {unknown} cannot occur with widths={self.widths} in "
-                f"{self.num_layers} layers"
-            )
-        if len(self.training_widths) < self.host_batch.num_types:
-            raise ValueError(
-                f"{len(self.training_widths)} hosts to choose from, but host_batch.num_types="
-                f"{self.host_batch.num_types}; widen widths or lower num_types"
+                f"{found} hosts to choose from, but host_batch.num_types={types}; widen widths or "
+                "lower num_types"
             )
 
     @property

@@ -1,6 +1,7 @@
 """The hosts and data of a config: built for training or held out, and named for people."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from esper.kasmina.blueprints import BLUEPRINTS, WIDENINGS, Blueprint, blueprint_menu
@@ -22,14 +23,9 @@ _NOISE_RNG_SEED = 1
 def training_hosts(config: TrainConfig, ranks: Ranks = ALONE) -> PopulationBatch:
     """Hosts and data to train a controller on; with several ranks, those of this rank."""
     task = load_task(config, config.variants)
-    return PopulationBatch(
-        load_hosts(config, task, config.training_widths),
-        load_menu(config, task),
-        task,
-        config.host_batch,
-        optimizer=AdamW(learning_rate=config.host_learning_rate),
-        ranks=ranks,
-    )
+    optimizer = AdamW(learning_rate=config.host_learning_rate)
+    hosts, menu = load_hosts(config, task, config.training_widths), load_menu(config, task)
+    return PopulationBatch(hosts, menu, task, config.host_batch, optimizer=optimizer, ranks=ranks)
 
 
 def with_checksum(config: TrainConfig) -> TrainConfig:
@@ -55,16 +51,9 @@ def load_task(config: TrainConfig, variants: tuple[str, ...]) -> Task:
 def load_hosts(
     config: TrainConfig, task: Task, widths: tuple[tuple[int, ...], ...]
 ) -> tuple[Host, ...]:
-    return tuple(
-        build_host(
-            host_kind(config, task),
-            input_shape=task.input_shape,
-            num_classes=task.num_classes,
-            widths=layers,
-            norm=config.norm,
-        )
-        for layers in widths
-    )
+    build = partial(build_host, input_shape=task.input_shape, num_classes=task.num_classes)
+    kind = host_kind(config, task)
+    return tuple(build(kind, widths=layers, norm=config.norm) for layers in widths)
 
 
 def host_kind(config: TrainConfig, task: Task) -> str:
@@ -81,11 +70,6 @@ def load_menu(config: TrainConfig, task: Task) -> tuple[Blueprint, ...]:
     return menu
 
 
-def variant_names(config: TrainConfig, host_batch: PopulationBatch) -> list[str]:
-    """The variant of the data in each env of this episode."""
-    return [config.variants[view] for view in host_batch.view_ids.tolist()]
-
-
 def choice_labels(environment: GrowthEnvironment) -> dict[str, list[str]]:
     """What the run's database calls the choices of each head."""
     host_batch = environment.host_batch
@@ -95,18 +79,6 @@ def choice_labels(environment: GrowthEnvironment) -> dict[str, list[str]]:
         head: [f"{name} steps" if isinstance(name, int) else str(name) for name in named]
         for head, named in names.items()
     }
-
-
-def describe_hosts(config: TrainConfig, host_batch: PopulationBatch) -> str:
-    """The task, the hosts and data to train on, and those held out."""
-    return (
-        f"{config.data or config.task} on {host_batch.task.device}, {host_batch.kernels} kernels; "
-        f"seeds: {', '.join(host_batch.blueprint_names)}\n"
-        f"trained on {len(config.training_widths)} {host_kind(config, host_batch.task)} hosts with "
-        f"{config.num_layers} layers of {', '.join(map(str, config.widths))} and "
-        f"{', '.join(config.variants)}\n"
-        f"held out: {', '.join(config.held_out_widths)} and {', '.join(config.held_out_variants)}"
-    )
 
 
 def _variant(task: Task, name: str) -> Task:

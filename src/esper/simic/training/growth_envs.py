@@ -1,15 +1,13 @@
 """Growing hosts as environments of the training loop: a round is one episode in every env."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from esper.leyline.protocols import StepOutcome
 from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.records import Episodes
-from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.rewards import ROLLBACK_PENALTY, GrowthReward, siblings_mean
@@ -50,7 +48,8 @@ class GrowthEnvs(TrainingEnvs):
         self.reward = GrowthReward(self.num_envs, start_score=start_score)
         self.clock = PhaseClock()
         self.round_over = True
-        self._trace: list[_TracedStep] = []
+        # of each step: rolled back, accuracy, added parameters and those of a new seed, each [N]
+        self._trace: list[tuple[Tensor, ...]] = []
         self._episodes: Episodes | None = None  # of the round, on all ranks
 
     def begin_round(self) -> Tensor:
@@ -71,20 +70,22 @@ class GrowthEnvs(TrainingEnvs):
         reports, is_real_step = self.reports, self._is_running
         result = self.environment.step(actions)
         self.clock.lap("hosts")
+        reasons = self.environment.rollback_reasons
         for env in (is_real_step & result.rolled_back).nonzero().flatten().tolist():
-            reason = self.environment.rollback_reasons.get(env, "rolled back")
-            self.rollback_reasons[env] = reason
+            self.rollback_reasons[env] = reasons.get(env, "rolled back")
         rewards = self.reward.of(reports, result)
         sibling_mean = siblings_mean(rewards, self.environment.siblings)
-        self._sibling_correction += torch.where(
-            is_real_step & ~result.rolled_back, 0.0, sibling_mean
-        )
+        continues = is_real_step & ~result.rolled_back
+        self._sibling_correction += torch.where(continues, 0.0, sibling_mean)
         self.clock.lap("buffer")
         self._is_running = is_real_step & ~(result.terminated | result.truncated)
         self._lengths += is_real_step
         # ranks take the same number of steps, so their generators stay alike
         self.round_over = not self.ranks.any(bool(self._is_running.any()))
-        self._trace.append(_traced(reports, actions, result))
+        op, slot, blueprint = actions[:, :3].unbind(dim=-1)
+        price = reports.cost_params[torch.arange(self.num_envs), slot, blueprint]
+        cost = torch.where(op == LifecycleOp.GERMINATE, price, 0.0)
+        self._trace.append((result.rolled_back, result.accuracy, result.added_params, cost))
         self.clock.lap("telemetry")
         if not self.round_over or result.truncated.any():
             self._observe()
@@ -99,7 +100,7 @@ class GrowthEnvs(TrainingEnvs):
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
         """Give the rolled back their penalty, relative to the whole episode of their siblings."""
-        rolled_back = torch.stack([step.rolled_back for step in self._trace]).any(dim=0)
+        rolled_back = torch.stack([rolled_back for rolled_back, *_ in self._trace]).any(dim=0)
         for env in rolled_back.nonzero().flatten().tolist():
             penalty = ROLLBACK_PENALTY - float(self._sibling_correction[env])
             buffer.mark_terminal_with_penalty(env, penalty)
@@ -120,21 +121,13 @@ class GrowthEnvs(TrainingEnvs):
     def episodes(self) -> Episodes:
         """The episodes of the round that has ended, of all ranks."""
         if self._episodes is None:
-            parts = self.ranks.gather((self.share.ids, self._own_episodes()._asdict()))
+            rollbacks, *rows = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
+            rolled_back, reports = rollbacks.any(dim=1), self.reports
+            scores = torch.where(rolled_back, torch.nan, self.reward.scores)
+            facts = scores, reports.rent, reports.host_params, self._lengths, rolled_back
+            parts = self.ranks.gather((self.share.ids, Episodes(*facts, *rows)._asdict()))
             self._episodes = Episodes(**self.share.join(parts))
         return self._episodes
-
-    def _own_episodes(self) -> Episodes:
-        rollbacks, *per_step = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
-        rolled_back = rollbacks.any(dim=1)
-        return Episodes(
-            torch.where(rolled_back, torch.nan, self.reward.scores),
-            self.reports.rent,
-            self.reports.host_params,
-            self._lengths,
-            rolled_back,
-            *per_step,
-        )
 
     def metrics(self, seconds: float) -> dict[str, float]:
         episodes = self.episodes()
@@ -169,22 +162,6 @@ class GrowthEnvs(TrainingEnvs):
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         self.environment.generator.set_state(state["generator"])
-
-
-class _TracedStep(NamedTuple):
-    """Kept of a step for telemetry, each `[N]`."""
-
-    rolled_back: Tensor
-    accuracy: Tensor
-    added_params: Tensor
-    cost_params: Tensor
-
-
-def _traced(reports: Reports, actions: Tensor, outcome: StepOutcome) -> _TracedStep:
-    op, slot, blueprint = actions[:, :3].unbind(dim=-1)
-    price = reports.cost_params[torch.arange(reports.num_envs), slot, blueprint]
-    cost = torch.where(op == LifecycleOp.GERMINATE, price, 0.0)
-    return _TracedStep(outcome.rolled_back, outcome.accuracy, outcome.added_params, cost)
 
 
 def _mean(values: Tensor) -> float:

@@ -22,7 +22,7 @@ from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.records import RoundRecord
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.distribution import training_hosts, variant_names, with_checksum
+from esper.simic.training.distribution import training_hosts, with_checksum
 from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
@@ -56,9 +56,8 @@ class GrowthTraining:
             controls=config.host_batch.controls,
             ranks=ranks,
         )
-        self.trainer = Trainer(
-            self.envs, self.agent, horizon=config.growth.num_steps, rng_seed=config.rng_seed
-        )
+        steps, rng_seed = config.growth.num_steps, config.rng_seed
+        self.trainer = Trainer(self.envs, self.agent, horizon=steps, rng_seed=rng_seed)
 
     @property
     def rounds_done(self) -> int:
@@ -100,14 +99,12 @@ class GrowthTraining:
         host_batch, share, observed = self.environment.host_batch, self.envs.share, self._observed()
         own = {
             "hosts": host_batch.host_names,
-            "variants": variant_names(self.config, host_batch),
+            "variants": [self.config.variants[view] for view in host_batch.view_ids.tolist()],
             "rollback_reasons": tuple(self.envs.rollback_reasons),
-            "actions": rollout.actions.to("cpu", copy=True),
-            "legal": rollout.masks.to("cpu", copy=True),
-            "rewards": rollout.rewards.to("cpu", copy=True),
-            "values": rollout.values.to("cpu", copy=True),
             "probabilities": rollout.log_probs.sum(dim=-1).exp().cpu(),
         }
+        names = {"actions": "actions", "legal": "masks", "rewards": "rewards", "values": "values"}
+        own |= {key: getattr(rollout, name).to("cpu", copy=True) for key, name in names.items()}
         mine = observed[torch.isin(observed, share.ids)]
         places = share.local(mine).to(rollout.states.device)
         seen = dict(zip(mine.tolist(), rollout.states[places].cpu(), strict=True))

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,15 +22,17 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
-from esper.leyline.files import UnreadableFile
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Outcome, PhaseClock
 
 if TYPE_CHECKING:
+    from gymnasium import Env
     from gymnasium.vector import VectorEnv
     from gymnasium.wrappers import TimeLimit
+
+    AnyEnv = str | Env[Any, Any] | VectorEnv[Any, Any, Any]
 
 MaskOption = Literal["auto", "observation", "info", "method", "none"]
 
@@ -69,10 +72,9 @@ class EpisodeLog:
             Episode(int(env), float(self.total_rewards[env]), int(self.lengths[env]))
             for env in np.flatnonzero(ended)
         ]
-        if self.ended:
-            self.of_round += [(self.steps, episode) for episode in self.ended]
-            self.total_rewards[ended] = 0.0
-            self.lengths[ended] = 0
+        self.of_round += [(self.steps, episode) for episode in self.ended]
+        self.total_rewards[ended] = 0.0
+        self.lengths[ended] = 0
 
 
 class GymEnvs:
@@ -100,7 +102,6 @@ class GymEnvs:
         self.spaces = spaces
         self.num_envs = envs.num_envs
         self.num_features, self.action_space = self.spaces.num_features, self.spaces.action_space
-        self.log = EpisodeLog(self.num_envs)
         self.clock = PhaseClock()
         self.vector_env: Any = envs
         self._autoreset = _autoreset_mode(envs)
@@ -108,9 +109,7 @@ class GymEnvs:
         self._mask_key = mask_key
         self._read_keys: set[str] = set()  # of info, looked at for masks under another name
         self.rounds, self._where = 0, ""  # the round that errors name
-        self.pending = np.zeros(self.num_envs, dtype=bool)
-        self._previous = np.zeros((self.num_envs, spaces.num_previous), dtype=np.float32)
-        observations, infos = envs.reset(seed=self._own_seed(rng_seed))
+        observations, infos = self._reset(rng_seed)
         self.mask_source = self._find_mask_source(infos, mask_source)
         self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
         self._observe(observations, infos)
@@ -125,15 +124,16 @@ class GymEnvs:
 
     def restart(self, generator: torch.Generator) -> None:
         """Start new episodes, seeded by `generator`."""
-        self.log = EpisodeLog(self.num_envs, self.log.recent)
-        self.pending = np.zeros(self.num_envs, dtype=bool)
-        self._previous = np.zeros_like(self._previous)
         rng_seed = int(torch.randint(2**31, (), generator=generator))
-        self._observe(*self.vector_env.reset(seed=self._own_seed(rng_seed)))
+        self._observe(*self._reset(rng_seed, self.log.recent))
 
-    def _own_seed(self, rng_seed: int) -> int:
-        """The seed of the first env here; env i of a vector environment gets the seed plus i."""
-        return rng_seed + int(self.share.ids[0])
+    def _reset(self, rng_seed: int, recent: Iterable[Episode] = ()) -> tuple[Any, dict[str, Any]]:
+        self.log = EpisodeLog(self.num_envs, recent)
+        self.pending = np.zeros(self.num_envs, dtype=bool)
+        self._previous = np.zeros((self.num_envs, self.spaces.num_previous), dtype=np.float32)
+        first = int(self.share.ids[0])  # env i of a vector environment gets the seed plus i
+        found: tuple[Any, dict[str, Any]] = self.vector_env.reset(seed=rng_seed + first)
+        return found
 
     def begin_round(self) -> Tensor:
         self._where = f", round {self.rounds + 1}"
@@ -150,15 +150,13 @@ class GymEnvs:
     def step(self, choices: Tensor) -> Outcome:
         """Take the heads' choices `[N, H]` in every env."""
         was_pending = self.pending
-        observations, rewards, terminated, truncated, infos = self.vector_env.step(
-            self.spaces.actions(choices)
-        )
+        actions = self.spaces.actions(choices)
+        observations, rewards, terminated, truncated, infos = self.vector_env.step(actions)
         truncated = truncated & ~terminated
         ended = terminated | truncated
         rewards = rewards.astype(np.float32)
         self._previous = self.spaces.previous(choices.cpu().numpy(), rewards)
-        final_features: Tensor | None = None
-        reset_infos = None
+        final_features = reset_infos = None
         if self._autoreset == "NEXT_STEP":
             is_first, self.pending = was_pending, ended
         else:
@@ -171,9 +169,8 @@ class GymEnvs:
                     final_features[torch.from_numpy(ended)] = final
                 self.spaces.require_finite(final_features, self._where)
                 if self._autoreset == "DISABLED":
-                    observations, reset_infos = self.vector_env.reset(
-                        options={"reset_mask": ended.copy()}
-                    )
+                    options = {"reset_mask": ended.copy()}
+                    observations, reset_infos = self.vector_env.reset(options=options)
         self._previous[is_first] = 0.0
         self._observe(observations, infos, ended, reset_infos)
         self.log.add(rewards, ended, ~was_pending)
@@ -213,47 +210,37 @@ class GymEnvs:
             self.masks = self._all_legal
             return
         if self.mask_source == "observation":
-            infos, reset_infos = {self._mask_key: observations[self._mask_key]}, None
+            infos = {self._mask_key: observations[self._mask_key]}
         # the last observation of an episode may allow nothing; no action is chosen for it
-        is_last = self.pending if reset_infos is None else ended
-        groups, given = self._read_masks(infos, is_last)
-        if reset_infos is not None:  # the first masks of a new episode come with its reset
-            assert ended is not None
-            reset_groups, reset_given = self._read_masks(reset_infos, ~ended)
-            for group, reset_group in zip(groups, reset_groups, strict=True):
-                group[ended] = reset_group[ended]
-            given = np.where(ended, reset_given, given)
-        if not (given | self.pending).all():
-            raise ValueError(
-                f"envs {np.flatnonzero(~(given | self.pending)).tolist()} gave no "
-                f"info[{self._mask_key!r}]; with masks from info, every reset and step must give one"
-            )
-        for group in groups:
-            group[self.pending] = True  # the action of an autoreset step is ignored
-        self.masks = ActionMasks.from_groups(
-            self.action_space, [torch.from_numpy(group) for group in groups]
-        )
+        sources = [(infos, ~self.pending)]
+        if reset_infos is not None and ended is not None and self.mask_source == "info":
+            sources = [(infos, ~ended), (reset_infos, ended)]  # new episodes: with their reset
+        groups = self._read_masks(sources)
+        tensors = [torch.from_numpy(group) for group in groups]
+        self.masks = ActionMasks.from_groups(self.action_space, tensors)
 
-    def _read_masks(
-        self, infos: dict[str, Any], unneeded: Array | None
-    ) -> tuple[list[Array], Array]:
-        """The masks of each head group, all legal where none is needed or given; who gave one."""
-        if self.mask_source == "method":
-            masks: Any = self.vector_env.unwrapped.call("action_masks")
-            if isinstance(masks[0], Mapping):
-                masks = {name: [mask[name] for mask in masks] for name in masks[0]}
-            return self.spaces.mask_groups(masks), np.ones(self.num_envs, dtype=bool)
-        key = self._mask_key
-        given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
-        needed = given if unneeded is None else given & ~unneeded
-        if needed.all():
-            return self.spaces.mask_groups(_rows(infos[key], needed)), given
+    def _read_masks(self, sources: list[tuple[dict[str, Any], Array]]) -> list[Array]:
+        """The masks of each head group from infos, for the envs that need them; others: all legal."""
         groups = [group.numpy().copy() for group in self._all_legal.groups]
-        if needed.any():
-            given_groups = self.spaces.mask_groups(_rows(infos[key], needed))
-            for group, given_group in zip(groups, given_groups, strict=True):
-                group[needed] = given_group
-        return groups, given
+        key = self._mask_key
+        for infos, needed in sources:
+            if self.mask_source == "method":
+                masks: Any = self.vector_env.unwrapped.call("action_masks")
+                if isinstance(masks[0], Mapping):
+                    masks = {name: [mask[name] for mask in masks] for name in masks[0]}
+            else:
+                given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
+                if (needed & ~given).any():
+                    raise ValueError(
+                        f"envs {np.flatnonzero(needed & ~given).tolist()} gave no info[{key!r}]; "
+                        "with masks from info, every reset and step must give one"
+                    )
+                masks = infos.get(key)
+            if needed.any():
+                found = self.spaces.mask_groups(_rows(masks, needed))
+                for group, part in zip(groups, found, strict=True):
+                    group[needed] = part
+        return groups
 
     def _find_mask_source(self, infos: dict[str, Any], asked: MaskOption) -> MaskOption:
         """Where masks come from: as asked, or the first source that the environment offers."""
@@ -299,10 +286,7 @@ class GymEnvs:
     @property
     def kind(self) -> str:
         """The class of the environments without their wrappers."""
-        from gymnasium.vector import SyncVectorEnv
-
-        inner = self.vector_env.unwrapped
-        return str(type(inner.envs[0].unwrapped if isinstance(inner, SyncVectorEnv) else inner))
+        return str(type(inner_envs(self.vector_env)[0]))
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -340,9 +324,8 @@ class GymEnvs:
         if self.ranks.size == 1 or "environments" not in state:
             return state
         groups = range(len(state["masks"]))
-        own = {name: state[name] for name in _PER_ENV} | {
-            f"masks {group}": state["masks"][group] for group in groups
-        }
+        masks = {f"masks {group}": state["masks"][group] for group in groups}
+        own = {name: state[name] for name in _PER_ENV} | masks
         whole = self.share.join(self.ranks.gather((self.share.ids, own)))
         return state | whole | {"masks": [whole.pop(f"masks {group}") for group in groups]}
 
@@ -354,11 +337,6 @@ class GymEnvs:
         if "environments" not in state:
             self.restart(generator)
             return
-        if not self.can_save_state:
-            raise UnreadableFile(
-                "the run holds the state of environments with get_state() and set_state(); the "
-                "environments given do not have these methods"
-            )
         ids = self.share.ids
         self.features = state["features"][ids]
         groups = [group[ids] for group in state["masks"]]
@@ -387,12 +365,10 @@ def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
 
 
 def _rows(masks: Any, envs: Array) -> Any:
-    """The masks of some envs out of a vector environment's info."""
+    """The masks of some envs out of those of all."""
     if isinstance(masks, Mapping):  # for each head, gymnasium adds which envs gave it as "_head"
-        return {
-            name: np.asarray(mask)[envs] for name, mask in masks.items() if not name.startswith("_")
-        }
-    return np.asarray(masks)[envs]
+        return {name: _rows(m, envs) for name, m in masks.items() if not name.startswith("_")}
+    return [*compress(masks, envs)] if isinstance(masks, tuple | list) else np.asarray(masks)[envs]
 
 
 # -- state of one environment ---------------------------------------------------------------------
@@ -416,3 +392,39 @@ def _state_of(env: Any) -> dict[str, Any]:
     limits, inner = _state_holders(env) or ([], env)
     elapsed = [limit._elapsed_steps for limit in limits]
     return {"elapsed_steps": elapsed, "environment": inner.get_state()}
+
+
+# -- making and comparing environments ------------------------------------------------------------
+
+
+def vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
+    """A vector environment: `num_envs` of an id, or the given one alone."""
+    try:
+        import gymnasium
+        from gymnasium.vector import SyncVectorEnv, VectorEnv
+    except ModuleNotFoundError as error:
+        advice = f"esper.PPO needs {error.name}: pip install 'esper-lite[gym]'"
+        raise ModuleNotFoundError(advice) from error
+    if isinstance(env, VectorEnv):
+        return env
+    if isinstance(env, gymnasium.Env):
+        return SyncVectorEnv([lambda: env])
+    if not isinstance(env, str):
+        raise ValueError(
+            f"{env} is a {type(env).__name__}; use the id of an environment, a gymnasium.Env, or "
+            "a vector environment such as gymnasium.vector.SyncVectorEnv([make_env] * 8)"
+        )
+    try:
+        return gymnasium.make_vec(env, num_envs=num_envs, vectorization_mode="sync")
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"{env} cannot be made: {error}") from error
+
+
+def inner_envs(envs: "VectorEnv[Any, Any, Any]") -> list[Any]:
+    """The environments without their wrappers, or the vector environment that computes them."""
+    from gymnasium.vector import SyncVectorEnv
+
+    inner = envs.unwrapped
+    return [e.unwrapped for e in inner.envs] if isinstance(inner, SyncVectorEnv) else [inner]

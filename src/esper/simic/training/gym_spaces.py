@@ -46,11 +46,6 @@ class Entry:
         return sum(self.sizes) if self.kind == "choices" else math.prod(self.shape)
 
     @property
-    def image_shape(self) -> ImageShape:
-        first, middle, last = self.shape
-        return (first, middle, last) if self.is_channels_first else (last, first, middle)
-
-    @property
     def is_channels_first(self) -> bool:
         """The channels are the axis that differs from two equal ones, or else the smaller end."""
         first, middle, last = self.shape
@@ -112,12 +107,14 @@ class GymSpaces:
     @property
     def num_previous(self) -> int:
         """Features of the step before: its choices, one-hot, then its reward."""
-        widths = [1 if head.continuous else head.size for head in self.action_space]
-        return self.previous_action * sum(widths) + self.previous_reward
+        return self.previous_action * self.action_space.num_choices + self.previous_reward
 
     @property
     def images(self) -> tuple[ImageShape, ...]:
-        return tuple(e.image_shape for e in self.observation if e.kind == "image")
+        """Channels, height and width of each."""
+        images = [e for e in self.observation if e.kind == "image"]
+        shapes = [e.shape if e.is_channels_first else (e.shape[-1], *e.shape[:-1]) for e in images]
+        return tuple((channels, height, width) for channels, height, width in shapes)
 
     # -- observations -------------------------------------------------------------------------
 
@@ -138,26 +135,21 @@ class GymSpaces:
         arrays = [np.asarray(_at(observations, e.path)) for e in self.observation]
         return self._join(arrays, previous)
 
-    def features_of_each(
-        self, observations: Sequence[Any], previous: Array | None = None
-    ) -> Tensor:
+    def features_of_each(self, observed: Sequence[Any], previous: Array | None = None) -> Tensor:
         """As `features`, from a list with the observation of each env."""
-        entries = self.observation
-        arrays = [np.stack([_at(o, e.path) for o in observations]) for e in entries]
+        arrays = [np.stack([_at(o, e.path) for o in observed]) for e in self.observation]
         return self._join(arrays, previous)
 
     def previous(self, choices: Array, rewards: Array) -> Array:
         """The choices `[N, H]` and rewards `[N]` of a step as features of the next one, `[N, P]`."""
         columns = np.zeros((len(rewards), self.num_previous), dtype=np.float32)
-        start = 0
-        for head, choice in zip(self.action_space, choices.T, strict=True):
-            if not self.previous_action:
-                break
+        start, heads = 0, self.action_space.heads if self.previous_action else ()
+        for head, choice in zip(heads, choices.T, strict=False):
             if head.continuous:
                 columns[:, start] = np.tanh(choice)
             else:
                 columns[np.arange(len(choice)), start + choice.astype(np.int64)] = 1.0
-            start += 1 if head.continuous else head.size
+            start += head.size
         if self.previous_reward:
             columns[:, -1] = rewards
         return columns
@@ -181,15 +173,14 @@ class GymSpaces:
         if np.isfinite(features.numpy()).all():
             return
         env, column = (~features.isfinite()).nonzero()[0].tolist()
+        value = features[env, column].item()
         if column < self.num_previous:
-            reward = features[env, column].item()
-            raise ValueError(f"env {env}{where}: the reward is {reward}; give finite numbers")
+            raise ValueError(f"env {env}{where}: the reward is {value}; give finite numbers")
         places = [(_name(e.path), i) for e in self.observation for i in range(e.width)]
-        column -= self.num_previous
+        entry, position = places[column - self.num_previous]
         raise ValueError(
-            f"env {env}{where}: the observation{places[column][0]} holds "
-            f"{features[env, self.num_previous + column].item()} at position {places[column][1]}; the environment must "
-            "give finite float32 numbers"
+            f"env {env}{where}: the observation{entry} holds {value} at position {position}; the "
+            "environment must give finite float32 numbers"
         )
 
     # -- actions ------------------------------------------------------------------------------
@@ -243,11 +234,8 @@ class GymSpaces:
             ends = np.cumsum([*sizes.values()])[:-1]
             masks = dict(zip(sizes, np.split(array, ends, axis=-1), strict=True))
         num_envs = len(next(iter(masks.values()), ()))
-        used = {
-            space.names[i]: np.ones((num_envs, *space.mask_shape(space.names[i])))
-            for i in space.continuous
-        }
-        masks = used | dict(masks)
+        numbers = [space.names[i] for i in space.continuous]
+        masks = {n: np.ones((num_envs, *space.mask_shape(n))) for n in numbers} | dict(masks)
         space.check_names(masks)
         arrays = {
             name: _mask_array(f"mask of head {name!r}", masks[name], space.mask_shape(name))
@@ -269,9 +257,8 @@ class GymSpaces:
                 earlier = self.action_space.heads[self.action_space.index(name)]
                 axes = (*earlier.given, name)
                 if set(axes) <= set(head.given):
-                    legal = arrays[name].transpose(
-                        0, *(1 + axes.index(g) for g in head.given if g in axes)
-                    )
+                    order = [1 + axes.index(g) for g in head.given if g in axes]
+                    legal = arrays[name].transpose(0, *order)
                     missing = [1 + i for i, g in enumerate(head.given) if g not in axes]
                     is_stuck = is_stuck & np.expand_dims(legal, missing)
             if is_stuck.any():
@@ -285,24 +272,16 @@ class GymSpaces:
 
     def require_same(self, envs: "VectorEnv[Any, Any, Any]") -> None:
         """Raise if the environments' spaces are not those that the policy was made for."""
-        found = GymSpaces.of(envs, mask_entry=self.mask_entry)._layout()
-        different = [
-            f"{name} is {found[name]}, expected {mine}"
-            for name, mine in self._layout().items()
-            if found[name] != mine
-        ]
-        if different:
-            raise ValueError(
-                "the environment's spaces are not those of the policy: " + "; ".join(different)
-            )
-
-    def _layout(self) -> dict[str, Any]:
-        return {
-            "head sizes": tuple(size for entry in self.action for size in entry.sizes),
-            "action": ", ".join(map(str, self.action)),
-            "observation": ", ".join(map(str, self.observation)),
-            "mask entry": self.mask_entry,
-        }
+        found = GymSpaces.of(envs, mask_entry=self.mask_entry)
+        for name in ("action", "observation"):
+            mine, others = (", ".join(map(str, getattr(s, name))) for s in (self, found))
+            if name == "observation" and self.mask_entry != found.mask_entry:
+                mine += f", mask {self.mask_entry!r}"
+            if mine != others:
+                raise ValueError(
+                    "the environment's spaces are not those of the policy: "
+                    f"the {name} is {others}, expected {mine}"
+                )
 
 
 def _parts(space: "gymnasium.Space[Any]", path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -363,11 +342,8 @@ def _acted(path: Path, space: "gymnasium.Space[Any]") -> Entry:
     """An entry of the action."""
     from gymnasium import spaces
 
-    shape, dtype, where = (
-        space.shape or (),
-        str(space.dtype),
-        f"the action{_name(path)} is a {space}",
-    )
+    shape, dtype = space.shape or (), str(space.dtype)
+    where = f"the action{_name(path)} is a {space}"
     if isinstance(space, spaces.Discrete):
         return Entry(path, "choices", shape, dtype, (int(space.n),), (float(space.start),))
     if isinstance(space, spaces.MultiDiscrete):
@@ -398,9 +374,7 @@ def _match_heads(
         return expected, tuple(range(expected.num_heads))
     heads = tuple(heads)
     if wrong := [head for head in heads if not isinstance(head, Head)]:
-        raise ValueError(
-            f"heads holds {wrong[0]!r}; use esper.Head('row', 8), and pass settings as config="
-        )
+        raise ValueError(f"heads holds {wrong[0]!r}; use esper.Head, and config= for settings")
     given = FactoredActionSpace(heads)
     head_of = tuple(range(given.num_heads))
     if set(given.names) == set(expected.names):

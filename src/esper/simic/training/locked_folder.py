@@ -1,8 +1,4 @@
-"""A folder that only one process writes to.
-
-with LockedFolder("runs/first"):
-    ...
-"""
+"""A folder that only one process writes to."""
 
 import fcntl
 import os
@@ -10,22 +6,26 @@ import shutil
 from pathlib import Path
 from typing import Self
 
+from esper.leyline.ranks import ALONE, Ranks
+
 LEAST_FREE_BYTES = 100 * 2**20  # that a run needs to start
 
 
 class LockedFolder:
-    """A writable folder, made if missing, locked against other processes."""
+    """A writable folder, made if missing; rank 0 locks it against other processes."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        _check_writable(self.path)
-        self._lock = _locked(self.path)
-        for unfinished in self.path.glob(".*.partial"):  # left by a killed run
-            unfinished.unlink(missing_ok=True)
+    def __init__(self, path: str | Path, ranks: Ranks = ALONE):
+        self._lock: int | None = None
+        if ranks.is_first:
+            _check_writable(Path(path))
+            self._lock = _locked(Path(path))
+            for unfinished in Path(path).glob(".*.partial"):  # left by a killed run
+                unfinished.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the lock."""
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def __enter__(self) -> Self:
         return self
@@ -42,11 +42,9 @@ def _check_writable(path: Path) -> None:
         probe.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-    free = shutil.disk_usage(path).free
-    if free < LEAST_FREE_BYTES:
-        raise ValueError(
-            f"{path} has {free / 2**20:.0f} MiB left; a run needs {LEAST_FREE_BYTES / 2**20:.0f}"
-        )
+    free, least = (size / 2**20 for size in (shutil.disk_usage(path).free, LEAST_FREE_BYTES))
+    if free < least:
+        raise ValueError(f"{path} has {free:.0f} MiB left; a run needs {least:.0f}")
 
 
 def _locked(path: Path) -> int:

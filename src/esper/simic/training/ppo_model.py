@@ -25,9 +25,9 @@ from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import ActionMasks, Head
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
-from esper.leyline.ranks import ALONE, EnvShare, Ranks, join_ranks
+from esper.leyline.ranks import ALONE, EnvShare, join_ranks
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption
+from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Trainer, load_agent, zero_rows
 from esper.tamiyo.policy.layers import spread_time_constants
@@ -35,13 +35,9 @@ from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
 
 if TYPE_CHECKING:
-    from gymnasium import Env
     from gymnasium.vector import VectorEnv
 
-    AnyEnv = str | Env[Any, Any] | VectorEnv[Any, Any, Any]
-
-RoundCallback = Callable[[int, dict[str, float]], bool | None]
-"""Called after each round with the steps taken so far and the round's metrics; False stops."""
+    from esper.simic.training.gym_envs import AnyEnv
 
 _KIND, _VERSION = "PPO model", 3
 
@@ -89,11 +85,6 @@ class PolicyState(NamedTuple):
     choices: Tensor  # [N, H]: of the previous step
     is_new: Tensor  # [N] bool: there was no previous step
 
-    def zeroed(self, rows: Tensor) -> "PolicyState":
-        """The state with `rows` `[N]` bool at the start of an episode."""
-        recurrent = zero_rows(RecurrentState(self.h, self.c), rows)
-        return PolicyState(*recurrent, self.choices, self.is_new | rows)
-
 
 class PPO:
     """A policy, and the environments that it learns in.
@@ -123,7 +114,7 @@ class PPO:
             raise ValueError("heads is a config; use PPO(env, config=GymConfig(...))")
         ranks = join_ranks()
         ranks.require_same(to_plain(config))
-        envs = _vector_env(env, _on_each(config.num_envs, ranks))
+        envs = vector_env(env, len(EnvShare.split(config.num_envs, ranks).ids))
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
         spaces = GymSpaces.of(
             envs,
@@ -193,7 +184,7 @@ class PPO:
     def learn(
         self,
         steps: int | None = None,
-        callback: RoundCallback | None = None,
+        callback: Callable[[int, dict[str, float]], bool | None] | None = None,
         eval_env: "AnyEnv | None" = None,
         log_dir: str | Path | None = None,
         *,
@@ -220,7 +211,7 @@ class PPO:
         if eval_every < 1 or eval_episodes < 1:
             raise ValueError(f"{eval_every=}, {eval_episodes=}; use 1 or more")
         if eval_env is not None:
-            eval_env = _vector_env(eval_env, self.envs.num_envs)
+            eval_env = vector_env(eval_env, self.envs.num_envs)
             self._refuse_training_envs(eval_env)
         with ExitStack() as stack:
             record: Callable[[int, dict[str, float]], None] = lambda *_: None  # noqa: E731
@@ -249,8 +240,12 @@ class PPO:
                 trainer.clock.lap("telemetry")
         return self
 
+    def _learns_in(self, envs: "VectorEnv[Any, Any, Any]") -> bool:
+        own = [] if self._trainer is None else inner_envs(self.envs.vector_env)
+        return bool({id(env) for env in own} & {id(env) for env in inner_envs(envs)})
+
     def _refuse_training_envs(self, envs: "VectorEnv[Any, Any, Any]") -> None:
-        if self._trainer is not None and _inner_envs(envs) & _inner_envs(self.envs.vector_env):
+        if self._learns_in(envs):
             raise ValueError(
                 "these are the environments that the model learns in; evaluating there would break "
                 "off its episodes. Make others for evaluation, or pass the id of the environment"
@@ -283,15 +278,20 @@ class PPO:
         """
         is_single = self.spaces.is_single(observation)
         num_envs = 1 if is_single else self.spaces.num_rows(observation)
-        state = state or self._initial_state(num_envs)
+        if state is None:
+            choices = torch.zeros(num_envs, len(self.spaces.action_space.heads))
+            is_new = torch.ones(num_envs, dtype=torch.bool)
+            state = PolicyState(*self.agent.policy.initial_state(num_envs), choices, is_new)
         if len(state.h) != num_envs:
             raise ValueError(
                 f"the state is that of {len(state.h)} envs, the observation of {num_envs}; pass what "
                 "predict returned for the same envs, or state=None at the start of episodes"
             )
         if episode_start is not None:
-            is_first = np.broadcast_to(np.asarray(episode_start, dtype=bool), num_envs)
-            state = state.zeroed(torch.tensor(is_first))
+            rows = np.broadcast_to(np.asarray(episode_start, dtype=bool), num_envs)
+            is_first = torch.tensor(rows)
+            recurrent = zero_rows(RecurrentState(state.h, state.c), is_first)
+            state = PolicyState(*recurrent, state.choices, state.is_new | is_first)
         previous = self._previous(state, reward)
         if is_single:
             features = self.spaces.features_of_each([observation], previous)
@@ -306,34 +306,26 @@ class PPO:
                 "pass mask=",
                 stacklevel=2,
             )
+        device, recurrent = self.agent.device, RecurrentState(state.h, state.c)
+        masks = self._masks(mask, num_envs, is_single).to(device)
         decision = self.agent.act(
-            features.to(self.agent.device),
-            self._masks(mask, num_envs, is_single).to(self.agent.device),
-            RecurrentState(state.h, state.c),
-            deterministic=deterministic,
+            features.to(device), masks, recurrent, deterministic=deterministic
         )
         actions = self.spaces.actions(decision.actions)
         is_new = torch.zeros(num_envs, dtype=torch.bool)
         after = PolicyState(*decision.state, decision.actions.cpu(), is_new)
         return (self.spaces.first_action(actions) if is_single else actions), after
 
-    def _initial_state(self, num_envs: int) -> PolicyState:
-        choices = torch.zeros(num_envs, len(self.spaces.action_space.heads))
-        is_new = torch.ones(num_envs, dtype=torch.bool)
-        return PolicyState(*self.agent.policy.initial_state(num_envs), choices, is_new)
-
     def _previous(self, state: PolicyState, reward: Any) -> Array:
         """Features of the step before; zeros at the start of an episode."""
         num_envs, is_new = len(state.h), state.is_new.numpy()
-        if reward is None:
-            reward = 0.0
-            if self.spaces.previous_reward and not is_new.all():
-                warnings.warn(
-                    "this model learned with the previous reward, but predict got none, so 0 is "
-                    "used; pass reward=",
-                    stacklevel=3,
-                )
-        rewards = np.asarray(reward, dtype=np.float32)
+        if reward is None and self.spaces.previous_reward and not is_new.all():
+            warnings.warn(
+                "this model learned with the previous reward, but predict got none, so 0 is used; "
+                "pass reward=",
+                stacklevel=3,
+            )
+        rewards = np.asarray(0.0 if reward is None else reward, dtype=np.float32)
         if rewards.shape not in ((), (num_envs,)):
             raise ValueError(f"reward: got shape {rewards.shape}, expected ({num_envs},)")
         rewards = np.broadcast_to(rewards, num_envs)
@@ -402,20 +394,18 @@ class PPO:
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
             ranks, masks = join_ranks(), saved["mask_source"]
-            envs = _vector_env(env, _on_each(run["num_envs"], ranks))
+            envs = vector_env(env, len(EnvShare.split(run["num_envs"], ranks).ids))
             world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
             model._build(config, spaces, encoder, world)
-            has_state = "environments" in run["envs"]
-            total = world.share.total
-            if (saved["environment"], run["num_envs"]) != (world.kind, total) or (
-                has_state and not world.can_save_state
-            ):
+            total, is_lost = world.share.total, not world.can_save_state
+            is_other = (saved["environment"], run["num_envs"]) != (world.kind, total)
+            is_other = is_other or (is_lost and "environments" in run["envs"])
+            if is_other:
                 start = {"recent_episodes": [], "rounds": run["envs"]["rounds"]}
                 run |= {"num_envs": total, "envs": start, "state": None}
-                model.trainer.load_state_dict(run, path)
+            model.trainer.load_state_dict(run, path)
+            if is_other:
                 model.trainer.abandon_round()
-            else:
-                model.trainer.load_state_dict(run, path)
         model._first_step, model.total_steps = saved["learn"]
         return model
 
@@ -428,12 +418,7 @@ class EvaluationResult(NamedTuple):
 
 
 def evaluate(
-    model: PPO,
-    env: "AnyEnv",
-    episodes: int = 20,
-    *,
-    rng_seed: int = 0,
-    deterministic: bool = True,
+    model: PPO, env: "AnyEnv", episodes: int = 20, *, rng_seed: int = 0, deterministic: bool = True
 ) -> EvaluationResult:
     """Play whole episodes without learning.
 
@@ -447,7 +432,7 @@ def evaluate(
     """
     if episodes < 1:
         raise ValueError(f"episodes={episodes}; use 1 or more")
-    envs = _vector_env(env, min(episodes, model.config.num_envs))
+    envs = vector_env(env, min(episodes, model.config.num_envs))
     if model._is_learning:
         model._refuse_training_envs(envs)
     world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
@@ -458,62 +443,16 @@ def evaluate(
     quota[: episodes % num_envs] += 1
     counted: list[Episode] = []
     while quota.any():
-        decision = act(
-            world.features.to(agent.device),
-            world.masks.to(agent.device),
-            state,
-            generator=generator,
-            deterministic=deterministic,
-        )
+        features, masks = world.features.to(agent.device), world.masks.to(agent.device)
+        decision = act(features, masks, state, generator=generator, deterministic=deterministic)
         outcome = world.step(decision.actions)
         state = zero_rows(decision.state, outcome.is_first)
         for episode in world.log.ended:
             if quota[episode.env]:
                 quota[episode.env] -= 1
                 counted.append(episode)
-    if model._trainer is not None and _inner_envs(envs) & _inner_envs(model.envs.vector_env):
+    if model._learns_in(envs):
         model.envs.restart(model.trainer.shuffle_rng)
         model.trainer.abandon_round()
-    return EvaluationResult(
-        np.array([e.total_reward for e in counted]), np.array([e.length for e in counted])
-    )
-
-
-def _on_each(num_envs: int, ranks: Ranks) -> int:
-    """The number of envs on each rank."""
-    return len(EnvShare.split(num_envs, ranks).ids)
-
-
-def _vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
-    """A vector environment: `num_envs` of an id, or the given one alone."""
-    try:
-        import gymnasium
-        from gymnasium.vector import SyncVectorEnv, VectorEnv
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"esper.PPO needs {error.name}: pip install 'esper-lite[gym]'"
-        ) from error
-    if isinstance(env, VectorEnv):
-        return env
-    if isinstance(env, gymnasium.Env):
-        return SyncVectorEnv([lambda: env])
-    if not isinstance(env, str):
-        raise ValueError(
-            f"{env} is a {type(env).__name__}; use the id of an environment, a gymnasium.Env, or "
-            "a vector environment such as gymnasium.vector.SyncVectorEnv([make_env] * 8)"
-        )
-    try:
-        return gymnasium.make_vec(env, num_envs=num_envs, vectorization_mode="sync")
-    except gymnasium.error.UnregisteredEnv as error:
-        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
-    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"{env} cannot be made: {error}") from error
-
-
-def _inner_envs(envs: "VectorEnv[Any, Any, Any]") -> set[int]:
-    """Identities of the environments without their wrappers."""
-    from gymnasium.vector import SyncVectorEnv
-
-    inner = envs.unwrapped
-    parts = [env.unwrapped for env in inner.envs] if isinstance(inner, SyncVectorEnv) else []
-    return {id(inner), *map(id, parts)}
+    _, returns, lengths = zip(*counted, strict=True)
+    return EvaluationResult(np.array(returns), np.array(lengths))

@@ -1,10 +1,5 @@
 """The folder of a growth run: its files, a lock, and the current and previous checkpoint.
 
-    with RunFolder.create("runs/first", config) as folder:
-        folder.save(training)
-    with RunFolder.reopen("runs/first") as folder:
-        training = folder.resume()
-
 | file | contents |
 |---|---|
 | `config.json` | every setting of the run |
@@ -57,15 +52,12 @@ def read_config(path: Path) -> TrainConfig:
     return from_plain(TrainConfig, plain)
 
 
-class RunFolder:
-    """The folder of a run in this process, locked against other processes.
-
-    Of several ranks, rank 0 writes; the others read it to resume.
-    """
+class RunFolder(LockedFolder):
+    """The folder of a run in this process. Of several ranks, rank 0 writes; others only read."""
 
     def __init__(self, path: str | Path, ranks: Ranks = ALONE):
+        super().__init__(path, ranks)
         self.files, self._ranks = RunFiles(Path(path)), ranks
-        self._folder = LockedFolder(path) if ranks.is_first else None
         self._saved_round: int | None = None  # by this process
 
     @classmethod
@@ -116,10 +108,8 @@ class RunFolder:
             GrowthTraining.resume(previous)
         except (UnreadableFile, FileNotFoundError):
             return "start a new run in another folder"
-        return (
-            f"{previous.name} is the checkpoint before it; to resume from there, run\n"
-            f"  cp {previous} {self.files.checkpoint}"
-        )
+        before = f"{previous.name} is the checkpoint before it; to resume from there, run"
+        return f"{before}\n  cp {previous} {self.files.checkpoint}"
 
     def save(self, training: GrowthTraining) -> None:
         """Write checkpoint and controller; the previous checkpoint is kept."""
@@ -132,14 +122,3 @@ class RunFolder:
         training.save(files.checkpoint)
         training.controller().save(files.controller)
         self._saved_round = training.rounds_done
-
-    def close(self) -> None:
-        """Release the lock."""
-        if self._folder is not None:
-            self._folder.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -129,15 +129,9 @@ class Trainer:
     def __init__(self, envs: TrainingEnvs, agent: PPOAgent, *, horizon: int, rng_seed: int = 0):
         config = agent.policy.config
         self.envs, self.agent, self.horizon = envs, agent, horizon
-        self.buffer = TamiyoRolloutBuffer(
-            envs.num_envs,
-            horizon,
-            envs.num_features,
-            envs.action_space,
-            config.lstm_hidden_dim,
-            config.lstm_layers,
-            agent.device,
-        )
+        sizes = envs.num_envs, horizon, envs.num_features
+        hidden = config.lstm_hidden_dim, config.lstm_layers
+        self.buffer = TamiyoRolloutBuffer(*sizes, envs.action_space, *hidden, agent.device)
         self.state = agent.policy.initial_state(envs.num_envs)
         self.ranks = agent.ranks
         self.action_rng = envs.share.generator(agent.device, rng_seed)
@@ -165,7 +159,7 @@ class Trainer:
         they check `STOP_CHECKS` times per round whether one of them is to stop.
         """
         stride = 1 if self.ranks.size == 1 else max(1, self.horizon // STOP_CHECKS)
-        envs, agent, lap = self.envs, self.agent, self.clock.lap
+        envs, agent, lap, rng = self.envs, self.agent, self.clock.lap, self.action_rng
         act = agent.prepared_act()
         if not self._in_round:
             self._begin_round()
@@ -173,9 +167,7 @@ class Trainer:
             if self.progress.round_steps % stride == 0 and self.ranks.any(should_stop()):
                 return False
             features, masks = envs.features.to(agent.device), envs.masks.to(agent.device)
-            decision = act(
-                features, masks, self.state, generator=self.action_rng, deterministic=deterministic
-            )
+            decision = act(features, masks, self.state, generator=rng, deterministic=deterministic)
             actions = decision.actions.cpu()
             lap("act")
             outcome = envs.step(actions)
@@ -213,20 +205,17 @@ class Trainer:
         last_values = None  # no row is unfinished
         if not envs.round_over:
             last_values = agent.value(envs.features.to(agent.device), self.state)
+        rng, share = self.shuffle_rng, envs.share
         learned = agent.update(
-            self.buffer,
-            last_values,
-            progress=schedule,
-            generator=self.shuffle_rng,
-            share=envs.share,
+            self.buffer, last_values, progress=schedule, generator=rng, share=share
         )
         self.clock.lap("update")
         before = progress.steps_before_round, self._episodes_before_round
         own = progress.steps - before[0], progress.episodes - before[1]
         num_steps, num_episodes = (int(count) for count in self.ranks.sums(*own))
-        progress.steps, progress.episodes = before[0] + num_steps, before[1] + num_episodes
-        progress.rounds += 1
-        progress.round_steps, progress.steps_before_round = 0, progress.steps
+        progress.steps = progress.steps_before_round = before[0] + num_steps
+        progress.episodes = before[1] + num_episodes
+        progress.rounds, progress.round_steps = progress.rounds + 1, 0
         self._mark_round_start()
         seconds = self.clock.take()
         total = sum(seconds.values())
@@ -278,35 +267,30 @@ class Trainer:
         for name, weight in self.agent.policy.named_parameters():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
-        start: dict[str, Any] = self._round_start
-        share = self.envs.share
-        state = start["state"]
-        if state is not None:
-            parts = self.ranks.gather((share.ids, dict(zip("hc", state, strict=True))))
-            state = list(share.join(parts).values())
+        whole, share = dict(self._round_start), self.envs.share
+        if whole["state"] is not None:
+            parts = self.ranks.gather((share.ids, dict(zip("hc", whole["state"], strict=True))))
+            whole["state"] = list(share.join(parts).values())
         return {
             "num_envs": share.total,
             "device": self.agent.device.type,
             "agent": self.agent.state_dict(),
-            **start,
-            "state": state,
-            "envs": self.envs.joined_state(start["envs"]),
+            **whole,
+            "envs": self.envs.joined_state(whole["envs"]),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
         """Continue a saved run; errors name `path`."""
-        if saved["num_envs"] != (total := self.envs.share.total):
-            raise UnreadableFile(
-                f"{path} holds a run of {saved['num_envs']} envs; {total} were given"
-            )
+        found, total = saved["num_envs"], self.envs.share.total
+        if found != total:
+            raise UnreadableFile(f"{path} holds a run of {found} envs; {total} were given")
         load_agent(self.agent, saved["agent"], path)
         self.progress = Progress(**saved["progress"])
         self.shuffle_rng.set_state(saved["shuffle_rng"])
         if self.agent.device.type == saved["device"]:
             self.action_rng.set_state(saved["action_rng"])
         else:  # generators of another kind of device have another state
-            seed = torch.randint(2**31, (), generator=self.shuffle_rng)
-            self.action_rng.manual_seed(int(seed))
+            self.action_rng.manual_seed(int(torch.randint(2**31, (), generator=self.shuffle_rng)))
         self.envs.load_state_dict(saved["envs"], self.shuffle_rng)
         if saved["state"] is not None:
             ids, device = self.envs.share.ids, self.agent.device
@@ -315,9 +299,8 @@ class Trainer:
 
     def _mark_round_start(self) -> None:
         """Keep all that changes while a round is collected: a resumed run collects it again."""
-        can_save = self.envs.can_save_state
-        envs = self.envs.state_dict()
-        self._round_start = {
+        can_save, envs = self.envs.can_save_state, self.envs.state_dict()
+        self._round_start: dict[str, Any] = {
             "progress": asdict(self.progress),
             "action_rng": self.action_rng.get_state(),
             "shuffle_rng": self.shuffle_rng.get_state(),
