@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.kernels.numba_entry_points import entry_point
 from esper.kernels.hosts import layer_table
 from esper.kernels.hosts import numba_layers as layers
 from esper.kernels.hosts.layer_table import Column
+from esper.kernels.numba_entry_points import entry_point
 from esper.leyline.constants import BlendStyle
 
 CONV, DEPTHWISE, NORM = layer_table.CONV, layer_table.DEPTHWISE, layer_table.NORM
