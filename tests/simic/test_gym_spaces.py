@@ -225,7 +225,7 @@ def test_a_mask_of_logits_is_refused():
         PPO(envs)
 
 
-@pytest.mark.parametrize("name", ["action_masks", "legal_actions", "valid_action_mask", "avail_actions"])  # fmt: skip
+@pytest.mark.parametrize("name", ["action_masks", "legal_actions", "valid_action_mask", "avail_actions", "mask"])  # fmt: skip
 def test_a_mask_under_another_name_is_refused_and_naming_it_works(name):
     envs = envs_of(infos=lambda: {name: np.array([1, 0])})
     with pytest.raises(ValueError, match=f"info has '{name}', but .* use mask_key='{name}', or"):
@@ -259,7 +259,8 @@ def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods
 
 def test_other_infos_are_not_taken_for_masks():
     names = ("invalid_actions", "illegal_moves", "mask", "action", "lives", "last_action")
-    model = PPO(envs_of(infos=lambda: dict.fromkeys(names, 1)), config=SMALL)
+    others = {"masks": np.zeros((5, 5))}  # of an image
+    model = PPO(envs_of(infos=lambda: dict.fromkeys(names, 1) | others), config=SMALL)
     model.learn(24)
     assert model.trainer.progress.steps >= 24
 

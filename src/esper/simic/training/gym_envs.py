@@ -207,6 +207,10 @@ class GymEnvs:
             if self._is_unmasked_by_chance and (new := infos.keys() - self._read_keys):
                 self._read_keys |= new
                 self._refuse_unread_masks("info", new)
+                sizes = {*self.action_space.sizes, sum(self.action_space.sizes)}
+                for name in new & {"mask", "masks"}:  # masks if they have a number for each choice
+                    if np.ndim(infos[name]) == 2 and np.shape(infos[name])[1] in sizes:
+                        self._refuse_mask("info", name)
             self.masks = self._all_legal
             return
         if self.mask_source == "observation":
@@ -277,11 +281,14 @@ class GymEnvs:
         """Raise if a name looks like that of a mask: it would not be applied."""
         for name in names:
             if _MASK_LIKE.search(name.lower()) and not name.startswith("_"):
-                key = f"mask_key={name!r}" if where != "environment" else "a method action_masks()"
-                raise ValueError(
-                    f"the {where} has {name!r}, but masks are read from {self._mask_key!r}: use {key}, "
-                    "or masks='none' to learn without masks"
-                )
+                self._refuse_mask(where, name)
+
+    def _refuse_mask(self, where: str, name: str) -> None:
+        key = f"mask_key={name!r}" if where != "environment" else "a method action_masks()"
+        raise ValueError(
+            f"the {where} has {name!r}, but masks are read from {self._mask_key!r}: use {key}, "
+            "or masks='none' to learn without masks"
+        )
 
     @property
     def kind(self) -> str:
