@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from esper.kasmina.layers import NORM_EPSILON
-from esper.kernels.hosts.fused_plan import MOST_CHANNELS, Kind
+from esper.kernels.hosts.fused_plan import MOST_CHANNELS
+from esper.kernels.hosts.layer_table import Kind
 from esper.leyline.constants import BlendStyle
 from esper.leyline.files import atomic_write
 

@@ -10,11 +10,13 @@ meaning. Parity test: `tests/tolaria/test_steps.py`.
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
+from dataclasses import fields
+
 import numpy as np
 from numba import njit
 
 from esper.kasmina.layers import NORM_EPSILON
-from esper.kernels.hosts.layer_table import Column
+from esper.kernels.hosts.layer_table import Row
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 compiled = njit(fastmath=FAST, error_model="numpy")
@@ -22,11 +24,22 @@ compiled = njit(fastmath=FAST, error_model="numpy")
 inlined = njit(fastmath=FAST, error_model="numpy", inline="always")
 ROW_POSITIONS = 8  # neighbouring positions in one row; nine rows of them fit a first-level cache
 
-CHANNELS, HEIGHT, WIDTH = int(Column.CHANNELS), int(Column.HEIGHT), int(Column.WIDTH)
-OUT_CHANNELS = int(Column.OUT_CHANNELS)
-OUT_HEIGHT, OUT_WIDTH = int(Column.OUT_HEIGHT), int(Column.OUT_WIDTH)
-KERNEL_HEIGHT, KERNEL_WIDTH = int(Column.KERNEL_HEIGHT), int(Column.KERNEL_WIDTH)
-STRIDE, PAD_HEIGHT, PAD_WIDTH = int(Column.STRIDE), int(Column.PAD_HEIGHT), int(Column.PAD_WIDTH)
+# columns of a layer's row
+(
+    KIND, CHANNELS, HEIGHT, WIDTH, OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH,
+    KERNEL_HEIGHT, KERNEL_WIDTH, STRIDE, PAD_HEIGHT, PAD_WIDTH,
+) = range(12)  # fmt: skip
+PARAMS = [entry.name for entry in fields(Row)].index("params")
+
+
+@inlined
+def num_inputs(row):
+    return row[CHANNELS] * row[HEIGHT] * row[WIDTH]
+
+
+@inlined
+def num_outputs(row):
+    return row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH]
 
 
 @compiled
@@ -36,18 +49,9 @@ def exp(x):
     k = np.floor(x * 1.4426950408889634 + 0.5)
     r = x - k * 0.693147180369123816490
     r = r - k * 1.90821492927058770002e-10
-    p = 1.0 / 39916800.0
-    p = p * r + 1.0 / 3628800.0
-    p = p * r + 1.0 / 362880.0
-    p = p * r + 1.0 / 40320.0
-    p = p * r + 1.0 / 5040.0
-    p = p * r + 1.0 / 720.0
-    p = p * r + 1.0 / 120.0
-    p = p * r + 1.0 / 24.0
-    p = p * r + 1.0 / 6.0
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
+    p = ((1.0 / 39916800 * r + 1.0 / 3628800) * r + 1.0 / 362880) * r + 1.0 / 40320
+    p = (((p * r + 1.0 / 5040) * r + 1.0 / 720) * r + 1.0 / 120) * r + 1.0 / 24
+    p = (((p * r + 1.0 / 6) * r + 0.5) * r + 1.0) * r + 1.0
     return p * np.int64((np.int64(k) + 1023) << 52).view(np.float64)
 
 
@@ -64,37 +68,6 @@ def copy(x, y):
 
 
 @compiled
-def _add_weighted(y, x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7):
-    for b in range(y.size):
-        y[b] += (
-            w0 * x0[b] + w1 * x1[b] + w2 * x2[b] + w3 * x3[b]
-            + w4 * x4[b] + w5 * x5[b] + w6 * x6[b] + w7 * x7[b]
-        )  # fmt: skip
-
-
-@compiled
-def _products(y, x0, x1, x2, x3, x4, x5, x6, x7):
-    zero = y.dtype.type(0)
-    s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
-    for b in range(y.size):
-        v = y[b]
-        s0 += v * x0[b]
-        s1 += v * x1[b]
-        s2 += v * x2[b]
-        s3 += v * x3[b]
-        s4 += v * x4[b]
-        s5 += v * x5[b]
-        s6 += v * x6[b]
-        s7 += v * x7[b]
-    return s0, s1, s2, s3, s4, s5, s6, s7
-
-
-@inlined
-def _weight(w, at, exists):
-    return w[at] if exists else w.dtype.type(0)
-
-
-@compiled
 def multiply_rows(ws, n, ys, num_y, xs, num_x, w, at, step_y, step_x):
     """Row ys[i] += sum over j of w[at + i * step_y + j * step_x] * row xs[j].
 
@@ -103,27 +76,26 @@ def multiply_rows(ws, n, ys, num_y, xs, num_x, w, at, step_y, step_x):
     for i in range(num_y):
         y = ws[ys[i] : ys[i] + n]
         for j in range(0, num_x, 8):
-            a = at + i * step_y + j * step_x
-            left = num_x - j
-            _add_weighted(
-                y,
-                ws[xs[j] : xs[j] + n],
-                ws[xs[j + 1] : xs[j + 1] + n],
-                ws[xs[j + 2] : xs[j + 2] + n],
-                ws[xs[j + 3] : xs[j + 3] + n],
-                ws[xs[j + 4] : xs[j + 4] + n],
-                ws[xs[j + 5] : xs[j + 5] + n],
-                ws[xs[j + 6] : xs[j + 6] + n],
-                ws[xs[j + 7] : xs[j + 7] + n],
-                w[a],
-                _weight(w, a + step_x, left > 1),
-                _weight(w, a + 2 * step_x, left > 2),
-                _weight(w, a + 3 * step_x, left > 3),
-                _weight(w, a + 4 * step_x, left > 4),
-                _weight(w, a + 5 * step_x, left > 5),
-                _weight(w, a + 6 * step_x, left > 6),
-                _weight(w, a + 7 * step_x, left > 7),
-            )
+            _add_weighted(y, _eight_rows(ws, xs, j, n), w, at + i * step_y, step_x, j, num_x)
+
+
+@compiled
+def _add_weighted(y, rows, w, at, step, j, num_x):
+    x0, x1, x2, x3, x4, x5, x6, x7 = rows
+    w0, w1 = _weight(w, at, step, j, num_x), _weight(w, at, step, j + 1, num_x)
+    w2, w3 = _weight(w, at, step, j + 2, num_x), _weight(w, at, step, j + 3, num_x)
+    w4, w5 = _weight(w, at, step, j + 4, num_x), _weight(w, at, step, j + 5, num_x)
+    w6, w7 = _weight(w, at, step, j + 6, num_x), _weight(w, at, step, j + 7, num_x)
+    for b in range(y.size):
+        y[b] += (
+            w0 * x0[b] + w1 * x1[b] + w2 * x2[b] + w3 * x3[b]
+            + w4 * x4[b] + w5 * x5[b] + w6 * x6[b] + w7 * x7[b]
+        )  # fmt: skip
+
+
+@inlined
+def _weight(w, at, step, j, num_x):
+    return w[at + j * step] if j < num_x else w.dtype.type(0)
 
 
 @compiled
@@ -132,19 +104,8 @@ def dot_rows(ws, n, ys, num_y, xs, num_x, g, at, step_y, step_x):
     for i in range(num_y):
         y = ws[ys[i] : ys[i] + n]
         for j in range(0, num_x, 8):
-            s0, s1, s2, s3, s4, s5, s6, s7 = _products(
-                y,
-                ws[xs[j] : xs[j] + n],
-                ws[xs[j + 1] : xs[j + 1] + n],
-                ws[xs[j + 2] : xs[j + 2] + n],
-                ws[xs[j + 3] : xs[j + 3] + n],
-                ws[xs[j + 4] : xs[j + 4] + n],
-                ws[xs[j + 5] : xs[j + 5] + n],
-                ws[xs[j + 6] : xs[j + 6] + n],
-                ws[xs[j + 7] : xs[j + 7] + n],
-            )
-            a = at + i * step_y + j * step_x
-            left = num_x - j
+            s0, s1, s2, s3, s4, s5, s6, s7 = _products(y, _eight_rows(ws, xs, j, n))
+            a, left = at + i * step_y + j * step_x, num_x - j
             g[a] += s0
             _add_at(g, a + step_x, s1, left > 1)
             _add_at(g, a + 2 * step_x, s2, left > 2)
@@ -161,8 +122,44 @@ def _add_at(g, at, value, exists):
         g[at] += value
 
 
+@compiled
+def _products(y, rows):
+    x0, x1, x2, x3, x4, x5, x6, x7 = rows
+    zero = y.dtype.type(0)
+    s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
+    for b in range(y.size):
+        v = y[b]
+        s0 += v * x0[b]
+        s1 += v * x1[b]
+        s2 += v * x2[b]
+        s3 += v * x3[b]
+        s4 += v * x4[b]
+        s5 += v * x5[b]
+        s6 += v * x6[b]
+        s7 += v * x7[b]
+    return s0, s1, s2, s3, s4, s5, s6, s7
+
+
 @inlined
-def fill_up(rows, count):
+def _eight_rows(ws, xs, j, n):
+    x0, x1, x2, x3 = xs[j], xs[j + 1], xs[j + 2], xs[j + 3]
+    x4, x5, x6, x7 = xs[j + 4], xs[j + 5], xs[j + 6], xs[j + 7]
+    return (
+        ws[x0 : x0 + n], ws[x1 : x1 + n], ws[x2 : x2 + n], ws[x3 : x3 + n],
+        ws[x4 : x4 + n], ws[x5 : x5 + n], ws[x6 : x6 + n], ws[x7 : x7 + n],
+    )  # fmt: skip
+
+
+@inlined
+def _strided_rows(rows, count, first, step):
+    """Rows that lie `step` apart."""
+    for k in range(count):
+        rows[k] = first + k * step
+    _fill_up(rows, count)
+
+
+@inlined
+def _fill_up(rows, count):
     """Rows beyond `count`, up to a multiple of eight, repeat the first one."""
     for j in range(count, (count + 7) // 8 * 8):
         rows[j] = rows[0]
@@ -177,9 +174,15 @@ def row_sum(ws, at, n):
 
 
 @compiled
-def add_product(y, a, b):
+def _add_product(y, a, b):
     for i in range(y.size):
         y[i] += a[i] * b[i]
+
+
+@inlined
+def has_border(row):
+    """Whether a convolution reads a copy of its input, not the input itself."""
+    return row[PAD_HEIGHT] + row[PAD_WIDTH] > 0 or row[STRIDE] > 1
 
 
 @inlined
@@ -206,25 +209,16 @@ def _padded_at(row, padded, c, i, j, n):
 
 
 @compiled
-def pad(row, ws, x, n, padded):
-    """A copy with a border of zeros."""
-    fill(ws[padded : padded + padded_size(row, n)], 0)
+def pad(row, ws, x, n, padded, back):
+    """A copy with a border of zeros; with `back`, from the copy to `x`."""
+    if not back:
+        fill(ws[padded : padded + padded_size(row, n)], 0)
     for c in range(row[CHANNELS]):
         for i in range(row[HEIGHT]):
             for j in range(row[WIDTH]):
-                source = x + ((c * row[HEIGHT] + i) * row[WIDTH] + j) * n
-                target = _padded_at(row, padded, c, i + row[PAD_HEIGHT], j + row[PAD_WIDTH], n)
-                copy(ws[source : source + n], ws[target : target + n])
-
-
-@compiled
-def unpad(row, ws, padded, n, x):
-    """Back from a copy with a border."""
-    for c in range(row[CHANNELS]):
-        for i in range(row[HEIGHT]):
-            for j in range(row[WIDTH]):
-                target = x + ((c * row[HEIGHT] + i) * row[WIDTH] + j) * n
-                source = _padded_at(row, padded, c, i + row[PAD_HEIGHT], j + row[PAD_WIDTH], n)
+                plain = x + ((c * row[HEIGHT] + i) * row[WIDTH] + j) * n
+                inside = _padded_at(row, padded, c, i + row[PAD_HEIGHT], j + row[PAD_WIDTH], n)
+                source, target = (inside, plain) if back else (plain, inside)
                 copy(ws[source : source + n], ws[target : target + n])
 
 
@@ -238,15 +232,14 @@ def _window_rows(row, padded, i, j, n, xs):
             for tj in range(row[KERNEL_WIDTH]):
                 xs[count] = _padded_at(row, padded, c, top + ti, left + tj, n)
                 count += 1
-    fill_up(xs, count)
+    _fill_up(xs, count)
 
 
 @inlined
 def _output_rows(row, y, i, j, n, ys):
     """Where output (i, j) of each channel lies."""
-    for o in range(row[OUT_CHANNELS]):
-        ys[o] = y + ((o * row[OUT_HEIGHT] + i) * row[OUT_WIDTH] + j) * n
-    fill_up(ys, row[OUT_CHANNELS])
+    step = row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+    _strided_rows(ys, row[OUT_CHANNELS], y + (i * row[OUT_WIDTH] + j) * n, step)
 
 
 @compiled
@@ -291,7 +284,7 @@ def _tap_rows(row, padded, c, i, n, xs):
         for tj in range(row[KERNEL_WIDTH]):
             xs[count] = padded + ((c * height + i + ti) * width + tj) * n
             count += 1
-    fill_up(xs, count)
+    _fill_up(xs, count)
 
 
 @compiled
@@ -402,21 +395,13 @@ def relu_backward(y, gy):
         gy[b] = 0 if y[b] <= 0 else gy[b]
 
 
-@inlined
-def _channel_rows(at, c, length, n, rows):
-    """The positions of one channel."""
-    for m in range(length):
-        rows[m] = at + (c * length + m) * n
-    fill_up(rows, length)
-
-
 @compiled
 def mix_forward(row, ws, w, at, x, y, xs, ys, n):
     length = row[WIDTH]
     bias = at + length * length
     for c in range(row[CHANNELS]):
-        _channel_rows(x, c, length, n, xs)
-        _channel_rows(y, c, length, n, ys)
+        _strided_rows(xs, length, x + c * length * n, n)
+        _strided_rows(ys, length, y + c * length * n, n)
         for m in range(length):
             fill(ws[ys[m] : ys[m] + n], w[bias + m])
         multiply_rows(ws, n, ys, length, xs, length, w, at, length, 1)
@@ -427,14 +412,13 @@ def mix_backward(row, ws, w, g, at, x, gy, gx, xs, ys, n):
     length = row[WIDTH]
     bias = at + length * length
     for c in range(row[CHANNELS]):
-        _channel_rows(gy, c, length, n, ys)
-        _channel_rows(x, c, length, n, xs)
+        _strided_rows(ys, length, gy + c * length * n, n)
+        _strided_rows(xs, length, x + c * length * n, n)
         dot_rows(ws, n, ys, length, xs, length, g, at, length, 1)
         for m in range(length):
             g[bias + m] += row_sum(ws, ys[m], n)
-        _channel_rows(gx, c, length, n, xs)
-        for m in range(length):
-            fill(ws[xs[m] : xs[m] + n], 0)
+        _strided_rows(xs, length, gx + c * length * n, n)
+        fill(ws[xs[0] : xs[0] + length * n], 0)
         multiply_rows(ws, n, xs, length, ys, length, w, at, 1, length)
 
 
@@ -452,20 +436,12 @@ def attention_forward(row, ws, w, at, x, y, saved, xs, ys, n):
         for b in range(n):
             out[b] = values[b] + code
     for m in range(length):
-        _position_rows(coded, channels, m, length, n, xs)
-        _position_rows(projected, 3 * width, m, length, n, ys)
+        _strided_rows(xs, channels, coded + m * n, length * n)
+        _strided_rows(ys, 3 * width, projected + m * n, length * n)
         for o in range(3 * width):
             fill(ws[ys[o] : ys[o] + n], w[bias + o])
         multiply_rows(ws, n, ys, 3 * width, xs, channels, w, weight, channels, 1)
     _attend(ws, projected, share, y, width, length, n)
-
-
-@inlined
-def _position_rows(at, channels, m, length, n, rows):
-    """The channels of one position."""
-    for c in range(channels):
-        rows[c] = at + (c * length + m) * n
-    fill_up(rows, channels)
 
 
 @compiled
@@ -481,13 +457,13 @@ def _attend(ws, projected, share, y, width, length, n):
             score = ws[first + m * n : first + (m + 1) * n]
             for c in range(width):
                 q, k = projected + (c * length + i) * n, key + (c * length + m) * n
-                add_product(score, ws[q : q + n], ws[k : k + n])
+                _add_product(score, ws[q : q + n], ws[k : k + n])
         _softmax(ws[first : first + length * n], length, n, scale)
         for m in range(length):
             score = ws[first + m * n : first + (m + 1) * n]
             for c in range(width):
                 out, v = y + (c * length + i) * n, value + (c * length + m) * n
-                add_product(ws[out : out + n], score, ws[v : v + n])
+                _add_product(ws[out : out + n], score, ws[v : v + n])
 
 
 @compiled
@@ -519,15 +495,14 @@ def attention_backward(row, ws, w, g, at, saved, gy, gx, scratch, xs, ys, n):
     weight = at + channels * length
     bias = weight + 3 * width * channels
     _attend_backward(ws, projected, share, gy, scratch, width, length, n)
+    fill(ws[gx : gx + channels * length * n], 0)
     for m in range(length):
-        _position_rows(scratch, 3 * width, m, length, n, ys)
-        _position_rows(coded, channels, m, length, n, xs)
+        _strided_rows(ys, 3 * width, scratch + m * n, length * n)
+        _strided_rows(xs, channels, coded + m * n, length * n)
         dot_rows(ws, n, ys, 3 * width, xs, channels, g, weight, channels, 1)
         for o in range(3 * width):
             g[bias + o] += row_sum(ws, ys[o], n)
-        _position_rows(gx, channels, m, length, n, xs)
-        for c in range(channels):
-            fill(ws[xs[c] : xs[c] + n], 0)
+        _strided_rows(xs, channels, gx + m * n, length * n)
         multiply_rows(ws, n, xs, channels, ys, 3 * width, w, weight, 1, channels)
         for c in range(channels):
             g[at + c * length + m] += row_sum(ws, xs[c], n)
@@ -548,9 +523,9 @@ def _attend_backward(ws, projected, share, gy, g_projected, width, length, n):
             fill(g_score, 0)
             for c in range(width):
                 out, v = gy + (c * length + i) * n, 2 * size + (c * length + m) * n
-                add_product(g_score, ws[out : out + n], ws[projected + v : projected + v + n])
-                add_product(ws[g_projected + v : g_projected + v + n], p, ws[out : out + n])
-            add_product(inner, p, g_score)
+                _add_product(g_score, ws[out : out + n], ws[projected + v : projected + v + n])
+                _add_product(ws[g_projected + v : g_projected + v + n], p, ws[out : out + n])
+            _add_product(inner, p, g_score)
         for m in range(length):
             p = ws[share + (i * length + m) * n : share + (i * length + m + 1) * n]
             g_score = ws[g_scores + m * n : g_scores + (m + 1) * n]
@@ -558,12 +533,12 @@ def _attend_backward(ws, projected, share, gy, g_projected, width, length, n):
                 g_score[b] = p[b] * (g_score[b] - inner[b]) * scale
             for c in range(width):
                 q, k = (c * length + i) * n, size + (c * length + m) * n
-                add_product(
+                _add_product(
                     ws[g_projected + q : g_projected + q + n],
                     g_score,
                     ws[projected + k : projected + k + n],
                 )
-                add_product(
+                _add_product(
                     ws[g_projected + k : g_projected + k + n],
                     g_score,
                     ws[projected + q : projected + q + n],
