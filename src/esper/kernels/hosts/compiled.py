@@ -106,7 +106,7 @@ def _tables(setup: TrainingSetup) -> dict[str, Any]:
     programs, tables = program_tables(setup)
     rows = [program_rows(program) for program in programs]
     return tables | {
-        "programs": as_table(rows, np.int64),
+        "programs": as_table(rows),
         "lengths": np.array([len(layers) for layers in rows]),
         "room": _whole_room(setup, rows, tables["seed_programs"]),
         "widest": _widest([row for layers in rows for row in layers]),

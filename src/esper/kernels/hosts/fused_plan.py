@@ -9,7 +9,8 @@ Parity test: `tests/tolaria/test_fused.py`.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,33 +22,22 @@ MOST_CHANNELS = 16  # that a task takes
 _CAN_RECTIFY = (Kind.CONV, Kind.DEPTHWISE, Kind.NORM)
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What the hosts of a population can run, and where it lies; sizes in rows of examples."""
+class Plan(NamedTuple):
+    """What the hosts of a population can run, and where it lies; sizes in rows of examples.
 
-    programs: np.ndarray  # int32 [programs, longest, fields of a row]: segments, head, seeds
-    lengths: np.ndarray  # [programs]
-    widens: np.ndarray  # [programs]: reads before its segment, is added behind the next layer
-    host_starts: np.ndarray  # [S + 1]: where the parameters of segments and head begin
-    seed_programs: np.ndarray  # [S, B]: -1 where a blueprint does not fit
-    seed_sizes: np.ndarray  # [S, B]
-    part_starts: np.ndarray  # [S + 2]
-    homes: np.ndarray  # where a part's parameters lie in the transposed weights, or -1
-    home_starts: np.ndarray  # [S, B]: where those of a seed begin; the host's are first
-    slot_rows: np.ndarray  # [S, 2]: what the blend keeps, and its output
+    The tables are int32. Besides those of `numba_hosts.Tables` there are
+
+    - homes: where a part's parameters lie in the transposed weights, or -1;
+    - home_starts [S, B]: where those of a seed begin; the host's are first;
+    - slot_rows [S, 2]: what the blend keeps, and its output.
+    """
+
+    tables: dict[str, np.ndarray]
     grad_rows: int  # where the first of three tensors of gradients begins
     grad_size: int
     score_rows: int  # where gradients of attention's scores lie
     num_rows: int
     transposed_size: int  # reals
-
-    @property
-    def tables(self) -> dict[str, np.ndarray]:
-        return {
-            entry.name: getattr(self, entry.name)
-            for entry in fields(self)
-            if isinstance(getattr(self, entry.name), np.ndarray)
-        }
 
 
 def plan(setup: TrainingSetup) -> Plan:
@@ -70,13 +60,15 @@ def plan(setup: TrainingSetup) -> Plan:
     scores = max((row.width**2 for row in everything if row.kind == Kind.ATTEND), default=0)
     beyond = grad_size  # a task may read channels beyond a tensor's last one, and of its weights
     reals_per_channel = max(_transposed_size(row) // row.channels for row in everything)
+    tables |= {
+        "programs": as_table(rows),
+        "lengths": np.array([len(layers) for layers in rows]),
+        "homes": np.concatenate(list(map(_homes, rows, sizes))),
+        "home_starts": np.where(seed_programs >= 0, home_starts, 0),
+        "slot_rows": np.array(slot_rows),
+    }
     return Plan(
-        **{name: _int32(table) for name, table in tables.items()},
-        programs=as_table(rows, np.int32),
-        lengths=_int32([len(layers) for layers in rows]),
-        homes=_int32(np.concatenate(list(map(_homes, rows, sizes)))),
-        home_starts=_int32(np.where(seed_programs >= 0, home_starts, 0)),
-        slot_rows=_int32(slot_rows),
+        tables={name: table.astype(np.int32) for name, table in tables.items()},
         grad_rows=room.rows,
         grad_size=grad_size,
         score_rows=room.rows + 3 * grad_size,
@@ -171,7 +163,3 @@ def _homes(rows: Sequence[Row], num_params: int) -> np.ndarray:
             places = row.transposed + taps * _padded_channels(row) + channels
             homes[row.params : row.params + places.size] = places.ravel()
     return homes
-
-
-def _int32(values: object) -> np.ndarray:
-    return np.asarray(values).astype(np.int32)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
@@ -140,9 +139,9 @@ def _as_image(shape: Shape) -> list[int]:
     return [channels, *[1] * (2 - len(positions)), *positions]
 
 
-def as_table(programs: Sequence[Sequence[Row]], dtype: type[np.integer[Any]]) -> np.ndarray:
+def as_table(programs: Sequence[Sequence[Row]]) -> np.ndarray:
     """Rows `[programs, longest, fields of a row]`."""
-    table = np.zeros((len(programs), max(map(len, programs)), len(fields(Row))), dtype)
+    table = np.zeros((len(programs), max(map(len, programs)), len(fields(Row))), np.int64)
     for number, rows in enumerate(programs):
         table[number, : len(rows)] = [astuple(row) for row in rows]
     return table

@@ -216,12 +216,7 @@ def _exp(x):
     k = np.floor(x * np.float32(1.44269504) + _HALF)
     r = x - k * np.float32(0.693359375)
     r = r + k * np.float32(2.12194440e-4)  # the rest of log(2)
-    p = np.float32(1 / 5040)
-    p = p * r + np.float32(1 / 720)
-    p = p * r + np.float32(1 / 120)
-    p = p * r + np.float32(1 / 24)
-    p = p * r + np.float32(1 / 6)
-    p = p * r + _HALF
-    p = p * r + _ONE
-    p = p * r + _ONE
+    p = (np.float32(1 / 5040) * r + np.float32(1 / 720)) * r + np.float32(1 / 120)
+    p = ((p * r + np.float32(1 / 24)) * r + np.float32(1 / 6)) * r + _HALF
+    p = (p * r + _ONE) * r + _ONE
     return p * np.int32((np.int32(k) + np.int32(127)) << np.int32(23)).view(np.float32)
