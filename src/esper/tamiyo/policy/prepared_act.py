@@ -7,7 +7,8 @@ For plain policies with independent choices on a CPU: there, the calls of torch 
 arithmetic. Choices are those of `policy.act` with the same generator.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +23,7 @@ from esper.tamiyo.policy.plain_heads import PlainHeads
 MOST_ENVS = 64  # from about 128 envs on, `policy.act` is as fast
 
 
-class Act(Protocol):
-    """The signature of `policy.act`."""
-
-    def __call__(
-        self,
-        features: Tensor,
-        masks: ActionMasks,
-        state: RecurrentState,
-        *,
-        generator: torch.Generator | None = None,
-        deterministic: bool = False,
-    ) -> Decision: ...
+Act = Callable[..., Decision]  # with the arguments of `policy.act`
 
 
 def prepared_act(policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor) -> Act | None:
@@ -103,7 +93,9 @@ class _PreparedAct:
         from esper.kernels.lstm import numba_act
 
         if len(features) > MOST_ENVS:
-            return self._plain(features, masks, state, generator, deterministic)
+            return self._plain(
+                features, masks, state, generator=generator, deterministic=deterministic
+            )
         # compiled code does no bounds checks
         self.policy.check_step(features, state)
         check_masks(masks, self.policy.action_space, len(features))
@@ -123,24 +115,17 @@ class _PreparedAct:
             np.float32(MASKED),
         )
         if not is_ok:  # raises the error, with env and head; a logit of infinity is clipped there
-            return self._plain(features, masks, state, generator, deterministic)
+            return self._plain(
+                features, masks, state, generator=generator, deterministic=deterministic
+            )
         next_state = RecurrentState(*(torch.from_numpy(part).unsqueeze(1) for part in after))
         if not self.policy.config.memory:
             next_state = state
         actions, log_probs, values = map(torch.from_numpy, (actions, log_probs, values))
         return Decision(actions, log_probs, legal, values, next_state)
 
-    def _plain(
-        self,
-        features: Tensor,
-        masks: ActionMasks,
-        state: RecurrentState,
-        generator: torch.Generator | None,
-        deterministic: bool,
-    ) -> Decision:
-        decision = self.policy.act(
-            features, masks, state, generator=generator, deterministic=deterministic
-        )
+    def _plain(self, *arguments: Any, **options: Any) -> Decision:
+        decision = self.policy.act(*arguments, **options)
         return decision._replace(values=decision.values * self.std + self.mean)
 
 
