@@ -167,16 +167,8 @@ def _input_site(found: tuple[ModelSite, ...], example: Any) -> ModelSite | None:
         return next((site for site in found if "Embedding" in site.module_class), None)
     if first.dim() - 1 not in _KINDS:
         return None
-    return ModelSite(
-        name="",
-        module_class="input",
-        kind=_KINDS[first.dim() - 1],
-        shape=tuple(first.shape[1:]),
-        tokens=1.0,
-        weights="",
-        dtype=first.dtype,
-        device=first.device,
-    )
+    kind, shape = _KINDS[first.dim() - 1], tuple(first.shape[1:])
+    return ModelSite("", "input", kind, shape, 1.0, "", first.dtype, first.device)
 
 
 def _by_place(
