@@ -236,17 +236,14 @@ def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
             before = x
             x, top, t = _run_forward(tables, s, w, tables.host_starts[s], x, added, top, t, n, work)
             added = NOTHING
-        frame[s, X] = x
-        frame[s, SEGMENT_END] = t
+        frame[s, X], frame[s, SEGMENT_END] = x, t
         if blueprint[s] < 0 or s == off:
             continue
         program = tables.seed_programs[s, blueprint[s]]
         start = tables.part_starts[1 + s]
         seen = before if tables.widens[program] else x
         seed, top, t = _run_forward(tables, program, w, start, seen, NOTHING, top, t, n, work)
-        frame[s, SEED] = seed
-        frame[s, SEED_END] = t
-        frame[s, AUX] = top
+        frame[s, SEED], frame[s, SEED_END], frame[s, AUX] = seed, t, top
         if tables.widens[program]:
             _scale(ws, seed, seed, _num_outputs(tables, program) * n, ws.dtype.type(alpha[s]))
             added = seed
@@ -496,4 +493,5 @@ def _entry_points(source_of_layers: str) -> tuple[Callable[..., None], Callable[
     return train_hosts, logits_of_hosts
 
 
-train_hosts, logits_of_hosts = _entry_points(Path(layers.__file__).read_text())
+_FILES = [Path(__file__).with_name(f"numba_{name}.py") for name in ("layers", "rows")]
+train_hosts, logits_of_hosts = _entry_points("".join(map(Path.read_text, _FILES)))

@@ -2,10 +2,8 @@
 
 All activations are in one workspace; a tensor is the index of its first element. The layout is
 `[channels, height, width, n]` with n examples last, so all work is on rows of n examples or of n
-examples at neighbouring positions: a row sums weighted rows, or is multiplied with another row.
-
-Sums may be reordered (`reassoc`) so that they are vectorised; infinities and NaN keep their
-meaning. Parity test: `tests/tolaria/test_steps.py`.
+examples at neighbouring positions: a row sums weighted rows, or is multiplied with another row
+(`numba_rows`). Parity test: `tests/tolaria/test_steps.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -13,15 +11,15 @@ meaning. Parity test: `tests/tolaria/test_steps.py`.
 from dataclasses import fields
 
 import numpy as np
-from numba import njit
 
 from esper.kasmina.layers import NORM_EPSILON
+from esper.kernels.hosts import numba_rows as rows
 from esper.kernels.hosts.layer_table import Row
 
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-compiled = njit(fastmath=FAST, error_model="numpy")
-# inline thin functions: numba optimises every level of calls again, with all levels below it
-inlined = njit(fastmath=FAST, error_model="numpy", inline="always")
+compiled, inlined, exp = rows.compiled, rows.inlined, rows.exp
+copy, fill, row_sum, add_product = rows.copy, rows.fill, rows.row_sum, rows.add_product
+multiply_rows, dot_rows = rows.multiply_rows, rows.dot_rows
+strided_rows, fill_up = rows.strided_rows, rows.fill_up
 ROW_POSITIONS = 8  # neighbouring positions in one row; nine rows of them fit a first-level cache
 
 # columns of a layer's row
@@ -40,143 +38,6 @@ def num_inputs(row):
 @inlined
 def num_outputs(row):
     return row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH]
-
-
-@compiled
-def exp(x):
-    """e^x in vectors (math.exp is a call for each element), to 1e-14."""
-    x = min(max(x, -708.0), 708.0)
-    k = np.floor(x * 1.4426950408889634 + 0.5)
-    r = x - k * 0.693147180369123816490
-    r = r - k * 1.90821492927058770002e-10
-    p = ((1.0 / 39916800 * r + 1.0 / 3628800) * r + 1.0 / 362880) * r + 1.0 / 40320
-    p = (((p * r + 1.0 / 5040) * r + 1.0 / 720) * r + 1.0 / 120) * r + 1.0 / 24
-    p = (((p * r + 1.0 / 6) * r + 0.5) * r + 1.0) * r + 1.0
-    return p * np.int64((np.int64(k) + 1023) << 52).view(np.float64)
-
-
-@compiled
-def fill(y, value):
-    for i in range(y.size):
-        y[i] = value
-
-
-@compiled
-def copy(x, y):
-    for i in range(y.size):
-        y[i] = x[i]
-
-
-@compiled
-def multiply_rows(ws, n, ys, num_y, xs, num_x, w, at, step_y, step_x):
-    """Row ys[i] += sum over j of w[at + i * step_y + j * step_x] * row xs[j].
-
-    `xs` has room for a multiple of eight; what is beyond `num_x` must be a row that exists.
-    """
-    for i in range(num_y):
-        y = ws[ys[i] : ys[i] + n]
-        for j in range(0, num_x, 8):
-            _add_weighted(y, _eight_rows(ws, xs, j, n), w, at + i * step_y, step_x, j, num_x)
-
-
-@compiled
-def _add_weighted(y, rows, w, at, step, j, num_x):
-    x0, x1, x2, x3, x4, x5, x6, x7 = rows
-    w0, w1 = _weight(w, at, step, j, num_x), _weight(w, at, step, j + 1, num_x)
-    w2, w3 = _weight(w, at, step, j + 2, num_x), _weight(w, at, step, j + 3, num_x)
-    w4, w5 = _weight(w, at, step, j + 4, num_x), _weight(w, at, step, j + 5, num_x)
-    w6, w7 = _weight(w, at, step, j + 6, num_x), _weight(w, at, step, j + 7, num_x)
-    for b in range(y.size):
-        y[b] += (
-            w0 * x0[b] + w1 * x1[b] + w2 * x2[b] + w3 * x3[b]
-            + w4 * x4[b] + w5 * x5[b] + w6 * x6[b] + w7 * x7[b]
-        )  # fmt: skip
-
-
-@inlined
-def _weight(w, at, step, j, num_x):
-    return w[at + j * step] if j < num_x else w.dtype.type(0)
-
-
-@compiled
-def dot_rows(ws, n, ys, num_y, xs, num_x, g, at, step_y, step_x):
-    """g[at + i * step_y + j * step_x] += row ys[i] . row xs[j]; `xs` as in `multiply_rows`."""
-    for i in range(num_y):
-        y = ws[ys[i] : ys[i] + n]
-        for j in range(0, num_x, 8):
-            s0, s1, s2, s3, s4, s5, s6, s7 = _products(y, _eight_rows(ws, xs, j, n))
-            a, left = at + i * step_y + j * step_x, num_x - j
-            g[a] += s0
-            _add_at(g, a + step_x, s1, left > 1)
-            _add_at(g, a + 2 * step_x, s2, left > 2)
-            _add_at(g, a + 3 * step_x, s3, left > 3)
-            _add_at(g, a + 4 * step_x, s4, left > 4)
-            _add_at(g, a + 5 * step_x, s5, left > 5)
-            _add_at(g, a + 6 * step_x, s6, left > 6)
-            _add_at(g, a + 7 * step_x, s7, left > 7)
-
-
-@inlined
-def _add_at(g, at, value, exists):
-    if exists:
-        g[at] += value
-
-
-@compiled
-def _products(y, rows):
-    x0, x1, x2, x3, x4, x5, x6, x7 = rows
-    zero = y.dtype.type(0)
-    s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
-    for b in range(y.size):
-        v = y[b]
-        s0 += v * x0[b]
-        s1 += v * x1[b]
-        s2 += v * x2[b]
-        s3 += v * x3[b]
-        s4 += v * x4[b]
-        s5 += v * x5[b]
-        s6 += v * x6[b]
-        s7 += v * x7[b]
-    return s0, s1, s2, s3, s4, s5, s6, s7
-
-
-@inlined
-def _eight_rows(ws, xs, j, n):
-    x0, x1, x2, x3 = xs[j], xs[j + 1], xs[j + 2], xs[j + 3]
-    x4, x5, x6, x7 = xs[j + 4], xs[j + 5], xs[j + 6], xs[j + 7]
-    return (
-        ws[x0 : x0 + n], ws[x1 : x1 + n], ws[x2 : x2 + n], ws[x3 : x3 + n],
-        ws[x4 : x4 + n], ws[x5 : x5 + n], ws[x6 : x6 + n], ws[x7 : x7 + n],
-    )  # fmt: skip
-
-
-@inlined
-def _strided_rows(rows, count, first, step):
-    """Rows that lie `step` apart."""
-    for k in range(count):
-        rows[k] = first + k * step
-    _fill_up(rows, count)
-
-
-@inlined
-def _fill_up(rows, count):
-    """Rows beyond `count`, up to a multiple of eight, repeat the first one."""
-    for j in range(count, (count + 7) // 8 * 8):
-        rows[j] = rows[0]
-
-
-@compiled
-def row_sum(ws, at, n):
-    total = ws.dtype.type(0)
-    for v in ws[at : at + n]:
-        total += v
-    return total
-
-
-@compiled
-def _add_product(y, a, b):
-    for i in range(y.size):
-        y[i] += a[i] * b[i]
 
 
 @inlined
@@ -232,14 +93,14 @@ def _window_rows(row, padded, i, j, n, xs):
             for tj in range(row[KERNEL_WIDTH]):
                 xs[count] = _padded_at(row, padded, c, top + ti, left + tj, n)
                 count += 1
-    _fill_up(xs, count)
+    fill_up(xs, count)
 
 
 @inlined
 def _output_rows(row, y, i, j, n, ys):
     """Where output (i, j) of each channel lies."""
     step = row[OUT_HEIGHT] * row[OUT_WIDTH] * n
-    _strided_rows(ys, row[OUT_CHANNELS], y + (i * row[OUT_WIDTH] + j) * n, step)
+    strided_rows(ys, row[OUT_CHANNELS], y + (i * row[OUT_WIDTH] + j) * n, step)
 
 
 @compiled
@@ -284,7 +145,7 @@ def _tap_rows(row, padded, c, i, n, xs):
         for tj in range(row[KERNEL_WIDTH]):
             xs[count] = padded + ((c * height + i + ti) * width + tj) * n
             count += 1
-    _fill_up(xs, count)
+    fill_up(xs, count)
 
 
 @compiled
@@ -400,8 +261,8 @@ def mix_forward(row, ws, w, at, x, y, xs, ys, n):
     length = row[WIDTH]
     bias = at + length * length
     for c in range(row[CHANNELS]):
-        _strided_rows(xs, length, x + c * length * n, n)
-        _strided_rows(ys, length, y + c * length * n, n)
+        strided_rows(xs, length, x + c * length * n, n)
+        strided_rows(ys, length, y + c * length * n, n)
         for m in range(length):
             fill(ws[ys[m] : ys[m] + n], w[bias + m])
         multiply_rows(ws, n, ys, length, xs, length, w, at, length, 1)
@@ -412,12 +273,12 @@ def mix_backward(row, ws, w, g, at, x, gy, gx, xs, ys, n):
     length = row[WIDTH]
     bias = at + length * length
     for c in range(row[CHANNELS]):
-        _strided_rows(ys, length, gy + c * length * n, n)
-        _strided_rows(xs, length, x + c * length * n, n)
+        strided_rows(ys, length, gy + c * length * n, n)
+        strided_rows(xs, length, x + c * length * n, n)
         dot_rows(ws, n, ys, length, xs, length, g, at, length, 1)
         for m in range(length):
             g[bias + m] += row_sum(ws, ys[m], n)
-        _strided_rows(xs, length, gx + c * length * n, n)
+        strided_rows(xs, length, gx + c * length * n, n)
         fill(ws[xs[0] : xs[0] + length * n], 0)
         multiply_rows(ws, n, xs, length, ys, length, w, at, 1, length)
 
@@ -436,8 +297,8 @@ def attention_forward(row, ws, w, at, x, y, saved, xs, ys, n):
         for b in range(n):
             out[b] = values[b] + code
     for m in range(length):
-        _strided_rows(xs, channels, coded + m * n, length * n)
-        _strided_rows(ys, 3 * width, projected + m * n, length * n)
+        strided_rows(xs, channels, coded + m * n, length * n)
+        strided_rows(ys, 3 * width, projected + m * n, length * n)
         for o in range(3 * width):
             fill(ws[ys[o] : ys[o] + n], w[bias + o])
         multiply_rows(ws, n, ys, 3 * width, xs, channels, w, weight, channels, 1)
@@ -457,13 +318,13 @@ def _attend(ws, projected, share, y, width, length, n):
             score = ws[first + m * n : first + (m + 1) * n]
             for c in range(width):
                 q, k = projected + (c * length + i) * n, key + (c * length + m) * n
-                _add_product(score, ws[q : q + n], ws[k : k + n])
+                add_product(score, ws[q : q + n], ws[k : k + n])
         _softmax(ws[first : first + length * n], length, n, scale)
         for m in range(length):
             score = ws[first + m * n : first + (m + 1) * n]
             for c in range(width):
                 out, v = y + (c * length + i) * n, value + (c * length + m) * n
-                _add_product(ws[out : out + n], score, ws[v : v + n])
+                add_product(ws[out : out + n], score, ws[v : v + n])
 
 
 @compiled
@@ -497,12 +358,12 @@ def attention_backward(row, ws, w, g, at, saved, gy, gx, scratch, xs, ys, n):
     _attend_backward(ws, projected, share, gy, scratch, width, length, n)
     fill(ws[gx : gx + channels * length * n], 0)
     for m in range(length):
-        _strided_rows(ys, 3 * width, scratch + m * n, length * n)
-        _strided_rows(xs, channels, coded + m * n, length * n)
+        strided_rows(ys, 3 * width, scratch + m * n, length * n)
+        strided_rows(xs, channels, coded + m * n, length * n)
         dot_rows(ws, n, ys, 3 * width, xs, channels, g, weight, channels, 1)
         for o in range(3 * width):
             g[bias + o] += row_sum(ws, ys[o], n)
-        _strided_rows(xs, channels, gx + m * n, length * n)
+        strided_rows(xs, channels, gx + m * n, length * n)
         multiply_rows(ws, n, xs, channels, ys, 3 * width, w, weight, 1, channels)
         for c in range(channels):
             g[at + c * length + m] += row_sum(ws, xs[c], n)
@@ -523,9 +384,9 @@ def _attend_backward(ws, projected, share, gy, g_projected, width, length, n):
             fill(g_score, 0)
             for c in range(width):
                 out, v = gy + (c * length + i) * n, 2 * size + (c * length + m) * n
-                _add_product(g_score, ws[out : out + n], ws[projected + v : projected + v + n])
-                _add_product(ws[g_projected + v : g_projected + v + n], p, ws[out : out + n])
-            _add_product(inner, p, g_score)
+                add_product(g_score, ws[out : out + n], ws[projected + v : projected + v + n])
+                add_product(ws[g_projected + v : g_projected + v + n], p, ws[out : out + n])
+            add_product(inner, p, g_score)
         for m in range(length):
             p = ws[share + (i * length + m) * n : share + (i * length + m + 1) * n]
             g_score = ws[g_scores + m * n : g_scores + (m + 1) * n]
@@ -533,13 +394,7 @@ def _attend_backward(ws, projected, share, gy, g_projected, width, length, n):
                 g_score[b] = p[b] * (g_score[b] - inner[b]) * scale
             for c in range(width):
                 q, k = (c * length + i) * n, size + (c * length + m) * n
-                _add_product(
-                    ws[g_projected + q : g_projected + q + n],
-                    g_score,
-                    ws[projected + k : projected + k + n],
-                )
-                _add_product(
-                    ws[g_projected + k : g_projected + k + n],
-                    g_score,
-                    ws[projected + q : projected + q + n],
-                )
+                g_q, g_k = g_projected + q, g_projected + k
+                query, key = projected + q, projected + k
+                add_product(ws[g_q : g_q + n], g_score, ws[key : key + n])
+                add_product(ws[g_k : g_k + n], g_score, ws[query : query + n])

@@ -90,7 +90,7 @@ class _PreparedAct:
         generator: torch.Generator | None = None,
         deterministic: bool = False,
     ) -> Decision:
-        from esper.kernels.lstm import numba_act
+        from esper.kernels.lstm import numba_lstm
 
         if len(features) > MOST_ENVS:
             return self._plain(
@@ -101,11 +101,11 @@ class _PreparedAct:
         check_masks(masks, self.policy.action_space, len(features))
         legal = masks.groups[0]
         before = tuple(part[:, 0].numpy() for part in state)
-        core, *after = numba_act.step(features.numpy(), *self.step_arguments, *before)
+        core, *after = numba_lstm.step(features.numpy(), *self.step_arguments, *before)
         clocks = features.new_empty(len(features), *self.grid)
         if not deterministic:
             clocks = noise(clocks, "exponential_", generator).clamp_(1e-30, 1e3)
-        actions, log_probs, values, is_ok = numba_act.choose(
+        actions, log_probs, values, is_ok = numba_lstm.choose(
             core,
             *self.readout,
             legal.numpy(),
