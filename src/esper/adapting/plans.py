@@ -117,12 +117,8 @@ class Places:
             return False
         if plan.what == What.NOTHING:
             return True
-        by_what: dict[What, Any] = {
-            What.LORA: self.layers,
-            What.TUNE: self.weights,
-            What.BIAS: self.biases,
-        }
-        held = by_what.get(plan.what, self.sites)
+        names = {What.LORA: self.layers, What.TUNE: self.weights, What.BIAS: self.biases}
+        held: dict[Place, Any] = {**names.get(plan.what, self.sites)}
         held = {place: names for place, names in held.items() if names}
         return bool(held) if plan.place == Place.EVERYWHERE else plan.place in held
 

@@ -105,9 +105,7 @@ def fingerprint(model: nn.Module) -> str:
     total = 0
     for name, tensor in model.state_dict().items():
         total = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), total)
-        values = (
-            tensor.detach().cpu().contiguous().view(torch.uint8) if tensor.dim() else tensor.cpu()
-        )
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         total = zlib.crc32(values.numpy().tobytes(), total)
     return f"{total:08x}"
 

@@ -3,11 +3,8 @@
 A user's model grows by `evidence.py` instead: its data may be unlike those of the prior.
 
 1. *Grow* early, in every slot where a seed is likely to pay, the likeliest first. The expected gain
-   is a prior, fitted to measured growth. It rises with the multiply-adds that the seed adds: with
-   m = log(1 + seed / host), as m^0.8. One layer gains less than several, a wide receptive field
-   less than a narrow one, a late seed less than an early one. A second seed finds part of the first
-   one's gain already taken. (Given m, parameters and site depth predict nothing more; parameters
-   are what the rent is charged on.)
+   is a prior, fitted to measured growth: `HeuristicConfig` lists what it depends on. Its m is
+   log(1 + seed / host) in multiply-adds; given m, parameters and site depth predict nothing more.
 2. *Prune* a seed that does not pay its rent, once it was measured at full weight. A contribution is
    the accuracy that a host trained with its seed loses without it. That is more than the host would
    lack had it trained without. So contributions give each seed's share of the gain, and the prior

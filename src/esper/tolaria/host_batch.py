@@ -187,13 +187,11 @@ class PopulationBatch:
             self.task.num_rows[view_ids],
         )
         self._members = self._members_for(hosts)
-
-        def reset(member: _Member) -> None:
-            ids = member.env_ids
-            member.population.reset(rng_seed, view_ids[ids], self.host_ids[ids])
-            member.governor.reset()
-
-        self._on_streams(reset)
+        ids = self.host_ids
+        self._on_streams(
+            lambda m: m.population.reset(rng_seed, view_ids[m.env_ids], ids[m.env_ids])
+        )
+        self._on_streams(lambda m: m.governor.reset())
         self._collect_states()
 
     def preset_seeds(self, states: SlotStates) -> None:
