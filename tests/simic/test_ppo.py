@@ -377,11 +377,11 @@ def test_a_new_mean_of_features_leaves_what_is_made_of_an_observation(name):
 
     spread = torch.randn(50, FEATURES, dtype=torch.float64)
     spread = (spread - spread.mean(dim=0)) / spread.std(dim=0, correction=0)
-    agent.policy.update_scales(spread * 3 + 1)
+    agent.policy.heads.update_scales(spread * 3 + 1)
     before = made()
     # as many rows again, their mean elsewhere, their spread such that the scale of all stays at 3
     distance = torch.tensor([3.0, -3.0, 1.0, 0.0, 4.0], dtype=torch.float64)
-    agent.policy.update_scales(spread * (9 - distance.square() / 2).sqrt() + 1 + distance)
+    agent.policy.heads.update_scales(spread * (9 - distance.square() / 2).sqrt() + 1 + distance)
     normalizer = agent.policy.heads.scales
     torch.testing.assert_close(normalizer.mean, 1 + distance / 2)
     torch.testing.assert_close(normalizer.std, torch.full_like(distance, 3))

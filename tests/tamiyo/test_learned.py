@@ -20,7 +20,7 @@ def make_policy(num_slots=3, num_blueprints=8, rng_seed=0):
     for weight in policy.parameters():  # as far from indifferent as a trained one
         torch.nn.init.normal_(weight, std=0.5)
     reports = random_reports(50, num_slots=num_slots, num_blueprints=num_blueprints)
-    policy.update_scales(layout.features(reports))
+    policy.heads.update_scales(layout.features(reports))
     return policy
 
 

@@ -425,7 +425,7 @@ def test_without_memory_only_the_current_observation_counts():
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_prepared_act_decides_as_act_does(name, config, deterministic):
     policy, rng = make_policy(name, **config), torch.Generator().manual_seed(1)
-    policy.update_scales(3 * random_features(policy, (50,), rng) + 1)
+    policy.heads.update_scales(3 * random_features(policy, (50,), rng) + 1)
     mean, std = torch.tensor([5.0]), torch.tensor([2.0])
     act = prepared_act(policy, mean, std)
     assert act is not None

@@ -6,14 +6,20 @@ import pytest
 import torch
 
 from esper.leyline.stages import SeedStage
+from esper.tolaria import governor as governor_module
 from esper.tolaria.governor import Breakage, Governor
 from support import moves
 from support.populations import grow, small_population, take_step
 
 
+@pytest.fixture(autouse=True)
+def snapshot_steps(monkeypatch):
+    monkeypatch.setattr(governor_module, "SNAPSHOT_STEPS", 2)
+
+
 def grown(num_steps=0, **options):
     population = small_population(**options)
-    governor = Governor(population, snapshot_every=2)
+    governor = Governor(population)
     grow(population, [0, 1, 1, 2], [0, 0, 2, 1], blueprint=torch.tensor([2, 2, 5, 7]))
     for step in range(num_steps):
         assert governor.check(take_step(population, step)) == ()

@@ -30,10 +30,9 @@ from esper.adapting.adapted import Adapted, tuned_name
 from esper.adapting.controller import AdaptationController, find_controller
 from esper.adapting.evidence import SIGNALS, logits_of, measure, source_statistics
 from esper.adapting.fitting import fit
-from esper.adapting.plans import MENU, PLANS, RATES, Places, Plan, find_places
+from esper.adapting.plans import MENU, PLANS, RATES, Places, Plan, What, find_places
 from esper.adapting.practice import validation_criterion
-from esper.adapting.reasons import added_params, conclude, new_ledger, reasons_for
-from esper.adapting.result import AdaptationResult
+from esper.adapting.result import AdaptationResult, conclude, new_ledger, reasons_for
 from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Known, plan_and_rate
 from esper.growing.controllers import controller_name
 from esper.growing.eval_mode import untouched_randomness
@@ -271,7 +270,8 @@ def _adapt(
             added = torch.full((1, len(PLANS), len(RATES)), torch.nan)
             for plan, params in legal.items():
                 added[0, PLANS.index(plan)] = params / size
-            anchors = torch.tensor([[_result_of(trials, plan) for plan, _ in (AS_IS, *RIVALS)]])
+            found = {trial.plan: trial.criterion for trial in trials}
+            anchors = torch.tensor([[found.get(plan, math.nan) for plan, _ in (AS_IS, *RIVALS)]])
             held_out = torch.tensor([len(work.data.held_out)])
             before = Known(signals, held_out, added.flatten(1), anchors)
             chooser = controller.choose(before, budget=limit / size, tries=tries)
@@ -311,11 +311,6 @@ def _adapt(
     return result
 
 
-def _result_of(trials: list[_Trial], plan: Plan) -> float:
-    """The validation result of a plan; NaN if it was not tried."""
-    return next((trial.criterion for trial in trials if trial.plan == plan), math.nan)
-
-
 class _Progress:
     """Trials, each in the ledger from its beginning, and optimiser steps on a progress bar."""
 
@@ -327,19 +322,14 @@ class _Progress:
     def trial(self, choice: tuple[Plan, float], proposer: str) -> _Trial:
         (plan, rate), start = choice, time.monotonic()
         self.status = f"{proposer}: {plan}"
-        record = TrialRecord(
-            plan=str(plan), rate=rate, proposer=proposer, params=added_params(plan, self._costs)
-        )
+        # tuned and low-rank weights merge into the model, only branches stay
+        params = self._costs.get(plan, 0) if plan.what in (What.SCALE, What.SEED) else 0
+        record = TrialRecord(plan=str(plan), rate=rate, proposer=proposer, params=params)
         self._records.append(record)
         trial = self._work.trial(plan, rate, self.step)
         self.trials.append(trial)
-        self._records[-1] = replace(
-            record,
-            metric=trial.accuracy,
-            loss=trial.loss,
-            trained=trial.trained,
-            seconds=time.monotonic() - start,
-        )
+        result: Any = {"metric": trial.accuracy, "loss": trial.loss, "trained": trial.trained}
+        self._records[-1] = replace(record, **result, seconds=time.monotonic() - start)
         return trial
 
     def step(self) -> None:
@@ -447,9 +437,9 @@ def _check_model(model: nn.Module, data: _Data) -> None:
             f"the model does not accept these rows, {first.dtype} of shape {tuple(first.shape)}: "
             f"{str(error).splitlines()[0]}. Give them as in its training"
         ) from error
-    classes = logits_of(output).shape[1]
-    largest, smallest = int(data.labels.max()), int(data.labels.min())
     probabilities = logits_of(output)
+    classes = probabilities.shape[1]
+    largest, smallest = int(data.labels.max()), int(data.labels.min())
     if bool((probabilities >= 0).all()) and torch.allclose(
         probabilities.sum(1), torch.ones_like(probabilities[:, 0]), atol=1e-4
     ):

@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -172,18 +171,15 @@ def outputs_changed(
     """Inside the block, hooks change the first output of the named modules."""
     with ExitStack() as stack:
         for name, change in changes.items():
-            hook = partial(_change_output, change)
+
+            def hook(_module: nn.Module, _args: Any, output: Any, change: Any = change) -> Any:
+                return with_first(output, change)
+
             stack.enter_context(model.get_submodule(name).register_forward_hook(hook))
         for encoder in nested_encoders(model) if changes else ():
             encoder.use_nested_tensor = False
             stack.callback(setattr, encoder, "use_nested_tensor", True)
         yield
-
-
-def _change_output(
-    change: Callable[[Tensor], Tensor], _module: nn.Module, _args: Any, output: Any
-) -> Any:
-    return with_first(output, change)
 
 
 def nested_encoders(model: nn.Module) -> list[nn.TransformerEncoder]:

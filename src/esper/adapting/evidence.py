@@ -26,33 +26,14 @@ _RIDGE = 0.1  # relative to the mean of the kernel's diagonal
 _POOLED = 8  # positions that a probe sees along an axis
 
 GLOBAL_SIGNALS = (
-    "rows",
-    "rows_per_class",
-    "classes_seen",
-    "accuracy",
-    "loss",
-    "entropy",
-    "confidence",
-    "accuracy_of_seen",
-    "relabelled_accuracy",
-    "relabelling_gain",
-    "probe_accuracy",
-    "logit_probe_accuracy",
-    "head_gradient",
-    "head_agreement",
-    "has_source",
-)
+    "rows", "rows_per_class", "classes_seen", "accuracy", "loss", "entropy", "confidence",
+    "accuracy_of_seen", "relabelled_accuracy", "relabelling_gain", "probe_accuracy",
+    "logit_probe_accuracy", "head_gradient", "head_agreement", "has_source",
+)  # fmt: skip
 PLACE_SIGNALS = (
-    "present",
-    "probe_accuracy",
-    "scale_consistency",
-    "shift_consistency",
-    "sensitivity",
-    "relative_gradient",
-    "gradient_agreement",
-    "mean_shift",
-    "spread_shift",
-)
+    "present", "probe_accuracy", "scale_consistency", "shift_consistency", "sensitivity",
+    "relative_gradient", "gradient_agreement", "mean_shift", "spread_shift",
+)  # fmt: skip
 SIGNALS = GLOBAL_SIGNALS + tuple(
     f"{place.name.lower()}.{name}" for place in SINGLE_PLACES for name in PLACE_SIGNALS
 )
@@ -142,11 +123,7 @@ def measure(
     for part in (in_first, ~in_first):
         mean_loss = (losses * part / num_read).sum()
         grads = torch.autograd.grad(
-            mean_loss,
-            wanted,
-            retain_graph=part is in_first,
-            allow_unused=True,
-            materialize_grads=True,
+            mean_loss, wanted, retain_graph=part is in_first, materialize_grads=True
         )
         halves.append(dict(zip([*leaves, *added], grads, strict=True)))
     logits, losses = logits.detach(), losses.detach()

@@ -117,12 +117,8 @@ class Places:
             return False
         if plan.what == What.NOTHING:
             return True
-        by_what: dict[What, Any] = {
-            What.LORA: self.layers,
-            What.TUNE: self.weights,
-            What.BIAS: self.biases,
-        }
-        held = by_what.get(plan.what, self.sites)
+        names = {What.LORA: self.layers, What.TUNE: self.weights, What.BIAS: self.biases}
+        held: dict[Place, Any] = {**names.get(plan.what, self.sites)}
         held = {place: names for place, names in held.items() if names}
         return bool(held) if plan.place == Place.EVERYWHERE else plan.place in held
 
@@ -167,16 +163,8 @@ def _input_site(found: tuple[ModelSite, ...], example: Any) -> ModelSite | None:
         return next((site for site in found if "Embedding" in site.module_class), None)
     if first.dim() - 1 not in _KINDS:
         return None
-    return ModelSite(
-        name="",
-        module_class="input",
-        kind=_KINDS[first.dim() - 1],
-        shape=tuple(first.shape[1:]),
-        tokens=1.0,
-        weights="",
-        dtype=first.dtype,
-        device=first.device,
-    )
+    kind, shape = _KINDS[first.dim() - 1], tuple(first.shape[1:])
+    return ModelSite("", "input", kind, shape, 1.0, "", first.dtype, first.device)
 
 
 def _by_place(

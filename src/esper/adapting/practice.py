@@ -138,9 +138,7 @@ ARCHITECTURES = {
 
 
 def draw_scenarios(
-    count: int,
-    rng_seed: int,
-    inputs: Sequence[str] = INPUT_KINDS,
+    count: int, rng_seed: int, inputs: Sequence[str] = INPUT_KINDS
 ) -> list[Scenario]:
     """Random shifts: of the inputs, of the labels, of both, of the inputs twice, or none."""
     rng = random.Random(rng_seed)

@@ -1,9 +1,9 @@
-"""The result of an adaptation: use it, take it back, save it, merge it, export it."""
+"""The result of an adaptation: use it, take it back, save it, merge it, export it; its ledger."""
 
 import copy
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from esper.adapting.adapted import Adapted, nested_encoders, with_first_input
 from esper.adapting.plans import HeadMode, Place, Places, Plan, What
 from esper.growing.export import FORMATS, export
-from esper.growing.inputs import tensors
-from esper.growing.ledger import Ledger
+from esper.growing.ledger import Ledger, NetworkRecord, Verdict
 from esper.growing.plain import ChangedSite
-from esper.growing.sites import ModelSite
+from esper.growing.sites import ModelSite, count_params
 from esper.leyline.constants import SiteKind
 from esper.leyline.files import UnreadableFile, read_file, write_file
 
@@ -70,19 +69,14 @@ class AdaptationResult:
         return export(self.plain_model(), self.example, path, formats)
 
     def __str__(self) -> str:
-        others = ", ".join(
-            f"{name} {100 * value:.1f}%"
-            for name, value in self.accuracy.items()
-            if name != "adapted"
-        )
         if "result" in self.ledger.facts:
-            return f"{self.ledger.facts['result']}"
-        before, after = (100 * self.accuracy[name] for name in ("as it is", "adapted"))
+            return self.ledger.facts["result"]
+        shown = {name: f"{100 * value:.1f}%" for name, value in self.accuracy.items()}
+        others = ", ".join(f"{name} {text}" for name, text in shown.items() if name != "adapted")
         return (
-            f"accuracy {before:.1f}% to {after:.1f}% on rows held out\n"
+            f"accuracy {shown['as it is']} to {shown['adapted']} on rows held out\n"
             f"plan: {self.plan}, learning rate {self.rate:g}, {self.params:,} parameters trained\n"
-            f"on {self.validation_rows} held-out rows: adapted "
-            f"{100 * self.accuracy['adapted']:.1f}%; {others}\n"
+            f"on {self.validation_rows} held-out rows: adapted {shown['adapted']}; {others}\n"
             "the original model is unchanged: result.remove()\n"
             "keep the change: result.save(path); a plain module: result.plain_model()"
         )
@@ -111,9 +105,7 @@ def fingerprint(model: nn.Module) -> str:
     total = 0
     for name, tensor in model.state_dict().items():
         total = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), total)
-        values = (
-            tensor.detach().cpu().contiguous().view(torch.uint8) if tensor.dim() else tensor.cpu()
-        )
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         total = zlib.crc32(values.numpy().tobytes(), total)
     return f"{total:08x}"
 
@@ -162,36 +154,71 @@ def plain_copy(adapted: Adapted) -> nn.Module:
 
 
 def _plain_places(places: Places) -> dict[str, Any]:
+    by_place = {key: getattr(places, key) for key in ("weights", "layers", "biases")}
     return {
         "sites": {
             int(place): [s.name, s.module_class, int(s.kind), list(s.shape), s.tokens, s.weights]
             for place, s in places.sites.items()
         },
-        "weights": {int(place): list(names) for place, names in places.weights.items()},
-        "layers": {int(place): list(names) for place, names in places.layers.items()},
-        "biases": {int(place): list(names) for place, names in places.biases.items()},
+        **{k: {int(p): list(names) for p, names in held.items()} for k, held in by_place.items()},
         "head": list(places.head),
         "features": places.features,
     }
 
 
 def _read_places(saved: dict[str, Any], model: nn.Module) -> Places:
-    like = tensors(list(model.parameters()))[0]
+    like = next(model.parameters())
     sites = {
         Place(place): ModelSite(
-            name,
-            module_class,
-            SiteKind(kind),
-            tuple(shape),
-            tokens,
-            weights,
-            like.dtype,
-            like.device,
+            name, layer, SiteKind(kind), tuple(shape), tokens, weights, like.dtype, like.device
         )
-        for place, (name, module_class, kind, shape, tokens, weights) in saved["sites"].items()
+        for place, (name, layer, kind, shape, tokens, weights) in saved["sites"].items()
     }
     weights, layers, biases = (
         {Place(place): tuple(names) for place, names in saved[key].items()}
         for key in ("weights", "layers", "biases")
     )
     return Places(sites, weights, layers, biases, tuple(saved["head"]), saved["features"])
+
+
+def reasons_for(signals: Mapping[str, float]) -> str:
+    """The signals that matter most for the choice, in a sentence."""
+    accuracy = signals["accuracy"]
+    said = [f"the model is right on {accuracy:.0%} of them"]
+    if signals["relabelling_gain"] > 0.1:
+        said.append(f"{signals['relabelled_accuracy']:.0%} if its classes were renamed")
+    if signals["classes_seen"] < 1:
+        said.append(f"the labels name {signals['classes_seen']:.0%} of its classes")
+    probe = signals["probe_accuracy"]
+    if probe > accuracy + 0.1:
+        said.append(f"a new head on its features would be right on {probe:.0%}")
+    places = [place for place in Place if f"{place.name.lower()}.probe_accuracy" in signals]
+    shift = {p: signals.get(f"{p.name.lower()}.mean_shift", 0.0) for p in places}
+    if signals["has_source"] and shift:
+        most = max(shift, key=lambda place: shift[place])
+        said.append(f"activations moved most at the place {most.name.lower()}")
+    return ", ".join(said)
+
+
+def new_ledger(model: nn.Module, controller: str, **facts: str) -> Ledger:
+    """An empty ledger for an adaptation."""
+    return Ledger(
+        model=type(model).__name__,
+        metric="accuracy",
+        controller=controller,
+        before=NetworkRecord(params=count_params(model), macs=0),
+        facts=facts,
+    )
+
+
+def conclude(ledger: Ledger, kept: int) -> None:
+    """Note which of the trials is kept, and the verdict against the first: the model as it is."""
+    as_is, chosen = ledger.trials[0], replace(ledger.trials[kept], kept=True)
+    ledger.trials[kept] = chosen
+    ledger.after = replace(ledger.before, params=ledger.before.params + chosen.params)
+    before, after = as_is.metric or 0.0, chosen.metric or 0.0
+    ledger.headline = (
+        f"{'Adapted' if kept else 'Not changed'}: {chosen.plan}, accuracy {ledger.show(before)} to "
+        f"{ledger.show(after)} on held-out rows, {chosen.params:+,} parameters."
+    )
+    ledger.verdict = Verdict(grown=after, ungrown=before, returned="grown" if kept else "ungrown")

@@ -70,11 +70,6 @@ def _occlude(x: Tensor, strength: float, rng: Generator) -> Tensor:
     return x.masked_fill((position >= start) & (position < end), 0.0)
 
 
-def _quantise(x: Tensor, strength: float, rng: Generator) -> Tensor:
-    step = 0.5 + 1.5 * strength
-    return (x / step).round() * step
-
-
 def _resample(x: Tensor, strength: float, rng: Generator) -> Tensor:
     """Positions stretched about the middle."""
     factor = 1 + (0.3 + 0.5 * strength) * (1 if _uniform(rng, -1, 1) > 0 else -0.6)
@@ -98,17 +93,6 @@ def _interference(x: Tensor, strength: float, rng: Generator) -> Tensor:
     phase = _per_row(torch.rand, x, rng)
     position = torch.linspace(0, _uniform(rng, 1.0, 8.0), x.shape[-1], device=x.device)
     return x + (0.5 + strength) * torch.sin(2 * torch.pi * (position + phase))
-
-
-def _power(x: Tensor, strength: float, rng: Generator) -> Tensor:
-    """A sensor with another response curve."""
-    exponent = 1 + strength if _uniform(rng, -1, 1) > 0 else 1 / (1 + 2 * strength)
-    return x.sign() * x.abs() ** exponent
-
-
-def _echo(x: Tensor, strength: float, rng: Generator) -> Tensor:
-    delay = round(_uniform(rng, 0.1, 0.4) * x.shape[-1])
-    return x + (0.3 + 0.7 * strength) * x.roll(delay, dims=-1)
 
 
 def _jitter(x: Tensor, strength: float, rng: Generator) -> Tensor:
@@ -169,7 +153,7 @@ INPUT_SHIFTS: dict[str, Callable[[Tensor, float, Generator], Tensor]] = {
     "occlude": _occlude,
     "saturate": lambda x, s, rng: (x * (1 + 4 * s)).clamp(-1, 1),
     "rectify": lambda x, s, rng: x.abs(),
-    "quantise": _quantise,
+    "quantise": lambda x, s, rng: (x / (0.5 + 1.5 * s)).round() * (0.5 + 1.5 * s),
     "roll": lambda x, s, rng: x.roll(round((0.1 + 0.3 * s) * x.shape[-1]), dims=-1),
     "resample": _resample,
     "swap_halves": lambda x, s, rng: x.roll(x.shape[-1] // 2, dims=-1),
@@ -184,8 +168,13 @@ INPUT_SHIFTS: dict[str, Callable[[Tensor, float, Generator], Tensor]] = {
         x + (0.3 + 0.4 * s) * x[torch.randperm(len(x), generator=rng).to(x.device)]
     ),
     "interference": _interference,
-    "power": _power,
-    "echo": _echo,
+    # a sensor with another response curve
+    "power": lambda x, s, rng: (
+        x.sign() * x.abs() ** (1 + s if _uniform(rng, -1, 1) > 0 else 1 / (1 + 2 * s))
+    ),
+    "echo": lambda x, s, rng: (
+        x + (0.3 + 0.7 * s) * x.roll(round(_uniform(rng, 0.1, 0.4) * x.shape[-1]), dims=-1)
+    ),
     "jitter": _jitter,
     "threshold": lambda x, s, rng: x.masked_fill(x.abs() < 0.3 + 0.7 * s, 0.0),
     "local_gain": lambda x, s, rng: x * (s + 0.5) * _per_position(torch.randn, x, rng).exp(),

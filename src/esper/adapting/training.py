@@ -27,13 +27,7 @@ from esper.adapting.practice import (
 )
 from esper.adapting.shifts import Shift
 from esper.adapting.trial_envs import MAX_TRIES, Outcomes, TrialEnvs
-from esper.adapting.trials import (
-    Scenario,
-    TrialSettings,
-    TrialTable,
-    train_models,
-    try_plans,
-)
+from esper.adapting.trials import Scenario, TrialSettings, TrialTable, train_models, try_plans
 from esper.leyline.checks import require_at_least
 from esper.leyline.devices import usable_device
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
@@ -155,11 +149,7 @@ def learn(outcomes: Outcomes, config: AdaptConfig, say: Say) -> AdaptationContro
         torch.manual_seed(config.rng_seed)
         policy = new_policy(PolicyConfig(lstm_hidden_dim=config.hidden))
     ppo = PPOConfig(
-        entropy_coefficient=0.05,
-        entropy_schedule="linear",
-        ppo_epochs=6,
-        gamma=1.0,
-        gae_lambda=1.0,
+        entropy_coefficient=0.05, entropy_schedule="linear", ppo_epochs=6, gamma=1.0, gae_lambda=1.0
     )
     envs = TrialEnvs(outcomes, config.num_envs, config.rng_seed)
     trainer = Trainer(envs, PPOAgent(policy, ppo), horizon=MAX_TRIES + 1, rng_seed=config.rng_seed)

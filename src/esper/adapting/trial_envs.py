@@ -105,8 +105,7 @@ class Tries:
 
     def leader(self) -> tuple[Tensor, Tensor]:
         """The best validation result, and the choice it belongs to."""
-        value, choice = self.values.max(1)
-        return value, choice
+        return self.values.max(1)
 
     def record(self, choices: Tensor, values: Tensor, rows: Tensor) -> None:
         """Note the validation results of choices tried in some scenarios."""

@@ -167,15 +167,9 @@ def try_plans(
             results[:, :, index] = _try_plan(pool, data, plan, settings, fit_rng_seed, auto_rgn)
             added[index] = Adapted(pool.model, pool.places, plan).num_added / size
     kinds = tuple(scenario.shift.kinds for scenario in scenarios)
-    return TrialTable(
-        torch.cat(signals).cpu(),
-        data.counts.cpu(),
-        added,
-        results[0],
-        results[1],
-        results[2],
-        kinds,
-    )
+    accuracy, loss, test = results
+    found = torch.cat(signals).cpu()
+    return TrialTable(found, data.counts.cpu(), added, accuracy, loss, test, kinds)
 
 
 def _scenario_data(

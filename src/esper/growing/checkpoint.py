@@ -14,7 +14,6 @@ from esper.growing.ledger import Ledger
 from esper.growing.network import NetworkState, Ramp
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.files import read_file, write_file
-from esper.tolaria.reports import History
 
 if TYPE_CHECKING:
     from esper.growing.growth import Growth
@@ -33,7 +32,7 @@ def contents(growth: "Growth") -> dict[str, Any]:
         "settings": group_settings(growth.optimizer),
         "scheduler": None if growth.scheduler is None else growth.scheduler.state_dict(),
         "safe_points": growth._safe_points.to_dict(),
-        "history": growth._history.to_dict(),
+        "history": dict(vars(growth._history)),
         "counts": (growth.step, growth.optimizer_steps, growth.is_closed),
         "ramp": (growth._steps_at_decision, *network.ramp),
         "evidence": growth._evidence.to_dict(),
@@ -60,7 +59,7 @@ def resume(growth: "Growth", path: str | Path) -> None:
     if growth.scheduler is not None:
         growth.scheduler.load_state_dict(saved["scheduler"])
     growth._safe_points.load(saved["safe_points"])
-    growth._history = History.from_dict(saved["history"])
+    vars(growth._history).update(saved["history"])
     growth.step, growth.optimizer_steps, growth.is_closed = saved["counts"]
     growth._steps_at_decision, *ramp = saved["ramp"]
     network.ramp = Ramp(*ramp)

@@ -44,9 +44,5 @@ def blend(x: Tensor, seed: Tensor, alpha: Tensor, style: Tensor) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """The weight of a seed's output in the GATE style: large where the host's activation is large.
-
-    It has no parameters, so a blueprint costs the same in every style. It does not reduce over
-    channels or positions, so it is the same at every kind of site.
-    """
+    """The weight of a seed's output in the GATE style; no parameters, the same at any site."""
     return torch.sigmoid(x)

@@ -80,7 +80,8 @@ class Conv(Layer):
             raise ValueError(f"{self} on {shape}: a depthwise layer keeps the shape")
         if len(shape) not in (2, 3):
             raise ValueError(f"{self} needs one or two axes of positions, got shape {shape}")
-        return (self.width, *(self._length(length) for length in shape[1:]))
+        lengths = ((size + 2 * self.pad - self.kernel) // self.stride + 1 for size in shape[1:])
+        return (self.width, *lengths)
 
     def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
         channels = 1 if self.depthwise else shape[0]
@@ -123,9 +124,6 @@ class Conv(Layer):
     @property
     def pad(self) -> int:
         return self.kernel // 2 if self.padding is None else self.padding
-
-    def _length(self, length: int) -> int:
-        return (length + 2 * self.pad - self.kernel) // self.stride + 1
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,7 @@ class Transition(NamedTuple):
         """A transition to `states`; without a mask, no slot got or lost a seed."""
         none = torch.zeros_like(states.stage, dtype=torch.bool)
         return cls(
-            states,
-            none if germinated is None else germinated,
-            none if removed is None else removed,
+            states, none if germinated is None else germinated, none if removed is None else removed
         )
 
     def then(self, move: Callable[[SlotStates], "Transition"]) -> "Transition":
@@ -188,12 +186,12 @@ def request(
     - FOSSILIZE commits a held seed for good.
     """
     _check_once(states, host_ids, slot_ids)
-    _check_details(op, blueprint, style, ramp_steps, alpha_target, curve)
-    target = 0.0 if op == LifecycleOp.PRUNE else alpha_target
-    asked = _Details(blueprint, style, target, ramp_steps, curve)
-    return _request(
-        states, host_ids, slot_ids, torch.full_like(slot_ids, op), asked, shadow_training
-    )
+    asked = _Details(blueprint, style, alpha_target, ramp_steps, curve)
+    _check_details(op, asked)
+    if op == LifecycleOp.PRUNE:
+        asked = asked._replace(alpha_target=0.0)
+    ops = torch.full_like(slot_ids, op)
+    return _request(states, host_ids, slot_ids, ops, asked, shadow_training)
 
 
 def remove_live_seeds(states: SlotStates, host_ids: Tensor) -> Transition:
@@ -341,28 +339,21 @@ def _check_once(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> None:
         raise ValueError(f"host {host}, slot {slot} is named more than once in one call")
 
 
-def _check_details(
-    op: LifecycleOp,
-    blueprint: Tensor | int,
-    style: Tensor | int,
-    ramp_steps: Tensor | int,
-    alpha_target: Tensor | float,
-    curve: Tensor | int,
-) -> None:
-    target = torch.as_tensor(alpha_target)
+def _check_details(op: LifecycleOp, asked: _Details) -> None:
+    target = torch.as_tensor(asked.alpha_target)
     if not bool(((target > 0.0) & (target <= 1.0)).all()):
-        raise ValueError(f"alpha_target={alpha_target}; use more than 0 and at most 1")
+        raise ValueError(f"alpha_target={asked.alpha_target}; use more than 0 and at most 1")
     germinates = op == LifecycleOp.GERMINATE
-    for name, value, least, most in (
-        ("ramp_steps", ramp_steps, int(germinates), None),
-        ("blueprint", blueprint, 0 if germinates else NO_BLUEPRINT, None),
-        ("style", style, 0, len(BlendStyle) - 1),
-        ("curve", curve, 0, len(AlphaCurve) - 1),
+    for name, least, most in (
+        ("ramp_steps", int(germinates), None),
+        ("blueprint", 0 if germinates else NO_BLUEPRINT, None),
+        ("style", 0, len(BlendStyle) - 1),
+        ("curve", 0, len(AlphaCurve) - 1),
     ):
-        given = torch.as_tensor(value)
+        given = torch.as_tensor(getattr(asked, name))
         if bool((given < least).any()) or (most is not None and bool((given > most).any())):
             expected = f"{least} or more" if most is None else f"{least} to {most}"
-            raise ValueError(f"{name}={value}; use {expected}")
+            raise ValueError(f"{name}={getattr(asked, name)}; use {expected}")
 
 
 def _destination_table() -> Tensor:

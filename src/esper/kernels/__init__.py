@@ -7,7 +7,7 @@ defines what it computes, and a parity test that compares the two.
 |---|---|---|
 | `gae/numba_cpu.py`, `gae/triton_cuda.py` | `gae/reference.py` | `tests/simic/test_gae.py` |
 | `lstm/numba_lstm.py`, `lstm/triton_lstm.py` | `torch.nn.LSTM` | `tests/tamiyo/test_packed_lstm.py` |
-| `lstm/numba_act.py` | `FactoredRecurrentActorCritic.act` | `tests/tamiyo/test_network.py` |
+| `step`, `choose` in `lstm/numba_lstm.py` | `FactoredRecurrentActorCritic.act` | `tests/tamiyo/test_network.py` |
 | `hosts/compiled.py`, `hosts/numba_*.py` (CPU) | `tolaria/batched.py` | `tests/tolaria/test_steps.py` |
 | `hosts/fused*.py`, `hosts/fused_*.cu` (CUDA) | `tolaria/batched.py` | `tests/tolaria/test_fused.py` |
 

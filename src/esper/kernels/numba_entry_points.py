@@ -20,13 +20,12 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from numba import njit
-
 _compiles_here = False  # in the process that compiles for another one
 
 
 def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """A decorator: numba's `njit` with these options for a function that its module names."""
+    from numba import njit  # loaded where it is used
 
     def compiled(function: Callable[..., Any]) -> Any:
         try:

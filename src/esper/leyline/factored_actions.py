@@ -36,10 +36,7 @@ from esper.leyline.devices import block_starts, constant, same_device
 from esper.leyline.stages import LifecycleOp
 
 # Sizes of the four independent heads of `audit_action_space`.
-NUM_SLOTS = 3
-NUM_BLUEPRINTS = 5
-NUM_BLENDS = 3
-NUM_OPS = 4
+NUM_SLOTS, NUM_BLUEPRINTS, NUM_BLENDS, NUM_OPS = 3, 5, 3, 4
 
 MOST_CHOICES = 2**20  # of one head: each choice is a column of logits and masks
 
@@ -329,18 +326,17 @@ OP_HEADS: dict[LifecycleOp, tuple[str, ...]] = {
 def tamiyo_action_space(num_slots: int, num_blueprints: int) -> FactoredActionSpace:
     """Tamiyo's eight heads for a host with this many slots and a menu of this many blueprints."""
     where = ("op", "slot")
-    return FactoredActionSpace(
-        (
-            Head("op", len(LifecycleOp)),
-            Head("slot", num_slots, given=("op",)),
-            Head("blueprint", num_blueprints, given=where),
-            Head("style", len(BlendStyle), given=where),
-            Head("tempo", len(TEMPO_STEPS), given=where),
-            Head("alpha_target", len(ALPHA_TARGETS), given=where),
-            Head("alpha_speed", len(ALPHA_SPEED_STEPS), given=where),
-            Head("alpha_curve", len(AlphaCurve), given=where),
-        )
+    heads = (
+        Head("op", len(LifecycleOp)),
+        Head("slot", num_slots, given=("op",)),
+        Head("blueprint", num_blueprints, given=where),
+        Head("style", len(BlendStyle), given=where),
+        Head("tempo", len(TEMPO_STEPS), given=where),
+        Head("alpha_target", len(ALPHA_TARGETS), given=where),
+        Head("alpha_speed", len(ALPHA_SPEED_STEPS), given=where),
+        Head("alpha_curve", len(AlphaCurve), given=where),
     )
+    return FactoredActionSpace(heads)
 
 
 def choice_names(
@@ -361,18 +357,7 @@ def choice_names(
     return names
 
 
-def audit_action_space(
-    num_slots: int = NUM_SLOTS,
-    num_blueprints: int = NUM_BLUEPRINTS,
-    num_blends: int = NUM_BLENDS,
-    num_ops: int = NUM_OPS,
-) -> FactoredActionSpace:
+def audit_action_space() -> FactoredActionSpace:
     """Four independent heads, for tests and benchmarks of unconditional spaces."""
-    return FactoredActionSpace(
-        (
-            Head("slot", num_slots),
-            Head("blueprint", num_blueprints),
-            Head("blend", num_blends),
-            Head("op", num_ops),
-        )
-    )
+    sizes = {"slot": NUM_SLOTS, "blueprint": NUM_BLUEPRINTS, "blend": NUM_BLENDS, "op": NUM_OPS}
+    return FactoredActionSpace(tuple(Head(name, size) for name, size in sizes.items()))

@@ -149,18 +149,14 @@ class Ranks:
                 name = f"rank {rank} (process {process} on {host})"
                 if host == socket.gethostname() and not is_running(int(process)):
                     return f"{name} has ended"
-                if not self._answers(rank, deadline - time.monotonic()):
+                left = max(deadline - time.monotonic(), 0.01)
+                try:
+                    self.store.wait([f"esper/alive/{rank}"], timedelta(seconds=left))
+                except RuntimeError:
                     silent = f"{name} does not answer"
         except RuntimeError:  # the store was in a rank that has ended
             return "rank 0 has ended"
         return silent
-
-    def _answers(self, rank: int, seconds: float) -> bool:
-        try:
-            self.store.wait([f"esper/alive/{rank}"], timedelta(seconds=max(seconds, 0.01)))
-        except RuntimeError:
-            return False
-        return True
 
 
 ALONE = Ranks()

@@ -105,11 +105,7 @@ class SequenceLayout:
         chosen[env_ids] = True
         keep = chosen[self.env_ids]
         return SequenceLayout(
-            self.num_envs,
-            self.max_steps,
-            self.env_ids[keep],
-            self.starts[keep],
-            self.lengths[keep],
+            self.num_envs, self.max_steps, self.env_ids[keep], self.starts[keep], self.lengths[keep]
         )
 
     def gather(self, stored: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, seed_details, take_first
+from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, may_be_kept, seed_details, take_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,7 @@ class EvidenceConfig:
     last_start: float = 0.4  # progress after which nothing is grown
     cost_power: float = 0.25  # 0: the largest gain first; 1: the largest gain for its cost
     macs_weight: float = 0.25  # of multiply-adds in that cost; of parameters 1
-    macs_ratio: float = (
-        1.5  # most growth of multiply-adds, relative to that of the parameter budget
-    )
+    macs_ratio: float = 1.5  # most growth of multiply-adds, by that of the parameter budget
     optimism: float = 1.0  # standard errors added to a contribution for its upper bound
     least_rise: float = 3.0  # standard errors by which the metric must rise without contributions
     patience: int = 3  # steps at full weight before a seed is judged
@@ -93,16 +91,18 @@ class EvidenceController:
             Wish(LifecycleOp.GERMINATE, judged.value > 0, judged.value),
         )
         actions = take_first(masks, wishes, seed_details(judged.blueprint))
-        self._remember(actions, masks, judged)
+        assert self._born is not None
+        assert self._failed is not None
+        op, slot = actions[0, :2].tolist()
+        if op == LifecycleOp.GERMINATE:
+            self._born[0, slot] = judged.level[0, 0]
+        if op == LifecycleOp.PRUNE:
+            self._failed[0, slot] = True
         return actions
 
     def reasons(self, reports: Reports, masks: ActionMasks, actions: Tensor) -> list[str]:
         """The reason for the action; gains and rent are in points, hundredths of the metric."""
-        return [self._reason(reports, masks, actions)]
-
-    def _reason(self, reports: Reports, masks: ActionMasks, actions: Tensor) -> str:
-        names = masks.action_space.names
-        op, slot = (int(actions[0, names.index(head)]) for head in ("op", "slot"))
+        op, slot = actions[0, :2].tolist()
         judged, at = self._judge(reports, masks), (0, slot)
         rent = f"its rent of {_points(judged.rent[at])}"
         low, high = (_points(x[at], "+.1f") for x in (judged.lower, judged.upper))
@@ -117,21 +117,19 @@ class EvidenceController:
             next_best = float(judged.value[0].topk(min(2, judged.value.shape[1])).values[-1])
             ahead = float(judged.value[at]) / max(next_best, 1e-9)
             than = f", {ahead:.1f} times that of the next site" if 1 < ahead < 1e3 else ""
-            return f"the largest expected fall of the loss for its cost{than}"
+            return [f"the largest expected fall of the loss for its cost{than}"]
         if op == LifecycleOp.PRUNE:
-            return f"{of_what}, below {rent}"
+            return [f"{of_what}, below {rent}"]
         if op == LifecycleOp.FOSSILIZE:
-            return f"{of_what}, above {rent}; time to commit"
-        return "trained in shadow, time to blend in" if op == LifecycleOp.ADVANCE else ""
+            return [f"{of_what}, above {rent}; time to commit"]
+        return ["trained in shadow, time to blend in" if op == LifecycleOp.ADVANCE else ""]
 
     def _judge(self, reports: Reports, masks: ActionMasks) -> "_Judgement":
         config = self.config
         if self._born is None or self._failed is None:
             self._born = torch.zeros_like(reports.contribution)
             self._failed = torch.zeros_like(reports.contribution, dtype=torch.bool)
-        is_leaving = is_in(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
-        stages = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
-        is_live = is_in(reports.stage, *stages) & ~is_leaving
+        is_live = may_be_kept(reports)
         level, noise = _level(reports)
         rise, margin = level - self._born, (config.least_rise * noise).expand_as(self._born)
         has_history = reports.accuracy_history_known[:, 2:3]
@@ -143,7 +141,8 @@ class EvidenceController:
             lower=torch.where(known, reports.contribution, rise - margin),
             # without contributions a rise must be shown, so there is no benefit of the doubt
             upper=torch.where(known, reports.contribution + config.optimism * error, rise - margin),
-            rent=_rent(reports, reports.seed_params, reports.seed_macs),
+            rent=reports.rent.view(-1, 1)
+            * _growth(reports, reports.seed_params, reports.seed_macs, is_present=True),
             value=value,
             blueprint=blueprint,
             level=level,
@@ -181,16 +180,6 @@ class EvidenceController:
         macs = reports.macs.view(-1, 1, 1) + reports.cost_macs
         return macs <= (limit * reports.host_macs).view(-1, 1, 1)
 
-    def _remember(self, actions: Tensor, masks: ActionMasks, judged: "_Judgement") -> None:
-        names = masks.action_space.names
-        op, slot = (int(actions[0, names.index(head)]) for head in ("op", "slot"))
-        assert self._born is not None
-        assert self._failed is not None
-        if op == LifecycleOp.GERMINATE:
-            self._born[0, slot] = judged.level[0, 0]
-        if op == LifecycleOp.PRUNE:
-            self._failed[0, slot] = True
-
 
 class _Judgement(NamedTuple):
     """Each `[1, S]`, except the level."""
@@ -217,11 +206,6 @@ def _level(reports: Reports) -> tuple[Tensor, Tensor]:
     mean = torch.where(has_bend, bends.square(), 0.0).sum(1) / has_bend.sum(1).clamp(min=1)
     noise = (mean / 6 * 2 / 3).sqrt()
     return recent.unsqueeze(1), noise.unsqueeze(1)
-
-
-def _rent(reports: Reports, params: Tensor, macs: Tensor) -> Tensor:
-    """Rent of the seeds in the network, on parameters and on multiply-adds, `[1, S]`."""
-    return reports.rent.view(-1, 1) * _growth(reports, params, macs, is_present=True)
 
 
 def _growth(

@@ -3,11 +3,8 @@
 A user's model grows by `evidence.py` instead: its data may be unlike those of the prior.
 
 1. *Grow* early, in every slot where a seed is likely to pay, the likeliest first. The expected gain
-   is a prior, fitted to measured growth. It rises with the multiply-adds that the seed adds: with
-   m = log(1 + seed / host), as m^0.8. One layer gains less than several, a wide receptive field
-   less than a narrow one, a late seed less than an early one. A second seed finds part of the first
-   one's gain already taken. (Given m, parameters and site depth predict nothing more; parameters
-   are what the rent is charged on.)
+   is a prior, fitted to measured growth: `HeuristicConfig` lists what it depends on. Its m is
+   log(1 + seed / host) in multiply-adds; given m, parameters and site depth predict nothing more.
 2. *Prune* a seed that does not pay its rent, once it was measured at full weight. A contribution is
    the accuracy that a host trained with its seed loses without it. That is more than the host would
    lack had it trained without. So contributions give each seed's share of the gain, and the prior
@@ -27,8 +24,8 @@ from torch import Tensor
 from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
-from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
-from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, seed_details, take_first
+from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, may_be_kept, seed_details, take_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +68,11 @@ class HeuristicController:
         failed = self._update_failures(reports)
         seeds = judge_seeds(reports, config)
         growth, blueprint = value_of_growing(reports, masks, seeds, failed, config)
-        worth_growing = (growth > 0) & _in_time(reports, seeds, config)
+        # a seed grown now must be able to ramp up, be judged and be committed, like every live one
+        trial_steps = RAMP_STEPS + config.patience + config.spare_steps
+        is_in_time = reports.steps_left >= trial_steps + seeds.is_live.sum(dim=-1) + 1
+        is_in_time = is_in_time & (reports.progress <= config.last_start)
+        worth_growing = (growth > 0) & is_in_time.unsqueeze(-1)
         is_in_shadow = is_in(reports.stage, SeedStage.TRAINING)
         is_ready = is_in_shadow & (reports.stage_age >= config.shadow_steps)
         wishes = (
@@ -112,8 +113,7 @@ class SeedJudgement(NamedTuple):
 
 def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
     """Prior gains combined with measured contributions."""
-    is_leaving = is_in(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
-    is_live = ~is_leaving & is_in(reports.stage, *LIVE_STAGES)
+    is_live = may_be_kept(reports)
     is_active = is_live | is_in(reports.stage, SeedStage.FOSSILIZED)
     prior = torch.where(is_active, _prior_of_seeds(reports, config), 0.0)
     is_fresh = reports.contribution_known & (reports.contribution_age <= config.max_evidence_age)
@@ -121,12 +121,15 @@ def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
     gain = _share_out(prior, reports.contribution, is_fresh & is_active, config)
 
     rent = _seed_rent(reports)
+    # the price of a seed's multiply-adds from now to the end
+    macs = reports.seed_macs / reports.host_macs.clamp(min=1).unsqueeze(-1)
+    compute = (reports.compute_price * (1 - reports.progress)).unsqueeze(-1) * macs
     others = gain.sum(dim=-1, keepdim=True) - gain
     marginal = gain / (1 + config.crowding * others / config.headroom)
     upper = reports.contribution + config.optimism * reports.contribution_error
     largest = torch.where(is_fresh, torch.maximum(reports.contribution, marginal), marginal)
     lacking = marginal.lerp(largest, reports.progress.unsqueeze(-1))  # at the end, if pruned now
-    net = torch.where(is_fresh & (upper < rent), upper, lacking) - rent - _seed_compute(reports)
+    net = torch.where(is_fresh & (upper < rent), upper, lacking) - rent - compute
     commit_net = torch.where(is_fresh, reports.contribution, marginal) - rent
     return SeedJudgement(is_live, is_live & is_fresh & has_held, gain, net, commit_net)
 
@@ -171,13 +174,6 @@ def _commit(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> 
     )
 
 
-def _in_time(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> Tensor:
-    """Whether a seed grown now can still ramp up, be judged and be committed, `[N, 1]`."""
-    trial_steps = RAMP_STEPS + config.patience + config.spare_steps
-    needed = trial_steps + seeds.is_live.sum(dim=-1) + 1  # one to commit each
-    return ((reports.steps_left >= needed) & (reports.progress <= config.last_start)).unsqueeze(-1)
-
-
 def _prior_of_seeds(reports: Reports, config: HeuristicConfig) -> Tensor:
     """The prior gain of the seed in each slot, `[N, S]`; undefined without a seed."""
     chosen = reports.blueprint.clamp(min=0).unsqueeze(-1)
@@ -195,8 +191,11 @@ def _prior_gain(
     per_env = (-1, *([1] * (macs.dim() - 1)))
     size = torch.log1p(macs / reports.host_macs.clamp(min=1).view(per_env))
     share = config.gain_scale * size.pow(config.gain_exponent) * quality
-    headroom = _headroom(reports, config).view(per_env)
-    return headroom * share.clamp(max=1) * (1 - config.late_start_loss * start)
+    # accuracy left to gain: what the host lacks plus what its seeds contribute
+    contribution = torch.where(reports.contribution_known, reports.contribution.clamp(min=0), 0.0)
+    lacking = 1 - reports.accuracy_history[:, 0] + contribution.sum(dim=-1)
+    headroom = torch.where(reports.validation_known, lacking, torch.inf).clamp(max=config.headroom)
+    return headroom.view(per_env) * share.clamp(max=1) * (1 - config.late_start_loss * start)
 
 
 def _quality(reports: Reports, config: HeuristicConfig) -> Tensor:
@@ -204,13 +203,6 @@ def _quality(reports: Reports, config: HeuristicConfig) -> Tensor:
     has_positions = (reports.site_kind != int(SiteKind.VECTOR)).unsqueeze(-1)
     layers = torch.where(reports.depth > 1, 1.0, config.single_layer)
     return layers * (1 - config.reach_loss * reports.reach * has_positions)
-
-
-def _headroom(reports: Reports, config: HeuristicConfig) -> Tensor:
-    """Accuracy left to gain, `[N]`: what the host lacks plus what its seeds contribute."""
-    contribution = torch.where(reports.contribution_known, reports.contribution.clamp(min=0), 0.0)
-    lacking = 1 - reports.accuracy_history[:, 0] + contribution.sum(dim=-1)
-    return torch.where(reports.validation_known, lacking, torch.inf).clamp(max=config.headroom)
 
 
 def _share_out(
@@ -231,9 +223,3 @@ def _seed_rent(reports: Reports) -> Tensor:
     added = (reports.params - reports.host_params).unsqueeze(-1)
     without = (added - reports.seed_params).clamp(min=0)
     return reports.rent.unsqueeze(-1) * (torch.log1p(added / host) - torch.log1p(without / host))
-
-
-def _seed_compute(reports: Reports) -> Tensor:
-    """The price of a seed's multiply-adds from now to the end, `[N, S]`."""
-    macs = reports.seed_macs / reports.host_macs.clamp(min=1).unsqueeze(-1)
-    return (reports.compute_price * (1 - reports.progress)).unsqueeze(-1) * macs

@@ -92,11 +92,7 @@ class FixedSchedule(Controller):
 
 
 def germinate_and_commit(
-    reports: Reports,
-    masks: ActionMasks,
-    is_time: Tensor,
-    urgency: Tensor,
-    blueprint: Tensor,
+    reports: Reports, masks: ActionMasks, is_time: Tensor, urgency: Tensor, blueprint: Tensor
 ) -> Tensor:
     """Germinate where `is_time`, the most urgent first, and commit seeds that are HOLDING."""
     is_live = is_in(reports.stage, *LIVE_STAGES)
@@ -158,3 +154,9 @@ def seed_details(blueprint: Tensor) -> dict[str, Tensor | int]:
 def is_in(stage: Tensor, *stages: SeedStage) -> Tensor:
     """Which of these stages are one of `stages`."""
     return torch.stack([stage == int(one) for one in stages]).any(dim=0)
+
+
+def may_be_kept(reports: Reports) -> Tensor:
+    """Slots `[N, S]` with a seed that can be pruned or committed and is not being pruned."""
+    is_leaving = is_in(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
+    return is_in(reports.stage, *LIVE_STAGES) & ~is_leaving

@@ -8,7 +8,7 @@ the plain twin of every kernel in `kernels.hosts`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,15 +102,13 @@ class BlendInputs:
     alpha: Tensor  # [P, S]
     shadow_alpha: Tensor  # [P, S]: with seeds in shadow training at their targets
     style: Tensor  # [P, S]
-    trains: Tensor  # [P, 1 + S]: 1 for the host and each seed, which take an optimiser step
 
     @classmethod
     def empty(
         cls, num_hosts: int, num_slots: int, device: torch.device, dtype: torch.dtype
     ) -> "BlendInputs":
         alpha, shadow_alpha, style = torch.zeros(3, num_hosts, num_slots, device=device).unbind()
-        trains = torch.zeros(num_hosts, 1 + num_slots, device=device, dtype=dtype)
-        return cls(alpha.to(dtype), shadow_alpha.to(dtype), style.long(), trains)
+        return cls(alpha.to(dtype), shadow_alpha.to(dtype), style.long())
 
     def fill(self, states: SlotStates) -> None:
         """Copy the slots' states, in place."""
@@ -120,8 +118,6 @@ class BlendInputs:
             torch.where(in_shadow, states.alpha_target, states.alpha), non_blocking=True
         )
         self.style.copy_(states.style, non_blocking=True)
-        self.trains[:, 0] = 1
-        self.trains[:, 1:].copy_(states.has_seed, non_blocking=True)
 
 
 class Feed:
@@ -226,6 +222,7 @@ class EagerSteps:
         self._part_of_column = table.layout.part_of_column().to(table.params.device)
 
     def prepare(self, states: SlotStates) -> None:
+        """Called when slots have changed."""
         setup, table = self._setup, self._table
         groups = group_seeds(states)
         self._hosts = {key: hosts.to(table.params.device) for key, hosts in groups.items()}
@@ -236,15 +233,19 @@ class EagerSteps:
             key: table.layout.seed_columns(key.slot, program.num_params)
             for key, program in self._programs.items()
         }
+        # the host and each seed take an optimiser step
+        self._trains = F.pad(states.has_seed, (1, 0), value=True).to(table.steps)
         styled = (states.style != BlendStyle.ADD) & states.has_seed
         self._is_styled: list[bool] = styled.any(0).tolist()
 
     def run(self, count: int) -> None:
+        """Train on the next `count` minibatches of the feed."""
         for _ in range(count):
             self._train()
 
     @torch.no_grad()
     def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
+        """Logits as in `run_hosts`, and the slots that added a copy."""
         rows = {key: self._seed_rows(key) for key in self._keys(in_shadow=False)}
         slots = self._slots(rows, self._inputs.alpha)
         logits = run_hosts(self._setup.host, self._host_rows(), slots, x, ablate=ablate)
@@ -253,40 +254,36 @@ class EagerSteps:
     def _train(self) -> None:
         """Train every host and seed on the feed's next minibatch."""
         table, feed = self._table, self._setup.feed
-        x, labels = feed.next()
+        minibatch = feed.next()
         host_rows = self._host_rows().requires_grad_()
         in_host = {
             key: self._seed_rows(key).requires_grad_() for key in self._keys(in_shadow=False)
         }
-        losses = self._losses(host_rows, in_host, self._inputs.alpha, x, labels)
+        losses = self._losses(host_rows, in_host, self._inputs.alpha, minibatch)
         leaves = [host_rows, *in_host.values()]
         host_grads, *seed_grads = torch.autograd.grad(losses.sum(), leaves)
         table.grads.zero_()
         table.grads[:, self._host_columns] = host_grads
         self._collect(dict(zip(in_host, seed_grads, strict=True)))
         if in_shadow := self._keys(in_shadow=True):
-            self._train_in_shadow(in_shadow, x, labels)
-        table.steps.add_(self._inputs.trains)
+            self._train_in_shadow(in_shadow, minibatch)
+        table.steps.add_(self._trains)
         rates = self._setup.learning_rates.unsqueeze(1)
         self._setup.optimizer.update(table, self._part_of_column, rates)
         feed.record_loss(losses.detach())
 
-    def _train_in_shadow(self, keys: list[GroupKey], x: Tensor, labels: Tensor) -> None:
+    def _train_in_shadow(self, keys: list[GroupKey], minibatch: Any) -> None:
         """The shadow pass: seeds in shadow training are switched on, and only they are trained."""
         rows = {key: self._seed_rows(key) for key in self._programs}
         leaves = [rows[key].requires_grad_() for key in keys]
-        losses = self._losses(self._host_rows(), rows, self._inputs.shadow_alpha, x, labels)
+        losses = self._losses(self._host_rows(), rows, self._inputs.shadow_alpha, minibatch)
         grads = torch.autograd.grad(losses.sum(), leaves)
         self._collect(dict(zip(keys, grads, strict=True)))
 
     def _losses(
-        self,
-        host_rows: Tensor,
-        seed_rows: dict[GroupKey, Tensor],
-        alpha: Tensor,
-        x: Tensor,
-        labels: Tensor,
+        self, host_rows: Tensor, seed_rows: dict[GroupKey, Tensor], alpha: Tensor, minibatch: Any
     ) -> Tensor:
+        x, labels = minibatch
         logits = run_hosts(self._setup.host, host_rows, self._slots(seed_rows, alpha), x)
         return F.cross_entropy(logits, labels, reduction="none").mean(1)
 

@@ -107,9 +107,11 @@ class GrowthEnvironment:
         is_last = self._step == self.config.num_steps
         seed_params, seed_macs = seed_costs(self._facts, states)
         self._compute += seed_macs.sum(dim=-1) / self._facts.host_macs
+        if is_last:
+            seed_params = seed_params * (states.stage == SeedStage.FOSSILIZED)
         outcome = StepOutcome(
             accuracy=self.host_batch.committed_accuracy() if is_last else measured.accuracy,
-            added_params=self._committed_params() if is_last else seed_params.sum(dim=-1),
+            added_params=seed_params.sum(dim=-1),
             added_compute=self._compute / self.config.num_steps,
             terminated=torch.full_like(self._is_over, is_last) | measured.rolled_back,
             truncated=torch.zeros_like(self._is_over),
@@ -138,8 +140,3 @@ class GrowthEnvironment:
             rent=self._rent,
             compute_price=config.compute_price,
         )
-
-    def _committed_params(self) -> Tensor:
-        states = self.host_batch.states
-        seed_params, _ = seed_costs(self._facts, states)
-        return (seed_params * (states.stage == SeedStage.FOSSILIZED)).sum(dim=-1)

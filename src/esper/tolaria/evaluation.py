@@ -5,7 +5,7 @@ is switched off. So contributions are paired differences on the same examples.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,7 @@ CHUNK_ROWS = 400
 MAX_CHUNK_ROWS = 128 * CHUNK_ROWS
 
 
-@dataclass(frozen=True, eq=False)
-class Evaluation:
+class Evaluation(NamedTuple):
     """Results for P hosts, on the population's device; accuracy is 0 to 1."""
 
     loss: Tensor  # [P]
@@ -36,10 +35,28 @@ def evaluate(population: Population, num_rows: int | None = None) -> Evaluation:
     num_rows = available if num_rows is None else num_rows
     if not 1 <= num_rows <= available:
         raise ValueError(f"num_rows={num_rows}; the task has 1 to {available} rows to validate on")
-    totals = _Totals(population)
+    weights = population.parameter_table.params
+    loss, correct = weights.new_zeros(2, population.num_hosts).unbind()
+    # sums of correct answers lost without a slot's seed, and of their squares
+    gains = weights.new_zeros(2, population.num_hosts, population.num_slots)
     for x, labels in _chunks(population, task.validation_x[:, :num_rows], task.validation_y):
-        totals.add(x, labels)
-    return totals.evaluation(num_rows)
+        logits, slots = population.ablated_logits(x)
+        loss += F.cross_entropy(logits[:, :, 0], labels, reduction="none").sum(1)
+        is_correct = _is_correct(logits, labels.unsqueeze(1))  # [P, 1 + K, batch]
+        correct += is_correct[:, 0].sum(1)
+        if slots:
+            gain = is_correct[:, :1] - is_correct[:, 1:]
+            sums = torch.stack((gain.sum(-1), gain.square().sum(-1)))
+            gains.index_add_(2, torch.tensor(slots, device=sums.device), sums)
+    mean, mean_square = gains / num_rows
+    variance = (mean_square - mean.square()) * (num_rows / max(1, num_rows - 1))
+    return Evaluation(
+        loss=loss / num_rows,
+        accuracy=correct / num_rows,
+        contribution=mean,
+        contribution_error=(variance.clamp(min=0) / num_rows).sqrt(),
+        contribution_known=population.is_active,
+    )
 
 
 def accuracy_on(population: Population, x: Tensor, labels: Tensor) -> Tensor:
@@ -59,40 +76,6 @@ def _chunks(population: Population, x: Tensor, labels: Tensor) -> Iterator[tuple
         yield (
             x[:, rows].index_select(0, views).movedim(1, -1),
             labels[:, rows].index_select(0, views),
-        )
-
-
-class _Totals:
-    """Sums over the examples seen so far."""
-
-    def __init__(self, population: Population):
-        self._population = population
-        weights = population.parameter_table.params
-        per_host = weights.new_zeros(2, population.num_hosts)
-        self._loss, self._correct = per_host.unbind()
-        # sums of correct answers lost without a slot's seed, and of their squares
-        self._gains = weights.new_zeros(2, population.num_hosts, population.num_slots)
-
-    def add(self, x: Tensor, labels: Tensor) -> None:
-        """Examples `[P, *shape, batch]` with labels `[P, batch]`."""
-        logits, slots = self._population.ablated_logits(x)
-        self._loss += F.cross_entropy(logits[:, :, 0], labels, reduction="none").sum(1)
-        correct = _is_correct(logits, labels.unsqueeze(1))  # [P, 1 + K, batch]
-        self._correct += correct[:, 0].sum(1)
-        if slots:
-            gain = correct[:, :1] - correct[:, 1:]
-            sums = torch.stack((gain.sum(-1), gain.square().sum(-1)))
-            self._gains.index_add_(2, torch.tensor(slots, device=sums.device), sums)
-
-    def evaluation(self, num_rows: int) -> Evaluation:
-        mean, mean_square = self._gains / num_rows
-        variance = (mean_square - mean.square()) * (num_rows / max(1, num_rows - 1))
-        return Evaluation(
-            loss=self._loss / num_rows,
-            accuracy=self._correct / num_rows,
-            contribution=mean,
-            contribution_error=(variance.clamp(min=0) / num_rows).sqrt(),
-            contribution_known=self._population.is_active,
         )
 
 

@@ -21,6 +21,7 @@ from esper.tolaria.population import Population, Snapshot
 # row. Single bad steps and hosts that hardly learned raise no alarm.
 LEARNED, LEARNED_STEPS = 0.7, 3
 GUESSING, COLLAPSED_STEPS = 0.95, 3
+SNAPSHOT_STEPS = 3  # between snapshots
 HISTORY = 8  # steps whose mean loss is kept
 MAX_LOSS_RATIO = 3.0  # to the median of the history; a host above it has diverged
 
@@ -44,9 +45,8 @@ class Rollback:
 class Governor:
     """Checks a population after every step; the first snapshot is taken at construction."""
 
-    def __init__(self, population: Population, snapshot_every: int = 3):
-        """`snapshot_every` is in steps."""
-        self._population, self._snapshot_every = population, snapshot_every
+    def __init__(self, population: Population):
+        self._population = population
         # a host that does better than guessing has not diverged
         self._guessing_loss = math.log(population.host.num_classes)
         self.reset()
@@ -72,17 +72,18 @@ class Governor:
         usual = self._usual_loss(loss)
         broken = self._find_broken(loss, usual, finite.bool())
         events = tuple(
-            Rollback(
-                host, breakage, self._reason(host, breakage, float(loss[host]), float(usual[host]))
-            )
+            Rollback(host, breakage, self._reason(host, breakage, loss, usual))
             for host, breakage in broken.items()
         )
         hosts = torch.tensor(list(broken), dtype=torch.int64)
         if len(hosts):
             self._roll_back(hosts)
-        self._remember(loss, hosts)
-        if self._num_steps % self._snapshot_every == 0:
-            self._take_snapshot()
+        loss[hosts] = math.nan
+        self._history.append(loss)
+        if self._num_steps % SNAPSHOT_STEPS == 0:
+            # hosts that may be about to collapse keep their earlier snapshot
+            is_suspect = self._guessing_steps > 0
+            self._snapshot = self._population.save(self._snapshot, is_suspect.nonzero().flatten())
         return events
 
     def _find_broken(
@@ -91,7 +92,8 @@ class Governor:
         # the worst cause comes last and overwrites the others
         causes = (
             (Breakage.COLLAPSED, self._has_collapsed(loss)),
-            (Breakage.DIVERGED, self._has_diverged(loss, usual)),
+            # without a history the usual loss is NaN and nothing has diverged
+            (Breakage.DIVERGED, (loss > MAX_LOSS_RATIO * usual) & (loss > self._guessing_loss)),
             (Breakage.WEIGHTS_NOT_FINITE, ~weights_finite),
             (Breakage.LOSS_NOT_FINITE, ~loss.isfinite()),
         )
@@ -100,22 +102,19 @@ class Governor:
             broken.update(dict.fromkeys(hosts.nonzero().flatten().tolist(), breakage))
         return broken
 
-    def _reason(self, host: int, breakage: Breakage, loss: float, usual: float) -> str:
+    def _reason(self, host: int, breakage: Breakage, losses: Tensor, usual: Tensor) -> str:
+        loss = f"the training loss was {float(losses[host]):.3g}"
         match breakage:
             case Breakage.LOSS_NOT_FINITE:
-                return f"the training loss was {loss}"
+                return loss
             case Breakage.WEIGHTS_NOT_FINITE:
                 return "a weight or an optimiser moment was not finite"
             case Breakage.DIVERGED:
-                return (
-                    f"the training loss was {loss:.3g}, more than {MAX_LOSS_RATIO:g} times its "
-                    f"usual {usual:.3g}"
-                )
+                return f"{loss}, more than {MAX_LOSS_RATIO:g} times its usual {usual[host]:.3g}"
             case Breakage.COLLAPSED:
                 classes = self._population.host.num_classes
                 return (
-                    f"the training loss was about ln({classes}) = "
-                    f"{self._guessing_loss:.3g} for {COLLAPSED_STEPS} steps, after a best of "
+                    f"the training loss was about ln({classes}) = {self._guessing_loss:.3g} for {COLLAPSED_STEPS} steps, after a best of "
                     f"{float(self._best_loss[host]):.3g}"
                 )
 
@@ -127,10 +126,6 @@ class Governor:
         self._has_learned = self._has_learned | (self._low_steps >= LEARNED_STEPS)
         self._best_loss = self._best_loss.fmin(loss)
         return self._guessing_steps >= COLLAPSED_STEPS
-
-    def _has_diverged(self, loss: Tensor, usual: Tensor) -> Tensor:
-        runaway = loss > MAX_LOSS_RATIO * usual  # False without history
-        return runaway & (loss > self._guessing_loss)
 
     def _usual_loss(self, loss: Tensor) -> Tensor:
         """The median of each host's history `[P]`, nan without history."""
@@ -145,13 +140,3 @@ class Governor:
         for counter in (self._low_steps, self._guessing_steps, self._has_learned):
             counter[hosts] = 0
         self._best_loss[hosts] = math.inf
-
-    def _take_snapshot(self) -> None:
-        """A new snapshot; hosts that may be about to collapse keep their earlier one."""
-        is_suspect = self._guessing_steps > 0
-        self._snapshot = self._population.save(self._snapshot, is_suspect.nonzero().flatten())
-
-    def _remember(self, loss: Tensor, rolled_back: Tensor) -> None:
-        remembered = loss.clone()
-        remembered[rolled_back] = math.nan
-        self._history.append(remembered)

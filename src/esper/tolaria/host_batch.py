@@ -16,13 +16,7 @@ from torch import Tensor
 
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
-from esper.kasmina.lifecycle import (
-    SlotStates,
-    Transition,
-    begin_step,
-    end_step,
-    remove_live_seeds,
-)
+from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step, remove_live_seeds
 from esper.leyline.arrays import copy_together
 from esper.leyline.checks import require_at_least
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
@@ -142,10 +136,6 @@ class PopulationBatch:
         self._members: list[_Member] = []  # of this episode
 
     @property
-    def states(self) -> SlotStates:
-        return self._states
-
-    @property
     def types(self) -> tuple[Host, ...]:
         """The architectures of this episode."""
         return tuple(member.population.host for member in self._members)
@@ -197,13 +187,11 @@ class PopulationBatch:
             self.task.num_rows[view_ids],
         )
         self._members = self._members_for(hosts)
-
-        def reset(member: _Member) -> None:
-            ids = member.env_ids
-            member.population.reset(rng_seed, view_ids[ids], self.host_ids[ids])
-            member.governor.reset()
-
-        self._on_streams(reset)
+        ids = self.host_ids
+        self._on_streams(
+            lambda m: m.population.reset(rng_seed, view_ids[m.env_ids], ids[m.env_ids])
+        )
+        self._on_streams(lambda m: m.governor.reset())
         self._collect_states()
 
     def preset_seeds(self, states: SlotStates) -> None:
@@ -214,9 +202,12 @@ class PopulationBatch:
 
     def facts(self) -> HostFacts:
         """Facts about this episode's hosts and their data."""
-        types = [_facts_of(host, self.menu) for host in self.types]
+        types, views = [site_facts(host.sites, self.menu) for host in self.types], self.view_ids
         of_types = {name: torch.stack([facts[name] for facts in types]) for name in types[0]}
-        each, views = self.config.envs_per_type, self.view_ids
+        of_types |= {name: of_types[name].float() for name in ("cost_params", "cost_macs")}
+        of_types["host_params"] = torch.tensor([float(host.num_params) for host in self.types])
+        of_types["host_macs"] = torch.tensor([float(host.macs) for host in self.types])
+        each = self.config.envs_per_type
         return HostFacts(
             **{name: value.repeat_interleave(each, dim=0) for name, value in of_types.items()},
             train_rows=self.task.num_rows[views],
@@ -231,7 +222,14 @@ class PopulationBatch:
             )
         # start all populations before waiting for the first
         losses = self._on_streams(lambda m: self._train(m, transition.at(m.env_ids)))
-        events, evaluations = zip(*self._on_streams(self._end_step, losses), strict=True)
+        ended = self._on_streams(
+            lambda m, its: (
+                m.governor.check(its),
+                self._evaluate(m, end_step(m.population.states)),
+            ),
+            losses,
+        )
+        events, evaluations = zip(*ended, strict=True)
         measured = self._on_streams(_measurements, evaluations, events)
         self._step += 1
         self._collect_states()
@@ -267,11 +265,12 @@ class PopulationBatch:
         return results
 
     def _collect_states(self) -> None:
-        self._states = SlotStates.cat([member.population.states for member in self._members])
+        self.states = SlotStates.cat([member.population.states for member in self._members])
 
     def _members_for(self, hosts: Sequence[Host]) -> list["_Member"]:
         """A population for each host, built on first use and reused."""
-        config, free = self.config, {host: list(members) for host, members in self._built.items()}
+        config, device = self.config, self.task.device
+        free = {host: list(members) for host, members in self._built.items()}
         members = []
         for number, host in enumerate(hosts):
             if not free.get(host):
@@ -284,7 +283,8 @@ class PopulationBatch:
                     optimizer=self.optimizer,
                     augmentation=config.augment,
                 )
-                built = _Member.of(population)
+                stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+                built = _Member(population, Governor(population), stream)
                 self._built.setdefault(host, []).append(built)
                 free[host] = [built]
             first = number * config.envs_per_type
@@ -295,17 +295,9 @@ class PopulationBatch:
     def _train(self, member: "_Member", transition: Transition) -> Tensor:
         first, population = self._step * self.config.minibatches, member.population
         population.adopt(transition.then(begin_step))
-        rows = self._rows[
-            first : first + self.config.minibatches, member.envs.start : member.envs.stop
-        ]
+        rows = self._rows[first : first + self.config.minibatches]
         population.learning_rates.fill_(self.optimizer.learning_rate * self._learning_share())
-        return population.train(rows)
-
-    def _end_step(
-        self, member: "_Member", losses: Tensor
-    ) -> tuple[tuple[Rollback, ...], Evaluation]:
-        rollbacks = member.governor.check(losses)
-        return rollbacks, self._evaluate(member, end_step(member.population.states))
+        return population.train(rows[:, member.envs.start : member.envs.stop])
 
     def _learning_share(self) -> float:
         """Share of the full learning rate: 1, then linear down to 0.02 in the last step."""
@@ -328,12 +320,6 @@ class _Member:
     stream: torch.cuda.Stream | None  # populations train in parallel on a GPU
     envs: range = range(0)
 
-    @classmethod
-    def of(cls, population: Population) -> "_Member":
-        device = population.task.device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        return cls(population, Governor(population), stream)
-
     @property
     def env_ids(self) -> Tensor:
         return torch.arange(self.envs.start, self.envs.stop)
@@ -347,41 +333,18 @@ class _Member:
             yield
 
 
-def _facts_of(host: Host, menu: Sequence[Blueprint]) -> dict[str, Tensor]:
-    """Facts about one host by the names of `HostFacts`, without the axis of envs."""
-    sites = site_facts(host.sites, menu)
-    return {
-        **sites,
-        "cost_params": sites["cost_params"].float(),
-        "cost_macs": sites["cost_macs"].float(),
-        "host_params": torch.tensor(float(host.num_params)),
-        "host_macs": torch.tensor(float(host.macs)),
-    }
-
-
 def _measurements(
     member: _Member, evaluation: Evaluation, rollbacks: Sequence[Rollback]
 ) -> StepMeasurements:
     population = member.population
     rolled_back = torch.zeros(population.num_hosts, dtype=torch.bool)
     rolled_back[[event.host for event in rollbacks]] = True
-    measured = (
-        evaluation.loss,
-        evaluation.accuracy,
-        evaluation.contribution,
-        evaluation.contribution_error,
-        population.gradient_norms(),
-    )
-    loss, accuracy, contribution, error, gradient_norm = copy_together(
-        [value.float() for value in measured], torch.device("cpu")
-    )
+    values = evaluation._asdict() | {"gradient_norm": population.gradient_norms()}
+    known = values.pop("contribution_known")
+    on_cpu = copy_together([value.float() for value in values.values()], torch.device("cpu"))
     return StepMeasurements(
-        loss=loss,
-        accuracy=accuracy,
-        contribution=contribution,
-        contribution_error=error,
-        contribution_known=evaluation.contribution_known,
-        gradient_norm=gradient_norm,
+        **dict(zip(values, on_cpu, strict=True)),
+        contribution_known=known,
         gradient_known=population.states.has_seed,
         rolled_back=rolled_back,
     )

@@ -66,11 +66,7 @@ class ParameterTable:
     """Parameters, gradients and moments of P hosts and their seeds, and optimiser step counts."""
 
     def __init__(
-        self,
-        layout: TableLayout,
-        num_hosts: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, layout: TableLayout, num_hosts: int, device: torch.device, dtype: torch.dtype
     ):
         self.layout = layout
         self.num_hosts = num_hosts
@@ -82,10 +78,6 @@ class ParameterTable:
         self.moments = self.all_moments.unbind()  # of AdamW
         self.grads = torch.zeros(*rows, device=device, dtype=dtype)
         self.steps = torch.zeros(num_hosts, layout.num_parts, device=device, dtype=dtype)
-
-    def place(self, host_ids: Tensor, columns: slice, values: Tensor) -> None:
-        """Set parameters `[K, ..]` in columns of some hosts; their moments are zero already."""
-        self.params[host_ids, columns] = values.to(self.params)
 
     def clear(self, host_ids: Tensor, columns: slice) -> None:
         """Set columns of some hosts to zero: parameters, moments and gradients."""

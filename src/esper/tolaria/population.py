@@ -88,23 +88,11 @@ class Population:
         )
         self._feed = Feed(task, self.view_ids, batch_size, augmentation)
         self._blend_inputs = BlendInputs.empty(num_hosts, host.num_slots, device, dtype)
-        setup = TrainingSetup(
-            host,
-            self.menu,
-            self.parameter_table,
-            self.optimizer,
-            self._blend_inputs,
-            self._feed,
-            self.learning_rates,
-        )
+        tensors = (self._blend_inputs, self._feed, self.learning_rates)
+        setup = TrainingSetup(host, self.menu, self.parameter_table, self.optimizer, *tensors)
         self.kernels = kernels or fastest_kernels(setup)
         self.steps = build_steps(setup, self.kernels)
         self.reset(rng_seed)
-
-    @property
-    def states(self) -> SlotStates:
-        """The states of every slot of every host, on the CPU."""
-        return self._states
 
     def reset(
         self, rng_seed: int, view_ids: Tensor | None = None, host_ids: Tensor | None = None
@@ -122,19 +110,19 @@ class Population:
         self.learning_rates.fill_(self.optimizer.learning_rate)
         self._rng_seed, self._num_trained = rng_seed, 0  # minibatches
         self._num_germinated = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
-        self._states = SlotStates.dormant(self.num_hosts, self.num_slots)
-        weights = self._init.hosts(fold(rng_seed, self.host_ids))
+        self.states = SlotStates.dormant(self.num_hosts, self.num_slots)  # changed by `adopt`
         table = self.parameter_table
         table.clear(all_hosts, slice(None))
         table.steps.zero_()
-        table.place(all_hosts, table.layout.host_columns(), weights)
+        weights = self._init.hosts(fold(rng_seed, self.host_ids))
+        table.params[:, table.layout.host_columns()] = weights.to(table.params)
         self._prepare_steps()
 
     def adopt(self, transition: Transition) -> None:
         """Carry out a transition that starts from `self.states`."""
         states, germinated, removed = transition
         self._check_states(states)
-        self._states = states
+        self.states = states
         table = self.parameter_table
         for slot in removed.any(dim=0).nonzero().flatten().tolist():
             hosts = removed[:, slot].nonzero().flatten()
@@ -179,12 +167,12 @@ class Population:
     @property
     def is_active(self) -> Tensor:
         """Slots `[P, S]` whose seed is part of the host's output; on the CPU."""
-        return self._states.has_seed & (self._states.stage != SeedStage.TRAINING)
+        return self.states.has_seed & (self.states.stage != SeedStage.TRAINING)
 
     def save(self, earlier: Snapshot | None = None, keep: Tensor | None = None) -> Snapshot:
         """A snapshot of all hosts; those in `keep` stay as they are in the `earlier` one."""
         storage, steps = self.parameter_table.save()
-        states = self._states
+        states = self.states
         if earlier is not None and keep is not None and len(keep):
             storage[:, keep] = earlier.storage[:, keep]
             steps[keep] = earlier.steps[keep]
@@ -194,7 +182,7 @@ class Population:
     def restore(self, snapshot: Snapshot, host_ids: Tensor) -> None:
         """Restore some hosts with their seeds and optimiser state; the others are not touched."""
         self.parameter_table.restore(snapshot.storage, snapshot.steps, host_ids)
-        self._states = self._states.put(snapshot.states.at(host_ids), host_ids)
+        self.states = self.states.put(snapshot.states.at(host_ids), host_ids)
         self._prepare_steps()
 
     def gradient_norms(self) -> Tensor:
@@ -208,7 +196,7 @@ class Population:
 
     def seed_params(self) -> Tensor:
         """Parameters of the seed in each slot `[P, S]`, 0 without a seed; on the CPU."""
-        states = self._states
+        states = self.states
         slots = torch.arange(self.num_slots).expand_as(states.blueprint)
         return self._init.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
 
@@ -280,11 +268,14 @@ class Population:
         keys = fold(
             self._rng_seed, self.host_ids[hosts], 1 + slot, self._num_germinated[hosts, slot]
         )
-        blueprints = self._states.blueprint[hosts, slot]
-        columns = self.parameter_table.layout.seed_columns(slot)
-        self.parameter_table.place(hosts, columns, self._init.seeds(slot, blueprints, keys))
+        blueprints = self.states.blueprint[hosts, slot]
+        params, columns = (
+            self.parameter_table.params,
+            self.parameter_table.layout.seed_columns(slot),
+        )
+        params[hosts, columns] = self._init.seeds(slot, blueprints, keys).to(params)
 
     def _prepare_steps(self) -> None:
         """Update what the next minibatch reads of the slots."""
-        self._blend_inputs.fill(self._states)
-        self.steps.prepare(self._states)
+        self._blend_inputs.fill(self.states)
+        self.steps.prepare(self.states)

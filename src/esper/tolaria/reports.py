@@ -8,7 +8,7 @@ Populations (`environment.py`) and a user's own model (`growing/controllers.py`)
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,15 +131,6 @@ class History:
         self.contribution_known = self.contribution_known & ~without_seed
         self.gradient_norm = self.gradient_norm.masked_fill(without_seed, 0.0)
         self.gradient_known = self.gradient_known & ~without_seed
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "History":
-        history = cls.__new__(cls)
-        vars(history).update(data)
-        return history
 
 
 def build_reports(

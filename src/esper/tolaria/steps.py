@@ -1,4 +1,4 @@
-"""The ways to run a population's minibatches, behind one interface.
+"""The ways to run a population's minibatches, all with the methods of `EagerSteps`.
 
 | kernels | where | how |
 |---|---|---|
@@ -7,12 +7,8 @@
 | fused | CUDA, layers of kasmina | all hosts and minibatches in one launch, a block per host |
 """
 
-from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal
 
-from torch import Tensor
-
-from esper.kasmina.lifecycle import SlotStates
 from esper.kernels.hosts.compiled import CompiledSteps
 from esper.kernels.hosts.fused import FusedSteps, has_room
 from esper.kernels.hosts.layer_table import has_kernels
@@ -22,20 +18,12 @@ from esper.tolaria.optimizers import AdamW
 Kernels = Literal["eager", "compiled", "fused"]
 
 
-class Steps(Protocol):
-    """Runs minibatches for the seeds that the hosts have."""
-
-    def prepare(self, states: SlotStates) -> None:
-        """Called when slots have changed."""
-        ...
-
-    def run(self, count: int) -> None:
-        """Train on the next `count` minibatches of the feed."""
-        ...
-
-    def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, Sequence[int]]:
-        """Logits as in `batched.run_hosts`, and the slots that added a copy."""
-        ...
+Steps = EagerSteps | CompiledSteps | FusedSteps
+_STEPS: dict[Kernels, type[Steps]] = {
+    "eager": EagerSteps,
+    "compiled": CompiledSteps,
+    "fused": FusedSteps,
+}
 
 
 def fastest_kernels(setup: TrainingSetup) -> Kernels:
@@ -50,11 +38,6 @@ def fastest_kernels(setup: TrainingSetup) -> Kernels:
 
 
 def build_steps(setup: TrainingSetup, kernels: Kernels) -> Steps:
-    match kernels:
-        case "eager":
-            return EagerSteps(setup)
-        case "compiled":
-            return CompiledSteps(setup)
-        case "fused":
-            return FusedSteps(setup)
-    raise ValueError(f"kernels={kernels!r}; use one of {get_args(Kernels)}")
+    if kernels not in _STEPS:
+        raise ValueError(f"kernels={kernels!r}; use one of {tuple(_STEPS)}")
+    return _STEPS[kernels](setup)

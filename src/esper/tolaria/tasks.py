@@ -289,11 +289,8 @@ def few_rows(task: Task, num_rows: int) -> Task:
 def noisy(task: Task, scale: float, rng_seed: int) -> Task:
     """The task with fixed Gaussian noise added to its inputs."""
     rng = torch.Generator().manual_seed(rng_seed)
-
-    def add_noise(x: Tensor) -> Tensor:
-        return x + scale * torch.randn(x.shape, generator=rng).to(x)
-
-    return _renamed(task.map(add_noise), f"noise {scale}")
+    changed = task.map(lambda x: x + scale * torch.randn(x.shape, generator=rng).to(x))
+    return _renamed(changed, f"noise {scale}")
 
 
 def stack(tasks: Sequence[Task]) -> Task:

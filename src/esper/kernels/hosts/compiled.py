@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.lifecycle import SlotStates
-from esper.kernels.hosts.layer_table import Column, num_outputs, program_rows, room
+from esper.kernels.hosts.layer_table import Kind, Row, as_table, program_rows, program_tables
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched import TrainingSetup
 from esper.tolaria.optimizers import AdamW
@@ -31,70 +31,42 @@ class CompiledSteps:
         self._setup, self._compiled = setup, numba_hosts
         self._tables = numba_hosts.Tables(**_tables(setup))
         self._optimizer = numba_hosts.OptimizerNumbers(*optimizer_numbers(setup.optimizer))
-        parameter_table, feed = setup.parameter_table, setup.feed
-        self._weights = numba_hosts.Weights(
-            parameter_table.params.numpy(),
-            parameter_table.grads.numpy(),
-            parameter_table.all_moments.numpy(),
-            parameter_table.steps.numpy(),
-            setup.learning_rates.numpy(),
-        )
+        table, feed = setup.parameter_table, setup.feed
+        weights = (table.params, table.grads, table.all_moments, table.steps, setup.learning_rates)
+        self._weights = numba_hosts.Weights(*(tensor.numpy() for tensor in weights))
         self._data = numba_hosts.Data(
             feed.inputs.flatten(1).numpy(), feed.labels.numpy(), feed.first_row[:, 0].numpy()
         )
 
     def prepare(self, states: SlotStates) -> None:
         behind, inputs = states.stage == SeedStage.TRAINING, self._setup.blend_inputs
-        self._slots = self._compiled.Slots(
-            inputs.alpha.numpy(),
-            inputs.shadow_alpha.numpy(),
-            inputs.style.numpy(),
-            states.blueprint.numpy(),
-            behind.numpy(),
-        )
+        slots = (inputs.alpha, inputs.shadow_alpha, inputs.style, states.blueprint, behind)
+        self._slots = self._compiled.Slots(*(tensor.numpy() for tensor in slots))
         self._active_slots = (states.has_seed & ~behind).any(0).nonzero().flatten()
 
     def run(self, count: int) -> None:
         feed = self._setup.feed
         rows, losses = feed.rows[:count].numpy(), feed.losses[:count].numpy()
         padded = -(-rows.shape[2] // 8) * 8  # examples, as the kernels round them up
-        self._for_all_hosts(
-            lambda first, last: self._compiled.train_hosts(
-                first,
-                last,
-                self._tables,
-                self._memory(padded),
-                self._weights,
-                self._slots,
-                self._data,
-                rows,
-                losses,
-                self._optimizer,
-            )
-        )
+        arguments = (self._weights, self._slots, self._data, rows, losses, self._optimizer)
+        self._for_all_hosts(self._compiled.train_hosts, padded, *arguments)
 
     def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
         ablated = self._active_slots if ablate else self._active_slots[:0]
         num_hosts, batch = x.shape[0], x.shape[-1]
         logits = x.new_empty(num_hosts, self._setup.host.num_classes, 1 + len(ablated), batch)
         flat = x.contiguous().view(num_hosts, -1, batch)
-        self._for_all_hosts(
-            lambda first, last: self._compiled.logits_of_hosts(
-                first,
-                last,
-                self._tables,
-                self._memory(batch),
-                self._weights.params,
-                self._slots,
-                flat.numpy(),
-                ablated.numpy(),
-                logits.numpy(),
-            )
-        )
+        arrays = (flat.numpy(), ablated.numpy(), logits.numpy())
+        arguments = (self._weights.params, self._slots, *arrays)
+        self._for_all_hosts(self._compiled.logits_of_hosts, batch, *arguments)
         return logits.flatten(2), ablated.tolist()
 
-    def _for_all_hosts(self, work: Callable[[int, int], None]) -> None:
+    def _for_all_hosts(self, kernel: Callable[..., None], examples: int, *arguments: Any) -> None:
         """Hosts split evenly over as many threads as torch may use."""
+
+        def work(first: int, last: int) -> None:
+            kernel(first, last, self._tables, self._memory(examples), *arguments)
+
         num_hosts = self._setup.parameter_table.num_hosts
         num_threads = min(torch.get_num_threads(), num_hosts)
         bounds = [num_hosts * t // num_threads for t in range(num_threads + 1)]
@@ -117,8 +89,7 @@ class CompiledSteps:
 class _Threads(threading.local):
     """What each thread keeps."""
 
-    def __init__(self) -> None:
-        self.memory = np.empty(0, dtype=np.uint8)
+    memory = np.empty(0, dtype=np.uint8)
 
 
 _threads = _Threads()
@@ -132,56 +103,42 @@ def _pool(num_threads: int, _process: int) -> ThreadPoolExecutor:
 
 def _tables(setup: TrainingSetup) -> dict[str, Any]:
     """What every host can run, as numbers: the fields of `numba_hosts.Tables`."""
-    host, layout = setup.host, setup.parameter_table.layout
-    shape = (host.num_slots, len(setup.menu))
-    seed_programs, seed_sizes = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
-    programs = list(host.programs)
-    for slot, site in enumerate(host.sites):
-        for number, entry in enumerate(setup.menu):
-            if entry.fits(site):
-                seed_programs[slot, number] = len(programs)
-                programs.append(entry.program(site))
-                seed_sizes[slot, number] = programs[-1].num_params
-    tables = [program_rows(program) for program in programs]
-    lengths = np.array([len(table) for table in tables])
-    rows = np.zeros((len(tables), lengths.max(), len(Column)), dtype=np.int64)
-    for number, table in enumerate(tables):
-        rows[number, : len(table)] = table
-    host_sizes = [program.num_params for program in host.programs]
-    return {
-        "programs": rows,
-        "lengths": lengths,
-        "host_starts": np.cumsum([0, *host_sizes[:-1]]),
-        "seed_programs": seed_programs,
-        "seed_sizes": seed_sizes,
-        "widens": np.array([program.widens for program in programs]),
-        "part_starts": np.array([*layout.starts, layout.num_columns]),
-        "room": _whole_room(setup, tables, seed_programs),
-        "widest": _widest(rows),
+    programs, tables = program_tables(setup)
+    rows = [program_rows(program) for program in programs]
+    return tables | {
+        "programs": as_table(rows),
+        "lengths": np.array([len(layers) for layers in rows]),
+        "room": _whole_room(setup, rows, tables["seed_programs"]),
+        "widest": _widest([row for layers in rows for row in layers]),
     }
 
 
-def _whole_room(setup: TrainingSetup, tables: list[np.ndarray], seed_programs: np.ndarray) -> int:
+def _whole_room(setup: TrainingSetup, rows: list[list[Row]], seed_programs: np.ndarray) -> int:
     """Workspace of a host with the largest seeds, for one example."""
     host = setup.host
-    total = math.prod(host.input_shape) + 2 * host.num_classes
-    total += sum(room(table) for table in tables[: len(host.programs)])
+    rooms = [sum(map(_room, layers)) for layers in rows]
+    total = math.prod(host.input_shape) + 2 * host.num_classes + sum(rooms[: len(host.programs)])
     for site, choices in zip(host.sites, seed_programs, strict=True):
-        fitting = [tables[number] for number in choices if number >= 0]
-        total += max(map(room, fitting), default=0)
+        fitting = [number for number in choices if number >= 0]
+        total += max((rooms[number] for number in fitting), default=0)
         total += 3 * math.prod(site.shape)  # the blend
-        total += max(map(num_outputs, fitting), default=0)  # the gradient of one that widens
+        # the gradient of one that widens
+        total += max((rows[number][-1].num_outputs for number in fitting), default=0)
     return 2 * total  # ablated passes need room besides the first
 
 
-def _widest(rows: np.ndarray) -> int:
+def _room(row: Row) -> int:
+    """Workspace that a layer needs for one example, forward and backward."""
+    height, width = row.height + 2 * row.kernel_height, row.width + 2 * row.kernel_width
+    padded = row.channels * height * (width + row.stride)
+    attention = 6 * row.num_outputs + row.width * row.width + row.width
+    between = {Kind.ATTENTION: attention, Kind.NORM: row.num_inputs + 3}.get(row.kind, 0)
+    return 2 * row.num_inputs + row.num_outputs + 2 * padded + between
+
+
+def _widest(rows: list[Row]) -> int:
     """The most rows that a layer works on at a time, as a multiple of eight."""
-    taps = rows[..., Column.KERNEL_HEIGHT] * rows[..., Column.KERNEL_WIDTH]
-    most = max(
-        int((rows[..., Column.CHANNELS] * taps).max()),
-        3 * int(rows[..., Column.OUT_CHANNELS].max()),
-        int(rows[..., Column.WIDTH].max()),
-    )
+    most = max(max(row.num_taps, 3 * row.out_channels, row.width) for row in rows)
     return (most + 7) // 8 * 8
 
 

@@ -93,15 +93,9 @@ class FusedSteps:
         logits = x.new_empty(num_hosts, self._setup.host.num_classes, (1 + len(active)) * rows)
         x = x.contiguous()
         num_pieces, n = _pieces(rows)
-        self._launch(
-            "logits",
-            num_hosts * num_pieces,
-            n,
-            inputs=x.data_ptr(),
-            logits=logits.data_ptr(),
-            rows=rows,
-            num_ablated=len(active),
-        )
+        places = {"inputs": x.data_ptr(), "logits": logits.data_ptr()}
+        num_tasks, num_ablated = num_hosts * num_pieces, len(active)
+        self._launch("logits", num_tasks, n, **places, rows=rows, num_ablated=num_ablated)
         return logits, active
 
     def _launch(self, kernel: str, num_tasks: int, n: int, **arguments: int) -> None:
@@ -124,17 +118,13 @@ class FusedSteps:
 
     def _places(self) -> dict[str, int]:
         """Where tensors are that stay in their place."""
-        parameter_table, feed, blend = (
-            self._setup.parameter_table,
-            self._setup.feed,
-            self._setup.blend_inputs,
-        )
+        table, feed, blend = self._setup.parameter_table, self._setup.feed, self._setup.blend_inputs
         tensors = {
             **self._tables,
-            "params": parameter_table.params,
-            "grads": parameter_table.grads,
-            "moments": parameter_table.all_moments,
-            "steps": parameter_table.steps,
+            "params": table.params,
+            "grads": table.grads,
+            "moments": table.all_moments,
+            "steps": table.steps,
             "rates": self._setup.learning_rates,
             "alpha": blend.alpha,
             "alpha_behind": blend.shadow_alpha,
@@ -153,7 +143,7 @@ class FusedSteps:
         parameter_table, host, plan = self._setup.parameter_table, self._setup.host, self._plan
         return {
             **dict(zip(_DOUBLES, optimizer_numbers(self._setup.optimizer), strict=True)),
-            "longest": plan.programs.shape[1],
+            "longest": plan.tables["programs"].shape[1],
             "num_hosts": parameter_table.num_hosts,
             "num_slots": host.num_slots,
             "num_blueprints": len(self._setup.menu),

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from esper.kasmina.layers import NORM_EPSILON
-from esper.kernels.hosts.fused_plan import MOST_CHANNELS, Kind
+from esper.kernels.hosts.fused_plan import MOST_CHANNELS
+from esper.kernels.hosts.layer_table import Kind
 from esper.leyline.constants import BlendStyle
 from esper.leyline.files import atomic_write
 
@@ -34,7 +35,10 @@ def library(device: torch.device, dtype: torch.dtype, weights_in_shared: bool) -
 @cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that a block can have."""
-    return _device_attribute(device, _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    value, number = ctypes.c_int(), _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    torch.cuda.synchronize(device)  # the driver is up
+    _check(_driver().cuDeviceGetAttribute(ctypes.byref(value), number, device.index or 0))
+    return value.value
 
 
 def source() -> str:
@@ -100,13 +104,6 @@ class CudaLibrary:
         _check(_driver().cuModuleGetFunction(ctypes.byref(kernel), self._module, name.encode()))
         _check(_driver().cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most))
         return kernel
-
-
-def _device_attribute(device: torch.device, number: int) -> int:
-    value = ctypes.c_int()
-    torch.cuda.synchronize(device)  # the driver is up
-    _check(_driver().cuDeviceGetAttribute(ctypes.byref(value), number, device.index or 0))
-    return value.value
 
 
 @cache

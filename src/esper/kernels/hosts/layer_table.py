@@ -5,50 +5,110 @@ format describes all layers. Tested through the kernels: `tests/tolaria/test_ste
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 
 import numpy as np
 
-from esper.kasmina.layers import (
-    Attention,
-    Conv,
-    Flatten,
-    Layer,
-    Linear,
-    MixPositions,
-    Norm,
-    Relu,
-    Shape,
-)
+from esper.kasmina import layers
+from esper.kasmina.layers import Conv, Flatten, Layer, Shape
 from esper.kasmina.programs import Program
+from esper.tolaria.batched import TrainingSetup
 
-CONV, DEPTHWISE, NORM, RELU, MIX_POSITIONS, ATTENTION = range(6)
+
+class Kind(IntEnum):
+    CONV = 0
+    DEPTHWISE = 1
+    NORM = 2
+    RELU = 3
+    CODE = 4  # this and the next: parts of an attention in the fused kernel
+    ATTEND = 5
+    MIX_POSITIONS = 6
+    ATTENTION = 7
 
 
-class Column(IntEnum):
-    KIND = 0
-    CHANNELS = 1
-    HEIGHT = 2
-    WIDTH = 3
-    OUT_CHANNELS = 4
-    OUT_HEIGHT = 5
-    OUT_WIDTH = 6
-    KERNEL_HEIGHT = 7
-    KERNEL_WIDTH = 8
-    STRIDE = 9
-    PAD_HEIGHT = 10
-    PAD_WIDTH = 11
-    PARAMS = 12  # where the layer's parameters begin within the program's
+_KINDS: dict[type[Layer], Kind] = {
+    layers.Conv: Kind.CONV,
+    layers.Linear: Kind.CONV,
+    layers.Norm: Kind.NORM,
+    layers.Relu: Kind.RELU,
+    layers.MixPositions: Kind.MIX_POSITIONS,
+    layers.Attention: Kind.ATTENTION,
+}
+
+
+@dataclass
+class Row:
+    """One layer, field by field what the fused kernel's struct of this name is.
+
+    The numba kernels read the first twelve fields and `params`.
+    """
+
+    kind: Kind
+    channels: int
+    height: int
+    width: int
+    out_channels: int
+    out_height: int
+    out_width: int
+    kernel_height: int = 1
+    kernel_width: int = 1
+    stride: int = 1
+    pad_height: int = 0
+    pad_width: int = 0
+    channel_step: int = 0  # rows from a channel to the next, and so on
+    out_channel_step: int = 0
+    position_step: int = 1
+    params: int = 0  # where the layer's parameters begin within the program's
+    transposed: int = 0  # where its transposed weights begin
+    out: int = 0
+    saved: int = 0  # what the way back needs besides input and output
+    rectifies: int = 0  # 1: a ReLU follows, and is part of the layer
+
+    @property
+    def num_inputs(self) -> int:
+        return self.channels * self.height * self.width
+
+    @property
+    def num_outputs(self) -> int:
+        return self.out_channels * self.out_height * self.out_width
+
+    @property
+    def num_taps(self) -> int:
+        """Weights per output channel of a convolution."""
+        return self.channels * self.kernel_height * self.kernel_width
 
 
 def has_kernels(program: Program) -> bool:
     """Whether every layer of a program is of a kind that the compiled code knows."""
-    known = (Attention, Conv, Flatten, Linear, MixPositions, Norm, Relu)
-    return all(type(layer) in known for layer in program.layers)  # a subclass may do otherwise
+    return all(type(layer) in (*_KINDS, Flatten) for layer in program.layers)  # not a subclass
 
 
-def program_rows(program: Program) -> np.ndarray:
-    """A program as rows `[layers, columns]`; Flatten has none: it changes nothing in memory."""
+def program_tables(setup: TrainingSetup) -> tuple[list[Program], dict[str, np.ndarray]]:
+    """All that hosts can run: segments, head, then seeds; and where their parameters are.
+
+    The tables are described in `numba_hosts.Tables`.
+    """
+    host, layout = setup.host, setup.parameter_table.layout
+    programs, seed_programs = list(host.programs), np.full((host.num_slots, len(setup.menu)), -1)
+    for slot, site in enumerate(host.sites):
+        for number, entry in enumerate(setup.menu):
+            if entry.fits(site):
+                seed_programs[slot, number] = len(programs)
+                programs.append(entry.program(site))
+    sizes = np.array([program.num_params for program in programs])
+    return programs, {
+        "host_starts": np.cumsum([0, *sizes[: host.num_slots]]),
+        "seed_programs": seed_programs,
+        "seed_sizes": np.where(seed_programs >= 0, sizes[seed_programs], 0),
+        "widens": np.array([program.widens for program in programs]),
+        "part_starts": np.array([*layout.starts, layout.num_columns]),
+    }
+
+
+def program_rows(program: Program) -> list[Row]:
+    """A program's layers; Flatten has no row: it changes nothing in memory."""
     rows, params = [], 0
     for layer, shape, specs in zip(
         program.layers, program.shapes, program.parameters, strict=False
@@ -56,34 +116,21 @@ def program_rows(program: Program) -> np.ndarray:
         if not isinstance(layer, Flatten):
             rows.append(_layer_row(layer, shape, params))
         params += sum(math.prod(spec.shape) for spec in specs)
-    return np.array(rows, dtype=np.int64)
+    return rows
 
 
-def _layer_row(layer: Layer, shape: Shape, params: int) -> list[int]:
-    row = [0] * len(Column)
-    row[Column.CHANNELS : Column.OUT_CHANNELS] = _as_image(shape)
-    row[Column.OUT_CHANNELS : Column.KERNEL_HEIGHT] = _as_image(layer.output_shape(shape))
-    row[Column.KERNEL_HEIGHT : Column.PAD_HEIGHT] = [1, 1, 1]
-    row[Column.PARAMS] = params
-    match layer:
-        case Conv():
-            row[Column.KIND] = DEPTHWISE if layer.depthwise else CONV
-            row[Column.KERNEL_WIDTH], row[Column.PAD_WIDTH] = layer.kernel, layer.pad
-            row[Column.STRIDE] = layer.stride
-            if len(shape) == 3:
-                row[Column.KERNEL_HEIGHT], row[Column.PAD_HEIGHT] = layer.kernel, layer.pad
-        case Linear():
-            row[Column.KIND] = CONV
-        case Norm():
-            row[Column.KIND] = NORM
-        case Relu():
-            row[Column.KIND] = RELU
-        case MixPositions():
-            row[Column.KIND] = MIX_POSITIONS
-        case Attention():
-            row[Column.KIND] = ATTENTION
-        case _:
-            raise ValueError(f"no compiled kernel for {layer}")
+def _layer_row(layer: Layer, shape: Shape, params: int) -> Row:
+    if type(layer) not in _KINDS:
+        raise ValueError(f"no compiled kernel for {layer}")
+    image, output = _as_image(shape), _as_image(layer.output_shape(shape))
+    row = Row(_KINDS[type(layer)], *image, *output)
+    row.channel_step, row.out_channel_step = math.prod(image[1:]), math.prod(output[1:])
+    row.params = params
+    if isinstance(layer, Conv):
+        row.kind = Kind.DEPTHWISE if layer.depthwise else Kind.CONV
+        row.kernel_width, row.pad_width, row.stride = layer.kernel, layer.pad, layer.stride
+        if len(shape) == 3:
+            row.kernel_height, row.pad_height = layer.kernel, layer.pad
     return row
 
 
@@ -92,24 +139,9 @@ def _as_image(shape: Shape) -> list[int]:
     return [channels, *[1] * (2 - len(positions)), *positions]
 
 
-def room(rows: np.ndarray) -> int:
-    """Workspace that a program's layers need for one example, forward and backward."""
-    return sum(_layer_room(dict(zip(Column, row.tolist(), strict=True))) for row in rows)
-
-
-def num_outputs(rows: np.ndarray) -> int:
-    """Of a program, for one example."""
-    return int(rows[-1, Column.OUT_CHANNELS : Column.OUT_WIDTH + 1].prod())
-
-
-def _layer_room(row: dict[Column, int]) -> int:
-    inputs = row[Column.CHANNELS] * row[Column.HEIGHT] * row[Column.WIDTH]
-    outputs = row[Column.OUT_CHANNELS] * row[Column.OUT_HEIGHT] * row[Column.OUT_WIDTH]
-    padded = (
-        row[Column.CHANNELS]
-        * (row[Column.HEIGHT] + 2 * row[Column.KERNEL_HEIGHT])
-        * (row[Column.WIDTH] + 2 * row[Column.KERNEL_WIDTH] + row[Column.STRIDE])
-    )
-    length = row[Column.WIDTH]
-    between = {ATTENTION: 6 * outputs + length * length + length, NORM: inputs + 3}
-    return 2 * inputs + outputs + 2 * padded + between.get(row[Column.KIND], 0)
+def as_table(programs: Sequence[Sequence[Row]]) -> np.ndarray:
+    """Rows `[programs, longest, fields of a row]`."""
+    table = np.zeros((len(programs), max(map(len, programs)), len(fields(Row))), np.int64)
+    for number, rows in enumerate(programs):
+        table[number, : len(rows)] = [astuple(row) for row in rows]
+    return table

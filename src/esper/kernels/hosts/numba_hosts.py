@@ -15,23 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.kernels.hosts import layer_table
 from esper.kernels.hosts import numba_layers as layers
-from esper.kernels.hosts.layer_table import Column
+from esper.kernels.hosts.layer_table import Kind
 from esper.kernels.numba_entry_points import entry_point
 from esper.leyline.constants import BlendStyle
 
-CONV, DEPTHWISE, NORM = layer_table.CONV, layer_table.DEPTHWISE, layer_table.NORM
-RELU, MIX_POSITIONS = layer_table.RELU, layer_table.MIX_POSITIONS
-KIND, PARAMS = int(Column.KIND), int(Column.PARAMS)
-# columns of a layer's row
-CHANNELS, HEIGHT, WIDTH = layers.CHANNELS, layers.HEIGHT, layers.WIDTH
-OUT_CHANNELS, OUT_HEIGHT = layers.OUT_CHANNELS, layers.OUT_HEIGHT
-OUT_WIDTH, STRIDE = layers.OUT_WIDTH, layers.STRIDE
-PAD_HEIGHT, PAD_WIDTH = layers.PAD_HEIGHT, layers.PAD_WIDTH
+CONV, DEPTHWISE, NORM = int(Kind.CONV), int(Kind.DEPTHWISE), int(Kind.NORM)
+RELU, MIX_POSITIONS = int(Kind.RELU), int(Kind.MIX_POSITIONS)
+KIND, PARAMS, WIDTH = layers.KIND, layers.PARAMS, layers.WIDTH
 compiled, inlined, copy, fill = layers.compiled, layers.inlined, layers.copy, layers.fill
 # as arguments; numba compiles a function again for each literal that it is called with
-ZERO, YES = np.int64(0), np.bool_(True)
+ZERO, YES, NO = np.int64(0), np.bool_(True), np.bool_(False)
 ADD, MULTIPLY = int(BlendStyle.ADD), int(BlendStyle.MULTIPLY)
 
 NO_SLOT = -1
@@ -113,7 +107,7 @@ def _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses
             losses[step, p] = _gradients(
                 tables, w, g, slots.alpha[p], slots.style[p], in_host, work, data.labels, ids, n
             )
-            if _any(slots.behind[p]):
+            if slots.behind[p].any():
                 fill(shadow, 0)
                 _gradients(
                     tables, w, shadow, slots.alpha_behind[p], slots.style[p], slots.blueprint[p],
@@ -129,8 +123,7 @@ def _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated
 
     Copy 0 has all seeds on; copy 1 + k has those in slot `ablated[k]` off.
     """
-    classes, n = out.shape[1], out.shape[3]
-    features = inputs.shape[1]
+    (_, features, n), classes = inputs.shape, out.shape[1]
     work = _workspace(tables, memory)
     in_host, before = np.zeros((2, len(tables.seed_programs)), dtype=np.int64)
     for p in range(first, last):
@@ -141,26 +134,15 @@ def _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated
         logits, top, _ = _forward(
             tables, w, alpha, style, in_host, work, n, 0, NO_SLOT, ZERO, features * n
         )
-        for c in range(classes):
-            copy(work.ws[logits + c * n : logits + (c + 1) * n], out[p, c, 0])
         copy(work.frame[:, X], before)
-        for k in range(len(ablated)):
-            slot = ablated[k]
-            again = logits
-            if in_host[slot] >= 0:
+        for k in range(1 + len(ablated)):
+            again, slot = logits, ablated[k - 1] if k > 0 else NO_SLOT
+            if k > 0 and in_host[slot] >= 0:
                 again, _, _ = _forward(
                     tables, w, alpha, style, in_host, work, n, slot, slot, before[slot], top
                 )
             for c in range(classes):
-                copy(work.ws[again + c * n : again + (c + 1) * n], out[p, c, 1 + k])
-
-
-@inlined
-def _any(flags):
-    for flag in flags:  # noqa: SIM110
-        if flag:
-            return True
-    return False
+                copy(work.ws[again + c * n : again + (c + 1) * n], out[p, c, k])
 
 
 @inlined
@@ -185,11 +167,10 @@ def _workspace(tables, memory):
 @inlined
 def _load(ws, data, p, rows, ids, n):
     """A minibatch at the beginning of the workspace, examples last; beyond the batch 0."""
-    for b in range(len(rows)):
-        ids[b] = data.first_row[p] + rows[b]
     features = data.inputs.shape[1]
     fill(ws[: features * n], 0)
     for b in range(len(rows)):
+        ids[b] = data.first_row[p] + rows[b]
         for f in range(features):
             ws[f * n + b] = data.inputs[ids[b], f]
 
@@ -197,12 +178,10 @@ def _load(ws, data, p, rows, ids, n):
 @compiled
 def _gradients(tables, w, g, alpha, style, blueprint, work, labels, ids, n):
     """The mean loss of the minibatch that is loaded; its gradient is added to `g`."""
-    head = tables.programs[len(alpha)]
-    last = head[tables.lengths[len(alpha)] - 1]
-    x = tables.programs[0, 0]
-    top = x[CHANNELS] * x[HEIGHT] * x[WIDTH] * n
+    classes = _num_outputs(tables, len(alpha))
+    top = layers.num_inputs(tables.programs[0, 0]) * n
     logits, top, t = _forward(tables, w, alpha, style, blueprint, work, n, 0, NO_SLOT, ZERO, top)
-    loss, grad, top = _cross_entropy(work.ws, logits, labels, ids, n, last[OUT_CHANNELS], top)
+    loss, grad, top = _cross_entropy(work.ws, logits, labels, ids, n, classes, top)
     _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t)
     return loss
 
@@ -219,7 +198,11 @@ def _copy_behind(tables, blueprint, behind, shadow, g):
 
 @inlined
 def _update_parts(tables, weights, p, blueprint, optimizer):
-    """The host and each of its seeds take a step."""
+    """The host and each of its seeds take a step of AdamW."""
+    real, rate = weights.params.dtype.type, weights.rates[p]
+    shrink = real(1 - rate * optimizer.weight_decay)
+    keep, small = real(optimizer.beta_square), real(optimizer.epsilon)
+    a, b = real(1 - optimizer.beta_mean), real(1 - optimizer.beta_square)
     for part in range(1 + len(blueprint)):
         start, end = tables.part_starts[part], tables.part_starts[part + 1]
         if part > 0:
@@ -227,24 +210,15 @@ def _update_parts(tables, weights, p, blueprint, optimizer):
                 continue
             end = start + tables.seed_sizes[part - 1, blueprint[part - 1]]
         weights.steps[p, part] += 1
-        step, rate = weights.steps[p, part], weights.rates[p]
+        step = weights.steps[p, part]
         mean, square = weights.moments[0, p, start:end], weights.moments[1, p, start:end]
         w, g = weights.params[p, start:end], weights.grads[p, start:end]
-        _adamw(w, g, mean, square, step, rate, optimizer)
-
-
-@inlined
-def _adamw(w, g, mean, square, step, rate, optimizer):
-    real = w.dtype.type
-    scale = real(rate / (1 - optimizer.beta_mean**step))
-    inverse = real(1 / np.sqrt(1 - optimizer.beta_square**step))
-    shrink = real(1 - rate * optimizer.weight_decay)
-    keep, small = real(optimizer.beta_square), real(optimizer.epsilon)
-    a, b = real(1 - optimizer.beta_mean), real(1 - optimizer.beta_square)
-    for i in range(w.size):
-        mean[i] += a * (g[i] - mean[i])
-        square[i] = keep * square[i] + b * g[i] * g[i]
-        w[i] = shrink * w[i] - scale * mean[i] / (np.sqrt(square[i]) * inverse + small)
+        scale = real(rate / (1 - optimizer.beta_mean**step))
+        inverse = real(1 / np.sqrt(1 - optimizer.beta_square**step))
+        for i in range(w.size):
+            mean[i] += a * (g[i] - mean[i])
+            square[i] = keep * square[i] + b * g[i] * g[i]
+            w[i] = shrink * w[i] - scale * mean[i] / (np.sqrt(square[i]) * inverse + small)
 
 
 @inlined
@@ -262,17 +236,14 @@ def _forward(tables, w, alpha, style, blueprint, work, n, slot, off, x, top):
             before = x
             x, top, t = _run_forward(tables, s, w, tables.host_starts[s], x, added, top, t, n, work)
             added = NOTHING
-        frame[s, X] = x
-        frame[s, SEGMENT_END] = t
+        frame[s, X], frame[s, SEGMENT_END] = x, t
         if blueprint[s] < 0 or s == off:
             continue
         program = tables.seed_programs[s, blueprint[s]]
         start = tables.part_starts[1 + s]
         seen = before if tables.widens[program] else x
         seed, top, t = _run_forward(tables, program, w, start, seen, NOTHING, top, t, n, work)
-        frame[s, SEED] = seed
-        frame[s, SEED_END] = t
-        frame[s, AUX] = top
+        frame[s, SEED], frame[s, SEED_END], frame[s, AUX] = seed, t, top
         if tables.widens[program]:
             _scale(ws, seed, seed, _num_outputs(tables, program) * n, ws.dtype.type(alpha[s]))
             added = seed
@@ -297,32 +268,27 @@ def _backward(tables, w, g, alpha, style, blueprint, work, n, grad, top, t):
     for s in range(num_slots - 1, -1, -1):
         program = tables.seed_programs[s, blueprint[s]] if blueprint[s] >= 0 else NOTHING
         widens = program >= 0 and tables.widens[program]
+        start, end, weight = tables.part_starts[1 + s], frame[s, SEED_END], ws.dtype.type(alpha[s])
         if program >= 0 and not widens:
-            size = _num_outputs(tables, s) * n
-            grad_seed = top
+            size, grad_seed = _num_outputs(tables, s) * n, top
             top = _grown(ws, top, size)
             x, seed, aux = frame[s, X], frame[s, SEED], frame[s, AUX]
-            weight = ws.dtype.type(alpha[s])
             _blend_backward(ws, x, seed, aux, grad, grad_seed, size, weight, style[s])
-            start, end = tables.part_starts[1 + s], frame[s, SEED_END]
             through, _, top = _run_backward(
                 tables, program, w, g, start, grad_seed, top, end, YES, n, work
             )
             _add(ws[grad : grad + size], ws[through : through + size])
-        start, end, after = tables.host_starts[s], frame[s, SEGMENT_END], first
-        grad, first, top = _run_backward(tables, s, w, g, start, grad, top, end, s > 0, n, work)
+        own, t, after = tables.host_starts[s], frame[s, SEGMENT_END], first
+        grad, first, top = _run_backward(tables, s, w, g, own, grad, top, t, s > 0, n, work)
         if widens:
-            size = _num_outputs(tables, program) * n
-            grad_seed = top
+            size, grad_seed = _num_outputs(tables, program) * n, top
             top = _grown(ws, top, size)
-            _scale(ws, after, grad_seed, size, ws.dtype.type(alpha[s]))
-            start, end = tables.part_starts[1 + s], frame[s, SEED_END]
+            _scale(ws, after, grad_seed, size, weight)
             through, _, top = _run_backward(
                 tables, program, w, g, start, grad_seed, top, end, s > 0, n, work
             )
             if s > 0:
-                row = tables.programs[s, 0]
-                size = row[CHANNELS] * row[HEIGHT] * row[WIDTH] * n
+                size = layers.num_inputs(tables.programs[s, 0]) * n
                 _add(ws[grad : grad + size], ws[through : through + size])
 
 
@@ -336,8 +302,7 @@ def _grown(ws, top, size):
 
 @inlined
 def _num_outputs(tables, program):
-    row = tables.programs[program, tables.lengths[program] - 1]
-    return row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH]
+    return layers.num_outputs(tables.programs[program, tables.lengths[program] - 1])
 
 
 @compiled
@@ -350,8 +315,8 @@ def _run_forward(tables, program, w, base, x, added, top, t, n, work):
     for number in range(tables.lengths[program]):
         row = tables.programs[program, number]
         at = base + row[PARAMS]
-        inputs = row[CHANNELS] * row[HEIGHT] * row[WIDTH] * n
-        outputs = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+        inputs = layers.num_inputs(row) * n
+        outputs = layers.num_outputs(row) * n
         y, saved = top, top + outputs
         if row[KIND] == RELU:
             if number > 0:
@@ -363,10 +328,10 @@ def _run_forward(tables, program, w, base, x, added, top, t, n, work):
         elif row[KIND] == CONV or row[KIND] == DEPTHWISE:
             top = _grown(ws, top, outputs)
             saved = x
-            if _has_border(row):
+            if layers.has_border(row):
                 saved = top
                 top = _grown(ws, top, layers.padded_size(row, n))
-                layers.pad(row, ws, x, n, saved)
+                layers.pad(row, ws, x, n, saved, NO)
             if row[KIND] == CONV:
                 layers.conv_forward(row, ws, w, at, saved, y, xs, ys, n)
             else:
@@ -397,10 +362,9 @@ def _run_backward(tables, program, w, g, base, grad, top, t, needs_input_grad, n
         t -= 1
         x, y, saved = tape[t, 0], tape[t, 1], tape[t, 2]
         at = base + row[PARAMS]
-        inputs = row[CHANNELS] * row[HEIGHT] * row[WIDTH] * n
-        outputs = row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH] * n
-        grad_x = top
-        first = grad
+        inputs = layers.num_inputs(row) * n
+        outputs = layers.num_outputs(row) * n
+        grad_x, first = top, grad
         if row[KIND] == RELU:
             grad_x = grad
             layers.relu_backward(ws[y : y + outputs], ws[grad : grad + outputs])
@@ -411,15 +375,15 @@ def _run_backward(tables, program, w, g, base, grad, top, t, needs_input_grad, n
                 top = _grown(ws, top, layers.padded_size(row, n))
                 fill(ws[padded:top], 0)
             layers.conv_backward(row, ws, w, g, at, saved, grad, padded, wanted, xs, ys, n)
-            if wanted and _has_border(row):
+            if wanted and layers.has_border(row):
                 grad_x = top
                 top = _grown(ws, top, inputs)
-                layers.unpad(row, ws, padded, n, grad_x)
+                layers.pad(row, ws, grad_x, n, padded, YES)
         elif row[KIND] == DEPTHWISE:
             top = _grown(ws, top, inputs)
             padded = top
             top = _grown(ws, top, layers.padded_size(row, n))
-            layers.pad(row, ws, grad, n, padded)
+            layers.pad(row, ws, grad, n, padded, NO)
             layers.depthwise_backward(row, ws, w, g, at, saved, grad, padded, grad_x, xs, ys, n)
         elif row[KIND] == NORM:
             top = _grown(ws, top, inputs)
@@ -433,12 +397,6 @@ def _run_backward(tables, program, w, g, base, grad, top, t, needs_input_grad, n
             layers.attention_backward(row, ws, w, g, at, saved, grad, grad_x, scratch, xs, ys, n)
         grad = grad_x
     return grad, first, top
-
-
-@inlined
-def _has_border(row):
-    """Whether a convolution reads a copy of its input, not the input itself."""
-    return row[PAD_HEIGHT] + row[PAD_WIDTH] > 0 or row[STRIDE] > 1
 
 
 @inlined
@@ -494,8 +452,7 @@ def _blend_backward(ws, x_at, seed_at, aux_at, grad_at, grad_seed_at, size, alph
 @inlined
 def _cross_entropy(ws, logits, labels, ids, n, classes, top):
     """Mean loss over the batch, and the gradient of the logits, 0 beyond the batch."""
-    batch = len(ids)
-    grad = top
+    batch, grad = len(ids), top
     top = _grown(ws, top, classes * n)
     fill(ws[grad:top], 0)
     loss = 0.0
@@ -536,4 +493,5 @@ def _entry_points(source_of_layers: str) -> tuple[Callable[..., None], Callable[
     return train_hosts, logits_of_hosts
 
 
-train_hosts, logits_of_hosts = _entry_points(Path(layers.__file__).read_text())
+_FILES = [Path(__file__).with_name(f"numba_{name}.py") for name in ("layers", "rows")]
+train_hosts, logits_of_hosts = _entry_points("".join(map(Path.read_text, _FILES)))

@@ -2,184 +2,48 @@
 
 All activations are in one workspace; a tensor is the index of its first element. The layout is
 `[channels, height, width, n]` with n examples last, so all work is on rows of n examples or of n
-examples at neighbouring positions: a row sums weighted rows, or is multiplied with another row.
-
-Sums may be reordered (`reassoc`) so that they are vectorised; infinities and NaN keep their
-meaning. Parity test: `tests/tolaria/test_steps.py`.
+examples at neighbouring positions: a row sums weighted rows, or is multiplied with another row
+(`numba_rows`). Parity test: `tests/tolaria/test_steps.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
+from dataclasses import fields
+
 import numpy as np
-from numba import njit
 
 from esper.kasmina.layers import NORM_EPSILON
-from esper.kernels.hosts.layer_table import Column
+from esper.kernels.hosts import numba_rows as rows
+from esper.kernels.hosts.layer_table import Row
 
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-compiled = njit(fastmath=FAST, error_model="numpy")
-# inline thin functions: numba optimises every level of calls again, with all levels below it
-inlined = njit(fastmath=FAST, error_model="numpy", inline="always")
+compiled, inlined, exp = rows.compiled, rows.inlined, rows.exp
+copy, fill, row_sum, add_product = rows.copy, rows.fill, rows.row_sum, rows.add_product
+multiply_rows, dot_rows = rows.multiply_rows, rows.dot_rows
+strided_rows, fill_up = rows.strided_rows, rows.fill_up
 ROW_POSITIONS = 8  # neighbouring positions in one row; nine rows of them fit a first-level cache
 
-CHANNELS, HEIGHT, WIDTH = int(Column.CHANNELS), int(Column.HEIGHT), int(Column.WIDTH)
-OUT_CHANNELS = int(Column.OUT_CHANNELS)
-OUT_HEIGHT, OUT_WIDTH = int(Column.OUT_HEIGHT), int(Column.OUT_WIDTH)
-KERNEL_HEIGHT, KERNEL_WIDTH = int(Column.KERNEL_HEIGHT), int(Column.KERNEL_WIDTH)
-STRIDE, PAD_HEIGHT, PAD_WIDTH = int(Column.STRIDE), int(Column.PAD_HEIGHT), int(Column.PAD_WIDTH)
-
-
-@compiled
-def exp(x):
-    """e^x in vectors (math.exp is a call for each element), to 1e-14."""
-    x = min(max(x, -708.0), 708.0)
-    k = np.floor(x * 1.4426950408889634 + 0.5)
-    r = x - k * 0.693147180369123816490
-    r = r - k * 1.90821492927058770002e-10
-    p = 1.0 / 39916800.0
-    p = p * r + 1.0 / 3628800.0
-    p = p * r + 1.0 / 362880.0
-    p = p * r + 1.0 / 40320.0
-    p = p * r + 1.0 / 5040.0
-    p = p * r + 1.0 / 720.0
-    p = p * r + 1.0 / 120.0
-    p = p * r + 1.0 / 24.0
-    p = p * r + 1.0 / 6.0
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
-    return p * np.int64((np.int64(k) + 1023) << 52).view(np.float64)
-
-
-@compiled
-def fill(y, value):
-    for i in range(y.size):
-        y[i] = value
-
-
-@compiled
-def copy(x, y):
-    for i in range(y.size):
-        y[i] = x[i]
-
-
-@compiled
-def _add_weighted(y, x0, x1, x2, x3, x4, x5, x6, x7, w0, w1, w2, w3, w4, w5, w6, w7):
-    for b in range(y.size):
-        y[b] += (
-            w0 * x0[b] + w1 * x1[b] + w2 * x2[b] + w3 * x3[b]
-            + w4 * x4[b] + w5 * x5[b] + w6 * x6[b] + w7 * x7[b]
-        )  # fmt: skip
-
-
-@compiled
-def _products(y, x0, x1, x2, x3, x4, x5, x6, x7):
-    zero = y.dtype.type(0)
-    s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
-    for b in range(y.size):
-        v = y[b]
-        s0 += v * x0[b]
-        s1 += v * x1[b]
-        s2 += v * x2[b]
-        s3 += v * x3[b]
-        s4 += v * x4[b]
-        s5 += v * x5[b]
-        s6 += v * x6[b]
-        s7 += v * x7[b]
-    return s0, s1, s2, s3, s4, s5, s6, s7
+# columns of a layer's row
+(
+    KIND, CHANNELS, HEIGHT, WIDTH, OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH,
+    KERNEL_HEIGHT, KERNEL_WIDTH, STRIDE, PAD_HEIGHT, PAD_WIDTH,
+) = range(12)  # fmt: skip
+PARAMS = [entry.name for entry in fields(Row)].index("params")
 
 
 @inlined
-def _weight(w, at, exists):
-    return w[at] if exists else w.dtype.type(0)
-
-
-@compiled
-def multiply_rows(ws, n, ys, num_y, xs, num_x, w, at, step_y, step_x):
-    """Row ys[i] += sum over j of w[at + i * step_y + j * step_x] * row xs[j].
-
-    `xs` has room for a multiple of eight; what is beyond `num_x` must be a row that exists.
-    """
-    for i in range(num_y):
-        y = ws[ys[i] : ys[i] + n]
-        for j in range(0, num_x, 8):
-            a = at + i * step_y + j * step_x
-            left = num_x - j
-            _add_weighted(
-                y,
-                ws[xs[j] : xs[j] + n],
-                ws[xs[j + 1] : xs[j + 1] + n],
-                ws[xs[j + 2] : xs[j + 2] + n],
-                ws[xs[j + 3] : xs[j + 3] + n],
-                ws[xs[j + 4] : xs[j + 4] + n],
-                ws[xs[j + 5] : xs[j + 5] + n],
-                ws[xs[j + 6] : xs[j + 6] + n],
-                ws[xs[j + 7] : xs[j + 7] + n],
-                w[a],
-                _weight(w, a + step_x, left > 1),
-                _weight(w, a + 2 * step_x, left > 2),
-                _weight(w, a + 3 * step_x, left > 3),
-                _weight(w, a + 4 * step_x, left > 4),
-                _weight(w, a + 5 * step_x, left > 5),
-                _weight(w, a + 6 * step_x, left > 6),
-                _weight(w, a + 7 * step_x, left > 7),
-            )
-
-
-@compiled
-def dot_rows(ws, n, ys, num_y, xs, num_x, g, at, step_y, step_x):
-    """g[at + i * step_y + j * step_x] += row ys[i] . row xs[j]; `xs` as in `multiply_rows`."""
-    for i in range(num_y):
-        y = ws[ys[i] : ys[i] + n]
-        for j in range(0, num_x, 8):
-            s0, s1, s2, s3, s4, s5, s6, s7 = _products(
-                y,
-                ws[xs[j] : xs[j] + n],
-                ws[xs[j + 1] : xs[j + 1] + n],
-                ws[xs[j + 2] : xs[j + 2] + n],
-                ws[xs[j + 3] : xs[j + 3] + n],
-                ws[xs[j + 4] : xs[j + 4] + n],
-                ws[xs[j + 5] : xs[j + 5] + n],
-                ws[xs[j + 6] : xs[j + 6] + n],
-                ws[xs[j + 7] : xs[j + 7] + n],
-            )
-            a = at + i * step_y + j * step_x
-            left = num_x - j
-            g[a] += s0
-            _add_at(g, a + step_x, s1, left > 1)
-            _add_at(g, a + 2 * step_x, s2, left > 2)
-            _add_at(g, a + 3 * step_x, s3, left > 3)
-            _add_at(g, a + 4 * step_x, s4, left > 4)
-            _add_at(g, a + 5 * step_x, s5, left > 5)
-            _add_at(g, a + 6 * step_x, s6, left > 6)
-            _add_at(g, a + 7 * step_x, s7, left > 7)
+def num_inputs(row):
+    return row[CHANNELS] * row[HEIGHT] * row[WIDTH]
 
 
 @inlined
-def _add_at(g, at, value, exists):
-    if exists:
-        g[at] += value
+def num_outputs(row):
+    return row[OUT_CHANNELS] * row[OUT_HEIGHT] * row[OUT_WIDTH]
 
 
 @inlined
-def fill_up(rows, count):
-    """Rows beyond `count`, up to a multiple of eight, repeat the first one."""
-    for j in range(count, (count + 7) // 8 * 8):
-        rows[j] = rows[0]
-
-
-@compiled
-def row_sum(ws, at, n):
-    total = ws.dtype.type(0)
-    for v in ws[at : at + n]:
-        total += v
-    return total
-
-
-@compiled
-def add_product(y, a, b):
-    for i in range(y.size):
-        y[i] += a[i] * b[i]
+def has_border(row):
+    """Whether a convolution reads a copy of its input, not the input itself."""
+    return row[PAD_HEIGHT] + row[PAD_WIDTH] > 0 or row[STRIDE] > 1
 
 
 @inlined
@@ -206,25 +70,16 @@ def _padded_at(row, padded, c, i, j, n):
 
 
 @compiled
-def pad(row, ws, x, n, padded):
-    """A copy with a border of zeros."""
-    fill(ws[padded : padded + padded_size(row, n)], 0)
+def pad(row, ws, x, n, padded, back):
+    """A copy with a border of zeros; with `back`, from the copy to `x`."""
+    if not back:
+        fill(ws[padded : padded + padded_size(row, n)], 0)
     for c in range(row[CHANNELS]):
         for i in range(row[HEIGHT]):
             for j in range(row[WIDTH]):
-                source = x + ((c * row[HEIGHT] + i) * row[WIDTH] + j) * n
-                target = _padded_at(row, padded, c, i + row[PAD_HEIGHT], j + row[PAD_WIDTH], n)
-                copy(ws[source : source + n], ws[target : target + n])
-
-
-@compiled
-def unpad(row, ws, padded, n, x):
-    """Back from a copy with a border."""
-    for c in range(row[CHANNELS]):
-        for i in range(row[HEIGHT]):
-            for j in range(row[WIDTH]):
-                target = x + ((c * row[HEIGHT] + i) * row[WIDTH] + j) * n
-                source = _padded_at(row, padded, c, i + row[PAD_HEIGHT], j + row[PAD_WIDTH], n)
+                plain = x + ((c * row[HEIGHT] + i) * row[WIDTH] + j) * n
+                inside = _padded_at(row, padded, c, i + row[PAD_HEIGHT], j + row[PAD_WIDTH], n)
+                source, target = (inside, plain) if back else (plain, inside)
                 copy(ws[source : source + n], ws[target : target + n])
 
 
@@ -244,9 +99,8 @@ def _window_rows(row, padded, i, j, n, xs):
 @inlined
 def _output_rows(row, y, i, j, n, ys):
     """Where output (i, j) of each channel lies."""
-    for o in range(row[OUT_CHANNELS]):
-        ys[o] = y + ((o * row[OUT_HEIGHT] + i) * row[OUT_WIDTH] + j) * n
-    fill_up(ys, row[OUT_CHANNELS])
+    step = row[OUT_HEIGHT] * row[OUT_WIDTH] * n
+    strided_rows(ys, row[OUT_CHANNELS], y + (i * row[OUT_WIDTH] + j) * n, step)
 
 
 @compiled
@@ -402,21 +256,13 @@ def relu_backward(y, gy):
         gy[b] = 0 if y[b] <= 0 else gy[b]
 
 
-@inlined
-def _channel_rows(at, c, length, n, rows):
-    """The positions of one channel."""
-    for m in range(length):
-        rows[m] = at + (c * length + m) * n
-    fill_up(rows, length)
-
-
 @compiled
 def mix_forward(row, ws, w, at, x, y, xs, ys, n):
     length = row[WIDTH]
     bias = at + length * length
     for c in range(row[CHANNELS]):
-        _channel_rows(x, c, length, n, xs)
-        _channel_rows(y, c, length, n, ys)
+        strided_rows(xs, length, x + c * length * n, n)
+        strided_rows(ys, length, y + c * length * n, n)
         for m in range(length):
             fill(ws[ys[m] : ys[m] + n], w[bias + m])
         multiply_rows(ws, n, ys, length, xs, length, w, at, length, 1)
@@ -427,14 +273,13 @@ def mix_backward(row, ws, w, g, at, x, gy, gx, xs, ys, n):
     length = row[WIDTH]
     bias = at + length * length
     for c in range(row[CHANNELS]):
-        _channel_rows(gy, c, length, n, ys)
-        _channel_rows(x, c, length, n, xs)
+        strided_rows(ys, length, gy + c * length * n, n)
+        strided_rows(xs, length, x + c * length * n, n)
         dot_rows(ws, n, ys, length, xs, length, g, at, length, 1)
         for m in range(length):
             g[bias + m] += row_sum(ws, ys[m], n)
-        _channel_rows(gx, c, length, n, xs)
-        for m in range(length):
-            fill(ws[xs[m] : xs[m] + n], 0)
+        strided_rows(xs, length, gx + c * length * n, n)
+        fill(ws[xs[0] : xs[0] + length * n], 0)
         multiply_rows(ws, n, xs, length, ys, length, w, at, 1, length)
 
 
@@ -452,20 +297,12 @@ def attention_forward(row, ws, w, at, x, y, saved, xs, ys, n):
         for b in range(n):
             out[b] = values[b] + code
     for m in range(length):
-        _position_rows(coded, channels, m, length, n, xs)
-        _position_rows(projected, 3 * width, m, length, n, ys)
+        strided_rows(xs, channels, coded + m * n, length * n)
+        strided_rows(ys, 3 * width, projected + m * n, length * n)
         for o in range(3 * width):
             fill(ws[ys[o] : ys[o] + n], w[bias + o])
         multiply_rows(ws, n, ys, 3 * width, xs, channels, w, weight, channels, 1)
     _attend(ws, projected, share, y, width, length, n)
-
-
-@inlined
-def _position_rows(at, channels, m, length, n, rows):
-    """The channels of one position."""
-    for c in range(channels):
-        rows[c] = at + (c * length + m) * n
-    fill_up(rows, channels)
 
 
 @compiled
@@ -519,15 +356,14 @@ def attention_backward(row, ws, w, g, at, saved, gy, gx, scratch, xs, ys, n):
     weight = at + channels * length
     bias = weight + 3 * width * channels
     _attend_backward(ws, projected, share, gy, scratch, width, length, n)
+    fill(ws[gx : gx + channels * length * n], 0)
     for m in range(length):
-        _position_rows(scratch, 3 * width, m, length, n, ys)
-        _position_rows(coded, channels, m, length, n, xs)
+        strided_rows(ys, 3 * width, scratch + m * n, length * n)
+        strided_rows(xs, channels, coded + m * n, length * n)
         dot_rows(ws, n, ys, 3 * width, xs, channels, g, weight, channels, 1)
         for o in range(3 * width):
             g[bias + o] += row_sum(ws, ys[o], n)
-        _position_rows(gx, channels, m, length, n, xs)
-        for c in range(channels):
-            fill(ws[xs[c] : xs[c] + n], 0)
+        strided_rows(xs, channels, gx + m * n, length * n)
         multiply_rows(ws, n, xs, channels, ys, 3 * width, w, weight, 1, channels)
         for c in range(channels):
             g[at + c * length + m] += row_sum(ws, xs[c], n)
@@ -558,13 +394,7 @@ def _attend_backward(ws, projected, share, gy, g_projected, width, length, n):
                 g_score[b] = p[b] * (g_score[b] - inner[b]) * scale
             for c in range(width):
                 q, k = (c * length + i) * n, size + (c * length + m) * n
-                add_product(
-                    ws[g_projected + q : g_projected + q + n],
-                    g_score,
-                    ws[projected + k : projected + k + n],
-                )
-                add_product(
-                    ws[g_projected + k : g_projected + k + n],
-                    g_score,
-                    ws[projected + q : projected + q + n],
-                )
+                g_q, g_k = g_projected + q, g_projected + k
+                query, key = projected + q, projected + k
+                add_product(ws[g_q : g_q + n], g_score, ws[key : key + n])
+                add_product(ws[g_k : g_k + n], g_score, ws[query : query + n])

@@ -198,7 +198,7 @@ class PPOAgent:
         if is_finite:
             self.failed_updates = 0
             if config.normalize_features:
-                self.policy.update_scales(layout.gather(batch.states), ranks)
+                self.policy.heads.update_scales(layout.gather(batch.states), ranks)
         else:
             self._undo(before)
         mean, explained = _return_metrics(layout.gather(batch.values), returns, ranks)

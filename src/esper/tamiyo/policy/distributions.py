@@ -241,11 +241,8 @@ class ChoiceChecks(nn.Module):
         `rows` are their flat positions in the rollout, on the CPU.
         """
         safe = actions.clamp(self.first_choices, self.last_choices).nan_to_num()
-
-        def describe(row: int, head: int) -> str:
-            return self._illegal(row, head, actions, masks, rows, max_steps)
-
-        self.deferred.require(safe == actions, describe)
+        stored = (actions, masks, rows, max_steps)
+        self.deferred.require(safe == actions, lambda row, head: self._illegal(row, head, *stored))
         return safe
 
     def check_stored(

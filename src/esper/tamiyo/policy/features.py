@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,22 +26,6 @@ from esper.leyline.constants import DEFAULT_EPISODE_LENGTH, SiteKind
 from esper.leyline.devices import DeviceConstant
 from esper.leyline.reports import ACCURACY_HISTORY, Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Not scaled."""
-
-    def __str__(self) -> str:
-        return "x"
-
-
-@dataclass(frozen=True)
-class Flag:
-    """0 or 1, or a one-hot; not scaled, and not normalised by the policy."""
-
-    def __str__(self) -> str:
-        return "flag"
 
 
 @dataclass(frozen=True)
@@ -62,12 +47,13 @@ class Feature:
 
     `source` is a field of the reports or a function of them, of shape `[*block]`. A plain feature
     or a flag may be wider than 1: its source is a function that returns `[width, *block]`.
+    The policy does not normalise flags (0 or 1, or a one-hot).
     """
 
     name: str
     block: str  # "env" [N], "slot" [N, S] or "blueprint" [N, S, B]
     source: str | Callable[[Reports], Tensor]
-    scale: Plain | Flag | Log = Plain()
+    scale: Log | Literal["x", "flag"] = "x"  # "x": not scaled
     width: int = 1
     known: str | None = None  # a flag of the reports; without it the feature is 0
     note: str = ""  # for `feature_list`, in place of the scale
@@ -90,18 +76,15 @@ class FeatureLayout:
     num_blueprints: int
 
     @property
-    def env_width(self) -> int:
-        """E."""
+    def env_width(self) -> int:  # E
         return _ENV.width
 
     @property
-    def slot_width(self) -> int:
-        """K, of each slot."""
+    def slot_width(self) -> int:  # K
         return _SLOT.width
 
     @property
-    def blueprint_width(self) -> int:
-        """D, of each blueprint in each slot."""
+    def blueprint_width(self) -> int:  # D
         return _BLUEPRINT.width
 
     @property
@@ -135,14 +118,10 @@ class FeatureLayout:
                 f"{self.num_slots} slots and {self.num_blueprints} blueprints"
             )
         slots_end = self.env_width + self.num_slots * self.slot_width
-        slots = features[..., self.env_width : slots_end]
-        blueprints = features[..., slots_end:]
+        env, slots, blueprints = features.tensor_split((self.env_width, slots_end), dim=-1)
         shape = (*features.shape[:-1], self.num_slots)
-        return (
-            features[..., : self.env_width],
-            slots.view(*shape, self.slot_width),
-            blueprints.view(*shape, self.num_blueprints, self.blueprint_width),
-        )
+        menu = (self.num_blueprints, self.blueprint_width)
+        return env, slots.view(*shape, self.slot_width), blueprints.view(*shape, *menu)
 
     def blueprint_fits(self, blueprints: Tensor) -> Tensor:
         """Which of the blueprints `[..., S, B, D]` fit, bool `[..., S, B]`."""
@@ -152,7 +131,7 @@ class FeatureLayout:
     def is_flag(self) -> Tensor:
         """Which of the F features are flags, bool `[F]`; flags are not normalised."""
         env, slot, blueprint = (
-            [isinstance(row.scale, Flag) for row in table.rows for _ in range(row.width)]
+            [row.scale == "flag" for row in table.rows for _ in range(row.width)]
             for table in _TABLES
         )
         slots, choices = self.num_slots, self.num_slots * self.num_blueprints
@@ -220,16 +199,16 @@ FEATURES: tuple[Feature, ...] = (
     Feature("compute_price", "env", "compute_price", Log("0.01")),
     Feature("accuracy_history", "env", _accuracy_history, width=ACCURACY_HISTORY,
             note="x, the latest first, 0 where unknown"),
-    Feature("accuracy_known", "env", lambda r: r.accuracy_history_known.T, Flag(), width=ACCURACY_HISTORY),
-    Feature("last_op", "env", _last_op, Flag(), width=len(LifecycleOp), note="one-hot, 0 on the first step"),
+    Feature("accuracy_known", "env", lambda r: r.accuracy_history_known.T, "flag", width=ACCURACY_HISTORY),
+    Feature("last_op", "env", _last_op, "flag", width=len(LifecycleOp), note="one-hot, 0 on the first step"),
     Feature("alpha", "slot", "alpha"),
     Feature("alpha_target", "slot", "alpha_target"),
     Feature("site_depth", "slot", "site_depth"),
-    Feature("gradient_known", "slot", "gradient_known", Flag()),
-    Feature("contribution_known", "slot", "contribution_known", Flag()),
+    Feature("gradient_known", "slot", "gradient_known", "flag"),
+    Feature("contribution_known", "slot", "contribution_known", "flag"),
     Feature("contribution", "slot", "contribution", known="contribution_known"),
     Feature("contribution_error", "slot", "contribution_error", known="contribution_known"),
-    Feature("last_action_here", "slot", _last_action_here, Flag()),
+    Feature("last_action_here", "slot", _last_action_here, "flag"),
     Feature("stage_age", "slot", "stage_age", _STEPS),
     Feature("total_age", "slot", "total_age", _STEPS),
     Feature("contribution_age", "slot", "contribution_age", _STEPS, known="contribution_known"),
@@ -238,10 +217,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("seed_rent", "slot", _seed_growth, Log(factor=10, times_rent=True)),
     Feature("site_width", "slot", "site_width", Log(factor=0.2)),
     Feature("gradient_norm", "slot", "gradient_norm", Log("0.0001", 0.25), known="gradient_known"),
-    Feature("stage", "slot", lambda r: r.stage == _STAGES.on(r.device), Flag(), width=len(SeedStage), note="one-hot"),
-    Feature("site_kind", "slot", lambda r: r.site_kind == _KINDS.on(r.device), Flag(), width=len(SiteKind), note="one-hot"),
-    Feature("fits", "blueprint", "fits", Flag()),
-    Feature("is_growing", "blueprint", _is_growing, Flag(), note="flag of the slot's current seed"),
+    Feature("stage", "slot", lambda r: r.stage == _STAGES.on(r.device), "flag", width=len(SeedStage), note="one-hot"),
+    Feature("site_kind", "slot", lambda r: r.site_kind == _KINDS.on(r.device), "flag", width=len(SiteKind), note="one-hot"),
+    Feature("fits", "blueprint", "fits", "flag"),
+    Feature("is_growing", "blueprint", _is_growing, "flag", note="flag of the slot's current seed"),
     Feature("reach", "blueprint", "reach"),
     Feature("depth", "blueprint", "depth"),
     Feature("cost_params", "blueprint", "cost_params", Log("host_params")),
@@ -260,11 +239,9 @@ class _BlockTable:
 
     def __init__(self, block: str):
         rows = [row for row in FEATURES if row.block == block]
-        flags = [row for row in rows if isinstance(row.scale, Flag)]
-        plain = [row for row in rows if isinstance(row.scale, Plain)]
+        plain, flags = ([row for row in rows if row.scale == scale] for scale in ("x", "flag"))
         narrow = [row for row in plain if row.width == 1]
-        self.block = block
-        self.num_plain = len(narrow)
+        self.block, self.num_plain = block, len(narrow)
         self.logs = [row.scale for row in rows if isinstance(row.scale, Log)]
         self.scalars = narrow + [row for row in rows if isinstance(row.scale, Log)]
         self.flags = [row for row in flags if row.width == 1]

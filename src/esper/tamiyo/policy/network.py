@@ -132,10 +132,7 @@ class FactoredRecurrentActorCritic(nn.Module):
     """
 
     def __init__(
-        self,
-        action_space: FactoredActionSpace,
-        heads: Heads,
-        config: PolicyConfig | None = None,
+        self, action_space: FactoredActionSpace, heads: Heads, config: PolicyConfig | None = None
     ):
         super().__init__()
         self.action_space = action_space
@@ -168,9 +165,7 @@ class FactoredRecurrentActorCritic(nn.Module):
     def initial_state(self, num_envs: int) -> RecurrentState:
         """The state that every episode starts from: zeros."""
         shape = (num_envs, self.config.lstm_layers, self.config.lstm_hidden_dim)
-        return RecurrentState(
-            torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device)
-        )
+        return RecurrentState(*(torch.zeros(shape, device=self.device) for _ in "hc"))
 
     @torch.no_grad()
     def act(
@@ -221,10 +216,6 @@ class FactoredRecurrentActorCritic(nn.Module):
         weight.mul_(factor)
         bias.mul_(factor).add_(shift)
 
-    def update_scales(self, features: Tensor, ranks: Ranks = ALONE) -> None:
-        """Adapt the scaling of features to those of a rollout, `[R, F]`, as the heads define it."""
-        self.heads.update_scales(features, ranks)
-
     def gather(
         self,
         features: Tensor,
@@ -264,7 +255,8 @@ class FactoredRecurrentActorCritic(nn.Module):
             encoded, scene = self.heads.encode(steps.features)
             core = encoded
             if self.config.memory:
-                core = encoded + self._unroll(encoded, layout, steps.initial)
+                h, c = (state.transpose(0, 1).contiguous() for state in steps.initial)
+                core = encoded + packed_lstm(self.core, encoded, layout, (h, c))
             first_logits, values = self._read(core)
             later_logits = [
                 self.heads.logits(group, core, scene, steps.actions)
@@ -297,11 +289,6 @@ class FactoredRecurrentActorCritic(nn.Module):
             c.append(cell)
         return encoded + below, scene, RecurrentState(_by_layer(h), _by_layer(c))
 
-    def _unroll(self, encoded: Tensor, layout: SequenceLayout, initial: RecurrentState) -> Tensor:
-        """The LSTM's output `[R, hidden]` for rows `[R, hidden]` in packed order."""
-        h, c = (state.transpose(0, 1).contiguous() for state in initial)
-        return packed_lstm(self.core, encoded, layout, (h, c))
-
     def _read(self, core: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the first head group `[B, choices]` and values `[B]`."""
         logits, values = self.readout(core).split([self.readout.out_features - 1, 1], dim=-1)
@@ -311,9 +298,6 @@ class FactoredRecurrentActorCritic(nn.Module):
         """Raise if shapes are not those that `act` reads."""
         num_envs = len(features)
         check_shape("features", features, (num_envs, self.feature_size), "N, F")
-        self._check_state(state, num_envs)
-
-    def _check_state(self, state: RecurrentState, num_envs: int) -> None:
         expected = (num_envs, self.config.lstm_layers, self.config.lstm_hidden_dim)
         for name, tensor in zip(state._fields, state, strict=True):
             check_shape(f"state {name}", tensor, expected, "N, L, hidden")

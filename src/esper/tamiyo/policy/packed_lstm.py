@@ -83,18 +83,8 @@ class _PackedLayer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        h: Tensor,
-        c: Tensor,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias_ih: Tensor,
-        bias_hh: Tensor,
-        layout: SequenceLayout,
-        kernel: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, h: Tensor, c: Tensor, *others: Any) -> Tensor:
+        weight_ih, weight_hh, bias_ih, bias_hh, layout, kernel = others
         gates = torch.addmm(bias_ih + bias_hh, rows, weight_ih.t())
         outputs: Tensor
         outputs, kept = kernel.forward(layout, gates, h, c, weight_hh.detach())
@@ -109,16 +99,6 @@ class _PackedLayer(torch.autograd.Function):
         grad_gates, grad_h, grad_c = ctx.kernel.backward(
             ctx.layout, gates, kept, weight_hh.detach(), grad_output.contiguous()
         )
-        states_before = kept[0]
-        grad_bias = grad_gates.sum(dim=0)
-        return (
-            grad_gates @ weight_ih,
-            grad_h,
-            grad_c,
-            grad_gates.t() @ rows,
-            grad_gates.t() @ states_before,
-            grad_bias,
-            grad_bias,
-            None,
-            None,
-        )
+        states_before, grad_bias = kept[0], grad_gates.sum(dim=0)
+        of_weights = (grad_gates.t() @ rows, grad_gates.t() @ states_before, grad_bias, grad_bias)
+        return grad_gates @ weight_ih, grad_h, grad_c, *of_weights, None, None

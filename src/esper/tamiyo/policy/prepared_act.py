@@ -7,7 +7,8 @@ For plain policies with independent choices on a CPU: there, the calls of torch 
 arithmetic. Choices are those of `policy.act` with the same generator.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +23,7 @@ from esper.tamiyo.policy.plain_heads import PlainHeads
 MOST_ENVS = 64  # from about 128 envs on, `policy.act` is as fast
 
 
-class Act(Protocol):
-    """The signature of `policy.act`."""
-
-    def __call__(
-        self,
-        features: Tensor,
-        masks: ActionMasks,
-        state: RecurrentState,
-        *,
-        generator: torch.Generator | None = None,
-        deterministic: bool = False,
-    ) -> Decision: ...
+Act = Callable[..., Decision]  # with the arguments of `policy.act`
 
 
 def prepared_act(policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor) -> Act | None:
@@ -100,20 +90,22 @@ class _PreparedAct:
         generator: torch.Generator | None = None,
         deterministic: bool = False,
     ) -> Decision:
-        from esper.kernels.lstm import numba_act
+        from esper.kernels.lstm import numba_lstm
 
         if len(features) > MOST_ENVS:
-            return self._plain(features, masks, state, generator, deterministic)
+            return self._plain(
+                features, masks, state, generator=generator, deterministic=deterministic
+            )
         # compiled code does no bounds checks
         self.policy.check_step(features, state)
         check_masks(masks, self.policy.action_space, len(features))
         legal = masks.groups[0]
         before = tuple(part[:, 0].numpy() for part in state)
-        core, *after = numba_act.step(features.numpy(), *self.step_arguments, *before)
+        core, *after = numba_lstm.step(features.numpy(), *self.step_arguments, *before)
         clocks = features.new_empty(len(features), *self.grid)
         if not deterministic:
             clocks = noise(clocks, "exponential_", generator).clamp_(1e-30, 1e3)
-        actions, log_probs, values, is_ok = numba_act.choose(
+        actions, log_probs, values, is_ok = numba_lstm.choose(
             core,
             *self.readout,
             legal.numpy(),
@@ -123,24 +115,17 @@ class _PreparedAct:
             np.float32(MASKED),
         )
         if not is_ok:  # raises the error, with env and head; a logit of infinity is clipped there
-            return self._plain(features, masks, state, generator, deterministic)
+            return self._plain(
+                features, masks, state, generator=generator, deterministic=deterministic
+            )
         next_state = RecurrentState(*(torch.from_numpy(part).unsqueeze(1) for part in after))
         if not self.policy.config.memory:
             next_state = state
         actions, log_probs, values = map(torch.from_numpy, (actions, log_probs, values))
         return Decision(actions, log_probs, legal, values, next_state)
 
-    def _plain(
-        self,
-        features: Tensor,
-        masks: ActionMasks,
-        state: RecurrentState,
-        generator: torch.Generator | None,
-        deterministic: bool,
-    ) -> Decision:
-        decision = self.policy.act(
-            features, masks, state, generator=generator, deterministic=deterministic
-        )
+    def _plain(self, *arguments: Any, **options: Any) -> Decision:
+        decision = self.policy.act(*arguments, **options)
         return decision._replace(values=decision.values * self.std + self.mean)
 
 
