@@ -190,7 +190,7 @@ def test_copies_of_blocks_get_all_rows_where_these_are_not_clear(make, shape, us
     evidence = Evidence(growth._network, growth._reporter.may_grow)
     evidence.start(0)
     assert torch.equal(model(x), before)
-    assert {probe.rows.used for probe in evidence._probes} == {used}
+    assert {probe.used for probe in evidence._probes} == {used}
     for _ in range(BATCHES):
         model(x).square().mean().backward()
         evidence.after_step()

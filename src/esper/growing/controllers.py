@@ -12,7 +12,7 @@ from torch import Tensor
 from esper.growing.budget import Budget
 from esper.growing.inputs import DataFacts
 from esper.growing.network import GrowingNetwork
-from esper.growing.pairs import units_of
+from esper.growing.pairs import Pair, units_of
 from esper.growing.preparation import PreparedModel
 from esper.growing.sites import ModelSite
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
@@ -175,8 +175,7 @@ class Reporter:
             (pair, site)
             for pair, owner in enumerate(sites)
             for site, other in enumerate(sites)
-            if (owner.pair is not None and other.name in owner.pair.inside)
-            or (owner.copied is not None and other.name == owner.copied.block)
+            if owner.part is not None and other.name in owner.part.inside
         ]
         self._units = torch.tensor(
             [[units_of(s.seed_site, b) for b in prepared.menu] for s in sites]
@@ -255,7 +254,7 @@ class Reporter:
 
 def _links(sites: Sequence[ModelSite]) -> list[tuple[int, int, int, float]]:
     """Pairs whose last layer is the first of another, and the costs of one unit in both."""
-    pairs = {index: site.pair for index, site in enumerate(sites) if site.pair is not None}
+    pairs = {i: site.part for i, site in enumerate(sites) if isinstance(site.part, Pair)}
     return [
         (a, b, first.cross, first.cross_macs)
         for a, first in pairs.items()

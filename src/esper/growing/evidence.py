@@ -15,16 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from esper.growing.deepening import BlockCopy
 from esper.growing.eval_mode import uncompiled
-from esper.growing.heads import HeadsBranch
 from esper.growing.inputs import tensors
 from esper.growing.network import GrowingNetwork
 from esper.growing.pairs import units_of
-from esper.growing.sites import ModelSite
 from esper.growing.slots import AnySeed, Seed, Slot, with_first
+from esper.growing.widening import HeadsBranch
 from esper.leyline.constants import BlendStyle, SiteKind
 
 BATCHES = 8  # of each measurement
@@ -38,7 +36,6 @@ class Evidence:
         """`may_grow` returns which seeds `[S, B]` fit into the network and the budget now."""
         self._network, self._may_grow = network, may_grow
         self._probes: list[_Probe] = []
-        self._examples = _Examples()
         self._measuring = ExitStack()
         self.step = 0  # the decision after which it was measured
         self.batches = 0
@@ -52,27 +49,42 @@ class Evidence:
             self._attach()
 
     def _attach(self) -> None:
-        self._probes = self._make_probes()
-        if not self._probes:
+        self._probes = probes = self._make_probes()
+        if not probes:
             return
-        self._measuring.enter_context(uncompiled(self._network.model))
-        self._examples.attach(self._network.model)
-        for probe in self._probes:
-            probe.attach()
+        model, stack = self._network.model, self._measuring
+
+        def note_examples(model: nn.Module, args: Any, kwargs: Any) -> None:
+            count = next((len(t) for t in tensors((args, kwargs)) if t.dim()), 0)
+            for probe in probes:
+                probe.examples = count
+
+        stack.enter_context(uncompiled(model))
+        stack.callback(model.register_forward_pre_hook(note_examples, with_kwargs=True).remove)
+        for probe in probes:
+            probe.attach(stack)
 
     def _make_probes(self) -> "list[_Probe]":
+        """A probe per site and blueprint; one for all sizes of a widening: its units are alike."""
+        network, probes = self._network, []
         generator = torch.Generator().manual_seed(self.step)  # a resumed run makes the same probes
         # between two dense layers new units do more than a dense seed of the same cost
-        inside = {
-            n for slot in self._network.slots if slot.site.pair for n in slot.site.pair.inside
-        }
-        probes = []
-        for index, (slot, fits) in enumerate(
-            zip(self._network.slots, self._may_grow(), strict=True)
-        ):
-            is_dense = slot.site.kind in (SiteKind.VECTOR, SiteKind.TOKENS)
-            if slot.seed is None and not (is_dense and slot.site.name in inside):
-                probes += self._probes_of(index, slot.site, fits, generator)
+        inside = {n for slot in network.slots if slot.site.pair for n in slot.site.pair.inside}
+        for index, (slot, fits) in enumerate(zip(network.slots, self._may_grow(), strict=True)):
+            site, place = slot.site, slot.site.seed_site
+            is_dense = site.kind in (SiteKind.VECTOR, SiteKind.TOKENS)
+            if slot.seed is not None or (is_dense and site.name in inside):
+                continue
+            units = {
+                b: units_of(place, entry)
+                for b, entry in enumerate(network.menu)
+                # a seed of one layer is linear: it adds little to the linear layer that follows
+                if fits[b] and entry.program(place).depth > 1
+            }
+            for b in list(units)[:1] if site.pair else units:
+                scales = {o: n / units[b] for o, n in units.items()} if site.pair else {b: 1.0}
+                seed = network.new_seed(network.menu[b], site, generator)
+                probes.append(_Probe(index, scales, Slot(site, network.model), seed))
         return probes
 
     def after_step(self) -> None:
@@ -95,9 +107,6 @@ class Evidence:
     def stop(self) -> None:
         """Detach the probes; what they have measured stays."""
         self._measuring.close()
-        self._examples.detach()
-        for probe in self._probes:
-            probe.detach()
 
     def gains(self) -> Tensor:
         """Expected fall of the loss `[S, B]` for a unit step of every new weight; 0: not measured.
@@ -114,85 +123,62 @@ class Evidence:
     @property
     def macs(self) -> float:
         """Multiply-adds so far; the gradients of last layers count as much as forward passes."""
-        seeds = [self._network.menu[next(iter(probe.blueprints))] for probe in self._probes]
-        pairs = zip(self._probes, seeds, strict=True)
-        forward = sum(p.rows.used * p.slot.site.macs_of(seed) for p, seed in pairs)
+        menu = self._network.menu
+        forward = sum(
+            p.used * p.slot.site.macs_of(menu[next(iter(p.blueprints))]) for p in self._probes
+        )
         return 2 * self.batches * forward
 
     def to_dict(self) -> dict[str, Any]:
-        probes = [(probe.sums, probe.copy_weights()) for probe in self._probes]
         return {
-            "step": self.step, "wait": self.wait, "batches": self.batches, "probes": probes,
-            "used": [probe.rows.used for probe in self._probes],
-        }  # fmt: skip
+            "step": self.step,
+            "wait": self.wait,
+            "batches": self.batches,
+            "probes": [(probe.sums, probe.copy_weights()) for probe in self._probes],
+            "used": [probe.used for probe in self._probes],
+        }
 
     def load(self, saved: dict[str, Any]) -> None:
         self.step, self.wait, self.batches = saved["step"], saved["wait"], saved["batches"]
         if saved["probes"]:
             self._attach()
-            for probe, (sums, weights) in zip(self._probes, saved["probes"], strict=True):
-                probe.load(sums, weights)
-            for probe, used in zip(self._probes, saved.get("used", ()), strict=False):
-                probe.rows.used = used
+        states = zip(self._probes, saved["probes"], saved["used"], strict=True)
+        for probe, (sums, weights), used in states:
+            probe.sums, probe.used = sums, used
+            if weights:
+                probe.seed.load_state_dict(weights)
         if self.batches == BATCHES:
             self.stop()
 
-    def _probes_of(
-        self, index: int, site: ModelSite, fits: Tensor, generator: torch.Generator
-    ) -> "list[_Probe]":
-        """A probe per blueprint; one for all sizes of a widening, whose units are all alike."""
-        place = site.seed_site
-        units = {
-            b: units_of(place, entry)
-            for b, entry in enumerate(self._network.menu)
-            # a seed of one layer is linear: it adds little to the linear layer that follows
-            if fits[b] and entry.program(place).depth > 1
-        }
-        probes = []
-        for b in list(units)[:1] if site.pair else units:
-            scales = {o: n / units[b] for o, n in units.items()} if site.pair else {b: 1.0}
-            seed = self._network.new_seed(self._network.menu[b], site, generator)
-            slot = Slot(site, self._network.model)
-            probes.append(_Probe(index, scales, slot, seed, self._examples))
-        return probes
 
+class _Probe(nn.Module):
+    """A seed that takes part in the forward pass without a change of the output.
 
-class _Probe:
-    """One seed that takes part in the forward pass without a change of the output."""
+    It is applied to some rows of a batch, or to all if it is not sure what they are.
+    """
 
-    def __init__(
-        self,
-        index: int,
-        blueprints: dict[int, float],
-        slot: Slot,
-        seed: AnySeed,
-        examples: "_Examples",
-    ):
-        self.index, self.blueprints, self.slot, self._seed = index, blueprints, slot, seed
+    def __init__(self, index: int, blueprints: dict[int, float], slot: Slot, seed: AnySeed):
+        super().__init__()
+        self.index, self.blueprints, self.slot, self.seed = index, blueprints, slot, seed
+        self.any_length = isinstance(seed, Seed) and seed.any_length
+        self.examples = 0  # in the model's last batch; 0: not known
+        self.used = ROWS  # examples of the last pass
         seed.requires_grad_(False)
         self._zeros = _zero_layers(seed)
-        for layer in self._zeros:
-            for weight in _weights(layer):
-                weight.requires_grad_(True)
-        self.rows = _FirstRows(seed, examples)
-        slot.add_seed(self.rows, BlendStyle.ADD)
-        self._hooks: list[RemovableHandle] = []
+        for weight in (weight for layer in self._zeros for weight in _weights(layer)):
+            weight.requires_grad_(True)
         # by layer: the mean square of its inputs in the last pass; 1 where torch does not call it
         self._features = [1.0] * len(self._zeros)
         # by layer: sums over batches of the squared gradient and of that mean square
         self.sums = [(0.0, 0.0) for _ in self._zeros]
+        slot.add_seed(self, BlendStyle.ADD)
 
-    def attach(self) -> None:
-        self.slot.alpha = 1.0
-        self._hooks = [
-            layer.register_forward_pre_hook(partial(self._note_features, number))
-            for number, layer in enumerate(self._zeros)
-        ]
-
-    def detach(self) -> None:
-        self.slot.alpha = 0.0
-        for hook in self._hooks:
-            hook.remove()
+    def attach(self, stack: ExitStack) -> None:
+        """Take part until the stack is closed."""
+        stack.enter_context(self.slot.with_alpha(1.0))
+        for number, layer in enumerate(self._zeros):
+            note = partial(self._note_features, number)
+            stack.callback(layer.register_forward_pre_hook(note).remove)
 
     def _note_features(self, number: int, module: nn.Module, args: Any) -> None:
         # a norm makes its own features, of size 1
@@ -219,60 +205,13 @@ class _Probe:
 
     def copy_weights(self) -> dict[str, Tensor]:
         """The weights of a copied block, as they were when it was copied; other seeds are drawn."""
-        return self._seed.state_dict() if isinstance(self._seed, BlockCopy) else {}
-
-    def load(self, sums: list[tuple[float, float]], weights: dict[str, Tensor]) -> None:
-        self.sums = sums
-        if weights:
-            self._seed.load_state_dict(weights)
-
-
-def _zero_layers(seed: AnySeed) -> list[nn.Module]:
-    """The layers that are zero in a new seed; only their gradients are not."""
-    if isinstance(seed, BlockCopy):
-        return seed.zero_layers
-    return [seed.layers[-1] if isinstance(seed, Seed) else seed.last]
-
-
-def _weights(layer: nn.Module) -> list[nn.Parameter]:
-    """A layer's own weights; biases are few, and the model has some."""
-    return [p for name, p in layer.named_parameters(recurse=False) if name != "bias"]
-
-
-class _Examples:
-    """Notes the number of examples in the model's last batch; 0 is not known."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._hook: RemovableHandle | None = None
-
-    def attach(self, model: nn.Module) -> None:
-        self.detach()
-        self._hook = model.register_forward_pre_hook(self, with_kwargs=True)
-
-    def detach(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
-
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self.count = next((len(t) for t in tensors((args, kwargs)) if t.dim()), 0)
-
-
-class _FirstRows(nn.Module):
-    """A seed that is applied to some rows of a batch, or to all if it is not sure what they are."""
-
-    def __init__(self, seed: nn.Module, examples: _Examples):
-        super().__init__()
-        self.seed, self._examples = seed, examples
-        self.any_length = isinstance(seed, Seed) and seed.any_length
-        self.used = ROWS  # examples of the last pass
+        return self.seed.state_dict() if isinstance(self.seed, BlockCopy) else {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = tensors((args, kwargs))
         x, count = given[0], len(given[0])
         rows = ROWS if self._are_rows(count, given) else count
-        self.used = rows if rows == ROWS else self._examples.count or count
+        self.used = rows if rows == ROWS else self.examples or count
 
         def first(tensor: Tensor) -> Tensor:
             # detached: through a zero layer the model gets no gradient
@@ -292,12 +231,24 @@ class _FirstRows(nn.Module):
         """
         if not isinstance(self.seed, BlockCopy | HeadsBranch):
             return True
-        return count == self._examples.count and not any(count in t.shape[1:] for t in given)
+        return count == self.examples and not any(count in t.shape[1:] for t in given)
 
-    def train(self, mode: bool = True) -> "_FirstRows":
+    def train(self, mode: bool = True) -> "_Probe":
         """No dropout in the seed: the model's randomness stays as it is."""
         super().train(mode)
         if isinstance(self.seed, BlockCopy | HeadsBranch):
             self.seed.eval()
         self.seed.training = False
         return self
+
+
+def _zero_layers(seed: AnySeed) -> list[nn.Module]:
+    """The layers that are zero in a new seed; only their gradients are not."""
+    if isinstance(seed, BlockCopy):
+        return seed.zero_layers
+    return [seed.layers[-1] if isinstance(seed, Seed) else seed.last]
+
+
+def _weights(layer: nn.Module) -> list[nn.Parameter]:
+    """A layer's own weights; biases are few, and the model has some."""
+    return [p for name, p in layer.named_parameters(recurse=False) if name != "bias"]

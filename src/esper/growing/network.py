@@ -212,10 +212,10 @@ class GrowingNetwork:
 
     def merge_branches(self) -> None:
         """Make committed branches part of the model's layers, with their optimiser state."""
-        merging = [
-            s for s in self.slots if s.is_committed and s.site.part is not None and not s.is_merged
-        ]
-        for slot in sorted(merging, key=lambda slot: slot.site.pair is None):  # copies shift names
+        merging = [s for s in self.slots if s.is_committed and s.site.part and not s.is_merged]
+        pairs = [slot for slot in merging if slot.site.pair]
+        # a copy changes the names of later blocks
+        for slot in (*pairs, *(slot for slot in merging[::-1] if not slot.site.pair)):
             self._groups.replace(slot.merge(self.model))
 
     def restore(self, state: NetworkState) -> None:

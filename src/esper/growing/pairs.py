@@ -8,9 +8,9 @@ units of A are a branch from A's input to B's output, and the branch can be merg
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from esper.growing.inputs import tensors
 from esper.growing.tracing import Op, Run
 from esper.kasmina.blueprints import Blueprint, Site, Widening
 
+Modules = dict[str, Any]  # by name
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)  # exact classes: a subclass may compute something else
 
 
@@ -55,7 +56,7 @@ class INPUT:
 
 
 class NotAPair(Exception):
-    """The reason why a layer cannot get wider."""
+    """The reason why a layer cannot get wider, or another part larger."""
 
 
 @dataclass(frozen=True)
@@ -69,80 +70,65 @@ class Step:
 
     def apply(self, x: Tensor, training: bool) -> Tensor:
         assert self.function is not None
-        args, kwargs = pytree.tree_map(
-            lambda leaf: x if leaf is INPUT else leaf, (self.args, self.kwargs)
-        )
+        given = (self.args, self.kwargs)
+        args, kwargs = pytree.tree_map(lambda leaf: x if leaf is INPUT else leaf, given)
         if "training" in kwargs:  # the trace was in eval mode
             kwargs["training"] = training
         return self.function(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
-    """Two layers and what is between them; costs are of one unit."""
+class Part:
+    """A part of a model that a seed enlarges; costs are of one unit or head, or of a copy."""
 
+    name: str  # of its site
     first: str
-    last: str
-    steps: tuple[Step, ...]
-    width: int  # units of the first layer
-    features: int  # inputs of the last layer for each unit; more than 1 after a flatten
+    last: str  # the module whose output a seed changes
     params: int
     macs: float  # per example
-    inside: frozenset[str]  # modules whose output the pair makes wider
-    cross: int  # weights of the last layer between a unit and one of its outputs
-    cross_macs: float
+    inside: frozenset[str]  # modules after which no seed can grow as well
+    width: int = field(default=1, kw_only=True)  # units or heads that it has
     is_block = False
 
-    @property
-    def name(self) -> str:
-        return f"{self.first}->{self.last}"
 
+@dataclass(frozen=True, eq=False)
+class Pair(Part):
+    """Two layers and what is between them."""
 
-class Enlargeable(Protocol):
-    """A pair, or the heads of attention."""
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def params(self) -> int: ...
-
-    @property
-    def macs(self) -> float: ...
+    steps: tuple[Step, ...]
+    features: int  # inputs of the last layer for each unit; more than 1 after a flatten
+    cross: int  # weights of the last layer between a unit and one of its outputs
+    cross_macs: float
 
 
 @dataclass(frozen=True)
 class PartSite(Site):
     """A part of the model as the site of a seed that enlarges it; no other blueprint fits."""
 
-    part: Any  # a pair, the heads of attention or a block to copy
-
-    @property
-    def kind(self) -> Any:
-        return -1
+    part: Part
+    kind: Any = -1
 
     def widened(self, share: float) -> Any:
-        if self.part.is_block:
-            return None
-        return UnitsProgram(self.part, max(1, round(share * self.part.width)))
+        units = max(1, round(share * self.part.width))
+        return None if self.part.is_block else UnitsProgram(self.part, units)
 
 
 @dataclass(frozen=True)
 class UnitsProgram:
-    """New units of a pair, with the costs that a controller sees; of attention, new heads."""
+    """New units or heads, or a copy, with the costs that a controller sees."""
 
-    pair: "Enlargeable"
-    units: int
+    part: Part
+    units: int = 1
     depth = 2
     reach = 0.0
 
     @property
     def num_params(self) -> int:
-        return self.units * self.pair.params
+        return self.units * self.part.params
 
     @property
     def macs(self) -> int:
-        return round(self.units * self.pair.macs)
+        return round(self.units * self.part.macs)
 
 
 def units_of(site: Site, blueprint: Blueprint) -> int:
@@ -151,84 +137,59 @@ def units_of(site: Site, blueprint: Blueprint) -> int:
     return blueprint.program(site).units if is_widening else 0  # type: ignore[attr-defined]
 
 
-def find_pairs(model: nn.Module, run: Run, batch: int) -> tuple[list[Pair], dict[str, str]]:
-    """The pairs in forward order, and the reason for every other layer."""
-    modules = dict(model.named_modules())
-    pairs, refused = [], {}
-    for name in sorted(run.calls, key=lambda name: run.calls[name][0].order):
-        if not is_layer(modules[name]):
-            continue
-        try:
-            pairs.append(_pair(name, modules, run, batch))
-        except NotAPair as reason:
-            refused[name] = str(reason)
-    return pairs, refused
-
-
-def _pair(name: str, modules: dict[str, nn.Module], run: Run, batch: int) -> Pair:
-    first: Any = modules[name]
+def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -> Pair | None:
+    """The pair whose first layer has this name; None if it is not a layer."""
+    if not is_layer(modules[name]):
+        return None
+    first = modules[name]
     check_layer(name, modules, run)
     if getattr(first, "groups", 1) > 1:
         raise NotAPair("its groups share no inputs, so units cannot be added one by one")
     start = run.tensors[name]
-    channel = _channel(first, start)
-    width, inside, steps = start.shape[channel], [start], []
-    params = weight_of(first)[0].numel()
-    macs = params * _positions(start, channel, batch)
-    params += first.bias is not None
+    channel = start.dim() - 1 if isinstance(first, nn.Linear) or is_transposed(first) else 1
+    inside, steps = [start], []
     for op in _chain(start, run, modules):
         source, target = inside[-1], op.output
         is_new = target is not source  # else the function worked in place, or did nothing
-        maker = modules.get(run.makers.get(id(target), "")) if is_new else None
+        end = run.makers.get(id(target), "") if is_new else ""
+        maker = modules[end] if end else None
         if is_layer(maker) and not _is_depthwise(maker):
-            last: Any = maker
             break
         step = _step(op, source, target, maker, run, channel)
-        if step.module is not None:
-            per_unit = list(modules[step.module].parameters())
-            params += sum(p[0].numel() for p in per_unit)
-            if _is_depthwise(maker):
-                check_layer(step.module, modules, run)
-                macs += per_unit[0][0].numel() * _positions(target, channel, batch)
+        if _is_depthwise(maker) and step.module is not None:
+            check_layer(step.module, modules, run)
         steps.append(step)
         inside.append(target)
     else:
         raise NotAPair("its output reaches no other layer")
-    check_layer(run.makers[id(target)], modules, run)
-    if getattr(last, "groups", 1) > 1:
+    check_layer(end, modules, run)
+    if getattr(modules[end], "groups", 1) > 1:
         raise NotAPair("the next layer is grouped")
-    weight = weight_of(last)
+    weight, width = weight_of(modules[end]), start.shape[channel]
     features, rest = divmod(weight.shape[1], width)
     if rest:
         raise NotAPair("the next layer has other inputs")
-    per_input, positions = weight[:, 0].numel(), _positions(target, _channel(last, target), batch)
+    middle = [step.module for step in steps if step.module is not None]
+    per_unit = (p[0] for module in middle for p in modules[module].parameters())
+    params = weight_of(first)[0].numel() + (first.bias is not None)
     wider = {id(tensor) for tensor in inside}
     return Pair(
+        name=f"{name}->{end}",
         first=name,
-        last=run.makers[id(target)],
+        last=end,
         steps=tuple(steps),
         width=width,
         features=features,
-        params=params + features * per_input,
-        macs=macs + features * per_input * positions,
+        params=params + sum(p.numel() for p in per_unit) + features * weight[:, 0].numel(),
+        macs=sum(macs.get(layer, 0.0) for layer in (name, *middle, end)) / width,
         inside=frozenset(n for n, tensor in run.tensors.items() if id(tensor) in wider),
         cross=features * weight[0, 0].numel(),
-        cross_macs=features * weight[0, 0].numel() * positions,
+        cross_macs=macs.get(end, 0.0) / width / len(weight),
     )
 
 
-def _channel(layer: nn.Module, output: Tensor) -> int:
-    """The axis of the units."""
-    return output.dim() - 1 if isinstance(layer, nn.Linear) or is_transposed(layer) else 1
-
-
-def _positions(output: Tensor, channel: int, batch: int) -> float:
-    """Positions per example at which a layer multiplies its weights."""
-    return output.numel() / output.shape[channel] / batch
-
-
-def check_layer(name: str, modules: dict[str, nn.Module], run: Run) -> None:
-    layer: Any = modules[name]
+def check_layer(name: str, modules: Modules, run: Run) -> None:
+    layer = modules[name]
     uses = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
     own = list(layer._parameters.values())
     if len(run.calls[name]) > 1:
@@ -241,7 +202,7 @@ def check_layer(name: str, modules: dict[str, nn.Module], run: Run) -> None:
         raise NotAPair(f"{name!r} is frozen")
 
 
-def _chain(tensor: Tensor, run: Run, modules: dict[str, nn.Module]) -> Iterator[Op]:
+def _chain(tensor: Tensor, run: Run, modules: Modules) -> Iterator[Op]:
     """The operations that follow a tensor; each must be the only one that reads its input.
 
     Several functions that one module without children calls are one operation.
@@ -283,9 +244,8 @@ def _step(
         if op.function.state_dict() or not torch.equal(some, target.narrow(channel, 0, half)):
             raise NotAPair(f"{op.name} follows it, which may mix its units")
         return Step(function=op.function.forward, args=(INPUT,))  # without its hooks
-    args, kwargs = pytree.tree_map(
-        lambda leaf: INPUT if leaf is source else leaf, (op.args, op.kwargs)
-    )
+    given = (op.args, op.kwargs)
+    args, kwargs = pytree.tree_map(lambda leaf: INPUT if leaf is source else leaf, given)
     if "dropout" in op.name:
         args, kwargs = (), inspect.signature(op.function).bind(*args, **kwargs).arguments
     if op.name in _RESHAPES:

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.growing.deepening import BlockCopy, new_copy
+from esper.growing.deepening import BlockCopy
 from esper.growing.eval_mode import eval_mode
-from esper.growing.heads import HeadsBranch
 from esper.growing.inputs import forward, tensors
 from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Seed, Slot, blend_one, new_seed, with_first
 from esper.growing.tracing import without_graphs
-from esper.growing.widening import Branch, scale
+from esper.growing.widening import Branch, HeadsBranch, scale
 from esper.leyline.constants import BlendStyle
 
 
@@ -86,14 +85,9 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
             copies[id(slot.module)] = grown
         plain = copy.deepcopy(model, copies)
     for slot, alpha in live:
-        if isinstance(slot.seed, Branch | HeadsBranch):
-            branch = copy.deepcopy(slot.seed)
-            branch.merge_into(lambda name: _inner(copies[id(model.get_submodule(name))]), alpha)
-    for slot, _ in live:
-        if isinstance(slot.seed, BlockCopy):
-            stack = copies[id(model.get_submodule(slot.seed.copied.stack))]
-            block = copy.deepcopy(slot.seed, without_graphs(slot.seed))
-            block.insert_into(plain, stack, copies[id(slot.module)])
+        if isinstance(slot.seed, Branch | HeadsBranch | BlockCopy):
+            seed = copy.deepcopy(slot.seed, without_graphs(slot.seed))
+            seed.merge_into(lambda name: _inner(copies[id(model.get_submodule(name))]), alpha)
     return plain
 
 
@@ -152,15 +146,13 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
 
 
 def _test_seed(slot: Slot, model: nn.Module) -> nn.Module:
-    pair, copied = slot.site.pair, slot.site.copied
-    if copied is not None:
-        made = new_copy(copied, model.get_submodule)
-        made.block.load_state_dict(slot.module.state_dict())
-        return made
-    if pair is None:
+    part, generator = slot.site.part, torch.Generator().manual_seed(0)
+    if part is None:
         return Seed(nn.Sequential(nn.Identity()), per_token=False)
-    generator = torch.Generator().manual_seed(0)
-    branch = new_seed(UnitsProgram(pair, pair.width), slot.site, generator, model)
+    branch = new_seed(UnitsProgram(part, part.width), slot.site, generator, model)
+    if isinstance(branch, BlockCopy):
+        branch.block.load_state_dict(slot.module.state_dict())
+        return branch
     assert isinstance(branch, Branch | HeadsBranch)
     with torch.no_grad():
         for weight in branch.last.parameters():

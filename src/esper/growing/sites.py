@@ -11,7 +11,7 @@ can be copied, named "block->copy" (`deepening.py`), and attention, "module->hea
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,19 +20,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.growing.deepening import DEEPENING, Copied, find_copied
+from esper.growing.deepening import DEEPENING, copy_at
 from esper.growing.eval_mode import eval_mode
-from esper.growing.heads import Heads, find_heads
 from esper.growing.inputs import batch_size, forward
-from esper.growing.pairs import Pair, PartSite, find_pairs
+from esper.growing.pairs import NotAPair, Part, PartSite, pair_at
 from esper.growing.tracing import Call, Run, is_cut, trace
+from esper.growing.widening import heads_at
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
-MENU: Mapping[str, Blueprint] = {
-    **BLUEPRINTS,
-    DEEPENING.name: DEEPENING,
-}  # every seed that fits a model
+# every seed that fits a model
+MENU: Mapping[str, Blueprint] = {**BLUEPRINTS, DEEPENING.name: DEEPENING}
 
 
 @dataclass(frozen=True)
@@ -47,16 +45,13 @@ class ModelSite:
     weights: str  # last module with weights before it; seeds use its optimizer settings
     dtype: torch.dtype  # of those weights
     device: torch.device
-    part: Pair | Heads | Copied | None = None  # of the model, that a seed enlarges
+    part: Part | None = None  # of the model, that a seed enlarges
     varies: bool = False  # its positions differ between batches
 
     @property
-    def pair(self) -> Pair | Heads | None:
-        return None if isinstance(self.part, Copied) else self.part
-
-    @property
-    def copied(self) -> Copied | None:
-        return self.part if isinstance(self.part, Copied) else None
+    def pair(self) -> Part | None:
+        """The part, unless it is a block to copy."""
+        return None if self.part is None or self.part.is_block else self.part
 
     @property
     def place(self) -> str:
@@ -140,7 +135,7 @@ def site_table(sites: Sequence[ModelSite]) -> str:
     rows = [("site", "module", "kind", "shape", "possible seeds (parameters)")]
     for site in sites:
         grows = ", ".join(f"{b.name} {site.params_of(b):,}" for b in site.blueprints())
-        kind = "PAIR" if site.pair else "BLOCK" if site.copied else site.kind.name
+        kind = "PAIR" if site.pair else "BLOCK" if site.part else site.kind.name
         shape = f"({site.width}, any)" if site.varies else str(site.shape)
         rows.append((site.name, site.module_class, kind, shape, grows))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -227,12 +222,13 @@ def trace_sites(
         )
     batch = batch_size(example)
     runs = [trace(model, inputs) for inputs in (example, example, *others)]
-    if runs[0].output_shapes != runs[1].output_shapes:
-        raise ValueError(
-            f"the model's output changes shape on the same batch: {runs[0].output_shapes}, then "
-            f"{runs[1].output_shapes}; growth needs a fixed shape"
-        )
     first = runs[0]
+    was, now = ([tuple(output.shape) for output in run.outputs] for run in runs[:2])
+    if was != now:
+        raise ValueError(
+            f"the model's output changes shape on the same batch: {was}, then {now}; growth needs a "
+            "fixed shape"
+        )
     candidates: dict[str, ModelSite] = {}
     refused: dict[str, str] = {}
     kinds = _checked_kinds(kind or {}, first)
@@ -262,27 +258,28 @@ def _larger_sites(
 
     A pair must be one in every trace.
     """
-    pairs, not_wider = find_pairs(model, runs[0], batch)
-    for run in runs[1:]:
-        kept = {pair.name for pair in find_pairs(model, run, batch)[0]}
-        pairs = [pair for pair in pairs if pair.name in kept]
-    macs = _macs_by_module(model, example)
-    heads, no_heads = find_heads(model, runs[0], macs)
-    blocks, not_copied = find_copied(model, example, macs)
-    sites = {}
-    parts: list[Pair | Heads | Copied] = [*pairs, *heads, *blocks]
-    for part in parts:
+    macs, modules = _macs_by_module(model, example), dict(model.named_modules())
+    sites, reasons = {}, {}
+
+    def parts(find: Callable[..., Part | None], what: str, run: Run) -> Iterator[Part]:
+        for name in run.calls:
+            try:
+                if (part := find(name, modules, run, macs)) is not None:
+                    yield part
+            except NotAPair as why:
+                reasons[name] = f"{what}: {why}"
+
+    others = [[p.name for p in parts(pair_at, "cannot get wider", run)] for run in runs[1:]]
+    pairs = parts(pair_at, "cannot get wider", runs[0])
+    found = [pair for pair in pairs if all(pair.name in names for names in others)]
+    found += parts(heads_at, "cannot have more heads", runs[0])
+    found += parts(copy_at, "cannot be copied", runs[0])
+    for part in found:
         calls = [replace(call, weights=part.first) for call in runs[0].calls[part.first]]
         site = _candidate(part.name, calls, batch)
         if isinstance(site, ModelSite):
             sites[part.name] = replace(site, part=part, tokens=1.0)
-    refused = {
-        "cannot get wider": not_wider,
-        "cannot have more heads": no_heads,
-        "cannot be copied": not_copied,
-    }
-    why = {name: f"{what}: {why}" for what, group in refused.items() for name, why in group.items()}
-    return sites, why
+    return sites, reasons
 
 
 _AXES = {SiteKind.VECTOR: 2, SiteKind.SERIES: 3, SiteKind.IMAGE: 4}  # of an output, with the batch
@@ -387,7 +384,7 @@ def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...
 def _places(run: Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
     """The candidates in forward order; modules that return the same tensor are one place."""
     places: dict[Any, list[str]] = {}
-    for name in sorted(candidates, key=lambda name: run.calls[name][0].order):
+    for name in candidates:
         places.setdefault(run.calls[name][0].node, []).append(name)
     return list(places.values())
 

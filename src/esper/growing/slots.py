@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from esper.growing.deepening import BlockCopy, Copied, new_copy
-from esper.growing.heads import Heads, HeadsBranch, new_heads
 from esper.growing.pairs import Pair, UnitsProgram
 from esper.growing.sites import ModelSite
-from esper.growing.widening import Branch, Enlarged, new_branch
+from esper.growing.widening import Branch, Enlarged, Heads, HeadsBranch, new_branch, new_heads
 from esper.kasmina.blending import gate
 from esper.leyline.constants import BlendStyle, SiteKind
 
@@ -55,13 +54,15 @@ def new_seed(
 
     Only `generator` is used: torch's global random state does not change.
     """
-    if isinstance(program, UnitsProgram | Copied):
+    if isinstance(program, UnitsProgram):
         assert model is not None
-        if isinstance(program, Copied):
-            return new_copy(program, model.get_submodule)
-        if isinstance(program.pair, Heads):
-            return new_heads(program.pair, program.units, model.get_submodule, generator)
-        return new_branch(program, model.get_submodule, generator)
+        part, modules = program.part, model.get_submodule
+        if isinstance(part, Heads):
+            return new_heads(part, program.units, modules, generator)
+        if isinstance(part, Pair):
+            return new_branch(part, program.units, modules, generator)
+        assert isinstance(part, Copied)
+        return new_copy(part, modules)
     with torch.device("meta"):
         layers = program.module()
     layers = layers.to_empty(device="cpu")
@@ -118,7 +119,7 @@ class Slot:
     def __init__(self, site: ModelSite, model: nn.Module):
         self.site = site
         self.module = model.get_submodule(site.place)
-        self.source = model.get_submodule(site.pair.first) if isinstance(site.pair, Pair) else None
+        self.source = model.get_submodule(site.part.first) if isinstance(site.part, Pair) else None
         self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
@@ -164,15 +165,11 @@ class Slot:
         self._has_been_called, self._steps_active = False, 0
 
     def merge(self, model: nn.Module) -> list[Enlarged]:
-        """Make a committed branch or copy part of the model; the slot is then empty."""
+        """Make a committed seed part of the model; the slot is then empty."""
         seed, alpha = self.seed, self.alpha
         self.clear()
         self.is_merged = True
-        if isinstance(seed, BlockCopy):
-            stack = next(m for m in model.modules() if self.module in m.children())
-            seed.insert_into(model, stack, self.module)
-            return []
-        assert isinstance(seed, Branch | HeadsBranch), "it has no branch"
+        assert isinstance(seed, Branch | HeadsBranch | BlockCopy)
         return seed.merge_into(model.get_submodule, alpha)
 
     def clear(self) -> None:
@@ -211,7 +208,7 @@ class Slot:
         """The hook of a block: what its copy makes of the output. Of attention: new heads added."""
         self.is_called = True
         seed = self._seed_in_mode(module)
-        if self.site.copied is not None:
+        if isinstance(self.site.part, Copied):
             x = output[0] if isinstance(output, tuple) else output
             return seed(x, *args[1:], **kwargs)
         added = seed(*args, **kwargs)

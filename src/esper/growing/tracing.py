@@ -5,7 +5,8 @@ function mode records the torch functions between the modules.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Call:
     """One call of a module."""
 
     order: int
+    given: tuple[Any, Any, Any]  # arguments, keyword arguments and output
     module_class: str
     output: Any  # its shape; or the type name, if it is not a float tensor
     dtype: torch.dtype  # of the weights before it; under autocast the output may have another
@@ -54,30 +56,29 @@ class Op:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
 
-@dataclass
 class Run:
     """One forward pass."""
 
-    calls: dict[str, list[Call]] = field(default_factory=dict)
-    readers: dict[int, list[Op]] = field(default_factory=dict)  # by the id of a tensor they read
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # the output of each module
-    makers: dict[int, str] = field(
-        default_factory=dict
-    )  # the innermost module, by id of its output
-    running: list[str] = field(default_factory=list)  # modules whose forward has not returned yet
-    outputs: list[Tensor] = field(default_factory=list)
-    output_nodes: list[Edge] = field(default_factory=list)
-    output_shapes: list[tuple[int, ...]] = field(default_factory=list)
-    # the last layer with weights: name, dtype, whether its channels come last, sizes of its weights
-    weights: str = ""
-    dtype: torch.dtype | None = None  # None: not a float dtype
-    prefers_last: bool = True
-    sizes: frozenset[int] = frozenset()
-    num_weight_calls: int = 0
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Call]] = {}  # in the order of the first calls' ends
+        self.started: list[str] = []  # modules in the order of their calls' starts
+        self.readers: dict[int, list[Op]] = {}  # by the id of a tensor they read
+        self.tensors: dict[str, Tensor] = {}  # the output of each module
+        self.makers: dict[int, str] = {}  # the innermost module, by id of its output
+        self.running: list[str] = []  # modules whose forward has not returned yet
+        self.outputs: list[Tensor] = []
+        # the last layer with weights: name, whether its channels come last, sizes of its weights
+        self.weights, self.prefers_last, self.sizes = "", True, frozenset[int]()
+        self.dtype: torch.dtype | None = None  # None: not a float dtype
+        self.num_weight_calls = 0
 
-    def record(self, name: str, module: nn.Module, output: Any) -> None:
+    def start(self, name: str) -> None:
+        self.started.append(name)
+        self.running.append(name)
+
+    def record(self, name: str, module: nn.Module, given: tuple[Any, Any, Any]) -> None:
         self.running.pop()
-        own = _weights(module)
+        own, output = _weights(module), given[-1]
         if own:
             self.weights, self.prefers_last = name, not isinstance(module, _ConvNd)
             self.sizes = frozenset(size for p in own for size in p.shape)
@@ -88,22 +89,22 @@ class Run:
         if is_tensor:
             self.tensors[name] = tensor
             self.makers.setdefault(id(tensor), name)
-        self.calls.setdefault(name, []).append(
-            Call(
-                order=sum(map(len, self.calls.values())),
-                module_class=type(module).__name__,
-                output=tuple(tensor.shape) if is_tensor else type(output).__name__,
-                dtype=self.dtype or (tensor.dtype if is_tensor else torch.float32),
-                device=tensor.device if is_tensor else torch.device("cpu"),
-                node=edge_of(tensor) if is_tensor else None,
-                is_learning=torch.is_grad_enabled(),
-                channels_last=is_tensor and self._puts_channels_last(tensor.shape),
-                weights=self.weights,
-                num_weight_calls=self.num_weight_calls,
-                is_source=isinstance(module, nn.Embedding | nn.EmbeddingBag),
-                is_block=_is_block(name, module),
-            )
+        call = Call(
+            order=sum(map(len, self.calls.values())),
+            given=given,
+            module_class=type(module).__name__,
+            output=tuple(tensor.shape) if is_tensor else type(output).__name__,
+            dtype=self.dtype or (tensor.dtype if is_tensor else torch.float32),
+            device=tensor.device if is_tensor else torch.device("cpu"),
+            node=edge_of(tensor) if is_tensor else None,
+            is_learning=torch.is_grad_enabled(),
+            channels_last=is_tensor and self._puts_channels_last(tensor.shape),
+            weights=self.weights,
+            num_weight_calls=self.num_weight_calls,
+            is_source=isinstance(module, nn.Embedding | nn.EmbeddingBag),
+            is_block=is_composed(module) and name.rpartition(".")[2].isdigit(),
         )
+        self.calls.setdefault(name, []).append(call)
 
     def _puts_channels_last(self, shape: torch.Size) -> bool:
         """As the last layer does, unless only the other axis matches the size of its weights."""
@@ -116,23 +117,15 @@ class Run:
 def trace(model: nn.Module, inputs: Any) -> Run:
     """Record a forward pass in eval mode."""
     run = Run()
-    handles = []
-    for name, module in model.named_modules():
-        if name and not _makes_weights(name):
-            after = lambda module, _args, output, name=name: run.record(name, module, output)  # noqa: E731
-            before = lambda _module, _args, name=name: run.running.append(name)  # noqa: E731
-            handles += [
-                module.register_forward_pre_hook(before),
-                module.register_forward_hook(after),
-            ]
-    try:
-        with eval_mode(model, with_grad=True), _Recording(run):
-            run.outputs = outputs = tensors(forward(model, _with_graph(inputs)))
-    finally:
-        for handle in handles:
-            handle.remove()
-    run.output_nodes = [edge for edge in map(edge_of, outputs) if edge is not None]
-    run.output_shapes = [tuple(output.shape) for output in outputs]
+    with ExitStack() as hooks, eval_mode(model, with_grad=True), _Recording(run):
+        for name, module in model.named_modules():
+            # torch's parametrizations compute weights instead of activations
+            if name and "parametrizations" not in name.split("."):
+                before = lambda *_, name=name: run.start(name)  # noqa: E731
+                after = lambda module, *given, name=name: run.record(name, module, given)  # noqa: E731
+                hooks.callback(module.register_forward_pre_hook(before).remove)
+                hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        run.outputs = tensors(forward(model, _with_graph(inputs)))
     return run
 
 
@@ -154,22 +147,22 @@ class _Recording(TorchFunctionMode):
 
 def _with_graph(inputs: Any) -> Any:
     """Inputs whose float tensors are nodes of the autograd graph."""
-    return pytree.tree_map_only(
-        Tensor,
-        lambda x: x.detach().requires_grad_().clone() if x.is_floating_point() else x,
-        inputs,
-    )
+
+    def made(x: Tensor) -> Tensor:
+        return x.detach().requires_grad_().clone() if x.is_floating_point() else x
+
+    return pytree.tree_map_only(Tensor, made, inputs)
 
 
 def is_cut(node: Edge | None, run: Run) -> bool:
     """Whether every path from the inputs of `node` to the outputs goes through it."""
     if node is None:
         return False
-    around = _reachable(run.output_nodes, avoiding=node)
+    around = _reachable(filter(None, map(edge_of, run.outputs)), avoiding=node)
     before = _reachable(node[0].next_functions)
     sources = [c.node[0] for calls in run.calls.values() for c in calls if c.is_source and c.node]
     # weights may be used elsewhere too, but nothing computed from the inputs may bypass the node
-    computed = {n for n in before if n.name() != _LEAF}
+    computed = {n for n in before if n.name() != "torch::autograd::AccumulateGrad"}
     return not any(n in around for n in (*computed, *sources))
 
 
@@ -180,21 +173,12 @@ def _weights(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters(recurse=False) if sum(n > 1 for n in p.shape) > 1]
 
 
-def _makes_weights(name: str) -> bool:
-    """Whether a module computes weights (torch's parametrizations) instead of activations."""
-    return "parametrizations" in name.split(".")
-
-
 def edge_of(tensor: Tensor) -> Edge | None:
     return None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 
-def _is_block(name: str, module: nn.Module) -> bool:
-    is_composed = not isinstance(module, nn.Sequential) and any(True for _ in module.children())
-    return is_composed and name.rpartition(".")[2].isdigit()
-
-
-_LEAF = "torch::autograd::AccumulateGrad"
+def is_composed(module: nn.Module) -> bool:
+    return not isinstance(module, nn.Sequential) and any(True for _ in module.children())
 
 
 def _reachable(edges: Iterable[Edge], avoiding: Edge | None = None) -> set[Any]:

@@ -1,7 +1,13 @@
-"""New units between two layers: a branch while they grow, part of the layers when merged."""
+"""New units of layers: a branch while they grow, part of the layers when merged.
+
+The units are between two layers (`pairs.py`), heads of attention or units of a gated layer. The
+output of attention is a sum over heads, that of a gated layer a sum over units. New ones are a copy
+of the module with other layers, whose output is added. Modules whose code does not work with more of
+them are found by a test.
+"""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from esper.growing.pairs import Pair, UnitsProgram, is_transposed, weight_of
+from esper.growing.pairs import (
+    Modules,
+    NotAPair,
+    Pair,
+    Part,
+    check_layer,
+    is_transposed,
+    weight_of,
+)
+from esper.growing.tracing import Run, without_graphs
 
 
 class Branch(nn.Module):
@@ -42,11 +57,9 @@ class Branch(nn.Module):
 
 
 def new_branch(
-    program: UnitsProgram, modules: Callable[[str], nn.Module], generator: torch.Generator
+    pair: Pair, units: int, modules: Callable[[str], nn.Module], generator: torch.Generator
 ) -> Branch:
     """A branch with initial weights; only `generator` is used."""
-    pair, units = program.pair, program.units
-    assert isinstance(pair, Pair)
     first = layer_like(modules(pair.first), None, units)
     last = layer_like(modules(pair.last), units * pair.features, None)
     middle = {s.module: layer_like(modules(s.module), units, units) for s in pair.steps if s.module}
@@ -178,3 +191,126 @@ def enlarge(module: Any, part: nn.Module, axis: int) -> list[Enlarged]:
     if vars(module).get("groups", 1) > 1:  # a depthwise convolution
         module.in_channels = module.groups = module.out_channels
     return changed
+
+
+_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("to_q", "to_k", "to_v"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("wq", "wk", "wv"),
+    ("q", "k", "v"),
+)
+_GATED = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"))  # a head is one unit
+_OUTPUTS = ("down_proj", "w2", "o_proj", "out_proj", "to_out", "out_lin", "wo", "o", "out", "proj")
+_HEAD_SIZES = ("head_dim", "attention_head_size", "dim_head", "d_head")
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
+_TOTALS = ("all_head_size", "inner_dim", "intermediate_size")
+
+
+@dataclass(frozen=True, eq=False)
+class Heads(Part):
+    """A module that can have more heads or units; `first` and `last` are its name."""
+
+    inputs: tuple[str, ...]  # names inside the module: queries, keys, values; gate and values
+    output: str
+    size: int  # of a head
+
+
+class HeadsBranch(nn.Module):
+    """The new heads, called with the arguments of the attention module."""
+
+    def __init__(self, pair: Heads, attention: nn.Module):
+        super().__init__()
+        self.pair, self.attention = pair, attention
+
+    @property
+    def last(self) -> nn.Module:
+        return self.attention.get_submodule(self.pair.output)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = without_caches(args, kwargs)
+        output = self.attention(*args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+
+    def merge_into(self, modules: Callable[[str], nn.Module], alpha: float) -> list[Enlarged]:
+        pair, attention = self.pair, modules(self.pair.first)
+        own = self.attention.get_submodule
+        units = own(pair.inputs[0]).out_features // pair.size  # type: ignore[operator]
+        scale(self.last, alpha)
+        changed = enlarge(attention.get_submodule(pair.output), self.last, 1)
+        for name in pair.inputs:
+            changed += enlarge(attention.get_submodule(name), own(name), 0)
+        _set_heads(attention, pair, pair.width + int(units))
+        return changed
+
+
+def new_heads(
+    pair: Heads, heads: int, modules: Callable[[str], nn.Module], generator: torch.Generator
+) -> HeadsBranch:
+    """New heads with initial weights; their output layer is zero."""
+    attention = modules(pair.first)
+    branch = HeadsBranch(pair, copy.deepcopy(attention, without_graphs(attention)))
+    for name in pair.inputs:
+        layer = layer_like(attention.get_submodule(name), None, heads * pair.size)
+        draw(layer, generator)
+        setattr(branch.attention, name, layer)
+    last = layer_like(attention.get_submodule(pair.output), heads * pair.size, None)
+    nn.init.zeros_(last.get_parameter("weight"))
+    setattr(branch.attention, pair.output, last)
+    _set_heads(branch.attention, pair, heads)
+    return branch
+
+
+def _set_heads(attention: nn.Module, pair: Heads, heads: int) -> None:
+    known = vars(attention)
+    known |= {name: heads for name in _COUNTS if name in known}
+    known |= {name: heads * pair.size for name in _TOTALS if name in known}
+
+
+def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -> Heads | None:
+    """An attention module or gated layer that can be larger; None if it is none."""
+    module = modules[name]
+    if isinstance(module, nn.MultiheadAttention):
+        raise NotAPair("nn.MultiheadAttention has its layers in one weight")
+    inputs = next((names for names in (*_INPUTS, *_GATED) if _are_linear(module, names)), None)
+    output = next((n for n in _OUTPUTS if _are_linear(module, (n,))), None)
+    if inputs is None or output is None:
+        return None
+    for part in (*inputs, output):
+        if f"{name}.{part}" not in run.calls:
+            raise NotAPair(f"{part!r} is not called")
+        check_layer(f"{name}.{part}", modules, run)
+    *before, after = parts = [modules[f"{name}.{part}"] for part in (*inputs, output)]
+    known, widths = vars(module), {layer.out_features for layer in before}
+    is_gated = inputs in _GATED
+    size = 1 if is_gated else next((known[n] for n in _HEAD_SIZES if n in known), 0)
+    count = next((known[n] for n in _COUNTS if n in known), 0)
+    width = max(widths)
+    size = size or (width // count if count else 0)
+    if widths != {after.in_features}:
+        raise NotAPair("its layers have different sizes, such as fewer keys than queries")
+    if not size or width % size:
+        raise NotAPair("the size of its heads is not known; it has no attribute head_dim")
+    total = sum(p.numel() for part in parts for p in part.parameters())
+    if total < sum(p.numel() for p in module.parameters()):
+        raise NotAPair("it has other weights, which new heads would have to share")
+    total -= 0 if after.bias is None else after.bias.numel()
+    heads, label = width // size, f"{name}->{'units' if is_gated else 'heads'}"
+    costs = (total // heads, macs.get(name, 0.0) / heads)
+    inside = frozenset(f"{name}.{part}" for part in inputs)
+    return Heads(label, name, name, *costs, inside, inputs, output, size, width=heads)
+
+
+def without_caches(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments without caches of keys and values: a growing model has no place there for a copy."""
+
+    def kept(value: Any) -> Any:
+        return None if type(value).__name__.endswith("Cache") else value
+
+    return tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
+
+
+def _are_linear(module: nn.Module, names: Iterable[str]) -> bool:
+    children = dict(module.named_children())
+    return all(type(children.get(name)) is nn.Linear for name in names)
