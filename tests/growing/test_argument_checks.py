@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from esper import Budget, Growth
-from esper.growing.budget import SeedCost
 from esper.tamiyo.evidence import EvidenceConfig, EvidenceController
 from support.growth_loops import X, Y, new_growth, train
 from support.models import Script, build, germinate, mlp
@@ -107,7 +106,7 @@ def test_a_budget_with_room_for_the_smallest_seed_is_not_refused():
 
 def test_a_budget_that_no_one_seed_keeps_is_refused():
     """Each limit has room for some seed, but no seed keeps both."""
-    seeds = [SeedCost("wide", 10, 50), SeedCost("long", 50, 10)]
+    seeds = [("wide", 10, 50), ("long", 50, 10)]
     Budget(params=120, macs=150).check_room(110, 100, seeds)
     with pytest.raises(ValueError, match=r"smallest seed \(long\) adds 50 and 10"):
         Budget(params=120, macs=110).check_room(110, 100, seeds)

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -122,13 +123,13 @@ def test_budgets_stand_where_floats_are_coarse():
     """Beyond 2^24 a float32 skips whole numbers: rounding may only ever be to the safe side."""
     growth = new_growth(Script(germinate(0, blueprint=1)))
     reporter = growth._reporter
-    reporter.model_params = 2**26 + 1
+    reporter.model_size = (2**26 + 1, 84)
     reporter._budget = Budget(params=2**27 + 7)  # leaves 2**26 + 6; the nearest float is larger
-    left = int(reporter.observe(0, 5, growth._history).params_left)
+    report = partial(reporter.observe, 0, 5, growth._history, max_germinations=9, rent=0.0)
+    left = int(report().params_left)
     assert 2**26 <= left <= 2**26 + 6
-    costs = torch.full_like(reporter._facts.cost_params, 2**25 + 1)
-    reporter._facts = reporter._facts._replace(cost_params=costs)
-    costs = reporter.observe(0, 5, growth._history).cost_params.double()
+    reporter._of_sites["cost_params"].fill_(2**25 + 1)
+    costs = report().cost_params.double()
     assert ((costs >= 2**25 + 1) & (costs <= 2**25 + 4)).all()
 
 

@@ -4,15 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple
-
-
-class SeedCost(NamedTuple):
-    """The cost of one possible seed."""
-
-    name: str  # blueprint and site
-    params: int
-    macs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,31 +22,32 @@ class Budget:
             if limit is not None:
                 object.__setattr__(self, name, None if limit == math.inf else math.floor(limit))
 
-    def check(self, model_params: int, model_macs: int) -> None:
-        """Raise if the model itself exceeds the budget."""
-        for name, limit, own in (
-            ("params", self.params, model_params),
-            ("macs", self.macs, model_macs),
-        ):
+    def left(self, params: int, macs: int) -> tuple[float, float]:
+        """What a network of this size leaves of the limits; negative if it exceeds them."""
+        limits = zip((self.params, self.macs), (params, macs), strict=True)
+        params_left, macs_left = (math.inf if top is None else top - used for top, used in limits)
+        return params_left, macs_left
+
+    def check_room(
+        self, model_params: int, model_macs: int, seeds: Sequence[tuple[str, int, int]]
+    ) -> None:
+        """Raise if no seed fits into the budget; each is a name, parameters and multiply-adds."""
+        for (name, limit), own in zip(vars(self).items(), (model_params, model_macs), strict=True):
             if limit is not None and limit < own:
                 raise ValueError(
                     f"Budget({name}={limit:,}) is below the model's own {own:,}; the budget is for "
                     f"the whole grown model: use more than {own:,}"
                 )
-
-    def check_room(self, model_params: int, model_macs: int, seeds: Sequence[SeedCost]) -> None:
-        """Raise if none of the possible seeds fits into the budget."""
-        params_left = math.inf if self.params is None else self.params - model_params
-        macs_left = math.inf if self.macs is None else self.macs - model_macs
-        if any(seed.params <= params_left and seed.macs <= macs_left for seed in seeds):
+        params_left, macs_left = self.left(model_params, model_macs)
+        if any(params <= params_left and macs <= macs_left for _, params, macs in seeds):
             return
-        by_params = min(seeds, key=lambda seed: (seed.params, seed.macs))
-        by_macs = min(seeds, key=lambda seed: (seed.macs, seed.params))
-        smallest = by_params if by_params.params > params_left else by_macs
+        least = min(seeds, key=lambda seed: seed[1:])
+        if least[1] <= params_left:
+            least = min(seeds, key=lambda seed: (seed[2], seed[1]))
         raise ValueError(
             f"{self} leaves no room to grow: the model itself has {model_params:,} parameters and "
-            f"{model_macs:,} multiply-adds, and its smallest seed ({smallest.name}) adds "
-            f"{smallest.params:,} and {smallest.macs:,}; the budget is for the whole grown model"
+            f"{model_macs:,} multiply-adds, and its smallest seed ({least[0]}) adds {least[1]:,} and "
+            f"{least[2]:,}; the budget is for the whole grown model"
         )
 
     def describe(self, model_params: int, model_macs: int) -> str:

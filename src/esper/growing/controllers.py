@@ -14,7 +14,6 @@ from esper.growing.inputs import DataFacts
 from esper.growing.network import GrowingNetwork
 from esper.growing.pairs import Pair, units_of
 from esper.growing.preparation import PreparedModel
-from esper.growing.sites import ModelSite
 from esper.leyline.factored_actions import ActionMasks, tamiyo_action_space
 from esper.leyline.protocols import Controller
 from esper.leyline.reports import Reports
@@ -42,39 +41,14 @@ class ExplainingController(Protocol):
         ...
 
 
-@runtime_checkable
-class TimedController(Protocol):
-    """A controller that grows nothing in a run with fewer steps than `least_steps`."""
-
-    @property
-    def least_steps(self) -> int: ...
-
-
-@runtime_checkable
-class EvidenceReader(Protocol):
-    """A controller that decides by evidence; see `evidence.py`."""
-
-    def wants_evidence(self, progress: float) -> bool:
-        """Whether evidence is needed for a decision at this progress, 0 to 1."""
-        ...
-
-    def see(self, gain: Tensor) -> None:
-        """Expected gain of each slot and blueprint, `[S, B]`."""
-        ...
-
-    def judges(self, stage: Tensor, stage_age: Tensor) -> Tensor:
-        """Whose contribution it needs now; each argument is `[N, S]`, before the step ends."""
-        ...
-
-
 def check_time(controller: Controller, steps: int) -> None:
-    """Raise if the run is too short for the controller to grow anything."""
-    if isinstance(controller, TimedController) and steps < controller.least_steps:
-        missing = controller.least_steps - steps
+    """Raise if the run is too short for the heuristic to grow anything."""
+    needed = controller.least_steps if isinstance(controller, EvidenceController) else 0
+    if steps < needed:
         raise ValueError(
-            f"the controller needs {controller.least_steps} decisions to grow, judge and commit a "
-            f"seed, and there are {steps} before the last one: nothing would grow; give it {missing} "
-            f"more decision{'' if missing == 1 else 's'}"
+            f"the controller needs {needed} decisions to grow, judge and commit a seed, and there "
+            f"are {steps} before the last one: nothing would grow; give it {needed - steps} more "
+            f"decision{'' if needed - steps == 1 else 's'}"
         )
 
 
@@ -122,11 +96,9 @@ def controller_name(controller: object) -> str:
 
 def reason_of(controller: Controller, reports: Reports, masks: ActionMasks, actions: Tensor) -> str:
     """The controller's reason for its decision; empty if it gives none."""
-    return (
-        controller.reasons(reports, masks, actions)[0]
-        if isinstance(controller, ExplainingController)
-        else ""
-    )
+    if not isinstance(controller, ExplainingController):
+        return ""
+    return controller.reasons(reports, masks, actions)[0]
 
 
 def check_legal(actions: Tensor, masks: ActionMasks) -> None:
@@ -150,117 +122,86 @@ class Reporter:
     """Makes reports about one model; facts that hold for the whole run are computed once."""
 
     def __init__(
-        self,
-        network: GrowingNetwork,
-        budget: Budget,
-        prepared: PreparedModel,
-        *,
-        data: DataFacts,
-        rent: float,
-        max_germinations: int,
+        self, network: GrowingNetwork, budget: Budget, prepared: PreparedModel, data: DataFacts
     ):
         self._network, self._budget = network, budget
-        self.model_params, self.model_macs = prepared.params, prepared.macs
+        self.model_size = (prepared.params, prepared.macs)
         self.data = data
-        self._rent, self._max_germinations = rent, max_germinations
-        self.action_space = tamiyo_action_space(len(prepared.sites), len(prepared.menu))
-        of_sites = site_facts(
-            [site.seed_site for site in prepared.sites],
-            prepared.menu,
-            [site.tokens for site in prepared.sites],
-        )
-        of_sites["site_kind"] = torch.tensor([int(site.kind) for site in prepared.sites])
-        sites, self._links = prepared.sites, _links(prepared.sites)
+        sites, menu = prepared.sites, prepared.menu
+        self.action_space = tamiyo_action_space(len(sites), len(menu))
+        places = [site.seed_site for site in sites]
+        of_sites = site_facts(places, menu, [site.tokens for site in sites])
+        of_sites["site_kind"] = torch.tensor([int(site.kind) for site in sites])
+        self._of_sites = {name: fact.unsqueeze(0) for name, fact in of_sites.items()}
+        self._units = torch.tensor([[units_of(place, b) for b in menu] for place in places])
+        # pairs whose last layer is the first of another, and the costs of one unit in both
+        pairs = [(i, site.part) for i, site in enumerate(sites) if isinstance(site.part, Pair)]
+        self._links = [
+            (a, b, first.cross, first.cross_macs)
+            for a, first in pairs
+            for b, second in pairs
+            if first.last == second.first
+        ]
         self._inside = [
             (pair, site)
             for pair, owner in enumerate(sites)
             for site, other in enumerate(sites)
             if owner.part is not None and other.name in owner.part.inside
         ]
-        self._units = torch.tensor(
-            [[units_of(s.seed_site, b) for b in prepared.menu] for s in sites]
-        )
-        self._facts = HostFacts(
-            host_params=torch.tensor([prepared.params]),
-            host_macs=torch.tensor([prepared.macs]),
-            train_rows=torch.tensor([data.train_rows]),
-            locality=torch.tensor([data.locality]),
-            **{name: fact.unsqueeze(0) for name, fact in of_sites.items()},
-        )
 
     @property
-    def params(self) -> int:
-        """Parameters of the model and every seed in it."""
-        return self.model_params + int(seed_costs(self._facts_now(), self._network.states)[0].sum())
+    def size(self) -> tuple[int, int]:
+        """Parameters and multiply-adds per example of the model and every seed in it."""
+        (params, macs), added = self.model_size, seed_costs(self._facts(), self._network.states)
+        return params + int(added[0].sum()), macs + int(added[1].sum())
 
-    @property
-    def macs(self) -> int:
-        """Multiply-adds per example, likewise."""
-        return self.model_macs + int(seed_costs(self._facts_now(), self._network.states)[1].sum())
-
-    def _facts_now(self) -> HostFacts:
-        """The facts with the costs and fits that depend on the seeds in the network.
+    def _facts(self) -> HostFacts:
+        """What is known of the model, with the costs and fits that depend on its seeds.
 
         Neighbouring pairs share a layer: it also gets weights between the new units of both. A seed
         inside a pair has the width of its layer, so only one of the two can grow.
         """
-        facts, states = self._facts, self._network.states
+        known, states = dict(self._of_sites), self._network.states
         has_seed, chosen = states.has_seed[0], states.blueprint[0].clamp(min=0)
         live = self._units.gather(1, chosen.unsqueeze(1)).squeeze(1) * has_seed
-        params, macs, fits = (
-            table.clone() for table in (facts.cost_params, facts.cost_macs, facts.fits)
-        )
+        names = ("cost_params", "cost_macs", "fits")
+        known |= {name: known[name].clone() for name in names}
+        params, macs, fits = (known[name][0] for name in names)
         for first, second, cross, cross_macs in self._links:
             for pair, other in ((first, second), (second, first)):
                 if pair > other or not has_seed[pair]:  # count it once
                     shared = self._units[pair] * live[other]
-                    params[0, pair] += shared * cross
-                    macs[0, pair] += (shared * cross_macs).round().long()
+                    params[pair] += shared * cross
+                    macs[pair] += (shared * cross_macs).round().long()
         for pair, site in self._inside:
-            fits[0, site] &= ~has_seed[pair]
-            fits[0, pair] &= ~has_seed[site]
-        return facts._replace(cost_params=params, cost_macs=macs, fits=fits)
+            fits[site] &= ~has_seed[pair]
+            fits[pair] &= ~has_seed[site]
+        host_params, host_macs = (torch.tensor([size]) for size in self.model_size)
+        rows, locality = torch.tensor([self.data.train_rows]), torch.tensor([self.data.locality])
+        return HostFacts(host_params, host_macs, rows, locality.float(), **known)
 
     def may_grow(self) -> Tensor:
         """Which seeds fit into the network and the budget now, `[S, B]`."""
-        facts = self._facts_now()
+        facts, left = self._facts(), self._budget.left(*self.size)
         fits = facts.fits & ~self._network.states.has_seed.unsqueeze(-1)
-        for cost, limit, used in (
-            (facts.cost_params, self._budget.params, self.params),
-            (facts.cost_macs, self._budget.macs, self.macs),
-        ):
-            fits = fits if limit is None else fits & (cost <= limit - used)
-        return fits[0]
+        return (fits & (facts.cost_params <= left[0]) & (facts.cost_macs <= left[1]))[0]
 
-    def observe(self, step: int, steps_left: int, history: History) -> Reports:
-        data = self.data  # a checkpoint may have replaced it
-        facts = self._facts_now()._replace(
-            train_rows=torch.tensor([data.train_rows]),
-            locality=torch.tensor([data.locality], dtype=torch.float32),
-        )
+    def observe(
+        self, step: int, steps_left: int, history: History, *, max_germinations: int, rent: float
+    ) -> Reports:
+        params_left, macs_left = map(_rounded_down, self._budget.left(*self.size))
         return build_reports(
-            facts,
+            self._facts(),
             self._network.states,
             history,
             step=step,
             steps_left=steps_left,
-            params_left=_left(self._budget.params, self.params),
-            macs_left=_left(self._budget.macs, self.macs),
-            max_germinations=self._max_germinations,
-            rent=torch.tensor([self._rent], dtype=torch.float32),
+            params_left=params_left,
+            macs_left=macs_left,
+            max_germinations=max_germinations,
+            rent=torch.tensor([rent], dtype=torch.float32),
             compute_price=0.0,
         )
-
-
-def _links(sites: Sequence[ModelSite]) -> list[tuple[int, int, int, float]]:
-    """Pairs whose last layer is the first of another, and the costs of one unit in both."""
-    pairs = {i: site.part for i, site in enumerate(sites) if isinstance(site.part, Pair)}
-    return [
-        (a, b, first.cross, first.cross_macs)
-        for a, first in pairs.items()
-        for b, second in pairs.items()
-        if first.last == second.first
-    ]
 
 
 def add_measured_seeds(
@@ -280,9 +221,7 @@ def add_measured_seeds(
     history.add_gradients(norm, has_gradient)
 
 
-def _left(limit: int | None, used: int) -> Tensor:
-    """What a limit leaves `[1]`, as a float32 that is never more."""
-    if limit is None:
-        return torch.tensor([math.inf])
-    left = torch.tensor([float(limit - used)])
-    return left if left.double() <= limit - used else left.nextafter(torch.tensor(-math.inf))
+def _rounded_down(number: float) -> Tensor:
+    """The largest float32 that is not above a number, `[1]`."""
+    near = torch.tensor([float(number)])
+    return near if near.double() <= number else near.nextafter(torch.tensor(-math.inf))

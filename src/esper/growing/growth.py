@@ -26,7 +26,6 @@ from torch import Tensor, nn, optim
 from esper.growing import checkpoint
 from esper.growing.budget import Budget
 from esper.growing.controllers import (
-    EvidenceReader,
     Reporter,
     add_measured_seeds,
     blueprints_for,
@@ -44,12 +43,7 @@ from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
 from esper.growing.parallel import unwrapped
 from esper.growing.plain import plain_model
-from esper.growing.preparation import (
-    PreparedModel,
-    check_arguments,
-    freeze_all_but_head,
-    prepare_model,
-)
+from esper.growing.preparation import check_arguments, freeze_all_but_head, prepare_model
 from esper.growing.recorder import Recorder, new_ledger
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table
@@ -63,6 +57,7 @@ from esper.growing.validation import (
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
 from esper.leyline.ranks import ALONE, Ranks
+from esper.tamiyo.evidence import EvidenceController
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.reports import History
@@ -137,9 +132,7 @@ class Growth:
     ):
         model, of_wrapper = unwrapped(model)
         self.ranks = ranks = of_wrapper if ranks.size == 1 else ranks
-        check_arguments(
-            model, optimizer, decisions=decisions, budget=budget, rent=rent, rng_seed=rng_seed
-        )
+        check_arguments(model, optimizer, decisions, budget, rent, rng_seed)
         _check_no_other_growth(model)
         if frozen:
             freeze_all_but_head(model, example)
@@ -148,6 +141,7 @@ class Growth:
         self.decisions, self.budget = decisions, budget or Budget()
         self.controller = make_controller(controller)
         self.scheduler, self.shadow_training = scheduler, shadow_training
+        self._rent, self._max_germinations = rent, max_germinations
         self._validator = Validator(val_loader, score)
         prepared = prepare_model(
             model,
@@ -166,35 +160,16 @@ class Growth:
             model, prepared, metric=metric, controller=controller_name(controller),
             budget=self.budget, rng_seed=rng_seed,
         )  # fmt: skip
-        self._start(prepared, ledger, data, rent, max_germinations, rng_seed)
-
-    def _start(
-        self,
-        prepared: PreparedModel,
-        ledger: Ledger,
-        data: DataFacts,
-        rent: float,
-        max_germinations: int,
-        rng_seed: int,
-    ) -> None:
-        """Make the parts of a run; arguments are checked, and now the optimizer is changed."""
+        # arguments are checked, and now the optimizer is changed
+        generator = torch.Generator().manual_seed(rng_seed)
         self._network = network = GrowingNetwork(
-            self.model,
-            self.optimizer,
-            prepared.sites,
-            prepared.menu,
-            scheduler=self.scheduler,
-            generator=torch.Generator().manual_seed(rng_seed),
-            ranks=self.ranks,
-        )
-        self._reporter = Reporter(
-            network, self.budget, prepared, data=data, rent=rent, max_germinations=max_germinations
-        )
-        num_heads = self._reporter.action_space.num_heads
-        self._history = History(1, len(prepared.sites), num_heads)
+            model, optimizer, prepared, generator, scheduler, ranks
+        )  # fmt: skip
+        self._reporter = Reporter(network, self.budget, prepared, data)
+        self._history = History(1, len(network.slots), self._reporter.action_space.num_heads)
         self._recorder = Recorder(ledger, network)
         self._safe_points = SafePoints(network, self._recorder.seed_ids)
-        self._gradients = SeedGradients(self.optimizer, network.slots)
+        self._gradients = SeedGradients(optimizer, network.slots)
         self._evidence = Evidence(network, self._reporter.may_grow)
         self.step = 0  # decisions made
         self.optimizer_steps = self._steps_at_decision = 0
@@ -297,12 +272,12 @@ class Growth:
     @property
     def params(self) -> int:
         """Parameters of the model and all its seeds."""
-        return self._reporter.params
+        return self._reporter.size[0]
 
     @property
     def macs(self) -> int:
         """Multiply-adds per example of the model and all its seeds."""
-        return self._reporter.macs
+        return self._reporter.size[1]
 
     @property
     def best_metric(self) -> float | None:
@@ -317,17 +292,6 @@ class Growth:
         """A copy of the model with its committed seeds as ordinary modules, without slots."""
         return self._committed()
 
-    def describe(self) -> str:
-        """Size, budget and sites, as text."""
-        size = (self._reporter.model_params, self._reporter.model_macs)
-        return f"{self.budget.describe(*size)}\n{site_table(self.sites)}"
-
-    def export(
-        self, path: str | Path, formats: Sequence[str] = FORMATS, *, tolerance: float = TOLERANCE
-    ) -> dict[str, Path]:
-        """Write the model with its committed seeds as files that do not need Esper, by format."""
-        return export(self._committed(), self.example, path, formats, tolerance=tolerance)
-
     def _committed(self) -> nn.Module:
         if self._network.uncommitted and not self.is_closed:
             left_out = ", ".join(self.sites[slot].name for slot in self._network.uncommitted)
@@ -338,6 +302,16 @@ class Growth:
             )
         self._evidence.stop()  # a copy of the model would have its hooks
         return plain_model(self.model, self._network.slots)
+
+    def describe(self) -> str:
+        """Size, budget and sites, as text."""
+        return f"{self.budget.describe(*self._reporter.model_size)}\n{site_table(self.sites)}"
+
+    def export(
+        self, path: str | Path, formats: Sequence[str] = FORMATS, *, tolerance: float = TOLERANCE
+    ) -> dict[str, Path]:
+        """Write the model with its committed seeds as files that do not need Esper, by format."""
+        return export(self._committed(), self.example, path, formats, tolerance=tolerance)
 
     # ---- checkpoints
 
@@ -379,17 +353,7 @@ class Growth:
         """
         self._evidence.stop()
         self._network.set_alphas(is_over=True)
-        is_first = self._safe_points.best is None
-        self._add_training_cost()
-        start = time.perf_counter()
-        self.ranks.copy_first(self._network.statistics())
-        measured = self._validator.measure(
-            self._network, val_metric, val_loss, is_first=is_first, judged=self._judged()
-        )
-        if measured.rows:
-            self.ledger.add_cost(
-                "measuring", self.macs * measured.rows, time.perf_counter() - start
-            )
+        measured = self._measure(val_metric, val_loss)
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
             self._record_fates()
@@ -407,22 +371,26 @@ class Growth:
         self._safe_points.update(self.step, measured)
         return self._safe_points.last
 
-    def _judged(self) -> list[int] | None:
-        """Slots whose contributions the controller needs now; None: all."""
-        states = self._network.states
-        if not isinstance(self.controller, EvidenceReader):
-            return None
-        judged = self.controller.judges(states.stage, states.stage_age)
-        return judged[0].nonzero().flatten().tolist()
-
-    def _add_training_cost(self) -> None:
-        """Multiply-adds of the optimiser steps since the last decision, by the size of `example`."""
-        steps = self.optimizer_steps - self._steps_at_decision
-        rows = 3 * batch_size(self.example)
-        if steps:
-            self.ledger.add_cost("growing", steps * rows * self.macs)
-        if self._evidence.macs:
-            self.ledger.add_cost("measuring", self._evidence.macs)
+    def _measure(self, val_metric: Number | None, val_loss: Number | None) -> Measurement:
+        """The metric and the contributions that the controller needs now, with all costs so far."""
+        states, judged = self._network.states, None
+        if isinstance(self.controller, EvidenceController):
+            is_judged = self.controller.judges(states.stage, states.stage_age)
+            judged = is_judged[0].nonzero().flatten().tolist()
+        # multiply-adds of the optimiser steps since the last decision, by the size of `example`
+        if steps := self.optimizer_steps - self._steps_at_decision:
+            self.ledger.add_cost("growing", steps * 3 * batch_size(self.example) * self.macs)
+        start = time.perf_counter()
+        self.ranks.copy_first(self._network.statistics())
+        is_first = self._safe_points.best is None
+        measured = self._validator.measure(
+            self._network, val_metric, val_loss, is_first=is_first, judged=judged
+        )
+        macs = self._evidence.macs + self.macs * measured.rows
+        if macs:
+            seconds = time.perf_counter() - start if measured.rows else None
+            self.ledger.add_cost("measuring", macs, seconds)
+        return measured
 
     def _record_step(self, measured: Measurement) -> None:
         losses, self._train_losses = self._train_losses, []
@@ -453,12 +421,18 @@ class Growth:
         return point if self._safe_points.has_all_seeds(point) else None
 
     def _apply_decision(self) -> DecisionRecord:
-        steps_left = self.decisions - 1 - self.step
-        reports = self._reporter.observe(self.step, steps_left, self._history)
+        reports = self._reporter.observe(
+            self.step,
+            self.decisions - 1 - self.step,
+            self._history,
+            max_germinations=self._max_germinations,
+            rent=self._rent,
+        )
         action_space = self._reporter.action_space
         masks = compute_batch_masks(reports, action_space)
-        if isinstance(self.controller, EvidenceReader):
-            self.controller.see(self._evidence.gains())
+        heuristic = self.controller if isinstance(self.controller, EvidenceController) else None
+        if heuristic is not None:
+            heuristic.see(self._evidence.gains())
             self._evidence.clear()
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
@@ -475,11 +449,10 @@ class Growth:
         self._record_fates()
         self._network.forget_calls()
         self.step += 1
-        progress = self.step / (self.decisions - 1)
-        if isinstance(self.controller, EvidenceReader) and self.controller.wants_evidence(progress):
+        if heuristic is not None and heuristic.wants_evidence(self.step / (self.decisions - 1)):
             self._evidence.start(self.step, wait=max(0, steps - BATCHES))
-        for limit, used in ((self.budget.params, self.params), (self.budget.macs, self.macs)):
-            assert limit is None or used <= limit, "the masks let the budget be exceeded"
+        left = self.budget.left(self.params, self.macs)
+        assert min(left) >= 0, "the masks let the budget be exceeded"
         return record
 
     def _record_fates(self) -> None:

@@ -5,7 +5,7 @@ network and optimiser, for a rollback or a checkpoint.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,12 +16,13 @@ from torch import Tensor, nn, optim
 from esper.growing.eval_mode import uncompiled, untouched_randomness, watch_hooks
 from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.parallel import SeedAverage
+from esper.growing.preparation import PreparedModel
 from esper.growing.sites import ModelSite
 from esper.growing.slots import AnySeed, Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
-from esper.leyline.ranks import ALONE, Ranks
+from esper.leyline.ranks import Ranks
 from esper.leyline.stages import SeedStage
 
 # dtypes of running statistics
@@ -58,27 +59,23 @@ class GrowingNetwork:
         self,
         model: nn.Module,
         optimizer: optim.Optimizer,
-        sites: Sequence[ModelSite],
-        menu: Sequence[Blueprint],
-        *,
-        scheduler: AnyScheduler | None = None,
+        prepared: PreparedModel,
         generator: torch.Generator,
-        ranks: Ranks = ALONE,
+        scheduler: AnyScheduler | None,
+        ranks: Ranks,
     ):
-        self.model = model
+        self.model, self.optimizer = model, optimizer
         self.ranks, self._average = ranks, SeedAverage(ranks)
-        self.optimizer = optimizer
-        self.menu = tuple(menu)
-        self.slots = tuple(Slot(site, model) for site in sites)
+        self.menu = prepared.menu
+        self.slots = tuple(Slot(site, model) for site in prepared.sites)
         self.states = SlotStates.dormant(1, len(self.slots))
         self.ramp = Ramp([0.0] * len(self.slots), [0.0] * len(self.slots))
         self.in_shadow: list[int] = []  # slots whose seeds are in shadow training
         self.generator = generator  # of the seeds' initial weights
         self._sound = finite_buffers(model)
         self._groups = SeedGroups(optimizer, scheduler)
-        self._owners = [
-            self._groups.owner(model.get_submodule(site.weights).parameters()) for site in sites
-        ]
+        of_sites = (model.get_submodule(site.weights).parameters() for site in prepared.sites)
+        self._owners = [self._groups.owner(weights) for weights in of_sites]
         own = {id(parameter) for parameter in model.parameters()}
         self._others = {  # such as a loss with weights
             f"other.{number}.{index}": parameter
@@ -106,10 +103,12 @@ class GrowingNetwork:
                 self._add_seed(index)
             slot.is_committed = bool(states.stage[0, index] == SeedStage.FOSSILIZED)
         # a seed in shadow training is active in the shadow pass only
-        is_felt = (states.stage[0] != SeedStage.TRAINING) & torch.tensor(
-            [slot.seed is not None for slot in self.slots]
-        )
-        goals = torch.where(is_felt, states.alpha[0], 0.0).tolist()
+        goals = [
+            0.0 if slot.seed is None or index in self.in_shadow else alpha
+            for index, (slot, alpha) in enumerate(
+                zip(self.slots, states.alpha[0].tolist(), strict=True)
+            )
+        ]
         self.ramp = Ramp([slot.alpha for slot in self.slots], goals, steps)
         self.move_alphas()
 

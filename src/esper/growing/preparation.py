@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn, optim
 
-from esper.growing.budget import Budget, SeedCost
+from esper.growing.budget import Budget
 from esper.growing.inputs import tensors
 from esper.growing.plain import check_plain, working_sites
 from esper.growing.sites import MENU, ModelSite, SiteTrace, count_macs, count_params, trace_sites
@@ -18,13 +18,7 @@ from esper.kasmina.blueprints import Blueprint
 
 
 def check_arguments(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    *,
-    decisions: int,
-    budget: Budget | None,
-    rent: float,
-    rng_seed: int,
+    model: Any, optimizer: Any, decisions: int, budget: Any, rent: float, rng_seed: int
 ) -> None:
     """Raise a ValueError for arguments that cannot work."""
     _check_model(model)
@@ -45,7 +39,7 @@ def check_whole(**given: int) -> None:
             raise ValueError(f"{name}={number!r}; use a whole number")
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}; give an nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
@@ -69,7 +63,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_optimizer(model: nn.Module, optimizer: optim.Optimizer) -> None:
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, optim.Optimizer):
         given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise ValueError(
@@ -120,9 +114,14 @@ def prepare_model(
     chosen = working_sites(model, chosen, examples[0])
     check_plain(model, chosen, examples[0])
     params, macs = count_params(model), count_macs(model, examples[0])
-    budget.check(params, macs)
     menu = _fitting_menu(chosen, blueprints)
-    budget.check_room(params, macs, _seed_costs(chosen, menu))
+    seeds = [
+        (f"{b.name} at {site.name!r}", site.params_of(b), site.macs_of(b))
+        for site in chosen
+        for b in menu
+        if b.fits(site.seed_site)
+    ]
+    budget.check_room(params, macs, seeds)
     return PreparedModel(trace, chosen, menu, params, macs)
 
 
@@ -146,12 +145,3 @@ def _fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tu
             f"none of the blueprints {names} fits a site; there are {kinds} sites{why}"
         )
     return fitting
-
-
-def _seed_costs(sites: Sequence[ModelSite], menu: Sequence[Blueprint]) -> list[SeedCost]:
-    return [
-        SeedCost(f"{b.name} at {site.name!r}", site.params_of(b), site.macs_of(b))
-        for site in sites
-        for b in menu
-        if b.fits(site.seed_site)
-    ]

@@ -8,9 +8,8 @@ randomness and optimizer settings. The verdict compares the two.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,23 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from esper.growing.budget import Budget
-from esper.growing.eval_mode import untouched_randomness
 from esper.growing.export import FORMATS, TOLERANCE, export
 from esper.growing.growth import DEFAULT_RENT, Growth
-from esper.growing.inputs import batch_size, count_rows, moved, tensors
+from esper.growing.inputs import count_rows
 from esper.growing.ledger import Ledger, Verdict
 from esper.growing.page import check_page, try_write_page, with_page
-from esper.growing.parallel import is_split, unwrapped
+from esper.growing.parallel import unwrapped
 from esper.growing.preparation import check_arguments, check_whole
 from esper.growing.slots import disable_nested_tensors
 from esper.growing.twin import Loss, Task, Twin, Unpack, copied
-from esper.growing.validation import (
-    Metric,
-    check_loader,
-    default_metric,
-    paired_difference,
-)
+from esper.growing.validation import Metric, paired_difference
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import Controller
 from esper.leyline.ranks import join_ranks
 from esper.nissa.console import Report, progress_bar
+
+Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -133,51 +128,35 @@ def grow(
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "repeats")}
     model, ranks = unwrapped(model)[0], join_ranks()
-    _check_call(steps, decisions, loss, metric, scheduler, autocast, repeats, twin)
-    check_arguments(
-        model, optimizer, decisions=decisions + 1, budget=budget, rent=rent, rng_seed=rng_seed
-    )
-    if ranks.is_first:
-        check_page(page)
+    _check_call(steps, decisions, repeats, twin, autocast, scheduler, loss=loss, metric=metric)
+    check_arguments(model, optimizer, decisions + 1, budget, rent, rng_seed)
+    page = page if ranks.is_first else None
+    check_page(page)
     copies = [copied(model, optimizer, scheduler) for _ in range(repeats - 1)]
-    device = next(model.parameters()).device
-    check_loader(train_loader, "training")
-    check_loader(val_loader, "validation")
-    ranks.copy_first(t.detach() for t in (*model.parameters(), *model.buffers()))
-    if not is_split(train_loader):
-        torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))
     with stop_on_interrupt() as should_stop:  # before the loader starts workers: they inherit it
-        batches = _endless(train_loader)
-        # the first batch is trained on too, so the loader is read as often as in the user's loop
-        unpack = unpack or _as_it_is
-        raw, (example, _) = _first_batch(batches, "training", device, unpack)
-        with untouched_randomness(model, val_loader):
-            others, name, metric = _first_look(val_loader, example, metric, device, unpack)
-        split = is_split(train_loader)
-        task = Task(loss, metric, val_loader, device, unpack, ranks, split, autocast)
+        task = Task(model, train_loader, val_loader, loss, metric, unpack, autocast, ranks)
         _set_train_mode(model)
         ungrown = Twin(*copied(model, optimizer)[:2], task) if twin else None
         growth = Growth(
             model,
             optimizer,
-            example=example,
-            other_examples=others,
-            train_rows=count_rows(train_loader, example),
+            example=task.example,
+            other_examples=task.other_examples,
+            train_rows=count_rows(train_loader, task.example),
             decisions=decisions + 1,  # the last call closes the run
             val_loader=val_loader,
             score=lambda batch: task.score(model, batch),
-            metric=name,
+            metric=task.metric_name,
             ranks=ranks,
             **{name: options[name] for name in _OF_GROWTH},
         )
         growth.expected_steps = steps // decisions
         if ungrown is not None:
             disable_nested_tensors(ungrown.model, growth.sites)  # as in the growing model
-        stop = lambda: ranks.any(should_stop())  # noqa: E731
-        shown, page = progress and ranks.is_first, page if ranks.is_first else None
+        shown = progress and ranks.is_first
         with progress_bar(steps, growth.describe(), enabled=shown) as report:
             report = with_page(report, growth.ledger, page, steps)
-            _train(growth, ungrown, task, chain([raw], batches), steps, report, stop)
+            _train(growth, ungrown, task, steps, report, lambda: ranks.any(should_stop()))
         result = _conclude(growth, ungrown, task)
         if copies and not should_stop():
             result = _repeated(result, copies, options)
@@ -228,14 +207,13 @@ def _repeated(
 def _check_call(
     steps: int,
     decisions: int,
-    loss: Loss,
-    metric: Metric | None,
-    scheduler: LRScheduler | None,
-    autocast: torch.dtype | None,
     repeats: int,
     twin: bool,
+    autocast: Any,
+    scheduler: Any,
+    **given: Any,
 ) -> None:
-    """Check the arguments that `Growth` does not have."""
+    """Check the arguments that `Growth` does not have; `given` are functions or None."""
     if autocast == torch.float16:
         raise ValueError(
             "autocast=torch.float16 needs a GradScaler; use torch.bfloat16, or esper.Growth in your "
@@ -250,17 +228,13 @@ def _check_call(
         raise ValueError(f"repeats={repeats}; use 1 or more, the number of runs")
     if repeats > 1 and not twin:
         raise ValueError(f"repeats={repeats} with twin=False; only a verdict uses the other runs")
-    for name, given in (("loss", loss), ("metric", metric or loss)):
-        if not callable(given):
-            raise ValueError(f"{name}={given!r}; give a function of the model's output and target")
+    for name, function in given.items():
+        if not callable(function) and (name, function) != ("metric", None):
+            raise ValueError(
+                f"{name}={function!r}; give a function of the model's output and target"
+            )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError("ReduceLROnPlateau needs a metric; use esper.Growth in your own loop")
-
-
-def _name_of(metric: Metric) -> str:
-    """The name of a custom metric in the ledger."""
-    name = getattr(metric, "__name__", type(metric).__name__)
-    return "score" if name == "<lambda>" else name
 
 
 def _set_train_mode(model: nn.Module) -> None:
@@ -283,13 +257,7 @@ def _set_train_mode(model: nn.Module) -> None:
 
 
 def _train(
-    growth: Growth,
-    twin: Twin | None,
-    task: Task,
-    batches: Iterator[Any],
-    steps: int,
-    report: Report,
-    should_stop: Callable[[], bool],
+    growth: Growth, twin: Twin | None, task: Task, steps: int, report: Report, should_stop: Stop
 ) -> None:
     """Train both models for all steps, or until Ctrl-C, with the decisions in between."""
     decisions = growth.decisions - 1  # the last one closes the run
@@ -299,7 +267,7 @@ def _train(
         growth.decide()
         until = steps * (number + 1) // decisions
         while growth.optimizer_steps < until and not should_stop():
-            task.train_both(growth, twin, next(batches))
+            task.train_both(growth, twin)
             report(growth.optimizer_steps, _status(growth))
         if should_stop():
             break
@@ -343,63 +311,3 @@ def _conclude(growth: Growth, twin: Twin | None, task: Task) -> GrowthResult:
     growth.ledger.verdict = verdict
     returned = grown if returns_grown else ungrown
     return GrowthResult(returned, ungrown, growth.ledger, verdict, growth)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _first_batch(
-    batches: Iterator[Any], name: str, device: torch.device, unpack: Unpack
-) -> tuple[Any, Any]:
-    """The next batch, and its inputs and target on the device."""
-    batch = next(batches, None)
-    if batch is None:
-        raise ValueError(f"the {name} loader yields nothing")
-    pair = unpack(batch)
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise ValueError(
-            f"the {name} loader yields a {type(pair).__name__}; it must yield pairs "
-            "(inputs, target). For other batches give unpack=, a function from a batch to such a "
-            'pair: lambda batch: ({"x": batch["x"]}, batch["labels"])'
-        )
-    batch_size(pair[0])  # raises if it has no examples
-    return batch, moved(pair, device)
-
-
-def _first_look(
-    val_loader: Iterable[Any],
-    example: Any,
-    metric: Metric | None,
-    device: torch.device,
-    unpack: Unpack,
-) -> tuple[list[Any], str, Metric]:
-    """Inputs of a validation batch, and of one with another shape per example than `example` if
-    there is one; the name of the metric and the metric.
-    """
-    _, (first, target) = _first_batch(iter(val_loader), "validation", device, unpack)
-
-    def shapes(batch: Any) -> list[Any]:
-        return [tensor.shape[1:] for tensor in tensors(batch)]
-
-    inputs = (unpack(batch)[0] for batch in val_loader)
-    others = list(islice((batch for batch in inputs if shapes(batch) != shapes(example)), 1))
-    name, metric = (
-        default_metric(target, (unpack(batch)[1] for batch in val_loader))
-        if metric is None
-        else (_name_of(metric), metric)
-    )
-    return [first, *moved(others, device)], name, metric
-
-
-def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's batches, again and again; nothing if it is empty from the start."""
-    for times in count():
-        batches = 0
-        for batch in loader:
-            batches += 1
-            yield batch
-        if batches == 0 and times > 0:
-            raise ValueError("the training loader yields nothing when it is read again")
-        if batches == 0:
-            return

@@ -1,10 +1,11 @@
-"""The ungrown twin, and the steps that it has in common with the growing model."""
+"""The ungrown twin, and the data and steps that it has in common with the growing model."""
 
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -14,12 +15,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from esper.growing.checkpoint import group_settings
 from esper.growing.eval_mode import eval_mode, untouched_randomness
 from esper.growing.growth import Growth
-from esper.growing.inputs import batch_size, forward, moved
+from esper.growing.inputs import batch_size, forward, moved, tensors
 from esper.growing.ledger import Ledger, TwinRecord
 from esper.growing.network import are_finite, finite_buffers
 from esper.growing.parallel import is_split, rows_of
 from esper.growing.tracing import without_graphs
-from esper.growing.validation import Metric, bounded, checked_scores, joined
+from esper.growing.validation import (
+    Metric,
+    bounded,
+    check_loader,
+    checked_scores,
+    default_metric,
+    joined,
+)
 from esper.leyline.ranks import ALONE, Ranks
 
 Loss = Callable[[Any, Any], Tensor]  # (model output, target) -> mean loss of the batch
@@ -27,23 +35,59 @@ Unpack = Callable[[Any], tuple[Any, Any]]  # a batch of the loader -> (inputs, t
 
 
 class Task:
-    """What both networks share: loss, metric, validation data and device."""
+    """What both networks share: data, loss, metric and device."""
 
     def __init__(
         self,
-        loss: Loss,
-        metric: Metric,
+        model: nn.Module,
+        train_loader: Iterable[Any],
         val_loader: Iterable[Any],
-        device: torch.device,
-        unpack: Unpack,
-        ranks: Ranks,
-        has_own_rows: bool,
+        loss: Loss,
+        metric: Metric | None,
+        unpack: Unpack | None,
         autocast: torch.dtype | None,
+        ranks: Ranks,
     ):
-        self._dtype = autocast
-        self._loss, self._metric, self._unpack = loss, metric, unpack
-        self._val_loader, self._device = val_loader, device
-        self.ranks, self._has_own_rows = ranks, has_own_rows  # a rank reads its own batches
+        """Starts all ranks alike, and looks at the first batches."""
+        check_loader(train_loader, "training")
+        check_loader(val_loader, "validation")
+        self.ranks, self._device = ranks, next(model.parameters()).device
+        self._loss, self._dtype, self._unpack = loss, autocast, unpack or (lambda batch: batch)
+        self._val_loader, self._is_split = val_loader, is_split(train_loader)
+        ranks.copy_first(t.detach() for t in (*model.parameters(), *model.buffers()))
+        if not self._is_split:
+            torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))
+        batches = _endless(train_loader)
+        raw, (self.example, _) = self._first(batches, "training")
+        # it is trained on too, so the loader is read as often as in the user's loop
+        self._batches = chain([raw], batches)
+        with untouched_randomness(model, val_loader):
+            _, (inputs, target) = self._first(iter(val_loader), "validation")
+            # a batch whose examples have another shape, if there is one
+            others = (
+                x for x, _ in map(self._unpack, val_loader) if _shapes(x) != _shapes(self.example)
+            )
+            self.other_examples = [inputs, *moved(list(islice(others, 1)), self._device)]
+            self.metric_name, self._metric = (
+                default_metric(target, (self._unpack(batch)[1] for batch in val_loader))
+                if metric is None
+                else (_name_of(metric), metric)
+            )
+
+    def _first(self, batches: Iterator[Any], name: str) -> tuple[Any, Any]:
+        """The next batch, and its inputs and target on the device."""
+        batch = next(batches, None)
+        if batch is None:
+            raise ValueError(f"the {name} loader yields nothing")
+        pair = self._unpack(batch)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(
+                f"the {name} loader yields a {type(pair).__name__}; it must yield pairs "
+                "(inputs, target). For other batches give unpack=, a function from a batch to such a "
+                'pair: lambda batch: ({"x": batch["x"]}, batch["labels"])'
+            )
+        batch_size(pair[0])  # raises if it has no examples
+        return batch, moved(pair, self._device)
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, self._dtype) if self._dtype else nullcontext()
@@ -73,10 +117,10 @@ class Task:
         split = self.ranks if is_split(self._val_loader) else ALONE
         return self.ranks.broadcast([bounded(joined(parts, split)) for parts in scores])
 
-    def train_both(self, growth: Growth, twin: "Twin | None", batch: Any) -> None:
-        """One step of both models on the same batch with the same randomness."""
-        batch = moved(self._unpack(batch), self._device)
-        batch, weight = (batch, 1.0) if self._has_own_rows else rows_of(batch, self.ranks)
+    def train_both(self, growth: Growth, twin: "Twin | None") -> None:
+        """One step of both models on the next batch with the same randomness."""
+        batch = moved(self._unpack(next(self._batches)), self._device)
+        batch, weight = (batch, 1.0) if self._is_split else rows_of(batch, self.ranks)
         start = time.perf_counter()
         with untouched_randomness(growth.model) if twin else nullcontext():
             loss = self._step(growth.model, growth.optimizer, batch, weight, growth.shadow_loss)
@@ -178,10 +222,34 @@ def copied(
     return *twins, copy.deepcopy(scheduler, copies)
 
 
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches, again and again."""
+    when = ""
+    while True:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise ValueError(f"the training loader yields nothing{when}")
+        when = " when it is read again"
+
+
+def _shapes(inputs: Any) -> list[Any]:
+    """Of the tensors of one example."""
+    return [tensor.shape[1:] for tensor in tensors(inputs)]
+
+
+def _name_of(metric: Metric) -> str:
+    """The name of a custom metric in the ledger."""
+    name = getattr(metric, "__name__", type(metric).__name__)
+    return "score" if name == "<lambda>" else name
+
+
 def _versions(model: nn.Module) -> list[tuple[int, int]]:
     """Change when a weight or its gradient is written to."""
-    tensors = (t for p in model.parameters() for t in (p, p.grad) if t is not None)
-    return [(id(tensor), tensor._version) for tensor in tensors]
+    watched = (t for p in model.parameters() for t in (p, p.grad) if t is not None)
+    return [(id(tensor), tensor._version) for tensor in watched]
 
 
 def _checked_loss(loss: Tensor) -> Tensor:
