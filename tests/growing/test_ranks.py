@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import esper
-from esper.growing.parallel import rows_of
+from esper.growing.inputs import rows_of
 from esper.leyline.ranks import ALONE, Ranks, join_ranks
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.evidence import EvidenceController

@@ -178,7 +178,7 @@ def test_the_kind_of_a_site_can_be_named():
         ({"1": "picture"}, r"'picture'}; there are \['vector', 'series', 'image', 'tokens'\]"),
         ({"1": "image"}, r"has shape \(2, 4, 14\); this kind has 4 axes"),
         ({"4": "tokens"}, r"has shape \(2, 2\); this kind has 3 or more axes"),
-        ({"conv": "series"}, r"'conv', which is not called; did you mean"),
+        ({"conv": "series"}, r"'conv': 'series'}: it is not called; did you mean"),
     ],
 )
 def test_a_kind_that_cannot_be_is_an_error(kind, problem):

@@ -41,9 +41,13 @@ from esper.growing.inputs import DataFacts, batch_size
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
 from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
-from esper.growing.parallel import unwrapped
 from esper.growing.plain import plain_model
-from esper.growing.preparation import check_arguments, freeze_all_but_head, prepare_model
+from esper.growing.preparation import (
+    check_arguments,
+    freeze_all_but_head,
+    prepare_model,
+    unwrapped,
+)
 from esper.growing.recorder import Recorder, new_ledger
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table

@@ -1,5 +1,5 @@
-"""A batch of a model's inputs (a tensor, a tuple of arguments, or a dict of them), and facts about
-the training data.
+"""Batches of a model's inputs (a tensor, a tuple of arguments, or a dict of them), the rows of a
+rank, and facts about the training data.
 """
 
 from collections.abc import Iterable, Mapping, Sized
@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
+from esper.leyline.ranks import Ranks
 from esper.tolaria.tasks import locality
 
 
@@ -85,3 +86,26 @@ def count_rows(loader: Iterable[Any], inputs: Any) -> int | None:
     if not isinstance(loader, Sized) or not found or found[0].dim() == 0:
         return None
     return len(loader) * len(found[0])
+
+
+def is_split(loader: Iterable[Any] | None) -> bool:
+    """Whether every rank reads other rows of a loader."""
+    return isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler)
+
+
+def rows_of(batch: Any, ranks: Ranks) -> tuple[Any, float]:
+    """This rank's rows of a batch, and their weight in the mean of the ranks' mean losses."""
+    count = batch_size(batch)
+    if ranks.size == 1:
+        return batch, 1.0
+    if count < ranks.size:
+        raise ValueError(
+            f"a batch of {count} rows for {ranks.size} ranks; use larger batches or fewer ranks"
+        )
+    rows = torch.arange(ranks.rank, count, ranks.size)
+
+    def own(tensor: Tensor) -> Tensor:
+        is_batch = tensor.dim() > 0 and len(tensor) == count
+        return tensor[rows.to(tensor.device)] if is_batch else tensor
+
+    return pytree.tree_map_only(Tensor, own, batch), len(rows) * ranks.size / count

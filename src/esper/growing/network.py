@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
+from torch.autograd import Variable
 
 from esper.growing.eval_mode import uncompiled, untouched_randomness, watch_hooks
 from esper.growing.optimizers import AnyScheduler, SeedGroups
-from esper.growing.parallel import SeedAverage
 from esper.growing.preparation import PreparedModel
 from esper.growing.sites import ModelSite
 from esper.growing.slots import AnySeed, Slot, new_seed
@@ -65,7 +65,7 @@ class GrowingNetwork:
         ranks: Ranks,
     ):
         self.model, self.optimizer = model, optimizer
-        self.ranks, self._average = ranks, SeedAverage(ranks)
+        self.ranks, self._is_queued = ranks, False
         self.menu = prepared.menu
         self.slots = tuple(Slot(site, model) for site in prepared.sites)
         self.states = SlotStates.dormant(1, len(self.slots))
@@ -259,15 +259,32 @@ class GrowingNetwork:
         blueprint = self.menu[int(self.states.blueprint[0, index])]
         seed = self.new_seed(blueprint, slot.site, self.generator)
         slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
-        self._average.watch(seed)
+        for weight in seed.parameters() if self.ranks.size > 1 else ():
+            weight.register_post_accumulate_grad_hook(self._queue_average)  # type: ignore[no-untyped-call]
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
         self._groups.join(self._owners[index], named)
 
     def _remove_seed(self, slot: Slot) -> None:
         assert slot.seed is not None
         self._groups.leave(slot.seed.parameters())
-        self._average.forget(slot.seed)
         slot.clear()
+
+    def _queue_average(self, _: Tensor) -> None:
+        """Average the seeds' gradients over ranks, once, when the backward pass ends.
+
+        A seed is born after `DistributedDataParallel` has listed the weights that it averages. Users
+        clip or read gradients after a pass. Averaging what an earlier pass has averaged changes
+        nothing, so gradients may accumulate.
+        """
+
+        def average() -> None:
+            self._is_queued = False
+            weights = [p for slot in self.slots if slot.seed for p in slot.seed.parameters()]
+            self.ranks.mean([weight.grad for weight in weights if weight.grad is not None])
+
+        if not self._is_queued:
+            self._is_queued = True
+            Variable._execution_engine.queue_callback(average)
 
 
 def finite_buffers(model: nn.Module) -> dict[str, torch.Size]:
@@ -315,10 +332,7 @@ def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    if tensor.layout != torch.strided:
-        return False
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in sizes)
+    return tensor.layout == torch.strided and 0 in tensor.stride()
 
 
 def _on_device_of(parameter: nn.Parameter, value: Any) -> Any:

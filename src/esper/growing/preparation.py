@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from esper.growing.budget import Budget
 from esper.growing.inputs import tensors
@@ -15,6 +17,7 @@ from esper.growing.sites import MENU, ModelSite, SiteTrace, count_macs, count_pa
 from esper.growing.slots import Slot, disable_nested_tensors
 from esper.growing.tracing import trace
 from esper.kasmina.blueprints import Blueprint
+from esper.leyline.ranks import ALONE, Ranks, join_ranks
 
 
 def check_arguments(
@@ -30,6 +33,19 @@ def check_arguments(
         raise ValueError(f"rent={rent!r}; use 0 or more, such as 0.02")
     if decisions < 2:
         raise ValueError(f"decisions={decisions}; use 2 or more; the last one only closes the run")
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
+    """The model inside DistributedDataParallel and its ranks; others as they are, alone."""
+    sharded = (FSDPModule, FullyShardedDataParallel)
+    if isinstance(model, nn.Module) and any(isinstance(m, sharded) for m in model.modules()):
+        raise ValueError(
+            "the model is sharded (fully_shard, FSDP), but a seed grows on whole weights; wrap it in "
+            "DistributedDataParallel instead"
+        )
+    if isinstance(model, DistributedDataParallel):
+        return model.module, join_ranks()
+    return model, ALONE
 
 
 def check_whole(**given: int) -> None:

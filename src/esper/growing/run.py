@@ -23,8 +23,7 @@ from esper.growing.growth import DEFAULT_RENT, Growth
 from esper.growing.inputs import count_rows
 from esper.growing.ledger import Ledger, Verdict
 from esper.growing.page import check_page, try_write_page, with_page
-from esper.growing.parallel import unwrapped
-from esper.growing.preparation import check_arguments, check_whole
+from esper.growing.preparation import check_arguments, check_whole, unwrapped
 from esper.growing.slots import disable_nested_tensors
 from esper.growing.twin import Loss, Task, Twin, Unpack, copied
 from esper.growing.validation import Metric, paired_difference

@@ -11,7 +11,8 @@ can be copied, named "block->copy" (`deepening.py`), and attention, "module->hea
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,11 +110,9 @@ def _macs_by_module(model: nn.Module, inputs: Any) -> dict[str, float]:
     # with gradients and without fused attention: torch does not count some fused kernels
     with eval_mode(model, with_grad=True), sdpa_kernel(SDPBackend.MATH), counter:
         forward(model, inputs)
-    root, batch = f"{type(model).__name__}.", batch_size(inputs)
-    return {
-        name.removeprefix(root): sum(flops.values()) / 2 / batch
-        for name, flops in counter.get_flop_counts().items()
-    }
+    root, halves = f"{type(model).__name__}.", 2 * batch_size(inputs)
+    counts = counter.get_flop_counts().items()
+    return {name.removeprefix(root): sum(flops.values()) / halves for name, flops in counts}
 
 
 def count_params(model: nn.Module) -> int:
@@ -161,9 +160,8 @@ class SiteTrace:
         """
         for name in (*(include or ()), *exclude):
             self._check_name(name)
-        if include is None:
-            chosen = list(self.sites)
-        else:
+        chosen = list(self.sites)
+        if include is not None:
             chosen = [site for site in self.candidates.values() if self._is_named(site, include)]
         kept = [s for s in chosen if s.name not in exclude and not _is_under(s.name, exclude)]
         if not kept:
@@ -181,9 +179,9 @@ class SiteTrace:
             return
         if name in self.refused:
             raise ValueError(f"nothing can grow at {name!r}: {self.refused[name]}")
-        near = difflib.get_close_matches(name, [*self.candidates, *self.refused], n=1, cutoff=0.0)
+        near = _near(name, (*self.candidates, *self.refused))
         raise ValueError(
-            f"the model has no module {name!r}; did you mean {near[0]!r}? "
+            f"the model has no module {name!r}; did you mean {near!r}? "
             f"Sites: {[site.name for site in self.sites]}"
         )
 
@@ -237,15 +235,14 @@ def trace_sites(
         for other in runs[1:]:
             if isinstance(site, ModelSite):
                 site = _in_other(site, other.calls.get(name, []))
-        if name in kinds and isinstance(site, str):
-            raise ValueError(f"kind={dict(kind or {})}: nothing can grow at {name!r}: {site}")
         if isinstance(site, ModelSite):
             candidates[name] = site
+        elif name in kinds:
+            raise ValueError(f"kind={dict(kind or {})}: nothing can grow at {name!r}: {site}")
         else:
             refused[name] = site
-    for name, _ in model.named_modules():
-        if name and name not in first.calls:
-            refused[name] = "it is not called in a forward pass"
+    uncalled = (name for name, _ in model.named_modules() if name and name not in first.calls)
+    refused |= dict.fromkeys(uncalled, "it is not called in a forward pass")
     larger, not_larger = _larger_sites(model, example, runs, batch) if enlarges else ({}, {})
     offered = (*_offered(first, candidates), *larger.values())
     return SiteTrace(offered, candidates | larger, refused, not_larger)
@@ -288,28 +285,26 @@ _AXES = {SiteKind.VECTOR: 2, SiteKind.SERIES: 3, SiteKind.IMAGE: 4}  # of an out
 def _checked_kinds(given: Mapping[str, str], run: Run) -> dict[str, SiteKind]:
     """The kinds that a user has named, by module; raises for what cannot be."""
     if not isinstance(given, Mapping):
-        raise ValueError(
-            f"kind={given!r}; give a dict of names and kinds, such as {{'stem': 'image'}}"
-        )
+        raise ValueError(f"kind={given!r}; give a dict of names and kinds: {{'stem': 'image'}}")
     kinds = {}
     for name, kind in given.items():
+        named = f"kind={{{name!r}: {kind!r}}}"
         if str(kind).upper() not in SiteKind.__members__:
-            names = [known.name.lower() for known in SiteKind]
-            raise ValueError(f"kind={{{name!r}: {kind!r}}}; there are {names}")
+            raise ValueError(f"{named}; there are {[known.name.lower() for known in SiteKind]}")
         if name not in run.calls:
-            near = difflib.get_close_matches(name, run.calls, n=1, cutoff=0.0)
-            raise ValueError(
-                f"kind= names {name!r}, which is not called; did you mean {near[0]!r}?"
-            )
+            raise ValueError(f"{named}: it is not called; did you mean {_near(name, run.calls)!r}?")
         kinds[name], shape = SiteKind[str(kind).upper()], run.calls[name][0].output
         axes = _AXES.get(kinds[name])
         if isinstance(shape, tuple) and (len(shape) < 3 if axes is None else len(shape) != axes):
-            needed = "3 or more" if axes is None else str(axes)
             raise ValueError(
-                f"kind={{{name!r}: {kind!r}}}: its output has shape {shape}; this kind has {needed} "
-                "axes, with the batch"
+                f"{named}: its output has shape {shape}; this kind has {axes or '3 or more'} axes, "
+                "with the batch"
             )
     return kinds
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    return difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)[0]
 
 
 def _candidate(
@@ -325,15 +320,15 @@ def _candidate(
         return "the model calls it without gradients, so a seed could not learn there"
     if not call.weights:
         return "no layer with weights comes before it"
-    if kind is None and call.channels_last:
-        kind = SiteKind.TOKENS
-    kind = kind if kind is not None else {n: k for k, n in _AXES.items()}.get(len(call.output))
+    if kind is None:
+        by_axes = {axes: known for known, axes in _AXES.items()}
+        kind = SiteKind.TOKENS if call.channels_last else by_axes.get(len(call.output))
     if kind is None:
         return f"its output has shape {call.output}, which no blueprint fits"
     if kind != SiteKind.TOKENS and call.output[0] != batch:
         return f"its output has shape {call.output}, whose first axis is not the batch"
-    width = call.output[-1] if kind == SiteKind.TOKENS else call.output[1]
-    tokens = torch.Size(call.output).numel() / width / batch if kind == SiteKind.TOKENS else 1.0
+    is_tokens = kind == SiteKind.TOKENS
+    tokens = math.prod(call.output[:-1]) / batch if is_tokens else 1.0
     return ModelSite(
         name=name,
         module_class=call.module_class,
@@ -363,33 +358,19 @@ def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...
 
     A model without any (skip connections from end to end) offers all its layers.
     """
-    last = run.num_weight_calls
-    places = [
-        names
-        for names in _places(run, candidates)
-        if run.calls[names[0]][0].num_weight_calls < last
-    ]
-    cuts = [names for names in places if is_cut(run.calls[names[0]][0].node, run)]
+    places: dict[Any, list[str]] = {}  # modules that return the same tensor are one place
+    for name in candidates:
+        places.setdefault(run.calls[name][0].node, []).append(name)
+    calls = {names[0]: run.calls[names[0]][0] for names in places.values()}
+    inner = [n for n in places.values() if calls[n[0]].num_weight_calls < run.num_weight_calls]
+    cuts = [names for names in inner if is_cut(calls[names[0]].node, run)]
     stages: list[list[str]] = []
-    for names in cuts or places:
-        call = run.calls[names[0]][0]
-        before = run.calls[stages[-1][0]][0] if stages else None
+    for names in cuts or inner:
+        call, before = calls[names[0]], calls[stages[-1][0]] if stages else None
         if before is None or call.num_weight_calls > before.num_weight_calls:
             stages.append(names)
         elif call.output == before.output:  # the norm or the activation after a layer
             stages[-1] = names
-    return tuple(candidates[_best_name(names, run)] for names in stages)
-
-
-def _places(run: Run, candidates: dict[str, ModelSite]) -> list[list[str]]:
-    """The candidates in forward order; modules that return the same tensor are one place."""
-    places: dict[Any, list[str]] = {}
-    for name in candidates:
-        places.setdefault(run.calls[name][0].node, []).append(name)
-    return list(places.values())
-
-
-def _best_name(names: list[str], run: Run) -> str:
-    """The element of a stack if there is one, else the innermost module."""
-    blocks = [name for name in names if run.calls[name][0].is_block]
-    return (blocks or names)[0]
+    # the element of a stack if there is one, else the innermost module
+    best = ([n for n in names if run.calls[n][0].is_block] or names for names in stages)
+    return tuple(candidates[names[0]] for names in best)

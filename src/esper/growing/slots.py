@@ -143,20 +143,20 @@ class Slot:
         self._alpha = value
         self._alpha_tensor.fill_(value)
         is_active = value != 0.0 and self.seed is not None
-        if is_active and not self._hooks:
-            # the branch of a pair is part of its last layer, so it comes before a seed there
-            is_pair = self.source is not None
-            if self.source is None and self.site.part is not None:
-                hook = self.module.register_forward_hook(self._call_again, with_kwargs=True)
-            else:
-                hook = self.module.register_forward_hook(self, prepend=is_pair)
-            self._hooks = [hook]
-            if self.source is not None:
-                self._hooks.append(self.source.register_forward_pre_hook(self._keep_input))
-        elif not is_active:
+        if not is_active:
             for hook in self._hooks:
                 hook.remove()
             self._hooks, self._input = [], None
+        elif not self._hooks and self.source is not None:
+            # the branch of a pair is part of its last layer, so it comes before a seed there
+            self._hooks = [
+                self.module.register_forward_hook(self, prepend=True),
+                self.source.register_forward_pre_hook(self._keep_input),
+            ]
+        elif not self._hooks and self.site.part is not None:
+            self._hooks = [self.module.register_forward_hook(self._call_again, with_kwargs=True)]
+        elif not self._hooks:
+            self._hooks = [self.module.register_forward_hook(self)]
 
     def add_seed(self, seed: nn.Module, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
@@ -201,12 +201,19 @@ class Slot:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward hook: the site's output with the seed blended in."""
-        self.is_called = True
-        return with_first(output, self._blended)
+        seed = self._seed_in_mode(module)
+
+        def blended(x: Tensor) -> Tensor:
+            if self.source is None:
+                self.site.check(x, any_length=bool(seed.any_length))
+                return self._blend(x, seed(x))
+            source, self._input = self._input, None
+            return self._blend(x, seed(source))
+
+        return with_first(output, blended)
 
     def _call_again(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The hook of a block: what its copy makes of the output. Of attention: new heads added."""
-        self.is_called = True
         seed = self._seed_in_mode(module)
         if isinstance(self.site.part, Copied):
             x = output[0] if isinstance(output, tuple) else output
@@ -217,21 +224,14 @@ class Slot:
     def _keep_input(self, module: nn.Module, args: Any) -> None:
         self._input = args[0]
 
-    def _blended(self, x: Tensor) -> Tensor:
-        seed = self._seed_in_mode(self.module)
-        if self.source is not None:
-            source, self._input = self._input, None
-            return self._blend(x, seed(source))
-        self.site.check(x, any_length=bool(seed.any_length))
-        return self._blend(x, seed(x))
-
     def _blend(self, x: Tensor, added: Tensor) -> Tensor:
         alpha = self._alpha_tensor if torch.compiler.is_compiling() else self._alpha
         return blend_one(x, added, alpha, self.style)
 
     def _seed_in_mode(self, module: nn.Module) -> nn.Module:
-        """The seed in the mode of a module, for dropout and batch norm."""
+        """The seed, which is now called, in the mode of a module, for dropout and batch norm."""
         assert self.seed is not None
+        self.is_called = True
         # compiled code does not compare: it would be compiled for each of the seed's modes
         if torch.compiler.is_compiling() or self.seed.training != module.training:
             self.seed.train(module.training)

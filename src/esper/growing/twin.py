@@ -15,10 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from esper.growing.checkpoint import group_settings
 from esper.growing.eval_mode import eval_mode, untouched_randomness
 from esper.growing.growth import Growth
-from esper.growing.inputs import batch_size, forward, moved, tensors
+from esper.growing.inputs import batch_size, forward, is_split, moved, rows_of, tensors
 from esper.growing.ledger import Ledger, TwinRecord
 from esper.growing.network import are_finite, finite_buffers
-from esper.growing.parallel import is_split, rows_of
 from esper.growing.tracing import without_graphs
 from esper.growing.validation import (
     Metric,

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from esper.growing.eval_mode import eval_mode
+from esper.growing.inputs import is_split
 from esper.growing.ledger import StepRecord
 from esper.growing.network import GrowingNetwork
-from esper.growing.parallel import is_split
 from esper.leyline.ranks import ALONE, Ranks
 
 # batch -> a score per example [n], 0 to 1, higher is better; optionally with the mean loss
