@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
 from esper.growing.pairs import Modules, NotAPair, Part, PartSite, UnitsProgram
-from esper.growing.tracing import Run, without_graphs
+from esper.growing.tracing import Run, is_composed, without_graphs
 from esper.growing.widening import Enlarged, without_caches
 from esper.kasmina.blueprints import Blueprint, Site, no_layers
 
@@ -94,7 +94,7 @@ def _numbered(block: nn.Module) -> list[Any]:
 def copy_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -> Copied | None:
     """A block to copy; None if it is not composed, or not next to one of its class in a stack."""
     block, (path, _, number) = modules[name], name.rpartition(".")
-    if not (isinstance(modules[path], _STACKS) and number.isdigit() and any(block.children())):
+    if not (isinstance(modules[path], _STACKS) and number.isdigit() and is_composed(block)):
         return None
     near = list(modules[path])[max(0, int(number) - 1) : int(number) + 2]
     if [type(other) for other in near].count(type(block)) < 2:

@@ -451,7 +451,8 @@ class Growth:
         self._network.adopt(transition.then(begin_step), max(1, steps // RAMP_PARTS))
         self._history.add_action(actions)
         self._record_fates()
-        self._network.forget_calls()
+        for slot in self._network.slots:
+            slot.is_called = False  # in validation
         self.step += 1
         if heuristic is not None and heuristic.wants_evidence(self.step / (self.decisions - 1)):
             self._evidence.start(self.step, wait=max(0, steps - BATCHES))

@@ -98,17 +98,16 @@ class GrowingNetwork:
         self.in_shadow = (states.stage[0] == SeedStage.TRAINING).nonzero().flatten().tolist()
         for index, slot in enumerate(self.slots):
             if transition.removed[0, index]:
-                self._remove_seed(slot)
+                assert slot.seed is not None
+                self._groups.leave(slot.seed.parameters())
+                slot.clear()
             if transition.germinated[0, index]:
                 self._add_seed(index)
             slot.is_committed = bool(states.stage[0, index] == SeedStage.FOSSILIZED)
         # a seed in shadow training is active in the shadow pass only
-        goals = [
-            0.0 if slot.seed is None or index in self.in_shadow else alpha
-            for index, (slot, alpha) in enumerate(
-                zip(self.slots, states.alpha[0].tolist(), strict=True)
-            )
-        ]
+        alphas, in_shadow = states.alpha[0].tolist(), self.in_shadow
+        is_on = [s.seed is not None and i not in in_shadow for i, s in enumerate(self.slots)]
+        goals = [alpha if on else 0.0 for alpha, on in zip(alphas, is_on, strict=True)]
         self.ramp = Ramp([slot.alpha for slot in self.slots], goals, steps)
         self.move_alphas()
 
@@ -146,11 +145,6 @@ class GrowingNetwork:
         seed = self.slots[index].seed
         assert seed is not None, f"slot {index} is empty"
         return seed
-
-    def forget_calls(self) -> None:
-        """Reset the counts of calls, after a validation pass."""
-        for slot in self.slots:
-            slot.is_called = False
 
     @contextmanager
     def without(self, slots: Collection[int]) -> Iterator[None]:
@@ -195,7 +189,11 @@ class GrowingNetwork:
         return NetworkState(
             weights={name: p.detach().clone() for name, p in self.model.named_parameters()},
             buffers={name: b.detach().clone() for name, b in self.model.named_buffers()},
-            extras=_extra_states(self.model),
+            extras={
+                name: copy.deepcopy(module.get_extra_state())
+                for name, module in self.model.named_modules()
+                if type(module).get_extra_state is not nn.Module.get_extra_state
+            },
             others={name: p.detach().clone() for name, p in self._others.items()},
             seeds={
                 index: copy.deepcopy(slot.seed.state_dict())
@@ -264,11 +262,6 @@ class GrowingNetwork:
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
         self._groups.join(self._owners[index], named)
 
-    def _remove_seed(self, slot: Slot) -> None:
-        assert slot.seed is not None
-        self._groups.leave(slot.seed.parameters())
-        slot.clear()
-
     def _queue_average(self, _: Tensor) -> None:
         """Average the seeds' gradients over ranks, once, when the backward pass ends.
 
@@ -279,7 +272,8 @@ class GrowingNetwork:
 
         def average() -> None:
             self._is_queued = False
-            weights = [p for slot in self.slots if slot.seed for p in slot.seed.parameters()]
+            seeds = [slot.seed for slot in self.slots if slot.seed is not None]
+            weights = (weight for seed in seeds for weight in seed.parameters())
             self.ranks.mean([weight.grad for weight in weights if weight.grad is not None])
 
         if not self._is_queued:
@@ -305,15 +299,6 @@ def are_finite(model: nn.Module, weights: Iterable[Tensor], sound: dict[str, tor
     buffers = [b for name, b in model.named_buffers() if b.shape == sound.get(name)]
     flags = [tensor.detach().isfinite().all() for tensor in (*weights, *buffers)]
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
-
-
-def _extra_states(model: nn.Module) -> dict[str, Any]:
-    """Copies of the modules' extra states, by name."""
-    return {
-        name: copy.deepcopy(module.get_extra_state())
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
 
 
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:

@@ -70,18 +70,14 @@ class SeedGroups:
             for group in self._optimizer.param_groups[: self.num_own]:
                 group["params"][:] = [entry.new if p is entry.old else p for p in group["params"]]
             if entry.old in state:
-                moments = entry.moments(state.pop(entry.old), state.get(entry.part, {}))
-                state[entry.new] = moments
+                state[entry.new] = entry.moments(state.pop(entry.old), state.get(entry.part, {}))
             self.leave([entry.part])
 
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remove weights with their optimiser state."""
-        gone = {id(parameter) for parameter in parameters}
+        gone = {id(p): self._optimizer.state.pop(p, None) for p in parameters}
         for group in self._optimizer.param_groups[self.num_own :]:
             stays = [id(parameter) not in gone for parameter in group["params"]]
-            for parameter in group["params"]:
-                if id(parameter) in gone:
-                    self._optimizer.state.pop(parameter, None)
             for name in ("params", "param_names"):
                 if name in group:
                     group[name][:] = [x for x, s in zip(group[name], stays, strict=True) if s]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from esper.growing.deepening import BlockCopy
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward, tensors
-from esper.growing.pairs import UnitsProgram
+from esper.growing.pairs import LAYERS, UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Seed, Slot, blend_one, new_seed, with_first
 from esper.growing.tracing import without_graphs
@@ -168,9 +168,6 @@ def _is_close(want: Tensor, have: Tensor) -> bool:
     return torch.allclose(have, want, tolerance, tolerance, equal_nan=True)
 
 
-_LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
-
-
 def folded(model: nn.Module) -> nn.Module:
     """A copy of a grown model with every seed folded as far as possible."""
     model = copy.deepcopy(model, without_graphs(model))
@@ -187,7 +184,7 @@ def folded(model: nn.Module) -> nn.Module:
 def _without_alpha(grown: Grown) -> Grown:
     """Fold alpha into the seed's last layer, if the blend is linear in it."""
     last = grown.seed.layers[-1]
-    if grown.style != BlendStyle.MULTIPLY and isinstance(last, _LINEAR_LAYERS):
+    if grown.style != BlendStyle.MULTIPLY and isinstance(last, LAYERS):
         scale(last, grown.alpha)
         grown.alpha = 1.0
     return grown
@@ -199,12 +196,12 @@ def _merged(grown: Grown) -> nn.Module | None:
     # a subclass may compute something else; a hook may read the output in between, or recompute the
     # weight before every call, as spectral norm does
     has_hooks = site._forward_hooks or site._forward_pre_hooks
-    if type(site) not in _LINEAR_LAYERS or has_hooks or grown.style != BlendStyle.ADD:
+    if type(site) not in LAYERS or has_hooks or grown.style != BlendStyle.ADD:
         return None
     if len(layers) > 1 or not _is_pointwise(layers[0]) or getattr(site, "groups", 1) > 1:
         return None
     merged = copy.deepcopy(site)
-    assert isinstance(merged, _LINEAR_LAYERS)
+    assert isinstance(merged, LAYERS)
     parts = (layers[0].get_parameter(name) for name in ("weight", "bias"))
     matrix, added = (part.detach().double() * grown.alpha for part in parts)
     matrix = matrix.flatten(1) + torch.eye(len(matrix), device=matrix.device)
@@ -218,6 +215,6 @@ def _merged(grown: Grown) -> nn.Module | None:
 
 def _is_pointwise(layer: nn.Module) -> bool:
     """Whether a layer is just a square matrix product over the channels, with a bias."""
-    if not isinstance(layer, _LINEAR_LAYERS) or layer.bias is None:
+    if not isinstance(layer, LAYERS) or layer.bias is None:
         return False
     return layer.weight[0].numel() == layer.weight.shape[1] == len(layer.weight)

@@ -12,7 +12,7 @@ committed, so committing late loses nothing.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,16 +60,14 @@ class SafePoints:
             if self.best is None:
                 raise ValueError("the model's weights or buffers are not finite before growth")
             return "weights or buffers are not finite"
-        reference = self._reference_metric()
+        # the best metric so far, or the last one if the run has settled lower
+        best, last = (0.0 if p is None else p.metric for p in (self.best, self.last))
+        has_settled = self.last is not None and last < COLLAPSE * best
+        reference = last if has_settled else max(best, last)
         # before anything has grown, a dip is the model's own and not rolled back
         if has_grown and measured.metric < COLLAPSE * reference:
             return f"the metric fell from {reference:.4g} to {measured.metric:.4g}"
         return ""
-
-    def _reference_metric(self) -> float:
-        """The best metric so far, or the last one if the run has settled lower."""
-        best, last = (0.0 if p is None else p.metric for p in (self.best, self.last))
-        return last if self.last is not None and last < COLLAPSE * best else max(best, last)
 
     def update(self, step: int, measured: Measurement) -> None:
         """Keep a healthy network."""
@@ -98,11 +96,9 @@ class SafePoints:
     def recover(self) -> SafePoint:
         """Restore the first of last, best_stable and best that was not restored already."""
         assert self.best is not None, "no network to restore"
-        stable = self.best_stable
-        if stable is not None and not self.has_all_seeds(stable):
-            stable = None
-        points = [p for p in (self.last, stable) if p and p.key not in self._already_restored]
-        point = next(iter(points), self.best)
+        stable, used = self.best_stable, self._already_restored
+        known = (self.last, stable if stable and self.has_all_seeds(stable) else None)
+        point = next((p for p in known if p is not None and p.key not in used), self.best)
         self.last = None
         self._already_restored.append(point.key)
         self.restore(point)
@@ -162,16 +158,11 @@ def _merged_slots(seeds: list[int], *, then: SlotStates, now: SlotStates) -> Slo
 
     A seed that was committed since stays committed.
     """
-    stays = torch.zeros_like(now.has_seed)
-    stays[0, seeds] = True
+    one_host, index = torch.zeros(1, dtype=torch.int64), torch.tensor(seeds, dtype=torch.int64)
+    places = (one_host.expand_as(index), index)
+    stays = torch.zeros_like(now.has_seed).index_put(places, torch.tensor(True))
     is_committed = now.stage == SeedStage.FOSSILIZED
     revoked = torch.where(is_committed & ~stays, SeedStage.HOLDING, now.stage)
-    one_host = torch.zeros(1, dtype=torch.int64)
     removed = remove_live_seeds(replace(now, stage=revoked), one_host).states
     then = replace(then, stage=torch.where(is_committed, SeedStage.FOSSILIZED, then.stage))
-    return SlotStates(
-        **{
-            field.name: torch.where(stays, getattr(then, field.name), getattr(removed, field.name))
-            for field in fields(SlotStates)
-        }
-    )
+    return removed.put(then.at(*places), *places)

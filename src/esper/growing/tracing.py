@@ -102,7 +102,9 @@ class Run:
             weights=self.weights,
             num_weight_calls=self.num_weight_calls,
             is_source=isinstance(module, nn.Embedding | nn.EmbeddingBag),
-            is_block=is_composed(module) and name.rpartition(".")[2].isdigit(),
+            is_block=name.rpartition(".")[2].isdigit()
+            and is_composed(module)
+            and not isinstance(module, nn.Sequential),
         )
         self.calls.setdefault(name, []).append(call)
 
@@ -178,7 +180,7 @@ def edge_of(tensor: Tensor) -> Edge | None:
 
 
 def is_composed(module: nn.Module) -> bool:
-    return not isinstance(module, nn.Sequential) and any(True for _ in module.children())
+    return any(True for _ in module.children())
 
 
 def _reachable(edges: Iterable[Edge], avoiding: Edge | None = None) -> set[Any]:

@@ -94,33 +94,25 @@ def layer_like(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module
 
     None: as it has. A last layer, with the outputs that it has, gets no bias: the model's has one.
     """
-    device = next((t.device for t in layer.state_dict().values()), None)
-    with torch.device("meta"):
-        new = _on_meta(layer, inputs, outputs)
+    device = next((t.device for t in layer.state_dict().values()), torch.device("cpu"))
     dtype = next((p.dtype for p in layer.parameters()), None)
-    return new.to(dtype=dtype).to_empty(device=device or "cpu")
-
-
-def _on_meta(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module:
+    kind: Any = type(layer)
+    settings: tuple[Any, ...]
     if isinstance(layer, _BatchNorm):
         settings = (layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-        return type(layer)(outputs or layer.num_features, *settings)
-    bias = layer.bias is not None and outputs is not None
-    own = weight_of(layer).shape
-    sizes = (own[1] if inputs is None else inputs, own[0] if outputs is None else outputs)
-    if isinstance(layer, nn.Linear) or is_transposed(layer):
-        return nn.Linear(*sizes, bias=bias)
-    made: nn.Module = type(layer)(
-        *sizes,
-        layer.kernel_size,
-        layer.stride,
-        layer.padding,
-        layer.dilation,
-        groups=sizes[0] if layer.groups > 1 else 1,  # depthwise
-        bias=bias,
-        padding_mode=layer.padding_mode,
-    )
-    return made
+        settings = (outputs, *settings)
+    else:
+        own, bias = weight_of(layer).shape, layer.bias is not None and outputs is not None
+        sizes = (own[1] if inputs is None else inputs, own[0] if outputs is None else outputs)
+        if isinstance(layer, nn.Linear) or is_transposed(layer):
+            kind, settings = nn.Linear, (*sizes, bias)
+        else:
+            groups = sizes[0] if layer.groups > 1 else 1  # depthwise
+            settings = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+            settings = (*sizes, *settings, groups, bias, layer.padding_mode)
+    with torch.device("meta"):
+        new: nn.Module = kind(*settings)
+    return new.to(dtype=dtype).to_empty(device=device)
 
 
 @dataclass(frozen=True)
@@ -141,15 +133,12 @@ class Enlarged:
         sizes = {v.shape for v in old.values() if isinstance(v, Tensor) and v.dim() > 0}
         if sizes - {self.old.shape}:
             return {}
-        return {
-            key: joined(value, self.turned(part.get(key, torch.zeros_like(self.part))), self.axis)
-            if isinstance(value, Tensor) and value.dim() > 0
-            else copy.deepcopy(value)
-            for key, value in old.items()
-        }
-
-    def turned(self, tensor: Tensor) -> Tensor:
-        return tensor.t() if self.is_transposed else tensor
+        state, none = copy.deepcopy(old), torch.zeros_like(self.part)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                added = part.get(key, none)
+                state[key] = joined(value, added.t() if self.is_transposed else added, self.axis)
+        return state
 
 
 def joined(old: Tensor, part: Tensor, axis: int) -> Tensor:
