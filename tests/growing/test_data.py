@@ -30,7 +30,6 @@ def test_rows_are_counted_where_a_loader_can_tell():
     assert count_rows([({"x": x, "scale": 2}, LABELS[:8])] * 3, {"x": x, "scale": 2}) == 24
     assert count_rows(DataLoader(Stream(), batch_size=16), x) is None
     assert count_rows((batch for batch in [x]), x) is None
-    assert count_rows([3, 4], 3) is None
 
 
 def test_locality_is_that_of_the_first_input_with_positions():

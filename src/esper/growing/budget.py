@@ -52,11 +52,9 @@ class Budget:
 
     def describe(self, model_params: int, model_macs: int) -> str:
         """The model's size and its limits, in one line."""
-        parts = (
-            ("parameters", self.params, model_params),
-            ("multiply-adds per example", self.macs, model_macs),
+        limits = (
+            "no limit" if limit is None else f"at most {limit:,} grown"
+            for limit in (self.params, self.macs)
         )
-        return "; ".join(
-            f"{own:,} {name}, " + ("no limit" if limit is None else f"at most {limit:,} grown")
-            for name, limit, own in parts
-        )
+        sizes = (f"{model_params:,} parameters", f"{model_macs:,} multiply-adds per example")
+        return "; ".join(f"{size}, {limit}" for size, limit in zip(sizes, limits, strict=True))

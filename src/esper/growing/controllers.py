@@ -94,13 +94,6 @@ def controller_name(controller: object) -> str:
     return type(controller).__name__
 
 
-def reason_of(controller: Controller, reports: Reports, masks: ActionMasks, actions: Tensor) -> str:
-    """The controller's reason for its decision; empty if it gives none."""
-    if not isinstance(controller, ExplainingController):
-        return ""
-    return controller.reasons(reports, masks, actions)[0]
-
-
 def check_legal(actions: Tensor, masks: ActionMasks) -> None:
     """Raise for a choice that the masks forbid; a custom controller may ignore them."""
     space = masks.action_space
@@ -187,7 +180,7 @@ class Reporter:
         return (fits & (facts.cost_params <= left[0]) & (facts.cost_macs <= left[1]))[0]
 
     def observe(
-        self, step: int, steps_left: int, history: History, *, max_germinations: int, rent: float
+        self, step: int, steps_left: int, history: History, max_germinations: int, rent: float
     ) -> Reports:
         params_left, macs_left = map(_rounded_down, self._budget.left(*self.size))
         return build_reports(

@@ -89,9 +89,7 @@ class Evidence:
 
     def after_step(self) -> None:
         if self.wait > 0:
-            self.wait -= 1
-            if self.wait == 0:
-                self._attach()
+            self.start(self.step, self.wait - 1)
         elif self._probes and self.batches < BATCHES:
             for probe in self._probes:
                 probe.collect()
@@ -123,18 +121,19 @@ class Evidence:
     @property
     def macs(self) -> float:
         """Multiply-adds so far; the gradients of last layers count as much as forward passes."""
-        menu = self._network.menu
-        forward = sum(
-            p.used * p.slot.site.macs_of(menu[next(iter(p.blueprints))]) for p in self._probes
-        )
-        return 2 * self.batches * forward
+        seeds = ((p, self._network.menu[next(iter(p.blueprints))]) for p in self._probes)
+        return 2 * self.batches * sum(p.used * p.slot.site.macs_of(seed) for p, seed in seeds)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
             "wait": self.wait,
             "batches": self.batches,
-            "probes": [(probe.sums, probe.copy_weights()) for probe in self._probes],
+            # the weights of a copied block as it was copied; other seeds are drawn again
+            "probes": [
+                (p.sums, p.seed.state_dict() if isinstance(p.seed, BlockCopy) else {})
+                for p in self._probes
+            ],
             "used": [probe.used for probe in self._probes],
         }
 
@@ -202,10 +201,6 @@ class _Probe(nn.Module):
             for layer, (power, features) in zip(self._zeros, self.sums, strict=True)
             if features
         )
-
-    def copy_weights(self) -> dict[str, Tensor]:
-        """The weights of a copied block, as they were when it was copied; other seeds are drawn."""
-        return self.seed.state_dict() if isinstance(self.seed, BlockCopy) else {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = tensors((args, kwargs))

@@ -26,6 +26,7 @@ from torch import Tensor, nn, optim
 from esper.growing import checkpoint
 from esper.growing.budget import Budget
 from esper.growing.controllers import (
+    ExplainingController,
     Reporter,
     add_measured_seeds,
     blueprints_for,
@@ -33,7 +34,6 @@ from esper.growing.controllers import (
     check_time,
     controller_name,
     make_controller,
-    reason_of,
 )
 from esper.growing.evidence import BATCHES, Evidence
 from esper.growing.export import FORMATS, TOLERANCE, export
@@ -147,16 +147,9 @@ class Growth:
         self.scheduler, self.shadow_training = scheduler, shadow_training
         self._rent, self._max_germinations = rent, max_germinations
         self._validator = Validator(val_loader, score)
-        prepared = prepare_model(
-            model,
-            (example, *other_examples),
-            sites=sites,
-            exclude=exclude,
-            kind=kind,
-            blueprints=blueprints_for(self.controller, blueprints),
-            budget=self.budget,
-            enlarges=not isinstance(self.controller, LearnedController),  # it was trained without
-        )
+        examples, menu = (example, *other_examples), blueprints_for(self.controller, blueprints)
+        enlarges = not isinstance(self.controller, LearnedController)  # it was trained without
+        prepared = prepare_model(model, examples, self.budget, sites, exclude, kind, menu, enlarges)
         self._validator.check(model)
         check_time(self.controller, decisions - 1)  # the last call only closes the run
         self.controller.begin(torch.zeros(1, dtype=torch.int64))
@@ -195,7 +188,13 @@ class Growth:
         grown = [slot for slot in self._network.slots if slot.seed is not None]
         if not grown:
             return
-        self._check_shadow()
+        has_shadowed, self._has_shadowed = self._has_shadowed, False
+        if self.shadow_training and not has_shadowed and self._network.in_shadow:
+            raise ValueError(
+                "shadow_training=True, but shadow_loss was not called in the last step, so the new "
+                "seed did not train; call growth.shadow_loss(lambda: loss of the batch) before "
+                "optimizer.step()"
+            )
         for slot in grown:
             if slot.alpha != 0.0 and not self.is_closed:
                 slot.note_step()
@@ -263,11 +262,8 @@ class Growth:
     def seeds(self) -> dict[str, str]:
         """The blueprint of every seed in the network, by site."""
         blueprints = self._network.states.blueprint[0].tolist()
-        return {
-            slot.site.name: self._network.menu[blueprint].name
-            for slot, blueprint in zip(self._network.slots, blueprints, strict=True)
-            if blueprint >= 0
-        }
+        grown = zip(self.sites, blueprints, strict=True)
+        return {site.name: self._network.menu[b].name for site, b in grown if b >= 0}
 
     @property
     def ledger(self) -> Ledger:
@@ -425,13 +421,8 @@ class Growth:
         return point if self._safe_points.has_all_seeds(point) else None
 
     def _apply_decision(self) -> DecisionRecord:
-        reports = self._reporter.observe(
-            self.step,
-            self.decisions - 1 - self.step,
-            self._history,
-            max_germinations=self._max_germinations,
-            rent=self._rent,
-        )
+        left, limits = self.decisions - 1 - self.step, (self._max_germinations, self._rent)
+        reports = self._reporter.observe(self.step, left, self._history, *limits)
         action_space = self._reporter.action_space
         masks = compute_batch_masks(reports, action_space)
         heuristic = self.controller if isinstance(self.controller, EvidenceController) else None
@@ -440,7 +431,9 @@ class Growth:
             self._evidence.clear()
         actions = self.controller.decide(reports, masks)
         check_legal(actions, masks)
-        reason = reason_of(self.controller, reports, masks, actions)
+        reason = ""
+        if isinstance(self.controller, ExplainingController):
+            reason = self.controller.reasons(reports, masks, actions)[0]
         actions, reason = self.ranks.broadcast((actions, reason))
         record = self._recorder.decision(self.step, actions[0], masks, reason)
         states = self._network.states
@@ -456,23 +449,15 @@ class Growth:
         self.step += 1
         if heuristic is not None and heuristic.wants_evidence(self.step / (self.decisions - 1)):
             self._evidence.start(self.step, wait=max(0, steps - BATCHES))
-        left = self.budget.left(self.params, self.macs)
-        assert min(left) >= 0, "the masks let the budget be exceeded"
+        assert min(self.budget.left(*self._reporter.size)) >= 0, (
+            "the masks let the budget be exceeded"
+        )
         return record
 
     def _record_fates(self) -> None:
         """Record seeds that were pruned or committed, and drop measurements of removed ones."""
         self._recorder.fates(self.step, self._history)
         self._history.forget(~self._network.states.has_seed)
-
-    def _check_shadow(self) -> None:
-        has_shadowed, self._has_shadowed = self._has_shadowed, False
-        if self.shadow_training and not has_shadowed and self._network.in_shadow:
-            raise ValueError(
-                "shadow_training=True, but shadow_loss was not called in the last step, so the new "
-                "seed did not train; call growth.shadow_loss(lambda: loss of the batch) before "
-                "optimizer.step()"
-            )
 
 
 def _check_no_other_growth(model: nn.Module) -> None:

@@ -82,10 +82,7 @@ def count_rows(loader: Iterable[Any], inputs: Any) -> int | None:
     """Rows of a training loader whose first batch has these inputs; None if unknown."""
     if isinstance(loader, DataLoader):
         return len(loader.dataset) if isinstance(loader.dataset, Sized) else None
-    found = tensors(inputs)
-    if not isinstance(loader, Sized) or not found or found[0].dim() == 0:
-        return None
-    return len(loader) * len(found[0])
+    return len(loader) * batch_size(inputs) if isinstance(loader, Sized) else None
 
 
 def is_split(loader: Iterable[Any] | None) -> bool:

@@ -236,10 +236,10 @@ class GrowingNetwork:
         for name, parameter in self._trained().items():
             self.optimizer.state.pop(parameter, None)
             if name in state.moments:
-                moments = copy.deepcopy(state.moments[name])
-                self.optimizer.state[parameter] = {
-                    key: _on_device_of(parameter, value) for key, value in moments.items()
-                }
+                self.optimizer.state[parameter] = moments = copy.deepcopy(state.moments[name])
+                for key, value in moments.items():
+                    if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cuda):
+                        moments[key] = value.to(parameter.device)  # a step count may be on the CPU
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """All weights that the optimiser may hold."""
@@ -308,23 +308,13 @@ def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     """
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
-    present = dict(owner.named_buffers(recurse=False)).get(leaf)
-    if present is not None and present.shape == value.shape and not _is_expanded(present):
+    present: Any = dict(owner.named_buffers(recurse=False)).get(leaf)
+    has_size = present is not None and present.shape == value.shape
+    if has_size and not (present.layout == torch.strided and 0 in present.stride()):
         present.copy_(value)
     else:
         is_saved = leaf not in owner._non_persistent_buffers_set
         owner.register_buffer(leaf, value.clone(), persistent=is_saved)
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and 0 in tensor.stride()
-
-
-def _on_device_of(parameter: nn.Parameter, value: Any) -> Any:
-    """Optimiser state on its weight's device; a step count on the CPU stays there."""
-    if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cuda):
-        return value.to(parameter.device)
-    return value
 
 
 @contextmanager

@@ -109,13 +109,12 @@ class PreparedModel(NamedTuple):
 def prepare_model(
     model: nn.Module,
     examples: Sequence[Any],
-    *,
+    budget: Budget,
     sites: Sequence[str] | None,
     exclude: Sequence[str],
+    kind: Mapping[str, str] | None,
     blueprints: Sequence[str] | None,
-    budget: Budget,
-    enlarges: bool = True,
-    kind: Mapping[str, str] | None = None,
+    enlarges: bool,
 ) -> PreparedModel:
     """Find the sites and seeds for a run; raises if nothing can grow within the budget."""
     try:

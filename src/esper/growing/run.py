@@ -127,7 +127,7 @@ def grow(
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "repeats")}
     model, ranks = unwrapped(model)[0], join_ranks()
-    _check_call(steps, decisions, repeats, twin, autocast, scheduler, loss=loss, metric=metric)
+    _check_call(options, repeats)
     check_arguments(model, optimizer, decisions + 1, budget, rent, rng_seed)
     page = page if ranks.is_first else None
     check_page(page)
@@ -179,41 +179,31 @@ def _repeated(
     verdicts, ledger = [first.verdict], first.ledger
     for number, (model, optimizer, scheduler) in enumerate(others, start=1):
         changed = {"optimizer": optimizer, "scheduler": scheduler, "progress": False, "page": None}
+        changed["rng_seed"] = options["rng_seed"] + number
         with warnings.catch_warnings():
             # the copy of a scheduler does not find its mark in the copy of the optimizer
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-            again = grow(
-                model, **{**options, **changed, "rng_seed": options["rng_seed"] + number}
-            )  # fmt: skip
+            again = grow(model, **(options | changed))
         verdicts.append(again.verdict)
         costs = again.ledger.costs.values()
         seconds = sum(cost.seconds or 0.0 for cost in costs)
         ledger.add_cost("repeats", sum(cost.macs for cost in costs), seconds)
-    known = [verdict for verdict in verdicts if verdict is not None]
-    if first.verdict is None or len(known) < 2:
-        return first
-    grown, ungrown = (torch.tensor([getattr(v, n) for v in known]) for n in ("grown", "ungrown"))
+    grown, ungrown = (torch.tensor([getattr(v, n) for v in verdicts]) for n in ("grown", "ungrown"))
+    assert first.verdict is not None  # repeats have a twin
     ledger.verdict = replace(
         first.verdict,
         grown=float(grown.mean()),
         ungrown=float(ungrown.mean()),
-        difference_error=float((grown - ungrown).std() / len(known) ** 0.5),
-        repeats=len(known),
+        difference_error=float((grown - ungrown).std() / len(verdicts) ** 0.5),
+        repeats=len(verdicts),
     )
     return replace(first, verdict=ledger.verdict)
 
 
-def _check_call(
-    steps: int,
-    decisions: int,
-    repeats: int,
-    twin: bool,
-    autocast: Any,
-    scheduler: Any,
-    **given: Any,
-) -> None:
-    """Check the arguments that `Growth` does not have; `given` are functions or None."""
-    if autocast == torch.float16:
+def _check_call(options: dict[str, Any], repeats: int) -> None:
+    """Check the arguments that `Growth` does not have."""
+    steps, decisions = options["steps"], options["decisions"]
+    if options["autocast"] == torch.float16:
         raise ValueError(
             "autocast=torch.float16 needs a GradScaler; use torch.bfloat16, or esper.Growth in your "
             "own loop"
@@ -225,14 +215,12 @@ def _check_call(
         raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
     if repeats < 1:
         raise ValueError(f"repeats={repeats}; use 1 or more, the number of runs")
-    if repeats > 1 and not twin:
+    if repeats > 1 and not options["twin"]:
         raise ValueError(f"repeats={repeats} with twin=False; only a verdict uses the other runs")
-    for name, function in given.items():
-        if not callable(function) and (name, function) != ("metric", None):
-            raise ValueError(
-                f"{name}={function!r}; give a function of the model's output and target"
-            )
-    if isinstance(scheduler, ReduceLROnPlateau):
+    for name, given in (("loss", options["loss"]), ("metric", options["metric"] or len)):
+        if not callable(given):
+            raise ValueError(f"{name}={given!r}; give a function of the model's output and target")
+    if isinstance(options["scheduler"], ReduceLROnPlateau):
         raise ValueError("ReduceLROnPlateau needs a metric; use esper.Growth in your own loop")
 
 

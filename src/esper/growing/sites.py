@@ -329,16 +329,8 @@ def _candidate(
         return f"its output has shape {call.output}, whose first axis is not the batch"
     is_tokens = kind == SiteKind.TOKENS
     tokens = math.prod(call.output[:-1]) / batch if is_tokens else 1.0
-    return ModelSite(
-        name=name,
-        module_class=call.module_class,
-        kind=kind,
-        shape=call.output[1:],
-        tokens=tokens,
-        weights=call.weights,
-        dtype=call.dtype,
-        device=call.device,
-    )
+    weights = (call.weights, call.dtype, call.device)
+    return ModelSite(name, call.module_class, kind, call.output[1:], tokens, *weights)
 
 
 def _in_other(site: ModelSite, calls: list[Call]) -> ModelSite | str:

@@ -127,7 +127,10 @@ def trace(model: nn.Module, inputs: Any) -> Run:
                 after = lambda module, *given, name=name: run.record(name, module, given)  # noqa: E731
                 hooks.callback(module.register_forward_pre_hook(before).remove)
                 hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-        run.outputs = tensors(forward(model, _with_graph(inputs)))
+        # float inputs become nodes of the autograd graph
+        node = lambda x: x.detach().requires_grad_().clone() if x.is_floating_point() else x  # noqa: E731
+        inputs = pytree.tree_map_only(Tensor, node, inputs)
+        run.outputs = tensors(forward(model, inputs))
     return run
 
 
@@ -145,15 +148,6 @@ class _Recording(TorchFunctionMode):
             for tensor in {id(x): x for x in tensors((args, op.kwargs))}.values():
                 self._run.readers.setdefault(id(tensor), []).append(op)
         return output
-
-
-def _with_graph(inputs: Any) -> Any:
-    """Inputs whose float tensors are nodes of the autograd graph."""
-
-    def made(x: Tensor) -> Tensor:
-        return x.detach().requires_grad_().clone() if x.is_floating_point() else x
-
-    return pytree.tree_map_only(Tensor, made, inputs)
 
 
 def is_cut(node: Edge | None, run: Run) -> bool:

@@ -63,15 +63,15 @@ class Task:
         with untouched_randomness(model, val_loader):
             _, (inputs, target) = self._first(iter(val_loader), "validation")
             # a batch whose examples have another shape, if there is one
-            others = (
-                x for x, _ in map(self._unpack, val_loader) if _shapes(x) != _shapes(self.example)
-            )
-            self.other_examples = [inputs, *moved(list(islice(others, 1)), self._device)]
-            self.metric_name, self._metric = (
-                default_metric(target, (self._unpack(batch)[1] for batch in val_loader))
-                if metric is None
-                else (_name_of(metric), metric)
-            )
+            known, unpacked = _shapes(self.example), map(self._unpack, val_loader)
+            others = list(islice((x for x, _ in unpacked if _shapes(x) != known), 1))
+            self.other_examples = [inputs, *moved(others, self._device)]
+            if metric is None:
+                targets = (target for _, target in map(self._unpack, val_loader))
+                self.metric_name, self._metric = default_metric(target, targets)
+            else:
+                name, self._metric = getattr(metric, "__name__", type(metric).__name__), metric
+                self.metric_name = "score" if name == "<lambda>" else name
 
     def _first(self, batches: Iterator[Any], name: str) -> tuple[Any, Any]:
         """The next batch, and its inputs and target on the device."""
@@ -122,7 +122,7 @@ class Task:
         batch, weight = (batch, 1.0) if self._is_split else rows_of(batch, self.ranks)
         start = time.perf_counter()
         with untouched_randomness(growth.model) if twin else nullcontext():
-            loss = self._step(growth.model, growth.optimizer, batch, weight, growth.shadow_loss)
+            loss = self._step(growth, batch, weight)
         growth.after_step(loss)
         middle = time.perf_counter()
         growth.ledger.add_cost("growing", 0, middle - start)
@@ -132,7 +132,7 @@ class Task:
             return
         is_first = growth.optimizer_steps == 1
         before = _versions(growth.model) if is_first else []
-        self._step(twin.model, twin.optimizer, batch, weight)
+        self._step(twin, batch, weight)
         if is_first and _versions(growth.model) != before:
             raise ValueError(
                 "a step of the ungrown twin changed the growing model: the loss or an optimizer "
@@ -143,21 +143,15 @@ class Task:
         macs = 3 * growth.ledger.before.macs * batch_size(growth.example)
         growth.ledger.add_cost("twin", macs, time.perf_counter() - middle)
 
-    def _step(
-        self,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        batch: Any,
-        weight: float,
-        shadow: Callable[[Callable[[], Tensor]], None] | None = None,
-    ) -> Tensor:
+    def _step(self, trained: "Growth | Twin", batch: Any, weight: float) -> Tensor:
+        model, optimizer = trained.model, trained.optimizer
         optimizer.zero_grad()
         loss = self.loss(model, batch)
         loss = loss if weight == 1.0 else weight * loss
         loss.backward()  # type: ignore[no-untyped-call]
         self.ranks.mean([p.grad for p in model.parameters() if p.grad is not None])
-        if shadow is not None:
-            shadow(lambda: weight * self.loss(model, batch))
+        if isinstance(trained, Growth):
+            trained.shadow_loss(lambda: weight * self.loss(model, batch))
         optimizer.step()
         return loss.detach()
 
@@ -237,12 +231,6 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
 def _shapes(inputs: Any) -> list[Any]:
     """Of the tensors of one example."""
     return [tensor.shape[1:] for tensor in tensors(inputs)]
-
-
-def _name_of(metric: Metric) -> str:
-    """The name of a custom metric in the ledger."""
-    name = getattr(metric, "__name__", type(metric).__name__)
-    return "score" if name == "<lambda>" else name
 
 
 def _versions(model: nn.Module) -> list[tuple[int, int]]:
