@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from esper.growing.deepening import BlockCopy
+from esper.growing.enlarging import BlockCopy, HeadsBranch
 from esper.growing.eval_mode import uncompiled
 from esper.growing.inputs import tensors
 from esper.growing.network import GrowingNetwork
 from esper.growing.pairs import units_of
 from esper.growing.slots import AnySeed, Seed, Slot, with_first
-from esper.growing.widening import HeadsBranch
 from esper.leyline.constants import BlendStyle, SiteKind
 
 BATCHES = 8  # of each measurement

@@ -240,8 +240,7 @@ class Growth:
         now = self._finish_step(val_metric, val_loss)
         is_early = self.step < self.decisions - 1
         if (is_early or not self._validator.has_score) and self._safe_points.commit_best_seen(now):
-            reason = "the best metric was measured with it"
-            self._recorder.committed_at_close(self.step, reason)
+            self._recorder.committed_at_close(self.step, "the best metric was measured with it")
         best = self._safe_points.best
         assert best is not None
         self._safe_points.restore(best)
@@ -286,7 +285,7 @@ class Growth:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the model and its seeds, for gradient clipping."""
-        return self._network.parameters()
+        yield from self._network.named_parameters().values()
 
     def plain_model(self) -> nn.Module:
         """A copy of the model with its committed seeds as ordinary modules, without slots."""

@@ -124,11 +124,8 @@ class GrowingNetwork:
             if slot.alpha != alpha:
                 slot.alpha = alpha
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The weights of the model and of every seed in it."""
-        yield from self.named_parameters().values()
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The weights of the model and of every seed in it."""
         named = {f"model.{name}": p for name, p in self.model.named_parameters()}
         for slot in self.slots:
             if slot.seed is not None:

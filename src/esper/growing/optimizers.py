@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from esper.growing.enlarging import Enlarged
 from esper.growing.slots import Slot
-from esper.growing.widening import Enlarged
 
 AnyScheduler = LRScheduler | ReduceLROnPlateau
 
@@ -84,17 +84,13 @@ class SeedGroups:
 
 
 def _check_optimizer(optimizer: optim.Optimizer) -> None:
-    # both read their weights only at construction
+    name, why = type(optimizer).__name__, ""
     if isinstance(optimizer, optim.Adagrad | optim.LBFGS):
-        raise ValueError(
-            f"{type(optimizer).__name__} does not support adding weights later; use another "
-            "optimizer, such as AdamW or SGD"
-        )
-    if isinstance(optimizer, optim.Muon):
-        raise ValueError(
-            "Muon trains matrices only, but seeds also have biases; use another optimizer, such as "
-            "AdamW or SGD"
-        )
+        why = "does not support adding weights later"
+    elif isinstance(optimizer, optim.Muon):
+        why = "trains matrices only, but seeds also have biases"
+    if why:
+        raise ValueError(f"{name} {why}; use another optimizer, such as AdamW or SGD")
 
 
 def _extend(scheduler: Any, num_groups: int) -> None:

@@ -51,30 +51,13 @@ _PER_CHANNEL = re.compile(r"(adaptive_)?(max|avg)_pool[12]d|mean|amax|squeeze")
 _RESHAPES = ("flatten", "view", "reshape")
 
 
-class INPUT:
-    """Stands for the activations in the arguments of a recorded function; a class is not copied."""
+# what is between two layers: the name of a module with a weight per unit, or a function of the
+# activations and of whether the model trains
+Step = str | Callable[[Tensor, bool], Tensor]
 
 
 class NotAPair(Exception):
     """The reason why a layer cannot get wider, or another part larger."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One operation between the two layers: a module with a weight per unit, or a function."""
-
-    module: str | None = None
-    function: Callable[..., Any] | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def apply(self, x: Tensor, training: bool) -> Tensor:
-        assert self.function is not None
-        given = (self.args, self.kwargs)
-        args, kwargs = pytree.tree_map(lambda leaf: x if leaf is INPUT else leaf, given)
-        if "training" in kwargs:  # the trace was in eval mode
-            kwargs["training"] = training
-        return self.function(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +139,8 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
         if is_layer(maker) and not _is_depthwise(maker):
             break
         step = _step(op, source, target, maker, run, channel)
-        if _is_depthwise(maker) and step.module is not None:
-            check_layer(step.module, modules, run)
+        if _is_depthwise(maker) and isinstance(step, str):
+            check_layer(step, modules, run)
         steps.append(step)
         inside.append(target)
     else:
@@ -169,7 +152,7 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
     features, rest = divmod(weight.shape[1], width)
     if rest:
         raise NotAPair("the next layer has other inputs")
-    middle = [step.module for step in steps if step.module is not None]
+    middle = [step for step in steps if isinstance(step, str)]
     per_unit = (p[0] for module in middle for p in modules[module].parameters())
     params = weight_of(first)[0].numel() + (first.bias is not None)
     wider = {id(tensor) for tensor in inside}
@@ -233,34 +216,46 @@ def _step(
 ) -> Step:
     if any(x is not source for x in tensors((op.args, op.kwargs))):
         if isinstance(maker, _BatchNorm) or _is_depthwise(maker):
-            return Step(run.makers[id(target)])
+            return run.makers[id(target)]
         if isinstance(maker, nn.LayerNorm | nn.GroupNorm):
             kind = type(maker).__name__
             raise NotAPair(f"{kind} follows it: its statistics mix old and new units")
         raise NotAPair(f"{op.name} follows it, which mixes its units with other tensors")
     if isinstance(op.function, nn.Module):
-        half = max(1, source.shape[channel] // 2)
-        some = op.function.forward(source.narrow(channel, 0, half))
+        half, forward = max(1, source.shape[channel] // 2), op.function.forward  # without its hooks
+        some = forward(source.narrow(channel, 0, half))
         if op.function.state_dict() or not torch.equal(some, target.narrow(channel, 0, half)):
             raise NotAPair(f"{op.name} follows it, which may mix its units")
-        return Step(function=op.function.forward, args=(INPUT,))  # without its hooks
-    given = (op.args, op.kwargs)
-    args, kwargs = pytree.tree_map(lambda leaf: INPUT if leaf is source else leaf, given)
-    if "dropout" in op.name:
-        args, kwargs = (), inspect.signature(op.function).bind(*args, **kwargs).arguments
+        return lambda x, training: forward(x)
     if op.name in _RESHAPES:
         if target.shape == source.shape:
-            return Step(function=torch.clone, args=(INPUT,))
+            return lambda x, training: x.clone()
         if channel == 1 and target.shape == source.flatten(1).shape:
-            return Step(function=torch.flatten, args=(INPUT, 1))
+            return lambda x, training: x.flatten(1)
     is_conv = channel == 1 and source.dim() > 2
-    if _PER_ELEMENT.fullmatch(op.name) and target.shape == source.shape:
-        return Step(function=op.function, args=args, kwargs=kwargs)
+    is_safe = bool(_PER_ELEMENT.fullmatch(op.name)) and target.shape == source.shape
     if _PER_CHANNEL.fullmatch(op.name) and (is_conv or op.name in ("mean", "amax")):
         axis = 1 if is_conv else -1
-        if target.dim() > 1 and target.shape[axis] == source.shape[axis]:
-            return Step(function=op.function, args=args, kwargs=kwargs)
-    raise NotAPair(f"{op.name} follows it, which may mix its units")
+        is_safe |= target.dim() > 1 and target.shape[axis] == source.shape[axis]
+    if not is_safe:
+        raise NotAPair(f"{op.name} follows it, which may mix its units")
+    return _replayed(op, source)
+
+
+def _replayed(op: Op, source: Tensor) -> Step:
+    """The function with its arguments, for other activations than `source`."""
+    mark, given, function = object(), (op.args, op.kwargs), op.function
+    args, kwargs = pytree.tree_map(lambda leaf: mark if leaf is source else leaf, given)
+    if "dropout" in op.name:
+        args, kwargs = (), inspect.signature(function).bind(*args, **kwargs).arguments
+
+    def apply(x: Tensor, training: bool) -> Tensor:
+        own, named = pytree.tree_map(lambda leaf: x if leaf is mark else leaf, (args, kwargs))
+        if "training" in named:  # the trace was in eval mode
+            named["training"] = training
+        return function(*own, **named)  # type: ignore[no-any-return]
+
+    return apply
 
 
 def _is_depthwise(module: Any) -> bool:

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.growing.deepening import BlockCopy
+from esper.growing.enlarging import BlockCopy, Branch, HeadsBranch, scale
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward, tensors
 from esper.growing.pairs import LAYERS, UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.growing.slots import Seed, Slot, blend_one, new_seed, with_first
 from esper.growing.tracing import without_graphs
-from esper.growing.widening import Branch, HeadsBranch, scale
 from esper.leyline.constants import BlendStyle
 
 
@@ -80,19 +79,19 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
             stack.enter_context(slot.with_alpha(0.0))
         for slot, alpha in committed:
             assert isinstance(slot.seed, Seed)
-            site = copy.deepcopy(slot.module, copies)
-            grown = Grown(site, copy.deepcopy(slot.seed), alpha, slot.style)
-            copies[id(slot.module)] = grown
+            site, seed = copy.deepcopy(slot.module, copies), copy.deepcopy(slot.seed)
+            copies[id(slot.module)] = Grown(site, seed, alpha, slot.style)
         plain = copy.deepcopy(model, copies)
+
+    def layer(name: str) -> nn.Module:
+        found: nn.Module = copies[id(model.get_submodule(name))]
+        return found.site if isinstance(found, Grown) else found
+
     for slot, alpha in live:
         if isinstance(slot.seed, Branch | HeadsBranch | BlockCopy):
-            seed = copy.deepcopy(slot.seed, without_graphs(slot.seed))
-            seed.merge_into(lambda name: _inner(copies[id(model.get_submodule(name))]), alpha)
+            part = copy.deepcopy(slot.seed, without_graphs(slot.seed))
+            part.merge_into(layer, alpha)
     return plain
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    return module.site if isinstance(module, Grown) else module
 
 
 def working_sites(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
@@ -176,18 +175,13 @@ def folded(model: nn.Module) -> nn.Module:
         for name, child in list(parent.named_children()):
             if isinstance(child, Grown):
                 is_tied = any(uses[id(p)] > 1 for p in child.site.parameters(recurse=False))
-                merged = None if is_tied else _merged(child)
-                setattr(parent, name, merged or _without_alpha(child))
+                merged, last = None if is_tied else _merged(child), child.seed.layers[-1]
+                if merged is not None:
+                    setattr(parent, name, merged)
+                elif child.style != BlendStyle.MULTIPLY and isinstance(last, LAYERS):
+                    scale(last, child.alpha)  # the blend is linear in the last layer
+                    child.alpha = 1.0
     return model
-
-
-def _without_alpha(grown: Grown) -> Grown:
-    """Fold alpha into the seed's last layer, if the blend is linear in it."""
-    last = grown.seed.layers[-1]
-    if grown.style != BlendStyle.MULTIPLY and isinstance(last, LAYERS):
-        scale(last, grown.alpha)
-        grown.alpha = 1.0
-    return grown
 
 
 def _merged(grown: Grown) -> nn.Module | None:

@@ -25,6 +25,7 @@ from esper.growing.ledger import Ledger, Verdict
 from esper.growing.page import check_page, try_write_page, with_page
 from esper.growing.preparation import check_arguments, check_whole, unwrapped
 from esper.growing.slots import disable_nested_tensors
+from esper.growing.tracing import is_composed
 from esper.growing.twin import Loss, Task, Twin, Unpack, copied
 from esper.growing.validation import Metric, paired_difference
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
@@ -231,16 +232,15 @@ def _set_train_mode(model: nn.Module) -> None:
     """
     if not any(module.training for module in model.modules()):
         model.train()
-    for name, module in model.named_modules():
-        is_trained = any(parameter.requires_grad for parameter in module.parameters())
-        if not module.training and is_trained and any(True for _ in module.children()):
-            warnings.warn(
-                f"{name or type(model).__name__} is in eval mode while other parts of the model "
-                "are in train mode: it trains without dropout, and its batch norms keep their "
-                "statistics. If that is not intended, call model.train() first",
-                stacklevel=3,
-            )
-            return
+    resting = ((name, m) for name, m in model.named_modules() if not m.training and is_composed(m))
+    for name in (n for n, m in resting if any(p.requires_grad for p in m.parameters())):
+        warnings.warn(
+            f"{name or type(model).__name__} is in eval mode while other parts of the model are in "
+            "train mode: it trains without dropout, and its batch norms keep their statistics. If "
+            "that is not intended, call model.train() first",
+            stacklevel=3,
+        )
+        return
 
 
 def _train(

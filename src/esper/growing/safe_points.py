@@ -70,19 +70,15 @@ class SafePoints:
         return ""
 
     def update(self, step: int, measured: Measurement) -> None:
-        """Keep a healthy network."""
-        self.last, self._already_restored = self._point(step, measured.metric), []
+        """Keep a healthy network, as far as it is better than those kept before.
+
+        A stable one replaces another one that is worse or has other seeds.
+        """
+        self.last = point = self._point(step, measured.metric)
+        self._already_restored = []
         committed = measured.committed_metric
         if committed is not None and (self.best is None or committed >= self.best.metric):
             self.best = self._point(step, committed, committed_only=True)
-        self._update_stable(self.last)
-
-    def _point(self, step: int, metric: float, *, committed_only: bool = False) -> SafePoint:
-        state = self._network.capture(committed_only=committed_only)
-        return SafePoint(state, metric, step, {slot: self._seed_ids[slot] for slot in state.seeds})
-
-    def _update_stable(self, point: SafePoint) -> None:
-        """Keep a network with all seeds at full weight, unless a better one has the same seeds."""
         slots, known = point.state.slots, self.best_stable
         is_committed = slots.stage == SeedStage.FOSSILIZED
         if bool((slots.has_seed & ~is_committed & (slots.stage != SeedStage.HOLDING)).any()):
@@ -92,6 +88,10 @@ class SafePoints:
         has_best = self.best is not None and self.best.metric >= known.metric
         if not has_best and torch.equal(slots.has_seed, is_committed):
             self.best = known
+
+    def _point(self, step: int, metric: float, *, committed_only: bool = False) -> SafePoint:
+        state = self._network.capture(committed_only=committed_only)
+        return SafePoint(state, metric, step, {slot: self._seed_ids[slot] for slot in state.seeds})
 
     def recover(self) -> SafePoint:
         """Restore the first of last, best_stable and best that was not restored already."""

@@ -7,7 +7,7 @@ queries. Of a layer, its norm and its activation the last one is the site. The o
 a site: a seed after it could only change the answer's form.
 
 Pairs of layers that can get wider are sites too, named "first->last" (`pairs.py`), and blocks that
-can be copied, named "block->copy" (`deepening.py`), and attention, "module->heads" (`heads.py`).
+can be copied, named "block->copy", and attention, "module->heads" (`enlarging.py`).
 """
 
 import difflib
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.growing.deepening import DEEPENING, copy_at
+from esper.growing.enlarging import DEEPENING, copy_at, heads_at
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import batch_size, forward
 from esper.growing.pairs import NotAPair, Part, PartSite, pair_at
-from esper.growing.tracing import Call, Run, is_cut, trace
-from esper.growing.widening import heads_at
+from esper.growing.tracing import Call, Run, is_composed, is_cut, trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
 from esper.leyline.constants import SiteKind
 
@@ -53,11 +52,6 @@ class ModelSite:
     def pair(self) -> Part | None:
         """The part, unless it is a block to copy."""
         return None if self.part is None or self.part.is_block else self.part
-
-    @property
-    def place(self) -> str:
-        """The module whose output a seed changes."""
-        return self.name if self.part is None else self.part.last
 
     @property
     def seed_site(self) -> Site:
@@ -330,7 +324,7 @@ def _candidate(
     is_tokens = kind == SiteKind.TOKENS
     tokens = math.prod(call.output[:-1]) / batch if is_tokens else 1.0
     weights = (call.weights, call.dtype, call.device)
-    return ModelSite(name, call.module_class, kind, call.output[1:], tokens, *weights)
+    return ModelSite(name, type(call.module).__name__, kind, call.output[1:], tokens, *weights)
 
 
 def _in_other(site: ModelSite, calls: list[Call]) -> ModelSite | str:
@@ -363,6 +357,12 @@ def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...
             stages.append(names)
         elif call.output == before.output:  # the norm or the activation after a layer
             stages[-1] = names
-    # the element of a stack if there is one, else the innermost module
-    best = ([n for n in names if run.calls[n][0].is_block] or names for names in stages)
-    return tuple(candidates[names[0]] for names in best)
+
+    def is_block(name: str) -> bool:
+        """Whether it is a composed element of a stack."""
+        module = run.calls[name][0].module
+        is_element = name.rpartition(".")[2].isdigit() and not isinstance(module, nn.Sequential)
+        return is_element and is_composed(module)
+
+    # a block if there is one, else the innermost module
+    return tuple(candidates[next(filter(is_block, names), names[0])] for names in stages)

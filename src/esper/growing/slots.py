@@ -12,10 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.growing.deepening import BlockCopy, Copied, new_copy
+from esper.growing.enlarging import (
+    BlockCopy,
+    Branch,
+    Copied,
+    Enlarged,
+    Heads,
+    HeadsBranch,
+    new_branch,
+    new_copy,
+    new_heads,
+)
 from esper.growing.pairs import Pair, UnitsProgram
 from esper.growing.sites import ModelSite
-from esper.growing.widening import Branch, Enlarged, Heads, HeadsBranch, new_branch, new_heads
 from esper.kasmina.blending import gate
 from esper.leyline.constants import BlendStyle, SiteKind
 
@@ -118,7 +127,7 @@ class Slot:
 
     def __init__(self, site: ModelSite, model: nn.Module):
         self.site = site
-        self.module = model.get_submodule(site.place)
+        self.module = model.get_submodule(site.part.last if site.part else site.name)
         self.source = model.get_submodule(site.part.first) if isinstance(site.part, Pair) else None
         self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD

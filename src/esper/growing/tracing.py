@@ -27,8 +27,8 @@ class Call:
     """One call of a module."""
 
     order: int
+    module: nn.Module
     given: tuple[Any, Any, Any]  # arguments, keyword arguments and output
-    module_class: str
     output: Any  # its shape; or the type name, if it is not a float tensor
     dtype: torch.dtype  # of the weights before it; under autocast the output may have another
     device: torch.device
@@ -37,8 +37,6 @@ class Call:
     channels_last: bool
     weights: str  # name of the last layer with weights so far
     num_weight_calls: int  # layers with weights so far
-    is_source: bool  # an embedding: its output does not depend on float inputs
-    is_block: bool  # an element of a stack of composed modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +54,11 @@ class Op:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
 
-class Run:
-    """One forward pass."""
+class Run(TorchFunctionMode):
+    """One forward pass; while it is active, it records calls of torch functions."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: dict[str, list[Call]] = {}  # in the order of the first calls' ends
         self.started: list[str] = []  # modules in the order of their calls' starts
         self.readers: dict[int, list[Op]] = {}  # by the id of a tensor they read
@@ -91,8 +90,8 @@ class Run:
             self.makers.setdefault(id(tensor), name)
         call = Call(
             order=sum(map(len, self.calls.values())),
+            module=module,
             given=given,
-            module_class=type(module).__name__,
             output=tuple(tensor.shape) if is_tensor else type(output).__name__,
             dtype=self.dtype or (tensor.dtype if is_tensor else torch.float32),
             device=tensor.device if is_tensor else torch.device("cpu"),
@@ -101,12 +100,16 @@ class Run:
             channels_last=is_tensor and self._puts_channels_last(tensor.shape),
             weights=self.weights,
             num_weight_calls=self.num_weight_calls,
-            is_source=isinstance(module, nn.Embedding | nn.EmbeddingBag),
-            is_block=name.rpartition(".")[2].isdigit()
-            and is_composed(module)
-            and not isinstance(module, nn.Sequential),
         )
         self.calls.setdefault(name, []).append(call)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if tensors(output):
+            op = Op(func, tuple(args), kwargs or {}, output, (self.running or [""])[-1])
+            for tensor in {id(x): x for x in tensors((args, op.kwargs))}.values():
+                self.readers.setdefault(id(tensor), []).append(op)
+        return output
 
     def _puts_channels_last(self, shape: torch.Size) -> bool:
         """As the last layer does, unless only the other axis matches the size of its weights."""
@@ -119,7 +122,7 @@ class Run:
 def trace(model: nn.Module, inputs: Any) -> Run:
     """Record a forward pass in eval mode."""
     run = Run()
-    with ExitStack() as hooks, eval_mode(model, with_grad=True), _Recording(run):
+    with ExitStack() as hooks, eval_mode(model, with_grad=True), run:
         for name, module in model.named_modules():
             # torch's parametrizations compute weights instead of activations
             if name and "parametrizations" not in name.split("."):
@@ -134,29 +137,16 @@ def trace(model: nn.Module, inputs: Any) -> Run:
     return run
 
 
-class _Recording(TorchFunctionMode):
-    def __init__(self, run: Run):
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if tensors(output):
-            op = Op(func, tuple(args), kwargs or {}, output, (self._run.running or [""])[-1])
-            for tensor in {id(x): x for x in tensors((args, op.kwargs))}.values():
-                self._run.readers.setdefault(id(tensor), []).append(op)
-        return output
-
-
 def is_cut(node: Edge | None, run: Run) -> bool:
     """Whether every path from the inputs of `node` to the outputs goes through it."""
     if node is None:
         return False
     around = _reachable(filter(None, map(edge_of, run.outputs)), avoiding=node)
     before = _reachable(node[0].next_functions)
-    sources = [c.node[0] for calls in run.calls.values() for c in calls if c.is_source and c.node]
+    calls = (call for calls in run.calls.values() for call in calls)
+    # the output of an embedding does not depend on float inputs
+    embeddings = (c for c in calls if isinstance(c.module, nn.Embedding | nn.EmbeddingBag))
+    sources = [call.node[0] for call in embeddings if call.node]
     # weights may be used elsewhere too, but nothing computed from the inputs may bypass the node
     computed = {n for n in before if n.name() != "torch::autograd::AccumulateGrad"}
     return not any(n in around for n in (*computed, *sources))
