@@ -1,5 +1,8 @@
 """Evidence for seeds, and the controller that decides by it."""
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +11,7 @@ from torch import nn
 from esper import Budget, Growth
 from esper.growing.evidence import BATCHES, ROWS, Evidence
 from esper.tamiyo.evidence import EvidenceConfig, EvidenceController
-from support.growth_loops import new_growth, train
+from support.growth_loops import X, new_growth, train
 from support.models import Script, germinate
 
 
@@ -203,3 +206,12 @@ def test_copies_of_blocks_get_all_rows_where_these_are_not_clear(make, shape, us
     assert torch.equal(again.gains(), gains)
     assert again.macs == evidence.macs
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_is_copied_and_saved_while_evidence_is_measured():
+    growth = new_growth(Script())
+    evidence = Evidence(growth._network, growth._reporter.may_grow)
+    evidence.start(0)
+    output = growth.model.eval()(X)
+    assert torch.equal(copy.deepcopy(growth.model)(X), output)
+    torch.save(growth.model, io.BytesIO())

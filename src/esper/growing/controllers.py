@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -131,14 +132,12 @@ class Reporter:
         pairs = [(i, site.part) for i, site in enumerate(sites) if isinstance(site.part, Pair)]
         self._links = [
             (a, b, first.cross, first.cross_macs)
-            for a, first in pairs
-            for b, second in pairs
+            for (a, first), (b, second) in product(pairs, pairs)
             if first.last == second.first
         ]
         self._inside = [
             (pair, site)
-            for pair, owner in enumerate(sites)
-            for site, other in enumerate(sites)
+            for (pair, owner), (site, other) in product(enumerate(sites), enumerate(sites))
             if owner.part is not None and other.name in owner.part.inside
         ]
 

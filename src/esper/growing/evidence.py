@@ -52,14 +52,9 @@ class Evidence:
         if not probes:
             return
         model, stack = self._network.model, self._measuring
-
-        def note_examples(model: nn.Module, args: Any, kwargs: Any) -> None:
-            count = next((len(t) for t in tensors((args, kwargs)) if t.dim()), 0)
-            for probe in probes:
-                probe.examples = count
-
         stack.enter_context(uncompiled(model))
-        stack.callback(model.register_forward_pre_hook(note_examples, with_kwargs=True).remove)
+        note = partial(_note_examples, probes)
+        stack.enter_context(model.register_forward_pre_hook(note, with_kwargs=True))
         for probe in probes:
             probe.attach(stack)
 
@@ -176,7 +171,7 @@ class _Probe(nn.Module):
         stack.enter_context(self.slot.with_alpha(1.0))
         for number, layer in enumerate(self._zeros):
             note = partial(self._note_features, number)
-            stack.callback(layer.register_forward_pre_hook(note).remove)
+            stack.enter_context(layer.register_forward_pre_hook(note))
 
     def _note_features(self, number: int, module: nn.Module, args: Any) -> None:
         # a norm makes its own features, of size 1
@@ -234,6 +229,12 @@ class _Probe(nn.Module):
             self.seed.eval()
         self.seed.training = False
         return self
+
+
+def _note_examples(probes: list[_Probe], model: nn.Module, args: Any, kwargs: Any) -> None:
+    count = next((len(t) for t in tensors((args, kwargs)) if t.dim()), 0)
+    for probe in probes:
+        probe.examples = count
 
 
 def _zero_layers(seed: AnySeed) -> list[nn.Module]:

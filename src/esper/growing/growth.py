@@ -23,18 +23,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn, optim
 
-from esper.growing import checkpoint
+from esper.growing import checkpoint, controllers, preparation
 from esper.growing.budget import Budget
-from esper.growing.controllers import (
-    ExplainingController,
-    Reporter,
-    add_measured_seeds,
-    blueprints_for,
-    check_legal,
-    check_time,
-    controller_name,
-    make_controller,
-)
 from esper.growing.evidence import BATCHES, Evidence
 from esper.growing.export import FORMATS, TOLERANCE, export
 from esper.growing.inputs import DataFacts, batch_size
@@ -42,12 +32,6 @@ from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
 from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
 from esper.growing.plain import plain_model
-from esper.growing.preparation import (
-    check_arguments,
-    freeze_all_but_head,
-    prepare_model,
-    unwrapped,
-)
 from esper.growing.recorder import Recorder, new_ledger
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table
@@ -134,27 +118,38 @@ class Growth:
         frozen: bool = False,
         ranks: Ranks = ALONE,
     ):
-        model, of_wrapper = unwrapped(model)
+        model, of_wrapper = preparation.unwrapped(model)
         self.ranks = ranks = of_wrapper if ranks.size == 1 else ranks
-        check_arguments(model, optimizer, decisions, budget, rent, rng_seed)
-        _check_no_other_growth(model)
-        if frozen:
-            freeze_all_but_head(model, example)
-        data = ranks.broadcast(DataFacts.of(example, train_rows))
+        preparation.check_arguments(model, optimizer, decisions, budget, rent, rng_seed)
         self.model, self.optimizer, self.example = model, optimizer, example
+        self.is_closed = False
+        modules, others = set(model.modules()), (g for g in _instances if not g.is_closed)
+        if not all(modules.isdisjoint(other.model.modules()) for other in others):
+            raise ValueError(  # their budgets would conflict
+                "another growth of this model is not closed yet; close() it first, or create model "
+                "and optimizer again"
+            )
+        if frozen:
+            preparation.freeze_all_but_head(model, example)
+        data = ranks.broadcast(DataFacts.of(example, train_rows))
         self.decisions, self.budget = decisions, budget or Budget()
-        self.controller = make_controller(controller)
+        self.controller = controllers.make_controller(controller)
         self.scheduler, self.shadow_training = scheduler, shadow_training
         self._rent, self._max_germinations = rent, max_germinations
         self._validator = Validator(val_loader, score)
-        examples, menu = (example, *other_examples), blueprints_for(self.controller, blueprints)
+        examples, menu = (
+            (example, *other_examples),
+            controllers.blueprints_for(self.controller, blueprints),
+        )
         enlarges = not isinstance(self.controller, LearnedController)  # it was trained without
-        prepared = prepare_model(model, examples, self.budget, sites, exclude, kind, menu, enlarges)
+        prepared = preparation.prepare_model(
+            model, examples, self.budget, sites, exclude, kind, menu, enlarges
+        )
         self._validator.check(model)
-        check_time(self.controller, decisions - 1)  # the last call only closes the run
+        controllers.check_time(self.controller, decisions - 1)  # the last call only closes the run
         self.controller.begin(torch.zeros(1, dtype=torch.int64))
         ledger = new_ledger(
-            model, prepared, metric=metric, controller=controller_name(controller),
+            model, prepared, metric=metric, controller=controllers.controller_name(controller),
             budget=self.budget, rng_seed=rng_seed,
         )  # fmt: skip
         # arguments are checked, and now the optimizer is changed
@@ -162,7 +157,7 @@ class Growth:
         self._network = network = GrowingNetwork(
             model, optimizer, prepared, generator, scheduler, ranks
         )  # fmt: skip
-        self._reporter = Reporter(network, self.budget, prepared, data)
+        self._reporter = controllers.Reporter(network, self.budget, prepared, data)
         self._history = History(1, len(network.slots), self._reporter.action_space.num_heads)
         self._recorder = Recorder(ledger, network)
         self._safe_points = SafePoints(network, self._recorder.seed_ids)
@@ -171,7 +166,6 @@ class Growth:
         self.step = 0  # decisions made
         self.optimizer_steps = self._steps_at_decision = 0
         self.expected_steps = 0  # before the first decision, if it is known
-        self.is_closed = False
         self._train_losses: list[Tensor] = []
         self._has_shadowed = False  # since the last step
         self._has_warned_of_close = self._has_warned_of_metric = False
@@ -360,7 +354,9 @@ class Growth:
         broken = next(filter(None, self.ranks.gather(broken)), "")  # roll back on all ranks
         # measurements of a broken network say nothing about its seeds
         contributions = {} if broken else measured.contributions
-        add_measured_seeds(self._history, contributions, {} if broken else self._gradients.norms)
+        controllers.add_measured_seeds(
+            self._history, contributions, {} if broken else self._gradients.norms
+        )
         self._gradients.norms = {}
         self._record_step(measured)
         if broken:
@@ -429,9 +425,9 @@ class Growth:
             heuristic.see(self._evidence.gains())
             self._evidence.clear()
         actions = self.controller.decide(reports, masks)
-        check_legal(actions, masks)
+        controllers.check_legal(actions, masks)
         reason = ""
-        if isinstance(self.controller, ExplainingController):
+        if isinstance(self.controller, controllers.ExplainingController):
             reason = self.controller.reasons(reports, masks, actions)[0]
         actions, reason = self.ranks.broadcast((actions, reason))
         record = self._recorder.decision(self.step, actions[0], masks, reason)
@@ -457,14 +453,3 @@ class Growth:
         """Record seeds that were pruned or committed, and drop measurements of removed ones."""
         self._recorder.fates(self.step, self._history)
         self._history.forget(~self._network.states.has_seed)
-
-
-def _check_no_other_growth(model: nn.Module) -> None:
-    """Raise if another growth is active in the model: their budgets would conflict."""
-    modules = set(model.modules())
-    for other in _instances:
-        if not other.is_closed and not modules.isdisjoint(other.model.modules()):
-            raise ValueError(
-                "another growth of this model is not closed yet; close() it first, or create model "
-                "and optimizer again"
-            )

@@ -51,9 +51,27 @@ _PER_CHANNEL = re.compile(r"(adaptive_)?(max|avg)_pool[12]d|mean|amax|squeeze")
 _RESHAPES = ("flatten", "view", "reshape")
 
 
-# what is between two layers: the name of a module with a weight per unit, or a function of the
-# activations and of whether the model trains
-Step = str | Callable[[Tensor, bool], Tensor]
+class INPUT:
+    """Stands for the activations in the arguments of a recorded function; a class is not copied."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function between two layers, with its arguments."""
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...] = (INPUT,)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, x: Tensor, training: bool) -> Tensor:
+        given = (self.args, self.kwargs)
+        args, kwargs = pytree.tree_map(lambda leaf: x if leaf is INPUT else leaf, given)
+        if "training" in kwargs:  # the trace was in eval mode
+            kwargs["training"] = training
+        return self.function(*args, **kwargs)
+
+
+Step = str | Function  # between two layers: the name of a module with a weight per unit is a str
 
 
 class NotAPair(Exception):
@@ -226,12 +244,12 @@ def _step(
         some = forward(source.narrow(channel, 0, half))
         if op.function.state_dict() or not torch.equal(some, target.narrow(channel, 0, half)):
             raise NotAPair(f"{op.name} follows it, which may mix its units")
-        return lambda x, training: forward(x)
+        return Function(forward)
     if op.name in _RESHAPES:
         if target.shape == source.shape:
-            return lambda x, training: x.clone()
+            return Function(torch.clone)
         if channel == 1 and target.shape == source.flatten(1).shape:
-            return lambda x, training: x.flatten(1)
+            return Function(torch.flatten, (INPUT, 1))
     is_conv = channel == 1 and source.dim() > 2
     is_safe = bool(_PER_ELEMENT.fullmatch(op.name)) and target.shape == source.shape
     if _PER_CHANNEL.fullmatch(op.name) and (is_conv or op.name in ("mean", "amax")):
@@ -239,23 +257,11 @@ def _step(
         is_safe |= target.dim() > 1 and target.shape[axis] == source.shape[axis]
     if not is_safe:
         raise NotAPair(f"{op.name} follows it, which may mix its units")
-    return _replayed(op, source)
-
-
-def _replayed(op: Op, source: Tensor) -> Step:
-    """The function with its arguments, for other activations than `source`."""
-    mark, given, function = object(), (op.args, op.kwargs), op.function
-    args, kwargs = pytree.tree_map(lambda leaf: mark if leaf is source else leaf, given)
+    given = (op.args, op.kwargs)
+    args, kwargs = pytree.tree_map(lambda leaf: INPUT if leaf is source else leaf, given)
     if "dropout" in op.name:
-        args, kwargs = (), inspect.signature(function).bind(*args, **kwargs).arguments
-
-    def apply(x: Tensor, training: bool) -> Tensor:
-        own, named = pytree.tree_map(lambda leaf: x if leaf is mark else leaf, (args, kwargs))
-        if "training" in named:  # the trace was in eval mode
-            named["training"] = training
-        return function(*own, **named)  # type: ignore[no-any-return]
-
-    return apply
+        args, kwargs = (), inspect.signature(op.function).bind(*args, **kwargs).arguments
+    return Function(op.function, args, kwargs)
 
 
 def _is_depthwise(module: Any) -> bool:

@@ -192,12 +192,14 @@ def _merged(grown: Grown) -> nn.Module | None:
     has_hooks = site._forward_hooks or site._forward_pre_hooks
     if type(site) not in LAYERS or has_hooks or grown.style != BlendStyle.ADD:
         return None
-    if len(layers) > 1 or not _is_pointwise(layers[0]) or getattr(site, "groups", 1) > 1:
+    seed = layers[0]
+    if len(layers) > 1 or not isinstance(seed, LAYERS) or getattr(site, "groups", 1) > 1:
         return None
+    if seed.bias is None or not seed.weight[0].numel() == seed.weight.shape[1] == len(seed.weight):
+        return None  # not a square matrix over the channels, with a bias
     merged = copy.deepcopy(site)
     assert isinstance(merged, LAYERS)
-    parts = (layers[0].get_parameter(name) for name in ("weight", "bias"))
-    matrix, added = (part.detach().double() * grown.alpha for part in parts)
+    matrix, added = (part.detach().double() * grown.alpha for part in (seed.weight, seed.bias))
     matrix = matrix.flatten(1) + torch.eye(len(matrix), device=matrix.device)
     weight = merged.weight.detach()
     bias = weight.new_zeros(len(weight)) if merged.bias is None else merged.bias.detach()
@@ -205,10 +207,3 @@ def _merged(grown: Grown) -> nn.Module | None:
     merged.weight = nn.Parameter(product.to(weight.dtype))
     merged.bias = nn.Parameter((matrix @ bias.double() + added).to(weight.dtype))
     return merged
-
-
-def _is_pointwise(layer: nn.Module) -> bool:
-    """Whether a layer is just a square matrix product over the channels, with a bias."""
-    if not isinstance(layer, LAYERS) or layer.bias is None:
-        return False
-    return layer.weight[0].numel() == layer.weight.shape[1] == len(layer.weight)

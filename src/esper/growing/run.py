@@ -51,16 +51,14 @@ class GrowthResult:
         """The verdict, the size, the seeds, the cost and the controller, a line each."""
         ledger, growth = self.ledger, self.growth
         before, seeds = ledger.before, ", ".join(f"{b} at {s}" for s, b in growth.seeds.items())
-        return "\n".join(
-            (
-                ledger.summary(),
-                f"Grown network: {before.params:,} to {growth.params:,} parameters, "
-                f"{before.macs:,} to {growth.macs:,} multiply-adds per example.",
-                f"Seeds kept: {seeds or 'none'}; {len(ledger.seeds)} were tried.",
-                ledger.cost_summary(),
-                f"{len(ledger.decisions)} decisions by {ledger.controller}, "
-                f"{growth.optimizer_steps:,} optimizer steps.",
-            )
+        return (
+            f"{ledger.summary()}\n"
+            f"Grown network: {before.params:,} to {growth.params:,} parameters, "
+            f"{before.macs:,} to {growth.macs:,} multiply-adds per example.\n"
+            f"Seeds kept: {seeds or 'none'}; {len(ledger.seeds)} were tried.\n"
+            f"{ledger.cost_summary()}\n"
+            f"{len(ledger.decisions)} decisions by {ledger.controller}, "
+            f"{growth.optimizer_steps:,} optimizer steps."
         )
 
     def export(
@@ -255,25 +253,18 @@ def _train(
         until = steps * (number + 1) // decisions
         while growth.optimizer_steps < until and not should_stop():
             task.train_both(growth, twin)
-            report(growth.optimizer_steps, _status(growth))
+            last, seeds = growth.ledger.steps[-1].metric, len(growth.seeds)
+            shown = "is not a number" if last is None else f"{last:.4f}"
+            status = f"{growth.ledger.metric} {shown}  {seeds} seeds  {growth.params:,} parameters"
+            report(growth.optimizer_steps, status)
         if should_stop():
             break
     if twin is not None:
         twin.measure(growth.ledger, growth.step)
     growth.close()
-    if growth.optimizer_steps < steps:
-        warnings.warn(
-            f"stopped after {growth.optimizer_steps} of {steps} steps; the result is the best so "
-            "far",
-            stacklevel=3,
-        )
-
-
-def _status(growth: Growth) -> str:
-    last = growth.ledger.steps[-1].metric
-    shown = "is not a number" if last is None else f"{last:.4f}"
-    seeds = len(growth.seeds)
-    return f"{growth.ledger.metric} {shown}  {seeds} seeds  {growth.params:,} parameters"
+    if (done := growth.optimizer_steps) < steps:
+        told = f"stopped after {done} of {steps} steps; the result is the best so far"
+        warnings.warn(told, stacklevel=3)
 
 
 def _conclude(growth: Growth, twin: Twin | None, task: Task) -> GrowthResult:

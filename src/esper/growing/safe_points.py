@@ -35,11 +35,6 @@ class SafePoint:
     step: int
     seed_ids: dict[int, str]  # by slot; ids are unique in a run
 
-    @property
-    def key(self) -> tuple[int, tuple[str, ...]]:
-        """Unique in a run."""
-        return self.step, tuple(self.seed_ids.values())
-
 
 class SafePoints:
     """The networks of a run that can be restored."""
@@ -70,10 +65,7 @@ class SafePoints:
         return ""
 
     def update(self, step: int, measured: Measurement) -> None:
-        """Keep a healthy network, as far as it is better than those kept before.
-
-        A stable one replaces another one that is worse or has other seeds.
-        """
+        """Keep a healthy network: as a stable one, unless a better one has the same seeds."""
         self.last = point = self._point(step, measured.metric)
         self._already_restored = []
         committed = measured.committed_metric
@@ -96,11 +88,12 @@ class SafePoints:
     def recover(self) -> SafePoint:
         """Restore the first of last, best_stable and best that was not restored already."""
         assert self.best is not None, "no network to restore"
-        stable, used = self.best_stable, self._already_restored
-        known = (self.last, stable if stable and self.has_all_seeds(stable) else None)
-        point = next((p for p in known if p is not None and p.key not in used), self.best)
+        stable, point = self.best_stable, self.best
+        for known in (stable if stable and self.has_all_seeds(stable) else None, self.last):
+            if known and (known.step, (*known.seed_ids.values(),)) not in self._already_restored:
+                point = known
         self.last = None
-        self._already_restored.append(point.key)
+        self._already_restored.append((point.step, (*point.seed_ids.values(),)))
         self.restore(point)
         return point
 
@@ -135,12 +128,11 @@ class SafePoints:
         return self._seed_ids.get(slot) == point.seed_ids[slot]
 
     def to_dict(self) -> dict[str, Any]:
-        points = {
-            name: point and {**vars(point), "state": network_to_dict(point.state)}
-            for name, point in vars(self).items()
-            if name in _POINTS
-        }
-        return {**points, "already_restored": list(self._already_restored)}
+        saved: dict[str, Any] = {"already_restored": list(self._already_restored)}
+        for name in _POINTS:
+            point = getattr(self, name)
+            saved[name] = point and {**vars(point), "state": network_to_dict(point.state)}
+        return saved
 
     def load(self, saved: dict[str, Any]) -> None:
         for name in _POINTS:

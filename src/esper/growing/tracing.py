@@ -88,6 +88,11 @@ class Run(TorchFunctionMode):
         if is_tensor:
             self.tensors[name] = tensor
             self.makers.setdefault(id(tensor), name)
+        channels_last = False
+        if is_tensor and tensor.dim() > 2:
+            # as the last layer has them, unless only the other axis matches the size of its weights
+            first, last = tensor.shape[1] in self.sizes, tensor.shape[-1] in self.sizes
+            channels_last = last if first != last else self.prefers_last
         call = Call(
             order=sum(map(len, self.calls.values())),
             module=module,
@@ -97,7 +102,7 @@ class Run(TorchFunctionMode):
             device=tensor.device if is_tensor else torch.device("cpu"),
             node=edge_of(tensor) if is_tensor else None,
             is_learning=torch.is_grad_enabled(),
-            channels_last=is_tensor and self._puts_channels_last(tensor.shape),
+            channels_last=channels_last,
             weights=self.weights,
             num_weight_calls=self.num_weight_calls,
         )
@@ -111,13 +116,6 @@ class Run(TorchFunctionMode):
                 self.readers.setdefault(id(tensor), []).append(op)
         return output
 
-    def _puts_channels_last(self, shape: torch.Size) -> bool:
-        """As the last layer does, unless only the other axis matches the size of its weights."""
-        if len(shape) < 3:
-            return False
-        first, last = shape[1] in self.sizes, shape[-1] in self.sizes
-        return last if first != last else self.prefers_last
-
 
 def trace(model: nn.Module, inputs: Any) -> Run:
     """Record a forward pass in eval mode."""
@@ -128,8 +126,8 @@ def trace(model: nn.Module, inputs: Any) -> Run:
             if name and "parametrizations" not in name.split("."):
                 before = lambda *_, name=name: run.start(name)  # noqa: E731
                 after = lambda module, *given, name=name: run.record(name, module, given)  # noqa: E731
-                hooks.callback(module.register_forward_pre_hook(before).remove)
-                hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+                hooks.enter_context(module.register_forward_pre_hook(before))
+                hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
         # float inputs become nodes of the autograd graph
         node = lambda x: x.detach().requires_grad_().clone() if x.is_floating_point() else x  # noqa: E731
         inputs = pytree.tree_map_only(Tensor, node, inputs)

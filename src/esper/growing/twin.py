@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
+from esper.growing import validation
 from esper.growing.checkpoint import group_settings
 from esper.growing.eval_mode import eval_mode, untouched_randomness
 from esper.growing.growth import Growth
@@ -19,14 +20,7 @@ from esper.growing.inputs import batch_size, forward, is_split, moved, rows_of, 
 from esper.growing.ledger import Ledger, TwinRecord
 from esper.growing.network import are_finite, finite_buffers
 from esper.growing.tracing import without_graphs
-from esper.growing.validation import (
-    Metric,
-    bounded,
-    check_loader,
-    checked_scores,
-    default_metric,
-    joined,
-)
+from esper.growing.validation import Metric
 from esper.leyline.ranks import ALONE, Ranks
 
 Loss = Callable[[Any, Any], Tensor]  # (model output, target) -> mean loss of the batch
@@ -48,8 +42,8 @@ class Task:
         ranks: Ranks,
     ):
         """Starts all ranks alike, and looks at the first batches."""
-        check_loader(train_loader, "training")
-        check_loader(val_loader, "validation")
+        validation.check_loader(train_loader, "training")
+        validation.check_loader(val_loader, "validation")
         self.ranks, self._device = ranks, next(model.parameters()).device
         self._loss, self._dtype, self._unpack = loss, autocast, unpack or (lambda batch: batch)
         self._val_loader, self._is_split = val_loader, is_split(train_loader)
@@ -68,7 +62,7 @@ class Task:
             self.other_examples = [inputs, *moved(others, self._device)]
             if metric is None:
                 targets = (target for _, target in map(self._unpack, val_loader))
-                self.metric_name, self._metric = default_metric(target, targets)
+                self.metric_name, self._metric = validation.default_metric(target, targets)
             else:
                 name, self._metric = getattr(metric, "__name__", type(metric).__name__), metric
                 self.metric_name = "score" if name == "<lambda>" else name
@@ -101,7 +95,7 @@ class Task:
         inputs, target = moved(self._unpack(batch), self._device)
         with self._precision():
             output = forward(model, inputs)
-            scores = checked_scores(self._metric(output, target))
+            scores = validation.checked_scores(self._metric(output, target))
             return scores, _checked_loss(self._loss(output, target))
 
     def val_scores(self, *models: nn.Module) -> list[Tensor]:
@@ -114,7 +108,9 @@ class Task:
                 for collected, model in zip(scores, models, strict=True):
                     collected.append(self.score(model, batch)[0])
         split = self.ranks if is_split(self._val_loader) else ALONE
-        return self.ranks.broadcast([bounded(joined(parts, split)) for parts in scores])
+        return self.ranks.broadcast(
+            [validation.bounded(validation.joined(parts, split)) for parts in scores]
+        )
 
     def train_both(self, growth: Growth, twin: "Twin | None") -> None:
         """One step of both models on the next batch with the same randomness."""
