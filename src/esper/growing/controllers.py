@@ -197,9 +197,7 @@ class Reporter:
 
 
 def add_measured_seeds(
-    history: History,
-    contributions: Mapping[int, tuple[float, float]],
-    gradient_norms: Mapping[int, Tensor],
+    history: History, contributions: Mapping[int, tuple[float, float]], norms: Mapping[int, Tensor]
 ) -> None:
     """Add contributions with their standard errors, and gradient norms, each by slot."""
     mean, error, norm = torch.zeros(3, *history.contribution.shape).unbind()
@@ -207,7 +205,7 @@ def add_measured_seeds(
     for slot, contribution in contributions.items():
         mean[0, slot], error[0, slot] = contribution
         is_measured[0, slot] = True
-    for slot, value in gradient_norms.items():
+    for slot, value in norms.items():
         norm[0, slot], has_gradient[0, slot] = value.float().cpu(), True
     history.add_contributions(mean, error, is_measured)
     history.add_gradients(norm, has_gradient)

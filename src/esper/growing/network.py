@@ -262,9 +262,8 @@ class GrowingNetwork:
     def _queue_average(self, _: Tensor) -> None:
         """Average the seeds' gradients over ranks, once, when the backward pass ends.
 
-        A seed is born after `DistributedDataParallel` has listed the weights that it averages. Users
-        clip or read gradients after a pass. Averaging what an earlier pass has averaged changes
-        nothing, so gradients may accumulate.
+        `DistributedDataParallel` averages only the weights that it was made with. Averaging gradients
+        twice changes nothing, so they may accumulate.
         """
 
         def average() -> None:

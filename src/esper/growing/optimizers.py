@@ -32,7 +32,13 @@ class SeedGroups:
     """The groups of an optimiser that new weights join and leave."""
 
     def __init__(self, optimizer: optim.Optimizer, scheduler: AnyScheduler | None = None):
-        _check_optimizer(optimizer)
+        name, why = type(optimizer).__name__, ""
+        if isinstance(optimizer, optim.Adagrad | optim.LBFGS):
+            why = "does not support adding weights later"
+        elif isinstance(optimizer, optim.Muon):
+            why = "trains matrices only, but seeds also have biases"
+        if why:
+            raise ValueError(f"{name} {why}; use another optimizer, such as AdamW or SGD")
         self._optimizer = optimizer
         # the user's groups; their copies follow in the same order
         self.num_own = len(optimizer.param_groups)
@@ -81,16 +87,6 @@ class SeedGroups:
             for name in ("params", "param_names"):
                 if name in group:
                     group[name][:] = [x for x, s in zip(group[name], stays, strict=True) if s]
-
-
-def _check_optimizer(optimizer: optim.Optimizer) -> None:
-    name, why = type(optimizer).__name__, ""
-    if isinstance(optimizer, optim.Adagrad | optim.LBFGS):
-        why = "does not support adding weights later"
-    elif isinstance(optimizer, optim.Muon):
-        why = "trains matrices only, but seeds also have biases"
-    if why:
-        raise ValueError(f"{name} {why}; use another optimizer, such as AdamW or SGD")
 
 
 def _extend(scheduler: Any, num_groups: int) -> None:

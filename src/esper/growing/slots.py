@@ -113,9 +113,7 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if not isinstance(output, tuple):
         return change(output)
     parts = (change(output[0]), *output[1:])
-    if type(output) is tuple:
-        return parts
-    return type(output)._make(parts)  # type: ignore[attr-defined]
+    return parts if type(output) is tuple else type(output)._make(parts)  # type: ignore[attr-defined]
 
 
 class Slot:
