@@ -505,6 +505,20 @@ def test_frozen_trains_the_head_and_seeds_only():
     assert not torch.equal(after["3.weight"], before["3.weight"])
 
 
+def test_frozen_warns_of_batch_norm_in_training_mode():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+    def frozen():
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        growth = Growth(model, optimizer, example=torch.randn(8, 4), decisions=8, frozen=True)
+        growth.close(0.5)
+
+    with pytest.warns(UserWarning, match="'1' is in training mode, so its statistics follow"):
+        frozen()
+    model.eval()
+    frozen()
+
+
 def test_a_learned_controller_is_offered_the_blueprints_it_was_trained_with():
     controller = LearnedController(tamiyo_policy(FeatureLayout(1, 2)), ("conv", "pointwise"))
     assert blueprints_for(controller, None) == ("conv", "pointwise")

@@ -86,6 +86,14 @@ def test_a_verdict_needs_finite_metrics():
         (Verdict(grown=0.9, ungrown=0.8, returned="grown"), "Growing helped"),
         (Verdict(grown=0.9, ungrown=0.8, returned="grown", difference_error=0.2), "No clear"),
         (Verdict(grown=0.7, ungrown=0.8, returned="grown"), "No clear"),
+        (
+            Verdict(grown=0.9, ungrown=0.8, returned="grown", difference_error=0.03),
+            "Growing helped",
+        ),
+        *(  # three standard errors: chance among three runs, hardly among twelve
+            (Verdict(grown=0.9, ungrown=0.8, returned="grown", difference_error=0.03, repeats=n), o)
+            for n, o in ((2, "No clear"), (3, "No clear"), (5, "Growing"), (12, "Growing helped"))
+        ),
         (Verdict(grown=0.7, ungrown=0.8, returned="ungrown"), "Growing did not help"),
     ],
 )

@@ -19,6 +19,8 @@ from esper.leyline.plain_config import from_plain
 
 SCHEMA_VERSION = 1
 CLEAR_ERRORS = 2.0  # a difference of more standard errors than this counts as clear
+# the same for means of 2, 3, ... runs: the 97.5 % points of Student's t
+CLEAR_OF_RUNS = (12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3)
 
 NO_REASON = "the controller gave no reason"
 
@@ -221,7 +223,8 @@ class Ledger:
         change = f"{self.metric} {ungrown} to {grown} ({margin})"
         if not added:
             return f"Nothing was kept: {change}, at the same size.{runs}"
-        is_clear = gain > CLEAR_ERRORS * (error or 0.0)
+        clear = (CLEAR_ERRORS, *CLEAR_OF_RUNS, CLEAR_ERRORS)[min(verdict.repeats, 11) - 1]
+        is_clear = gain > clear * (error or 0.0)
         opening = "Growing helped" if is_clear else "No clear difference"
         return f"{opening}: {change} for {cost}.{runs}"
 

@@ -1,6 +1,7 @@
 """Before a run: check the arguments, and find the sites, the seeds that fit there and their costs."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -143,6 +144,15 @@ def prepare_model(
 def freeze_all_but_head(model: nn.Module, example: Any) -> None:
     """Switch off `requires_grad` for all weights but those of the last layer that has weights."""
     head = trace(model, example).weights
+    for norm, module in model.named_modules():
+        if not module.training or getattr(module, "running_mean", None) is None:
+            continue
+        warnings.warn(
+            f"frozen=True, but {norm!r} is in training mode, so its statistics follow the new data; "
+            "call model.eval() before every pass to keep them",
+            stacklevel=3,
+        )
+        break
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.rpartition(".")[0] == head)
 
