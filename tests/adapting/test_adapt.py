@@ -491,7 +491,7 @@ def test_a_model_with_an_unused_layer(model, shifted):
 def test_the_budget_limits_the_plans_offered(model, shifted, budget):
     assert sum(p.numel() for p in model.parameters()) == 48 + 72 + 72 + 27 == 219
     controller = Fixed(KNOWN_RULES["head only"])
-    esper.adapt(model, *shifted, controller=controller, budget=budget, **QUICK)
+    result = esper.adapt(model, *shifted, controller=controller, budget=budget, **QUICK)
     offered = {
         plan: float(cost) * 219
         for plan, cost in zip(PLANS, controller.added.view(len(PLANS), -1)[:, 0], strict=True)
@@ -500,6 +500,7 @@ def test_the_budget_limits_the_plans_offered(model, shifted, budget):
     assert max(offered.values()) <= (60 if budget else math.inf)
     assert KNOWN_RULES["head only"] in offered  # the head is not counted
     assert (KNOWN_RULES["LP-FT"] in offered) == (budget is None)
+    assert ("change more than the budget allows" in str(result)) == (budget is not None)
     assert offered[Plan(Place.EARLY, What.TUNE, HeadMode.KEEP)] == pytest.approx(48)
     expected = math.inf if budget is None else 60 / 219
     assert controller.budget == pytest.approx(expected, rel=0.01)
@@ -530,6 +531,8 @@ def bad_inputs():
         "another shape": ((x[:, :4], y), {}, "does not accept these rows, torch.float32 of shape"),
         "words as labels": ((x, ["a"] * len(y)), {}, "labels cannot be numbers"),
         "negative labels": ((x, y - 1), {}, "numbered from 0"),
+        "a list of rows": ((list(x), y), {}, "give rows as one tensor: torch.stack"),
+        "an empty source": ((x, y), {"source": x[:0]}, "source has no rows"),
         "source of another shape": ((x, y), {"source": x[:, :4]}, "source has rows of shape"),
         "no folder for the page": ((x, y), {"page": "/proc/none/run.html"}, "not a folder"),
         "inputs of two lengths": (((x, x[:9]), y), {}, "first axis"),

@@ -205,8 +205,9 @@ class _Work:
         if source is not None:
             source = _as_inputs(source, next(self.model.parameters()))
             given, expected = (tuple(tensors(x)[0].shape[1:]) for x in (source, self.data.inputs))
-            if given != expected:
-                raise ValueError(f"source has rows of shape {given}; the rows have {expected}")
+            if given != expected or not len(tensors(source)[0]):
+                shape = f"rows of shape {given}" if given != expected else "no rows"
+                raise ValueError(f"source has {shape}; give some of shape {expected}, or none")
             stacked = pytree.tree_map_only(Tensor, first, source)
             known = source_statistics(self.model, self.places, weights, stacked)
         rows, labels = self.data.part(torch.cat([self.data.train, self.data.held_out]))
@@ -379,7 +380,9 @@ def _read_rows(rows: Any, labels: Any, like: Tensor, validation: float, rng_seed
     if any(size[:1] != (count,) for size in sizes):
         raise ValueError(f"inputs of shapes {sizes}; the first axis of each must be the rows")
     if len(labels) != count:
-        raise ValueError(f"{count} rows and {len(labels)} labels; give one label per row")
+        is_list = isinstance(rows, list) and len(rows) == len(labels)
+        remedy = "rows as one tensor: torch.stack(rows)" if is_list else "one label per row"
+        raise ValueError(f"{count} rows and {len(labels)} labels; give {remedy}")
     if count < MIN_ROWS:
         raise ValueError(f"{count} rows; adaptation needs at least {MIN_ROWS}, to hold some out")
     if len(labels.unique()) < 2:
@@ -411,7 +414,7 @@ def _from_loader(loader: Any) -> tuple[Any, Tensor]:
     if not batches or any(not isinstance(b, tuple | list) or len(b) != 2 for b in batches):
         raise ValueError(
             "there are no labels: give adapt(model, rows, labels), or a loader of pairs "
-            "(inputs, labels)"
+            "(inputs, labels), such as torch.utils.data.DataLoader(dataset, 64)"
         )
     inputs, labels = zip(*batches, strict=True)
     if any(torch.as_tensor(part).dim() == 0 for part in labels):

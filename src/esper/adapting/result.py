@@ -73,6 +73,8 @@ class AdaptationResult:
             return self.ledger.facts["result"]
         shown = {name: f"{100 * value:.1f}%" for name, value in self.accuracy.items()}
         others = ", ".join(f"{name} {text}" for name, text in shown.items() if name != "adapted")
+        if "full fine-tuning" not in shown:
+            others += "; LP-FT and fine-tuning change more than the budget allows"
         return (
             f"accuracy {shown['as it is']} to {shown['adapted']} on rows held out\n"
             f"plan: {self.plan}, learning rate {self.rate:g}, {self.params:,} parameters trained\n"
