@@ -50,6 +50,8 @@ CASES = {
         "one rank": (1, 1),
         "weak, two ranks": (2, 2),
         "strong, two ranks": (2, 1),
+        "weak, four ranks": (4, 4),
+        "strong, four ranks": (4, 1),
     },
     "cuda": {
         "one rank": (1, 1),
