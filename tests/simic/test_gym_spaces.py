@@ -1,5 +1,7 @@
 """Gymnasium spaces as features, heads and masks: like Gymnasium's own flattening, or refused."""
 
+from dataclasses import replace
+
 import gymnasium
 import numpy as np
 import pytest
@@ -225,9 +227,10 @@ def test_a_mask_of_logits_is_refused():
         PPO(envs)
 
 
-@pytest.mark.parametrize("name", ["action_masks", "legal_actions", "valid_action_mask", "avail_actions", "mask"])  # fmt: skip
-def test_a_mask_under_another_name_is_refused_and_naming_it_works(name):
-    envs = envs_of(infos=lambda: {name: np.array([1, 0])})
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("name", ["action_masks", "legal_actions", "valid_action_mask", "avail_actions", "mask", "legal", "feasible", "is_allowed", "possible_choices", "Valid"])  # fmt: skip
+def test_a_mask_under_another_name_is_refused_and_naming_it_works(name, as_list):
+    envs = envs_of(infos=lambda: {name: [1, 0] if as_list else np.array([1, 0])})
     with pytest.raises(ValueError, match=f"info has '{name}', but .* use mask_key='{name}', or"):
         PPO(envs)
     model = PPO(envs, config=GymConfig(mask_key=name))
@@ -245,21 +248,92 @@ def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods
         == 3
     )
 
-    class Method(AnySpaces):
-        def valid_action_mask(self):
-            return [1, 0]
-
-    with pytest.raises(
-        ValueError, match="environment has 'valid_action_mask'.*a method action_masks"
-    ):
-        PPO(Method(spaces.Discrete(2), spaces.Discrete(2)))
+    for name in ("valid_action_mask", "action_mask", "mask", "get_valid_actions", "legal_moves"):
+        env = AnySpaces(TWO, TWO)
+        setattr(env, name, lambda: [1, 0])
+        with pytest.raises(ValueError, match=f"environment has '{name}'.* action_masks.* rename"):
+            PPO(env)
+        setattr(env, name, np.zeros((5, 5)))  # no method, and not the size of a mask
+        assert PPO(env).mask_source == "none"
+        setattr(env, name, [1, 0])
+        with pytest.raises(ValueError, match=f"environment has '{name}'"):
+            PPO(env)
     with pytest.raises(ValueError, match="no entry 'action_mask' with the mask"):
         PPO(envs_of(), config=GymConfig(masks="observation"))
 
 
+@pytest.mark.parametrize(
+    ("entries", "name"),
+    [
+        ({"legal": spaces.MultiBinary(2)}, "legal"),
+        ({"feasible": spaces.Box(0, 1, (5,))}, "feasible"),
+        ({"inner": spaces.Dict({"action_mask": spaces.Dict({"a": TWO})})}, "inner.action_mask.a"),
+        ({"inner": spaces.Dict({"allowed": spaces.MultiBinary(3)})}, "inner.allowed"),
+    ],
+)
+def test_an_entry_of_the_size_of_a_mask_is_refused(entries, name):
+    envs = envs_of(spaces.Dict({"view": TWO} | entries), spaces.MultiDiscrete([2, 3]))
+    advice = "at the top of a Dict: move it there" if "." in name else f"use mask_key='{name}'"
+    with pytest.raises(ValueError, match=f"observation has '{name}', but .*{advice}"):
+        PPO(envs)
+    assert PPO(envs, config=GymConfig(masks="none")).mask_source == "none"
+
+
+def test_the_mask_of_a_head_under_another_name_is_refused():
+    envs = envs_of(action=spaces.MultiDiscrete([2, 3]), infos=lambda: {"mask": OPEN})
+    with pytest.raises(ValueError, match="info has 'mask'"):
+        PPO(envs, CELLS)
+
+
+def test_other_entries_are_not_taken_for_masks():
+    entries = {
+        "is_valid": TWO,
+        "invalid": spaces.MultiBinary(2),
+        "impossible": spaces.MultiBinary(2),
+        "shallow": spaces.MultiBinary(2),
+        "mask": spaces.Box(0, 1, (4, 4)),
+        "masked": spaces.Dict({"place": spaces.MultiBinary(2)}),
+        "last_action": spaces.Dict({"mask_of_units": spaces.MultiBinary(9)}),
+        "image_mask": spaces.Box(0, 255, (8, 8, 3), np.uint8),
+    }
+    assert PPO(envs_of(spaces.Dict(entries))).mask_source == "none"
+
+
+def test_a_key_that_the_environment_never_gives_is_refused():
+    class Method(AnySpaces):
+        def action_masks(self):
+            return [1, 0]
+
+    config, space = GymConfig(mask_key="legal"), spaces.Dict({"view": TWO})
+    for envs in (envs_of(infos=lambda: {"a": 1}), SyncVectorEnv([lambda: Method(TWO, TWO)])):
+        with pytest.raises(ValueError, match="mask_key='legal': the first reset gave no such mask"):
+            PPO(envs, config=config)
+        assert PPO(envs, config=replace(config, masks="none")).mask_source == "none"
+    assert PPO(envs, config=replace(config, masks="method")).mask_source == "method"
+    with pytest.raises(ValueError, match=r"observation has \['view'\], info \['a'\]"):
+        PPO(envs_of(space, infos=lambda: {"a": 1}), config=config)
+    with pytest.raises(ValueError, match="use mask_key='legal_moves'"):
+        PPO(envs_of(infos=lambda: {"legal_moves": [1, 0]}), config=config)
+
+
+def test_environments_without_the_method_of_the_others_are_named():
+    def make(has_method):
+        env = AnySpaces(TWO, TWO)
+        if has_method:
+            env.action_masks = lambda: [1, 0]
+        return env
+
+    envs = SyncVectorEnv([lambda has=has: make(has) for has in (True, False, True, False)])
+    for masks in ("auto", "method"):
+        with pytest.raises(ValueError, match=r"envs \[1, 3\] have no action_masks\(\) method"):
+            PPO(envs, config=GymConfig(masks=masks))
+    assert PPO(envs, config=GymConfig(masks="none")).mask_source == "none"
+
+
 def test_other_infos_are_not_taken_for_masks():
-    names = ("invalid_actions", "illegal_moves", "mask", "action", "lives", "last_action")
-    others = {"masks": np.zeros((5, 5))}  # of an image
+    names = ("invalid_actions", "illegal_moves", "mask", "action", "lives", "last_action", "valid")
+    others = {"masks": np.zeros((5, 5)), "legal": "yes", "allowed": [[1], [0, 1], []]}
+    others |= dict.fromkeys(("invalid", "unavailable", "disallowed", "position"), np.ones(2))
     model = PPO(envs_of(infos=lambda: dict.fromkeys(names, 1) | others), config=SMALL)
     model.learn(24)
     assert model.trainer.progress.steps >= 24
@@ -270,7 +344,9 @@ def test_a_mask_that_comes_only_after_the_reset_is_refused():
     model = PPO(
         AnySpaces(spaces.Discrete(2), spaces.Discrete(2), lambda: next(infos)), config=SMALL
     )
-    with pytest.raises(ValueError, match="info has 'action_mask'"):
+    with pytest.raises(
+        ValueError, match="info has 'action_mask', but .* give it at every reset too"
+    ):
         model.learn(12)
 
 

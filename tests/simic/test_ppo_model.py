@@ -234,6 +234,18 @@ def test_the_training_environments_are_no_place_to_evaluate_during_training():
         model.learn(50)
 
 
+def test_evaluation_environments_that_do_not_fit_are_found_before_the_first_step():
+    class NoMasks(CueMemory):
+        def reset(self, **kwargs):
+            return super().reset(**kwargs)[0], {}
+
+    model = esper.PPO(vector(CueMemory, 2), config=CONFIG)
+    for other, message in ((NoMasks, "gave no info"), (Stranger, "not those of the policy")):
+        with pytest.raises(ValueError, match=f"eval_env: .*{message}"):
+            model.learn(50, eval_env=vector(other, 2))
+        assert model.num_steps == 0
+
+
 class Halves(nn.Module):
     """A custom encoder: the brightness of each half, and the numbers."""
 

@@ -10,6 +10,7 @@ Three modes, read from `metadata["autoreset_mode"]`:
 - DISABLED: the envs that have ended are reset here.
 """
 
+import math
 import re
 import warnings
 from collections import deque
@@ -36,13 +37,19 @@ if TYPE_CHECKING:
 
 MaskOption = Literal["auto", "observation", "info", "method", "none"]
 
+_DEFAULT_KEY = "action_mask"
 RECENT_EPISODES = 100  # that the reported means are over
-# names that masks are given under, if not under the configured one
+# names that masks are given under, if not under the configured one: surely, and if the size fits
 _MASK_LIKE = re.compile(
     r"(action|legal|valid|avail).*mask|mask.*action|(?<!in)(?<!il)(legal|valid|avail)\w*_?(action|move)s"
 )
+_PERHAPS_MASK = re.compile(
+    r"mask|(?<!in|il|un|im|sh)(?<!dis)(legal|valid|avail|feasib|allow|possib)"
+)
 _PER_ENV = ("features", "pending", "episode_rewards", "episode_lengths", "environments")
-_MASK_METHODS = ("action_mask", "get_action_mask", "valid_action_mask", "legal_actions")
+_MASK_METHODS = ["mask", "valid_action_mask", "get_action_masks", "legal_moves"]
+_MASK_METHODS += ["action_mask", "legal_actions", "valid_actions"]
+_MASK_METHODS += ["get_action_mask", "get_legal_actions", "get_valid_actions"]
 
 
 class Episode(NamedTuple):
@@ -94,7 +101,7 @@ class GymEnvs:
         spaces: GymSpaces,
         rng_seed: int,
         mask_source: MaskOption = "auto",
-        mask_key: str = "action_mask",
+        mask_key: str = _DEFAULT_KEY,
         ranks: Ranks = ALONE,
     ):
         spaces.require_same(envs)
@@ -107,12 +114,22 @@ class GymEnvs:
         self._autoreset = _autoreset_mode(envs)
         self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
         self._mask_key = mask_key
+        choices = [head.size for head in self.action_space if not head.continuous]
+        self._mask_sizes = {*choices, sum(choices)} - {0, 1}
         self._read_keys: set[str] = set()  # of info, looked at for masks under another name
         self.rounds, self._where = 0, ""  # the round that errors name
         observations, infos = self._reset(rng_seed)
         self.mask_source = self._find_mask_source(infos, mask_source)
         self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
         self._observe(observations, infos)
+        if self._is_unmasked_by_chance and mask_key != _DEFAULT_KEY:
+            names = [name for name in infos if not name.startswith("_")]
+            raise ValueError(
+                f"mask_key={mask_key!r}: the first reset gave no such mask. The observation has "
+                f"{[*observations] if isinstance(observations, dict) else 'no names'}, info {names}. "
+                "Give the mask at every reset and step, or set masks='method' to use action_masks(), "
+                "or masks='none' to learn without masks"
+            )
         given = [head.name for head in self.action_space if head.given]
         if given and self._is_unmasked_by_chance:
             warnings.warn(
@@ -206,11 +223,11 @@ class GymEnvs:
         if self.mask_source == "none":
             if self._is_unmasked_by_chance and (new := infos.keys() - self._read_keys):
                 self._read_keys |= new
-                self._refuse_unread_masks("info", new)
-                sizes = {*self.action_space.sizes, sum(self.action_space.sizes)}
-                for name in new & {"mask", "masks"}:  # masks if they have a number for each choice
-                    if np.ndim(infos[name]) == 2 and np.shape(infos[name])[1] in sizes:
-                        self._refuse_mask("info", name)
+                for name in sorted(n for n in new if not n.startswith("_")):
+                    advice = f"masks are read from {self._mask_key!r}: use mask_key={name!r}"
+                    if name == self._mask_key:
+                        advice = "the first reset gave none: give it at every reset too"
+                    self._refuse_mask("info", name, self._has_mask_size(infos[name]), advice)
             self.masks = self._all_legal
             return
         if self.mask_source == "observation":
@@ -263,32 +280,58 @@ class GymEnvs:
             return "info"
         inner = self.vector_env.unwrapped
         has_methods = isinstance(inner, SyncVectorEnv | AsyncVectorEnv)
-        if has_methods and all(inner.call("has_wrapper_attr", "action_masks")):
+        has_masks = inner.call("has_wrapper_attr", "action_masks") if has_methods else [False]
+        if any(has_masks) and (asked == "method" or self._mask_key == _DEFAULT_KEY):
+            if without := [env for env, has in enumerate(has_masks) if not has]:
+                raise ValueError(
+                    f"envs {without} have no action_masks() method, but the others do; add it to "
+                    "all, or set masks='none' to learn without masks"
+                )
             return "method"
         if asked == "method":
             raise ValueError(
                 f"{self.vector_env} has no sub-environments with an action_masks() method; give "
                 f"masks as info[{self._mask_key!r}] (masks='info')"
             )
-        entries = [str(entry.path[0]) for entry in self.spaces.observation if entry.path]
-        self._refuse_unread_masks("observation", entries)
-        if has_methods:
-            methods = [m for m in _MASK_METHODS if any(inner.call("has_wrapper_attr", m))]
-            self._refuse_unread_masks("environment", methods)
+        for entry in self.spaces.observation:
+            name = ".".join(map(str, entry.path))
+            has_size = math.prod(entry.shape) in self._mask_sizes
+            place = " at the top of a Dict: move it there" if len(entry.path) > 1 else ""
+            advice = f"masks are read from {self._mask_key!r}{place or f': use mask_key={name!r}'}"
+            self._refuse_mask("observation", name, has_size, advice)
+        for method in _MASK_METHODS if has_methods else ():
+            if self._offers(inner, method):
+                advice = "only a method action_masks() is read: rename it"
+                self._refuse_mask("environment", method, True, advice)
         return "none"
 
-    def _refuse_unread_masks(self, where: str, names: Iterable[str]) -> None:
-        """Raise if a name looks like that of a mask: it would not be applied."""
-        for name in names:
-            if _MASK_LIKE.search(name.lower()) and not name.startswith("_"):
-                self._refuse_mask(where, name)
+    def _offers(self, inner: Any, method: str) -> bool:
+        """Whether an env has the method, or a property of a mask's size; in other processes any."""
+        from gymnasium.vector import SyncVectorEnv
 
-    def _refuse_mask(self, where: str, name: str) -> None:
-        key = f"mask_key={name!r}" if where != "environment" else "a method action_masks()"
-        raise ValueError(
-            f"the {where} has {name!r}, but masks are read from {self._mask_key!r}: use {key}, "
-            "or masks='none' to learn without masks"
-        )
+        has = inner.call("has_wrapper_attr", method)
+        if not isinstance(inner, SyncVectorEnv):
+            return any(has)
+        found = [env.get_wrapper_attr(method) for env in compress(inner.envs, has)]
+        return any(callable(value) or self._has_mask_size([value]) for value in found)
+
+    def _has_mask_size(self, values: Any) -> bool:
+        """Whether an env's value, or a head's in it, is a row with a number for each choice."""
+        if isinstance(values, Mapping):
+            names = self.action_space.names
+            return any(self._has_mask_size(values[name]) for name in names if name in values)
+        rows = values if isinstance(values, list) or np.ndim(values) else ()
+        shapes = [(len(r),) if isinstance(r, list | tuple) else np.shape(r) for r in rows]
+        return any(len(shape) == 1 and shape[0] in self._mask_sizes for shape in shapes)
+
+    def _refuse_mask(self, where: str, name: str, has_size: bool, advice: str) -> None:
+        """Raise if the name and the size look like a mask's: it would not be applied."""
+        *_, last = parts = name.lower().split(".")
+        is_mask = any(map(_MASK_LIKE.search, parts))
+        if is_mask or (has_size and _PERHAPS_MASK.search(last)):
+            raise ValueError(
+                f"the {where} has {name!r}, but {advice}, or set masks='none' to learn without masks"
+            )
 
     @property
     def kind(self) -> str:

@@ -213,6 +213,10 @@ class PPO:
         if eval_env is not None:
             eval_env = vector_env(eval_env, self.envs.num_envs)
             self._refuse_training_envs(eval_env)
+            try:
+                self._world_of(eval_env, rng_seed=0)
+            except ValueError as error:
+                raise ValueError(f"eval_env: {error}") from error
         with ExitStack() as stack:
             record: Callable[[int, dict[str, float]], None] = lambda *_: None  # noqa: E731
             if log_dir is not None and trainer.ranks.is_first:
@@ -243,6 +247,10 @@ class PPO:
     def _learns_in(self, envs: "VectorEnv[Any, Any, Any]") -> bool:
         own = [] if self._trainer is None else inner_envs(self.envs.vector_env)
         return bool({id(env) for env in own} & {id(env) for env in inner_envs(envs)})
+
+    def _world_of(self, envs: "VectorEnv[Any, Any, Any]", rng_seed: int) -> GymEnvs:
+        """Other environments with the same spaces and masks, reset."""
+        return GymEnvs(envs, self.spaces, rng_seed, self.mask_source, self.config.mask_key)
 
     def _refuse_training_envs(self, envs: "VectorEnv[Any, Any, Any]") -> None:
         if self._learns_in(envs):
@@ -435,7 +443,7 @@ def evaluate(
     envs = vector_env(env, min(episodes, model.config.num_envs))
     if model._is_learning:
         model._refuse_training_envs(envs)
-    world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
+    world = model._world_of(envs, rng_seed)
     agent, num_envs, act = model.agent, world.num_envs, model.agent.prepared_act()
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
     state = agent.policy.initial_state(num_envs)
