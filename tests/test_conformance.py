@@ -1,5 +1,7 @@
 """The conformance checks accept a plain implementation, and each finds the mistake it is for."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -117,3 +119,33 @@ def test_ratios():
     assert conformance(ratios=lambda: torch.ones(9)) == {"ratio 1": "pass"}
     found = conformance(ratios=lambda: torch.tensor([1.0, 1.01]))
     assert found == {"ratio 1": "FAIL: ratio [1] is 1.01, expected 1"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "text"),
+    [
+        (lambda *rows: gae(*rows), "ragged rows", "TypeError: .*'step_counts'"),
+        (lambda *rows, **counts: gae(*rows, **counts).numpy(), "six rows", "got ndarray, expected"),
+        (lambda *rows, **counts: gae(*rows, **counts).numpy(), "splits", "TypeError: .*ndarray"),
+        (
+            lambda *rows, **counts: gae(*rows, **counts)[0],
+            "six rows",
+            r"got shape \(6,\), expected",
+        ),
+        (lambda *rows, **counts: [][1], "splits", "IndexError: list index"),
+    ],
+)
+def test_an_error_in_the_function_under_test_is_a_failure_with_its_text(wrong, name, text):
+    assert re.search(f"^FAIL: {text}", conformance(gae=wrong)[name])
+
+
+def test_other_results_are_failures():
+    assert "FAIL: AttributeError" in conformance(masked_probs=lambda *_: [0.5])["masks"]
+    assert "FAIL: TypeError" in conformance(step=lambda *_: None)["state reset"]
+    policy = Recurrent()
+    found = conformance(step=policy.step, unroll=lambda *rows: policy.unroll(*rows)[..., :1])
+    assert found == {"state reset": "pass", "unrolled": found["unrolled"]}
+    assert "FAIL: got shape (9, 3, 1), expected (9, 3, 3)" in found["unrolled"]
+    assert conformance(ratios=lambda: torch.ones(0)) == {"ratio 1": "FAIL: got an empty tensor"}
+    with pytest.raises(ValueError, match="pass step= too"):
+        conformance(unroll=policy.unroll)

@@ -33,17 +33,22 @@ def conformance(
 ) -> dict[str, str]:
     """By the name of a check "pass", or what went wrong. Only the functions given are checked.
 
+    An exception in a function, or a result of another type or shape, is a "FAIL" with its text.
+
     Args:
         gae: advantages `[N, T]` from rewards, values, terminated, truncated, V of the next
             observation (all `[N, T]`), gamma, lambda, and `step_counts=` `[N]` for ragged rows
         masked_probs: probabilities `[B, C]` from logits and masks (True: legal) `[B, C]`
         step: a recurrent policy's output `[N, K]` and next state from an observation `[N, 4]`, the
             state (None at first) and episode starts `[N]`
-        unroll: the same outputs `[T, N, K]` from `[T, N, 4]` and `[T, N]`, as learning sees them
+        unroll: the same outputs `[T, N, K]` from `[T, N, 4]` and `[T, N]`, as learning sees them;
+            needs `step`
         ratios: new over old probabilities of a rollout before the first optimiser step
 
     A function raises NotImplementedError, with the reason, for what it does not support.
     """
+    if unroll is not None and step is None:
+        raise ValueError("unroll is compared with step; pass step= too")
     checks: dict[str, tuple[Any, Callable[[Any], None]]] = {
         "six rows": (gae, _six_rows),
         "splits": (gae, _splits),
@@ -58,14 +63,15 @@ def conformance(
     }
     results = {}
     for name, (function, check) in checks.items():
-        if function:
+        if function is not None:
             try:
                 check(function)
                 results[name] = "pass"
             except NotImplementedError as error:
                 results[name] = f"none: {error}"
-            except AssertionError as error:
-                results[name] = f"FAIL: {error}"
+            except Exception as error:  # of a check, or of the function under test
+                kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+                results[name] = f"FAIL: {kind}{error}"
     return results
 
 
@@ -146,7 +152,12 @@ def _episodes() -> tuple[Tensor, Tensor]:
     return torch.randn(9, 3, 4, generator=torch.Generator().manual_seed(2)), starts
 
 
-def _near(found: Tensor, expected: Tensor, what: str) -> None:
+def _near(found: Any, expected: Tensor, what: str) -> None:
+    """Compare tensors of one shape; a scalar is expected of every element."""
+    assert isinstance(found, Tensor), f"got {type(found).__name__}, expected a tensor"
+    shape, found = tuple(expected.shape or found.shape), found.detach()
+    assert found.shape == shape, f"got shape {tuple(found.shape)}, expected {shape}"
+    assert found.numel(), "got an empty tensor"
     is_near = (found - expected).abs() <= TOLERANCE * (1 + expected.abs())  # False for NaN
     if not is_near.all():
         place = (~is_near).nonzero()[0].tolist()
