@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.spaces.utils import flatten
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from esper.leyline.factored_actions import Head
 from esper.leyline.plain_config import from_plain, to_plain
@@ -296,7 +296,8 @@ def test_other_entries_are_not_taken_for_masks():
         "last_action": spaces.Dict({"mask_of_units": spaces.MultiBinary(9)}),
         "image_mask": spaces.Box(0, 255, (8, 8, 3), np.uint8),
     }
-    assert PPO(envs_of(spaces.Dict(entries))).mask_source == "none"
+    for action in (TWO, spaces.MultiDiscrete([1, 2])):
+        assert PPO(envs_of(spaces.Dict(entries), action)).mask_source == "none"
 
 
 def test_a_key_that_the_environment_never_gives_is_refused():
@@ -314,6 +315,20 @@ def test_a_key_that_the_environment_never_gives_is_refused():
         PPO(envs_of(space, infos=lambda: {"a": 1}), config=config)
     with pytest.raises(ValueError, match="use mask_key='legal_moves'"):
         PPO(envs_of(infos=lambda: {"legal_moves": [1, 0]}), config=config)
+
+
+def test_a_vector_environments_own_masks_are_refused():
+    class Batched(VectorEnv):
+        num_envs, metadata = 2, {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        single_observation_space = single_action_space = TWO
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(2, int), {}
+
+    assert PPO(Batched()).mask_source == "none"
+    Batched.action_masks = lambda self: np.ones((2, 2))
+    with pytest.raises(ValueError, match=r"has 'action_masks'.*give info\['action_mask'\]"):
+        PPO(Batched())
 
 
 def test_environments_without_the_method_of_the_others_are_named():

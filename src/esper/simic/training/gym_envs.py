@@ -299,20 +299,26 @@ class GymEnvs:
             place = " at the top of a Dict: move it there" if len(entry.path) > 1 else ""
             advice = f"masks are read from {self._mask_key!r}{place or f': use mask_key={name!r}'}"
             self._refuse_mask("observation", name, has_size, advice)
-        for method in _MASK_METHODS if has_methods else ():
+        advice = "only a method action_masks() is read: rename it"
+        if not has_methods:
+            advice = (
+                f"a vector environment's own methods are not read: give info[{self._mask_key!r}]"
+            )
+        for method in _MASK_METHODS if has_methods else (*_MASK_METHODS, "action_masks"):
             if self._offers(inner, method):
-                advice = "only a method action_masks() is read: rename it"
                 self._refuse_mask("environment", method, True, advice)
         return "none"
 
     def _offers(self, inner: Any, method: str) -> bool:
         """Whether an env has the method, or a property of a mask's size; in other processes any."""
-        from gymnasium.vector import SyncVectorEnv
+        from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-        has = inner.call("has_wrapper_attr", method)
+        if isinstance(inner, AsyncVectorEnv):
+            return any(inner.call("has_wrapper_attr", method))
         if not isinstance(inner, SyncVectorEnv):
-            return any(has)
-        found = [env.get_wrapper_attr(method) for env in compress(inner.envs, has)]
+            return callable(getattr(inner, method, None))
+        envs = [env for env in inner.envs if env.has_wrapper_attr(method)]
+        found = [env.get_wrapper_attr(method) for env in envs]
         return any(callable(value) or self._has_mask_size([value]) for value in found)
 
     def _has_mask_size(self, values: Any) -> bool:
