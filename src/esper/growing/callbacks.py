@@ -10,6 +10,8 @@ The model is evaluated by the library, as its settings say; a decision follows e
 
 import math
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
@@ -114,12 +116,10 @@ def lightning_callback(
     its inputs. `metric` is a logged name, as for `trainer_callback`. `decisions` is the number of
     validations; by default one per epoch.
     """
-    try:
-        from lightning.pytorch import Callback
-    except ImportError:
-        from pytorch_lightning import Callback
+    package = "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning"
+    base: Any = import_module(package).Callback
 
-    class GrowthCallback(_Decisions, Callback):  # type: ignore[misc]
+    class GrowthCallback(_Decisions, base):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise ValueError(f"{len(trainer.optimizers)} optimizers; growth needs exactly one")
