@@ -194,6 +194,20 @@ def test_a_sharded_model_is_refused():
         assert "DistributedDataParallel" in str(error)
 
 
+@pytest.mark.parametrize("wraps_later", [False, True])
+def test_a_model_without_its_wrapper_is_refused(wraps_later):
+    def work() -> None:
+        torch.distributed.init_process_group("gloo")
+        model = mlp() if wraps_later else DistributedDataParallel(mlp()).module
+        optimizer = torch.optim.AdamW(model.parameters())
+        esper.Growth(model, optimizer, example=X[:8], decisions=9)
+
+    for error in on_ranks(2, work):
+        assert isinstance(error, ValueError)
+        assert "2 ranks are connected" in str(error)
+        assert "give Growth the DistributedDataParallel model" in str(error)
+
+
 def test_ctrl_c_on_one_rank_stops_all(default_signals):
     def work():
         steps = []

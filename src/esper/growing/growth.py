@@ -120,6 +120,7 @@ class Growth:
     ):
         model, of_wrapper = preparation.unwrapped(model)
         self.ranks = ranks = of_wrapper if ranks.size == 1 else ranks
+        preparation.check_ranks(ranks)
         preparation.check_arguments(model, optimizer, decisions, budget, rent, rng_seed)
         self.model, self.optimizer, self.example = model, optimizer, example
         self.is_closed = False

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +48,17 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
     if isinstance(model, DistributedDataParallel):
         return model.module, join_ranks()
     return model, ALONE
+
+
+def check_ranks(ranks: Ranks) -> None:
+    """Raise if other ranks train the same model, but growth would not know of them."""
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks.size == 1 < size:
+        raise ValueError(
+            f"{size} ranks are connected, but the model is not a DistributedDataParallel, so each "
+            "rank would grow another model; give Growth the DistributedDataParallel model, not the "
+            "module inside"
+        )
 
 
 def check_whole(**given: int) -> None:
