@@ -42,16 +42,16 @@ def from_plain(kind: type[Config], plain: Mapping[str, Any], where: str = "") ->
     return kind(**{n: _value(hints[n], value, _path(where, n)) for n, value in plain.items()})
 
 
-def differences(plain: Any, other: Any, where: str = "") -> list[str]:
-    """The settings that differ between two plain configs, with both values."""
+def differences(plain: Any, other: Any, where: str = "", *, word: str = "was") -> list[str]:
+    """The settings that differ between two plain configs, such as "rounds is 3, was 2"."""
     if isinstance(plain, Mapping) and isinstance(other, Mapping):
         names = dict.fromkeys((*plain, *other))
         return [
             line
             for name in names
-            for line in differences(plain.get(name), other.get(name), _path(where, name))
+            for line in differences(plain.get(name), other.get(name), _path(where, name), word=word)
         ]
-    return [] if plain == other else [f"{where} is {plain}, was {other}"]
+    return [] if plain == other else [f"{where} is {plain}, {word} {other}"]
 
 
 def flat(plain: Mapping[str, Any], where: str = "") -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Ranks:
         """Raise on every rank if one was started with other settings than rank 0."""
         first, *others = self.gather(plain)
         for rank, other in enumerate(others, start=1):
-            if changed := differences(first, other):
+            if changed := differences(other, first, word="not"):
                 raise ValueError(
                     f"rank {rank} has other settings than rank 0: {'; '.join(changed)}. Start every "
                     "rank with the same command"
@@ -243,7 +243,7 @@ def join_ranks() -> Ranks:
         has_gloo = "gloo" in str(dist.get_backend_config())
         group = None if has_gloo else dist.new_group(backend="gloo")
         return _registered(Ranks(dist.get_rank(), dist.get_world_size(), store, group))
-    if os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("RANK", "0") == "0":
+    if _is_alone():
         return ALONE
     timeout, backend = _timeout(), _backend()
     try:
@@ -262,6 +262,25 @@ def join_ranks() -> Ranks:
 def was_restarted() -> bool:
     """Whether torchrun started this process again after a failure."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _is_alone() -> bool:
+    """Whether there is one rank; raises for a variable of torchrun that cannot be right."""
+    size, rank = _number("WORLD_SIZE", "1"), _number("RANK", "0")
+    if size == 0:
+        raise ValueError("WORLD_SIZE=0; use the number of ranks, 1 or more")
+    if "WORLD_SIZE" in os.environ and rank >= size:
+        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}; use a rank from 0 to {size - 1}")
+    is_alone = size == 1 and rank == 0
+    if not is_alone:  # others may use the name MASTER_PORT for something else
+        _number("MASTER_PORT", "0")
+    return is_alone
+
+
+def _number(name: str, default: str) -> int:
+    if not (text := os.environ.get(name, default)).isdecimal():
+        raise ValueError(f"{name}={text!r}; use a whole number, as torchrun sets it")
+    return int(text)
 
 
 def _timeout() -> timedelta:
