@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from esper.cli import main
+from esper.cli.gym import gym
+from esper.leyline.factored_actions import Head
 from esper.leyline.ranks import ALONE, RankLost, Ranks, _backend, join_ranks
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.training.growth_training import GrowthTraining
@@ -23,7 +25,7 @@ from esper.simic.training.ppo_model import PPO, GymConfig
 from esper.simic.training.run_folder import RunFiles
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.host_batch import HostBatchConfig
-from support.gym_environments import BestActions, vector
+from support.gym_environments import BestActions, CueMemory, vector
 from support.ranks import on_ranks
 from support.training_configs import NETWORKS, ORACLE, POLICY, flags
 
@@ -191,7 +193,13 @@ def test_the_gym_command_runs_on_two_ranks(tmp_path, capfd):
     ("variables", "message"),
     [
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR expected, but not set"),
-        ({"WORLD_SIZE": "2", "RANK": "x"}, "'x'"),
+        ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK='x'; use a whole number"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x'; use a whole number"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE='-1'; use a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0; use the number of ranks, 1 or more"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK=5 with WORLD_SIZE=2; use a rank from 0 to 1"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "p"}, "MASTER_PORT='p'; use a whole"),
+        ({"RANK": "1"}, "WORLD_SIZE expected, but not set"),
         ({"WORLD_SIZE": "2", "ESPER_TIMEOUT_S": "soon"}, "ESPER_TIMEOUT_S='soon'; use a number"),
     ],
 )
@@ -241,7 +249,50 @@ def test_a_rank_with_other_settings_stops_all():
 
     for error in on_ranks(2, work):
         assert isinstance(error, ValueError)
-        assert "rank 1 has other settings than rank 0: rounds" in str(error)
+        assert "rank 1 has other settings than rank 0: rounds is 4, not 3. " in str(error)
+
+
+def with_heads(rank):
+    """The last head depends on another one of each rank."""
+    last = Head("c", 2, given=("ab"[rank],))
+    PPO(vector(BestActions, 2), (Head("a", 3), Head("b", 4), last))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda rank: PPO(f"CartPole-v{rank}"), "env is CartPole-v1, not CartPole-v0"),
+        (lambda rank: PPO(vector(BestActions, 2 + rank)), "num_envs is 3, not 2"),
+        (
+            lambda rank: PPO(vector((BestActions, CueMemory)[rank], 2)),
+            "; observation is numbers (3,), not choices (3,)",
+        ),
+        (with_heads, "heads is a[3], b[4], c[2] given b, not a[3], b[4], c[2] given a"),
+        (lambda rank: PPO("CartPole-v1").learn(64 + rank), "steps is 65, not 64"),
+        (lambda rank: gym("CartPole-v1", save_every=9 - rank), "save_every is 8, not 9"),
+        (lambda rank: gym(f"CartPole-v{rank}"), "env_id is CartPole-v1, not CartPole-v0"),
+    ],
+)
+def test_a_rank_with_another_environment_stops_all(make, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for error in on_ranks(2, lambda: make(join_ranks().rank)):
+        assert isinstance(error, ValueError)
+        assert "rank 1 has other settings than rank 0: " in str(error)
+        assert message in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stopper", [0, 1])
+def test_a_callback_on_any_rank_stops_all(stopper):
+    def work():
+        model = PPO(
+            "CartPole-v1", config=GymConfig(num_envs=2, horizon=8, policy=POLICY, ppo=SHORT)
+        )
+        is_on = join_ranks().rank != stopper
+        model.learn(64, lambda steps, metrics: is_on or metrics["progress/rounds"] < 2)
+        return model.trainer.progress.rounds
+
+    assert on_ranks(2, work) == [2, 2]
 
 
 def test_a_killed_rank_is_named_by_the_others():

@@ -55,6 +55,7 @@ def gym(
     if resume and (others, total_steps) != (usual, _TOTAL_STEPS):
         raise ValueError(f"--resume uses the settings in {checkpoint}; leave out other flags")
     resume = resume or (was_restarted() and checkpoint.exists())
+    ranks.require_same(counts | {"env_id": env_id, "resume": resume})
     model = None if resume else PPO(env_id, config=config)
     with LockedFolder(out, ranks):
         if model is None:
@@ -97,8 +98,7 @@ def describe(model: PPO, out: Path) -> str:
     key = model.config.mask_key
     sources = {"info": f"info[{key!r}]", "observation": f"observation[{key!r}]"}
     sources |= {"method": "action_masks()", "none": "none, all legal"}
-    sizes = {h.name: "continuous" if h.continuous else h.size for h in envs.action_space}
-    heads = ", ".join(f"{name}[{size}]" for name, size in sizes.items())
+    heads = ", ".join(map(str, envs.action_space))
     return (
         f"{envs.share.total} envs, {envs.num_features} features, heads {heads}, masks: "
         f"{sources[envs.mask_source]}; policy on {model.config.device}; writing to {out}"

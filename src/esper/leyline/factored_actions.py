@@ -51,6 +51,11 @@ class Head:
     continuous: bool = False  # a number of a Box action instead of a choice; its size is 1
     optional: bool = False  # a legal earlier choice may leave it nothing to choose
 
+    def __str__(self) -> str:
+        size = "continuous" if self.continuous else self.size
+        given = f" given {' and '.join(self.given)}" if self.given else ""
+        return f"{self.name}[{size}]{given}{' (optional)' * self.optional}"
+
 
 def _derived() -> Any:
     """A field computed from the heads. torch.compile does not support cached_property."""

@@ -105,6 +105,7 @@ class GymEnvs:
         ranks: Ranks = ALONE,
     ):
         spaces.require_same(envs)
+        ranks.require_same({"num_envs": envs.num_envs, **spaces.describe()})
         self.share, self.ranks = EnvShare.split(envs.num_envs * ranks.size, ranks), ranks
         self.spaces = spaces
         self.num_envs = envs.num_envs

@@ -274,14 +274,19 @@ class GymSpaces:
         """Raise if the environments' spaces are not those that the policy was made for."""
         found = GymSpaces.of(envs, mask_entry=self.mask_entry)
         for name in ("action", "observation"):
-            mine, others = (", ".join(map(str, getattr(s, name))) for s in (self, found))
-            if name == "observation" and self.mask_entry != found.mask_entry:
-                mine += f", mask {self.mask_entry!r}"
+            mine, others = (s.describe()[name] for s in (self, found))
             if mine != others:
                 raise ValueError(
                     "the environment's spaces are not those of the policy: "
                     f"the {name} is {others}, expected {mine}"
                 )
+
+    def describe(self) -> dict[str, str]:
+        """The heads and the entries of actions and observations, to compare and to print."""
+        parts = {"heads": self.action_space, "action": self.action, "observation": self.observation}
+        mask = "" if self.mask_entry is None else f", mask {self.mask_entry!r}"
+        found = {name: ", ".join(map(str, entries)) for name, entries in parts.items()}
+        return found | {"observation": found["observation"] + mask}
 
 
 def _parts(space: "gymnasium.Space[Any]", path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -25,7 +25,7 @@ from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import ActionMasks, Head
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
-from esper.leyline.ranks import ALONE, EnvShare, join_ranks
+from esper.leyline.ranks import ALONE, EnvShare, Ranks, join_ranks
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
 from esper.simic.training.gym_spaces import Array, GymSpaces
@@ -112,8 +112,7 @@ class PPO:
             raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
         if isinstance(heads, GymConfig | PPOConfig):
             raise ValueError("heads is a config; use PPO(env, config=GymConfig(...))")
-        ranks = join_ranks()
-        ranks.require_same(to_plain(config))
+        ranks = _ranks(env, config)
         envs = vector_env(env, len(EnvShare.split(config.num_envs, ranks).ids))
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
         spaces = GymSpaces.of(
@@ -196,14 +195,15 @@ class PPO:
 
         Args:
             steps: of all environments together; None finishes a `learn` that was stopped
-            callback: called as `callback(steps, metrics)` after each round; training stops when it
-                returns False. docs/metrics.md explains the metrics
+            callback: called as `callback(steps, metrics)` after each round, on every rank; training
+                stops when one returns False. docs/metrics.md explains the metrics
             eval_env: other environments than those to learn in, or an id: every `eval_every`
                 rounds `eval_episodes` are played, and the metrics hold "eval/return"
             log_dir: folder for TensorBoard's curves of all metrics
             should_stop: checked before each step; training stops when it returns True
         """
         trainer, progress = self.trainer, self.trainer.progress
+        trainer.ranks.require_same({"steps": steps})
         if steps is not None:
             if not isinstance(steps, int) or steps < 1:
                 raise ValueError(f"steps={steps!r}; use a whole number, 1 or more")
@@ -239,7 +239,7 @@ class PPO:
                     metrics["eval/length"] = float(result.lengths.mean())
                 record(progress.steps, metrics)
                 answer = None if callback is None else callback(progress.steps, metrics)
-                if trainer.ranks.broadcast(isinstance(answer, bool | np.bool_) and not answer):
+                if trainer.ranks.any(isinstance(answer, bool | np.bool_) and not answer):
                     break
                 trainer.clock.lap("telemetry")
         return self
@@ -401,7 +401,7 @@ class PPO:
             load_agent(model.agent, run["agent"], path)
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
-            ranks, masks = join_ranks(), saved["mask_source"]
+            ranks, masks = _ranks(env, config), saved["mask_source"]
             envs = vector_env(env, len(EnvShare.split(run["num_envs"], ranks).ids))
             world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
             model._build(config, spaces, encoder, world)
@@ -416,6 +416,14 @@ class PPO:
                 model.trainer.abandon_round()
         model._first_step, model.total_steps = saved["learn"]
         return model
+
+
+def _ranks(env: "AnyEnv", config: GymConfig) -> Ranks:
+    """The ranks of a run; raises if they were given other ids or settings."""
+    ranks = join_ranks()
+    env_id = env if isinstance(env, str) else "an environment"
+    ranks.require_same({"env": env_id, **to_plain(config)})
+    return ranks
 
 
 class EvaluationResult(NamedTuple):
