@@ -39,7 +39,9 @@ def steady() -> nn.Module:
     return model
 
 
-def own_loop(shadow_training=False, clip=False, breaks_at=-1, controller=None, decisions=9):
+def own_loop(
+    shadow_training=False, clip=False, breaks_at=-1, controller=None, decisions=9, batch=16
+):
     """A loop under DDP, or on one process with the same global batches.
 
     Returns the seeds' weights after every decision, and the model's and the ledger at the end.
@@ -57,7 +59,7 @@ def own_loop(shadow_training=False, clip=False, breaks_at=-1, controller=None, d
     seeds = []
     for decision in range(decisions):
         for step in range(3):
-            rows = torch.arange(16 * step, 16 * step + 16)[ranks.rank :: ranks.size]
+            rows = torch.arange(batch * step, batch * (step + 1))[ranks.rank :: ranks.size]
             x, y = X[rows], Y[rows]
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
@@ -115,15 +117,21 @@ def test_under_ddp_a_wider_model_trains_on_after_growth_has_closed():
 
 
 def test_evidence_is_that_of_all_ranks():
+    """Of batches larger than the rows that the evidence uses."""
+
     def work():
-        controller = EvidenceController()
-        seeds, weights, ledger = own_loop(controller=controller, decisions=16)
-        return seeds, weights, controller.memory(), controller._gain, ledger.to_json(), ledger
+        controller, gains = EvidenceController(), []
+        see = controller.see
+        controller.see = lambda gain: (gains.append(gain.clone()), see(gain))
+        seeds, weights, ledger = own_loop(controller=controller, decisions=16, batch=32)
+        return seeds, weights, controller.memory(), gains, ledger.to_json(), ledger
 
     one, (two, other) = work(), on_ranks(2, work)
     assert any(d.op == "GERMINATE" for d in two[-1].decisions)
     torch.testing.assert_close(two[:4], other[:4], rtol=0, atol=0)
     assert two[4] == other[4]
+    assert any(gain.any() for gain in two[3])
+    torch.testing.assert_close(one[3], two[3], **TOLERANCE)
     assert [d.site for d in one[-1].decisions] == [d.site for d in two[-1].decisions]
 
 

@@ -25,7 +25,7 @@ from esper.growing.slots import AnySeed, Seed, Slot, with_first
 from esper.leyline.constants import BlendStyle, SiteKind
 
 BATCHES = 8  # of each measurement
-ROWS = 16  # of each batch, so that the seeds together cost little
+ROWS = 16  # of each batch, on all ranks together, so that the seeds together cost little
 
 
 class Evidence:
@@ -61,6 +61,7 @@ class Evidence:
     def _make_probes(self) -> "list[_Probe]":
         """A probe per site and blueprint; one for all sizes of a widening: its units are alike."""
         network, probes = self._network, []
+        rows = max(1, ROWS // network.ranks.size)
         generator = torch.Generator().manual_seed(self.step)  # a resumed run makes the same probes
         # between two dense layers new units do more than a dense seed of the same cost
         inside = {n for slot in network.slots if slot.site.pair for n in slot.site.pair.inside}
@@ -78,18 +79,30 @@ class Evidence:
             for b in list(units)[:1] if site.pair else units:
                 scales = {o: n / units[b] for o, n in units.items()} if site.pair else {b: 1.0}
                 seed = network.new_seed(network.menu[b], site, generator)
-                probes.append(_Probe(index, scales, Slot(site, network.model), seed))
+                probes.append(_Probe(index, scales, Slot(site, network.model), seed, rows))
         return probes
 
     def after_step(self) -> None:
         if self.wait > 0:
             self.start(self.step, self.wait - 1)
         elif self._probes and self.batches < BATCHES:
+            self._average()
             for probe in self._probes:
                 probe.collect()
             self.batches += 1
             if self.batches == BATCHES:
                 self.stop()
+
+    def _average(self) -> None:
+        """Gradients and features of the rows of all ranks, as one process computes them."""
+        if self._network.ranks.size == 1:
+            return
+        weights = [w for probe in self._probes for layer in probe.zeros for w in _weights(layer)]
+        for weight in weights:
+            if weight.grad is None:  # another rank may have reached it
+                weight.grad = torch.zeros_like(weight)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        self._network.ranks.mean([*gradients, *(probe.features for probe in self._probes)])
 
     def clear(self) -> None:
         """Forget what was measured, and the copies of blocks."""
@@ -103,13 +116,12 @@ class Evidence:
     def gains(self) -> Tensor:
         """Expected fall of the loss `[S, B]` for a unit step of every new weight; 0: not measured.
 
-        The features of a seed count as if they were of size 1. The mean over all ranks.
+        The features of a seed count as if they were of size 1. The same on all ranks.
         """
         gain = torch.zeros(len(self._network.slots), len(self._network.menu))
         for probe in self._probes:
             for blueprint, scale in probe.blueprints.items():
                 gain[probe.index, blueprint] = probe.gain * scale
-        self._network.ranks.mean([gain])
         return gain
 
     @property
@@ -150,57 +162,59 @@ class _Probe(nn.Module):
     It is applied to some rows of a batch, or to all if it is not sure what they are.
     """
 
-    def __init__(self, index: int, blueprints: dict[int, float], slot: Slot, seed: AnySeed):
+    def __init__(
+        self, index: int, blueprints: dict[int, float], slot: Slot, seed: AnySeed, rows: int
+    ):
         super().__init__()
         self.index, self.blueprints, self.slot, self.seed = index, blueprints, slot, seed
         self.any_length = isinstance(seed, Seed) and seed.any_length
         self.examples = 0  # in the model's last batch; 0: not known
-        self.used = ROWS  # examples of the last pass
+        self.rows = self.used = rows  # `used`: examples of the last pass
         seed.requires_grad_(False)
-        self._zeros = _zero_layers(seed)
-        for weight in (weight for layer in self._zeros for weight in _weights(layer)):
+        self.zeros = _zero_layers(seed)
+        for weight in (weight for layer in self.zeros for weight in _weights(layer)):
             weight.requires_grad_(True)
         # by layer: the mean square of its inputs in the last pass; 1 where torch does not call it
-        self._features = [1.0] * len(self._zeros)
+        self.features = torch.ones(len(self.zeros), dtype=torch.float64)
         # by layer: sums over batches of the squared gradient and of that mean square
-        self.sums = [(0.0, 0.0) for _ in self._zeros]
+        self.sums = [(0.0, 0.0) for _ in self.zeros]
         slot.add_seed(self, BlendStyle.ADD)
 
     def attach(self, stack: ExitStack) -> None:
         """Take part until the stack is closed."""
         stack.enter_context(self.slot.with_alpha(1.0))
-        for number, layer in enumerate(self._zeros):
+        for number, layer in enumerate(self.zeros):
             note = partial(self._note_features, number)
             stack.enter_context(layer.register_forward_pre_hook(note))
 
     def _note_features(self, number: int, module: nn.Module, args: Any) -> None:
         # a norm makes its own features, of size 1
         if not isinstance(module, _BatchNorm | nn.LayerNorm | nn.GroupNorm):
-            self._features[number] = float(args[0].detach().float().square().mean())
+            self.features[number] = float(args[0].detach().float().square().mean())
 
     def collect(self) -> None:
         """Add the gradients of the last step, if the seed was reached."""
-        for number, layer in enumerate(self._zeros):
+        for number, layer in enumerate(self.zeros):
             gradients = [w.grad for w in _weights(layer) if w.grad is not None]
             layer.zero_grad()
             found = sum(float(gradient.double().square().sum()) for gradient in gradients)
             if gradients and math.isfinite(found):
                 power, features = self.sums[number]
-                self.sums[number] = (power + found, features + self._features[number])
+                self.sums[number] = (power + found, features + float(self.features[number]))
 
     @property
     def gain(self) -> float:
         return sum(
             math.sqrt(sum(w.numel() for w in _weights(layer)) * power / features)
-            for layer, (power, features) in zip(self._zeros, self.sums, strict=True)
+            for layer, (power, features) in zip(self.zeros, self.sums, strict=True)
             if features
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = tensors((args, kwargs))
         x, count = given[0], len(given[0])
-        rows = ROWS if self._are_rows(count, given) else count
-        self.used = rows if rows == ROWS else self.examples or count
+        rows = self.rows if self._are_rows(count, given) else count
+        self.used = rows if rows == self.rows else self.examples or count
 
         def first(tensor: Tensor) -> Tensor:
             # detached: through a zero layer the model gets no gradient
