@@ -283,10 +283,12 @@ class GymSpaces:
 
     def describe(self) -> dict[str, str]:
         """The heads and the entries of actions and observations, to compare and to print."""
-        parts = {"heads": self.action_space, "action": self.action, "observation": self.observation}
-        mask = "" if self.mask_entry is None else f", mask {self.mask_entry!r}"
-        found = {name: ", ".join(map(str, entries)) for name, entries in parts.items()}
-        return found | {"observation": found["observation"] + mask}
+        mask = [] if self.mask_entry is None else [f"mask {self.mask_entry!r}"]
+        return {
+            "heads": ", ".join(map(str, self.action_space)),
+            "action": ", ".join(map(str, self.action)),
+            "observation": ", ".join([*map(str, self.observation), *mask]),
+        }
 
 
 def _parts(space: "gymnasium.Space[Any]", path: Path = ()) -> Iterator[tuple[Path, Any]]:
