@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from esper.kasmina.lifecycle import remove_live_seeds
+from esper.leyline.stages import SeedStage
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.rewards import ROLLBACK_PENALTY, growth_score
 from esper.simic.training.config import TrainConfig
@@ -13,6 +14,7 @@ from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
+from esper.tolaria.reports import seed_costs
 from support.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
 
 
@@ -107,11 +109,17 @@ def test_features_are_scaled_after_the_first_update_and_never_again():
         assert torch.equal(value, after_one[name]), name
 
 
+def committed_params(environment):
+    states = environment.host_batch.states
+    seed_params, _ = seed_costs(environment._facts, states)
+    return (seed_params * (states.stage == SeedStage.FOSSILIZED)).sum(dim=-1)
+
+
 def test_rewards_sum_to_the_score_of_the_committed_network():
     trainer = make_trainer(16)
     trainer.collect()
     environment, rewards = trainer.envs.environment, trainer.buffer.fields["rewards"]
-    host_batch, committed = environment.host_batch, environment._committed_params()
+    host_batch, committed = environment.host_batch, committed_params(environment)
     rent = trainer.envs.episodes().rent
     expected = growth_score(
         host_batch.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
@@ -181,7 +189,7 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     assert (reports.seeds_left >= 0).all()
     assert (reports.params > reports.host_params).any()
     uncharged = growth_score(
-        host_batch.committed_accuracy(), environment._committed_params(), reports.host_params, reports.rent
+        host_batch.committed_accuracy(), committed_params(environment), reports.host_params, reports.rent
     )  # fmt: skip
     used = environment._compute > 0
     assert used.any()
