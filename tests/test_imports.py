@@ -76,7 +76,7 @@ def test_the_core_imports_only_torch_and_numpy():
     assert len(modules) > 100
     # torch itself may load optional packages; what it loads alone does not count against us
     code = (
-        "import sys, importlib, torch\n"
+        "import sys, importlib, torch, torch.utils.flop_counter\n"
         "before = set(sys.modules)\n"
         f"for m in {modules!r}:\n"
         "    importlib.import_module(m)\n"
