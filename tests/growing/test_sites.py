@@ -109,6 +109,12 @@ def test_multiply_adds_of_attention_are_counted():
     assert count_macs(model, example) == 2 * (7 * per_token + attention) + 8 * 3
 
 
+@pytest.mark.parametrize(("layer", "gates"), [(nn.LSTM, 4), (nn.GRU, 3)])
+def test_multiply_adds_of_recurrent_layers_are_counted(layer, gates):
+    model = layer(5, 16, batch_first=True)
+    assert count_macs(model, torch.randn(4, 7, 5)) == 7 * gates * 16 * (5 + 16)
+
+
 def test_channels_last_images_are_tokens():
     class Permuting(nn.Module):
         def __init__(self):
@@ -223,7 +229,7 @@ def test_a_model_without_a_site_is_told_what_was_looked_at():
     with pytest.raises(ValueError, match="the model has no site") as error:
         trace_sites(model, torch.randn(2, 5)).choose(None, ())
     assert "0: no layer with weights comes before it" in str(error.value)
-    assert "1: no layer with weights comes after it" in str(error.value)
+    assert "1: no layer with weights reads it" in str(error.value)
 
 
 def test_an_output_that_changes_shape_is_refused():
@@ -236,6 +242,15 @@ def test_an_output_that_changes_shape_is_refused():
 
     with pytest.raises(ValueError, match=r"changes shape .* \[\(2, 2\)\], then \[\(2, 3\)\]"):
         block_sites(nn.Sequential(Wobbly(5, 5)), torch.randn(2, 5))
+
+
+def test_an_output_without_a_tensor_is_refused():
+    class Silent(nn.Linear):
+        def forward(self, x):
+            return float(super().forward(x).detach().sum())
+
+    with pytest.raises(ValueError, match="returns float without a tensor"):
+        trace_sites(Silent(4, 2), torch.randn(2, 4))
 
 
 def test_inputs_without_a_tensor_are_refused():
@@ -300,6 +315,20 @@ def test_a_recurrent_layer_is_a_site_where_its_first_output_is_used(
             return self.head(self.mix(state[-1] if reads_last_state else outputs[-1]))
 
     assert [site.name for site in block_sites(Recurrent(), torch.randn(3, 7, 5))] == expected
+
+
+def test_a_layer_whose_output_is_not_read_is_no_site():
+    class LastState(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(5, 8, batch_first=True), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[1][-1])
+
+    trace = trace_sites(LastState(), torch.randn(3, 7, 5))
+    with pytest.raises(ValueError, match="rnn: no layer with weights reads it"):
+        trace.choose(None, ())
 
 
 def test_a_model_of_skip_connections_offers_its_layers():

@@ -1,5 +1,7 @@
 """Pairs of layers get wider: a branch while it grows, ordinary layers afterwards."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,17 @@ def mlp() -> nn.Module:
     )
 
 
+class Squeezed(nn.Module):
+    """`squeeze()` would remove the axis of a single new unit too; a layer called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.adaptive_avg_pool2d(F.relu(self.a(input=x)), 1).squeeze())
+
+
 def mobile() -> nn.Module:
     depthwise = nn.Conv2d(4, 4, 3, groups=4, padding=1, bias=False)
     return nn.Sequential(
@@ -77,6 +90,7 @@ CASES = {
     "mlp": (mlp, lambda: torch.randn(6, 10), ["0->4", "4->6"]),
     "encoder": (Encoder, lambda: torch.randint(0, 11, (3, 7)), ["layer.linear1->layer.linear2"]),
     "cnn": (SmallCNN, lambda: torch.randn(4, 1, 14, 14), ["c1->c2", "c3->head"]),
+    "squeezed": (Squeezed, lambda: torch.randn(4, 1, 6, 6), ["a->b"]),
     "mobile": (mobile, lambda: torch.randn(4, 1, 8, 8), ["0->5", "5->8"]),
 }
 
@@ -99,7 +113,7 @@ def start(case, blueprint="widen_full", decisions=8, optimizer=torch.optim.AdamW
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_pair_grows_without_a_change_and_ends_as_wider_layers(case):
-    growth, x = start(case)
+    growth, x = start(case, "widen_quarter" if case == "squeezed" else "widen_full")
     model, keys = growth.model, list(growth.model.state_dict())
     before = outputs(model, x)
     growth.decide(0.1)
@@ -215,10 +229,33 @@ def test_a_model_whose_code_knows_the_width_keeps_it():
             hidden = self.a(x).relu()
             return self.b(hidden) if hidden.shape[-1] == 6 else self.b(hidden) * 0
 
-    model = Split(None)
-    sites = trace_sites(model, x).sites
-    assert any(site.pair for site in sites)
-    assert not any(site.pair for site in working_sites(model, sites, x))
+    class InTraining(Odd):
+        """Other code reads the units, or they are an output, while the model trains."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.a(x).relu()
+            return (self.b(hidden), self.between(hidden)) if self.training else self.b(hidden)
+
+    for model in (Split(None), InTraining(nn.Linear(6, 2)), InTraining(nn.Identity())):
+        sites = trace_sites(model, x).sites
+        assert any(site.pair for site in sites)
+        assert not any(site.pair for site in working_sites(model, sites, x))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor
+
+
+def test_units_in_an_output_of_any_class_are_not_a_pair():
+    class Named(Odd):
+        def forward(self, x: Tensor) -> Output:
+            hidden = self.a(x).relu()
+            return Output(self.b(hidden), hidden)
+
+    found = trace_sites(Named(None), torch.randn(3, 6))
+    assert "an output of the model" in found.not_larger["a"]
 
 
 def test_a_seed_inside_a_pair_excludes_the_pair():

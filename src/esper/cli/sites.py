@@ -26,11 +26,15 @@ def sites(factory: tyro.conf.Positional[str], shape: tuple[int, ...] = ()) -> No
     """
     model, example = load(factory, shape)
     trace = trace_sites(model, example)
-    found = working_sites(model, trace.choose(None, ()), example)
+    chosen = trace.choose(None, ())
+    found = working_sites(model, chosen, example)
     print(f"{count_params(model):,} parameters, {count_macs(model, example):,} multiply-adds")
     print(site_table(found))
     for name, why in trace.not_larger.items():
         print(f"{name} {why}")
+    for site in chosen:
+        if site not in found:
+            print(f"{site.name}: other code of the model needs the size that it has")
 
 
 def load(factory: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any]:

@@ -3,6 +3,7 @@ rank, and facts about the training data.
 """
 
 from collections.abc import Iterable, Mapping, Sized
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,15 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
-def tensors(inputs: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
-    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+def tensors(values: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dicts and dataclasses."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors([getattr(leaf, field.name) for field in fields(leaf)])
+    return found
 
 
 def moved(batch: Any, device: torch.device) -> Any:

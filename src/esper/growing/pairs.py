@@ -220,7 +220,7 @@ def _chain(tensor: Tensor, run: Run, modules: Modules) -> Iterator[Op]:
             if len(others) > 1 or is_transposed(modules[name]):
                 others = [Op(modules[name], (tensor,), {}, output)]
         if len(others) != 1 or not isinstance(others[0].output, Tensor):
-            names = [op.name for op in others]
+            names = ", ".join(op.name for op in others) or "nothing"
             raise NotAPair(f"its units are read by {names}; a pair has one reader")
         if in_place and readers[-1] in in_place:
             raise NotAPair(f"its units are changed by {readers[-1].name} after they were read")
@@ -257,6 +257,10 @@ def _step(
         is_safe |= target.dim() > 1 and target.shape[axis] == source.shape[axis]
     if not is_safe:
         raise NotAPair(f"{op.name} follows it, which may mix its units")
+    if op.name == "squeeze":  # a seed may have one unit, and its axis stays
+        axes = [axis for axis, size in enumerate(source.shape) if size == 1 and axis != channel]
+        removed = axes[len(axes) - source.dim() + target.dim() :]
+        return Function(torch.squeeze, (INPUT, tuple(removed)))
     given = (op.args, op.kwargs)
     args, kwargs = pytree.tree_map(lambda leaf: INPUT if leaf is source else leaf, given)
     if "dropout" in op.name:

@@ -100,13 +100,23 @@ def count_macs(model: nn.Module, inputs: Any) -> int:
 
 def _macs_by_module(model: nn.Module, inputs: Any) -> dict[str, float]:
     """The same of every module that has some, by name."""
-    counter = FlopCounterMode(display=False)
     # with gradients and without fused attention: torch does not count some fused kernels
+    recurrent = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
+    counter = FlopCounterMode(
+        display=False, custom_mapping=dict.fromkeys(recurrent, _recurrent_flops)
+    )
     with eval_mode(model, with_grad=True), sdpa_kernel(SDPBackend.MATH), counter:
         forward(model, inputs)
     root, halves = f"{type(model).__name__}.", 2 * batch_size(inputs)
     counts = counter.get_flop_counts().items()
     return {name.removeprefix(root): sum(flops.values()) / halves for name, flops in counts}
+
+
+def _recurrent_flops(x: Sequence[int], weights: Any, *more: Any, **_: Any) -> int:
+    """Of a fused recurrent layer, from the shapes of its arguments."""
+    shapes = weights if isinstance(weights, list) else (weights, more[0])  # cuDNN: a list
+    each: int = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    return 2 * each * math.prod(x[:-1])
 
 
 def count_params(model: nn.Module) -> int:
@@ -183,7 +193,7 @@ class SiteTrace:
         if self.sites:
             found = [site.name for site in self.sites]
             return f"no site is left of {found} with sites={include}, exclude={list(exclude)}"
-        last = dict.fromkeys(self.candidates, "no layer with weights comes after it")
+        last = dict.fromkeys(self.candidates, "no layer with weights reads it")
         reasons = "".join(f"\n  {name}: {why}" for name, why in {**self.refused, **last}.items())
         return (
             "the model has no site: no module returns a tensor with channels and has a layer after "
@@ -348,7 +358,12 @@ def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...
     for name in candidates:
         places.setdefault(run.calls[name][0].node, []).append(name)
     calls = {names[0]: run.calls[names[0]][0] for names in places.values()}
-    inner = [n for n in places.values() if calls[n[0]].num_weight_calls < run.num_weight_calls]
+    used = run.used()
+    inner = [
+        names
+        for names in places.values()
+        if calls[names[0]].num_weight_calls < run.num_weight_calls and calls[names[0]].node in used
+    ]
     cuts = [names for names in inner if is_cut(calls[names[0]].node, run)]
     stages: list[list[str]] = []
     for names in cuts or inner:

@@ -158,7 +158,7 @@ class Slot:
             # the branch of a pair is part of its last layer, so it comes before a seed there
             self._hooks = [
                 self.module.register_forward_hook(self, prepend=True),
-                self.source.register_forward_pre_hook(self._keep_input),
+                self.source.register_forward_pre_hook(self._keep_input, with_kwargs=True),
             ]
         elif not self._hooks and self.site.part is not None:
             self._hooks = [self.module.register_forward_hook(self._call_again, with_kwargs=True)]
@@ -228,8 +228,8 @@ class Slot:
         added = seed(*args, **kwargs)
         return with_first(output, lambda x: self._blend(x, added))
 
-    def _keep_input(self, module: nn.Module, args: Any) -> None:
-        self._input = args[0]
+    def _keep_input(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._input = args[0] if args else next(iter(kwargs.values()))  # layers have one
 
     def _blend(self, x: Tensor, added: Tensor) -> Tensor:
         alpha = self._alpha_tensor if torch.compiler.is_compiling() else self._alpha

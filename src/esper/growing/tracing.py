@@ -108,6 +108,10 @@ class Run(TorchFunctionMode):
         )
         self.calls.setdefault(name, []).append(call)
 
+    def used(self, avoiding: Edge | None = None) -> set[Edge]:
+        """What the outputs depend on, by paths that do not go through `avoiding`."""
+        return _reachable(filter(None, map(edge_of, self.outputs)), avoiding)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if tensors(output):
@@ -131,7 +135,13 @@ def trace(model: nn.Module, inputs: Any) -> Run:
         # float inputs become nodes of the autograd graph
         node = lambda x: x.detach().requires_grad_().clone() if x.is_floating_point() else x  # noqa: E731
         inputs = pytree.tree_map_only(Tensor, node, inputs)
-        run.outputs = tensors(forward(model, inputs))
+        output = forward(model, inputs)
+    run.outputs = tensors(output)
+    if not run.outputs:
+        raise ValueError(
+            f"the model returns {type(output).__name__} without a tensor in it; return a tensor, or "
+            "a tuple, dict or dataclass of tensors"
+        )
     return run
 
 
@@ -139,8 +149,8 @@ def is_cut(node: Edge | None, run: Run) -> bool:
     """Whether every path from the inputs of `node` to the outputs goes through it."""
     if node is None:
         return False
-    around = _reachable(filter(None, map(edge_of, run.outputs)), avoiding=node)
-    before = _reachable(node[0].next_functions)
+    around = {n for n, _ in run.used(avoiding=node)}
+    before = {n for n, _ in _reachable(node[0].next_functions)}
     calls = (call for calls in run.calls.values() for call in calls)
     # the output of an embedding does not depend on float inputs
     embeddings = (c for c in calls if isinstance(c.module, nn.Embedding | nn.EmbeddingBag))
@@ -165,13 +175,13 @@ def is_composed(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _reachable(edges: Iterable[Edge], avoiding: Edge | None = None) -> set[Any]:
-    seen: set[Any] = set()
+def _reachable(edges: Iterable[Edge], avoiding: Edge | None = None) -> set[Edge]:
+    seen: set[Edge] = set()
     stack = list(edges)
     while stack:
         edge = stack.pop()
-        if edge[0] is not None and edge[0] not in seen and edge != avoiding:
-            seen.add(edge[0])
+        if edge[0] is not None and edge not in seen and edge != avoiding:
+            seen.add(edge)
             stack.extend(edge[0].next_functions)
     return seen
 
