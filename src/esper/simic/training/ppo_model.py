@@ -412,8 +412,6 @@ class PPO:
                 start = {"recent_episodes": [], "rounds": run["envs"]["rounds"]}
                 run |= {"num_envs": total, "envs": start, "state": None}
             model.trainer.load_state_dict(run, path)
-            if is_other:
-                model.trainer.abandon_round()
         model._first_step, model.total_steps = saved["learn"]
         return model
 
@@ -439,8 +437,8 @@ def evaluate(
     """Play whole episodes without learning.
 
     Every env plays the same number of episodes (to within one). Counting those that end first
-    would favour short episodes. After `learn`, `env` may be that which the model learned in: its
-    next steps are then the first of new episodes.
+    would favour short episodes. After `learn`, `env` may be that which the model learned in: the
+    next `learn` then collects its current round again, as after `PPO.load`.
 
     Args:
         env: the id of an environment, one environment, or a vector environment
@@ -451,6 +449,8 @@ def evaluate(
     envs = vector_env(env, min(episodes, model.config.num_envs))
     if model._is_learning:
         model._refuse_training_envs(envs)
+    if model._learns_in(envs):
+        model.trainer.abandon_round()
     world = model._world_of(envs, rng_seed)
     agent, num_envs, act = model.agent, world.num_envs, model.agent.prepared_act()
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
@@ -467,8 +467,5 @@ def evaluate(
             if quota[episode.env]:
                 quota[episode.env] -= 1
                 counted.append(episode)
-    if model._learns_in(envs):
-        model.envs.restart(model.trainer.shuffle_rng)
-        model.trainer.abandon_round()
     _, returns, lengths = zip(*counted, strict=True)
     return EvaluationResult(np.array(returns), np.array(lengths))
