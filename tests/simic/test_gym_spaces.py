@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.spaces.utils import flatten
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from esper.leyline.factored_actions import Head
 from esper.leyline.plain_config import from_plain, to_plain
@@ -228,7 +228,7 @@ def test_a_mask_of_logits_is_refused():
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-@pytest.mark.parametrize("name", ["action_masks", "legal_actions", "valid_action_mask", "avail_actions", "mask", "legal", "feasible", "is_allowed", "possible_choices", "Valid"])  # fmt: skip
+@pytest.mark.parametrize("name", ["action_masks", "legal_actions", "valid_action_mask", "avail_actions", "mask", "legal", "feasible", "is_allowed", "possible_choices", "Valid", "permitted_actions"])  # fmt: skip
 def test_a_mask_under_another_name_is_refused_and_naming_it_works(name, as_list):
     envs = envs_of(infos=lambda: {name: [1, 0] if as_list else np.array([1, 0])})
     with pytest.raises(ValueError, match=f"info has '{name}', but .* use mask_key='{name}', or"):
@@ -248,11 +248,15 @@ def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods
         == 3
     )
 
-    for name in ("valid_action_mask", "action_mask", "mask", "get_valid_actions", "legal_moves"):
+    for name in (
+        *("valid_action_mask", "action_mask", "mask", "get_valid_actions", "legal_moves"),
+        *("valid_moves", "legal_action_mask", "compute_action_mask", "get_avail_actions"),
+        *("get_mask", "findPermittedMoves"),
+    ):
         env = AnySpaces(TWO, TWO)
         setattr(env, name, lambda: [1, 0])
         with pytest.raises(ValueError, match=f"environment has '{name}'.* action_masks.* rename"):
-            PPO(env)
+            PPO(gymnasium.wrappers.TimeLimit(env, 9))
         setattr(env, name, np.zeros((5, 5)))  # no method, and not the size of a mask
         assert PPO(env).mask_source == "none"
         setattr(env, name, [1, 0])
@@ -260,6 +264,49 @@ def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods
             PPO(env)
     with pytest.raises(ValueError, match="no entry 'action_mask' with the mask"):
         PPO(envs_of(), config=GymConfig(masks="observation"))
+
+
+def test_other_methods_are_not_taken_for_masks():
+    class Plain(AnySpaces):
+        def is_valid_action(self, action): ...
+        def has_legal_moves(self): ...
+        def validate_actions(self, actions): ...
+        def get_legal_action_set(self): ...
+        def _legal_moves(self): ...
+        def is_available(self): ...
+        def mask_pixels(self): ...
+
+    assert PPO(Plain(TWO, TWO)).mask_source == "none"
+
+
+@pytest.mark.parametrize("context", [None, "fork"])
+def test_masks_under_another_name_are_found_behind_wrappers_and_in_other_processes(context):
+    class Masked(AnySpaces):
+        def get_legal_actions(self):
+            return [1, 0]
+
+    makers = [lambda: gymnasium.wrappers.TimeLimit(Masked(TWO, TWO), 9)]
+    envs = AsyncVectorEnv(makers, context=context) if context else SyncVectorEnv(makers)
+    try:
+        with pytest.raises(ValueError, match="environment has 'get_legal_actions'"):
+            PPO(envs)
+    finally:
+        envs.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["invalid_action_mask", "invalid_actions", "illegal_moves", "Forbidden_actions"]
+)
+def test_illegal_actions_are_refused_with_what_to_give_instead(name):
+    for row in ([1, 0], np.array([1, 0]), [0], np.array([0])):
+        with pytest.raises(
+            ValueError,
+            match=f"info has '{name}', but it names illegal actions: give its negation as 'action",
+        ):
+            PPO(envs_of(infos=lambda row=row: {name: row}))
+    space = spaces.Dict({"view": TWO, name: spaces.MultiBinary(2)})
+    with pytest.raises(ValueError, match=f"observation has '{name}', but it names illegal"):
+        PPO(envs_of(space))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +393,16 @@ def test_environments_without_the_method_of_the_others_are_named():
 
 
 def test_other_infos_are_not_taken_for_masks():
-    names = ("invalid_actions", "illegal_moves", "mask", "action", "lives", "last_action", "valid")
+    names = (
+        "invalid_actions",
+        "illegal_moves",
+        "num_valid_actions",
+        "mask",
+        "action",
+        "lives",
+        "last_action",
+        "valid",
+    )
     others = {"masks": np.zeros((5, 5)), "legal": "yes", "allowed": [[1], [0, 1], []]}
     others |= dict.fromkeys(("invalid", "unavailable", "disallowed", "position"), np.ones(2))
     model = PPO(envs_of(infos=lambda: dict.fromkeys(names, 1) | others), config=SMALL)
