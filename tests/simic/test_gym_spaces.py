@@ -161,6 +161,20 @@ def test_heads_match_the_entries_by_name_in_any_order():
         GymSpaces.of(envs_of(action=space), (Head("what", 3), Head("where", continuous=True)))
 
 
+def test_one_head_needs_no_tuple():
+    head = Head("only", 2)
+    assert GymSpaces.of(envs_of(), head).action_space.heads == (head,)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_stack_of_images_is_an_image_with_all_their_channels(channels_last):
+    frames = np.random.default_rng(0).integers(256, size=(2, 4, 3, 8, 9), dtype=np.uint8)
+    shown = np.moveaxis(frames, 2, -1) if channels_last else frames
+    layout = GymSpaces.of(envs_of(spaces.Box(0, 255, shown.shape[1:], np.uint8)))
+    assert layout.images == ((12, 8, 9),)
+    np.testing.assert_array_equal(layout.features(shown), frames.reshape(2, -1))
+
+
 # -- refusals, and that their remedies work -----------------------------------------------------
 
 
@@ -183,7 +197,9 @@ def test_an_observation_without_a_size_is_refused_and_transforming_it_works():
 
 def test_a_box_without_bounds_is_refused_and_bounding_it_works():
     env = AnySpaces(spaces.Discrete(2), spaces.Box(-np.inf, np.inf, (2,)))
-    with pytest.raises(ValueError, match=r"action is a Box.*without bounds.*TransformAction"):
+    with pytest.raises(
+        ValueError, match=r"action is a Box.*without bounds.*TransformAction.*high, \(2,\)\)"
+    ):
         PPO(env)
     box = spaces.Box(-3, 3, (2,))
     PPO(gymnasium.wrappers.TransformAction(env, lambda a: a, box), config=SMALL).learn(12)
@@ -201,6 +217,11 @@ def test_a_box_without_bounds_is_refused_and_bounding_it_works():
             spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Graph(spaces.Box(0, 1), None)}),
             r"the action\['b'\] is a Graph",
         ),
+        (
+            spaces.Dict({"a": spaces.MultiBinary(2), "a_0": spaces.Discrete(3)}),
+            r"entries \['a'\] and \['a_0'\] of .* both give a head 'a_0'; rename one",
+        ),
+        (spaces.Box(0, 1, (0,)), r"action space Box.* holds no choices and no numbers"),
     ],
 )
 def test_other_actions_are_refused_with_what_works(action, message):
@@ -461,6 +482,19 @@ def test_a_chain_of_choices_is_checked_along_the_legal_ones():
     masks["c"][1, 1] = 0
     with pytest.raises(ValueError, match="env 0: b=1, a=1 is legal, but then head 'c'"):
         layout.masks({name: mask[None] for name, mask in masks.items()})
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [([1, 1], [[1, 1, 0], [0, 1, 0]]), ([1, 0], [[1, 1, 0], [1, 1, 1]])]
+)
+def test_a_choice_that_no_earlier_one_allows_needs_no_later_one(a, b):
+    heads = (Head("a", 2), Head("b", 3, given=("a",)), Head("c", 2, given=("b",)))
+    layout = GymSpaces.of(envs_of(action=spaces.MultiDiscrete([2, 3, 2])), heads)
+    masks = {"a": np.array([a]), "b": np.array([b]), "c": np.array([[[1, 1], [0, 1], [0, 0]]])}
+    assert layout.masks(masks)["b"].tolist() == [np.array(b, dtype=bool).tolist()]
+    masks["b"][0, 0, 2] = 1
+    with pytest.raises(ValueError, match="env 0: b=2 is legal, but then head 'c' has no legal"):
+        layout.masks(masks)
 
 
 def test_dependent_heads_without_masks_warn():

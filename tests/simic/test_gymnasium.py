@@ -326,9 +326,9 @@ def test_mistakes_are_found_before_the_first_step():
         PPO([CueMemory])
     with pytest.raises(ValueError, match="NoSuch.*doesn't exist.*lists all"):
         PPO("NoSuch-v0")
-    with pytest.raises(ValueError, match=r"heads is a config; use PPO\(env, config="):
+    with pytest.raises(ValueError, match=r"heads holds a GymConfig; use esper.Head, and config="):
         PPO(vector(CueMemory, 4), GymConfig())
-    with pytest.raises(ValueError, match=r"heads holds 2; use esper.Head"):
+    with pytest.raises(ValueError, match=r"heads holds a int; use esper.Head"):
         PPO(vector(BestActions, 4), [2, 3])
     with pytest.raises(ValueError, match=r"config is a PPOConfig; use GymConfig\(ppo="):
         PPO(vector(CueMemory, 4), config=PPOConfig())

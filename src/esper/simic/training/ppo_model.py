@@ -110,8 +110,6 @@ class PPO:
         config = config or GymConfig()
         if not isinstance(config, GymConfig):
             raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
-        if isinstance(heads, GymConfig | PPOConfig):
-            raise ValueError("heads is a config; use PPO(env, config=GymConfig(...))")
         ranks = _ranks(env, config)
         envs = vector_env(env, len(EnvShare.split(config.num_envs, ranks).ids))
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None

@@ -22,7 +22,7 @@ _MASK_NAME = re.compile(
 )
 _PERHAPS_MASK = re.compile(rf"mask|{_LEGAL}")
 _ILLEGAL = re.compile(rf"(in|un|il|im|dis|no[nt]_?){_LEGAL}|forbid|prohibit")
-_MASK_METHOD = re.compile(rf"{_MASK_NAME.pattern}|^(get_|compute_)?masks?$", re.IGNORECASE)
+_MASK_METHOD = re.compile(rf"{_MASK_NAME.pattern}|^(get_|compute_)?mask$", re.IGNORECASE)
 # looked for in other processes, where only the outermost wrapper lists its names
 _MASK_METHODS = ["mask", "get_mask", "action_mask", "get_action_mask", "get_action_masks"]
 _MASK_METHODS += ["valid_action_mask", "legal_actions", "valid_actions", "legal_moves"]
