@@ -209,7 +209,8 @@ def test_a_run_continues_in_other_environments_with_new_episodes(tmp_path, make,
 
 
 def test_the_config_travels_with_the_checkpoint(tmp_path):
-    config = replace(CONFIG, rng_seed=5, ppo=replace(CONFIG.ppo, clip=0.1))
+    ppo = replace(CONFIG.ppo, clip=0.1, ppo_epochs=np.int64(1))
+    config = replace(CONFIG, rng_seed=np.int64(5), ppo=ppo)
     start(config=config).save(tmp_path / "run.pt")
     assert PPO.load(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS)).config == config
 
