@@ -190,7 +190,7 @@ def gym_job(total_steps: int = 256) -> Job:
     arguments = [str(total_steps) if word == "256" else word for word in GYM]
 
     def resume(path: Path) -> Callable[[], object]:
-        return command(["gym", "CartPole-v1", "--num-envs", "4", "--episodes", "1", "--out", str(path), "--resume"])  # fmt: skip
+        return command(["gym", "CartPole-v1", "--episodes", "1", "--out", str(path), "--resume"])  # fmt: skip
 
     return Job(
         "gym",

@@ -74,7 +74,7 @@ def test_a_signal_saves_and_prints_the_command_that_continues(tmp_path):
         rest, _ = run.communicate()
     assert run.returncode == 143
     assert "4 envs" in first
-    assert f"esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume" in " ".join(rest.split())
+    assert f"esper gym CartPole-v1 --out {tmp_path} --resume" in " ".join(rest.split())
     resumed = PPO.load(
         tmp_path / "checkpoint.pt", gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="sync")
     )
@@ -167,7 +167,7 @@ def test_an_unknown_flag_is_refused():
         ("CartPole-v1 --device cuda:99", "device=cuda:99 cannot be used here"),
         ("CartPole-v1 --device gpu", "device=gpu cannot be used here"),
         ("CartPole-v1 --device meta", "device=meta cannot be used here"),
-        ("CartPole-v1 --rng-seed -1", "rng_seed=-1; use a number from 0"),
+        ("CartPole-v1 --rng-seed -1", "rng_seed=-1; use 0 or more"),
         (f"CartPole-v1 --rng-seed {10**30}", "rng_seed=1000"),
         ("../x:Y", "../x:Y cannot be made"),
         (f"CartPole-v1 --horizon {10**15}", "a size is too large for this machine"),
@@ -189,14 +189,12 @@ def test_gym_does_not_write_to_a_file(tmp_path):
 
 def test_a_resumed_gym_run_has_its_own_settings_and_environment(tmp_path):
     main(["gym", "CartPole-v1", *SMALL, "--total-steps", "64", "--out", str(tmp_path)])
-    resume = ["--num-envs", "4", "--out", str(tmp_path), "--resume"]
-    for other in (["--total-steps", "3000"], ["--horizon", "64"]):
+    resume = ["--out", str(tmp_path), "--resume"]
+    for other in (["--total-steps", "3000"], ["--horizon", "64"], ["--num-envs", "2"]):
         with pytest.raises(SystemExit, match="--resume uses the settings in .*; leave"):
             main(["gym", "CartPole-v1", *resume, *other])
     with pytest.raises(SystemExit, match="not those of the policy: the action is choices .3,."):
         main(["gym", "Acrobot-v1", *resume])
-    with pytest.raises(SystemExit, match="checkpoint.pt has 4 envs; leave out --num-envs"):
-        main(["gym", "CartPole-v1", "--num-envs", "2", "--out", str(tmp_path), "--resume"])
     main(["gym", "CartPole-v1", *resume])
 
 
@@ -209,7 +207,7 @@ def test_gym_refuses_a_folder_that_holds_a_run(tmp_path):
     command = ["gym", "CartPole-v1", *SMALL, "--total-steps", "64", "--out", str(tmp_path)]
     main(command)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    again = f"python -m esper gym CartPole-v1 --num-envs 4 --out {tmp_path} --resume"
+    again = f"python -m esper gym CartPole-v1 --out {tmp_path} --resume"
     with pytest.raises(SystemExit, match=f"already holds a run; resume it with `{again}`"):
         main(command)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -277,11 +275,11 @@ def test_the_curves_of_a_resumed_gym_run_tell_each_round_once(tmp_path, monkeypa
              "--save-every", "2"]
         )  # fmt: skip
     monkeypatch.undo()
-    main(["gym", "CartPole-v1", "--num-envs", "4", "--out", str(tmp_path), "--resume"])
+    main(["gym", "CartPole-v1", "--out", str(tmp_path), "--resume"])
     curve = EventAccumulator(str(tmp_path)).Reload().Scalars("progress/rounds")
     assert [event.value for event in curve] == list(range(1, len(curve) + 1))
     capsys.readouterr()
-    main(["gym", "CartPole-v1", "--num-envs", "4", "--out", str(tmp_path), "--resume"])
+    main(["gym", "CartPole-v1", "--out", str(tmp_path), "--resume"])
     assert " / 320 steps" not in capsys.readouterr().out  # it was finished
 
 
@@ -611,7 +609,7 @@ def test_a_full_disk_stops_a_gym_run_with_its_checkpoint_whole(tmp_path, monkeyp
     with pytest.raises(SystemExit, match=r"No space left on device(.|\n)*esper gym .*--resume"):
         main([*command, "--out", str(tmp_path)])
     monkeypatch.undo()
-    main(["gym", "CartPole-v1", "--num-envs", "4", "--out", str(tmp_path), "--resume"])
+    main(["gym", "CartPole-v1", "--out", str(tmp_path), "--resume"])
 
 
 def test_the_next_run_removes_what_a_killed_one_left(tmp_path):

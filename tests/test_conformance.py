@@ -11,6 +11,8 @@ from esper.testing import conformance
 
 def gae(rewards, values, terminated, truncated, nexts, gamma, lam, step_counts=None, mistake=""):
     """A loop, written from the definition."""
+    if mistake == "swapped":
+        gamma, lam = lam, gamma
     advantages = torch.zeros_like(rewards)
     for env in range(len(rewards)):
         count = rewards.shape[1] if step_counts is None else int(step_counts[env])
@@ -20,13 +22,16 @@ def gae(rewards, values, terminated, truncated, nexts, gamma, lam, step_counts=N
         for t in reversed(range(count)):
             end = bool(terminated[env, t]), bool(truncated[env, t])
             next_value = 0.0 if end[0] else nexts[env, t]
+            if mistake == "bootstraps an end" or (mistake == "limit before end" and end[1]):
+                next_value = nexts[env, t]
             if mistake == "cut is an end" and end[1]:
                 next_value = 0.0
             if mistake == "next episode" and end[1] and t + 1 < count:
                 next_value = values[env, t + 1]
             keeps = 0.0 if any(end) and mistake != "runs over ends" else 1.0
             delta = rewards[env, t] + gamma * next_value - values[env, t]
-            later = delta + gamma * lam * keeps * later
+            decay = {"gamma twice": gamma * gamma, "lambda twice": lam * lam}.get(mistake)
+            later = delta + (decay or gamma * lam) * keeps * later
             advantages[env, t] = later
     if mistake == "mixes envs":
         advantages = advantages - advantages.mean()
@@ -37,11 +42,16 @@ def gae(rewards, values, terminated, truncated, nexts, gamma, lam, step_counts=N
     ("mistake", "failing"),
     [
         ("", set()),
-        ("cut is an end", {"six rows"}),
-        ("next episode", {"six rows"}),
+        ("cut is an end", {"six rows", "splits"}),
+        ("next episode", {"six rows", "splits"}),
         ("runs over ends", {"six rows", "splits"}),
         ("mixes envs", {"six rows", "splits"}),
         ("padding", {"ragged rows"}),
+        ("bootstraps an end", {"six rows", "splits"}),
+        ("limit before end", {"six rows", "splits"}),
+        ("swapped", {"six rows", "splits"}),
+        ("gamma twice", {"six rows", "splits"}),
+        ("lambda twice", {"six rows", "splits"}),
     ],
 )
 def test_advantages(mistake, failing):
@@ -82,6 +92,8 @@ class Recurrent(nn.Module):
 
     def step(self, observation, state, starts):
         state = torch.zeros(len(observation), 3) if state is None else state
+        if self.mistake == "resets all":
+            starts = starts.any().expand(len(starts))
         if self.mistake != "never reset":
             state = torch.where(starts[:, None], 0.0, state)
         state = self.cell(observation, state)
@@ -104,6 +116,7 @@ class Recurrent(nn.Module):
         ("", None),
         ("never reset", "state reset"),
         ("mixes envs", "state reset"),
+        ("resets all", "state reset"),
         ("learning never resets", "unrolled"),
     ],
 )
@@ -113,6 +126,14 @@ def test_recurrent_policies(mistake, failing):
     assert [name for name, result in found.items() if result != "pass"] == (
         [failing] if failing else []
     )
+
+
+def test_a_policy_without_memory_is_named():
+    layer = nn.Linear(4, 3)
+    found = conformance(step=lambda observation, state, starts: (layer(observation), None))
+    assert found == {
+        "state reset": "none: no memory: outputs do not depend on earlier observations"
+    }
 
 
 def test_ratios():
@@ -126,7 +147,6 @@ def test_ratios():
     [
         (lambda *rows: gae(*rows), "ragged rows", "TypeError: .*'step_counts'"),
         (lambda *rows, **counts: gae(*rows, **counts).numpy(), "six rows", "got ndarray, expected"),
-        (lambda *rows, **counts: gae(*rows, **counts).numpy(), "splits", "TypeError: .*ndarray"),
         (
             lambda *rows, **counts: gae(*rows, **counts)[0],
             "six rows",

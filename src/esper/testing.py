@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-5
-# Rewards, values, terminated, truncated, V(next observation before any reset), and the advantages
-# for gamma = lambda = 0.5, worked by hand. A limit cuts row 1; row 3 terminates; row 5 is unfinished.
+GAMMA, GAE_LAMBDA = 0.5, 0.8
+# Rewards, values, terminated, truncated, V(next observation before any reset), and the advantages,
+# worked by hand. A limit cuts row 1; row 3 terminates, and so does row 4 at its limit; row 5 is
+# unfinished. V of an observation that terminates an episode is not 0, and must not matter.
 _SIX_ROWS: tuple[list[float] | list[bool], ...] = (
-    [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    [1.0, 2.0, 3.0, 4.0, 5.0, 7.0],
     [2.0, 4.0, 6.0, 2.0, 4.0, 8.0],
-    [False, False, False, True, False, False],
-    [False, True, False, False, False, False],
-    [4.0, 8.0, 2.0, 0.0, 8.0, 4.0],
-    [1.5, 2.0, -1.5, 2.0, 5.0, 0.0],
+    [False, False, False, True, True, False],
+    [False, True, False, False, True, False],
+    [4.0, 8.0, 2.0, 6.0, 8.0, 4.0],
+    [1.8, 2.0, -1.2, 2.0, 1.0, 1.0],
 )
 
 
@@ -77,29 +79,42 @@ def conformance(
 
 def _six_rows(gae: Any) -> None:
     *rows, expected = (torch.tensor([column]) for column in _SIX_ROWS)
-    _near(gae(*rows, 0.5, 0.5), expected, "env, row")
+    _near(gae(*rows, GAMMA, GAE_LAMBDA), expected, "env, row")
 
 
 def _splits(gae: Any) -> None:
-    """Envs one by one, and a rollout cut where episodes end, give the same advantages."""
+    """A rollout, its envs one by one, and its parts where it is cut at ends of episodes."""
     rows = _rows()
-    rows[3][:, 11] = ~rows[2][:, 11]
-    whole = gae(*rows, 0.9, 0.8)
-    parts = [gae(*(column[i : i + 1] for column in rows), 0.9, 0.8) for i in range(5)]
-    _near(torch.cat(parts), whole, "envs one by one: env, row")
-    parts = [gae(*(column[:, a:b] for column in rows), 0.9, 0.8) for a, b in ((0, 12), (12, 20))]
-    _near(torch.cat(parts, dim=1), whole, "cut where episodes end: env, row")
+    expected = _advantages(*rows)
+    for env in (slice(0, 5), *(slice(i, i + 1) for i in range(5))):
+        for row in (slice(0, 20), slice(0, 12), slice(12, 20)):
+            found = gae(*(column[env, row] for column in rows), GAMMA, GAE_LAMBDA)
+            part = f"envs {env.start} to {env.stop - 1}, rows {row.start} to {row.stop - 1}"
+            _near(found, expected[env, row], f"{part}: env, row")
 
 
 def _ragged(gae: Any) -> None:
     """Rows past an env's count may hold anything."""
     rows, counts = _rows(), [20, 3, 11, 1, 7]
-    alone = [gae(*(c[i : i + 1, :count] for c in rows), 0.9, 0.8) for i, count in enumerate(counts)]
+    expected = [_advantages(*(c[i : i + 1, :n] for c in rows))[0] for i, n in enumerate(counts)]
     for column in (rows[0], rows[1], rows[4]):
         column[torch.arange(20) >= torch.tensor(counts)[:, None]] = torch.nan
-    together = gae(*rows, 0.9, 0.8, step_counts=torch.tensor(counts))
+    together = gae(*rows, GAMMA, GAE_LAMBDA, step_counts=torch.tensor(counts))
     for env, count in enumerate(counts):
-        _near(together[env, :count], alone[env][0], f"env {env}, row")
+        _near(together[env, :count], expected[env], f"env {env}, row")
+
+
+def _advantages(
+    rewards: Tensor, values: Tensor, terminated: Tensor, truncated: Tensor, next_values: Tensor
+) -> Tensor:
+    """The definition in float64: termination gates V(next), any end gates the later rows."""
+    advantages, later = torch.zeros(rewards.shape, dtype=torch.float64), torch.zeros(())
+    for t in reversed(range(rewards.shape[1])):
+        next_value = torch.where(terminated[:, t], 0.0, next_values[:, t].double())
+        delta = rewards[:, t].double() + GAMMA * next_value - values[:, t].double()
+        later = torch.where(terminated[:, t] | truncated[:, t], 0.0, later)
+        later = advantages[:, t] = delta + GAMMA * GAE_LAMBDA * later
+    return advantages
 
 
 def _masks(masked_probs: Any) -> None:
@@ -118,31 +133,38 @@ def _masks(masked_probs: Any) -> None:
 
 def _resets(step: Any) -> None:
     """Env 0 starts an episode at step 4: what came before does not matter, nor do other envs."""
-    shift = torch.zeros(9, 3, 4)
-    shift[:4, 0] = 1.0
+    shift, extra_start = torch.zeros(9, 3, 4), torch.zeros(9, 3, dtype=torch.bool)
+    shift[:3, 0] = 1.0
+    extra_start[2, 0] = True
     outputs, other = _stepped(step), _stepped(step, shift)
-    assert (other[1:4, 0] != outputs[1:4, 0]).any(), "the policy does not read its observations"
+    assert (other[:3, 0] != outputs[:3, 0]).any(), "the policy does not read its observations"
+    if (other[3, 0] == outputs[3, 0]).all():
+        raise NotImplementedError("no memory: outputs do not depend on earlier observations")
     _near(other[4:, 0], outputs[4:, 0], "not reset at an episode's start: step after it, output")
     _near(other[:, 1:], outputs[:, 1:], "an env sees another one: step, env, output")
+    other = _stepped(step, starts=extra_start)
+    _near(other[:, 1:], outputs[:, 1:], "reset when another env starts: step, env, output")
 
 
-def _stepped(step: Any, shift: Tensor | float = 0.0) -> Tensor:
-    (observations, starts), state, outputs = _episodes(), None, []
-    for observation, start in zip(observations + shift, starts, strict=True):
+def _stepped(step: Any, shift: Tensor | float = 0.0, starts: Tensor | bool = False) -> Tensor:
+    """Outputs for `_episodes` with a change of the observations, and more starts."""
+    (observations, usual), state, outputs = _episodes(), None, []
+    for observation, start in zip(observations + shift, usual | starts, strict=True):
         output, state = step(observation, state, start)
         outputs.append(output.detach())
     return torch.stack(outputs)
 
 
 def _rows() -> list[Tensor]:
-    """Random columns of five envs, 20 rows each."""
+    """Random columns of five envs, 20 rows each; every episode ends at row 11."""
     rng = torch.Generator().manual_seed(1)
-    rewards, values, bootstraps = (torch.randn(5, 20, generator=rng) for _ in range(3))
+    rewards, values, next_values = (torch.randn(5, 20, generator=rng) for _ in range(3))
     ends = torch.rand(5, 20, generator=rng)
-    terminated, truncated = ends < 0.1, ends > 0.9
+    ends[:, 11] = 0.95
+    terminated, truncated = ends < 0.1, (ends > 0.9) | (ends < 0.05)  # some are both
     is_end = terminated | truncated  # elsewhere the next observation is that of the next row
-    bootstraps[:, :-1] = torch.where(is_end[:, :-1], bootstraps[:, :-1], values[:, 1:])
-    return [rewards, values, terminated, truncated, bootstraps]
+    next_values[:, :-1] = torch.where(is_end[:, :-1], next_values[:, :-1], values[:, 1:])
+    return [rewards, values, terminated, truncated, next_values]
 
 
 def _episodes() -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
@@ -95,6 +96,53 @@ def test_without_environment_state_the_round_is_collected_again(tmp_path):
     assert resumed.is_finished
 
 
+def interrupted(make):
+    """Environments of which the second raises KeyboardInterrupt in its 30th step."""
+
+    class Interrupted(make):
+        calls = 0
+
+        def step(self, action):
+            if self.np_random_seed == 1:
+                Interrupted.calls += 1
+                if Interrupted.calls == 30:
+                    raise KeyboardInterrupt
+            return super().step(action)
+
+    return Interrupted
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_learning_after_an_interrupted_step_equals_the_uninterrupted_run(mode):
+    whole = start(mode=mode).learn(TOTAL_STEPS)
+    model = start(interrupted(CueMemory), mode=mode)
+    with pytest.raises(KeyboardInterrupt):
+        model.learn(TOTAL_STEPS)
+    assert model.num_steps == model.trainer.progress.steps_before_round > 0
+    model.learn()
+    torch.testing.assert_close(
+        all_that_matters(model), all_that_matters(whole), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_learning_after_an_interrupted_step_starts_new_episodes_without_environment_state():
+    class Forgetful(CueMemory):
+        get_state = property()
+
+        def observation(self):
+            return np.full(3, self.elapsed, dtype=np.float32)
+
+    model = start(interrupted(Forgetful), AutoresetMode.SAME_STEP)
+    with pytest.raises(KeyboardInterrupt):
+        model.learn(TOTAL_STEPS)
+    model.trainer.collect()  # the environments assert that every choice is legal
+    fields = model.trainer.buffer.fields
+    age = torch.arange(HORIZON) % CueMemory.limit
+    assert torch.equal(fields["states"][..., -1], age.float().expand(NUM_ENVS, -1))
+    assert torch.equal(fields["truncated"], (age == CueMemory.limit - 1).expand(NUM_ENVS, -1))
+    assert not fields["hidden_h"][:, 0].any()
+
+
 class Limited(CueMemory):
     """Goes on for ever; only a TimeLimit around it knows when an episode is cut."""
 
@@ -161,7 +209,8 @@ def test_a_run_continues_in_other_environments_with_new_episodes(tmp_path, make,
 
 
 def test_the_config_travels_with_the_checkpoint(tmp_path):
-    config = replace(CONFIG, rng_seed=5, ppo=replace(CONFIG.ppo, clip=0.1))
+    ppo = replace(CONFIG.ppo, clip=0.1, ppo_epochs=np.int64(1))
+    config = replace(CONFIG, rng_seed=np.int64(5), ppo=ppo)
     start(config=config).save(tmp_path / "run.pt")
     assert PPO.load(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS)).config == config
 

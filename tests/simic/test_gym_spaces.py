@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.spaces.utils import flatten
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from esper.leyline.factored_actions import Head
 from esper.leyline.plain_config import from_plain, to_plain
@@ -161,6 +161,20 @@ def test_heads_match_the_entries_by_name_in_any_order():
         GymSpaces.of(envs_of(action=space), (Head("what", 3), Head("where", continuous=True)))
 
 
+def test_one_head_needs_no_tuple():
+    head = Head("only", 2)
+    assert GymSpaces.of(envs_of(), head).action_space.heads == (head,)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_stack_of_images_is_an_image_with_all_their_channels(channels_last):
+    frames = np.random.default_rng(0).integers(256, size=(2, 4, 3, 8, 9), dtype=np.uint8)
+    shown = np.moveaxis(frames, 2, -1) if channels_last else frames
+    layout = GymSpaces.of(envs_of(spaces.Box(0, 255, shown.shape[1:], np.uint8)))
+    assert layout.images == ((12, 8, 9),)
+    np.testing.assert_array_equal(layout.features(shown), frames.reshape(2, -1))
+
+
 # -- refusals, and that their remedies work -----------------------------------------------------
 
 
@@ -183,7 +197,9 @@ def test_an_observation_without_a_size_is_refused_and_transforming_it_works():
 
 def test_a_box_without_bounds_is_refused_and_bounding_it_works():
     env = AnySpaces(spaces.Discrete(2), spaces.Box(-np.inf, np.inf, (2,)))
-    with pytest.raises(ValueError, match=r"action is a Box.*without bounds.*TransformAction"):
+    with pytest.raises(
+        ValueError, match=r"action is a Box.*without bounds.*TransformAction.*high, \(2,\)\)"
+    ):
         PPO(env)
     box = spaces.Box(-3, 3, (2,))
     PPO(gymnasium.wrappers.TransformAction(env, lambda a: a, box), config=SMALL).learn(12)
@@ -201,6 +217,11 @@ def test_a_box_without_bounds_is_refused_and_bounding_it_works():
             spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Graph(spaces.Box(0, 1), None)}),
             r"the action\['b'\] is a Graph",
         ),
+        (
+            spaces.Dict({"a": spaces.MultiBinary(2), "a_0": spaces.Discrete(3)}),
+            r"entries \['a'\] and \['a_0'\] of .* both give a head 'a_0'; rename one",
+        ),
+        (spaces.Box(0, 1, (0,)), r"action space Box.* holds no choices and no numbers"),
     ],
 )
 def test_other_actions_are_refused_with_what_works(action, message):
@@ -228,7 +249,7 @@ def test_a_mask_of_logits_is_refused():
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-@pytest.mark.parametrize("name", ["action_masks", "legal_actions", "valid_action_mask", "avail_actions", "mask", "legal", "feasible", "is_allowed", "possible_choices", "Valid"])  # fmt: skip
+@pytest.mark.parametrize("name", ["action_masks", "legal_actions", "valid_action_mask", "avail_actions", "mask", "legal", "feasible", "is_allowed", "possible_choices", "Valid", "permitted_actions"])  # fmt: skip
 def test_a_mask_under_another_name_is_refused_and_naming_it_works(name, as_list):
     envs = envs_of(infos=lambda: {name: [1, 0] if as_list else np.array([1, 0])})
     with pytest.raises(ValueError, match=f"info has '{name}', but .* use mask_key='{name}', or"):
@@ -248,11 +269,15 @@ def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods
         == 3
     )
 
-    for name in ("valid_action_mask", "action_mask", "mask", "get_valid_actions", "legal_moves"):
+    for name in (
+        *("valid_action_mask", "action_mask", "mask", "get_valid_actions", "legal_moves"),
+        *("valid_moves", "legal_action_mask", "compute_action_mask", "get_avail_actions"),
+        *("get_mask", "findPermittedMoves"),
+    ):
         env = AnySpaces(TWO, TWO)
         setattr(env, name, lambda: [1, 0])
         with pytest.raises(ValueError, match=f"environment has '{name}'.* action_masks.* rename"):
-            PPO(env)
+            PPO(gymnasium.wrappers.TimeLimit(env, 9))
         setattr(env, name, np.zeros((5, 5)))  # no method, and not the size of a mask
         assert PPO(env).mask_source == "none"
         setattr(env, name, [1, 0])
@@ -260,6 +285,49 @@ def test_a_mask_under_another_name_is_found_in_the_observation_and_among_methods
             PPO(env)
     with pytest.raises(ValueError, match="no entry 'action_mask' with the mask"):
         PPO(envs_of(), config=GymConfig(masks="observation"))
+
+
+def test_other_methods_are_not_taken_for_masks():
+    class Plain(AnySpaces):
+        def is_valid_action(self, action): ...
+        def has_legal_moves(self): ...
+        def validate_actions(self, actions): ...
+        def get_legal_action_set(self): ...
+        def _legal_moves(self): ...
+        def is_available(self): ...
+        def mask_pixels(self): ...
+
+    assert PPO(Plain(TWO, TWO)).mask_source == "none"
+
+
+@pytest.mark.parametrize("context", [None, "fork"])
+def test_masks_under_another_name_are_found_behind_wrappers_and_in_other_processes(context):
+    class Masked(AnySpaces):
+        def get_legal_actions(self):
+            return [1, 0]
+
+    makers = [lambda: gymnasium.wrappers.TimeLimit(Masked(TWO, TWO), 9)]
+    envs = AsyncVectorEnv(makers, context=context) if context else SyncVectorEnv(makers)
+    try:
+        with pytest.raises(ValueError, match="environment has 'get_legal_actions'"):
+            PPO(envs)
+    finally:
+        envs.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["invalid_action_mask", "invalid_actions", "illegal_moves", "Forbidden_actions"]
+)
+def test_illegal_actions_are_refused_with_what_to_give_instead(name):
+    for row in ([1, 0], np.array([1, 0]), [0], np.array([0])):
+        with pytest.raises(
+            ValueError,
+            match=f"info has '{name}', but it names illegal actions: give its negation as 'action",
+        ):
+            PPO(envs_of(infos=lambda row=row: {name: row}))
+    space = spaces.Dict({"view": TWO, name: spaces.MultiBinary(2)})
+    with pytest.raises(ValueError, match=f"observation has '{name}', but it names illegal"):
+        PPO(envs_of(space))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +414,16 @@ def test_environments_without_the_method_of_the_others_are_named():
 
 
 def test_other_infos_are_not_taken_for_masks():
-    names = ("invalid_actions", "illegal_moves", "mask", "action", "lives", "last_action", "valid")
+    names = (
+        "invalid_actions",
+        "illegal_moves",
+        "num_valid_actions",
+        "mask",
+        "action",
+        "lives",
+        "last_action",
+        "valid",
+    )
     others = {"masks": np.zeros((5, 5)), "legal": "yes", "allowed": [[1], [0, 1], []]}
     others |= dict.fromkeys(("invalid", "unavailable", "disallowed", "position"), np.ones(2))
     model = PPO(envs_of(infos=lambda: dict.fromkeys(names, 1) | others), config=SMALL)
@@ -405,6 +482,19 @@ def test_a_chain_of_choices_is_checked_along_the_legal_ones():
     masks["c"][1, 1] = 0
     with pytest.raises(ValueError, match="env 0: b=1, a=1 is legal, but then head 'c'"):
         layout.masks({name: mask[None] for name, mask in masks.items()})
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [([1, 1], [[1, 1, 0], [0, 1, 0]]), ([1, 0], [[1, 1, 0], [1, 1, 1]])]
+)
+def test_a_choice_that_no_earlier_one_allows_needs_no_later_one(a, b):
+    heads = (Head("a", 2), Head("b", 3, given=("a",)), Head("c", 2, given=("b",)))
+    layout = GymSpaces.of(envs_of(action=spaces.MultiDiscrete([2, 3, 2])), heads)
+    masks = {"a": np.array([a]), "b": np.array([b]), "c": np.array([[[1, 1], [0, 1], [0, 0]]])}
+    assert layout.masks(masks)["b"].tolist() == [np.array(b, dtype=bool).tolist()]
+    masks["b"][0, 0, 2] = 1
+    with pytest.raises(ValueError, match="env 0: b=2 is legal, but then head 'c' has no legal"):
+        layout.masks(masks)
 
 
 def test_dependent_heads_without_masks_warn():

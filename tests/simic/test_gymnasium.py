@@ -13,6 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.training import ppo_model
 from esper.simic.training.gym_envs import GymEnvs
 from esper.simic.training.gym_spaces import GymSpaces
 from esper.simic.training.ppo_model import PPO, GymConfig, PolicyState, evaluate
@@ -141,6 +142,13 @@ def test_evaluation_counts_whole_episodes_of_every_env(mode):
     # three of env 0, two each of the others, whichever ends first
     assert sorted(result.lengths) == [1, 1, 3, 3, 3, 4, 4]
     assert sorted(result.returns) == [1, 1, 6, 6, 6, 10, 10]
+
+
+def test_an_episode_that_does_not_end_warns(monkeypatch):
+    monkeypatch.setattr(ppo_model, "LONG_EPISODE", 3)
+    model = PPO(counters(AutoresetMode.SAME_STEP), config=CONFIG)
+    with pytest.warns(UserWarning, match="3 steps and may never end; .*TimeLimit"):
+        evaluate(model, Counter(4, terminates=True), episodes=1)
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
@@ -308,6 +316,10 @@ def test_an_episodes_last_step_needs_no_mask(mode, as_list):
     ("settings", "message"),
     [
         (dict(horizon=1), "horizon=1; use 2 or more"),
+        (dict(horizon=2.5), "horizon=2.5; use a whole number"),
+        (dict(num_envs=True), "num_envs=True; use a whole number"),
+        (dict(rng_seed=None), "rng_seed=None; use a whole number"),
+        (dict(rng_seed=2**63), "use less than 2"),
         (dict(masks="infos"), "masks='infos'; use one of .*'observation', 'info'"),
     ],
 )
@@ -317,8 +329,13 @@ def test_mistakes_in_the_settings_are_named(settings, message):
 
 
 def test_mistakes_are_found_before_the_first_step():
-    for steps in (0, 1e3):
-        with pytest.raises(ValueError, match=f"steps={steps}; use a whole number"):
+    for steps, message in (
+        (0, "steps=0; use 1 or more"),
+        (1e3, "steps=1000.0; use a whole number"),
+        (True, "steps=True; use a whole number"),
+        (None, r"no `learn` to finish; give steps, such as learn\(50_000\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
             PPO(vector(CueMemory, 4)).learn(steps)
     with pytest.raises(
         ValueError, match="is a list; use the id of an environment, a gymnasium.Env"
@@ -326,9 +343,9 @@ def test_mistakes_are_found_before_the_first_step():
         PPO([CueMemory])
     with pytest.raises(ValueError, match="NoSuch.*doesn't exist.*lists all"):
         PPO("NoSuch-v0")
-    with pytest.raises(ValueError, match=r"heads is a config; use PPO\(env, config="):
+    with pytest.raises(ValueError, match=r"heads holds a GymConfig; use esper.Head, and config="):
         PPO(vector(CueMemory, 4), GymConfig())
-    with pytest.raises(ValueError, match=r"heads holds 2; use esper.Head"):
+    with pytest.raises(ValueError, match=r"heads holds a int; use esper.Head"):
         PPO(vector(BestActions, 4), [2, 3])
     with pytest.raises(ValueError, match=r"config is a PPOConfig; use GymConfig\(ppo="):
         PPO(vector(CueMemory, 4), config=PPOConfig())
@@ -464,6 +481,10 @@ def test_predict_refuses_the_state_or_the_rewards_of_other_envs():
     with pytest.raises(ValueError, match="the state is that of 1 envs, the observation of 3; pass"):
         model.predict(three, state, episode_start=[True, False, False], reward=1.0)
     _, state = model.predict(three)
+    with pytest.raises(ValueError, match="the state is a tuple, the observation of 3; pass what"):
+        model.predict(three, tuple(state))
+    with pytest.raises(ValueError, match=r"episode_start: got shape \(2,\), expected \(3,\)"):
+        model.predict(three, state, episode_start=[True, False])
     for reward in ([1.0, 2.0], [[1.0]] * 3):
         with pytest.raises(ValueError, match=r"reward: got shape .*, expected \(3,\)"):
             model.predict(three, state, reward=reward)

@@ -231,7 +231,7 @@ def test_the_training_environments_are_no_place_to_evaluate_during_training():
         with pytest.raises(ValueError, match="environments that the model learns in.* Make others"):
             model.learn(50, lambda *_, m=model, o=other: esper.evaluate(m, o, 1) and None)
         assert len(esper.evaluate(model, other, 2).returns) == 2  # allowed afterwards
-        model.learn(50)
+        model.learn(np.int64(50))
 
 
 def test_evaluation_environments_that_do_not_fit_are_found_before_the_first_step():
@@ -283,6 +283,27 @@ def test_an_encoder_that_does_not_return_rows_is_refused():
 
     with pytest.raises(ValueError, match=r"encoder returned \(2, 3, 12, 12\) for 2 rows; expected"):
         esper.PPO(Stranger(), encoder=Same())
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"),
+    [
+        (Halves, "encoder is <class .*Halves'>; pass an nn.Module, such as"),
+        (nn.Linear(5, 2), r"failed when it was called with \(2, 1\), \(2, 3, 12, 12\), which"),
+        (nn.Sequential(nn.BatchNorm1d(1)), "encoder's 0 is a BatchNorm1d: .*use LayerNorm or"),
+    ],
+)
+def test_mistakes_in_an_encoder_are_named(encoder, message):
+    with pytest.raises(ValueError, match=message):
+        esper.PPO(Stranger(), encoder=encoder)
+
+
+def test_predicting_without_the_mask_entry_says_what_to_pass():
+    model, (observation, _) = esper.PPO(Stranger(), config=CONFIG), Stranger().reset(seed=0)
+    mask = observation.pop("action_mask")
+    with pytest.raises(ValueError, match="observation has no mask 'action_mask'; add it, or pass"):
+        model.predict(observation)
+    assert model.predict(observation, mask=mask)[0]["move"] < 2
 
 
 def test_the_scale_of_pixels_is_taken_from_the_first_rollout_and_kept():

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from esper.cli import stop_after_signal, this_command
+from esper.leyline.checks import whole_number
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.ranks import join_ranks, was_restarted
 from esper.nissa.console import ProgressSink
@@ -41,18 +42,15 @@ def gym(
     """
     counts = {"episodes": episodes, "save_every": save_every, "total_steps": total_steps}
     for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name}={count}; use 1 or more")
+        whole_number(name, count, 1)
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
     checkpoint, ranks = out / "checkpoint.pt", join_ranks()
-    num_envs, usual = config.num_envs, _DEFAULTS
-    device = "" if config.device == usual.device else f" --device {config.device}"
-    flags = f"--num-envs {num_envs}{device} --out {out} --resume"
-    resume_command = f"{this_command()} gym {env_id} {flags}"
+    device = "" if config.device == _DEFAULTS.device else f" --device {config.device}"
+    resume_command = f"{this_command()} gym {env_id}{device} --out {out} --resume"
     if resume and not checkpoint.exists():
         raise ValueError(f"no {checkpoint} to resume from; leave out --resume to start a new run")
-    others = replace(config, device=usual.device, num_envs=usual.num_envs)
-    if resume and (others, total_steps) != (usual, _TOTAL_STEPS):
+    others = replace(config, device=_DEFAULTS.device)
+    if resume and (others, total_steps) != (_DEFAULTS, _TOTAL_STEPS):
         raise ValueError(f"--resume uses the settings in {checkpoint}; leave out other flags")
     resume = resume or (was_restarted() and checkpoint.exists())
     ranks.require_same(counts | {"env_id": env_id, "resume": resume})
@@ -60,9 +58,6 @@ def gym(
     with LockedFolder(out, ranks):
         if model is None:
             model = PPO.load(checkpoint, env_id, device=config.device)
-            total = model.envs.share.total
-            if num_envs not in (_DEFAULTS.num_envs, total):
-                raise ValueError(f"{checkpoint} has {total} envs; leave out --num-envs")
         elif checkpoint.exists():
             raise ValueError(
                 f"{out} already holds a run; resume it with `{resume_command}`, or choose another "

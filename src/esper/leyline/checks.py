@@ -10,7 +10,7 @@ a CPU a failed check raises at once.
 
 import math
 from collections.abc import Callable
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -53,6 +53,21 @@ def require_at_least(config: object, least: float, *names: str) -> None:
     for name in names:
         if not getattr(config, name) >= least:
             raise ValueError(f"{name}={getattr(config, name)}; use {least} or more")
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """`value` as an int; raise unless it is a whole number, `least` or more."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name}={value!r}; use a whole number")
+    if value < least:
+        raise ValueError(f"{name}={value}; use {least} or more")
+    return int(value)
+
+
+def require_whole(config: object, least: int, *names: str) -> None:
+    """Raise unless each named field of `config` is a whole number, `least` or more."""
+    for name in names:  # NumPy's become int: files hold no others
+        vars(config)[name] = whole_number(name, getattr(config, name), least)
 
 
 def require_positive(config: object, *names: str) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from esper.leyline.checks import require_at_least, require_fraction, require_positive
+from esper.leyline.checks import require_fraction, require_positive, require_whole
 from esper.leyline.constants import DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
@@ -84,7 +84,7 @@ class PPOConfig:
     """Stop training after this many failed updates in a row."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "ppo_epochs", "num_minibatches", "max_failed_updates")
+        require_whole(self, 1, "ppo_epochs", "num_minibatches", "max_failed_updates")
         weights = {f"head_entropy_weights.{n}": w for n, w in self.head_entropy_weights.items()}
         weights["value_coefficient"] = self.value_coefficient
         weights["entropy_coefficient"] = self.entropy_coefficient

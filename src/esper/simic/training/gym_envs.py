@@ -10,8 +10,6 @@ Three modes, read from `metadata["autoreset_mode"]`:
 - DISABLED: the envs that have ended are reset here.
 """
 
-import math
-import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -27,6 +25,7 @@ from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.training.gym_spaces import Array, GymSpaces
 from esper.simic.training.trainer import Outcome, PhaseClock
+from esper.simic.training.unread_masks import UnreadMasks
 
 if TYPE_CHECKING:
     from gymnasium import Env
@@ -39,17 +38,7 @@ MaskOption = Literal["auto", "observation", "info", "method", "none"]
 
 _DEFAULT_KEY = "action_mask"
 RECENT_EPISODES = 100  # that the reported means are over
-# names that masks are given under, if not under the configured one: surely, and if the size fits
-_MASK_LIKE = re.compile(
-    r"(action|legal|valid|avail).*mask|mask.*action|(?<!in)(?<!il)(legal|valid|avail)\w*_?(action|move)s"
-)
-_PERHAPS_MASK = re.compile(
-    r"mask|(?<!in|il|un|im|sh)(?<!dis)(legal|valid|avail|feasib|allow|possib)"
-)
 _PER_ENV = ("features", "pending", "episode_rewards", "episode_lengths", "environments")
-_MASK_METHODS = ["mask", "valid_action_mask", "get_action_masks", "legal_moves"]
-_MASK_METHODS += ["action_mask", "legal_actions", "valid_actions"]
-_MASK_METHODS += ["get_action_mask", "get_legal_actions", "get_valid_actions"]
 
 
 class Episode(NamedTuple):
@@ -115,9 +104,7 @@ class GymEnvs:
         self._autoreset = _autoreset_mode(envs)
         self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
         self._mask_key = mask_key
-        choices = [head.size for head in self.action_space if not head.continuous]
-        self._mask_sizes = {*choices, sum(choices)} - {0, 1}
-        self._read_keys: set[str] = set()  # of info, looked at for masks under another name
+        self._unread_masks = UnreadMasks(mask_key, self.action_space)
         self.rounds, self._where = 0, ""  # the round that errors name
         observations, infos = self._reset(rng_seed)
         self.mask_source = self._find_mask_source(infos, mask_source)
@@ -222,13 +209,8 @@ class GymEnvs:
         self.features = self.spaces.features(observations, self._previous)
         self.spaces.require_finite(self.features, self._where)
         if self.mask_source == "none":
-            if self._is_unmasked_by_chance and (new := infos.keys() - self._read_keys):
-                self._read_keys |= new
-                for name in sorted(n for n in new if not n.startswith("_")):
-                    advice = f"masks are read from {self._mask_key!r}: use mask_key={name!r}"
-                    if name == self._mask_key:
-                        advice = "the first reset gave none: give it at every reset too"
-                    self._refuse_mask("info", name, self._has_mask_size(infos[name]), advice)
+            if self._is_unmasked_by_chance:
+                self._unread_masks.refuse_infos(infos)
             self.masks = self._all_legal
             return
         if self.mask_source == "observation":
@@ -294,51 +276,9 @@ class GymEnvs:
                 f"{self.vector_env} has no sub-environments with an action_masks() method; give "
                 f"masks as info[{self._mask_key!r}] (masks='info')"
             )
-        for entry in self.spaces.observation:
-            name = ".".join(map(str, entry.path))
-            has_size = math.prod(entry.shape) in self._mask_sizes
-            place = " at the top of a Dict: move it there" if len(entry.path) > 1 else ""
-            advice = f"masks are read from {self._mask_key!r}{place or f': use mask_key={name!r}'}"
-            self._refuse_mask("observation", name, has_size, advice)
-        advice = "only a method action_masks() is read: rename it"
-        if not has_methods:
-            advice = (
-                f"a vector environment's own methods are not read: give info[{self._mask_key!r}]"
-            )
-        for method in _MASK_METHODS if has_methods else (*_MASK_METHODS, "action_masks"):
-            if self._offers(inner, method):
-                self._refuse_mask("environment", method, True, advice)
+        self._unread_masks.refuse_entries(self.spaces.observation)
+        self._unread_masks.refuse_methods(inner)
         return "none"
-
-    def _offers(self, inner: Any, method: str) -> bool:
-        """Whether an env has the method, or a property of a mask's size; in other processes any."""
-        from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
-
-        if isinstance(inner, AsyncVectorEnv):
-            return any(inner.call("has_wrapper_attr", method))
-        if not isinstance(inner, SyncVectorEnv):
-            return callable(getattr(inner, method, None))
-        envs = [env for env in inner.envs if env.has_wrapper_attr(method)]
-        found = [env.get_wrapper_attr(method) for env in envs]
-        return any(callable(value) or self._has_mask_size([value]) for value in found)
-
-    def _has_mask_size(self, values: Any) -> bool:
-        """Whether an env's value, or a head's in it, is a row with a number for each choice."""
-        if isinstance(values, Mapping):
-            names = self.action_space.names
-            return any(self._has_mask_size(values[name]) for name in names if name in values)
-        rows = values if isinstance(values, list) or np.ndim(values) else ()
-        shapes = [(len(r),) if isinstance(r, list | tuple) else np.shape(r) for r in rows]
-        return any(len(shape) == 1 and shape[0] in self._mask_sizes for shape in shapes)
-
-    def _refuse_mask(self, where: str, name: str, has_size: bool, advice: str) -> None:
-        """Raise if the name and the size look like a mask's: it would not be applied."""
-        *_, last = parts = name.lower().split(".")
-        is_mask = any(map(_MASK_LIKE.search, parts))
-        if is_mask or (has_size and _PERHAPS_MASK.search(last)):
-            raise ValueError(
-                f"the {where} has {name!r}, but {advice}, or set masks='none' to learn without masks"
-            )
 
     @property
     def kind(self) -> str:

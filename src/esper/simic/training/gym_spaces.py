@@ -48,7 +48,7 @@ class Entry:
     @property
     def is_channels_first(self) -> bool:
         """The channels are the axis that differs from two equal ones, or else the smaller end."""
-        first, middle, last = self.shape
+        *_, first, middle, last = self.shape
         return first != middle and (middle == last or first < last)
 
     def __str__(self) -> str:
@@ -111,10 +111,13 @@ class GymSpaces:
 
     @property
     def images(self) -> tuple[ImageShape, ...]:
-        """Channels, height and width of each."""
-        images = [e for e in self.observation if e.kind == "image"]
-        shapes = [e.shape if e.is_channels_first else (e.shape[-1], *e.shape[:-1]) for e in images]
-        return tuple((channels, height, width) for channels, height, width in shapes)
+        """Channels, height and width of each; a stack of images is one with all their channels."""
+        shapes = [
+            e.shape if e.is_channels_first else (*e.shape[:-3], e.shape[-1], *e.shape[-3:-1])
+            for e in self.observation
+            if e.kind == "image"
+        ]
+        return tuple((math.prod(channels), h, w) for *channels, h, w in shapes)
 
     # -- observations -------------------------------------------------------------------------
 
@@ -249,18 +252,23 @@ class GymSpaces:
 
     def _require_choices(self, arrays: dict[str, Array]) -> None:
         """Raise where legal earlier choices leave a head nothing to choose, unless it is optional."""
+        legal = dict(arrays)  # after legal earlier choices
         for head in self.action_space:
-            if not head.given or head.continuous or head.optional:
+            if not head.given:
                 continue
-            is_stuck = ~arrays[head.name].any(-1)
+            is_reached = np.ones(1, dtype=bool)  # [N, *given sizes]
             for name in head.given:
-                earlier = self.action_space.heads[self.action_space.index(name)]
-                axes = (*earlier.given, name)
-                if set(axes) <= set(head.given):
-                    order = [1 + axes.index(g) for g in head.given if g in axes]
-                    legal = arrays[name].transpose(0, *order)
-                    missing = [1 + i for i, g in enumerate(head.given) if g not in axes]
-                    is_stuck = is_stuck & np.expand_dims(legal, missing)
+                axes = [*self.action_space.heads[self.action_space.index(name)].given, name]
+                summed = tuple(1 + i for i, axis in enumerate(axes) if axis not in head.given)
+                axes = [axis for axis in axes if axis in head.given]
+                order = [1 + axes.index(g) for g in head.given if g in axes]
+                missing = [1 + i for i, g in enumerate(head.given) if g not in axes]
+                may_be_chosen = np.transpose(legal[name].any(axis=summed), (0, *order))
+                is_reached = is_reached & np.expand_dims(may_be_chosen, missing)
+            legal[head.name] = arrays[head.name] & is_reached[..., None]
+            if head.continuous or head.optional:
+                continue
+            is_stuck = is_reached & ~arrays[head.name].any(-1)
             if is_stuck.any():
                 env, *choices = np.argwhere(is_stuck)[0].tolist()
                 where = ", ".join(f"{g}={c}" for g, c in zip(head.given, choices, strict=True))
@@ -335,7 +343,7 @@ def _observed(path: Path, space: "gymnasium.Space[Any]") -> Entry:
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return _acted(path, space)
     if isinstance(space, spaces.Box | spaces.MultiBinary):
-        is_image = space.dtype == np.uint8 and len(space.shape) == 3
+        is_image = space.dtype == np.uint8 and len(space.shape) in (3, 4)  # 4: a stack of them
         return Entry(path, "image" if is_image else "numbers", space.shape, "")
     keep = "leave it out with gymnasium.wrappers.FilterObservation(env, [the other keys]), or "
     raise ValueError(
@@ -366,7 +374,7 @@ def _acted(path: Path, space: "gymnasium.Space[Any]") -> Entry:
     if not space.is_bounded():
         raise ValueError(
             f"{where} without bounds; wrap the env in gymnasium.wrappers.TransformAction(env, "
-            "lambda action: action, Box(low, high)) with finite bounds"
+            f"lambda action: action, Box(low, high, {shape})) with finite bounds"
         )
     low, high = (tuple(map(float, bound.flatten())) for bound in (space.low, space.high))
     return Entry(path, "numbers", shape, dtype, (), low, high)
@@ -376,12 +384,22 @@ def _match_heads(
     action: tuple[Entry, ...], heads: Iterable[Head] | None, space: "gymnasium.Space[Any]"
 ) -> tuple[FactoredActionSpace, tuple[int, ...]]:
     """The heads, and the head of each element of the action: by name, or else by order."""
+    entries: dict[str, Path] = {}  # by the name of a head
+    for entry in action:
+        for head in _default_heads(entry):
+            if (other := entries.setdefault(head.name, entry.path)) != entry.path:
+                raise ValueError(
+                    f"the entries {_name(other)} and {_name(entry.path)} of the action {space} both "
+                    f"give a head {head.name!r}; rename one of them"
+                )
+    if not entries:
+        raise ValueError(f"the action space {space} holds no choices and no numbers; add some")
     expected = FactoredActionSpace(tuple(h for entry in action for h in _default_heads(entry)))
     if heads is None:
         return expected, tuple(range(expected.num_heads))
-    heads = tuple(heads)
-    if wrong := [head for head in heads if not isinstance(head, Head)]:
-        raise ValueError(f"heads holds {wrong[0]!r}; use esper.Head, and config= for settings")
+    heads = tuple(heads) if isinstance(heads, Iterable) else (heads,)
+    if wrong := [type(head).__name__ for head in heads if not isinstance(head, Head)]:
+        raise ValueError(f"heads holds a {wrong[0]}; use esper.Head, and config= for settings")
     given = FactoredActionSpace(heads)
     head_of = tuple(range(given.num_heads))
     if set(given.names) == set(expected.names):
@@ -410,7 +428,7 @@ def _default_heads(entry: Entry) -> Iterator[Head]:
 def _write(features: Array, entry: Entry, array: Array) -> None:
     """Write an entry's observations `[N, ...]` to its columns `[N, width]`, which are 0."""
     if entry.kind == "image" and not entry.is_channels_first:
-        array = np.moveaxis(array, -1, 1)
+        array = np.moveaxis(array, -1, -3)
     if entry.kind != "choices":
         features[:] = array.reshape(features.shape)
         return

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper.leyline.checks import require_at_least
+from esper.leyline.checks import require_whole, whole_number
 from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import ActionMasks, Head
 from esper.leyline.files import read_file, write_file
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from esper.simic.training.gym_envs import AnyEnv
 
 _KIND, _VERSION = "PPO model", 3
+LONG_EPISODE = 100_000  # steps; an evaluation warns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +70,11 @@ class GymConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rng_seed < 2**63:
-            raise ValueError(f"rng_seed={self.rng_seed}; use a number from 0 to 2**63 - 1")
-        require_at_least(self, 1, "num_envs")
-        require_at_least(self, 2, "horizon")  # with NEXT_STEP, 1 could be an autoreset step only
+        require_whole(self, 0, "rng_seed")
+        if self.rng_seed >= 2**63:
+            raise ValueError(f"rng_seed={self.rng_seed}; use less than 2**63")
+        require_whole(self, 1, "num_envs")
+        require_whole(self, 2, "horizon")  # with NEXT_STEP, 1 could be an autoreset step only
         if self.masks not in get_args(MaskOption):
             raise ValueError(f"masks={self.masks!r}; use one of {get_args(MaskOption)}")
 
@@ -110,8 +112,6 @@ class PPO:
         config = config or GymConfig()
         if not isinstance(config, GymConfig):
             raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
-        if isinstance(heads, GymConfig | PPOConfig):
-            raise ValueError("heads is a config; use PPO(env, config=GymConfig(...))")
         ranks = _ranks(env, config)
         envs = vector_env(env, len(EnvShare.split(config.num_envs, ranks).ids))
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
@@ -205,11 +205,12 @@ class PPO:
         trainer, progress = self.trainer, self.trainer.progress
         trainer.ranks.require_same({"steps": steps})
         if steps is not None:
-            if not isinstance(steps, int) or steps < 1:
-                raise ValueError(f"steps={steps!r}; use a whole number, 1 or more")
+            steps = whole_number("steps", steps, 1)
             self._first_step, self.total_steps = progress.steps, progress.steps + steps
-        if eval_every < 1 or eval_episodes < 1:
-            raise ValueError(f"{eval_every=}, {eval_episodes=}; use 1 or more")
+        elif not self.total_steps:
+            raise ValueError("there is no `learn` to finish; give steps, such as learn(50_000)")
+        whole_number("eval_every", eval_every, 1)
+        whole_number("eval_episodes", eval_episodes, 1)
         if eval_env is not None:
             eval_env = vector_env(eval_env, self.envs.num_envs)
             self._refuse_training_envs(eval_env)
@@ -290,14 +291,15 @@ class PPO:
             choices = torch.zeros(num_envs, len(self.spaces.action_space.heads))
             is_new = torch.ones(num_envs, dtype=torch.bool)
             state = PolicyState(*self.agent.policy.initial_state(num_envs), choices, is_new)
-        if len(state.h) != num_envs:
+        is_state = isinstance(state, PolicyState)
+        if not is_state or len(state.h) != num_envs:
+            found = f"that of {len(state.h)} envs" if is_state else f"a {type(state).__name__}"
             raise ValueError(
-                f"the state is that of {len(state.h)} envs, the observation of {num_envs}; pass what "
-                "predict returned for the same envs, or state=None at the start of episodes"
+                f"the state is {found}, the observation of {num_envs}; pass what predict returned "
+                "for the same envs, or state=None at the start of episodes"
             )
         if episode_start is not None:
-            rows = np.broadcast_to(np.asarray(episode_start, dtype=bool), num_envs)
-            is_first = torch.tensor(rows)
+            is_first = torch.tensor(_per_env("episode_start", episode_start, num_envs, bool))
             recurrent = zero_rows(RecurrentState(state.h, state.c), is_first)
             state = PolicyState(*recurrent, state.choices, state.is_new | is_first)
         previous = self._previous(state, reward)
@@ -306,8 +308,10 @@ class PPO:
         else:
             features = self.spaces.features(observation, previous)
         self.spaces.require_finite(features)
-        if mask is None and self.spaces.mask_entry is not None:
-            mask = observation[self.spaces.mask_entry]
+        if mask is None and (entry := self.spaces.mask_entry) is not None:
+            if entry not in observation:
+                raise ValueError(f"the observation has no mask {entry!r}; add it, or pass mask=")
+            mask = observation[entry]
         if mask is None and self.mask_source in ("info", "method"):
             warnings.warn(
                 "this model learned with masks, but predict got none, so all actions are legal; "
@@ -333,10 +337,7 @@ class PPO:
                 "pass reward=",
                 stacklevel=3,
             )
-        rewards = np.asarray(0.0 if reward is None else reward, dtype=np.float32)
-        if rewards.shape not in ((), (num_envs,)):
-            raise ValueError(f"reward: got shape {rewards.shape}, expected ({num_envs},)")
-        rewards = np.broadcast_to(rewards, num_envs)
+        rewards = _per_env("reward", 0.0 if reward is None else reward, num_envs, np.float32)
         previous = self.spaces.previous(state.choices.numpy(), rewards)
         previous[is_new] = 0.0
         return previous
@@ -412,10 +413,16 @@ class PPO:
                 start = {"recent_episodes": [], "rounds": run["envs"]["rounds"]}
                 run |= {"num_envs": total, "envs": start, "state": None}
             model.trainer.load_state_dict(run, path)
-            if is_other:
-                model.trainer.abandon_round()
         model._first_step, model.total_steps = saved["learn"]
         return model
+
+
+def _per_env(name: str, value: Any, num_envs: int, dtype: Any) -> Array:
+    """A value for all envs, or one for each, as `[N]`."""
+    array = np.asarray(value, dtype=dtype)
+    if array.shape not in ((), (num_envs,)):
+        raise ValueError(f"{name}: got shape {array.shape}, expected ({num_envs},)")
+    return np.broadcast_to(array, num_envs)
 
 
 def _ranks(env: "AnyEnv", config: GymConfig) -> Ranks:
@@ -439,18 +446,19 @@ def evaluate(
     """Play whole episodes without learning.
 
     Every env plays the same number of episodes (to within one). Counting those that end first
-    would favour short episodes. After `learn`, `env` may be that which the model learned in: its
-    next steps are then the first of new episodes.
+    would favour short episodes. After `learn`, `env` may be that which the model learned in: the
+    next `learn` then collects its current round again, as after `PPO.load`.
 
     Args:
         env: the id of an environment, one environment, or a vector environment
         deterministic: take the most likely actions instead of sampling
     """
-    if episodes < 1:
-        raise ValueError(f"episodes={episodes}; use 1 or more")
+    whole_number("episodes", episodes, 1)
     envs = vector_env(env, min(episodes, model.config.num_envs))
     if model._is_learning:
         model._refuse_training_envs(envs)
+    if model._learns_in(envs):
+        model.trainer.abandon_round()
     world = model._world_of(envs, rng_seed)
     agent, num_envs, act = model.agent, world.num_envs, model.agent.prepared_act()
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
@@ -463,12 +471,15 @@ def evaluate(
         decision = act(features, masks, state, generator=generator, deterministic=deterministic)
         outcome = world.step(decision.actions)
         state = zero_rows(decision.state, outcome.is_first)
+        if (world.log.lengths == LONG_EPISODE).any():
+            warnings.warn(
+                f"an episode has {LONG_EPISODE:,} steps and may never end; limit episodes with "
+                "gymnasium.wrappers.TimeLimit(env, max_episode_steps)",
+                stacklevel=2,
+            )
         for episode in world.log.ended:
             if quota[episode.env]:
                 quota[episode.env] -= 1
                 counted.append(episode)
-    if model._learns_in(envs):
-        model.envs.restart(model.trainer.shuffle_rng)
-        model.trainer.abandon_round()
     _, returns, lengths = zip(*counted, strict=True)
     return EvaluationResult(np.array(returns), np.array(lengths))

@@ -139,7 +139,7 @@ class Trainer:
         self.progress = Progress()
         self.clock = envs.clock
         self.health = HealthMonitor(agent.config.ppo_epochs)
-        self._in_round = False
+        self._in_round = self._is_abandoned = False
         self._mark_round_start()
 
     # -- the loop -----------------------------------------------------------------------------
@@ -156,11 +156,21 @@ class Trainer:
         """Fill the buffer with one round; False if `should_stop()`, checked before each step.
 
         A round is `horizon` steps, or fewer if the environments end it. Several ranks stop together:
-        they check `STOP_CHECKS` times per round whether one of them is to stop.
+        they check `STOP_CHECKS` times per round whether one of them is to stop. After an exception
+        the round is collected again.
         """
+        try:
+            return self._collect(should_stop, deterministic)
+        except BaseException:  # KeyboardInterrupt too: some envs took a step that was not stored
+            self.abandon_round()
+            raise
+
+    def _collect(self, should_stop: Callable[[], bool], deterministic: bool) -> bool:
         stride = 1 if self.ranks.size == 1 else max(1, self.horizon // STOP_CHECKS)
         envs, agent, lap, rng = self.envs, self.agent, self.clock.lap, self.action_rng
         act = agent.prepared_act()
+        if self._is_abandoned:
+            self._restore(self._round_start_of_all_ranks())
         if not self._in_round:
             self._begin_round()
         while self.progress.round_steps < self.horizon and not envs.round_over:
@@ -210,7 +220,7 @@ class Trainer:
             self.buffer, last_values, progress=schedule, generator=rng, share=share
         )
         self.clock.lap("update")
-        before = progress.steps_before_round, self._episodes_before_round
+        before = progress.steps_before_round, self._round_start["progress"]["episodes"]
         own = progress.steps - before[0], progress.episodes - before[1]
         num_steps, num_episodes = (int(count) for count in self.ranks.sums(*own))
         progress.steps = progress.steps_before_round = before[0] + num_steps
@@ -232,16 +242,13 @@ class Trainer:
         return metrics
 
     def abandon_round(self) -> None:
-        """Forget the current round and start from zero states: the episodes were started again."""
-        self.state = self.agent.policy.initial_state(self.envs.num_envs)
-        self.progress.round_steps, self.progress.steps = 0, self.progress.steps_before_round
-        self._in_round = False
-        self._mark_round_start()
+        """Collect the current round again, as a resumed run does: its envs were used otherwise."""
+        self._is_abandoned = True
+        vars(self.progress).update(self._round_start["progress"])
 
     def _begin_round(self) -> None:
         self.buffer.reset()
-        self.progress.round_steps, self.progress.steps = 0, self.progress.steps_before_round
-        self._episodes_before_round = self.progress.episodes
+        vars(self.progress).update(self._round_start["progress"])
         self.state = zero_rows(self.state, self.envs.begin_round())
         self._in_round = True
 
@@ -267,16 +274,10 @@ class Trainer:
         for name, weight in self.agent.policy.named_parameters():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
-        whole, share = dict(self._round_start), self.envs.share
-        if whole["state"] is not None:
-            parts = self.ranks.gather((share.ids, dict(zip("hc", whole["state"], strict=True))))
-            whole["state"] = list(share.join(parts).values())
         return {
-            "num_envs": share.total,
-            "device": self.agent.device.type,
+            "num_envs": self.envs.share.total,
             "agent": self.agent.state_dict(),
-            **whole,
-            "envs": self.envs.joined_state(whole["envs"]),
+            **self._round_start_of_all_ranks(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
@@ -285,16 +286,22 @@ class Trainer:
         if found != total:
             raise UnreadableFile(f"{path} holds a run of {found} envs; {total} were given")
         load_agent(self.agent, saved["agent"], path)
-        self.progress = Progress(**saved["progress"])
+        self._restore(saved)
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        """Return to the start of a round; envs without saved state start new episodes."""
+        vars(self.progress).update(saved["progress"])
         self.shuffle_rng.set_state(saved["shuffle_rng"])
         if self.agent.device.type == saved["device"]:
             self.action_rng.set_state(saved["action_rng"])
         else:  # generators of another kind of device have another state
             self.action_rng.manual_seed(int(torch.randint(2**31, (), generator=self.shuffle_rng)))
         self.envs.load_state_dict(saved["envs"], self.shuffle_rng)
+        self.state = self.agent.policy.initial_state(self.envs.num_envs)
         if saved["state"] is not None:
             ids, device = self.envs.share.ids, self.agent.device
             self.state = RecurrentState(*(part[ids].to(device) for part in saved["state"]))
+        self._in_round = self._is_abandoned = False
         self._mark_round_start()
 
     def _mark_round_start(self) -> None:
@@ -302,11 +309,19 @@ class Trainer:
         can_save, envs = self.envs.can_save_state, self.envs.state_dict()
         self._round_start: dict[str, Any] = {
             "progress": asdict(self.progress),
+            "device": self.agent.device.type,
             "action_rng": self.action_rng.get_state(),
             "shuffle_rng": self.shuffle_rng.get_state(),
             "envs": copy.deepcopy(envs) if can_save else envs,  # they may return what they use
             "state": list(self.state) if can_save else None,
         }
+
+    def _round_start_of_all_ranks(self) -> dict[str, Any]:
+        whole, share = dict(self._round_start), self.envs.share
+        if whole["state"] is not None:
+            parts = self.ranks.gather((share.ids, dict(zip("hc", whole["state"], strict=True))))
+            whole["state"] = list(share.join(parts).values())
+        return whole | {"envs": self.envs.joined_state(whole["envs"])}
 
 
 def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from esper.leyline.checks import require_at_least
+from esper.leyline.checks import require_whole
 from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.ranks import ALONE, Ranks
@@ -83,7 +83,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         sizes = ("lstm_hidden_dim", "lstm_layers", "encoder_layers", "slot_dim", "blueprint_dim")
-        require_at_least(self, 1, *sizes, "memory_steps")
+        require_whole(self, 1, *sizes, "memory_steps")
         check_floor(self.floor)
 
 

@@ -72,7 +72,7 @@ class PlainHeads(nn.Module):
         self.encoder: nn.Module
         if encoder is not None or images:
             self.encoder = (
-                copy.deepcopy(encoder)
+                _copy_of(encoder)
                 if encoder is not None
                 else _ImageEncoder(self._sizes[0], images, config)
             )
@@ -111,7 +111,14 @@ class PlainHeads(nn.Module):
         """The width of the encoder's output, found with zeros."""
         numbers = (self._sizes[0] - self._unseen,)
         inputs = [torch.zeros(2, *shape) for shape in (numbers, *self.images)]
-        encoded = self.encoder(*inputs)
+        try:
+            encoded = self.encoder(*inputs)
+        except Exception as error:
+            shapes = ", ".join(str(tuple(part.shape)) for part in inputs)
+            raise ValueError(
+                f"the encoder failed when it was called with {shapes}, which are numbers [B, width] "
+                f"and each image [B, channels, height, width]: {error}"
+            ) from error
         if not isinstance(encoded, Tensor) or encoded.ndim != 2 or len(encoded) != 2:
             got = tuple(encoded.shape) if isinstance(encoded, Tensor) else type(encoded).__name__
             raise ValueError(f"the encoder returned {got} for 2 rows; expected a tensor (2, width)")
@@ -149,6 +156,19 @@ class PlainHeads(nn.Module):
         if not self.is_custom:
             weight, bias, *_ = self.encoder.parameters()
             bias.add_(weight.double() @ shift.double())
+
+
+def _copy_of(encoder: nn.Module) -> nn.Module:
+    """A custom encoder to train; raises where acting and learning would differ."""
+    if not isinstance(encoder, nn.Module):
+        raise ValueError(f"encoder is {encoder!r}; pass an nn.Module, such as MyEncoder()")
+    for name, part in encoder.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training:
+            raise ValueError(
+                f"the encoder's {name or 'module'} is a {type(part).__name__}: learning and acting "
+                "would see other statistics; use LayerNorm or GroupNorm"
+            )
+    return copy.deepcopy(encoder)
 
 
 class _ImageEncoder(nn.Module):
