@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from esper.adapting.adapted import Adapted
+from esper.adapting.adapted import Adapted, call_with
 from esper.adapting.plans import HeadMode
 
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
@@ -128,7 +127,7 @@ def logits_of_many(
     """Outputs `[P, rows, classes]` of P models for their rows `[P, rows, ...]`."""
 
     def call(frozen: dict[str, Tensor], change: dict[str, Tensor], x: Tensor) -> Tensor:
-        logits: Tensor = functional_call(adapted, {**frozen, **change}, (x,))
+        logits: Tensor = call_with(adapted, {**frozen, **change}, (x,))
         return logits
 
     with ConvolutionsAsProducts():

@@ -419,13 +419,13 @@ def _checked_rows(name: str, x: ArrayLike | None, y: ArrayLike | None) -> tuple[
 
 def _num_classes(labels: Tensor) -> int:
     """The number of classes; raises unless they are numbered from 0, without gaps."""
-    found = torch.unique(labels)
+    found = set(labels.tolist())
     if len(found) == 1:
-        raise ValueError(f"all rows have the label {int(found)}; use two classes or more")
-    wrong = found != torch.arange(len(found))
-    if bool(wrong.any()):
+        raise ValueError(f"all rows have the label {min(found)}; use two classes or more")
+    expected = set(range(len(found)))
+    if found != expected:
         raise ValueError(
-            f"label {int(found[wrong][0])}, but none is {int(wrong.nonzero()[0])}; number the "
+            f"label {min(found - expected)}, but none is {min(expected - found)}; number the "
             f"{len(found)} classes 0 to {len(found) - 1}"
         )
     return len(found)
