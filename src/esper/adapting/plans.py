@@ -208,9 +208,9 @@ def _by_place(
     ends = {p: run.calls[site.name][0].order for p, site in chosen.items() if site.name}
     found: dict[Place, list[str]] = {place: [] for place in chosen}
     last = max(ends, key=lambda place: ends[place], default=None)
-    for name, _ in model.named_parameters():
+    for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
-        if name in head:
+        if name in head or not parameter.is_floating_point():
             continue
         while owner and owner not in run.calls:
             owner = owner.rpartition(".")[0]

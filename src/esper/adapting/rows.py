@@ -91,7 +91,7 @@ def as_inputs(rows: Any, like: Tensor, name: str = "rows") -> Any:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{name} of type {type(rows).__name__} cannot be read ({error}); give a tensor or an "
-            "array, a tuple or dict of the model's arguments, or without labels a loader of pairs"
+            "array, or a tuple or dict of the model's arguments; a loader of pairs goes without labels"
         ) from error
 
 
