@@ -165,10 +165,10 @@ def call_with(
     replace that of a module with two names twice, and then not restore it.
     """
     own = [
-        entry
+        (f"{prefix}.{name}" if prefix else name, tensor)
         for prefix, part in model.named_modules()
-        for named in (part.named_parameters, part.named_buffers)
-        for entry in named(prefix, recurse=False, remove_duplicate=False)
+        for held in (part._parameters, part._buffers)
+        for name, tensor in held.items()
     ]
     sharing: dict[int, list[str]] = {}
     for name, tensor in own:
