@@ -70,10 +70,10 @@ def adapt(
     """Adapt `model` to `rows` and `labels`; the model itself is not changed.
 
     Args:
-        model: a trained classifier that returns `[rows, classes]`, one logit per row
-            (two classes), or an object with such `logits`.
-        rows: a tensor or array of inputs, or a tuple or dict of the model's arguments; or, without `labels`,
-            a loader of pairs `(inputs, labels)`.
+        model: a trained classifier that returns `[rows, classes]`, one logit per row (two
+            classes), or an object or dict with such `logits`.
+        rows: a tensor or array of inputs, or a tuple or dict of the model's arguments; or, without
+            `labels`, a loader of pairs `(inputs, labels)`.
         labels: the class of every row, from 0.
         budget: limit on the parameters of the change besides the head: a whole number, or a share
             of the model's own parameters such as 0.25.
@@ -214,15 +214,14 @@ def _head_inputs(model: nn.Module, places: Places, data: LabelledRows) -> Tensor
     """What the head reads for every row; None if the model changes its output afterwards."""
     if not places.head:
         return None
-    calls: list[Any] = []  # arguments and output
+    calls: list[Any] = []
     head = model.get_submodule(places.features)
-    with head.register_forward_hook(lambda _module, *call: calls.append(call)):
+    with head.register_forward_hook(lambda _head, *call: calls.append(call), with_kwargs=True):
         logits = logits_of(forward(model, data.inputs))
-    if len(calls) != 1 or len(calls[0][0]) != 1:
-        return None
-    ((read,), output) = calls[0]
-    is_last = output.shape[:1] == logits.shape[:1] and output.dim() == 2
-    return read if is_last and torch.equal(logits_of(output), logits) else None
+    args, kwargs, output = calls[-1]
+    is_plain = len(calls) == len(args) == 1 and not kwargs and isinstance(output, Tensor)
+    is_last = is_plain and output.dim() == 2 and torch.equal(logits_of(output), logits)
+    return args[0] if is_last else None
 
 
 def _adapt(
