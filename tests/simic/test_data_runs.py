@@ -242,7 +242,7 @@ def test_a_config_that_cannot_be_read_is_one_line(text, message, tmp_path, monke
         ("--data text.npz", "text.npz is damaged, or not an .npz file"),
         ("--data nan.npz", "x is not finite"),
         ("--data one_class.npz", "all rows have the label 0"),
-        ("--data few.npz", "few has 63 training and 12 validation rows, .* add these flags: --v"),
+        ("--data few.npz", "few has 63 training and 12 validation rows, .* use these flags: --v"),
         ("--data folder", "folder has no data that are known"),
         ("--data", ""),
         ("--config none.json", "none.json"),
@@ -284,7 +284,7 @@ def test_the_flags_named_for_few_rows_work(started, tmp_path, monkeypatch):
     write_rows(tmp_path / "few.npz", num_rows=90)
     with pytest.raises(SystemExit) as stop:
         main(["train", "--data", "few.npz", "--device=cpu"])
-    flags = str(stop.value).partition("add these flags: ")[2].split()
+    flags = str(stop.value).partition("use these flags: ")[2].split()
     main(["train", "--data", "few.npz", "--device=cpu", *flags])
     assert len(started) == 1
 

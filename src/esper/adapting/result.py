@@ -113,7 +113,7 @@ class AdaptationResult(Adaptation):
             f"plan: {self.plan}, learning rate {self.rate:g}, {self.params:,} parameters trained\n"
             f"on {self.validation_rows} held-out rows: adapted {shown['adapted']}; {others}\n"
             "the original model is unchanged: result.remove()\n"
-            "the adapted model: result.model; keep the change alone: result.save(path)"
+            "the adapted model: result.model; keep the change: result.save(path)"
         )
 
 

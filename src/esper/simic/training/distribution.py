@@ -72,7 +72,7 @@ def _check_rows(config: TrainConfig, task: Task) -> None:
     if flags:
         raise ValueError(
             f"{task.names[0]} has {rows} training and {validation} validation rows, fewer than the "
-            f"settings need; add these flags: {' '.join(flags)}"
+            f"settings need; use these flags: {' '.join(flags)}"
         )
 
 
