@@ -87,7 +87,7 @@ def read_file(
         raise UnreadableFile(f"{path} is a file of kind {loaded['kind']!r}; expected {kind!r}")
     if loaded["version"] != version:
         raise UnreadableFile(
-            f"{path} is of version {loaded['version']} of the kind {kind!r}; this version of Esper "
+            f"{path} holds version {loaded['version']} of the kind {kind!r}; this version of Esper "
             f"reads version {version}"
         )
     if resumes:
