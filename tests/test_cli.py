@@ -545,7 +545,7 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
         (f"--held-out-variants permuted:{'9' * 23}", "no variant 'permuted:9999"),
         (
             "--held-out-variants rows:999999999999",
-            "num_rows=999999999999; ('mnist1d',) has [3200] rows",
+            "mnist1d has 3200 training and 800 validation rows",
         ),
         ("--host abc", "abc"),
         ("--held-out-variants --held-out-widths", "nothing was held out"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from esper.adapting.adapt import adapt as adapt
     from esper.adapting.controller import controllers as controllers
+    from esper.adapting.result import Adaptation as Adaptation
     from esper.adapting.result import AdaptationResult as AdaptationResult
     from esper.adapting.result import load_adaptation as load_adaptation
     from esper.growing.budget import Budget as Budget
@@ -44,6 +45,7 @@ __version__ = "0.2.0"
 
 # public name -> (module, attribute); an empty attribute is the module itself
 _PUBLIC = {
+    "Adaptation": ("esper.adapting.result", "Adaptation"),
     "AdaptationResult": ("esper.adapting.result", "AdaptationResult"),
     "ActionSpace": ("esper.leyline.factored_actions", "FactoredActionSpace"),
     "Budget": ("esper.growing.budget", "Budget"),

@@ -14,12 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
-from esper.adapting.adapt import _read_rows, _Work
+from esper.adapting.adapt import _Work
 from esper.adapting.adapted import Adapted
-from esper.adapting.controller import AdaptationController
+from esper.adapting.controller import AdaptationController, _load
 from esper.adapting.evidence import MAX_ROWS, SIGNALS, logits_of
 from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What, find_places
 from esper.adapting.result import fingerprint, load_adaptation
+from esper.adapting.rows import read_rows
 from esper.adapting.trial_envs import ANCHORS, plan_and_rate
 from esper.growing.ledger import Ledger
 from esper.leyline.files import UnreadableFile
@@ -129,7 +130,7 @@ def test_a_flipped_sign_is_learned_better_than_by_a_new_head():
         x, y = templates(120, 1000 + seed)
         options = dict(steps=100, progress=False, rng_seed=seed)
         result = esper.adapt(model, -x, y, **options)
-        data = _read_rows(-x, y, x, 0.25, seed)
+        data = read_rows(-x, y, x, 0.25, seed)
         work = _Work(model, find_places(model, x), data, 100, 32, seed)
         heads = [  # at the learning rate that is best on the test rows
             accuracy(work.fit(KNOWN_RULES["head only"], rate, torch.arange(120), lambda: None))
@@ -160,7 +161,7 @@ def test_the_result_is_the_plan_trained_on_all_rows(model, shifted):
         for tensor, gradient in zip(own.values(), gradients, strict=True):
             tensor.grad = gradient
         adam.step()
-    for name, tensor in result.model.changes().items():
+    for name, tensor in result.change.items():
         torch.testing.assert_close(tensor, own[name], rtol=1e-3, atol=1e-4)
     assert result.params == sum(tensor.numel() for tensor in own.values())
 
@@ -226,8 +227,7 @@ def test_the_same_rng_seed_gives_the_same_result(model, shifted):
     )
     assert first.plan == again.plan
     assert first.signals == again.signals
-    changes = again.model.changes()
-    assert all(torch.equal(changes[n], tensor) for n, tensor in first.model.changes().items())
+    assert all(torch.equal(again.change[n], tensor) for n, tensor in first.change.items())
     assert first.signals != other.signals or first.accuracy != other.accuracy
 
 
@@ -311,9 +311,12 @@ def test_a_saved_change_gives_the_same_model(model, shifted, tmp_path, plan):
     path = tmp_path / "change.pt"
     result.save(path)
     loaded = esper.load_adaptation(copy.deepcopy(model), path)
-    assert torch.equal(loaded(x), result.model(x))
-    plain = result.plain_model()
-    torch.testing.assert_close(plain(x), result.model(x), rtol=1e-4, atol=1e-5)
+    plain = loaded.plain_model()
+    for adapted in (loaded.model, plain, result.plain_model()):
+        assert torch.equal(adapted(x), result.model(x))
+    assert loaded.params == result.params
+    loaded.save(again := tmp_path / "again.pt")
+    assert torch.equal(esper.load_adaptation(model, again).model(x), result.model(x))
     if plan.what in (What.LORA, What.TUNE):
         assert list(plain.state_dict()) == list(model.state_dict())  # merged
     other = copy.deepcopy(model)
@@ -343,6 +346,11 @@ def test_export_of_seeds_at_the_input_and_in_the_net(model, shifted, tmp_path):
     assert result.plan == KNOWN_RULES["seeds everywhere"]
     files = result.export(tmp_path, ("torch",))
     exported = torch.export.load(files["torch"]).module()
+    result.save(tmp_path / "change.pt")
+    loaded = esper.load_adaptation(model, tmp_path / "change.pt")
+    with pytest.raises(ValueError, match="give example="):
+        loaded.export(tmp_path)
+    loaded.export(tmp_path / "again", ("torch",), example=x[:2])
     torch.testing.assert_close(exported(x), result.model(x), rtol=1e-4, atol=1e-5)
 
 
@@ -441,7 +449,9 @@ def test_a_data_loader_and_arrays_of_numpy(model, shifted):
     expected = esper.adapt(model, x, y, controller=controller, **QUICK)
     loader = DataLoader(TensorDataset(x, y), batch_size=10)
     arrays = [(x[i : i + 10].numpy(), y[i : i + 10].numpy()) for i in range(0, 64, 10)]
-    for rows in ((loader,), (arrays,), (x.numpy(), y.numpy()), (x, y.tolist())):
+    forms = [(loader,), (arrays,), ([({"input": x}, y)],), (x.numpy(), y.numpy()), (x, y.tolist())]
+    forms += [({"input": x.numpy()}, y), ((x.numpy(),), y), (x.tolist(), y)]
+    for rows in forms:
         found = esper.adapt(model, *rows, controller=controller, **QUICK)
         assert found.accuracy == expected.accuracy
         assert found.signals == expected.signals
@@ -487,7 +497,7 @@ def test_a_model_with_an_unused_layer(model, shifted):
 # -- the budget -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [60, 60.5 / 219, None])
+@pytest.mark.parametrize("budget", [60, np.int64(60), np.float32(60.5 / 219), None])
 def test_the_budget_limits_the_plans_offered(model, shifted, budget):
     assert sum(p.numel() for p in model.parameters()) == 48 + 72 + 72 + 27 == 219
     controller = Fixed(KNOWN_RULES["head only"])
@@ -506,7 +516,7 @@ def test_the_budget_limits_the_plans_offered(model, shifted, budget):
     assert controller.budget == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("budget", [0, -1, 0.0, math.nan, "60", True, 3, 0.01])
+@pytest.mark.parametrize("budget", [0, -1, 0.0, math.nan, "60", True, 3, 0.01, 60.0])
 def test_budgets_that_allow_nothing(model, shifted, budget):
     with pytest.raises(ValueError, match="budget"):
         esper.adapt(model, *shifted, budget=budget, **QUICK)
@@ -532,12 +542,23 @@ def bad_inputs():
         "words as labels": ((x, ["a"] * len(y)), {}, "labels cannot be numbers"),
         "negative labels": ((x, y - 1), {}, "numbered from 0"),
         "a list of rows": ((list(x), y), {}, "give rows as one tensor: torch.stack"),
+        "nothing": ((None, y), {}, "rows of type NoneType cannot be read"),
+        "an object": ((object(), y), {}, "rows of type object cannot be read"),
+        "text": (("abc", y), {}, "rows of type str cannot be read"),
+        "a loader with labels": (
+            (DataLoader(TensorDataset(x, y), 9), y),
+            {},
+            "a loader of pairs goes without labels",
+        ),
+        "a loader of dicts": (([{"x": x, "labels": y}],), {}, "gives dicts; give pairs"),
+        "batches of two shapes": (([(x, y), (x[:, :4], y)],), {}, "cannot be joined"),
+        "text as the source": ((x, y), {"source": "a"}, "source of type str cannot be read"),
         "an empty source": ((x, y), {"source": x[:0]}, "source has no rows"),
         "source of another shape": ((x, y), {"source": x[:, :4]}, "source has rows of shape"),
         "no folder for the page": ((x, y), {"page": "/proc/none/run.html"}, "not a folder"),
         "inputs of two lengths": (((x, x[:9]), y), {}, "first axis"),
         "float labels": ((x, y + 0.5), {}, "whole number per row"),
-        "one-hot labels": ((x, F.one_hot(y)), {}, "whole number per row"),
+        "one-hot labels": ((x, F.one_hot(y)), {}, r"labels.argmax\(1\)"),
         "too large a label": ((x, y + 1), {}, "the model has 3 outputs"),
         "a negative label": ((x, y - 1), {}, "label -1"),
         "not finite": ((nan, y), {}, "not finite"),
@@ -547,6 +568,11 @@ def bad_inputs():
         "no minibatch": ((x, y), dict(minibatch=0), "minibatch=0"),
         "no validation": ((x, y), dict(validation=0.0), "validation=0.0"),
         "all validation": ((x, y), dict(validation=0.9), "validation=0.9"),
+        "text as validation": ((x, y), dict(validation="a"), "validation='a'"),
+        "text as rng_seed": ((x, y), dict(rng_seed="a"), "rng_seed='a'"),
+        "a number as page": ((x, y), dict(page=3), "give the name of a file"),
+        "a folder as page": ((x, y), dict(page="."), "give the name of a file"),
+        "no controller": ((x, y), dict(controller=None), "no controller 'None'"),
         "no such controller": ((x, y), dict(controller="tezzeret"), "no controller"),
     }
 
@@ -565,11 +591,19 @@ def test_bad_input_is_an_error_before_anything_is_spent(model, case, monkeypatch
     assert_same_state(model, before)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_models_that_cannot_be_adapted(shifted):
     x, y = shifted
-    series = torch.randn(20, 1, 12), torch.arange(20) % 3
-    with pytest.raises(ValueError, match="training mode and has batch norm"):
-        esper.adapt(series_cnn(), *series, **QUICK)
+    net = nn.Sequential(nn.Linear(5, 3))
+    for wrong, message in [
+        (nn.DataParallel(net), "give model.module"),
+        (torch.jit.trace(net, x), "give the nn.Module"),
+        (copy.deepcopy(net).half(), r"give model.float\(\) or bfloat16"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            esper.adapt(wrong, x, y, **QUICK)
+    with pytest.raises(ValueError, match="give the nn.Module first"):
+        load_adaptation("x", "change.pt")
     with pytest.raises(ValueError, match="no parameters"):
         esper.adapt(nn.ReLU(), x, y, **QUICK)
     with pytest.raises(ValueError, match="needs a classifier"):
@@ -611,9 +645,8 @@ def test_neither_model_can_change_the_other():
     x, y = torch.randn(40, 1, 10), torch.arange(40) % 3
     result = esper.adapt(model, x, y, steps=3, tries=1, progress=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    adapted = result.model(x)
+    assert not result.model.training
     result.model.train()
-    assert torch.equal(result.model(x), adapted)  # no dropout, and statistics stay
     optimizer = torch.optim.SGD(result.model.parameters(), 0.1)
     F.cross_entropy(result.model(x), y).backward()
     optimizer.step()
@@ -631,7 +664,7 @@ def test_a_loaded_change_leaves_the_given_model_in_its_mode(tmp_path):
     model.train()
     loaded = esper.load_adaptation(model, tmp_path / "change.pt")
     assert model.training
-    assert torch.equal(loaded(x), result.model(x))
+    assert torch.equal(loaded.model(x), result.model(x))
 
 
 def test_arrays_and_other_precisions_are_converted():
@@ -645,12 +678,49 @@ def test_arrays_and_other_precisions_are_converted():
     assert got.signals == expected.signals
 
 
-def test_a_softmax_at_the_end_warns():
-    model = nn.Sequential(with_norm_and_dropout(), nn.Softmax(1)).eval()
-    with pytest.warns(UserWarning, match="returns probabilities"):
-        esper.adapt(
-            model, torch.randn(40, 1, 10), torch.arange(40) % 3, steps=2, tries=1, progress=False
-        )
+@pytest.mark.parametrize(
+    "end",
+    [
+        (nn.Softmax(1),),
+        (nn.Linear(3, 1), nn.Sigmoid()),
+        (nn.Linear(3, 1), nn.Sigmoid(), nn.Flatten(0)),
+    ],
+)
+def test_probabilities_at_the_end_warn(end):
+    model = nn.Sequential(with_norm_and_dropout(), *end).eval()
+    with pytest.warns(UserWarning, match="returns probabilities") as caught:
+        esper.adapt(model, torch.randn(40, 1, 10), torch.arange(40) % 2, **QUICK)
+    assert caught[0].filename == __file__
+
+
+def test_few_rows_per_class_warn(model):
+    x, y = blobs(8)
+    with pytest.warns(UserWarning, match="8 rows of 3 classes are too few"):
+        esper.adapt(model, x, y, controller=Fixed(KNOWN_RULES["head only"]), **QUICK)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_warning_says_that_every_training_diverged(model, shifted):
+    with pytest.warns(UserWarning, match="every training diverged"):
+        esper.adapt(model, *shifted, controller=Fixed(KNOWN_RULES["LP-FT"], rate=1e30), **QUICK)
+
+
+def test_inside_inference_mode(model):
+    with torch.inference_mode():
+        x, y = blobs(64, rng_seed=5)
+        plan = KNOWN_RULES["LP-FT"]
+        result = esper.adapt(model, -x, y, controller=Fixed(plan), **QUICK | {"steps": 60})
+    assert result.accuracy["adapted"] > result.accuracy["as it is"]
+
+
+def test_no_random_state_moves(model, shifted, tmp_path):
+    loader = DataLoader(TensorDataset(*shifted), batch_size=10, shuffle=True)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    _load.cache_clear()
+    result = esper.adapt(model, loader, **QUICK)
+    result.export(tmp_path, ("torch",))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("shape", [(-1,), (-1, 1)])

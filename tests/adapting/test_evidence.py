@@ -352,7 +352,8 @@ def test_logits_of_known_outputs():
     assert logits_of((scores, torch.zeros(1))) is scores
     one = logits_of(torch.tensor([1.5, -2.0]))
     assert one.tolist() == logits_of(torch.tensor([[1.5], [-2.0]])).tolist() == [[0, 1.5], [0, -2]]
-    wrongs = (torch.randn(3, 2, 2), torch.ones(3, 2, dtype=torch.long), "text", {"logits": scores})
+    assert logits_of({"logits": scores}) is scores
+    wrongs = (torch.randn(3, 2, 2), torch.ones(3, 2, dtype=torch.long), "text", {"scores": scores})
     for wrong in wrongs:
         with pytest.raises(ValueError, match="needs a classifier"):
             logits_of(wrong)

@@ -39,6 +39,9 @@ def test_the_command_writes_the_controller_of_its_rng_seed_and_compares_it(
     assert controller.facts["config"]["scenarios"] == 2
     with pytest.raises(SystemExit, match="exists"):
         main(["train-adapt", "--out", str(path)])
+    with pytest.raises(SystemExit, match="no_such"):
+        main(["train-adapt", "--out", str(tmp_path / "other.pt"), "--device", "no_such"])
+    assert not capsys.readouterr().out  # it announced nothing
     again = train_controller(
         replace(TINY, device="cpu")
     ).policy.state_dict()  # the same rng seed, the same controller

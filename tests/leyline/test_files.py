@@ -37,11 +37,9 @@ def test_other_shapes_missing_and_unknown_keys_are_named():
 def test_another_version_kind_or_file_is_refused(tmp_path):
     path = tmp_path / "a.pt"
     write_file(path, "apple", {})
-    with pytest.raises(UnreadableFile, match="holds a apple, expected a pear"):
+    with pytest.raises(UnreadableFile, match="is a file of kind 'apple'; expected 'pear'"):
         read_file(path, "pear")
-    with pytest.raises(
-        UnreadableFile, match="version 1 of a apple; this version of Esper reads version 7"
-    ):
+    with pytest.raises(UnreadableFile, match="version 1 of the kind 'apple'; .* reads version 7"):
         read_file(path, "apple", version=7)
     torch.save({"weights": torch.zeros(2)}, path)
     with pytest.raises(UnreadableFile, match="not a file that Esper wrote"):
@@ -51,6 +49,8 @@ def test_another_version_kind_or_file_is_refused(tmp_path):
         read_file(path, "apple")
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "none.pt", "apple")
+    with pytest.raises(IsADirectoryError, match="is a folder; give the name of a file"):
+        write_file(tmp_path, "apple", {})
 
 
 def test_a_flipped_byte_is_refused_or_changes_nothing(tmp_path):

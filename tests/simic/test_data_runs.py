@@ -242,8 +242,7 @@ def test_a_config_that_cannot_be_read_is_one_line(text, message, tmp_path, monke
         ("--data text.npz", "text.npz is damaged, or not an .npz file"),
         ("--data nan.npz", "x is not finite"),
         ("--data one_class.npz", "all rows have the label 0"),
-        ("--data few.npz", "num_rows=600; .*few.* has .*--variants"),
-        ("--data few.npz --variants plain", r"validation_rows=300, but \('few',\) has 12"),
+        ("--data few.npz", "few has 63 training and 12 validation rows, .* use these flags: --v"),
         ("--data folder", "folder has no data that are known"),
         ("--data", ""),
         ("--config none.json", "none.json"),
@@ -251,6 +250,7 @@ def test_a_config_that_cannot_be_read_is_one_line(text, message, tmp_path, monke
         ("--task digits --data few.npz", "task 'digits' does not read few.npz"),
         ("--task no_such_task", "no task 'no_such_task'; there are data, mnist1d"),
         ("--import no_such_module", "module 'no_such_module' cannot be imported"),
+        ("--import boom", "module 'boom' cannot be imported: KeyError: 'no such key'$"),
         ("--host_batch.augment.flip", "augment.flip need images"),
     ],
 )
@@ -264,6 +264,8 @@ def test_a_mistake_about_the_data_is_one_line_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.npz").write_text("no numbers")
+    (tmp_path / "boom.py").write_text("{}['no such key']")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     rows, labels = np.zeros((90, 1, 16)), np.arange(90) % 2
     np.savez("few.npz", x=rows, y=labels)
     np.savez("nan.npz", x=rows + np.nan, y=labels)
@@ -275,6 +277,16 @@ def test_a_mistake_about_the_data_is_one_line_and_leaves_nothing(
         assert re.match(f"esper: .*{message}", str(stop.value))
         assert "\n" not in str(stop.value)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_flags_named_for_few_rows_work(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "few.npz", num_rows=90)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--data", "few.npz", "--device=cpu"])
+    flags = str(stop.value).partition("use these flags: ")[2].split()
+    main(["train", "--data", "few.npz", "--device=cpu", *flags])
+    assert len(started) == 1
 
 
 def test_changed_data_are_refused_by_resume(colour, tmp_path):

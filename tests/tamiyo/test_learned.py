@@ -96,7 +96,7 @@ def test_a_controller_that_was_trained_on_other_features_is_refused_by_their_nam
     assert "env train_rows [1]: 0.25 log(1 + x))" in rescaled
     assert "(another order)" in trained_on(here[::-1])
     torch.save({**saved, "version": 1}, path)
-    with pytest.raises(ValueError, match="holds version 1 of a controller"):
+    with pytest.raises(ValueError, match="holds version 1 of the kind 'controller'"):
         LearnedController.load(path)
 
 

@@ -345,8 +345,8 @@ BAD_ARRAYS = {
     "NaN": (dict(x=np.where(ROWS > 6, np.nan, ROWS)), "x is not finite"),
     "too large": (dict(x=ROWS * 1e300), "x is not finite"),
     "one class": (dict(y=LABELS * 0), "all rows have the label 0; use two classes"),
-    "labels from 1": (dict(y=LABELS + 1), "label 1, but none is 0; number the 3 classes 0 to 2"),
-    "negative labels": (dict(y=LABELS - 1), "label -1, but none is 0"),
+    "labels from 1": (dict(y=LABELS + 1), "label 3, but none is 0; number the 3 classes 0 to 2"),
+    "negative labels": (dict(y=LABELS - 1), "label -1, but none is 2"),
     "half a split": (dict(x_val=ROWS), "x_val and y_val belong together"),
     "other shape": (dict(x_test=ROWS[..., 1:], y_test=LABELS), r"test_x is \(1, 60, 2, 4\); expected"),
     "too few rows": (dict(x=ROWS[:5], y=LABELS[:5]), "x has 5 rows to split"),
@@ -383,8 +383,9 @@ def test_a_file_that_is_no_npz_is_named(tmp_path):
     unknown_method = whole[:at] + b"!" + whole[at + 1 :]
     for content in (b"", b"text", whole[:-30], whole[:900] + b"!" + whole[901:], unknown_method):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"mine.npz is damaged, or not an .npz file"):
+        with pytest.raises(ValueError, match=r"mine.npz is damaged, or not an .npz file") as caught:
             tasks.data(path)
+        assert "pickle" not in str(caught.value)
     np.savez(path, x=ROWS, y=np.array([{}, None] * 30))
     with pytest.raises(ValueError, match=r"mine.npz is damaged, or not an .npz file of numbers"):
         tasks.data(path)

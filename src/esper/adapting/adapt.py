@@ -11,38 +11,41 @@ those within half a standard error of the best, the controller chooses which is 
 all rows.
 """
 
+import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from esper.adapting.adapted import Adapted, tuned_name
+from esper.adapting.adapted import Adapted, call_with, tuned_name
 from esper.adapting.controller import AdaptationController, find_controller
 from esper.adapting.evidence import SIGNALS, logits_of, measure, source_statistics
 from esper.adapting.fitting import fit
 from esper.adapting.plans import MENU, PLANS, RATES, Places, Plan, What, find_places
 from esper.adapting.practice import validation_criterion
 from esper.adapting.result import AdaptationResult, conclude, new_ledger, reasons_for
+from esper.adapting.rows import LabelledRows, as_inputs, first_float, read_rows
 from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Known, plan_and_rate
 from esper.growing.controllers import controller_name
 from esper.growing.eval_mode import untouched_randomness
-from esper.growing.inputs import arguments, batch_size, forward, tensors
+from esper.growing.inputs import arguments, forward, tensors
 from esper.growing.ledger import Ledger, TrialRecord
 from esper.growing.page import check_page, try_write_page, with_page
 from esper.growing.sites import count_params
+from esper.growing.tracing import without_graphs
 from esper.nissa.console import Report, progress_bar
 
-MIN_ROWS = 8
+MOST_SHARE = 4.0  # of the budget, in the size of the model
 AS_IS, *RIVALS = map(plan_and_rate, ANCHORS)  # the usual rules
 
 Controller = str | Path | AdaptationController
@@ -67,10 +70,10 @@ def adapt(
     """Adapt `model` to `rows` and `labels`; the model itself is not changed.
 
     Args:
-        model: a trained classifier in eval mode that returns `[rows, classes]`, one logit per row
-            (two classes), or an object with such `logits`.
-        rows: a tensor of inputs, or a tuple or dict of the model's arguments; or, without `labels`,
-            a loader of pairs `(inputs, labels)`.
+        model: a trained classifier that returns `[rows, classes]`, one logit per row (two
+            classes), or an object or dict with such `logits`.
+        rows: a tensor or array of inputs, or a tuple or dict of the model's arguments; or, without
+            `labels`, a loader of pairs `(inputs, labels)`.
         labels: the class of every row, from 0.
         budget: limit on the parameters of the change besides the head: a whole number, or a share
             of the model's own parameters such as 0.25.
@@ -85,38 +88,20 @@ def adapt(
         page: file for a page that shows what is tried, what was decided and why. It is written
             while plans are tried, and reloads itself in a browser until the run is over.
     """
-    _check_numbers(tries=tries, steps=steps, minibatch=minibatch)
+    _check_numbers(tries=tries, steps=steps, minibatch=minibatch, rng_seed=rng_seed)
     check_page(page)
     chosen = find_controller(controller)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is of type {type(model).__name__}; give a trained nn.Module")
-    like = next(model.parameters(), torch.zeros(0))
-    data = _read_rows(rows, labels, like, validation, rng_seed)
-    _check_model(model, data)
-    modes = [(module, module.training) for module in model.modules()]
-    with untouched_randomness(model):
-        model.eval()
-        try:
-            places = find_places(model, data.part(data.train[:8])[0])
-            limit = _limit(model, budget)
-            legal = _legal_plans(model, places, limit)
-            name = controller_name(controller)
-            work = _Work(model, places, data, steps, minibatch, rng_seed)
-            return _adapt(work, chosen, name, legal, limit, tries, source, page, progress)
-        finally:
-            for module, training in modes:
-                module.training = training
-
-
-class _Data(NamedTuple):
-    inputs: Any
-    labels: Tensor
-    train: Tensor  # indices of rows
-    held_out: Tensor
-
-    def part(self, rows: Tensor) -> tuple[Any, Tensor]:
-        inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor[rows], self.inputs)
-        return inputs, self.labels[rows]
+    _check_model(model)
+    with torch.inference_mode(False), untouched_randomness(model, rows):
+        data = read_rows(rows, labels, first_float(model), validation, int(rng_seed))
+        host = copy.deepcopy(model, without_graphs(model)).eval()
+        _check_output(host, data)
+        places = find_places(host, data.part(data.train[:8])[0])
+        limit = _limit(model, budget)
+        legal = _legal_plans(host, places, limit)
+        work = _Work(host, places, data, int(steps), int(minibatch), int(rng_seed))
+        name = controller_name(controller)
+        return _adapt(model, work, chosen, name, legal, limit, int(tries), source, page, progress)
 
 
 class _Trial(NamedTuple):
@@ -140,7 +125,13 @@ class _Work:
     """The model, its rows, and trainings of plans."""
 
     def __init__(
-        self, model: nn.Module, places: Places, data: _Data, steps: int, minibatch: int, seed: int
+        self,
+        model: nn.Module,
+        places: Places,
+        data: LabelledRows,
+        steps: int,
+        minibatch: int,
+        seed: int,
     ):
         self.model, self.places, self.data = model, places, data
         self.steps, self.minibatch, self.rng_seed = steps, minibatch, seed
@@ -172,7 +163,7 @@ class _Work:
             if self.head_inputs is not None and all(map(adapted.is_head, moving)):
                 return F.cross_entropy(self._head_logits(change, chosen), labels)
             args, kwargs = arguments(inputs)
-            output = functional_call(adapted, change, args, kwargs)
+            output = call_with(adapted, change, args, kwargs)
             return F.cross_entropy(logits_of(output), labels)
 
         with torch.enable_grad():
@@ -195,15 +186,16 @@ class _Work:
         name = self.places.features
         own = {part.removeprefix(f"{name}."): change[tuned_name(part)] for part in self.places.head}
         head = self.model.get_submodule(name)
-        return logits_of(functional_call(head, own, (self.head_inputs[rows],)))
+        return logits_of(call_with(head, own, (self.head_inputs[rows],)))
 
     def signals(self, source: Any) -> Tensor:
         """`[1, S]` from rows in random order: the first ones are read, and labels may be sorted."""
         first = lambda tensor: tensor.unsqueeze(0)  # noqa: E731
-        weights = {name: tensor.unsqueeze(0) for name, tensor in self.model.state_dict().items()}
+        own = (*self.model.named_parameters(), *self.model.named_buffers())
+        weights = {name: tensor.detach().unsqueeze(0) for name, tensor in own}
         known = None
         if source is not None:
-            source = _as_inputs(source, next(self.model.parameters()))
+            source = as_inputs(source, first_float(self.model), "source")
             given, expected = (tuple(tensors(x)[0].shape[1:]) for x in (source, self.data.inputs))
             if given != expected or not len(tensors(source)[0]):
                 shape = f"rows of shape {given}" if given != expected else "no rows"
@@ -218,22 +210,22 @@ class _Work:
 
 
 @torch.no_grad()
-def _head_inputs(model: nn.Module, places: Places, data: _Data) -> Tensor | None:
+def _head_inputs(model: nn.Module, places: Places, data: LabelledRows) -> Tensor | None:
     """What the head reads for every row; None if the model changes its output afterwards."""
     if not places.head:
         return None
-    seen: list[Tensor] = []
+    calls: list[Any] = []
     head = model.get_submodule(places.features)
-    handle = head.register_forward_pre_hook(lambda _module, args: seen.extend(args[:1]))
-    try:
+    with head.register_forward_hook(lambda _head, *call: calls.append(call), with_kwargs=True):
         logits = logits_of(forward(model, data.inputs))
-    finally:
-        handle.remove()
-    is_plain = len(seen) == 1 and len(seen[0]) == len(logits)
-    return seen[0] if is_plain and torch.equal(logits_of(head(seen[0])), logits) else None
+    args, kwargs, output = calls[-1]
+    is_plain = len(calls) == len(args) == 1 and not kwargs and isinstance(output, Tensor)
+    is_last = is_plain and output.dim() == 2 and torch.equal(logits_of(output), logits)
+    return args[0] if is_last else None
 
 
 def _adapt(
+    original: nn.Module,
     work: _Work,
     controller: AdaptationController,
     name: str,
@@ -281,6 +273,11 @@ def _adapt(
                 trial = done.trial(choice, f"proposal {number + 1} of {tries}")
                 choice = chooser.send(trial.criterion)
             kept = next(trial for trial in trials if (trial.plan, trial.rate) == choice)
+            if not any(math.isfinite(trial.loss) for trial in trials[1:]):
+                warnings.warn(
+                    "every training diverged; give rows scaled as in the model's training",
+                    stacklevel=3,
+                )
         done.status = f"training {kept.plan} on all rows"
         everything = torch.arange(num_rows, device=work.data.labels.device)
         adapted = work.fit(kept.plan, kept.rate, everything, done.step)
@@ -295,16 +292,17 @@ def _adapt(
         ledger.facts["result"] = "the model is right on every row; nothing was changed"
     accuracy = {"adapted": kept.accuracy, "as it is": as_is.accuracy}
     accuracy |= {str(trial.plan): trial.accuracy for trial in trials[1 : 1 + len(rivals)]}
-    result = AdaptationResult(
-        adapted.own_copy(),
-        work.model,
-        kept.rate,
-        accuracy,
-        len(work.data.held_out),
-        known,
-        ledger,
+    result = AdaptationResult.of(
+        original,
         work.places,
-        work.data.part(everything[:2])[0],
+        kept.plan,
+        adapted.changes(),
+        example=work.data.part(everything[:2])[0],
+        rate=kept.rate,
+        accuracy=accuracy,
+        validation_rows=len(work.data.held_out),
+        signals=known,
+        ledger=ledger,
     )
     try_write_page(ledger, page)
     if progress:
@@ -346,111 +344,51 @@ class _Progress:
 
 def _check_numbers(**numbers: int) -> None:
     for name, number in numbers.items():
-        if type(number) is not int or number < 1:
-            raise ValueError(f"{name}={number!r}; use a whole number from 1")
+        least = 0 if name == "rng_seed" else 1
+        if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
+            raise ValueError(f"{name}={number!r}; use a whole number from {least}")
     if numbers["tries"] > MAX_TRIES:
         raise ValueError(
             f"tries={numbers['tries']}; the controller was trained with up to {MAX_TRIES}"
         )
 
 
-def _read_rows(rows: Any, labels: Any, like: Tensor, validation: float, rng_seed: int) -> _Data:
-    if not 0 < validation <= 0.5:
-        raise ValueError(f"validation={validation}; use a share above 0 and up to 0.5")
-    if labels is None:
-        rows, labels = _from_loader(rows)
-    try:
-        labels = torch.as_tensor(labels)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"labels cannot be numbers ({error}); give one whole number per row, the index of its class"
-        ) from error
-    if labels.shape[1:] == (1,) and bool(((labels == 0) | (labels == 1)).all()):
-        labels = labels[:, 0]  # as a loss of one logit takes them
-    if labels.dim() == 1 and labels.is_floating_point() and bool((labels == labels.round()).all()):
-        labels = labels.long()
-    inputs = _as_inputs(rows, like)
-    count = batch_size(inputs)
-    if labels.dim() != 1 or labels.is_floating_point():
-        raise ValueError(
-            f"labels are {labels.dtype} {tuple(labels.shape)}; give one whole number per row, the "
-            "index of its class"
-        )
-    sizes = [tuple(tensor.shape) for tensor in tensors(inputs)]
-    if any(size[:1] != (count,) for size in sizes):
-        raise ValueError(f"inputs of shapes {sizes}; the first axis of each must be the rows")
-    if len(labels) != count:
-        is_list = isinstance(rows, list) and len(rows) == len(labels)
-        remedy = "rows as one tensor: torch.stack(rows)" if is_list else "one label per row"
-        raise ValueError(f"{count} rows and {len(labels)} labels; give {remedy}")
-    if count < MIN_ROWS:
-        raise ValueError(f"{count} rows; adaptation needs at least {MIN_ROWS}, to hold some out")
-    if len(labels.unique()) < 2:
-        raise ValueError(
-            f"all rows have the label {int(labels[0])}; give rows of two or more classes"
-        )
-    for tensor in tensors(inputs):
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError("the rows are not finite; replace NaN and inf by numbers")
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(rng_seed)).to(like.device)
-    held_out = max(2, round(count * validation))
-    return _Data(inputs, labels.long().to(like.device), order[held_out:], order[:held_out])
-
-
-def _as_inputs(rows: Any, like: Tensor) -> Any:
-    """Tensors, or arrays as tensors, on the model's device; floats in the model's precision."""
-    given = rows if tensors(rows) else torch.as_tensor(rows)
-
-    def fitting(tensor: Tensor) -> Tensor:
-        return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
-
-    return pytree.tree_map_only(Tensor, fitting, given)
-
-
-def _from_loader(loader: Any) -> tuple[Any, Tensor]:
-    """All rows of a loader of pairs."""
-    is_pairs = isinstance(loader, Iterable) and not isinstance(loader, Tensor | dict | str)
-    batches = list(loader) if is_pairs else []
-    if not batches or any(not isinstance(b, tuple | list) or len(b) != 2 for b in batches):
-        raise ValueError(
-            "there are no labels: give adapt(model, rows, labels), or a loader of pairs "
-            "(inputs, labels), such as torch.utils.data.DataLoader(dataset, 64)"
-        )
-    inputs, labels = zip(*batches, strict=True)
-    if any(torch.as_tensor(part).dim() == 0 for part in labels):
-        raise ValueError("the loader gives single rows; give batches of rows and labels")
-    joined = pytree.tree_map(lambda *parts: torch.cat([*map(torch.as_tensor, parts)]), *inputs)
-    return joined, torch.cat([torch.as_tensor(part) for part in labels])
-
-
-def _check_model(model: nn.Module, data: _Data) -> None:
+def _check_model(model: nn.Module) -> None:
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is of type {name}; give a trained nn.Module")
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(f"the model is wrapped in {name}; give model.module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("a scripted or traced model cannot change; give the nn.Module it is from")
     if not any(True for _ in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no parameters; give a trained model")
-    if any(isinstance(part, _BatchNorm) and part.training for part in model.modules()):
-        raise ValueError(
-            "the model is in training mode and has batch norm, whose statistics would change with "
-            "every row; call model.eval() first"
-        )
+        raise ValueError(f"{name} has no parameters; give a trained model")
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        raise ValueError("float16 is too coarse to train in; give model.float() or bfloat16")
+
+
+@torch.no_grad()
+def _check_output(model: nn.Module, data: LabelledRows) -> None:
     try:
-        with torch.no_grad(), untouched_randomness(model):
-            output = forward(model, data.part(data.train[:2])[0])
+        output = forward(model, data.inputs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         first = tensors(data.inputs)[0]
         raise ValueError(
             f"the model does not accept these rows, {first.dtype} of shape {tuple(first.shape)}: "
             f"{str(error).splitlines()[0]}. Give them as in its training"
         ) from error
-    probabilities = logits_of(output)
-    classes = probabilities.shape[1]
-    largest, smallest = int(data.labels.max()), int(data.labels.min())
-    if bool((probabilities >= 0).all()) and torch.allclose(
-        probabilities.sum(1), torch.ones_like(probabilities[:, 0]), atol=1e-4
-    ):
+    logits = logits_of(output)
+    is_single = not bool(logits[:, 0].any())  # one output: class 0 has the logit 0
+    is_one = torch.allclose(logits.sum(1), torch.ones_like(logits[:, 0]), atol=1e-4)
+    is_share = is_single and bool(logits.any()) and bool((logits <= 1).all())
+    if bool((logits >= 0).all()) and (is_one or is_share):
         warnings.warn(
-            "the model returns probabilities: give one without the softmax at its end, or training "
-            "will hardly move it",
-            stacklevel=4,
+            "the model returns probabilities: give one without the softmax or sigmoid at its end, "
+            "or training will hardly move it",
+            stacklevel=4,  # no_grad is a frame
         )
+    classes = logits.shape[1]
+    largest, smallest = int(data.labels.max()), int(data.labels.min())
     if smallest < 0:
         raise ValueError(
             f"label {smallest}; classes are numbered from 0: leave unlabelled rows out"
@@ -466,9 +404,16 @@ def _limit(model: nn.Module, budget: int | float | None) -> float:
     """The budget in parameters."""
     if budget is None:
         return math.inf
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0:
+    if isinstance(budget, bool) or not isinstance(budget, Real) or not budget > 0:
         raise ValueError(f"budget={budget!r}; use a number of parameters, or a share such as 0.25")
-    return budget if isinstance(budget, int) else budget * count_params(model)
+    if isinstance(budget, Integral):
+        return int(budget)
+    if budget > MOST_SHARE:
+        raise ValueError(
+            f"budget={budget!r} is a share of the model, at most {MOST_SHARE:g}; give a number of "
+            "parameters as an int, or leave it out for no limit"
+        )
+    return float(budget) * count_params(model)
 
 
 def _legal_plans(model: nn.Module, places: Places, limit: float) -> dict[Plan, int]:

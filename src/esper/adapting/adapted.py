@@ -6,7 +6,6 @@
 The model itself is never written to. `weights()` merges all that changes weights.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
-from esper.adapting.plans import HeadMode, Place, Places, Plan, What
-from esper.growing.inputs import tensors
+from esper.adapting.plans import HeadMode, Places, Plan, What
 from esper.growing.sites import ModelSite
 from esper.growing.slots import new_seed, with_first
-from esper.growing.tracing import without_graphs
 from esper.kasmina.blueprints import Blueprint, Site
 from esper.kasmina.layers import Conv, Layer, Linear, Norm, Relu
 from esper.leyline.constants import SiteKind
@@ -100,7 +96,7 @@ class Adapted(nn.Module):
     def __init__(self, model: nn.Module, places: Places, plan: Plan, rng_seed: int = 0):
         super().__init__()
         generator = torch.Generator().manual_seed(rng_seed)
-        self.model, self.plan = model, plan
+        self.model, self.plan, self.argument = model, plan, places.argument
         self.branch_sites: dict[str, str] = {}  # place -> module; empty: the input
         branches, updates, tuned = nn.ModuleDict(), nn.ModuleDict(), list[str]()
         for place in places.at(plan.place):
@@ -119,18 +115,6 @@ class Adapted(nn.Module):
         self.change = Change(branches, updates, nn.ParameterDict(copies))
         self._head = frozenset(map(tuned_name, places.head))
 
-    def train(self, mode: bool = True) -> "Adapted":
-        """The model inside stays in eval mode: its statistics do not change, dropout is off."""
-        super().train(mode)
-        self.model.eval()
-        return self
-
-    def own_copy(self) -> "Adapted":
-        """The same with a frozen copy of the model, so that neither can change the other."""
-        self.model = copy.deepcopy(self.model, without_graphs(self.model))
-        self.model.requires_grad_(False)
-        return self.eval()
-
     def changes(self) -> dict[str, Tensor]:
         """The parameters of the change, by name."""
         return {n: p for n, p in self.named_parameters() if n.startswith("change.")}
@@ -142,6 +126,11 @@ class Adapted(nn.Module):
 
     def branch(self, place: str) -> nn.Module:
         return self.change.branches[place]
+
+    def branch_at_input(self) -> nn.Module | None:
+        """The branch that the model's input itself passes."""
+        at_inputs = [place for place, name in self.branch_sites.items() if not name]
+        return self.branch(at_inputs[0]) if at_inputs else None
 
     def is_head(self, name: str) -> bool:
         """Whether a parameter of the change belongs to the output layer."""
@@ -157,11 +146,36 @@ class Adapted(nn.Module):
         return changed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if Place.INPUT.name in self.branch_sites and not self.branch_sites[Place.INPUT.name]:
-            args, kwargs = with_first_input(self.branch(Place.INPUT.name), (args, kwargs))
+        if (at_input := self.branch_at_input()) is not None:
+            args, kwargs = self.argument.changed(at_input, args, kwargs)
         branches = {name: self.branch(place) for place, name in self.branch_sites.items() if name}
         with outputs_changed(self.model, branches):
-            return functional_call(self.model, self.weights(), args, kwargs)
+            return call_with(self.model, self.weights(), args, kwargs)
+
+
+def call_with(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """The model's output with tensors in place of its parameters and buffers, by name.
+
+    A tensor that several modules share is replaced in each. Torch's `tie_weights` would also
+    replace that of a module with two names twice, and then not restore it.
+    """
+    own = [
+        (f"{prefix}.{name}" if prefix else name, tensor)
+        for prefix, part in model.named_modules()
+        for held in (part._parameters, part._buffers)
+        for name, tensor in held.items()
+    ]
+    sharing: dict[int, list[str]] = {}
+    for name, tensor in own:
+        sharing.setdefault(id(tensor), []).append(name)
+    shared = {name: sharing[id(tensor)] for name, tensor in own}
+    every = {other: tensor for name, tensor in tensors.items() for other in shared[name]}
+    return functional_call(model, every, args, kwargs, tie_weights=False)
 
 
 @contextmanager
@@ -186,13 +200,6 @@ def nested_encoders(model: nn.Module) -> list[nn.TransformerEncoder]:
     """Encoders that may pass nested tensors to their layers; branches do not support them."""
     encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
     return [encoder for encoder in encoders if encoder.use_nested_tensor]
-
-
-def with_first_input(change: Callable[[Tensor], Tensor], inputs: Any) -> Any:
-    """A model's inputs with `change` applied to the first tensor."""
-    first = tensors(inputs)[0]
-    changed = change(first)
-    return pytree.tree_map(lambda leaf: changed if leaf is first else leaf, inputs)
 
 
 def tuned_name(weight: str) -> str:

@@ -105,7 +105,8 @@ class AdaptationController:
                     f"{path} was trained with other {name} than this version of Esper uses; "
                     "train a controller again with `esper train-adapt`"
                 )
-        policy = new_policy(PolicyConfig(**contents["policy"]))
+        with torch.random.fork_rng(devices=[]):
+            policy = new_policy(PolicyConfig(**contents["policy"]))
         policy.load_state_dict(contents["weights"])
         return cls(policy, contents["low"], contents["high"], contents["facts"])
 
@@ -133,7 +134,7 @@ def find_controller(controller: str | Path | AdaptationController) -> Adaptation
     shipped = Path(str(_FOLDER / f"{controller}.pt"))
     if isinstance(controller, str) and shipped.exists():
         return _load(shipped)
-    if not Path(controller).exists():
+    if not isinstance(controller, str | Path) or not Path(controller).exists():
         raise ValueError(
             f"no controller {str(controller)!r}: there are {list(controllers())}, or give the path "
             "of a file from `esper train-adapt`"

@@ -5,6 +5,7 @@ training. `measure` returns them for many models at once, `[P, len(SIGNALS)]`.
 """
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from esper.adapting.adapted import outputs_changed, with_first_input
+from esper.adapting.adapted import call_with, outputs_changed
 from esper.adapting.fitting import ConvolutionsAsProducts
 from esper.adapting.plans import SINGLE_PLACES, Place, Places
-from esper.growing.inputs import forward, tensors
+from esper.growing.inputs import arguments, tensors
 from esper.leyline.constants import SiteKind
 
 MAX_ROWS = 128
@@ -65,18 +65,19 @@ class _Probed(nn.Module):
             if args:
                 seen["HEAD"] = args[0]
 
+        args, kwargs = arguments(inputs)
         at_modules = {}
         for place, site in self.places.sites.items():
             if site.name:
                 at_modules[site.name] = partial(add, place)
             else:
-                inputs = with_first_input(partial(add, place), inputs)
+                args, kwargs = self.places.argument.changed(partial(add, place), args, kwargs)
         with ExitStack() as stack:
             stack.enter_context(outputs_changed(self.model, at_modules))
             if self.places.head or self.places.features:
                 head = self.model.get_submodule(self.places.features)
                 stack.enter_context(head.register_forward_pre_hook(keep_head_input))
-            return logits_of(forward(self.model, inputs)), seen
+            return logits_of(self.model(*args, **kwargs)), seen
 
 
 def source_statistics(
@@ -150,7 +151,7 @@ def _run(probed: _Probed, weights: dict[str, Tensor], x: Any, added: dict[str, T
     named = {f"model.{name}": tensor for name, tensor in weights.items()}
 
     def call(named: dict[str, Tensor], x: Tensor, added: dict[str, Tensor]) -> Any:
-        return functional_call(probed, named, (x, added))
+        return call_with(probed, named, (x, added))
 
     if len(tensors(x)[0]) == 1:
         one = pytree.tree_map_only(Tensor, lambda tensor: tensor[0], (named, x, added))
@@ -160,11 +161,12 @@ def _run(probed: _Probed, weights: dict[str, Tensor], x: Any, added: dict[str, T
 
 
 def logits_of(output: Any) -> Tensor:
-    """The classes' scores in a model's output: a tensor, `output.logits`, or the first element.
+    """The classes' scores in a model's output: a tensor, its `logits`, or the first element.
 
     One logit per row, `[rows]` or `[rows, 1]`, is that of class 1; class 0 has the logit 0.
     """
-    found = getattr(output, "logits", output)
+    found = output.get("logits") if isinstance(output, Mapping) else output
+    found = getattr(found, "logits", found)
     found = found[0] if isinstance(found, tuple | list) else found
     if not isinstance(found, Tensor) or found.dim() not in (1, 2) or not found.is_floating_point():
         shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__

@@ -5,17 +5,16 @@ but their own weights, rows and learning rates. `torch.vmap` maps the forward pa
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from esper.adapting.adapted import Adapted
+from esper.adapting.adapted import Adapted, call_with
 from esper.adapting.plans import HeadMode
 
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
@@ -47,10 +46,9 @@ def fit(
     trained = {name: tensor.detach().clone() for name, tensor in change.items()}
     clock = torch.zeros(1, dtype=torch.int64, device=rates.device)
     cosine = 0.5 * (1 + torch.cos(math.pi * torch.arange(steps + 1, device=clock.device) / steps))
-    moments = {  # and the number of updates; all that changes from step to step is on the device
-        name: (torch.zeros_like(tensor), torch.zeros_like(tensor), torch.zeros_like(clock).float())
-        for name, tensor in trained.items()
-    }
+    moments = {n: (torch.zeros_like(t), torch.zeros_like(t)) for n, t in trained.items()}
+    # the head may have had more; all that changes from step to step is on the device
+    updates = {part: torch.zeros_like(clock).float() for part in (True, False)}
 
     def step(active: list[str]) -> None:
         leaves = {n: tensor.detach().requires_grad_(n in active) for n, tensor in trained.items()}
@@ -60,14 +58,20 @@ def fit(
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         with torch.no_grad():
             rate = rates * cosine[clock]
-            factors: Iterable[Tensor | float] = [1.0] * len(active)
+            scaled = [rate] * len(active)
             if by_relative_gradient:
                 sizes = [trained[name].flatten(1).norm(dim=1).clamp(min=1e-6) for name in active]
                 norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients])
                 norms = norms / torch.stack(sizes)
-                factors = norms / norms.amax(0).clamp(min=1e-12)
-            for name, gradient, factor in zip(active, gradients, factors, strict=True):
-                _adam_update(trained[name], gradient, rate * factor, *moments[name])
+                scaled = [rate * norm for norm in norms / norms.amax(0).clamp(min=1e-12)]
+            for part, number in updates.items():
+                entries = [
+                    (trained[name], gradient, rate, *moments[name])
+                    for name, gradient, rate in zip(active, gradients, scaled, strict=True)
+                    if is_head(name) == part
+                ]
+                if entries:
+                    _adam_update(number, *map(list, zip(*entries, strict=True)))
             clock.add_(1)
 
     phases = [([*trained], steps)]
@@ -82,17 +86,32 @@ def fit(
 
 
 def _adam_update(
-    tensor: Tensor, gradient: Tensor, rates: Tensor, first: Tensor, second: Tensor, number: Tensor
+    number: Tensor,
+    tensors: list[Tensor],
+    gradients: list[Tensor],
+    rates: list[Tensor],
+    firsts: list[Tensor],
+    seconds: list[Tensor],
 ) -> None:
-    """One step of Adam in place; `first` and `second` are its moments, `number` the updates."""
+    """One step of Adam in place; `firsts` and `seconds` are its moments, `number` the updates."""
     number.add_(1.0)
-    first.lerp_(gradient, 1 - _BETAS[0])
-    second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+    torch._foreach_lerp_(firsts, gradients, 1 - _BETAS[0])
+    torch._foreach_mul_(seconds, _BETAS[1])
+    torch._foreach_addcmul_(seconds, gradients, gradients, value=1 - _BETAS[1])
     # 1 - beta ** number, exact in float32 also for the first steps
     from_first, from_second = (-torch.expm1(number * math.log(beta)) for beta in _BETAS)
-    rates = rates * from_second.sqrt() / from_first
-    shaped = rates.view(-1, *(1,) * (tensor.dim() - 1)) if tensor.dim() else rates.squeeze(0)
-    tensor.sub_(shaped * first / (second.sqrt() + _EPSILON))
+    corrected = {id(rate): rate * from_second.sqrt() / from_first for rate in rates}
+    shaped = [
+        corrected[id(rate)].view(-1, *(1,) * (tensor.dim() - 1))
+        if tensor.dim()
+        else corrected[id(rate)].squeeze(0)
+        for tensor, rate in zip(tensors, rates, strict=True)
+    ]
+    changes = torch._foreach_mul(firsts, shaped)
+    sizes = torch._foreach_sqrt(seconds)
+    torch._foreach_add_(sizes, _EPSILON)
+    torch._foreach_div_(changes, sizes)
+    torch._foreach_sub_(tensors, changes)
 
 
 def _repeat(
@@ -128,7 +147,7 @@ def logits_of_many(
     """Outputs `[P, rows, classes]` of P models for their rows `[P, rows, ...]`."""
 
     def call(frozen: dict[str, Tensor], change: dict[str, Tensor], x: Tensor) -> Tensor:
-        logits: Tensor = functional_call(adapted, {**frozen, **change}, (x,))
+        logits: Tensor = call_with(adapted, {**frozen, **change}, (x,))
         return logits
 
     with ConvolutionsAsProducts():

@@ -8,15 +8,18 @@ thirds and all of the layers before the head. Fixed rules that people use are pl
 fine-tuning, LP-FT, LoRA in every layer, the head alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from inspect import signature
 from math import ceil
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from esper.growing.inputs import tensors
+from esper.growing.inputs import arguments
+from esper.growing.plain import kept_sites
 from esper.growing.sites import ModelSite, trace_sites
 from esper.growing.tracing import Run, trace
 from esper.leyline.constants import SiteKind
@@ -100,6 +103,24 @@ MENU = tuple(
 )
 
 
+class Argument(NamedTuple):
+    """An argument of a model: the input that a branch at the input changes."""
+
+    position: int
+    name: str
+
+    def changed(
+        self, change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with `change` applied to this one."""
+        if self.name in kwargs:
+            return args, kwargs | {self.name: change(kwargs[self.name])}
+        if self.position >= len(args):
+            raise TypeError(f"the argument {self.name!r} is missing, which the adaptation changes")
+        before, after = args[: self.position], args[self.position + 1 :]
+        return (*before, change(args[self.position]), *after), kwargs
+
+
 @dataclass(frozen=True)
 class Places:
     """The places of a model, and the weights that belong to each."""
@@ -110,6 +131,7 @@ class Places:
     biases: dict[Place, tuple[str, ...]]  # those of them with one axis: biases, scales of norms
     head: tuple[str, ...]  # the weights of the output layer
     features: str  # the module whose input is what the head reads
+    argument: Argument  # the first one that is a tensor
 
     def offers(self, plan: Plan) -> bool:
         """Whether the model has what the plan changes."""
@@ -129,10 +151,11 @@ class Places:
 
 def find_places(model: nn.Module, example: Any) -> Places:
     """Trace the model and find its places and its head."""
-    found = trace_sites(model, example, enlarges=False).sites
+    found = kept_sites(model, trace_sites(model, example, enlarges=False).sites, example)
     run = trace(model, example)
     chosen = {}
-    if (at_input := _input_site(found, example)) is not None:
+    argument, first = first_argument(model, example)
+    if (at_input := _input_site(model, found, first)) is not None:
         chosen[Place.INPUT] = at_input
     blocks = [site for site in found if site.name != getattr(at_input, "name", None)]
     thirds = (Place.EARLY, Place.MIDDLE, Place.LATE)
@@ -153,14 +176,25 @@ def find_places(model: nn.Module, example: Any) -> Places:
         place: tuple(name for name in names if model.get_parameter(name).dim() == 1)
         for place, names in weights.items()
     }
-    return Places(chosen, weights, layers, biases, head, run.weights)
+    return Places(chosen, weights, layers, biases, head, run.weights, argument)
 
 
-def _input_site(found: tuple[ModelSite, ...], example: Any) -> ModelSite | None:
-    """The site of the inputs; of token ids it is the output of their embedding, if that is a site."""
-    first = tensors(example)[0]
-    if not first.is_floating_point():
-        return next((site for site in found if "Embedding" in site.module_class), None)
+def first_argument(model: nn.Module, inputs: Any) -> tuple[Argument, Tensor | None]:
+    """The first argument of the model that is a tensor, in the order of its signature."""
+    names = [*signature(model.forward).parameters]
+    args, kwargs = arguments(inputs)
+    places = {name: place for place, name in enumerate(names)}
+    given = [(Argument(i, names[min(i, len(names) - 1)]), value) for i, value in enumerate(args)]
+    given += [(Argument(places.get(key, len(names)), key), kwargs[key]) for key in kwargs]
+    found = sorted((entry for entry in given if isinstance(entry[1], Tensor)), key=lambda e: e[0])
+    return found[0] if found else (Argument(0, names[0]), None)
+
+
+def _input_site(model: nn.Module, found: list[ModelSite], first: Tensor | None) -> ModelSite | None:
+    """The site of the inputs; of token ids the first one after their embeddings, if there is one."""
+    if first is None or not first.is_floating_point():
+        layers = ((site, type(model.get_submodule(site.weights)).__name__) for site in found)
+        return next((site for site, layer in layers if "Embedding" in layer), None)
     if first.dim() - 1 not in _KINDS:
         return None
     kind, shape = _KINDS[first.dim() - 1], tuple(first.shape[1:])
@@ -174,9 +208,9 @@ def _by_place(
     ends = {p: run.calls[site.name][0].order for p, site in chosen.items() if site.name}
     found: dict[Place, list[str]] = {place: [] for place in chosen}
     last = max(ends, key=lambda place: ends[place], default=None)
-    for name, _ in model.named_parameters():
+    for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
-        if name in head:
+        if name in head or not parameter.is_floating_point():
             continue
         while owner and owner not in run.calls:
             owner = owner.rpartition(".")[0]

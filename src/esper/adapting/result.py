@@ -4,46 +4,60 @@ import copy
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from esper.adapting.adapted import Adapted, nested_encoders, with_first_input
-from esper.adapting.plans import HeadMode, Place, Places, Plan, What
+from esper.adapting.adapted import Adapted, nested_encoders
+from esper.adapting.plans import Argument, HeadMode, Place, Places, Plan, What
+from esper.adapting.rows import first_float
+from esper.growing.eval_mode import untouched_randomness
 from esper.growing.export import FORMATS, export
 from esper.growing.ledger import Ledger, NetworkRecord, Verdict
 from esper.growing.plain import ChangedSite
 from esper.growing.sites import ModelSite, count_params
+from esper.growing.tracing import without_graphs
 from esper.leyline.constants import SiteKind
 from esper.leyline.files import UnreadableFile, read_file, write_file
 
 _KIND, _VERSION = "adaptation", 2
 
 
-@dataclass(frozen=True)
-class AdaptationResult:
-    """What `esper.adapt` did. `model` is the adapted model, with a copy of the original inside."""
+@dataclass(frozen=True, kw_only=True)
+class Adaptation:
+    """A change of a model. `model` is the adapted one, an ordinary module in eval mode."""
 
-    model: Adapted
+    model: nn.Module = field(repr=False)
     original: nn.Module = field(repr=False)
-    rate: float
-    accuracy: dict[str, float]  # on held-out rows: "adapted", "as it is", "head only", "LP-FT"
-    validation_rows: int
-    signals: dict[str, float]
-    ledger: Ledger
+    plan: Plan
+    change: dict[str, Tensor] = field(repr=False)  # its parameters, by name
     places: Places = field(repr=False)
-    example: Any = field(repr=False)
+    example: Any = field(default=None, repr=False)  # a few rows
 
-    @property
-    def plan(self) -> Plan:
-        return self.model.plan
+    @classmethod
+    def of(
+        cls,
+        original: nn.Module,
+        places: Places,
+        plan: Plan,
+        change: Mapping[str, Tensor],
+        **more: Any,
+    ) -> Self:
+        """The change of a plan, merged into a copy of the original."""
+        adapted = Adapted(original, places, plan)
+        own = {name: tensor.detach() for name, tensor in adapted.changes().items()}
+        for name, tensor in change.items():
+            own[name].copy_(tensor)
+        model = plain_copy(adapted)
+        return cls(model=model, original=original, plan=plan, change=own, places=places, **more)
 
     @property
     def params(self) -> int:
         """Parameters of the change, the head's included."""
-        return sum(tensor.numel() for tensor in self.model.changes().values())
+        return sum(tensor.numel() for tensor in self.change.values())
 
     def remove(self) -> nn.Module:
         """The original model; adaptation never wrote to it."""
@@ -51,22 +65,41 @@ class AdaptationResult:
 
     def save(self, path: str | Path) -> None:
         """Write the change alone to a small file, for `esper.load_adaptation(model, path)`."""
-        change = {name: tensor.detach().cpu() for name, tensor in self.model.changes().items()}
         contents = {
             "plan": [int(part) for part in self.plan],
             "places": _plain_places(self.places),
-            "model": fingerprint(self.model.model),
-            "change": change,
+            "model": fingerprint(self.original),
+            "change": {name: tensor.cpu() for name, tensor in self.change.items()},
         }
         write_file(path, _KIND, contents, version=_VERSION)
 
     def plain_model(self) -> nn.Module:
-        """A copy without Esper's wrapper: changed weights merged, seeds as ordinary modules."""
-        return plain_copy(self.model)
+        """Another copy of the adapted model."""
+        return copy.deepcopy(self.model)
 
-    def export(self, path: str | Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
-        """Write the adapted model as files that do not need Esper, by format."""
-        return export(self.plain_model(), self.example, path, formats)
+    def export(
+        self, path: str | Path, formats: Sequence[str] = FORMATS, *, example: Any = None
+    ) -> dict[str, Path]:
+        """Write the adapted model as files that do not need Esper, by format.
+
+        `example` is a batch of inputs, which a loaded adaptation needs.
+        """
+        example = self.example if example is None else example
+        if example is None:
+            raise ValueError("a loaded adaptation has no rows; give example=, a batch of inputs")
+        with untouched_randomness(self.model):
+            return export(self.model, example, path, formats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptationResult(Adaptation):
+    """What `esper.adapt` did."""
+
+    rate: float
+    accuracy: dict[str, float]  # on held-out rows: "adapted", "as it is", "head only", "LP-FT"
+    validation_rows: int
+    signals: dict[str, float]
+    ledger: Ledger
 
     def __str__(self) -> str:
         if "result" in self.ledger.facts:
@@ -80,12 +113,14 @@ class AdaptationResult:
             f"plan: {self.plan}, learning rate {self.rate:g}, {self.params:,} parameters trained\n"
             f"on {self.validation_rows} held-out rows: adapted {shown['adapted']}; {others}\n"
             "the original model is unchanged: result.remove()\n"
-            "keep the change: result.save(path); a plain module: result.plain_model()"
+            "the adapted model: result.model; keep the change: result.save(path)"
         )
 
 
-def load_adaptation(model: nn.Module, path: str | Path) -> Adapted:
-    """The model with the change in a file; raises if the file belongs to another model."""
+def load_adaptation(model: nn.Module, path: str | Path) -> Adaptation:
+    """The change in a file, of this model; raises if the file belongs to another model."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is of type {type(model).__name__}; give the nn.Module first")
     contents = read_file(path, _KIND, version=_VERSION)
     if contents["model"] != fingerprint(model):
         raise UnreadableFile(
@@ -94,18 +129,14 @@ def load_adaptation(model: nn.Module, path: str | Path) -> Adapted:
         )
     place, what, head = contents["plan"]
     plan = Plan(Place(place), What(what), HeadMode(head))
-    adapted = Adapted(model, _read_places(contents["places"], model), plan)
-    own = adapted.changes()
-    with torch.no_grad():
-        for name, tensor in contents["change"].items():
-            own[name].copy_(tensor)
-    return adapted.own_copy()
+    return Adaptation.of(model, _read_places(contents["places"], model), plan, contents["change"])
 
 
 def fingerprint(model: nn.Module) -> str:
     """A checksum of the names, shapes and values of a model's state."""
     total = 0
-    for name, tensor in model.state_dict().items():
+    state = model.state_dict().items()
+    for name, tensor in ((name, value) for name, value in state if isinstance(value, Tensor)):
         total = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), total)
         values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         total = zlib.crc32(values.numpy().tobytes(), total)
@@ -125,34 +156,36 @@ class Placed(ChangedSite):
 
 
 class AtInput(nn.Module):
-    """A model whose first input passes a branch."""
+    """A model of which one argument passes a branch."""
 
-    def __init__(self, branch: nn.Module, model: nn.Module):
+    def __init__(self, branch: nn.Module, model: nn.Module, argument: Argument):
         super().__init__()
-        self.branch, self.model = branch, model
+        self.branch, self.model, self.argument = branch, model, argument
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = with_first_input(self.branch, (args, kwargs))
+        args, kwargs = self.argument.changed(self.branch, args, kwargs)
         return self.model(*args, **kwargs)
 
 
 def plain_copy(adapted: Adapted) -> nn.Module:
-    model = copy.deepcopy(adapted.model)
-    state = dict(model.named_parameters())
+    """A copy of the model: changed weights merged, branches as ordinary modules."""
+    sites = [
+        (adapted.model.get_submodule(name), adapted.branch(place))
+        for place, name in adapted.branch_sites.items()
+        if name
+    ]
+    sites.sort(key=lambda entry: len(list(entry[0].modules())))  # inner ones first
+    copies = without_graphs(adapted.model)  # also replaces modules with two names
+    for site, branch in sites:
+        copies[id(site)] = Placed(copy.deepcopy(site, copies), copy.deepcopy(branch))
+    model = copy.deepcopy(adapted.model, copies)
     with torch.no_grad():
         for name, weight in adapted.weights().items():
-            state[name].copy_(weight)
+            copies[id(adapted.model.get_parameter(name))].copy_(weight)
     for encoder in nested_encoders(model) if adapted.branch_sites else ():
         encoder.use_nested_tensor = False
-    at_input = None
-    for place, name in adapted.branch_sites.items():
-        branch = copy.deepcopy(adapted.branch(place))
-        if name:
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, Placed(model.get_submodule(name), branch))
-        else:
-            at_input = branch
-    return (model if at_input is None else AtInput(at_input, model)).eval()
+    at_input = copy.deepcopy(adapted.branch_at_input())
+    return (model if at_input is None else AtInput(at_input, model, adapted.argument)).eval()
 
 
 def _plain_places(places: Places) -> dict[str, Any]:
@@ -165,11 +198,13 @@ def _plain_places(places: Places) -> dict[str, Any]:
         **{k: {int(p): list(names) for p, names in held.items()} for k, held in by_place.items()},
         "head": list(places.head),
         "features": places.features,
+        "argument": list(places.argument),
     }
 
 
 def _read_places(saved: dict[str, Any], model: nn.Module) -> Places:
-    like = next(model.parameters())
+    like = first_float(model)
+    first = [0, next(iter(signature(model.forward).parameters))]  # in files of version 0.2.0
     sites = {
         Place(place): ModelSite(
             name, layer, SiteKind(kind), tuple(shape), tokens, weights, like.dtype, like.device
@@ -180,7 +215,8 @@ def _read_places(saved: dict[str, Any], model: nn.Module) -> Places:
         {Place(place): tuple(names) for place, names in saved[key].items()}
         for key in ("weights", "layers", "biases")
     )
-    return Places(sites, weights, layers, biases, tuple(saved["head"]), saved["features"])
+    argument = Argument(*saved.get("argument", first))
+    return Places(sites, weights, layers, biases, tuple(saved["head"]), saved["features"], argument)
 
 
 def reasons_for(signals: Mapping[str, float]) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from esper.adapting.training import PRESETS, compare_on_held_out, train_controller
+from esper.leyline.devices import usable_device
 
 
 def train_adapt(
@@ -26,6 +27,7 @@ def train_adapt(
     config = replace(PRESETS[preset], rng_seed=rng_seed, device=device)
     if scenarios is not None:
         config = replace(config, scenarios=scenarios)
+    usable_device(device)  # raises before anything is announced
     if out.exists():
         raise ValueError(f"{out} exists; give another file with --out")
     print(

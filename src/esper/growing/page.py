@@ -74,6 +74,8 @@ def check_page(path: str | Path | None) -> None:
     """Make the folder of a page; raise, before any training, if the page could not be written."""
     if path is None:
         return
+    if not isinstance(path, str | Path) or not Path(path).name:
+        raise ValueError(f"page={path!r}; give the name of a file, such as 'run.html'")
     page = _file_of(path)
     folder = page.parent
     with suppress(OSError):

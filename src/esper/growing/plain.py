@@ -96,11 +96,16 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
 
 def working_sites(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
     """The sites without those whose seeds the model's code cannot merge: it needs a fixed shape."""
-    merging = [Slot(site, model) for site in sites if site.part is not None]
-    if not _works_in_plain(model, merging, example):
-        merging = [slot for slot in merging if _works_in_plain(model, [slot], example)]
-    kept = {slot.site.name for slot in merging}
-    return [site for site in sites if site.part is None or site.name in kept]
+    kept = kept_sites(model, [site for site in sites if site.part is not None], example)
+    return [site for site in sites if site.part is None or site in kept]
+
+
+def kept_sites(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
+    """The sites without those whose seeds the plain model would ignore or could not call."""
+    slots = [Slot(site, model) for site in sites]
+    if not _works_in_plain(model, slots, example):
+        slots = [slot for slot in slots if _works_in_plain(model, [slot], example)]
+    return [slot.site for slot in slots]
 
 
 def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> None:
@@ -128,16 +133,14 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
             slot.add_seed(_test_seed(slot, model), BlendStyle.MULTIPLY)
         for slot in slots:
             slot.alpha, slot.is_committed = 1.0, True
-        with eval_mode(model):
+        with eval_mode(model, with_grad=True):
             expected = forward(model, example)
-        with eval_mode(model):  # again, with the same randomness
+        with eval_mode(model, with_grad=True):  # again, with the same randomness
             plain = plain_model(model, slots)
             try:
                 got = forward(plain.eval(), example)
             except (RuntimeError, ValueError, TypeError):
-                if not any(slot.site.part is not None for slot in slots):
-                    raise
-                return False  # the model's code needs the width or the depth that it had
+                return False  # the model's code needs the class, width or depth that it had
     finally:
         for slot in slots:
             slot.clear()
@@ -153,7 +156,7 @@ def _shapes_in_training(model: nn.Module, example: Any) -> Any:
     with eval_mode(model):
         try:
             return [x.shape for x in tensors(forward(model.train(), example))]
-        except (RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:
             return type(error)  # such as batch norm on one row, in both models
 
 

@@ -84,11 +84,11 @@ def read_file(
     if not is_ours or loaded["format"] != _FORMAT:
         raise UnreadableFile(f"{path} is not a file that Esper wrote")
     if loaded["kind"] != kind:
-        raise UnreadableFile(f"{path} holds a {loaded['kind']}, expected a {kind}")
+        raise UnreadableFile(f"{path} is a file of kind {loaded['kind']!r}; expected {kind!r}")
     if loaded["version"] != version:
         raise UnreadableFile(
-            f"{path} holds version {loaded['version']} of a {kind}; this version of Esper reads "
-            f"version {version}"
+            f"{path} holds version {loaded['version']} of the kind {kind!r}; this version of Esper "
+            f"reads version {version}"
         )
     if resumes:
         _warn_of_another_machine(path, loaded.get("machine", {}))
@@ -115,6 +115,8 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Unfinished files that killed processes left for the same path are removed.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give the name of a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(path)
     # the process id keeps two writers apart

@@ -97,9 +97,10 @@ def _read_npz(path: Path) -> Arrays:
         try:
             with np.load(content) as file:
                 arrays = dict(file.items())
-        except (*_DAMAGE, TypeError, KeyError, RuntimeError, BadZipFile) as error:
+        except (*_DAMAGE, AttributeError, TypeError, KeyError, RuntimeError, BadZipFile) as error:
             raise ValueError(
-                f"{path} is damaged, or not an .npz file of numbers ({error})"
+                f"{path} is damaged, or not an .npz file of numbers, as numpy.savez(path, x=x, y=y) "
+                "writes"
             ) from error
     if not {"x", "y"} <= set(arrays) <= set(NAMES):
         raise ValueError(f"{path} holds {list(arrays)}; use x and y, and for splits {NAMES[2:]}")

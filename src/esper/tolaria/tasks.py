@@ -275,8 +275,7 @@ def permuted(task: Task, rng_seed: int) -> Task:
 def few_rows(task: Task, num_rows: int) -> Task:
     """The task with only the first `num_rows` training rows."""
     if not 1 <= num_rows <= int(task.num_rows.min()):
-        has = f"{task.names} has {task.num_rows.tolist()} rows (--variants, --held-out-variants)"
-        raise ValueError(f"num_rows={num_rows}; {has}")
+        raise ValueError(f"num_rows={num_rows}; {task.names} has {task.num_rows.tolist()} rows")
     fewer = replace(
         task,
         train_x=task.train_x[:, :num_rows],
@@ -419,13 +418,13 @@ def _checked_rows(name: str, x: ArrayLike | None, y: ArrayLike | None) -> tuple[
 
 def _num_classes(labels: Tensor) -> int:
     """The number of classes; raises unless they are numbered from 0, without gaps."""
-    found = torch.unique(labels)
+    found = set(torch.unique(labels).tolist())
     if len(found) == 1:
-        raise ValueError(f"all rows have the label {int(found)}; use two classes or more")
-    wrong = found != torch.arange(len(found))
-    if bool(wrong.any()):
+        raise ValueError(f"all rows have the label {min(found)}; use two classes or more")
+    expected = set(range(len(found)))
+    if found != expected:
         raise ValueError(
-            f"label {int(found[wrong][0])}, but none is {int(wrong.nonzero()[0])}; number the "
+            f"label {min(found - expected)}, but none is {min(expected - found)}; number the "
             f"{len(found)} classes 0 to {len(found) - 1}"
         )
     return len(found)

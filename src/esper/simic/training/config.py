@@ -116,8 +116,9 @@ class TrainConfig:
         for name in self.imports:
             try:
                 import_module(name)
-            except (ImportError, TypeError) as error:
-                raise ValueError(f"module {name!r} cannot be imported: {error}") from error
+            except Exception as error:  # the module is the user's, and may raise any
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(f"module {name!r} cannot be imported: {reason}") from error
         if self.task not in TASKS:
             raise ValueError(
                 f"no task {self.task!r}; there are {', '.join(TASKS)} and those of --import MODULE"

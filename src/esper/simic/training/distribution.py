@@ -22,7 +22,9 @@ _NOISE_RNG_SEED = 1
 
 def training_hosts(config: TrainConfig, ranks: Ranks = ALONE) -> PopulationBatch:
     """Hosts and data to train a controller on; with several ranks, those of this rank."""
-    task = load_task(config, config.variants)
+    base = _load_base(config)
+    _check_rows(config, base)
+    task = _with_variants(base, config.variants, config)
     optimizer = AdamW(learning_rate=config.host_learning_rate)
     hosts, menu = load_hosts(config, task, config.training_widths), load_menu(config, task)
     return PopulationBatch(hosts, menu, task, config.host_batch, optimizer=optimizer, ranks=ranks)
@@ -38,6 +40,10 @@ def with_checksum(config: TrainConfig) -> TrainConfig:
 
 def load_task(config: TrainConfig, variants: tuple[str, ...]) -> Task:
     """One task with a view per variant, on the config's device."""
+    return _with_variants(_load_base(config), variants, config)
+
+
+def _load_base(config: TrainConfig) -> Task:
     if config.data_checksum and checksum(config.data) != config.data_checksum:
         raise ValueError(
             f"{config.data} has changed since the run was started; restore it, or start a new run"
@@ -45,7 +51,29 @@ def load_task(config: TrainConfig, variants: tuple[str, ...]) -> Task:
     base = TASKS[config.task](*filter(None, [config.data]))
     if not isinstance(base, Task) or base.num_views != 1:
         raise ValueError(f"task {config.task!r} must return an esper.Task with one view")
+    return base
+
+
+def _with_variants(base: Task, variants: tuple[str, ...], config: TrainConfig) -> Task:
     return stack([_variant(base, name) for name in variants]).to(config.resolved_device())
+
+
+def _check_rows(config: TrainConfig, task: Task) -> None:
+    """Raise for data with fewer rows than the settings need, and name flags that fit."""
+    rows, validation = int(task.num_rows.min()), task.validation_y.shape[1]
+    flags = []
+    for field in ("variants", "held_out_variants"):
+        given: tuple[str, ...] = getattr(config, field)
+        kept = [name for name in given if int(name.partition("rows:")[2] or 1) <= rows]
+        if len(kept) < len(given):
+            flags += [f"--{field.replace('_', '-')}", *(kept or [f"rows:{rows}"])]
+    if config.host_batch.validation_rows > validation:
+        flags += ["--host_batch.validation-rows", str(validation)]
+    if flags:
+        raise ValueError(
+            f"{task.names[0]} has {rows} training and {validation} validation rows, fewer than the "
+            f"settings need; use these flags: {' '.join(flags)}"
+        )
 
 
 def load_hosts(
