@@ -29,13 +29,15 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclasses."""
+    """All tensors in nested tuples, lists, dicts and dataclasses, and attributes of other objects."""
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors([getattr(leaf, field.name) for field in fields(leaf)])
+        elif hasattr(leaf, "__dict__") and not callable(leaf):
+            found += [value for value in vars(leaf).values() if isinstance(value, Tensor)]
     return found
 
 
