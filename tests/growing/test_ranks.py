@@ -116,6 +116,50 @@ def test_under_ddp_a_wider_model_trains_on_after_growth_has_closed():
     torch.testing.assert_close(two, other, rtol=0, atol=0)
 
 
+class Skipping(nn.Module):
+    """A rank leaves out the layer before the seed, as training with random depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.skips = False
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        return self.c(h if self.skips else self.b(h).relu())
+
+
+def test_a_rank_may_skip_a_site_and_load_what_was_just_saved(tmp_path):
+    def start():
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Skipping(), find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return esper.Growth(
+            model, optimizer, example=X[:8], decisions=9, sites=["b"], controller=Script(*MOVES)
+        ), model
+
+    def work():
+        rank = join_ranks().rank
+        growth, model = start()
+        for step in range(5):
+            model.module.skips = step % 3 == rank
+            growth.optimizer.zero_grad()
+            F.cross_entropy(model(X[rank::2]), Y[rank::2]).backward()
+            growth.optimizer.step()
+            growth.after_step()
+            model.module.skips = False
+            growth.decide(0.1 * step)
+        growth.save(tmp_path / "run.pt")
+        again, _ = start()
+        again.load(tmp_path / "run.pt")
+        return growth.plain_model().state_dict(), again.plain_model().state_dict()
+
+    (one, loaded), (other, _) = on_ranks(2, work)
+    assert len(one) > len(Skipping().state_dict())
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(one, loaded, rtol=0, atol=0)
+
+
 def test_evidence_is_that_of_all_ranks():
     """Of batches larger than the rows that the evidence uses."""
 

@@ -160,6 +160,19 @@ def test_gym_on_two_ranks_is_the_run_of_one_process():
         assert one[2][name] == pytest.approx(two[2][name])
 
 
+def test_every_rank_has_its_own_environment_and_loads_what_was_just_saved(tmp_path):
+    """`num_envs` is for ids: it need not split over ranks."""
+
+    def work():
+        config = GymConfig(num_envs=1, horizon=12, policy=POLICY, ppo=SHORT)
+        model = PPO(vector(BestActions, 1), config=config).learn(24)
+        model.save(tmp_path / "run.pt")
+        return PPO.load(tmp_path / "run.pt").agent.policy.state_dict()
+
+    one, other = on_ranks(2, work)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def test_a_gym_checkpoint_of_two_ranks_resumes_on_one(tmp_path):
     """The environments can save their state, so the episodes continue where they were."""
 

@@ -41,6 +41,7 @@ from esper.growing.eval_mode import untouched_randomness
 from esper.growing.inputs import arguments, forward, tensors
 from esper.growing.ledger import Ledger, TrialRecord
 from esper.growing.page import check_page, try_write_page, with_page
+from esper.growing.preparation import check_not_sharded
 from esper.growing.sites import count_params
 from esper.growing.tracing import without_graphs
 from esper.nissa.console import Report, progress_bar
@@ -359,6 +360,7 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"model is of type {name}; give a trained nn.Module")
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ValueError(f"the model is wrapped in {name}; give model.module")
+    check_not_sharded(model, "the model whole")
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError("a scripted or traced model cannot change; give the nn.Module it is from")
     if not any(True for _ in model.parameters()):

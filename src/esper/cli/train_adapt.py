@@ -6,6 +6,7 @@ from typing import Literal
 
 from esper.adapting.training import PRESETS, compare_on_held_out, train_controller
 from esper.leyline.devices import usable_device
+from esper.leyline.ranks import join_ranks
 
 
 def train_adapt(
@@ -24,6 +25,8 @@ def train_adapt(
         out: the controller's file, for `esper.adapt(..., controller=FILE)`
         scenarios: practice scenarios of each architecture, in place of the preset's
     """
+    if join_ranks().size > 1:
+        raise ValueError("train-adapt runs in one process; start it without torchrun")
     config = replace(PRESETS[preset], rng_seed=rng_seed, device=device)
     if scenarios is not None:
         config = replace(config, scenarios=scenarios)

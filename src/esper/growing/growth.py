@@ -325,7 +325,9 @@ class Growth:
         """
         if self.step or self.optimizer_steps:
             raise ValueError("this growth has already started; load into a new one")
+        self.ranks.broadcast(None)  # rank 0 may still write the file
         checkpoint.resume(self, path)
+        self.ranks.require_same({"saved run": [self.step, self.optimizer_steps, self.params]})
 
     # ---- the parts of a decision
 

@@ -106,7 +106,8 @@ def rows_of(batch: Any, ranks: Ranks) -> tuple[Any, float]:
         return batch, 1.0
     if count < ranks.size:
         raise ValueError(
-            f"a batch of {count} rows for {ranks.size} ranks; use larger batches or fewer ranks"
+            f"a batch of {count} rows for {ranks.size} ranks; use larger batches, fewer ranks, or "
+            "drop_last=True if only the last batch is so small"
         )
     rows = torch.arange(ranks.rank, count, ranks.size)
 

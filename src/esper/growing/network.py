@@ -5,7 +5,7 @@ network and optimiser, for a rollback or a checkpoint.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class GrowingNetwork:
     ):
         self.model, self.optimizer = model, optimizer
         self.ranks, self._is_queued = ranks, False
+        self._average_after(model)
         self.menu = prepared.menu
         self.slots = tuple(Slot(site, model) for site in prepared.sites)
         self.states = SlotStates.dormant(1, len(self.slots))
@@ -175,8 +176,8 @@ class GrowingNetwork:
                 target = float(self.states.alpha_target[0, index])
                 stack.enter_context(self.slots[index].with_alpha(target))
             gradients = torch.autograd.grad(compute_loss(), weights, allow_unused=True)
-        self.ranks.mean([gradient for gradient in gradients if gradient is not None])
-        for weight, gradient in zip(weights, gradients, strict=True):
+        means = self.ranks.mean_gradients(weights, gradients)
+        for weight, gradient in zip(weights, means, strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
@@ -254,14 +255,20 @@ class GrowingNetwork:
         blueprint = self.menu[int(self.states.blueprint[0, index])]
         seed = self.new_seed(blueprint, slot.site, self.generator)
         slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
-        for weight in seed.parameters() if self.ranks.size > 1 else ():
-            weight.register_post_accumulate_grad_hook(self._queue_average)  # type: ignore[no-untyped-call]
+        self._average_after(seed)
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
         self._groups.join(self._owners[index], named)
+
+    def _average_after(self, module: nn.Module) -> None:
+        """Average the seeds' gradients after a backward pass through this module."""
+        for weight in module.parameters() if self.ranks.size > 1 else ():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._queue_average)  # type: ignore[no-untyped-call]
 
     def _queue_average(self, _: Tensor) -> None:
         """Average the seeds' gradients over ranks, once, when the backward pass ends.
 
+        Any weight may start it: on some ranks, the model may skip the module before a seed.
         `DistributedDataParallel` averages only the weights that it was made with. Averaging gradients
         twice changes nothing, so they may accumulate.
         """
@@ -269,12 +276,20 @@ class GrowingNetwork:
         def average() -> None:
             self._is_queued = False
             seeds = [slot.seed for slot in self.slots if slot.seed is not None]
-            weights = (weight for seed in seeds for weight in seed.parameters())
-            self.ranks.mean([weight.grad for weight in weights if weight.grad is not None])
+            average_gradients(
+                [weight for seed in seeds for weight in seed.parameters()], self.ranks
+            )
 
         if not self._is_queued:
             self._is_queued = True
             Variable._execution_engine.queue_callback(average)
+
+
+def average_gradients(weights: Sequence[Tensor], ranks: Ranks) -> None:
+    """Give weights the mean of their gradients over ranks; a rank may have skipped some."""
+    gradients = ranks.mean_gradients(weights, [weight.grad for weight in weights])
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
 
 
 def finite_buffers(model: nn.Module) -> dict[str, torch.Size]:

@@ -1,6 +1,7 @@
 """Before a run: check the arguments, and find the sites, the seeds that fit there and their costs."""
 
 import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -39,20 +40,31 @@ def check_arguments(
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
     """The model inside DistributedDataParallel and its ranks; others as they are, alone."""
-    sharded = (FSDPModule, FullyShardedDataParallel)
-    if isinstance(model, nn.Module) and any(isinstance(m, sharded) for m in model.modules()):
-        raise ValueError(
-            "the model is sharded (fully_shard, FSDP), but a seed grows on whole weights; wrap it in "
-            "DistributedDataParallel instead"
-        )
+    if isinstance(model, nn.Module):
+        check_not_sharded(model, "it in DistributedDataParallel instead")
     if isinstance(model, DistributedDataParallel):
         return model.module, join_ranks()
     return model, ALONE
 
 
+def check_not_sharded(model: nn.Module, remedy: str) -> None:
+    if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules()):
+        raise ValueError(
+            "the model is sharded (fully_shard, FSDP), but a seed grows on whole weights; give "
+            f"{remedy}"
+        )
+
+
 def check_ranks(ranks: Ranks) -> None:
     """Raise if other ranks train the same model, but growth would not know of them."""
-    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    is_connected = dist.is_available() and dist.is_initialized()
+    size = dist.get_world_size() if is_connected else 1
+    if not is_connected and os.environ.get("WORLD_SIZE", "1") != "1":
+        warnings.warn(
+            "torchrun has started several ranks that are not connected, so each grows its own model; "
+            "call torch.distributed.init_process_group and use DistributedDataParallel",
+            stacklevel=4,
+        )
     if ranks.size == 1 < size:
         raise ValueError(
             f"{size} ranks are connected, but the model is not a DistributedDataParallel, so each "

@@ -18,7 +18,7 @@ from esper.growing.eval_mode import eval_mode, untouched_randomness
 from esper.growing.growth import Growth
 from esper.growing.inputs import batch_size, forward, is_split, moved, rows_of, tensors
 from esper.growing.ledger import Ledger, TwinRecord
-from esper.growing.network import are_finite, finite_buffers
+from esper.growing.network import are_finite, average_gradients, finite_buffers
 from esper.growing.tracing import without_graphs
 from esper.growing.validation import Metric
 from esper.leyline.ranks import ALONE, Ranks
@@ -145,7 +145,7 @@ class Task:
         loss = self.loss(model, batch)
         loss = loss if weight == 1.0 else weight * loss
         loss.backward()  # type: ignore[no-untyped-call]
-        self.ranks.mean([p.grad for p in model.parameters() if p.grad is not None])
+        average_gradients([p for p in model.parameters() if p.requires_grad], self.ranks)
         if isinstance(trained, Growth):
             trained.shadow_loss(lambda: weight * self.loss(model, batch))
         optimizer.step()

@@ -10,6 +10,7 @@ code is written once. CPU tensors and objects travel over gloo, CUDA tensors ove
 
 import atexit
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -94,6 +95,18 @@ class Ranks:
             self.sum_together(tensors)
             torch._foreach_div_(tensors, self.size)
 
+    def mean_gradients(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """The means over ranks. None counts as zero; where no rank has a gradient, it stays None."""
+        if self.size == 1 or not weights:
+            return gradients
+        given = zip(weights, gradients, strict=True)
+        means = [torch.zeros_like(w) if g is None else g for w, g in given]
+        known = torch.tensor([g is not None for g in gradients]).to(means[0])
+        self.mean([*means, known])
+        return [mean if n else None for mean, n in zip(means, known.tolist(), strict=True)]
+
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by those of rank 0."""
         for tensor in tensors if self.size > 1 else ():
@@ -137,6 +150,7 @@ class Ranks:
             collective(*values, group=None if on_cuda else self.cpu_group)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0].partition(". ")[0]
+            reason = re.sub(r"^\[\S*\] ", "", reason)  # a place in gloo's source
             raise RankLost(f"{self._roll_call()}, so rank {self.rank} stops ({reason})") from error
 
     def _roll_call(self) -> str:
@@ -147,13 +161,13 @@ class Ranks:
             for rank in set(range(self.size)) - {self.rank}:
                 host, process = self.store.get(f"esper/process/{rank}").decode().split()
                 name = f"rank {rank} (process {process} on {host})"
-                if host == socket.gethostname() and not is_running(int(process)):
-                    return f"{name} has ended"
-                left = max(deadline - time.monotonic(), 0.01)
-                try:
-                    self.store.wait([f"esper/alive/{rank}"], timedelta(seconds=left))
-                except RuntimeError:
-                    silent = f"{name} does not answer"
+                while not self.store.check([f"esper/alive/{rank}"]):
+                    if host == socket.gethostname() and not is_running(int(process)):
+                        return f"{name} has ended"
+                    if time.monotonic() > deadline:
+                        silent = f"{name} does not answer"
+                        break
+                    time.sleep(0.05)
         except RuntimeError:  # the store was in a rank that has ended
             return "rank 0 has ended"
         return silent

@@ -394,8 +394,8 @@ def _state_of(env: Any) -> dict[str, Any]:
 # -- making and comparing environments ------------------------------------------------------------
 
 
-def vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
-    """A vector environment: `num_envs` of an id, or the given one alone."""
+def vector_env(env: "AnyEnv", num_envs: int, ranks: Ranks = ALONE) -> "VectorEnv[Any, Any, Any]":
+    """A vector environment: this rank's part of `num_envs` of an id, or the given one alone."""
     try:
         import gymnasium
         from gymnasium.vector import SyncVectorEnv, VectorEnv
@@ -411,8 +411,9 @@ def vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
             f"{env} is a {type(env).__name__}; use the id of an environment, a gymnasium.Env, or "
             "a vector environment such as gymnasium.vector.SyncVectorEnv([make_env] * 8)"
         )
+    own = len(EnvShare.split(num_envs, ranks).ids)
     try:
-        return gymnasium.make_vec(env, num_envs=num_envs, vectorization_mode="sync")
+        return gymnasium.make_vec(env, num_envs=own, vectorization_mode="sync")
     except gymnasium.error.UnregisteredEnv as error:
         raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:

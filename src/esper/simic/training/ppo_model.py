@@ -25,7 +25,7 @@ from esper.leyline.devices import usable_device
 from esper.leyline.factored_actions import ActionMasks, Head
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
-from esper.leyline.ranks import ALONE, EnvShare, Ranks, join_ranks
+from esper.leyline.ranks import ALONE, Ranks, join_ranks
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.training.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
 from esper.simic.training.gym_spaces import Array, GymSpaces
@@ -113,7 +113,7 @@ class PPO:
         if not isinstance(config, GymConfig):
             raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
         ranks = _ranks(env, config)
-        envs = vector_env(env, len(EnvShare.split(config.num_envs, ranks).ids))
+        envs = vector_env(env, config.num_envs, ranks)
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
         spaces = GymSpaces.of(
             envs,
@@ -373,6 +373,7 @@ class PPO:
         }
         if self.agent.ranks.is_first:
             write_file(path, _KIND, contents, version=_VERSION)
+        self.agent.ranks.broadcast(None)  # the others may read it next
 
     @classmethod
     def load(
@@ -403,7 +404,7 @@ class PPO:
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
             ranks, masks = _ranks(env, config), saved["mask_source"]
-            envs = vector_env(env, len(EnvShare.split(run["num_envs"], ranks).ids))
+            envs = vector_env(env, run["num_envs"], ranks)
             world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
             model._build(config, spaces, encoder, world)
             total, is_lost = world.share.total, not world.can_save_state
