@@ -46,10 +46,10 @@ def main() -> None:
     torch.set_num_threads(1)
     x, y = digits()
     model = nn.Sequential(
-        nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
-        nn.Sequential(nn.Conv2d(16, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU()),
-        nn.Flatten(),
-        nn.Linear(512, 10),
+        nn.Sequential(nn.Conv2d(1, 12, 3, padding=1), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(12, 24, 3, 2, 1), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(384, 48), nn.ReLU()),
+        nn.Linear(48, 10),
     )
     train(model, x[:900], y[:900], rate=2e-3, steps=400)
     model.eval()
