@@ -1,5 +1,6 @@
 """Entry points of numba kernels run the code that is on disk, also in the first process."""
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -48,6 +49,18 @@ def test_it_is_compiled_here_if_no_process_can_be_started(module, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", refuse)
     assert module.total(np.ones(5)) == 5
     assert sum(module.total.stats.cache_misses.values()) == 1
+
+
+def test_no_place_for_a_cache_only_costs_a_compilation(tmp_path):
+    (tmp_path / "kernels_without_cache.py").write_text(SOURCE)
+    blocked = tmp_path / "a file, not a folder"
+    blocked.touch()
+    environment = os.environ | {
+        "NUMBA_CACHE_DIR": str(blocked / "cache"),
+        "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator",  # look nowhere else
+    }
+    code = "import numpy, kernels_without_cache as k; assert k.total(numpy.ones(5)) == 5"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path)
 
 
 def test_errors_are_seen_here(module):

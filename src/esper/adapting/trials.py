@@ -24,6 +24,8 @@ from esper.adapting.shifts import Rows, Shift
 
 INITIALISATIONS = 16  # of a plan's change; replicas share them in turn
 ROWS_AT_ONCE = 40_000  # judged, of all replicas together
+# on a CPU fewer: large blocks would be fetched from the system again for every operation
+CPU_REPLICAS, CPU_ROWS_AT_ONCE = 10, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +268,10 @@ def _try_plan(
         return torch.cat([validation, _judge(logits_of, data.rows, env, test, test + num_test)[:1]])
 
     rates = torch.tensor(settings.rates, device=device)
+    replicas = min(settings.replicas, CPU_REPLICAS if device.type == "cpu" else num * len(rates))
     parts = [
         train_and_judge(part // len(rates), rates[part % len(rates)])
-        for part in torch.split(torch.arange(num * len(rates), device=device), settings.replicas)
+        for part in torch.split(torch.arange(num * len(rates), device=device), replicas)
     ]
     return torch.cat(parts, dim=1).view(3, num, len(rates)).cpu()
 
@@ -283,7 +286,8 @@ def _judge(
     index = (first[:, None] + position).clamp(max=y.shape[1] - 1)[env]
     used = (position < count[:, None])[env]
     total = torch.zeros(2, len(env), device=env.device)
-    for part in torch.split(position, max(100, ROWS_AT_ONCE // len(env))):
+    at_once = CPU_ROWS_AT_ONCE if env.device.type == "cpu" else ROWS_AT_ONCE
+    for part in torch.split(position, max(100, at_once // len(env))):
         labels = y[env[:, None], index[:, part]]
         logits = logits_of(x[env[:, None], index[:, part]])
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")

@@ -99,7 +99,7 @@ def _run(arguments: list[str]) -> None:
         sys.path.append("")  # modules to --import may be in the current folder
     if name == "train" and not {"-h", "--help"} & set(arguments):
         print("starting: Python loads torch, then the data are made or read", flush=True)
-    if name == "gym":  # small policies are fastest with one thread, far so on a busy machine
+    if name in ("gym", "train-adapt"):  # small products are fastest with one thread
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     import tyro  # after the help: with torch, it takes seconds
 
