@@ -44,6 +44,7 @@ from esper.growing.page import check_page, try_write_page, with_page
 from esper.growing.preparation import check_not_sharded
 from esper.growing.sites import count_params
 from esper.growing.tracing import without_graphs
+from esper.leyline.checks import whole_number
 from esper.nissa.console import Report, progress_bar
 
 MOST_SHARE = 4.0  # of the budget, in the size of the model
@@ -89,20 +90,24 @@ def adapt(
         page: file for a page that shows what is tried, what was decided and why. It is written
             while plans are tried, and reloads itself in a browser until the run is over.
     """
-    _check_numbers(tries=tries, steps=steps, minibatch=minibatch, rng_seed=rng_seed)
+    tries, steps = whole_number("tries", tries, 1), whole_number("steps", steps, 1)
+    minibatch = whole_number("minibatch", minibatch, 1)
+    rng_seed = whole_number("rng_seed", rng_seed, 0)
+    if tries > MAX_TRIES:
+        raise ValueError(f"tries={tries}; the controller was trained with up to {MAX_TRIES}")
     check_page(page)
     chosen = find_controller(controller)
     _check_model(model)
     with torch.inference_mode(False), untouched_randomness(model, rows):
-        data = read_rows(rows, labels, first_float(model), validation, int(rng_seed))
+        data = read_rows(rows, labels, first_float(model), validation, rng_seed)
         host = copy.deepcopy(model, without_graphs(model)).eval()
         _check_output(host, data)
         places = find_places(host, data.part(data.train[:8])[0])
         limit = _limit(model, budget)
         legal = _legal_plans(host, places, limit)
-        work = _Work(host, places, data, int(steps), int(minibatch), int(rng_seed))
+        work = _Work(host, places, data, steps, minibatch, rng_seed)
         name = controller_name(controller)
-        return _adapt(model, work, chosen, name, legal, limit, int(tries), source, page, progress)
+        return _adapt(model, work, chosen, name, legal, limit, tries, source, page, progress)
 
 
 class _Trial(NamedTuple):
@@ -341,17 +346,6 @@ class _Progress:
 
 
 # -- checks ------------------------------------------------------------------------------------
-
-
-def _check_numbers(**numbers: int) -> None:
-    for name, number in numbers.items():
-        least = 0 if name == "rng_seed" else 1
-        if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
-            raise ValueError(f"{name}={number!r}; use a whole number from {least}")
-    if numbers["tries"] > MAX_TRIES:
-        raise ValueError(
-            f"tries={numbers['tries']}; the controller was trained with up to {MAX_TRIES}"
-        )
 
 
 def _check_model(model: nn.Module) -> None:

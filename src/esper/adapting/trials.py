@@ -268,7 +268,9 @@ def _try_plan(
         return torch.cat([validation, _judge(logits_of, data.rows, env, test, test + num_test)[:1]])
 
     rates = torch.tensor(settings.rates, device=device)
-    replicas = min(settings.replicas, CPU_REPLICAS if device.type == "cpu" else num * len(rates))
+    replicas = settings.replicas
+    if device.type == "cpu":
+        replicas = min(replicas, CPU_REPLICAS)
     parts = [
         train_and_judge(part // len(rates), rates[part % len(rates)])
         for part in torch.split(torch.arange(num * len(rates), device=device), replicas)

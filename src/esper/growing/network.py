@@ -287,6 +287,8 @@ class GrowingNetwork:
 
 def average_gradients(weights: Sequence[Tensor], ranks: Ranks) -> None:
     """Give weights the mean of their gradients over ranks; a rank may have skipped some."""
+    if ranks.size == 1:
+        return
     gradients = ranks.mean_gradients(weights, [weight.grad for weight in weights])
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient

@@ -4,7 +4,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from esper.growing.sites import MENU, ModelSite, SiteTrace, count_macs, count_pa
 from esper.growing.slots import Slot, disable_nested_tensors
 from esper.growing.tracing import trace
 from esper.kasmina.blueprints import Blueprint
+from esper.leyline.checks import whole_number
 from esper.leyline.ranks import ALONE, Ranks, join_ranks
 
 
@@ -29,7 +30,8 @@ def check_arguments(
     """Raise a ValueError for arguments that cannot work."""
     _check_model(model)
     _check_optimizer(model, optimizer)
-    check_whole(decisions=decisions, rng_seed=rng_seed)
+    whole_number("decisions", decisions)
+    whole_number("rng_seed", rng_seed)
     if budget is not None and not isinstance(budget, Budget):
         raise ValueError(f"budget={budget!r}; give a Budget, such as Budget(params=20_000)")
     if not isinstance(rent, Real) or not 0 <= rent < math.inf:
@@ -71,13 +73,6 @@ def check_ranks(ranks: Ranks) -> None:
             "rank would grow another model; give Growth the DistributedDataParallel model, not the "
             "module inside"
         )
-
-
-def check_whole(**given: int) -> None:
-    """Raise for an argument that is not a whole number."""
-    for name, number in given.items():
-        if not isinstance(number, Integral) or isinstance(number, bool):
-            raise ValueError(f"{name}={number!r}; use a whole number")
 
 
 def _check_model(model: Any) -> None:

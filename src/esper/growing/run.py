@@ -23,11 +23,12 @@ from esper.growing.growth import DEFAULT_RENT, Growth
 from esper.growing.inputs import count_rows
 from esper.growing.ledger import Ledger, Verdict
 from esper.growing.page import check_page, try_write_page, with_page
-from esper.growing.preparation import check_arguments, check_whole, unwrapped
+from esper.growing.preparation import check_arguments, unwrapped
 from esper.growing.slots import disable_nested_tensors
 from esper.growing.tracing import is_composed
 from esper.growing.twin import Loss, Task, Twin, Unpack, copied
 from esper.growing.validation import Metric, paired_difference
+from esper.leyline.checks import whole_number
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import Controller
@@ -207,7 +208,8 @@ def _check_call(options: dict[str, Any], repeats: int) -> None:
             "autocast=torch.float16 needs a GradScaler; use torch.bfloat16, or esper.Growth in your "
             "own loop"
         )
-    check_whole(steps=steps, decisions=decisions, repeats=repeats)
+    for name, number in {"steps": steps, "decisions": decisions, "repeats": repeats}.items():
+        whole_number(name, number)
     if steps < 1:
         raise ValueError(f"steps={steps}; use 1 or more, the number of batches to train on")
     if not 1 <= decisions <= steps:

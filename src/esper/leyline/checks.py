@@ -55,7 +55,7 @@ def require_at_least(config: object, least: float, *names: str) -> None:
             raise ValueError(f"{name}={getattr(config, name)}; use {least} or more")
 
 
-def whole_number(name: str, value: object, least: int) -> int:
+def whole_number(name: str, value: object, least: float = -math.inf) -> int:
     """`value` as an int; raise unless it is a whole number, `least` or more."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name}={value!r}; use a whole number")
