@@ -551,7 +551,7 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
         ("--held-out-variants --held-out-widths", "nothing was held out"),
         ("--menu nope", "nope"),
         (
-            f"--task known_gains --import support.synthetic_hosts --policy.lstm-hidden-dim {10**9}",
+            f"--task known_gains --import support.synthetic_hosts --policy.lstm-hidden-dim {10**15}",
             "a size is too large",
         ),
     ],

@@ -596,7 +596,7 @@ def test_models_that_cannot_be_adapted(shifted):
     x, y = shifted
     net = nn.Sequential(nn.Linear(5, 3))
     for wrong, message in [
-        (nn.DataParallel(net), "give model.module"),
+        (nn.DataParallel(copy.deepcopy(net)), "give model.module"),  # it moves to a GPU
         (torch.jit.trace(net, x), "give the nn.Module"),
         (copy.deepcopy(net).half(), r"give model.float\(\) or bfloat16"),
     ]:

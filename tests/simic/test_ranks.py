@@ -217,6 +217,7 @@ def test_the_gym_command_runs_on_two_ranks(tmp_path, capfd):
     ],
 )
 def test_bad_variables_are_named(variables, message, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # a GPU asks for LOCAL_RANK first
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     join_ranks.cache_clear()

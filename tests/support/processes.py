@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 DEADLINE_S = 300.0  # includes a cold start that compiles kernels, on a busy core
 
 
@@ -36,6 +38,7 @@ class Forked:
         self._process = os.fork()
         if self._process == 0:
             try:
+                hide_gpus()
                 devnull = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(devnull, 1)
                 os.dup2(devnull, 2)
@@ -54,6 +57,12 @@ class Forked:
         if self.poll() is None:
             os.kill(self._process, signal.SIGKILL)
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+
+
+def hide_gpus() -> None:
+    """In a forked process CUDA cannot be used if the test's process has used it."""
+    torch.cuda.is_available = lambda: False
+    torch.cuda.device_count = lambda: 0
 
 
 def wait_until(is_so: Callable[[], bool], process: "subprocess.Popen | Forked") -> None:

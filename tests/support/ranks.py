@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.processes import DEADLINE_S
+from support.processes import DEADLINE_S, hide_gpus
 
 
 def on_ranks(size: int, work: Callable[[], Any], **variables: str) -> list[Any]:
@@ -44,6 +44,7 @@ def _fork(work: Callable[[], Any], variables: dict[str, Any], result: Path) -> i
     try:
         from esper.leyline.ranks import join_ranks
 
+        hide_gpus()
         os.environ |= {name: str(value) for name, value in variables.items()}
         join_ranks.cache_clear()
         try:

@@ -388,6 +388,7 @@ def test_nothing_waits_for_the_device(name):
     policy = make_policy(name, device="cuda")
     rollout = Rollout(policy, [17, 5, 12], device="cuda")
     masks = random_masks(policy.action_space, 3, torch.Generator().manual_seed(1)).to("cuda")
+    rollout.evaluate(policy)  # the first use copies constants to the device
     torch.cuda.set_sync_debug_mode("error")
     try:
         policy.act(rollout.features[:, 0], masks, rollout.initial)

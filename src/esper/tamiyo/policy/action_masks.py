@@ -70,8 +70,8 @@ def _used_choices(action_space: FactoredActionSpace) -> DeviceConstant:
     if action_space.sizes not in _USED_CHOICES:
         later = action_space.heads[2:]
         used = [
-            [head.name in OP_HEADS[op] for head in later for _ in range(head.size)]
-            for op in LifecycleOp
+            [head.name in heads for head in later for _ in range(head.size)]
+            for heads in OP_HEADS.values()
         ]
         _USED_CHOICES[action_space.sizes] = DeviceConstant(torch.tensor(used).unsqueeze(1))
     return _USED_CHOICES[action_space.sizes]
