@@ -21,6 +21,12 @@ FLOAT32 = ("test_growth.py", "test_data_runs.py", "test_evaluation_report.py", "
            "test_evaluation_trial.py", "test_growth_training.py", "test_ranks.py", "test_examples.py")  # fmt: skip
 
 
+def pytest_configure(config):
+    """Hide GPUs from the tests that need none: they are the same everywhere, and can fork."""
+    if "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 class OneCompilerEach(LoadScopeScheduling):
     """Compiling host kernels takes a minute: one worker each for those of float32 and float64."""
 

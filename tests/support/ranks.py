@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.processes import DEADLINE_S, hide_gpus
+from support.processes import DEADLINE_S, fork
 
 
 def on_ranks(size: int, work: Callable[[], Any], **variables: str) -> list[Any]:
@@ -38,13 +38,12 @@ def free_port() -> int:
 
 
 def _fork(work: Callable[[], Any], variables: dict[str, Any], result: Path) -> int:
-    process = os.fork()
+    process = fork()
     if process:
         return process
     try:
         from esper.leyline.ranks import join_ranks
 
-        hide_gpus()
         os.environ |= {name: str(value) for name, value in variables.items()}
         join_ranks.cache_clear()
         try:
