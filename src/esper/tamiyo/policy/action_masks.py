@@ -31,7 +31,7 @@ def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> 
     op[:, LifecycleOp.WAIT] = True
     choices = legal.unsqueeze(-1) & _used_choices(action_space).on(reports.device)
 
-    masks = ActionMasks.from_groups(action_space, (op, legal, choices))
+    masks = ActionMasks(action_space, (op, legal, choices))
     masks["blueprint"][:, LifecycleOp.GERMINATE].logical_and_(affordable)
     is_new = reports.alpha_target.unsqueeze(-1) != _ALPHA_TARGETS.on(reports.device)
     masks["alpha_target"][:, LifecycleOp.SET_ALPHA_TARGET].logical_and_(is_new)
