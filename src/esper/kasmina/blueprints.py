@@ -25,10 +25,10 @@ from esper.kasmina.layers import (
     Linear,
     MixPositions,
     Norm,
+    Program,
     Relu,
     Shape,
 )
-from esper.kasmina.programs import Program
 from esper.leyline.constants import SiteKind
 
 MIN_HIDDEN = 4  # one normalised unit is a constant and two are a sign: too little to learn with

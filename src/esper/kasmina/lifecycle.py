@@ -16,6 +16,7 @@ the start of a ramp does not change the output.
 requests raise `LifecycleError`. States are on the CPU, so no function here synchronises a GPU.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -185,7 +186,7 @@ def request(
       training is pruned at once: its alpha is 0 already.
     - FOSSILIZE commits a held seed for good.
     """
-    _check_once(states, host_ids, slot_ids)
+    _check_once(host_ids, slot_ids)
     asked = _Details(blueprint, style, alpha_target, ramp_steps, curve)
     _check_details(op, asked)
     if op == LifecycleOp.PRUNE:
@@ -324,18 +325,11 @@ def _check_legal(
     )
 
 
-def _check_once(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> None:
-    """Raise if a call names a slot twice (their order would be undefined) or out of range."""
-    for name, ids, count in (
-        ("host", host_ids, states.num_hosts),
-        ("slot", slot_ids, states.num_slots),
-    ):
-        if bool(((ids < 0) | (ids >= count)).any()):
-            raise ValueError(f"{name} ids {ids.tolist()}; there are {count}: use 0 to {count - 1}")
-    flat = (host_ids * states.num_slots + slot_ids).sort().values
-    twice = flat[1:][flat[1:] == flat[:-1]].tolist()
-    if twice:
-        host, slot = divmod(twice[0], states.num_slots)
+def _check_once(host_ids: Tensor, slot_ids: Tensor) -> None:
+    """Raise if a call names a slot twice: their order would be undefined."""
+    places = Counter(zip(host_ids.tolist(), slot_ids.tolist(), strict=True))
+    (host, slot), times = places.most_common(1)[0] if places else ((0, 0), 0)
+    if times > 1:
         raise ValueError(f"host {host}, slot {slot} is named more than once in one call")
 
 

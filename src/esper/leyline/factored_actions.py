@@ -7,8 +7,8 @@ An unconditional head has a mask `[N, size]`; a head given `("op", "slot")` has 
 A row with no legal choice means "nothing to choose here": the head takes action 0 and adds
 nothing to log-prob, entropy or gradient.
 
-A continuous head is a number in (-1, 1): the tanh of a Gaussian sample (`tamiyo.policy.gaussians`).
-It has one column, the Gaussian's mean; its mask says whether the number is used. In a space with
+A continuous head is a number in (-1, 1): the tanh of a Gaussian sample (`SquashedGaussians`). It
+has one column, the Gaussian's mean; its mask says whether the number is used. In a space with
 continuous heads, actions are float32 `[..., H]`: choices as whole numbers, and the Gaussian sample
 before tanh, so that scoring needs no inverse.
 
@@ -16,7 +16,6 @@ The choices of all heads are concatenated on one axis of length C, so that logit
 rows that applied are single tensors `[..., C]`.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
@@ -32,7 +31,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.devices import block_starts, constant, same_device
+from esper.leyline.devices import constant, same_device
 from esper.leyline.stages import LifecycleOp
 
 # Sizes of the four independent heads of `audit_action_space`.
@@ -267,11 +266,10 @@ class ActionMasks:
         if self.device.type == "cpu":
             for index, size, choice in zip(given, sizes, chosen, strict=True):
                 _check_range(self.action_space.names[index], size, choice)
-        combination = chosen[0]
-        for size, choice in zip(sizes[1:], chosen[1:], strict=True):
-            combination = torch.add(choice, combination, alpha=size)
-        first = block_starts(self.num_envs, math.prod(sizes), self.device)
-        return mask.reshape(-1, mask.shape[-1]).index_select(0, first + combination)
+        row = torch.arange(self.num_envs, device=self.device)
+        for size, choice in zip(sizes, chosen, strict=True):
+            row = torch.add(choice, row, alpha=size)
+        return mask.reshape(-1, mask.shape[-1]).index_select(0, row)
 
     def _check(self, mask: Tensor, heads: range, num_envs: int) -> None:
         """Check the concatenated mask of heads that depend on the same earlier heads."""

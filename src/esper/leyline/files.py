@@ -134,13 +134,29 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def require_same_layout(found: Any, expected: Any, path: str | Path) -> None:
     """Raise if keys, shapes or dtypes differ from those of `expected`."""
-    differences = list(_differences(found, expected, ""))
-    if not differences:
-        return
-    shown = differences[:_DIFFERENCES_SHOWN]
-    if len(differences) > len(shown):
-        shown.append(f"and {len(differences) - len(shown)} more")
-    raise UnreadableFile(f"{path} does not fit:\n  " + "\n  ".join(shown))
+    layouts, right = dict(_layouts(found)), dict(_layouts(expected))
+    differences = [f"{name}: missing" for name in right if name not in layouts]
+    differences += [f"{name}: not expected" for name in layouts if name not in right]
+    differences += [
+        f"{name}: found {layouts[name]}, expected {right[name]}"
+        for name in right
+        if layouts.get(name, right[name]) != right[name]
+    ]
+    if more := differences[_DIFFERENCES_SHOWN:]:
+        differences[_DIFFERENCES_SHOWN:] = [f"and {len(more)} more"]
+    if differences:
+        raise UnreadableFile(f"{path} does not fit:\n  " + "\n  ".join(differences))
+
+
+def _layouts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted name of each entry of nested mappings, and its dtype and shape or its type."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _layouts(part, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, Tensor):
+        yield where, f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    else:
+        yield where, type(value).__name__
 
 
 def _remove_unfinished(path: Path) -> None:
@@ -181,23 +197,6 @@ def _is_intact(path: Path) -> bool:
             return not is_marked and archive.testzip() is None
         except (BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error):
             return False  # the damage is in the names, lengths or flags
-
-
-def _differences(found: Any, expected: Any, where: str) -> Iterator[str]:
-    if isinstance(expected, Mapping) and isinstance(found, Mapping):
-        yield from (f"{where}{key}: missing" for key in expected if key not in found)
-        yield from (f"{where}{key}: not expected" for key in found if key not in expected)
-        for key in expected:
-            if key in found:
-                yield from _differences(found[key], expected[key], f"{where}{key}.")
-    elif _layout(found) != _layout(expected):
-        yield f"{where.rstrip('.')}: found {_layout(found)}, expected {_layout(expected)}"
-
-
-def _layout(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__
 
 
 def _without_numpy_scalars(value: Any) -> Any:

@@ -63,9 +63,7 @@ class SequenceLayout:
     @cached_property
     def batch_sizes(self) -> Tensor:
         """Number of episodes that have each time step: `PackedSequence.batch_sizes`."""
-        if self.num_episodes == 0:
-            return torch.zeros(0, dtype=torch.int64)
-        steps = torch.arange(int(self.lengths.max()))
+        steps = torch.arange(max(self.lengths.tolist(), default=0))
         return (self.lengths[:, None] > steps).sum(dim=0)
 
     @cached_property
@@ -76,8 +74,6 @@ class SequenceLayout:
     @cached_property
     def rows(self) -> Tensor:
         """Flat indices (env * max_steps + step) of the stored steps in packed order, `[R]`."""
-        if self.num_episodes == 0:
-            return torch.zeros(0, dtype=torch.int64)
         first = (self.env_ids * self.max_steps + self.starts)[self.order]
         steps = torch.arange(len(self.batch_sizes))[:, None]
         padded_index = first + steps
