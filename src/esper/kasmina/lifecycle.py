@@ -102,14 +102,10 @@ class Transition(NamedTuple):
     removed: Tensor  # bool: the slot's earlier seed was removed
 
     @classmethod
-    def of(
-        cls, states: SlotStates, germinated: Tensor | None = None, removed: Tensor | None = None
-    ) -> "Transition":
-        """A transition to `states`; without a mask, no slot got or lost a seed."""
+    def of(cls, states: SlotStates, germinated: Tensor | None = None) -> "Transition":
+        """A transition to `states` that removes no seed; without a mask, none is new."""
         none = torch.zeros_like(states.stage, dtype=torch.bool)
-        return cls(
-            states, none if germinated is None else germinated, none if removed is None else removed
-        )
+        return cls(states, none if germinated is None else germinated, none)
 
     def then(self, move: Callable[[SlotStates], "Transition"]) -> "Transition":
         """This transition followed by another one."""

@@ -69,11 +69,14 @@ class FactoredActionSpace:
 
     names: tuple[str, ...] = _derived()
     sizes: tuple[int, ...] = _derived()
+    sizes_by_name: dict[str, int] = _derived()
+    num_heads: int = _derived()  # H
     num_choices: int = _derived()  # C: the choices of all heads together
     slices: tuple[slice, ...] = _derived()  # each head's part of the axis of length C
     given_indices: tuple[tuple[int, ...], ...] = _derived()  # of the heads it depends on
     unconditional: tuple[int, ...] = _derived()  # heads that depend on no other head
     continuous: tuple[int, ...] = _derived()  # heads that are numbers
+    action_dtype: torch.dtype = _derived()  # float32 with continuous heads, else int64
     # Consecutive heads that depend on the same earlier heads form a group and are sampled together.
     head_groups: tuple[range, ...] = _derived()
     group_of: tuple[int, ...] = _derived()  # the group of each head
@@ -92,11 +95,14 @@ class FactoredActionSpace:
         vars(self).update(  # frozen: not by assignment
             names=names,
             sizes=sizes,
+            sizes_by_name=dict(zip(names, sizes, strict=True)),
+            num_heads=len(names),
             num_choices=ends[-1],
             slices=tuple(slice(e - size, e) for e, size in zip(ends, sizes, strict=True)),
             given_indices=given,
             unconditional=tuple(i for i, earlier in enumerate(given) if not earlier),
-            continuous=tuple(i for i, head in enumerate(self.heads) if head.continuous),
+            continuous=(numbers := tuple(i for i, h in enumerate(self.heads) if h.continuous)),
+            action_dtype=torch.float32 if numbers else torch.int64,
             head_groups=groups,
             group_of=tuple(index for index, group in enumerate(groups) for _ in group),
             group_spaces=(self,)
@@ -131,24 +137,10 @@ class FactoredActionSpace:
     def __iter__(self) -> Iterator[Head]:
         return iter(self.heads)
 
-    @property
-    def sizes_by_name(self) -> dict[str, int]:
-        return dict(zip(self.names, self.sizes, strict=True))
-
-    @property
-    def num_heads(self) -> int:
-        """H."""
-        return len(self.heads)
-
     def index(self, name: str) -> int:
         if name not in self.names:
             raise ValueError(f"no head {name!r}; this action space has {list(self.names)}")
         return self.names.index(name)
-
-    @property
-    def action_dtype(self) -> torch.dtype:
-        """float32 if a head is continuous, else int64."""
-        return torch.float32 if self.continuous else torch.int64
 
     def choices(self, actions: Tensor) -> Tensor:
         """Actions `[..., H]` as int64 choices; 0 for continuous heads."""

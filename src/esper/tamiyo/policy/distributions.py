@@ -9,8 +9,7 @@ all rules about masks, because masked logits get two constants:
   action 0: log-prob, entropy and gradient are exactly 0. Next to any real logit the half is as
   impossible as the whole.
 
-A continuous head is a row with one choice, which adds exactly 0; its `SquashedGaussians` are scored
-apart.
+A continuous head is a row with one choice, which adds exactly 0; `SquashedGaussians` score it.
 Arithmetic is float32 for logits of any dtype.
 """
 

@@ -59,13 +59,13 @@ class _PreparedAct:
         std: Tensor,
     ):
         self.policy, self.mean, self.std = policy, mean, std
-        center, scale, bound = heads.scales._scale(torch.float32)
+        scales = heads.scales
         layers = [layer for layer in encoder if isinstance(layer, nn.Linear)]
         w_ih, w_hh, b_ih, b_hh = policy.core.all_weights[0]
         self.step_arguments = (
-            center.numpy().copy(),
-            scale.numpy().copy(),
-            bound.numpy()[()],
+            scales.center.numpy().copy(),
+            scales.scale.numpy().copy(),
+            scales.bound.numpy()[()],
             tuple(_columns(layer.weight) for layer in layers),
             tuple(layer.bias.detach().numpy().copy() for layer in layers),
             (_columns(w_ih), _columns(w_hh)),
