@@ -96,23 +96,19 @@ class Conv(Layer):
 
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         weight, bias = parameters
-        windows = self._windows(x)
-        axes = x.dim() - 3
-        lengths = windows.shape[2 + axes : -1]
+        axes = tuple(range(2, x.dim() - 1))  # of positions
+        windows = F.pad(x, (0, 0) + (self.pad, self.pad) * len(axes))
+        for axis in axes:
+            windows = windows.unfold(axis, self.kernel, self.stride)  # appends an axis of taps
+        # the inputs of each output: a view [G, C, *kernel, *outputs, batch]
+        windows = windows.movedim(tuple(range(-len(axes), 0)), axes)
+        lengths = windows.shape[2 + len(axes) : -1]
         if self.depthwise:
             scaled = windows * _per_channel(weight.squeeze(2), x)
-            return scaled.sum(tuple(range(2, 2 + axes))) + _per_channel(bias, x)
+            return scaled.sum(axes) + _per_channel(bias, x)
         columns = windows.reshape(len(x), math.prod(weight.shape[2:]), -1)
         y = torch.baddbmm(bias.unsqueeze(-1), weight.flatten(2), columns)
         return y.view(len(x), self.width, *lengths, x.shape[-1])
-
-    def _windows(self, x: Tensor) -> Tensor:
-        """The inputs of each output: a view `[G, C, *kernel, *outputs, batch]`."""
-        axes = range(2, x.dim() - 1)
-        x = F.pad(x, (0, 0) + (self.pad, self.pad) * len(axes))
-        for axis in axes:
-            x = x.unfold(axis, self.kernel, self.stride)  # appends an axis of taps
-        return x.movedim(tuple(range(-len(axes), 0)), tuple(axes))
 
     def module(self, shape: Shape) -> nn.Module:
         kind = nn.Conv1d if len(shape) == 2 else nn.Conv2d

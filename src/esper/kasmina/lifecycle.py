@@ -182,7 +182,10 @@ def request(
       training is pruned at once: its alpha is 0 already.
     - FOSSILIZE commits a held seed for good.
     """
-    _check_once(host_ids, slot_ids)
+    places = Counter(zip(host_ids.tolist(), slot_ids.tolist(), strict=True))
+    if twice := [place for place, times in places.items() if times > 1]:
+        host, slot = twice[0]
+        raise ValueError(f"host {host}, slot {slot} is named more than once in one call")
     asked = _Details(blueprint, style, alpha_target, ramp_steps, curve)
     _check_details(op, asked)
     if op == LifecycleOp.PRUNE:
@@ -321,14 +324,6 @@ def _check_legal(
     )
 
 
-def _check_once(host_ids: Tensor, slot_ids: Tensor) -> None:
-    """Raise if a call names a slot twice: their order would be undefined."""
-    places = Counter(zip(host_ids.tolist(), slot_ids.tolist(), strict=True))
-    (host, slot), times = places.most_common(1)[0] if places else ((0, 0), 0)
-    if times > 1:
-        raise ValueError(f"host {host}, slot {slot} is named more than once in one call")
-
-
 def _check_details(op: LifecycleOp, asked: _Details) -> None:
     target = torch.as_tensor(asked.alpha_target)
     if not bool(((target > 0.0) & (target <= 1.0)).all()):
@@ -346,15 +341,10 @@ def _check_details(op: LifecycleOp, asked: _Details) -> None:
             raise ValueError(f"{name}={getattr(asked, name)}; use {expected}")
 
 
-def _destination_table() -> Tensor:
-    """`LEGAL_MOVES` as stages `[stages, ops]`; an illegal pair keeps its stage."""
-    table = torch.arange(len(SeedStage)).unsqueeze(1).repeat(1, len(LifecycleOp))
-    for (stage, op), destination in LEGAL_MOVES.items():
-        table[stage, op] = destination
-    return table
-
-
-_DESTINATIONS = _destination_table()
+# `LEGAL_MOVES` as stages [stages, ops]; an illegal pair keeps its stage
+_DESTINATIONS = torch.arange(len(SeedStage)).unsqueeze(1).repeat(1, len(LifecycleOp))
+for (_stage, _op), _destination in LEGAL_MOVES.items():
+    _DESTINATIONS[_stage, _op] = _destination
 _LIVE = torch.tensor(LIVE_STAGES)
 _TEMPO_STEPS, _SPEED_STEPS = torch.tensor(TEMPO_STEPS), torch.tensor(ALPHA_SPEED_STEPS)
 _ALPHA_TARGETS = torch.tensor(ALPHA_TARGETS, dtype=torch.float64)

@@ -253,13 +253,11 @@ class ActionMasks:
         mask = self.groups[self.action_space.group_of[group.start]]
         if not given:
             return mask
-        chosen = [actions[:, g].long() for g in given]
-        sizes = [self.action_space.sizes[g] for g in given]
-        if self.device.type == "cpu":
-            for index, size, choice in zip(given, sizes, chosen, strict=True):
-                _check_range(self.action_space.names[index], size, choice)
         row = torch.arange(self.num_envs, device=self.device)
-        for size, choice in zip(sizes, chosen, strict=True):
+        for head in given:
+            choice, size = actions[:, head].long(), self.action_space.sizes[head]
+            if self.device.type == "cpu":
+                _check_range(self.action_space.names[head], size, choice)
             row = torch.add(choice, row, alpha=size)
         return mask.reshape(-1, mask.shape[-1]).index_select(0, row)
 

@@ -30,14 +30,12 @@ class RandomController(Controller):
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         space = masks.action_space
-        uniform = [
-            torch.zeros(masks.num_envs, part.num_choices, device=masks.device)
-            for part in space.group_spaces
-        ]
-        actions, _, _ = choose_actions(
-            space, masks, lambda group, _: uniform[group], generator=self.generator
-        )
-        return actions
+
+        def uniform(group: int, _: Tensor) -> Tensor:
+            num_choices = space.group_spaces[group].num_choices
+            return torch.zeros(masks.num_envs, num_choices, device=masks.device)
+
+        return choose_actions(space, masks, uniform, generator=self.generator)[0]
 
 
 NEVER = 1 << 30
