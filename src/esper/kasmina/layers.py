@@ -344,9 +344,9 @@ class Program:
         """Centre and spread of every parameter's initial value, float64 `[D]` each."""
         specs = [spec for row in self.parameters for spec in row]
         sizes = torch.tensor(self.sizes, dtype=torch.int64)
-        values = torch.tensor([(s.centre, s.spread) for s in specs], dtype=torch.float64)
-        centre, spread = values.view(-1, 2).repeat_interleave(sizes, dim=0).unbind(dim=1)
-        return centre, spread
+        values = [[spec.centre for spec in specs], [spec.spread for spec in specs]]
+        of_each = torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes, dim=1)
+        return of_each[0], of_each[1]
 
     def forward(self, rows: Tensor, x: Tensor, added: Tensor | None = None) -> Tensor:
         """`[G, *output_shape, batch]` from parameter rows `[G, D]` and `[G, *input_shape, batch]`.

@@ -163,5 +163,5 @@ def log_growth(size: Tensor, own: Tensor, now: Tensor, *, is_present: bool = Fal
     """
     per_env = (-1, *([1] * (size.dim() - 1)))
     own, added = own.clamp(min=1).view(per_env), (now - own).view(per_env)
-    low, high = ((added - size).clamp(min=0), added) if is_present else (added, added + size)
-    return torch.log1p(high / own) - torch.log1p(low / own)
+    without = (added - size).clamp(min=0) if is_present else added
+    return torch.log1p((without + size) / own) - torch.log1p(without / own)
