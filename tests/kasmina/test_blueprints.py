@@ -154,8 +154,12 @@ def test_mistakes_are_told_at_registration_or_before_a_seed_is_built():
         conv.program(Site((12,)))
     with pytest.raises(ValueError, match=r"no blueprints \['cnov'\]; there are"):
         blueprint_menu("conv", "cnov")
+
+    def pointwise(site):
+        return (Conv(site.width),)
+
     with pytest.raises(ValueError, match="registered already"):
-        blueprint(SiteKind.SERIES)(conv.build_layers)
+        blueprint(SiteKind.SERIES)(pointwise)
     with pytest.raises(ValueError, match="needs the kinds"):
         blueprint()
 

@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.leyline.arrays import ALIGNMENT, TensorFields, copy_together
-from esper.leyline.devices import block_starts
 
 TENSORS = [
     torch.tensor([True, False, True]),
@@ -67,11 +66,3 @@ def test_a_part_that_is_put_back_where_it_was_read_changes_nothing_else():
     assert pair.b.tolist() == [0.0, 1.0, 2.0]
     assert Pair.cat([pair, part]).b.tolist() == [0.0, 1.0, 2.0, 2.0, 0.0]
     assert pair.to("cpu") is pair
-
-
-def test_block_starts_are_made_once_and_can_be_trained_with():
-    with torch.inference_mode():
-        starts = block_starts(3, 2, torch.device("cpu"))
-    assert starts.tolist() == [0, 2, 4]
-    assert block_starts(3, 2, torch.device("cpu")) is starts
-    assert not starts.is_inference()

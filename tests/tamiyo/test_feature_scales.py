@@ -89,7 +89,7 @@ def test_a_policy_takes_its_scales_once_and_keeps_them_with_its_weights():
 
 def test_columns_of_the_previous_step_keep_their_zeros():
     """Divided by the root mean square of all rows so far, and not centred."""
-    scales = RunningNormalizer(3, uncentered=2)
+    scales = RunningNormalizer(3, uncentered=2).double()
     rng = torch.Generator().manual_seed(0)
     rows = torch.rand(60, 3, generator=rng, dtype=torch.float64) + 2.0
     rows[::7, :2] = 0.0  # first steps

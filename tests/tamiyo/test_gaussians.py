@@ -11,9 +11,9 @@ from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Hea
 from esper.tamiyo.policy.distributions import (
     LegalChoices,
     MaskedFactoredCategorical,
+    SquashedGaussians,
     choose_actions,
 )
-from esper.tamiyo.policy.gaussians import SquashedGaussians
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.plain_heads import flat_policy
 

@@ -46,7 +46,7 @@ class Recorder:
         new = self._new_seed(step, choices) if op == LifecycleOp.GERMINATE else None
         uses_slot, sites = "slot" in OP_HEADS[op], [slot.site.name for slot in self._network.slots]
         blueprints = [blueprint.name for blueprint in self._network.menu]
-        names = choice_names(masks.action_space, blueprints, sites)
+        names = choice_names(blueprints, sites)
         record = DecisionRecord(
             step=step,
             op=op.name,

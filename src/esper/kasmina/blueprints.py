@@ -1,10 +1,10 @@
 """Blueprints: the kinds of seed that can grow in a slot, and their registry.
 
     @blueprint(SiteKind.SERIES, SiteKind.IMAGE)
-    def conv(site: Site) -> tuple[Layer, ...]:
-        return (Conv(site.width),)
+    def conv9(site: Site) -> tuple[Layer, ...]:
+        return (Conv(site.width, kernel=9),)
 
-A blueprint is a function from a site to layers. A seed keeps the shape of its site. Its last layer
+A blueprint is a function from a site to layers; `_built_in` has those of Esper. A seed keeps the shape of its site. Its last layer
 with weights is initialised to zero.
 
 Widenings are the exception: new units of the layer A before the slot, as a branch from A's input
@@ -25,10 +25,10 @@ from esper.kasmina.layers import (
     Linear,
     MixPositions,
     Norm,
+    Program,
     Relu,
     Shape,
 )
-from esper.kasmina.programs import Program
 from esper.leyline.constants import SiteKind
 
 MIN_HIDDEN = 4  # one normalised unit is a constant and two are a sign: too little to learn with
@@ -177,85 +177,45 @@ def menu_for(kind: SiteKind) -> tuple[Blueprint, ...]:
     return tuple(entry for entry in BLUEPRINTS.values() if kind in entry.kinds)
 
 
-# Menus list blueprints in the order of this file, the cheapest first within each part.
+def _built_in(width: int) -> dict[str, tuple[tuple[SiteKind, ...], tuple[Layer, ...]]]:
+    """The built-in blueprints: the kinds of site that each fits, and its layers at this width.
 
-# Seeds that see a neighbourhood of each position.
-
-
-@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
-def depthwise7(site: Site) -> tuple[Layer, ...]:
-    return (Conv(site.width, kernel=7, depthwise=True),)
-
-
-@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
-def pointwise(site: Site) -> tuple[Layer, ...]:
-    return (Conv(site.width, kernel=1),)
-
-
-@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
-def separable(site: Site) -> tuple[Layer, ...]:
-    return (Conv(site.width, depthwise=True), Norm(), Relu(), Conv(site.width, kernel=1))
-
-
-@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
-def conv(site: Site) -> tuple[Layer, ...]:
-    return (Conv(site.width),)
-
-
-@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
-def conv_bottleneck(site: Site) -> tuple[Layer, ...]:
-    half = max(1, site.width // 2)
-    return (Conv(half), Norm(), Relu(), Conv(site.width))
-
-
-@blueprint(SiteKind.SERIES, SiteKind.IMAGE)
-def conv_conv(site: Site) -> tuple[Layer, ...]:
-    return (Conv(site.width), Norm(), Relu(), Conv(site.width))
+    Menus list them in this order, the cheapest first within each part.
+    """
+    local, series, vector = (
+        (SiteKind.SERIES, SiteKind.IMAGE),
+        (SiteKind.SERIES,),
+        (SiteKind.VECTOR,),
+    )
+    between = (Norm(), Relu())
+    quarter, half = (Linear(max(MIN_HIDDEN, width // parts)) for parts in (4, 2))
+    return {
+        # seeds that see a neighbourhood of each position
+        "depthwise7": (local, (Conv(width, kernel=7, depthwise=True),)),
+        "pointwise": (local, (Conv(width, kernel=1),)),
+        "separable": (local, (Conv(width, depthwise=True), *between, Conv(width, kernel=1))),
+        "conv": (local, (Conv(width),)),
+        "conv_bottleneck": (local, (Conv(max(1, width // 2)), *between, Conv(width))),
+        "conv_conv": (local, (Conv(width), *between, Conv(width))),
+        "conv5_conv5": (series, (Conv(width, kernel=5), *between, Conv(width, kernel=5))),
+        # seeds for vectors
+        "dense_narrow": (vector, (quarter, *between, Linear(width))),
+        "dense": (vector, (Linear(width),)),
+        "dense_bottleneck": (vector, (half, *between, Linear(width))),
+        "dense_dense": (vector, (Linear(width), *between, Linear(width))),
+        # seeds that see all positions of a series, for data without local structure
+        "mixer": (series, (MixPositions(), *between, Conv(width, kernel=1))),
+        "attention": (series, (Norm(), Attention(width), Conv(width, kernel=1))),
+    }
 
 
-@blueprint(SiteKind.SERIES)
-def conv5_conv5(site: Site) -> tuple[Layer, ...]:
-    return (Conv(site.width, kernel=5), Norm(), Relu(), Conv(site.width, kernel=5))
+def _builder(name: str) -> BuildLayers:
+    return lambda site: _built_in(site.width)[name][1]
 
 
-# Seeds for vectors.
-
-
-@blueprint(SiteKind.VECTOR)
-def dense_narrow(site: Site) -> tuple[Layer, ...]:
-    return _two_layers(site, max(MIN_HIDDEN, site.width // 4))
-
-
-@blueprint(SiteKind.VECTOR)
-def dense(site: Site) -> tuple[Layer, ...]:
-    return (Linear(site.width),)
-
-
-@blueprint(SiteKind.VECTOR)
-def dense_bottleneck(site: Site) -> tuple[Layer, ...]:
-    return _two_layers(site, max(MIN_HIDDEN, site.width // 2))
-
-
-@blueprint(SiteKind.VECTOR)
-def dense_dense(site: Site) -> tuple[Layer, ...]:
-    return _two_layers(site, site.width)
-
-
-def _two_layers(site: Site, hidden: int) -> tuple[Layer, ...]:
-    return (Linear(hidden), Norm(), Relu(), Linear(site.width))
-
-
-# Seeds that see all positions of a series, for data without local structure.
-
-
-@blueprint(SiteKind.SERIES)
-def mixer(site: Site) -> tuple[Layer, ...]:
-    return (MixPositions(), Norm(), Relu(), Conv(site.width, kernel=1))
-
-
-@blueprint(SiteKind.SERIES)
-def attention(site: Site) -> tuple[Layer, ...]:
-    return (Norm(), Attention(site.width), Conv(site.width, kernel=1))
+BLUEPRINTS |= {
+    name: Blueprint(name, kinds, _builder(name)) for name, (kinds, _) in _built_in(1).items()
+}
 
 
 # Seeds that widen a layer. They fit a place in a host, not a kind of site.

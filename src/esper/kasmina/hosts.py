@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints import HostSite, Site
-from esper.kasmina.layers import Conv, Flatten, Layer, Linear, Norm, Relu, Shape
-from esper.kasmina.programs import Program
+from esper.kasmina.layers import Conv, Flatten, Layer, Linear, Norm, Program, Relu, Shape
 
 Rows = tuple[tuple[Layer, ...], ...]  # the layers of each segment, then the head's
 BuildRows = Callable[[Shape, int, Sequence[int], bool], Rows]

@@ -1,6 +1,6 @@
 """Layers as data: what hosts and seeds are made of, for one network or for many at once.
 
-A layer gives its output shape, its parameters and its costs before anything is built. `forward`
+A `Program` is a sequence of layers. A layer gives its output shape, its parameters and its costs before anything is built. `forward`
 runs it for G networks together; `module` is the same layer as an `nn.Module` for one network, with
 its parameters in the same order.
 
@@ -10,8 +10,9 @@ always over the examples.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,8 +43,9 @@ class Layer(Protocol):
         return ()
 
     def macs(self, shape: Shape) -> int:
-        """Multiply-adds of the weights for one example."""
-        return 0
+        """Multiply-adds for one example: every weight at every position of the output."""
+        weights = [math.prod(s.shape) for s in self.parameters(shape) if len(s.shape) > 1]
+        return sum(weights) * math.prod(self.output_shape(shape)[1:])
 
     def window(self, shape: Shape) -> int:
         """Input positions along an axis that one output sees through the weights."""
@@ -89,32 +91,24 @@ class Conv(Layer):
         weight = (self.width, channels, *taps)
         return _fan_in_uniform(math.prod(weight[1:]), weight=weight, bias=(self.width,))
 
-    def macs(self, shape: Shape) -> int:
-        weight = self.parameters(shape)[0].shape
-        return math.prod(weight) * math.prod(self.output_shape(shape)[1:])
-
     def window(self, shape: Shape) -> int:
         return self.kernel
 
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         weight, bias = parameters
-        windows = self._windows(x)
-        axes = x.dim() - 3
-        lengths = windows.shape[2 + axes : -1]
+        axes = tuple(range(2, x.dim() - 1))  # of positions
+        windows = F.pad(x, (0, 0) + (self.pad, self.pad) * len(axes))
+        for axis in axes:
+            windows = windows.unfold(axis, self.kernel, self.stride)  # appends an axis of taps
+        # the inputs of each output: a view [G, C, *kernel, *outputs, batch]
+        windows = windows.movedim(tuple(range(-len(axes), 0)), axes)
+        lengths = windows.shape[2 + len(axes) : -1]
         if self.depthwise:
             scaled = windows * _per_channel(weight.squeeze(2), x)
-            return scaled.sum(tuple(range(2, 2 + axes))) + _per_channel(bias, x)
+            return scaled.sum(axes) + _per_channel(bias, x)
         columns = windows.reshape(len(x), math.prod(weight.shape[2:]), -1)
         y = torch.baddbmm(bias.unsqueeze(-1), weight.flatten(2), columns)
         return y.view(len(x), self.width, *lengths, x.shape[-1])
-
-    def _windows(self, x: Tensor) -> Tensor:
-        """The inputs of each output: a view `[G, C, *kernel, *outputs, batch]`."""
-        axes = range(2, x.dim() - 1)
-        x = F.pad(x, (0, 0) + (self.pad, self.pad) * len(axes))
-        for axis in axes:
-            x = x.unfold(axis, self.kernel, self.stride)  # appends an axis of taps
-        return x.movedim(tuple(range(-len(axes), 0)), tuple(axes))
 
     def module(self, shape: Shape) -> nn.Module:
         kind = nn.Conv1d if len(shape) == 2 else nn.Conv2d
@@ -139,9 +133,6 @@ class Linear(Layer):
 
     def parameters(self, shape: Shape) -> tuple[ParameterSpec, ...]:
         return _fan_in_uniform(shape[0], weight=(self.width, shape[0]), bias=(self.width,))
-
-    def macs(self, shape: Shape) -> int:
-        return self.width * shape[0]
 
     def forward(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         weight, bias = parameters
@@ -274,3 +265,104 @@ class _AttentionModule(nn.Module):
 def _per_channel(parameter: Tensor, x: Tensor) -> Tensor:
     """A parameter `[G, C, *]` that broadcasts over activations `[G, C, *, *positions, batch]`."""
     return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
+
+
+@dataclass(frozen=True)
+class Program:
+    """Layers in sequence. With `silent`, the last layer that has weights is initialised to zero.
+
+    Its parameters are concatenated in one row of length D; those of G networks are a tensor
+    `[G, D]`. A seed that `widens` reads the input of its slot's segment, not the slot, and its output is
+    added to that of the next segment's first layer with weights.
+    """
+
+    layers: tuple[Layer, ...]
+    input_shape: Shape
+    silent: bool = False
+    widens: bool = False
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shape before each layer, and after the last."""
+        shapes = [self.input_shape]
+        for layer in self.layers:
+            shapes.append(layer.output_shape(shapes[-1]))
+        return tuple(shapes)
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.shapes[-1]
+
+    @cached_property
+    def parameters(self) -> tuple[tuple[ParameterSpec, ...], ...]:
+        """The parameters of each layer, in the order in which a row stores them."""
+        rows = [layer.parameters(shape) for layer, shape in self._steps()]
+        if self.silent:
+            last = max((i for i, row in enumerate(rows) if row), default=None)
+            if last is None:
+                raise ValueError(f"{self.layers} has no weights that could start at zero")
+            rows[last] = tuple(spec._replace(centre=0.0, spread=0.0) for spec in rows[last])
+        return tuple(rows)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(math.prod(spec.shape) for row in self.parameters for spec in row)
+
+    @property
+    def num_params(self) -> int:
+        """D."""
+        return sum(self.sizes)
+
+    @cached_property
+    def macs(self) -> int:
+        """Multiply-adds for one example."""
+        return sum(layer.macs(shape) for layer, shape in self._steps())
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of layers that multiply by weights."""
+        return sum(layer.macs(shape) > 0 for layer, shape in self._steps())
+
+    @cached_property
+    def reach(self) -> float:
+        """Share of the input's positions that one output sees; 1 for a vector.
+
+        A seed that widens has 0: its units see what the layer saw before.
+        """
+        if self.widens:
+            return 0.0
+        seen = 1 + sum(layer.window(shape) - 1 for layer, shape in self._steps())
+        return math.prod(min(1.0, seen / length) for length in self.input_shape[1:])
+
+    @cached_property
+    def any_length(self) -> bool:
+        """Whether its parameters are the same for another number of positions."""
+        other = tuple(2 * length for length in self.input_shape[1:])
+        return Program(self.layers, (self.input_shape[0], *other)).num_params == self.num_params
+
+    def init(self) -> tuple[Tensor, Tensor]:
+        """Centre and spread of every parameter's initial value, float64 `[D]` each."""
+        specs = [spec for row in self.parameters for spec in row]
+        sizes = torch.tensor(self.sizes, dtype=torch.int64)
+        values = [[spec.centre for spec in specs], [spec.spread for spec in specs]]
+        of_each = torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes, dim=1)
+        return of_each[0], of_each[1]
+
+    def forward(self, rows: Tensor, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """`[G, *output_shape, batch]` from parameter rows `[G, D]` and `[G, *input_shape, batch]`.
+
+        `added` is added to the output of the first layer with weights.
+        """
+        parts = iter(torch.split(rows, list(self.sizes), dim=1))
+        for layer, specs in zip(self.layers, self.parameters, strict=True):
+            x = layer.forward([next(parts).view(-1, *spec.shape) for spec in specs], x)
+            if specs and added is not None:
+                x, added = x + added, None
+        return x
+
+    def module(self) -> nn.Sequential:
+        """The program as a plain torch module for one network; parameters in the order of a row."""
+        return nn.Sequential(*(layer.module(shape) for layer, shape in self._steps()))
+
+    def _steps(self) -> Iterator[tuple[Layer, Shape]]:
+        return zip(self.layers, self.shapes, strict=False)

@@ -16,6 +16,7 @@ the start of a ramp does not change the output.
 requests raise `LifecycleError`. States are on the CPU, so no function here synchronises a GPU.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -101,14 +102,10 @@ class Transition(NamedTuple):
     removed: Tensor  # bool: the slot's earlier seed was removed
 
     @classmethod
-    def of(
-        cls, states: SlotStates, germinated: Tensor | None = None, removed: Tensor | None = None
-    ) -> "Transition":
-        """A transition to `states`; without a mask, no slot got or lost a seed."""
+    def of(cls, states: SlotStates, germinated: Tensor | None = None) -> "Transition":
+        """A transition to `states` that removes no seed; without a mask, none is new."""
         none = torch.zeros_like(states.stage, dtype=torch.bool)
-        return cls(
-            states, none if germinated is None else germinated, none if removed is None else removed
-        )
+        return cls(states, none if germinated is None else germinated, none)
 
     def then(self, move: Callable[[SlotStates], "Transition"]) -> "Transition":
         """This transition followed by another one."""
@@ -185,7 +182,10 @@ def request(
       training is pruned at once: its alpha is 0 already.
     - FOSSILIZE commits a held seed for good.
     """
-    _check_once(states, host_ids, slot_ids)
+    places = Counter(zip(host_ids.tolist(), slot_ids.tolist(), strict=True))
+    if twice := [place for place, times in places.items() if times > 1]:
+        host, slot = twice[0]
+        raise ValueError(f"host {host}, slot {slot} is named more than once in one call")
     asked = _Details(blueprint, style, alpha_target, ramp_steps, curve)
     _check_details(op, asked)
     if op == LifecycleOp.PRUNE:
@@ -324,21 +324,6 @@ def _check_legal(
     )
 
 
-def _check_once(states: SlotStates, host_ids: Tensor, slot_ids: Tensor) -> None:
-    """Raise if a call names a slot twice (their order would be undefined) or out of range."""
-    for name, ids, count in (
-        ("host", host_ids, states.num_hosts),
-        ("slot", slot_ids, states.num_slots),
-    ):
-        if bool(((ids < 0) | (ids >= count)).any()):
-            raise ValueError(f"{name} ids {ids.tolist()}; there are {count}: use 0 to {count - 1}")
-    flat = (host_ids * states.num_slots + slot_ids).sort().values
-    twice = flat[1:][flat[1:] == flat[:-1]].tolist()
-    if twice:
-        host, slot = divmod(twice[0], states.num_slots)
-        raise ValueError(f"host {host}, slot {slot} is named more than once in one call")
-
-
 def _check_details(op: LifecycleOp, asked: _Details) -> None:
     target = torch.as_tensor(asked.alpha_target)
     if not bool(((target > 0.0) & (target <= 1.0)).all()):
@@ -356,15 +341,10 @@ def _check_details(op: LifecycleOp, asked: _Details) -> None:
             raise ValueError(f"{name}={getattr(asked, name)}; use {expected}")
 
 
-def _destination_table() -> Tensor:
-    """`LEGAL_MOVES` as stages `[stages, ops]`; an illegal pair keeps its stage."""
-    table = torch.arange(len(SeedStage)).unsqueeze(1).repeat(1, len(LifecycleOp))
-    for (stage, op), destination in LEGAL_MOVES.items():
-        table[stage, op] = destination
-    return table
-
-
-_DESTINATIONS = _destination_table()
+# `LEGAL_MOVES` as stages [stages, ops]; an illegal pair keeps its stage
+_DESTINATIONS = torch.arange(len(SeedStage)).unsqueeze(1).repeat(1, len(LifecycleOp))
+for (_stage, _op), _destination in LEGAL_MOVES.items():
+    _DESTINATIONS[_stage, _op] = _destination
 _LIVE = torch.tensor(LIVE_STAGES)
 _TEMPO_STEPS, _SPEED_STEPS = torch.tensor(TEMPO_STEPS), torch.tensor(ALPHA_SPEED_STEPS)
 _ALPHA_TARGETS = torch.tensor(ALPHA_TARGETS, dtype=torch.float64)

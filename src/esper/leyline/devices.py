@@ -1,7 +1,7 @@
 """Devices: which can be used, and small constant tensors kept on each of them."""
 
 import platform
-from functools import cache, lru_cache
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -59,13 +59,6 @@ class DeviceConstant:
             with torch.inference_mode(False):
                 self._copies[device] = self._values.to(device)
         return self._copies[device]
-
-
-@lru_cache(maxsize=256)  # minibatches of ever other sizes must not fill the memory
-def block_starts(num_blocks: int, size: int, device: torch.device) -> Tensor:
-    """The first row of each block of `size` rows, `[num_blocks]`; shared, so do not write to it."""
-    with torch.inference_mode(False):
-        return torch.arange(0, num_blocks * size, size, device=device)
 
 
 @cache  # not evicted: CUDA graphs may read them

@@ -7,8 +7,8 @@ An unconditional head has a mask `[N, size]`; a head given `("op", "slot")` has 
 A row with no legal choice means "nothing to choose here": the head takes action 0 and adds
 nothing to log-prob, entropy or gradient.
 
-A continuous head is a number in (-1, 1): the tanh of a Gaussian sample (`tamiyo.policy.gaussians`).
-It has one column, the Gaussian's mean; its mask says whether the number is used. In a space with
+A continuous head is a number in (-1, 1): the tanh of a Gaussian sample (`SquashedGaussians`). It
+has one column, the Gaussian's mean; its mask says whether the number is used. In a space with
 continuous heads, actions are float32 `[..., H]`: choices as whole numbers, and the Gaussian sample
 before tanh, so that scoring needs no inverse.
 
@@ -16,7 +16,6 @@ The choices of all heads are concatenated on one axis of length C, so that logit
 rows that applied are single tensors `[..., C]`.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
@@ -32,7 +31,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.devices import block_starts, constant, same_device
+from esper.leyline.devices import constant, same_device
 from esper.leyline.stages import LifecycleOp
 
 # Sizes of the four independent heads of `audit_action_space`.
@@ -70,11 +69,14 @@ class FactoredActionSpace:
 
     names: tuple[str, ...] = _derived()
     sizes: tuple[int, ...] = _derived()
+    sizes_by_name: dict[str, int] = _derived()
+    num_heads: int = _derived()  # H
     num_choices: int = _derived()  # C: the choices of all heads together
     slices: tuple[slice, ...] = _derived()  # each head's part of the axis of length C
     given_indices: tuple[tuple[int, ...], ...] = _derived()  # of the heads it depends on
     unconditional: tuple[int, ...] = _derived()  # heads that depend on no other head
     continuous: tuple[int, ...] = _derived()  # heads that are numbers
+    action_dtype: torch.dtype = _derived()  # float32 with continuous heads, else int64
     # Consecutive heads that depend on the same earlier heads form a group and are sampled together.
     head_groups: tuple[range, ...] = _derived()
     group_of: tuple[int, ...] = _derived()  # the group of each head
@@ -93,11 +95,14 @@ class FactoredActionSpace:
         vars(self).update(  # frozen: not by assignment
             names=names,
             sizes=sizes,
+            sizes_by_name=dict(zip(names, sizes, strict=True)),
+            num_heads=len(names),
             num_choices=ends[-1],
             slices=tuple(slice(e - size, e) for e, size in zip(ends, sizes, strict=True)),
             given_indices=given,
             unconditional=tuple(i for i, earlier in enumerate(given) if not earlier),
-            continuous=tuple(i for i, head in enumerate(self.heads) if head.continuous),
+            continuous=(numbers := tuple(i for i, h in enumerate(self.heads) if h.continuous)),
+            action_dtype=torch.float32 if numbers else torch.int64,
             head_groups=groups,
             group_of=tuple(index for index, group in enumerate(groups) for _ in group),
             group_spaces=(self,)
@@ -108,53 +113,34 @@ class FactoredActionSpace:
     def _check_heads(self) -> None:
         if not self.heads:
             raise ValueError("a FactoredActionSpace needs at least one head")
-        earlier: set[str] = set()
-        numbers = {head.name for head in self.heads if head.continuous}
-        for head in self.heads:
-            if not isinstance(head.name, str) or not head.name:
-                raise ValueError(f"a head has the name {head.name!r}; use a non-empty string")
-            if head.name in earlier:
-                raise ValueError(f"head {head.name!r} appears twice; head names must differ")
-            if type(head.size) is not int or not 1 <= head.size <= MOST_CHOICES:
-                raise ValueError(
-                    f"head {head.name!r} has size {head.size}; use an int from 1 to {MOST_CHOICES}"
-                )
-            if unknown := [name for name in head.given if name not in earlier]:
-                raise ValueError(
-                    f"head {head.name!r} is given {unknown}, not among the heads before it "
-                    f"({[h.name for h in self.heads if h.name in earlier]})"
-                )
-            if head.continuous and head.size != 1:
-                raise ValueError(f"head {head.name!r} is continuous; leave out size={head.size}")
-            if named := numbers & set(head.given):
-                raise ValueError(
-                    f"head {head.name!r} is given {sorted(named)}, continuous; only choices can be"
-                )
-            if len(set(head.given)) != len(head.given):
-                raise ValueError(f"head {head.name!r} names a head twice in given={head.given}")
-            earlier.add(head.name)
+        for number, head in enumerate(self.heads):
+            earlier = {other.name: other for other in self.heads[:number]}
+            unknown = [name for name in head.given if name not in earlier]
+            numbers = [n for n in head.given if n in earlier and earlier[n].continuous]
+            is_size = type(head.size) is int and 1 <= head.size <= MOST_CHOICES
+            is_named = isinstance(head.name, str) and head.name
+            for is_right, problem in (
+                (is_named, f"has the name {head.name!r}; use a non-empty string"),
+                (head.name not in earlier, "appears twice; head names must differ"),
+                (is_size, f"has size {head.size}; use an int from 1 to {MOST_CHOICES}"),
+                (
+                    not head.continuous or head.size == 1,
+                    f"is continuous; leave out size={head.size}",
+                ),
+                (not unknown, f"is given {unknown}, not among the heads before it {[*earlier]}"),
+                (not numbers, f"is given {numbers}, continuous; only choices can be"),
+                (len({*head.given}) == len(head.given), f"names a head twice in {head.given}"),
+            ):
+                if not is_right:
+                    raise ValueError(f"head {head.name!r} {problem}")
 
     def __iter__(self) -> Iterator[Head]:
         return iter(self.heads)
-
-    @property
-    def sizes_by_name(self) -> dict[str, int]:
-        return dict(zip(self.names, self.sizes, strict=True))
-
-    @property
-    def num_heads(self) -> int:
-        """H."""
-        return len(self.heads)
 
     def index(self, name: str) -> int:
         if name not in self.names:
             raise ValueError(f"no head {name!r}; this action space has {list(self.names)}")
         return self.names.index(name)
-
-    @property
-    def action_dtype(self) -> torch.dtype:
-        """float32 if a head is continuous, else int64."""
-        return torch.float32 if self.continuous else torch.int64
 
     def choices(self, actions: Tensor) -> Tensor:
         """Actions `[..., H]` as int64 choices; 0 for continuous heads."""
@@ -169,7 +155,12 @@ class FactoredActionSpace:
     def mask_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a head's mask for one env: the sizes of the heads it is given, then its own."""
         index = self.index(name)
-        return (*(self.sizes[g] for g in self.given_indices[index]), self.sizes[index])
+        return self.group_shape(range(index, index + 1))
+
+    def group_shape(self, heads: range) -> tuple[int, ...]:
+        """As `mask_shape`, for the concatenated mask of heads given the same earlier heads."""
+        given = self.given_indices[heads.start]
+        return (*(self.sizes[g] for g in given), sum(self.sizes[i] for i in heads))
 
     def view(self, packed: Tensor, name: str) -> Tensor:
         """One head's part of a packed tensor `[..., C]`, without a copy."""
@@ -200,32 +191,25 @@ class ActionMasks:
     """Legal choices of N envs: for each head a bool tensor `[N, *given sizes, size]`.
 
     The masks of a head group are concatenated in one tensor, so one lookup finds the rows of all its
-    heads. Shapes and dtypes are checked here; values are not, because they may be on a GPU.
+    heads. Pass the masks by head name, or those of each group, concatenated already. Shapes and
+    dtypes are checked here; values are not, because they may be on a GPU.
     """
 
-    def __init__(self, action_space: FactoredActionSpace, masks: Mapping[str, Tensor]):
-        action_space.check_names(masks)
+    def __init__(
+        self, action_space: FactoredActionSpace, masks: Mapping[str, Tensor] | Sequence[Tensor]
+    ):
         self.action_space = action_space
-        self.num_envs = masks[action_space.names[0]].shape[0]
-        for index, name in enumerate(action_space.names):
-            self._check(masks[name], range(index, index + 1))
-        self.groups = tuple(
-            torch.cat([masks[action_space.names[i]] for i in group], dim=-1)
-            for group in action_space.head_groups
-        )
-
-    @classmethod
-    def from_groups(
-        cls, action_space: FactoredActionSpace, groups: Sequence[Tensor]
-    ) -> "ActionMasks":
-        """Masks already concatenated per head group, each `[N, *given sizes, choices]`."""
-        masks = cls.__new__(cls)
-        masks.action_space = action_space
-        masks.num_envs = groups[0].shape[0]
-        masks.groups = tuple(groups)
-        for group, mask in zip(action_space.head_groups, groups, strict=True):
-            masks._check(mask, group)
-        return masks
+        groups = action_space.head_groups
+        if isinstance(masks, Mapping):
+            action_space.check_names(masks)
+            by_head = [masks[name] for name in action_space.names]
+            for index, mask in enumerate(by_head):
+                self._check(mask, range(index, index + 1), len(by_head[0]))
+            masks = [torch.cat(by_head[group.start : group.stop], dim=-1) for group in groups]
+        for group, mask in zip(groups, masks, strict=True):
+            self._check(mask, group, len(masks[0]))
+        self.groups = tuple(masks)
+        self.num_envs = len(self.groups[0])
 
     @classmethod
     def all_legal(
@@ -234,11 +218,8 @@ class ActionMasks:
         num_envs: int,
         device: torch.device | str | None = None,
     ) -> "ActionMasks":
-        masks = cls.__new__(cls)
-        masks.action_space, masks.num_envs = action_space, num_envs
-        shapes = [masks._expected_shape(group) for group in action_space.head_groups]
-        masks.groups = tuple(torch.ones(s, dtype=torch.bool, device=device) for s in shapes)
-        return masks
+        shapes = [(num_envs, *action_space.group_shape(g)) for g in action_space.head_groups]
+        return cls(action_space, [torch.ones(s, dtype=torch.bool, device=device) for s in shapes])
 
     def __getitem__(self, name: str) -> Tensor:
         """The mask of a head, `[N, *given sizes, size]`, without a copy."""
@@ -254,19 +235,15 @@ class ActionMasks:
         """The masks on a device: these masks themselves if they are on it already."""
         if same_device(torch.device(device), self.device):
             return self
-        return self.from_groups(self.action_space, [mask.to(device) for mask in self.groups])
+        return ActionMasks(self.action_space, [mask.to(device) for mask in self.groups])
 
-    def row(self, head_index: int, actions: Tensor | Sequence[Tensor]) -> Tensor:
-        """A head's legal choices `[N, size]` given the earlier heads' actions.
-
-        `actions` holds at least the heads before `head_index`, as a tensor `[N, H]` or one `[N]`
-        per head; later heads may still be empty.
-        """
+    def row(self, head_index: int, actions: Tensor) -> Tensor:
+        """A head's legal choices `[N, size]`, given actions `[N, the heads before it or more]`."""
         space, group = self.action_space, self.action_space.group_of[head_index]
         rows = self.rows(space.head_groups[group], actions)
         return space.group_spaces[group].view(rows, space.names[head_index])
 
-    def rows(self, group: range, actions: Tensor | Sequence[Tensor]) -> Tensor:
+    def rows(self, group: range, actions: Tensor) -> Tensor:
         """As `row`, for all heads of a group: `[N, their choices]`.
 
         On a CPU, an earlier choice out of range raises. On a GPU it is not checked, because that
@@ -276,34 +253,23 @@ class ActionMasks:
         mask = self.groups[self.action_space.group_of[group.start]]
         if not given:
             return mask
-        chosen = [
-            (actions[:, g] if isinstance(actions, Tensor) else actions[g]).long() for g in given
-        ]
-        sizes = [self.action_space.sizes[g] for g in given]
-        if self.device.type == "cpu":
-            for index, size, choice in zip(given, sizes, chosen, strict=True):
-                _check_range(self.action_space.names[index], size, choice)
-        combination = chosen[0]
-        for size, choice in zip(sizes[1:], chosen[1:], strict=True):
-            combination = torch.add(choice, combination, alpha=size)
-        first = block_starts(self.num_envs, math.prod(sizes), self.device)
-        return mask.reshape(-1, mask.shape[-1]).index_select(0, first + combination)
+        row = torch.arange(self.num_envs, device=self.device)
+        for head in given:
+            choice, size = actions[:, head].long(), self.action_space.sizes[head]
+            if self.device.type == "cpu":
+                _check_range(self.action_space.names[head], size, choice)
+            row = torch.add(choice, row, alpha=size)
+        return mask.reshape(-1, mask.shape[-1]).index_select(0, row)
 
-    def _expected_shape(self, heads: range) -> tuple[int, ...]:
-        given = self.action_space.given_indices[heads.start]
-        sizes = self.action_space.sizes
-        return (self.num_envs, *(sizes[g] for g in given), sum(sizes[i] for i in heads))
-
-    def _check(self, mask: Tensor, heads: range) -> None:
+    def _check(self, mask: Tensor, heads: range, num_envs: int) -> None:
         """Check the concatenated mask of heads that depend on the same earlier heads."""
-        expected = self._expected_shape(heads)
+        expected = (num_envs, *self.action_space.group_shape(heads))
         if tuple(mask.shape) != expected or mask.dtype != torch.bool:
             names = ", ".join(repr(self.action_space.names[i]) for i in heads)
-            given = self.action_space.heads[heads.start].given
+            axes = ", ".join(("envs", *self.action_space.heads[heads.start].given, "choices"))
             raise ValueError(
                 f"mask of head {names}: got {mask.dtype} {tuple(mask.shape)}, "
-                f"expected {torch.bool} {expected}"
-                + (f" (envs, {', '.join(given)}, choices)" if given else "")
+                f"expected {torch.bool} {expected} ({axes})"
             )
 
 
@@ -328,27 +294,11 @@ OP_HEADS: dict[LifecycleOp, tuple[str, ...]] = {
 }
 
 
-def tamiyo_action_space(num_slots: int, num_blueprints: int) -> FactoredActionSpace:
-    """Tamiyo's eight heads for a host with this many slots and a menu of this many blueprints."""
-    where = ("op", "slot")
-    heads = (
-        Head("op", len(LifecycleOp)),
-        Head("slot", num_slots, given=("op",)),
-        Head("blueprint", num_blueprints, given=where),
-        Head("style", len(BlendStyle), given=where),
-        Head("tempo", len(TEMPO_STEPS), given=where),
-        Head("alpha_target", len(ALPHA_TARGETS), given=where),
-        Head("alpha_speed", len(ALPHA_SPEED_STEPS), given=where),
-        Head("alpha_curve", len(AlphaCurve), given=where),
-    )
-    return FactoredActionSpace(heads)
-
-
 def choice_names(
-    action_space: FactoredActionSpace, blueprints: Sequence[str], slots: Sequence[str]
+    blueprints: Sequence[Any], slots: Sequence[Any]
 ) -> dict[str, tuple[str | int | float, ...]]:
     """The name of each choice of Tamiyo's heads; a number where the choice is one (int: steps)."""
-    names: dict[str, tuple[str | int | float, ...]] = {
+    return {
         "op": tuple(op.name for op in LifecycleOp),
         "slot": tuple(slots),
         "blueprint": tuple(blueprints),
@@ -358,8 +308,15 @@ def choice_names(
         "alpha_speed": ALPHA_SPEED_STEPS,
         "alpha_curve": tuple(curve.name for curve in AlphaCurve),
     }
-    assert tuple(map(len, names.values())) == action_space.sizes
-    return names
+
+
+def tamiyo_action_space(num_slots: int, num_blueprints: int) -> FactoredActionSpace:
+    """Tamiyo's eight heads for a host with this many slots and a menu of this many blueprints."""
+    given = {"op": (), "slot": ("op",)}
+    choices = choice_names(range(num_blueprints), range(num_slots))
+    return FactoredActionSpace(
+        tuple(Head(name, len(c), given.get(name, ("op", "slot"))) for name, c in choices.items())
+    )
 
 
 def audit_action_space() -> FactoredActionSpace:

@@ -15,7 +15,7 @@ import pickle
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import BadZipFile, ZipFile
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.devices import machine_facts
+from esper.leyline.plain_config import leaves
 
 _FORMAT = "esper checkpoint"
 _DIFFERENCES_SHOWN = 8
@@ -118,7 +119,10 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; give the name of a file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_unfinished(path)
+    unfinished = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.partial")
+    for name in os.listdir(path.parent):
+        if (found := unfinished.fullmatch(name)) and not is_running(int(found[1])):
+            path.with_name(name).unlink(missing_ok=True)
     # the process id keeps two writers apart
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -129,25 +133,33 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # makes the rename itself durable
+    finally:
+        os.close(folder)
 
 
 def require_same_layout(found: Any, expected: Any, path: str | Path) -> None:
     """Raise if keys, shapes or dtypes differ from those of `expected`."""
-    differences = list(_differences(found, expected, ""))
-    if not differences:
-        return
-    shown = differences[:_DIFFERENCES_SHOWN]
-    if len(differences) > len(shown):
-        shown.append(f"and {len(differences) - len(shown)} more")
-    raise UnreadableFile(f"{path} does not fit:\n  " + "\n  ".join(shown))
+    layouts, right = ({n: _layout(v) for n, v in leaves(part)} for part in (found, expected))
+    differences = [f"{name}: missing" for name in right if name not in layouts]
+    differences += [f"{name}: not expected" for name in layouts if name not in right]
+    differences += [
+        f"{name}: found {layouts[name]}, expected {right[name]}"
+        for name in right
+        if layouts.get(name, right[name]) != right[name]
+    ]
+    if more := differences[_DIFFERENCES_SHOWN:]:
+        differences[_DIFFERENCES_SHOWN:] = [f"and {len(more)} more"]
+    if differences:
+        raise UnreadableFile(f"{path} does not fit:\n  " + "\n  ".join(differences))
 
 
-def _remove_unfinished(path: Path) -> None:
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.partial")
-    for name in os.listdir(path.parent):
-        if (found := pattern.fullmatch(name)) and not is_running(int(found[1])):
-            path.with_name(name).unlink(missing_ok=True)
+def _layout(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
 
 
 def is_running(process: int) -> bool:
@@ -162,15 +174,6 @@ def is_running(process: int) -> bool:
     return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _is_intact(path: Path) -> bool:
     """Whether the zip archive's checksums hold; torch.load verifies none of them."""
     with path.open("rb") as file:  # a missing file raises FileNotFoundError
@@ -181,23 +184,6 @@ def _is_intact(path: Path) -> bool:
             return not is_marked and archive.testzip() is None
         except (BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error):
             return False  # the damage is in the names, lengths or flags
-
-
-def _differences(found: Any, expected: Any, where: str) -> Iterator[str]:
-    if isinstance(expected, Mapping) and isinstance(found, Mapping):
-        yield from (f"{where}{key}: missing" for key in expected if key not in found)
-        yield from (f"{where}{key}: not expected" for key in found if key not in expected)
-        for key in expected:
-            if key in found:
-                yield from _differences(found[key], expected[key], f"{where}{key}.")
-    elif _layout(found) != _layout(expected):
-        yield f"{where.rstrip('.')}: found {_layout(found)}, expected {_layout(expected)}"
-
-
-def _layout(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__
 
 
 def _without_numpy_scalars(value: Any) -> Any:

@@ -7,7 +7,7 @@ An unknown key or a value of the wrong type raises a ValueError that names the f
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -42,28 +42,29 @@ def from_plain(kind: type[Config], plain: Mapping[str, Any], where: str = "") ->
     return kind(**{n: _value(hints[n], value, _path(where, n)) for n, value in plain.items()})
 
 
-def differences(plain: Any, other: Any, where: str = "", *, word: str = "was") -> list[str]:
+def differences(plain: Any, other: Any, *, word: str = "was") -> list[str]:
     """The settings that differ between two plain configs, such as "rounds is 3, was 2"."""
-    if isinstance(plain, Mapping) and isinstance(other, Mapping):
-        names = dict.fromkeys((*plain, *other))
-        return [
-            line
-            for name in names
-            for line in differences(plain.get(name), other.get(name), _path(where, name), word=word)
-        ]
-    return [] if plain == other else [f"{where} is {plain}, {word} {other}"]
+    mine, others = dict(leaves(plain)), dict(leaves(other))
+    return [
+        f"{name} is {mine.get(name)}, {word} {others.get(name)}"
+        for name in mine | others
+        if mine.get(name) != others.get(name)
+    ]
 
 
-def flat(plain: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def flat(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by their dotted names; lists become text."""
-    found: dict[str, Any] = {}
-    for name, value in plain.items():
-        path = _path(where, name)
-        if isinstance(value, Mapping):
-            found |= flat(value, path)
-        else:
-            found[path] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+    is_kept = (bool, int, float, str)
+    return {n: value if isinstance(value, is_kept) else str(value) for n, value in leaves(plain)}
+
+
+def leaves(nested: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted name and the value of each entry of nested mappings."""
+    if not isinstance(nested, Mapping):
+        yield where, nested
+        return
+    for name, value in nested.items():
+        yield from leaves(value, _path(where, name))
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

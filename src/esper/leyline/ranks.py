@@ -194,12 +194,8 @@ class EnvShare(NamedTuple):
 
     def local(self, env_ids: Tensor) -> Tensor:
         """The positions on this rank of some of the run's envs; those elsewhere are left out."""
-        if len(self.ids) == self.total:
-            return env_ids
-        positions = torch.full((self.total,), -1)
-        positions[self.ids] = torch.arange(len(self.ids))
-        found = positions[env_ids]
-        return found[found >= 0]
+        positions = torch.searchsorted(self.ids, env_ids).clamp(max=len(self.ids) - 1)
+        return positions[self.ids[positions] == env_ids]
 
     def generator(self, device: torch.device, rng_seed: int) -> torch.Generator:
         """A generator for `noise`."""

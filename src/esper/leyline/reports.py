@@ -71,14 +71,8 @@ class Reports(TensorFields):
     depth: Tensor = _array("NSB")  # number of layers with weights
 
     def __post_init__(self) -> None:
-        num_envs, num_slots, num_blueprints = self.fits.shape
-        letters = {
-            "N": num_envs,
-            "S": num_slots,
-            "B": num_blueprints,
-            "H": self.last_action.shape[-1],
-            "K": ACCURACY_HISTORY,
-        }
+        sizes = (*self.fits.shape, self.last_action.shape[-1], ACCURACY_HISTORY)
+        letters = dict(zip("NSBHK", sizes, strict=True))
         for entry in fields(self):
             value = getattr(self, entry.name)
             shape = tuple(letters[letter] for letter in entry.metadata["shape"])

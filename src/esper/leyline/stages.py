@@ -51,6 +51,13 @@ LEGAL_MOVES: dict[tuple[SeedStage, LifecycleOp], SeedStage] = {
 # Stages in which a slot holds a seed that takes part in training and may still be pruned.
 LIVE_STAGES = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
 
+# `LEGAL_MOVES` as bool [old enough to prune, stages, ops]; WAIT's column is False
+_accepts = torch.zeros(2, len(SeedStage), len(LifecycleOp), dtype=torch.bool)
+for _stage, _op in LEGAL_MOVES:
+    _accepts[:, _stage, _op] = True
+_accepts[0, :, LifecycleOp.PRUNE] = False
+_ACCEPTS = DeviceConstant(_accepts)
+
 
 def slot_accepts(stage: Tensor, total_age: Tensor) -> Tensor:
     """Which ops each slot accepts, bool `[..., ops]`, from its stage and the age of its seed.
@@ -60,15 +67,3 @@ def slot_accepts(stage: Tensor, total_age: Tensor) -> Tensor:
     """
     old_enough = (total_age >= MIN_PRUNE_AGE).long()
     return _ACCEPTS.on(stage.device)[old_enough, stage.long()]
-
-
-def _acceptance_table() -> Tensor:
-    """`LEGAL_MOVES` as bool `[old enough to prune, stages, ops]`; WAIT's column is False."""
-    table = torch.zeros(2, len(SeedStage), len(LifecycleOp), dtype=torch.bool)
-    for stage, op in LEGAL_MOVES:
-        table[:, stage, op] = True
-    table[0, :, LifecycleOp.PRUNE] = False
-    return table
-
-
-_ACCEPTS = DeviceConstant(_acceptance_table())

@@ -18,7 +18,7 @@ from torch import Tensor
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, may_be_kept, seed_details, take_first
+from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, log_growth, may_be_kept, take_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class EvidenceController:
     def __init__(self, config: EvidenceConfig | None = None):
         self.config = config or EvidenceConfig()
         self._gain = torch.zeros(0)  # [S, B]
-        self._born: Tensor | None = None  # metric before the seed grew [1, S]
-        self._failed: Tensor | None = None  # [1, S]
+        # "born", the metric before the seed grew, and "failed", both [1, S]; empty at first
+        self._memory: dict[str, Tensor] = {}
 
     @property
     def least_steps(self) -> int:
@@ -64,15 +64,13 @@ class EvidenceController:
         return is_in(stage, SeedStage.HOLDING) & (overdue >= 0) & (overdue % 2 == 0)
 
     def begin(self, env_ids: Tensor) -> None:
-        self._born = self._failed = None
+        self._memory = {}
 
     def memory(self) -> dict[str, Tensor]:
-        if self._born is None or self._failed is None:
-            return {}
-        return {"born": self._born, "failed": self._failed}
+        return self._memory
 
     def recall(self, memory: dict[str, Tensor]) -> None:
-        self._born, self._failed = memory.get("born"), memory.get("failed")
+        self._memory = memory
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         judged = self._judge(reports, masks)
@@ -90,14 +88,12 @@ class EvidenceController:
             Wish(LifecycleOp.ADVANCE, is_ready, -reports.site_depth),
             Wish(LifecycleOp.GERMINATE, judged.value > 0, judged.value),
         )
-        actions = take_first(masks, wishes, seed_details(judged.blueprint))
-        assert self._born is not None
-        assert self._failed is not None
+        actions = take_first(masks, wishes, judged.blueprint)
         op, slot = actions[0, :2].tolist()
         if op == LifecycleOp.GERMINATE:
-            self._born[0, slot] = judged.level[0, 0]
+            self._memory["born"][0, slot] = judged.level[0, 0]
         if op == LifecycleOp.PRUNE:
-            self._failed[0, slot] = True
+            self._memory["failed"][0, slot] = True
         return actions
 
     def reasons(self, reports: Reports, masks: ActionMasks, actions: Tensor) -> list[str]:
@@ -125,22 +121,20 @@ class EvidenceController:
         return ["trained in shadow, time to blend in" if op == LifecycleOp.ADVANCE else ""]
 
     def _judge(self, reports: Reports, masks: ActionMasks) -> "_Judgement":
-        config = self.config
-        if self._born is None or self._failed is None:
-            self._born = torch.zeros_like(reports.contribution)
-            self._failed = torch.zeros_like(reports.contribution, dtype=torch.bool)
+        config, nowhere = self.config, torch.zeros_like(reports.contribution)
+        self._memory = self._memory or {"born": nowhere, "failed": nowhere.bool()}
         is_live = may_be_kept(reports)
         level, noise = _level(reports)
-        rise, margin = level - self._born, (config.least_rise * noise).expand_as(self._born)
+        shown = level - self._memory["born"] - config.least_rise * noise  # a rise beyond the noise
         has_history = reports.accuracy_history_known[:, 2:3]
         known, error = reports.contribution_known, reports.contribution_error
         value, blueprint = self._value(reports, masks, is_live)
         return _Judgement(
             is_live=is_live,
             is_known=known | has_history,
-            lower=torch.where(known, reports.contribution, rise - margin),
+            lower=torch.where(known, reports.contribution, shown),
             # without contributions a rise must be shown, so there is no benefit of the doubt
-            upper=torch.where(known, reports.contribution + config.optimism * error, rise - margin),
+            upper=torch.where(known, reports.contribution + config.optimism * error, shown),
             rent=reports.rent.view(-1, 1)
             * _growth(reports, reports.seed_params, reports.seed_macs, is_present=True),
             value=value,
@@ -153,13 +147,10 @@ class EvidenceController:
     ) -> tuple[Tensor, Tensor]:
         """The best blueprint of each slot by expected gain for its cost, both `[1, S]`."""
         config = self.config
-        assert self._failed is not None
-        legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)] & ~self._failed.unsqueeze(-1)
-        if self._gain.shape != reports.fits.shape[1:]:
-            legal = torch.zeros_like(legal)  # nothing seen yet
-            gain = torch.zeros_like(reports.cost_params)
-        else:
-            gain = self._gain.unsqueeze(0)
+        has_failed = self._memory["failed"].unsqueeze(-1)
+        legal = masks["blueprint"][:, int(LifecycleOp.GERMINATE)] & ~has_failed
+        is_seen = self._gain.shape == reports.fits.shape[1:]
+        gain = self._gain if is_seen else torch.zeros_like(reports.cost_params)
         needed = self.least_steps - 1 + is_live.sum(dim=-1)
         in_time = (reports.progress >= config.first_start) & (reports.progress <= config.last_start)
         in_time = (in_time & (reports.steps_left >= needed)).view(-1, 1, 1)
@@ -216,17 +207,10 @@ def _growth(
     *,
     is_present: bool = False,
 ) -> Tensor:
-    """How much seeds enlarge the network: log(1 + added / the model's) in both costs."""
-    per_env = (-1, *([1] * (params.dim() - 1)))
-    total = torch.zeros_like(params)
-    for size, own, now, weight in (
-        (params, reports.host_params, reports.params, 1.0),
-        (macs, reports.host_macs, reports.macs, macs_weight),
-    ):
-        own, added = own.clamp(min=1).view(per_env), (now - own).view(per_env)
-        low = (added - size).clamp(min=0) if is_present else added
-        total = total + weight * (torch.log1p((low + size) / own) - torch.log1p(low / own))
-    return total
+    """How much seeds enlarge the network, in both costs."""
+    of_params = log_growth(params, reports.host_params, reports.params, is_present=is_present)
+    of_macs = log_growth(macs, reports.host_macs, reports.macs, is_present=is_present)
+    return of_params + macs_weight * of_macs
 
 
 def _points(share: Tensor, digits: str = ".2f") -> str:

@@ -25,7 +25,7 @@ from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, may_be_kept, seed_details, take_first
+from esper.tamiyo.scripted import RAMP_STEPS, Wish, is_in, log_growth, may_be_kept, take_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +73,21 @@ class HeuristicController:
         is_in_time = reports.steps_left >= trial_steps + seeds.is_live.sum(dim=-1) + 1
         is_in_time = is_in_time & (reports.progress <= config.last_start)
         worth_growing = (growth > 0) & is_in_time.unsqueeze(-1)
-        is_in_shadow = is_in(reports.stage, SeedStage.TRAINING)
-        is_ready = is_in_shadow & (reports.stage_age >= config.shadow_steps)
+        in_shadow = is_in(reports.stage, SeedStage.TRAINING)
+        is_ready = in_shadow & (reports.stage_age >= config.shadow_steps)
         wishes = (
             *_commit(reports, seeds, config),
             Wish(LifecycleOp.PRUNE, seeds.is_judged & (seeds.net < 0), -seeds.net),
             Wish(LifecycleOp.ADVANCE, is_ready, -reports.site_depth),
             Wish(LifecycleOp.GERMINATE, worth_growing, growth),
         )
-        return take_first(masks, wishes, seed_details(blueprint))
+        return take_first(masks, wishes, blueprint)
 
     def _update_failures(self, reports: Reports) -> Tensor:
         """Which blueprints have failed in which slot so far, `[N, S, B]`."""
         if self._failed is None or self._seen is None:
             self._failed = torch.zeros_like(reports.fits)
             self._seen = torch.full_like(reports.blueprint, -1)
-        if self._failed.shape != reports.fits.shape:
-            raise ValueError(
-                f"reports of {tuple(reports.fits.shape)} envs, slots and blueprints; this "
-                f"controller has seen {tuple(self._failed.shape)}. Use one per environment"
-            )
         rests = is_in(reports.stage, SeedStage.EMBARGOED)
         every = torch.arange(reports.num_blueprints, device=reports.device)
         self._failed |= rests.unsqueeze(-1) & (self._seen.unsqueeze(-1) == every)
@@ -120,7 +115,8 @@ def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
     has_held = is_in(reports.stage, SeedStage.HOLDING) & (reports.stage_age >= config.patience)
     gain = _share_out(prior, reports.contribution, is_fresh & is_active, config)
 
-    rent = _seed_rent(reports)
+    sizes = (reports.seed_params, reports.host_params, reports.params)
+    rent = reports.rent.unsqueeze(-1) * log_growth(*sizes, is_present=True)
     # the price of a seed's multiply-adds from now to the end
     macs = reports.seed_macs / reports.host_macs.clamp(min=1).unsqueeze(-1)
     compute = (reports.compute_price * (1 - reports.progress)).unsqueeze(-1) * macs
@@ -151,9 +147,7 @@ def value_of_growing(
     gain = gain * config.after_failure ** failed.sum(dim=-1, keepdim=True)
     taken = seeds.gain.sum(dim=-1).view(-1, 1, 1) / config.headroom
     gain = gain / (1 + config.probe_crowding * config.crowding * taken)
-    host = reports.host_params.clamp(min=1).view(-1, 1, 1)
-    added = (reports.params - reports.host_params).view(-1, 1, 1)
-    extra = torch.log1p((added + reports.cost_params) / host) - torch.log1p(added / host)
+    extra = log_growth(reports.cost_params, reports.host_params, reports.params)
     macs = reports.cost_macs / reports.host_macs.clamp(min=1).view(-1, 1, 1)
     charge = reports.rent.view(-1, 1, 1) * extra
     charge = charge + reports.compute_price.view(-1, 1, 1) * macs * (1 - start)
@@ -215,11 +209,3 @@ def _share_out(
     return torch.where(
         known, prior.lerp(measured / total * total_prior, config.evidence_weight), prior
     )
-
-
-def _seed_rent(reports: Reports) -> Tensor:
-    """The rent saved without each seed, `[N, S]`."""
-    host = reports.host_params.clamp(min=1).unsqueeze(-1)
-    added = (reports.params - reports.host_params).unsqueeze(-1)
-    without = (added - reports.seed_params).clamp(min=0)
-    return reports.rent.unsqueeze(-1) * (torch.log1p(added / host) - torch.log1p(without / host))

@@ -96,22 +96,24 @@ class LearnedController:
                 f"{path} was trained with a different feature set ({differ or 'another order'}). "
                 "Retrain it"
             )
-        policy = _untrained(FeatureLayout(1, 1), PolicyConfig(**contents["policy"]))
-        policy.load_state_dict(contents["weights"])
+        config = PolicyConfig(**contents["policy"])
+        policy = _with_weights(FeatureLayout(1, 1), config, contents["weights"])
         return cls(policy.to(device), tuple(contents["menu"]))
 
     def _fit(self, layout: FeatureLayout) -> FactoredRecurrentActorCritic:
         """The policy for this many slots and blueprints: other shapes, the same weights."""
         assert isinstance(self.policy.heads, SlotHeads)
         if layout != self.policy.heads.layout:
-            weights, device = self.policy.state_dict(), self.policy.device
-            self.policy = _untrained(layout, self.policy.config)
-            self.policy.load_state_dict(weights)
-            self.policy.to(device)
+            old = self.policy
+            self.policy = _with_weights(layout, old.config, old.state_dict()).to(old.device)
         return self.policy
 
 
-def _untrained(layout: FeatureLayout, config: PolicyConfig) -> FactoredRecurrentActorCritic:
-    """A policy whose weights are loaded next; the global random state stays as it is."""
+def _with_weights(
+    layout: FeatureLayout, config: PolicyConfig, weights: dict[str, Tensor]
+) -> FactoredRecurrentActorCritic:
+    """A policy with these weights; the global random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
-        return tamiyo_policy(layout, config)
+        policy = tamiyo_policy(layout, config)
+    policy.load_state_dict(weights)
+    return policy

@@ -30,14 +30,12 @@ class RandomController(Controller):
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         space = masks.action_space
-        uniform = [
-            torch.zeros(masks.num_envs, part.num_choices, device=masks.device)
-            for part in space.group_spaces
-        ]
-        actions, _, _ = choose_actions(
-            space, masks, lambda group, _: uniform[group], generator=self.generator
-        )
-        return actions
+
+        def uniform(group: int, _: Tensor) -> Tensor:
+            num_choices = space.group_spaces[group].num_choices
+            return torch.zeros(masks.num_envs, num_choices, device=masks.device)
+
+        return choose_actions(space, masks, uniform, generator=self.generator)[0]
 
 
 NEVER = 1 << 30
@@ -105,7 +103,7 @@ def germinate_and_commit(
         Wish(LifecycleOp.FOSSILIZE, anywhere, age),
         Wish(LifecycleOp.ADVANCE, reports.stage == int(SeedStage.TRAINING), age),
     )
-    return take_first(masks, wishes, seed_details(blueprint))
+    return take_first(masks, wishes, blueprint)
 
 
 class Wish(NamedTuple):
@@ -116,13 +114,11 @@ class Wish(NamedTuple):
     urgency: Tensor
 
 
-def take_first(
-    masks: ActionMasks, wishes: Sequence[Wish], details: dict[str, Tensor | int]
-) -> Tensor:
+def take_first(masks: ActionMasks, wishes: Sequence[Wish], blueprint: Tensor) -> Tensor:
     """Actions `[N, H]`: each env's first wish that is legal in a slot that wants it, else WAIT.
 
-    `details` are the choices of a germination: one number for all, or one per slot `[N, S]`.
-    A prune takes effect at once.
+    A germination takes the slot's `blueprint` `[N, S]`, blended in by a linear ramp to 1. A prune
+    takes effect at once.
     """
     space = masks.action_space
     actions = torch.zeros(masks.num_envs, space.num_heads, dtype=torch.int64, device=masks.device)
@@ -132,23 +128,20 @@ def take_first(
         action = torch.zeros_like(actions)
         action[:, 0], action[:, 1] = int(wish.op), slot
         if wish.op == LifecycleOp.GERMINATE:
+            chosen = blueprint.gather(-1, slot.unsqueeze(-1)).squeeze(-1)
+            details: dict[str, Tensor | int] = {"blueprint": chosen, **_SEED_DETAILS}
             for name, choice in details.items():
-                if isinstance(choice, Tensor):
-                    choice = choice.gather(-1, slot.unsqueeze(-1)).squeeze(-1)
                 action[:, space.index(name)] = choice
         actions = torch.where(possible.any(dim=-1, keepdim=True), action, actions)
     return actions
 
 
-def seed_details(blueprint: Tensor) -> dict[str, Tensor | int]:
-    """A germination's choices by head: `blueprint` `[N, S]`, blended in by a linear ramp to 1."""
-    return {
-        "blueprint": blueprint,
-        "style": int(BlendStyle.ADD),
-        "tempo": TEMPO_STEPS.index(RAMP_STEPS),
-        "alpha_target": ALPHA_TARGETS.index(1.0),
-        "alpha_curve": int(AlphaCurve.LINEAR),
-    }
+_SEED_DETAILS = {
+    "style": int(BlendStyle.ADD),
+    "tempo": TEMPO_STEPS.index(RAMP_STEPS),
+    "alpha_target": ALPHA_TARGETS.index(1.0),
+    "alpha_curve": int(AlphaCurve.LINEAR),
+}
 
 
 def is_in(stage: Tensor, *stages: SeedStage) -> Tensor:
@@ -160,3 +153,15 @@ def may_be_kept(reports: Reports) -> Tensor:
     """Slots `[N, S]` with a seed that can be pruned or committed and is not being pruned."""
     is_leaving = is_in(reports.stage, SeedStage.BLENDING) & (reports.alpha_target == 0)
     return is_in(reports.stage, *LIVE_STAGES) & ~is_leaving
+
+
+def log_growth(size: Tensor, own: Tensor, now: Tensor, *, is_present: bool = False) -> Tensor:
+    """What seeds of this `size` add to log(1 + added / own): rent is charged on it.
+
+    `own` and `now` `[N]` are the sizes of the host without seeds and with its present ones; with
+    `is_present`, the seeds are among them.
+    """
+    per_env = (-1, *([1] * (size.dim() - 1)))
+    own, added = own.clamp(min=1).view(per_env), (now - own).view(per_env)
+    without = (added - size).clamp(min=0) if is_present else added
+    return torch.log1p((without + size) / own) - torch.log1p(without / own)

@@ -17,8 +17,8 @@ from torch import Tensor
 from esper.kasmina.blending import blend
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
+from esper.kasmina.layers import Program
 from esper.kasmina.lifecycle import SlotStates
-from esper.kasmina.programs import Program
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
 from esper.tolaria.augmentation import Augmentation

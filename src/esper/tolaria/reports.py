@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints import Blueprint, Site
+from esper.kasmina.layers import Program
 from esper.kasmina.lifecycle import SlotStates
-from esper.kasmina.programs import Program
 from esper.leyline.reports import ACCURACY_HISTORY, Reports
 from esper.leyline.stages import LifecycleOp
 

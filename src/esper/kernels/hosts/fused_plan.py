@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper.kasmina.programs import Program
+from esper.kasmina.layers import Program
 from esper.kernels.hosts.layer_table import Kind, Row, as_table, program_rows, program_tables
 from esper.tolaria.batched import TrainingSetup
 

@@ -12,8 +12,7 @@ from enum import IntEnum
 import numpy as np
 
 from esper.kasmina import layers
-from esper.kasmina.layers import Conv, Flatten, Layer, Shape
-from esper.kasmina.programs import Program
+from esper.kasmina.layers import Conv, Flatten, Layer, Program, Shape
 from esper.tolaria.batched import TrainingSetup
 
 

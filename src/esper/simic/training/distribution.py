@@ -102,7 +102,7 @@ def choice_labels(environment: GrowthEnvironment) -> dict[str, list[str]]:
     """What the run's database calls the choices of each head."""
     host_batch = environment.host_batch
     slots = [f"slot {number}" for number in range(host_batch.num_slots)]
-    names = choice_names(environment.action_space, host_batch.blueprint_names, slots)
+    names = choice_names(host_batch.blueprint_names, slots)
     return {
         head: [f"{name} steps" if isinstance(name, int) else str(name) for name in named]
         for head, named in names.items()

@@ -221,7 +221,7 @@ class GymEnvs:
             sources = [(infos, ~ended), (reset_infos, ended)]  # new episodes: with their reset
         groups = self._read_masks(sources)
         tensors = [torch.from_numpy(group) for group in groups]
-        self.masks = ActionMasks.from_groups(self.action_space, tensors)
+        self.masks = ActionMasks(self.action_space, tensors)
 
     def _read_masks(self, sources: list[tuple[dict[str, Any], Array]]) -> list[Array]:
         """The masks of each head group from infos, for the envs that need them; others: all legal."""
@@ -337,7 +337,7 @@ class GymEnvs:
         ids = self.share.ids
         self.features = state["features"][ids]
         groups = [group[ids] for group in state["masks"]]
-        self.masks = ActionMasks.from_groups(self.action_space, groups)
+        self.masks = ActionMasks(self.action_space, groups)
         self.pending = state["pending"][ids].numpy()
         log.total_rewards[:] = state["episode_rewards"][ids].numpy()
         log.lengths[:] = state["episode_lengths"][ids].numpy()

@@ -214,7 +214,7 @@ class GymSpaces:
 
     def masks(self, masks: Any) -> ActionMasks:
         groups = [torch.from_numpy(group) for group in self.mask_groups(masks)]
-        return ActionMasks.from_groups(self.action_space, groups)
+        return ActionMasks(self.action_space, groups)
 
     def mask_groups(self, masks: Any) -> list[Array]:
         """Masks of N envs: one bool array `[N, *given sizes, choices]` per head group.

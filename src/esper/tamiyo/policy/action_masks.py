@@ -22,7 +22,12 @@ from esper.leyline.stages import LifecycleOp, slot_accepts
 
 def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> ActionMasks:
     """The legal choices of N envs. An op is legal if some slot accepts it; WAIT always is."""
-    _check_action_space(reports, action_space)
+    sizes = (reports.num_slots, reports.num_blueprints)
+    if action_space.names != _HEAD_NAMES or action_space.sizes[1:3] != sizes:
+        raise ValueError(
+            f"the reports have {sizes[0]} slots and {sizes[1]} blueprints; use "
+            f"tamiyo_action_space{sizes}, not {action_space.heads}"
+        )
     affordable = affordable_blueprints(reports)
     # op-major and contiguous, so that looking up a row needs no copy
     legal = slot_accepts(reports.stage, reports.total_age).transpose(1, 2).contiguous()  # [N, O, S]
@@ -31,7 +36,7 @@ def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> 
     op[:, LifecycleOp.WAIT] = True
     choices = legal.unsqueeze(-1) & _used_choices(action_space).on(reports.device)
 
-    masks = ActionMasks.from_groups(action_space, (op, legal, choices))
+    masks = ActionMasks(action_space, (op, legal, choices))
     masks["blueprint"][:, LifecycleOp.GERMINATE].logical_and_(affordable)
     is_new = reports.alpha_target.unsqueeze(-1) != _ALPHA_TARGETS.on(reports.device)
     masks["alpha_target"][:, LifecycleOp.SET_ALPHA_TARGET].logical_and_(is_new)
@@ -54,15 +59,6 @@ def affordable_blueprints(reports: Reports) -> Tensor:
     within_macs = reports.cost_macs <= reports.macs_left.view(-1, 1, 1)
     within_seed_limit = (reports.seeds_left > 0).view(-1, 1, 1)
     return reports.fits & within_params & within_macs & within_seed_limit
-
-
-def _check_action_space(reports: Reports, action_space: FactoredActionSpace) -> None:
-    sizes = (reports.num_slots, reports.num_blueprints)
-    if action_space.names != _HEAD_NAMES or action_space.sizes[1:3] != sizes:
-        raise ValueError(
-            f"the reports have {sizes[0]} slots and {sizes[1]} blueprints; use "
-            f"tamiyo_action_space{sizes}, not {action_space.heads}"
-        )
 
 
 def _used_choices(action_space: FactoredActionSpace) -> DeviceConstant:

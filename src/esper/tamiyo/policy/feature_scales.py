@@ -1,7 +1,5 @@
 """Features scaled to mean 0 and variance 1: by running statistics, or fitted once for Tamiyo."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +24,8 @@ class RunningNormalizer(nn.Module):
     mean: Tensor
     variance: Tensor
     count: Tensor
+    center: Tensor
+    scale: Tensor
 
     def __init__(
         self, width: int, *, limit: float = 10.0, epsilon: float = 1e-8, uncentered: int = 0
@@ -39,8 +39,10 @@ class RunningNormalizer(nn.Module):
         self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        self._scales: dict[tuple[torch.device, torch.dtype], _Scale] = {}
-        self.register_load_state_dict_post_hook(_refresh_scales)  # type: ignore[no-untyped-call]
+        # mean and std in float32; CUDA graphs may read these tensors, so they change in place
+        self.register_buffer("center", torch.zeros(width), persistent=False)
+        self.register_buffer("scale", self.std.float(), persistent=False)
+        self.register_load_state_dict_post_hook(_refresh)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def update(self, rows: Tensor, ranks: Ranks = ALONE) -> None:
@@ -58,7 +60,7 @@ class RunningNormalizer(nn.Module):
         self.mean.add_(share * delta)
         self.count.copy_(total)
         self.bound.fill_(self.limit)
-        self._refresh_scales()
+        _refresh(self)
 
     @property
     def std(self) -> Tensor:
@@ -66,40 +68,16 @@ class RunningNormalizer(nn.Module):
         return (self.variance + self.epsilon).sqrt()
 
     def normalize(self, values: Tensor) -> Tensor:
-        scale = self._scale(values.dtype)
-        return ((values - scale.mean) / scale.std).clamp(-scale.bound, scale.bound)
+        return ((values - self.center) / self.scale).clamp(-self.bound, self.bound)
 
     def denormalize(self, values: Tensor) -> Tensor:
-        scale = self._scale(values.dtype)
-        return torch.addcmul(scale.mean, values, scale.std)
-
-    def _scale(self, dtype: torch.dtype) -> "_Scale":
-        """The statistics in the dtype of the values; CUDA graphs may read these tensors."""
-        key = (self.mean.device, dtype)
-        if key not in self._scales:
-            with torch.inference_mode(False):  # a later caller may need gradients
-                self._scales[key] = _Scale(*(t.to(dtype) for t in self._statistics()))
-        return self._scales[key]
-
-    def _refresh_scales(self) -> None:
-        """Change the cached statistics in place."""
-        for scale in self._scales.values():
-            for cached, current in zip(scale, self._statistics(), strict=True):
-                cached.copy_(current)
-
-    def _statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.mean, self.std, self.bound
+        return torch.addcmul(self.center, values, self.scale)
 
 
-def _refresh_scales(normalizer: nn.Module, _: object) -> None:
+def _refresh(normalizer: nn.Module, _: object = None) -> None:
     assert isinstance(normalizer, RunningNormalizer)
-    normalizer._refresh_scales()
-
-
-class _Scale(NamedTuple):
-    mean: Tensor
-    std: Tensor
-    bound: Tensor
+    normalizer.center.copy_(normalizer.mean)
+    normalizer.scale.copy_(normalizer.std)
 
 
 class FeatureScales(nn.Module):

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -66,85 +66,6 @@ class Feature:
         if self.known:
             value = torch.where(getattr(reports, self.known), value, _ZERO.on(reports.device))
         return value
-
-
-@dataclass(frozen=True)
-class FeatureLayout:
-    """Positions in a feature vector for this many slots and blueprints."""
-
-    num_slots: int
-    num_blueprints: int
-
-    @property
-    def env_width(self) -> int:  # E
-        return _ENV.width
-
-    @property
-    def slot_width(self) -> int:  # K
-        return _SLOT.width
-
-    @property
-    def blueprint_width(self) -> int:  # D
-        return _BLUEPRINT.width
-
-    @property
-    def width(self) -> int:
-        """F."""
-        per_slot = self.slot_width + self.num_blueprints * self.blueprint_width
-        return self.env_width + self.num_slots * per_slot
-
-    def features(self, reports: Reports) -> Tensor:
-        """The feature vectors of N envs, float32 `[N, F]`, in a constant number of operations."""
-        if (reports.num_slots, reports.num_blueprints) != (self.num_slots, self.num_blueprints):
-            raise ValueError(
-                f"the reports have {reports.num_slots} slots and {reports.num_blueprints} "
-                f"blueprints; the layout is for {self.num_slots} and {self.num_blueprints}"
-            )
-        env, slots, blueprints = (
-            table.compute(reports, *terms)
-            for table, terms in zip(_TABLES, _log_terms(reports), strict=True)
-        )
-        blueprints = torch.where(reports.fits, blueprints, _ZERO.on(reports.device))
-        features = torch.empty(reports.num_envs, self.width, device=reports.device)
-        for part, block in zip(self.split(features), (env, slots, blueprints), strict=True):
-            part.copy_(block.movedim(0, -1))
-        return features
-
-    def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Env `[..., E]`, slots `[..., S, K]` and blueprints `[..., S, B, D]`, without a copy."""
-        if features.shape[-1] != self.width:
-            raise ValueError(
-                f"got features of width {features.shape[-1]}, expected {self.width} for "
-                f"{self.num_slots} slots and {self.num_blueprints} blueprints"
-            )
-        slots_end = self.env_width + self.num_slots * self.slot_width
-        env, slots, blueprints = features.tensor_split((self.env_width, slots_end), dim=-1)
-        shape = (*features.shape[:-1], self.num_slots)
-        menu = (self.num_blueprints, self.blueprint_width)
-        return env, slots.view(*shape, self.slot_width), blueprints.view(*shape, *menu)
-
-    def blueprint_fits(self, blueprints: Tensor) -> Tensor:
-        """Which of the blueprints `[..., S, B, D]` fit, bool `[..., S, B]`."""
-        start, _ = _BLUEPRINT.positions["fits"]
-        return blueprints[..., start] > 0.5
-
-    def is_flag(self) -> Tensor:
-        """Which of the F features are flags, bool `[F]`; flags are not normalised."""
-        env, slot, blueprint = (
-            [row.scale == "flag" for row in table.rows for _ in range(row.width)]
-            for table in _TABLES
-        )
-        slots, choices = self.num_slots, self.num_slots * self.num_blueprints
-        return torch.tensor(env + slots * slot + choices * blueprint)
-
-
-def feature_list() -> list[str]:
-    """All features with their scales, in order: what a policy is trained on."""
-    return [
-        f"{table.block} {row.name} [{row.width}]: {row.note or row.scale}"
-        for table in _TABLES
-        for row in table.rows
-    ]
 
 
 # sources that are not a field
@@ -291,3 +212,74 @@ _TERM_FACTORS = DeviceConstant(
         + [log.factor for log in _LOGS]
     ).unsqueeze(-1)
 )
+
+
+@dataclass(frozen=True)
+class FeatureLayout:
+    """Positions in a feature vector for this many slots and blueprints."""
+
+    num_slots: int
+    num_blueprints: int
+
+    env_width: ClassVar[int] = _ENV.width  # E
+    slot_width: ClassVar[int] = _SLOT.width  # K
+    blueprint_width: ClassVar[int] = _BLUEPRINT.width  # D
+
+    @property
+    def width(self) -> int:
+        """F."""
+        per_slot = self.slot_width + self.num_blueprints * self.blueprint_width
+        return self.env_width + self.num_slots * per_slot
+
+    def features(self, reports: Reports) -> Tensor:
+        """The feature vectors of N envs, float32 `[N, F]`, in a constant number of operations."""
+        if (reports.num_slots, reports.num_blueprints) != (self.num_slots, self.num_blueprints):
+            raise ValueError(
+                f"the reports have {reports.num_slots} slots and {reports.num_blueprints} "
+                f"blueprints; the layout is for {self.num_slots} and {self.num_blueprints}"
+            )
+        env, slots, blueprints = (
+            table.compute(reports, *terms)
+            for table, terms in zip(_TABLES, _log_terms(reports), strict=True)
+        )
+        blueprints = torch.where(reports.fits, blueprints, _ZERO.on(reports.device))
+        features = torch.empty(reports.num_envs, self.width, device=reports.device)
+        for part, block in zip(self.split(features), (env, slots, blueprints), strict=True):
+            part.copy_(block.movedim(0, -1))
+        return features
+
+    def split(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Env `[..., E]`, slots `[..., S, K]` and blueprints `[..., S, B, D]`, without a copy."""
+        if features.shape[-1] != self.width:
+            raise ValueError(
+                f"got features of width {features.shape[-1]}, expected {self.width} for "
+                f"{self.num_slots} slots and {self.num_blueprints} blueprints"
+            )
+        slots_end = self.env_width + self.num_slots * self.slot_width
+        env, slots, blueprints = features.tensor_split((self.env_width, slots_end), dim=-1)
+        shape = (*features.shape[:-1], self.num_slots)
+        menu = (self.num_blueprints, self.blueprint_width)
+        return env, slots.view(*shape, self.slot_width), blueprints.view(*shape, *menu)
+
+    def blueprint_fits(self, blueprints: Tensor) -> Tensor:
+        """Which of the blueprints `[..., S, B, D]` fit, bool `[..., S, B]`."""
+        start, _ = _BLUEPRINT.positions["fits"]
+        return blueprints[..., start] > 0.5
+
+    def is_flag(self) -> Tensor:
+        """Which of the F features are flags, bool `[F]`; flags are not normalised."""
+        env, slot, blueprint = (
+            [row.scale == "flag" for row in table.rows for _ in range(row.width)]
+            for table in _TABLES
+        )
+        slots, choices = self.num_slots, self.num_slots * self.num_blueprints
+        return torch.tensor(env + slots * slot + choices * blueprint)
+
+
+def feature_list() -> list[str]:
+    """All features with their scales, in order: what a policy is trained on."""
+    return [
+        f"{table.block} {row.name} [{row.width}]: {row.note or row.scale}"
+        for table in _TABLES
+        for row in table.rows
+    ]

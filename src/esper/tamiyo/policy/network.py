@@ -35,8 +35,6 @@ from esper.tamiyo.policy.distributions import (
     LegalChoices,
     MaskedFactoredCategorical,
     check_floor,
-    check_masks,
-    check_shape,
     choose_actions,
 )
 from esper.tamiyo.policy.layers import POLICY_GAIN, init_lstm, linear
@@ -50,10 +48,6 @@ class Heads(Protocol):
 
     feature_size: int  # F
     is_custom: bool  # True: with a user's encoder, which may do anything
-
-    def initial_bias(self) -> Tensor:
-        """Logits of the first head group before anything is learned, `[choices]`."""
-        ...
 
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
         """The core's input `[B, hidden]` from raw features `[B, F]`."""
@@ -148,7 +142,6 @@ class FactoredRecurrentActorCritic(nn.Module):
         # V(s) starts at 0: a random value would be noise in the first returns, large next to
         # small rewards
         nn.init.zeros_(self.readout.weight.data[-1:])
-        self.readout.bias.data[:-1] = heads.initial_bias()
         # of the continuous heads, the same in every state; 1 before tanh is nearly uniform
         self.log_std: nn.Parameter | None = None
         if action_space.continuous:
@@ -178,8 +171,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         deterministic: bool = False,
     ) -> Decision:
         """One step for N envs from features `[N, F]`."""
-        self.check_step(features, state)
-        check_masks(masks, self.action_space, len(features))
+        self.check_step(features, state, masks)
         with full_precision(self.device):
             core, scene, next_state = self._step(features, state)
             first_logits, values = self._read(core)
@@ -231,7 +223,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         the rows that applied; later heads are given the stored choices.
         """
         taken, masks = parts.gather(actions), parts.gather(masks)
-        actions = self.choice_checks.in_range(taken, masks, parts.rows, parts.layouts[0].max_steps)
+        actions = self.choice_checks.in_range(taken, masks, parts)
         legal = LegalChoices.from_masks(masks, self.action_space)
         states = (parts.initial(state) for state in initial)
         return tuple(
@@ -294,13 +286,29 @@ class FactoredRecurrentActorCritic(nn.Module):
         logits, values = self.readout(core).split([self.readout.out_features - 1, 1], dim=-1)
         return logits, values.squeeze(-1)
 
-    def check_step(self, features: Tensor, state: RecurrentState) -> None:
+    def check_step(
+        self, features: Tensor, state: RecurrentState, masks: ActionMasks | None = None
+    ) -> None:
         """Raise if shapes are not those that `act` reads."""
         num_envs = len(features)
-        check_shape("features", features, (num_envs, self.feature_size), "N, F")
-        expected = (num_envs, self.config.lstm_layers, self.config.lstm_hidden_dim)
-        for name, tensor in zip(state._fields, state, strict=True):
-            check_shape(f"state {name}", tensor, expected, "N, L, hidden")
+        of_state = (num_envs, self.config.lstm_layers, self.config.lstm_hidden_dim)
+        for name, tensor, shape, letters in (
+            ("features", features, (num_envs, self.feature_size), "N, F"),
+            ("state h", state.h, of_state, "N, L, hidden"),
+            ("state c", state.c, of_state, "N, L, hidden"),
+        ):
+            if tensor.shape != shape:
+                raise ValueError(f"{name}: got {tuple(tensor.shape)}, expected {shape} ({letters})")
+        if masks is None:
+            return
+        if masks.action_space != self.action_space:
+            expected, got = self.action_space.sizes_by_name, masks.action_space.sizes_by_name
+            wrong = [name for name in expected | got if expected.get(name) != got.get(name)]
+            raise ValueError(
+                f"masks are for heads {got}, expected {expected}; these differ: {wrong}"
+            )
+        if masks.num_envs != num_envs:
+            raise ValueError(f"masks are for {masks.num_envs} envs, features for {num_envs}")
 
 
 def _by_layer(states: list[Tensor]) -> Tensor:

@@ -82,16 +82,11 @@ class PlainHeads(nn.Module):
         if num_previous:  # its random effect would be noise; weights of 0 learn what it is worth
             reader = self.join if self.is_custom else self.encoder
             nn.init.zeros_(next(reader.parameters()).data[:, :num_previous])
-        first, *later = action_space.group_spaces
-        self._first_choices = first.num_choices
+        later = zip(action_space.head_groups[1:], action_space.group_spaces[1:], strict=True)
         self.groups = nn.ModuleList(
             _PlainGroup(action_space, action_space.given_indices[heads.start], space, width)
-            for heads, space in zip(action_space.head_groups[1:], later, strict=True)
+            for heads, space in later
         )
-
-    def initial_bias(self) -> Tensor:
-        """No preference."""
-        return torch.zeros(self._first_choices)
 
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
         """The core's input `[B, width]`."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.ranks import noise
-from esper.tamiyo.policy.distributions import MASKED, check_masks
+from esper.tamiyo.policy.distributions import MASKED
 from esper.tamiyo.policy.network import Decision, FactoredRecurrentActorCritic, RecurrentState
 from esper.tamiyo.policy.plain_heads import PlainHeads
 
@@ -59,13 +59,13 @@ class _PreparedAct:
         std: Tensor,
     ):
         self.policy, self.mean, self.std = policy, mean, std
-        center, scale, bound = heads.scales._scale(torch.float32)
+        scales = heads.scales
         layers = [layer for layer in encoder if isinstance(layer, nn.Linear)]
         w_ih, w_hh, b_ih, b_hh = policy.core.all_weights[0]
         self.step_arguments = (
-            center.numpy().copy(),
-            scale.numpy().copy(),
-            bound.numpy()[()],
+            scales.center.numpy().copy(),
+            scales.scale.numpy().copy(),
+            scales.bound.numpy()[()],
             tuple(_columns(layer.weight) for layer in layers),
             tuple(layer.bias.detach().numpy().copy() for layer in layers),
             (_columns(w_ih), _columns(w_hh)),
@@ -80,32 +80,38 @@ class _PreparedAct:
         self.starts = np.cumsum([0, *sizes])
         self.grid = len(sizes), max(sizes)
 
-    @torch.no_grad()
     def __call__(
+        self, features: Tensor, masks: ActionMasks, state: RecurrentState, **options: Any
+    ) -> Decision:
+        decision = None
+        if len(features) <= MOST_ENVS:
+            # compiled code does no bounds checks
+            self.policy.check_step(features, state, masks)
+            decision = self._decide(features, masks.groups[0], state, **options)
+        if decision is None:
+            plain = self.policy.act(features, masks, state, **options)
+            decision = plain._replace(values=plain.values * self.std + self.mean)
+        return decision
+
+    @torch.no_grad()
+    def _decide(
         self,
         features: Tensor,
-        masks: ActionMasks,
+        legal: Tensor,
         state: RecurrentState,
         *,
         generator: torch.Generator | None = None,
         deterministic: bool = False,
-    ) -> Decision:
+    ) -> Decision | None:
+        """None if a value is not finite: `policy.act` clips it, or raises with env and head."""
         from esper.kernels.lstm import numba_lstm
 
-        if len(features) > MOST_ENVS:
-            return self._plain(
-                features, masks, state, generator=generator, deterministic=deterministic
-            )
-        # compiled code does no bounds checks
-        self.policy.check_step(features, state)
-        check_masks(masks, self.policy.action_space, len(features))
-        legal = masks.groups[0]
         before = tuple(part[:, 0].numpy() for part in state)
         core, *after = numba_lstm.step(features.numpy(), *self.step_arguments, *before)
         clocks = features.new_empty(len(features), *self.grid)
         if not deterministic:
             clocks = noise(clocks, "exponential_", generator).clamp_(1e-30, 1e3)
-        actions, log_probs, values, is_ok = numba_lstm.choose(
+        *chosen, is_ok = numba_lstm.choose(
             core,
             *self.readout,
             legal.numpy(),
@@ -114,19 +120,13 @@ class _PreparedAct:
             not deterministic,
             np.float32(MASKED),
         )
-        if not is_ok:  # raises the error, with env and head; a logit of infinity is clipped there
-            return self._plain(
-                features, masks, state, generator=generator, deterministic=deterministic
-            )
+        if not is_ok:
+            return None
+        actions, log_probs, values = map(torch.from_numpy, chosen)
         next_state = RecurrentState(*(torch.from_numpy(part).unsqueeze(1) for part in after))
         if not self.policy.config.memory:
             next_state = state
-        actions, log_probs, values = map(torch.from_numpy, (actions, log_probs, values))
         return Decision(actions, log_probs, legal, values, next_state)
-
-    def _plain(self, *arguments: Any, **options: Any) -> Decision:
-        decision = self.policy.act(*arguments, **options)
-        return decision._replace(values=decision.values * self.std + self.mean)
 
 
 def _columns(weight: Tensor) -> "np.ndarray[Any, Any]":

@@ -46,7 +46,9 @@ def tamiyo_policy(
     """Tamiyo's policy; its weights fit any number of slots and any menu of blueprints."""
     config = config or PolicyConfig()
     space = tamiyo_action_space(layout.num_slots, layout.num_blueprints)
-    return FactoredRecurrentActorCritic(space, SlotHeads(layout, config), config)
+    policy = FactoredRecurrentActorCritic(space, SlotHeads(layout, config), config)
+    policy.readout.bias.data[:-1] = torch.tensor([OP_PRIOR[op] for op in LifecycleOp])
+    return policy
 
 
 class SlotHeads(nn.Module):
@@ -78,10 +80,6 @@ class SlotHeads(nn.Module):
         self.blueprint_pointer = _Pointer(width, blueprint_dim)
         plain_choices = space.group_spaces[2].num_choices - layout.num_blueprints
         self.readout = linear(width, plain_choices, gain=POLICY_GAIN)
-
-    def initial_bias(self) -> Tensor:
-        """The prior of the ops."""
-        return torch.tensor([OP_PRIOR[op] for op in LifecycleOp])
 
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
         """The core's input `[B, width]`, and the embeddings of slots and blueprints."""
