@@ -131,14 +131,14 @@ def _room(row: Row) -> int:
     """Workspace that a layer needs for one example, forward and backward."""
     height, width = row.height + 2 * row.kernel_height, row.width + 2 * row.kernel_width
     padded = row.channels * height * (width + row.stride)
-    attention = 6 * row.num_outputs + row.width * row.width + row.width
-    between = {Kind.ATTENTION: attention, Kind.NORM: row.num_inputs + 3}.get(row.kind, 0)
+    scores = row.width * (row.width + 1)
+    between = {Kind.ATTEND: scores, Kind.NORM: row.num_inputs + 3}.get(row.kind, 0)
     return 2 * row.num_inputs + row.num_outputs + 2 * padded + between
 
 
 def _widest(rows: list[Row]) -> int:
     """The most rows that a layer works on at a time, as a multiple of eight."""
-    most = max(max(row.num_taps, 3 * row.out_channels, row.width) for row in rows)
+    most = max(max(row.num_taps, row.out_channels) for row in rows)
     return (most + 7) // 8 * 8
 
 

@@ -1,25 +1,22 @@
 """Tables of the fused kernel: layers as rows of numbers, and their places in its memory.
 
 Every place in the workspace is fixed here, once for all hosts of a population: each slot has room
-for the largest seed that can grow there. Attention becomes three rows (code, projection,
-attending). Mixing positions is a convolution whose channels are the positions.
+for the largest seed that can grow there.
 
 Parity test: `tests/tolaria/test_fused.py`.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from esper.kasmina.programs import Program
 from esper.kernels.hosts.layer_table import Kind, Row, as_table, program_rows, program_tables
 from esper.tolaria.batched import TrainingSetup
 
 MOST_CHANNELS = 16  # that a task takes
-_CAN_RECTIFY = (Kind.CONV, Kind.DEPTHWISE, Kind.NORM)
 
 
 class Plan(NamedTuple):
@@ -44,7 +41,7 @@ def plan(setup: TrainingSetup) -> Plan:
     """The tables of a population; its input is at the workspace's beginning."""
     programs, tables = program_tables(setup)
     seed_programs, num_slots = tables["seed_programs"], setup.host.num_slots
-    rows, slot_rows = [_kernel_rows(program) for program in programs], []
+    rows, slot_rows = [program_rows(program) for program in programs], []
     room = _Room(rows=math.prod(setup.host.input_shape))
     for slot, seeds in enumerate(seed_programs):
         room.place(rows[slot])
@@ -75,33 +72,6 @@ def plan(setup: TrainingSetup) -> Plan:
         num_rows=room.rows + 3 * grad_size + scores + beyond,
         transposed_size=room.transposed + MOST_CHANNELS * reals_per_channel,
     )
-
-
-def _kernel_rows(program: Program) -> list[Row]:
-    """A program's layers in the kernel's kinds, not yet placed."""
-    rows: list[Row] = []
-    for layer in program_rows(program):
-        if layer.kind == Kind.RELU and rows and rows[-1].kind in _CAN_RECTIFY:
-            rows[-1].rectifies = 1
-        else:
-            rows += _rows_of_layer(layer)
-    return rows
-
-
-def _rows_of_layer(layer: Row) -> list[Row]:
-    channels, length, projected = layer.channels, layer.width, 3 * layer.out_channels
-    if layer.kind == Kind.MIX_POSITIONS:
-        turned: dict[str, int] = {"channels": length, "width": channels, "channel_step": 1}
-        out = {"out_channels": length, "out_width": channels, "out_channel_step": 1}
-        return [replace(layer, kind=Kind.CONV, **turned, **out, position_step=length)]
-    if layer.kind == Kind.ATTENTION:
-        params = layer.params + channels * length
-        return [
-            replace(layer, kind=Kind.CODE, out_channels=channels),
-            replace(layer, kind=Kind.CONV, out_channels=projected, params=params),
-            replace(layer, kind=Kind.ATTEND, channels=projected),
-        ]
-    return [layer]
 
 
 def _is_needed_by_none(row: Row) -> bool:

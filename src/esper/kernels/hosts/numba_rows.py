@@ -40,6 +40,12 @@ def copy(x, y):
         y[i] = x[i]
 
 
+@inlined
+def rows_at(ws, at, count, n):
+    """The rows `[count, n]` that begin at a place."""
+    return ws[at : at + count * n].reshape(count, n)
+
+
 @compiled
 def multiply_rows(ws, n, ys, num_y, xs, num_x, w, at, step_y, step_x):
     """Row ys[i] += sum over j of w[at + i * step_y + j * step_x] * row xs[j].
