@@ -19,6 +19,7 @@ from torch import Tensor
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, Transition
+from esper.leyline.checks import whole_number
 from esper.leyline.stages import SeedStage
 from esper.tolaria.augmentation import NO_AUGMENTATION, PURPOSE, Augmentation
 from esper.tolaria.batched import BlendInputs, Feed, TrainingSetup
@@ -69,9 +70,8 @@ class Population:
         device, dtype = task.device, task.train_x.dtype
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"task inputs are {dtype}; use float32 or float64")
-        for name, count in (("num_hosts", num_hosts), ("batch_size", batch_size)):
-            if count < 1:
-                raise ValueError(f"{name}={count}; use 1 or more")
+        whole_number("num_hosts", num_hosts, 1)
+        whole_number("batch_size", batch_size, 1)
         self.task = task
         self.host, self.menu = host, tuple(menu)
         self.num_hosts, self.num_slots = num_hosts, host.num_slots
@@ -87,7 +87,7 @@ class Population:
             (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
         )
         self._feed = Feed(task, self.view_ids, batch_size, augmentation)
-        self._blend_inputs = BlendInputs.empty(num_hosts, host.num_slots, device, dtype)
+        self._blend_inputs = BlendInputs(self.parameter_table.params, host.num_slots)
         tensors = (self._blend_inputs, self._feed, self.learning_rates)
         setup = TrainingSetup(host, self.menu, self.parameter_table, self.optimizer, *tensors)
         self.kernels = kernels or fastest_kernels(setup)
