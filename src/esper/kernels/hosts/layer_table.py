@@ -17,6 +17,7 @@ from esper.kasmina import layers
 from esper.kasmina.layers import Attention, Conv, Flatten, Layer, MixPositions, Relu, Shape
 from esper.kasmina.programs import Program
 from esper.tolaria.batched import TrainingSetup
+from esper.tolaria.parameter_table import seed_programs
 
 
 class Kind(IntEnum):
@@ -89,17 +90,17 @@ def program_tables(setup: TrainingSetup) -> tuple[list[Program], dict[str, np.nd
     The tables are described in `numba_hosts.Tables`.
     """
     host, layout = setup.host, setup.parameter_table.layout
-    programs, seed_programs = list(host.programs), np.full((host.num_slots, len(setup.menu)), -1)
-    for slot, site in enumerate(host.sites):
-        for number, entry in enumerate(setup.menu):
-            if entry.fits(site):
-                seed_programs[slot, number] = len(programs)
-                programs.append(entry.program(site))
+    programs, numbers = list(host.programs), np.full((host.num_slots, len(setup.menu)), -1)
+    for slot, choices in enumerate(seed_programs(host.sites, setup.menu)):
+        for number, program in enumerate(choices):
+            if program is not None:
+                numbers[slot, number] = len(programs)
+                programs.append(program)
     sizes = np.array([program.num_params for program in programs])
     return programs, {
         "host_starts": np.cumsum([0, *sizes[: host.num_slots]]),
-        "seed_programs": seed_programs,
-        "seed_sizes": np.where(seed_programs >= 0, sizes[seed_programs], 0),
+        "seed_programs": numbers,
+        "seed_sizes": np.where(numbers >= 0, sizes[numbers], 0),
         "widens": np.array([program.widens for program in programs]),
         "part_starts": np.array([*layout.starts, layout.num_columns]),
     }

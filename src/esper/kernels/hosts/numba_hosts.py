@@ -67,13 +67,6 @@ class Data(NamedTuple):
     first_row: np.ndarray  # [P]
 
 
-class OptimizerNumbers(NamedTuple):
-    beta_mean: float
-    beta_square: float
-    epsilon: float
-    weight_decay: float
-
-
 class Workspace(NamedTuple):
     ws: np.ndarray  # all activations and their gradients; whatever was in it before
     tape: np.ndarray  # [layers run, 3]: where input, output and what was saved lie
@@ -197,9 +190,9 @@ def _copy_behind(tables, blueprint, behind, shadow, g):
 def _update_parts(tables, weights, p, blueprint, optimizer):
     """The host and each of its seeds take a step of AdamW."""
     real, rate = weights.params.dtype.type, weights.rates[p]
-    shrink = real(1 - rate * optimizer.weight_decay)
-    keep, small = real(optimizer.beta_square), real(optimizer.epsilon)
-    a, b = real(1 - optimizer.beta_mean), real(1 - optimizer.beta_square)
+    _, (beta_mean, beta_square), epsilon, weight_decay = optimizer
+    shrink, keep, small = real(1 - rate * weight_decay), real(beta_square), real(epsilon)
+    a, b = real(1 - beta_mean), real(1 - beta_square)
     for part in range(1 + len(blueprint)):
         start, end = tables.part_starts[part], tables.part_starts[part + 1]
         if part > 0:
@@ -210,8 +203,8 @@ def _update_parts(tables, weights, p, blueprint, optimizer):
         step = weights.steps[p, part]
         mean, square = weights.moments[0, p, start:end], weights.moments[1, p, start:end]
         w, g = weights.params[p, start:end], weights.grads[p, start:end]
-        scale = real(rate / (1 - optimizer.beta_mean**step))
-        inverse = real(1 / np.sqrt(1 - optimizer.beta_square**step))
+        scale = real(rate / (1 - beta_mean**step))
+        inverse = real(1 / np.sqrt(1 - beta_square**step))
         for i in range(w.size):
             mean[i] += a * (g[i] - mean[i])
             square[i] = keep * square[i] + b * g[i] * g[i]

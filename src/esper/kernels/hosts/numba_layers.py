@@ -2,8 +2,9 @@
 
 All activations are in one workspace; a tensor is the index of its first element. The layout is
 `[channels, height, width, n]` with n examples last, so all work is on rows of n examples or of n
-examples at neighbouring positions: a row sums weighted rows, or is multiplied with another row
-(`numba_rows`). Parity test: `tests/tolaria/test_steps.py`.
+examples at neighbouring positions: a row sums weighted rows, or is multiplied with another row.
+Sums may be reordered (`reassoc`) so that they are vectorised; infinities and NaN keep their
+meaning. Parity test: `tests/tolaria/test_steps.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -11,16 +12,15 @@ examples at neighbouring positions: a row sums weighted rows, or is multiplied w
 from dataclasses import fields
 
 import numpy as np
+from numba import njit
 
 from esper.kasmina.layers import NORM_EPSILON
-from esper.kernels.hosts import numba_rows as rows
 from esper.kernels.hosts.layer_table import Row
 
-compiled, inlined, exp = rows.compiled, rows.inlined, rows.exp
-copy, fill, row_sum, add_product = rows.copy, rows.fill, rows.row_sum, rows.add_product
-rows_at = rows.rows_at
-multiply_rows, dot_rows = rows.multiply_rows, rows.dot_rows
-strided_rows, fill_up = rows.strided_rows, rows.fill_up
+FAST = {"reassoc", "contract", "nsz", "arcp"}
+compiled = njit(fastmath=FAST, error_model="numpy")
+# inline thin functions: numba optimises every level of calls again, with all levels below it
+inlined = njit(fastmath=FAST, error_model="numpy", inline="always")
 ROW_POSITIONS = 8  # in one row of memory; nine rows of them fit a first-level cache
 
 # columns of a layer's row
@@ -87,11 +87,11 @@ def pad(row, ws, x, n, padded, back):
 
 
 @compiled
-def _window_rows(row, padded, i, j, n, xs):
-    """Where the inputs of output (i, j) lie, channel by channel and tap by tap."""
+def _window_rows(row, padded, first, last, i, j, n, xs):
+    """Where the inputs of output (i, j) lie: channels `first` to `last - 1`, each tap by tap."""
     top, left = i * row[STRIDE], j * row[STRIDE]
     count = 0
-    for c in range(row[CHANNELS]):
+    for c in range(first, last):
         for ti in range(row[KERNEL_HEIGHT]):
             for tj in range(row[KERNEL_WIDTH]):
                 xs[count] = _padded_at(row, padded, c, top + ti, left + tj, n)
@@ -119,7 +119,7 @@ def conv_forward(row, ws, w, at, padded, y, xs, ys, n):
     for i in range(row[OUT_HEIGHT]):
         for j in range(0, row[OUT_WIDTH], positions):
             length = min(positions, row[OUT_WIDTH] - j) * n
-            _window_rows(row, padded, i, j, n, xs)
+            _window_rows(row, padded, 0, row[CHANNELS], i, j, n, xs)
             _output_rows(row, y, i, j, n, ys)
             for o in range(row[OUT_CHANNELS]):
                 fill(ws[ys[o] : ys[o] + length], w[bias + o])
@@ -137,24 +137,11 @@ def conv_backward(row, ws, w, g, at, padded, gy, g_padded, needs_input_grad, xs,
             _output_rows(row, gy, i, j, n, ys)
             for o in range(channels):
                 g[at + channels * taps + o] += row_sum(ws, ys[o], length)
-            _window_rows(row, padded, i, j, n, xs)
+            _window_rows(row, padded, 0, row[CHANNELS], i, j, n, xs)
             dot_rows(ws, length, ys, channels, xs, taps, g, at, taps, 1)
             if needs_input_grad:
-                _window_rows(row, g_padded, i, j, n, xs)
+                _window_rows(row, g_padded, 0, row[CHANNELS], i, j, n, xs)
                 multiply_rows(ws, length, xs, taps, ys, channels, w, at, 1, taps)
-
-
-@inlined
-def _tap_rows(row, padded, c, i, n, xs):
-    """Where the inputs of row i of a channel lie, tap by tap, for a layer of stride 1."""
-    height = row[OUT_HEIGHT] + row[KERNEL_HEIGHT] - 1
-    width = row[OUT_WIDTH] + row[KERNEL_WIDTH] - 1
-    count = 0
-    for ti in range(row[KERNEL_HEIGHT]):
-        for tj in range(row[KERNEL_WIDTH]):
-            xs[count] = padded + ((c * height + i + ti) * width + tj) * n
-            count += 1
-    fill_up(xs, count)
 
 
 @compiled
@@ -163,7 +150,7 @@ def depthwise_forward(row, ws, w, at, padded, y, xs, ys, n):
     length = row[OUT_WIDTH] * n
     for c in range(row[CHANNELS]):
         for i in range(row[OUT_HEIGHT]):
-            _tap_rows(row, padded, c, i, n, xs)
+            _window_rows(row, padded, c, c + 1, i, 0, n, xs)
             ys[0] = y + (c * row[OUT_HEIGHT] + i) * length
             fill(ws[ys[0] : ys[0] + length], w[at + row[CHANNELS] * taps + c])
             multiply_rows(ws, length, ys, 1, xs, taps, w, at + c * taps, 0, 1)
@@ -177,10 +164,10 @@ def depthwise_backward(row, ws, w, g, at, padded, gy, gy_padded, gx, xs, ys, n):
     for c in range(row[CHANNELS]):
         for i in range(row[OUT_HEIGHT]):
             ys[0] = gy + (c * row[OUT_HEIGHT] + i) * length
-            _tap_rows(row, padded, c, i, n, xs)
+            _window_rows(row, padded, c, c + 1, i, 0, n, xs)
             dot_rows(ws, length, ys, 1, xs, taps, g, at + c * taps, 0, 1)
             g[at + row[CHANNELS] * taps + c] += row_sum(ws, ys[0], length)
-            _tap_rows(row, gy_padded, c, i, n, xs)
+            _window_rows(row, gy_padded, c, c + 1, i, 0, n, xs)
             ys[0] = gx + (c * row[OUT_HEIGHT] + i) * length
             fill(ws[ys[0] : ys[0] + length], 0)
             multiply_rows(ws, length, ys, 1, xs, taps, w, at + (c + 1) * taps - 1, 0, -1)
@@ -338,3 +325,133 @@ def attend_backward(row, ws, x, share, gy, gx, n):
                 k = size + q - i + m
                 add_product(g_parts[q], g_scores[m], parts[k])
                 add_product(g_parts[k], g_scores[m], parts[q])
+
+
+@compiled
+def exp(x):
+    """e^x in vectors (math.exp is a call for each element), to 1e-14."""
+    x = min(max(x, -708.0), 708.0)
+    k = np.floor(x * 1.4426950408889634 + 0.5)
+    r = x - k * 0.693147180369123816490
+    r = r - k * 1.90821492927058770002e-10
+    p = ((1.0 / 39916800 * r + 1.0 / 3628800) * r + 1.0 / 362880) * r + 1.0 / 40320
+    p = (((p * r + 1.0 / 5040) * r + 1.0 / 720) * r + 1.0 / 120) * r + 1.0 / 24
+    p = (((p * r + 1.0 / 6) * r + 0.5) * r + 1.0) * r + 1.0
+    return p * np.int64((np.int64(k) + 1023) << 52).view(np.float64)
+
+
+@compiled
+def fill(y, value):
+    for i in range(y.size):
+        y[i] = value
+
+
+@compiled
+def copy(x, y):
+    for i in range(y.size):
+        y[i] = x[i]
+
+
+@inlined
+def rows_at(ws, at, count, n):
+    """The rows `[count, n]` that begin at a place."""
+    return ws[at : at + count * n].reshape(count, n)
+
+
+@compiled
+def multiply_rows(ws, n, ys, num_y, xs, num_x, w, at, step_y, step_x):
+    """Row ys[i] += sum over j of w[at + i * step_y + j * step_x] * row xs[j].
+
+    `xs` has room for a multiple of eight; what is beyond `num_x` must be a row that exists.
+    """
+    for i in range(num_y):
+        y = ws[ys[i] : ys[i] + n]
+        for j in range(0, num_x, 8):
+            _add_weighted(y, _eight_rows(ws, xs, j, n), w, at + i * step_y, step_x, j, num_x)
+
+
+@compiled
+def _add_weighted(y, rows, w, at, step, j, num_x):
+    x0, x1, x2, x3, x4, x5, x6, x7 = rows
+    w0, w1 = _weight(w, at, step, j, num_x), _weight(w, at, step, j + 1, num_x)
+    w2, w3 = _weight(w, at, step, j + 2, num_x), _weight(w, at, step, j + 3, num_x)
+    w4, w5 = _weight(w, at, step, j + 4, num_x), _weight(w, at, step, j + 5, num_x)
+    w6, w7 = _weight(w, at, step, j + 6, num_x), _weight(w, at, step, j + 7, num_x)
+    for b in range(y.size):
+        y[b] += (
+            w0 * x0[b] + w1 * x1[b] + w2 * x2[b] + w3 * x3[b]
+            + w4 * x4[b] + w5 * x5[b] + w6 * x6[b] + w7 * x7[b]
+        )  # fmt: skip
+
+
+@inlined
+def _weight(w, at, step, j, num_x):
+    return w[at + j * step] if j < num_x else w.dtype.type(0)
+
+
+@compiled
+def dot_rows(ws, n, ys, num_y, xs, num_x, g, at, step_y, step_x):
+    """g[at + i * step_y + j * step_x] += row ys[i] . row xs[j]; `xs` as in `multiply_rows`."""
+    for i in range(num_y):
+        y = ws[ys[i] : ys[i] + n]
+        for j in range(0, num_x, 8):
+            sums = _products(y, _eight_rows(ws, xs, j, n))
+            for k in range(min(8, num_x - j)):
+                g[at + i * step_y + (j + k) * step_x] += sums[k]
+
+
+@compiled
+def _products(y, rows):
+    x0, x1, x2, x3, x4, x5, x6, x7 = rows
+    zero = y.dtype.type(0)
+    s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
+    for b in range(y.size):
+        v = y[b]
+        s0 += v * x0[b]
+        s1 += v * x1[b]
+        s2 += v * x2[b]
+        s3 += v * x3[b]
+        s4 += v * x4[b]
+        s5 += v * x5[b]
+        s6 += v * x6[b]
+        s7 += v * x7[b]
+    return s0, s1, s2, s3, s4, s5, s6, s7
+
+
+@inlined
+def _eight_rows(ws, xs, j, n):
+    x0, x1, x2, x3 = xs[j], xs[j + 1], xs[j + 2], xs[j + 3]
+    x4, x5, x6, x7 = xs[j + 4], xs[j + 5], xs[j + 6], xs[j + 7]
+    return (
+        ws[x0 : x0 + n], ws[x1 : x1 + n], ws[x2 : x2 + n], ws[x3 : x3 + n],
+        ws[x4 : x4 + n], ws[x5 : x5 + n], ws[x6 : x6 + n], ws[x7 : x7 + n],
+    )  # fmt: skip
+
+
+@inlined
+def strided_rows(rows, count, first, step):
+    """Rows that lie `step` apart."""
+    for k in range(count):
+        rows[k] = first + k * step
+    fill_up(rows, count)
+
+
+@inlined
+def fill_up(rows, count):
+    """Rows beyond `count`, up to a multiple of eight, repeat the first one."""
+    for j in range(count, (count + 7) // 8 * 8):
+        rows[j] = rows[0]
+
+
+@compiled
+def row_sum(ws, at, n):
+    total = ws.dtype.type(0)
+    for v in ws[at : at + n]:
+        total += v
+    return total
+
+
+@compiled
+def add_product(y, a, b):
+    for i in range(y.size):
+        y[i] += a[i] * b[i]
