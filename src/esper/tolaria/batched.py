@@ -8,7 +8,6 @@ the plain twin of every kernel in `kernels.hosts`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,19 +29,12 @@ CHUNK = 32  # minibatches whose rows are on the device at a time
 MAX_AUGMENTED = 2**24  # values of the augmented inputs of a population
 
 
-class GroupKey(NamedTuple):
-    """Seeds that can run together."""
-
-    slot: int
-    blueprint: int
-    shadow_training: bool  # trained in the shadow pass; not part of the host's own pass
-
-
 @dataclass(frozen=True, eq=False)
 class SeedGroup:
     """Seeds of one blueprint in one slot."""
 
-    key: GroupKey
+    slot: int
+    in_shadow: bool  # trained in the shadow pass; not part of the host's own pass
     program: Program
     columns: slice  # of their parameters
     hosts: Tensor  # [K]: the host of each seed
@@ -89,7 +81,7 @@ def run_hosts(
 
 def _outputs(seeds: Seeds, slot: int, x: Tensor, widens: bool) -> Tensor | None:
     """What a slot's seeds give on hosts' activations `x`, 0 for hosts without one; None: no seeds."""
-    groups = [g for g in seeds if g.key.slot == slot and g.program.widens == widens]
+    groups = [g for g in seeds if g.slot == slot and g.program.widens == widens]
     if not groups:
         return None
     outputs = torch.cat([g.program.forward(seeds[g], x.index_select(0, g.hosts)) for g in groups])
@@ -182,14 +174,14 @@ class TrainingSetup:
     learning_rates: Tensor  # [P]
 
 
-def group_seeds(states: SlotStates) -> dict[GroupKey, Tensor]:
-    """The hosts in each group."""
+def group_seeds(states: SlotStates) -> dict[tuple[int, int, bool], Tensor]:
+    """Seeds that can run together: slot, blueprint and whether in shadow training, to hosts."""
     shadow = states.stage == SeedStage.TRAINING
     hosts, slots = states.has_seed.nonzero(as_tuple=True)
     keys = torch.stack((slots, states.blueprint[hosts, slots], shadow[hosts, slots].long()), 1)
     kinds, group_of = torch.unique(keys, dim=0, return_inverse=True)
     return {
-        GroupKey(slot, blueprint, bool(in_shadow)): hosts[group_of == group]
+        (slot, blueprint, bool(in_shadow)): hosts[group_of == group]
         for group, (slot, blueprint, in_shadow) in enumerate(kinds.tolist())
     }
 
@@ -205,10 +197,11 @@ class EagerSteps:
     def prepare(self, states: SlotStates) -> None:
         """Called when slots have changed."""
         table, self._groups = self._table, list[SeedGroup]()
-        for key, hosts in group_seeds(states).items():
-            program = self._setup.menu[key.blueprint].program(self._setup.host.sites[key.slot])
-            columns = table.layout.seed_columns(key.slot, program.num_params)
-            self._groups.append(SeedGroup(key, program, columns, hosts.to(table.params.device)))
+        for (slot, blueprint, in_shadow), hosts in group_seeds(states).items():
+            program = self._setup.menu[blueprint].program(self._setup.host.sites[slot])
+            columns = table.layout.seed_columns(slot, program.num_params)
+            on_device = hosts.to(table.params.device)
+            self._groups.append(SeedGroup(slot, in_shadow, program, columns, on_device))
         # the host and each seed take an optimiser step
         self._trains = F.pad(states.has_seed, (1, 0), value=True).to(table.steps)
         styled = (states.style != BlendStyle.ADD) & states.has_seed
@@ -224,7 +217,7 @@ class EagerSteps:
             x, labels = setup.feed.minibatch(number)
             table.grads.zero_()
             setup.feed.losses[number] = self._add_gradients(x, labels, in_shadow=False)
-            if any(group.key.shadow_training for group in self._groups):
+            if any(group.in_shadow for group in self._groups):
                 self._add_gradients(x, labels, in_shadow=True)
             table.steps.add_(self._trains)
             rates = setup.learning_rates.unsqueeze(1)
@@ -235,7 +228,7 @@ class EagerSteps:
         """Logits as in `run_hosts`, and the slots that added a copy."""
         seeds = self._seeds(in_shadow=False)
         logits = self._run(self._host_rows(), seeds, self._inputs.alpha, x, ablate)
-        return logits, sorted({group.key.slot for group in seeds})
+        return logits, sorted({group.slot for group in seeds})
 
     def _add_gradients(self, x: Tensor, labels: Tensor, in_shadow: bool) -> Tensor:
         """Losses `[P]`, after their gradients were stored.
@@ -244,7 +237,7 @@ class EagerSteps:
         """
         table, host_rows, seeds = self._table, self._host_rows(), self._seeds(in_shadow)
         alpha = self._inputs.shadow_alpha if in_shadow else self._inputs.alpha
-        trained = [group for group in seeds if group.key.shadow_training == in_shadow]
+        trained = [group for group in seeds if group.in_shadow == in_shadow]
         leaves = [seeds[group].requires_grad_() for group in trained]
         if not in_shadow:
             leaves.append(host_rows.requires_grad_())
@@ -271,5 +264,5 @@ class EagerSteps:
         return {
             group: params[:, group.columns].index_select(0, group.hosts)
             for group in self._groups
-            if in_shadow or not group.key.shadow_training
+            if in_shadow or not group.in_shadow
         }
