@@ -33,8 +33,7 @@ from esper.leyline.stages import LifecycleOp
 from esper.tolaria.evaluation import evaluate
 from esper.tolaria.governor import Governor
 from esper.tolaria.optimizers import AdamW
-from esper.tolaria.population import Population
-from esper.tolaria.steps import Kernels
+from esper.tolaria.population import Kernels, Population
 from esper.tolaria.tasks import HeldOut, Task, minibatch_indices
 from support.legal_actions import legal_actions
 from support.per_host import PerHost

@@ -43,34 +43,30 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.2.0"
 
-# public name -> (module, attribute); an empty attribute is the module itself
-_PUBLIC = {
-    "Adaptation": ("esper.adapting.result", "Adaptation"),
-    "AdaptationResult": ("esper.adapting.result", "AdaptationResult"),
-    "ActionSpace": ("esper.leyline.factored_actions", "FactoredActionSpace"),
-    "Budget": ("esper.growing.budget", "Budget"),
-    "Growth": ("esper.growing.growth", "Growth"),
-    "GrowthResult": ("esper.growing.run", "GrowthResult"),
-    "GymConfig": ("esper.simic.training.ppo_model", "GymConfig"),
-    "Head": ("esper.leyline.factored_actions", "Head"),
-    "PPO": ("esper.simic.training.ppo_model", "PPO"),
-    "PPOConfig": ("esper.simic.agent.ppo", "PPOConfig"),
-    "PolicyConfig": ("esper.tamiyo.policy.network", "PolicyConfig"),
-    "Population": ("esper.tolaria.population", "Population"),
-    "Task": ("esper.tolaria.tasks", "Task"),
-    "adapt": ("esper.adapting.adapt", "adapt"),
-    "blueprint": ("esper.kasmina.blueprints", "blueprint"),
-    "controllers": ("esper.adapting.controller", "controllers"),
-    "evaluate": ("esper.simic.training.ppo_model", "evaluate"),
-    "find_sites": ("esper.growing.sites", "find_sites"),
-    "grow": ("esper.growing.run", "grow"),
-    "host": ("esper.kasmina.hosts", "host"),
-    "lightning_callback": ("esper.growing.callbacks", "lightning_callback"),
-    "load_adaptation": ("esper.adapting.result", "load_adaptation"),
-    "tasks": ("esper.tolaria.tasks", ""),
-    "trainer_callback": ("esper.growing.callbacks", "trainer_callback"),
-    "write_page": ("esper.growing.page", "write_page"),
+# module -> its public names
+_MODULES = {
+    "adapting.adapt": ("adapt",),
+    "adapting.controller": ("controllers",),
+    "adapting.result": ("Adaptation", "AdaptationResult", "load_adaptation"),
+    "growing.budget": ("Budget",),
+    "growing.callbacks": ("lightning_callback", "trainer_callback"),
+    "growing.growth": ("Growth",),
+    "growing.page": ("write_page",),
+    "growing.run": ("GrowthResult", "grow"),
+    "growing.sites": ("find_sites",),
+    "kasmina.blueprints": ("blueprint",),
+    "kasmina.hosts": ("host",),
+    "leyline.factored_actions": ("Head",),
+    "simic.agent.ppo": ("PPOConfig",),
+    "simic.training.ppo_model": ("GymConfig", "PPO", "evaluate"),
+    "tamiyo.policy.network": ("PolicyConfig",),
+    "tolaria.population": ("Population",),
+    "tolaria.tasks": ("Task",),
 }
+# public name -> (module, attribute); an empty attribute is the module itself
+_PUBLIC = {name: (f"esper.{module}", name) for module, names in _MODULES.items() for name in names}
+_PUBLIC["ActionSpace"] = ("esper.leyline.factored_actions", "FactoredActionSpace")
+_PUBLIC["tasks"] = ("esper.tolaria.tasks", "")
 
 __all__ = ["__version__", *_PUBLIC]
 

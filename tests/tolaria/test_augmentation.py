@@ -56,8 +56,10 @@ def rows_of(trained, count=5):
 
 def seen_by(trained, rows, monkeypatch):
     """The inputs `[M, P, batch, *shape]` and labels of all minibatches, in the eager kernels."""
-    seen, read = [], batched.Feed.next
-    monkeypatch.setattr(batched.Feed, "next", lambda feed: seen.append(read(feed)) or seen[-1])
+    seen, read = [], batched.Feed.minibatch
+    monkeypatch.setattr(
+        batched.Feed, "minibatch", lambda feed, number: seen.append(read(feed, number)) or seen[-1]
+    )
     trained.train(rows)
     monkeypatch.undo()
     inputs, labels = zip(*seen, strict=True)

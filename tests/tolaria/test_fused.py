@@ -11,9 +11,8 @@ from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv, MixPositions, Norm, Relu
 from esper.kernels.hosts import fused
 from esper.leyline.constants import BlendStyle, SiteKind
-from esper.tolaria import steps
 from esper.tolaria.evaluation import evaluate
-from esper.tolaria.population import Population
+from esper.tolaria.population import Population, fastest_kernels
 from support.fused_on_cpu import allow_cpu, needs_compiler
 from support.kernel_parity import HOSTS, assert_agree, build
 from support.populations import BATCH, grow, random_task, rows_for
@@ -157,9 +156,9 @@ def test_it_is_chosen_on_cuda_where_it_has_room(monkeypatch):
     )
     monkeypatch.setattr(fused, "shared_bytes", lambda device: 2**17)
     monkeypatch.setattr(fused, "max_blocks", lambda device: 100)
-    assert steps.fastest_kernels(setup) == "fused"
+    assert fastest_kernels(setup) == "fused"
     monkeypatch.setattr(fused, "MAX_WORKSPACE_BYTES", 10**6)
-    assert steps.fastest_kernels(setup) == "eager"
+    assert fastest_kernels(setup) == "eager"
     with pytest.raises(ValueError, match="use kernels='eager'"):
         fused.FusedSteps(setup)
 

@@ -168,12 +168,13 @@ def test_each_view_has_the_locality_of_its_own_training_rows(mnist1d):
 
 def test_locality_knows_nothing_of_rows_that_are_not_trained_on(mnist1d):
     base = few_rows(mnist1d(), 600)
+    test_x, test_y = base.held_out.sealed()
     other = replace(
         base,
         train_x=torch.cat([base.train_x, torch.randn(1, 300, 1, 40)], dim=1),  # past num_rows
         train_y=torch.cat([base.train_y, torch.zeros(1, 300, dtype=torch.int64)], dim=1),
         validation_x=torch.randn_like(base.validation_x),
-        held_out=base.held_out.map(torch.randn_like),
+        held_out=HeldOut(torch.randn_like(test_x), test_y),
     )
     assert torch.equal(other.locality, base.locality)
     changed = replace(base, train_x=torch.randn_like(base.train_x))

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
 
 from esper.cli import stop_after_signal, this_command
-from esper.cli.evaluate import evaluate_with_bar
+from esper.cli.evaluate import PresetName, evaluate_with_bar
 from esper.cli.sites import function_named
 from esper.leyline.devices import machine_facts
 from esper.leyline.interruption import stop_on_interrupt
@@ -33,7 +33,6 @@ from esper.simic.training.distribution import choice_labels, host_kind, with_che
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
 
-PresetName = Literal["quick", "full"]
 Sinks = Sequence[Callable[[], EventSink]]
 SHOWN: dict[str, Callable[[float], str]] = {
     "episode/lead": lambda lead: f"{100 * lead:+.1f} points over ungrown siblings",

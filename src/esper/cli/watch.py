@@ -107,7 +107,7 @@ def _view_of(runs: Mapping[str, Path], asked: Mapping[str, str]) -> Any:
         view["other"] = {"name": other["name"], "curves": other["curves"]}
         view["comparison"] = compare(view, other)
     view["metrics"] = view["metrics"][-1:]
-    return _finite(view)
+    return json.loads(json.dumps(view), parse_constant=lambda _: None)  # JSON has no NaN
 
 
 def health_warnings(metrics: list[dict[str, float]], config: Mapping[str, Any]) -> list[str]:
@@ -118,12 +118,3 @@ def health_warnings(metrics: list[dict[str, float]], config: Mapping[str, Any]) 
         for entry in metrics:
             monitor.check(defaultdict(lambda: math.nan, entry))
     return [str(warning.message) for warning in caught]
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 _compiles_here = False  # in the process that compiles for another one
@@ -32,6 +33,11 @@ def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             dispatcher: Any = njit(nogil=True, cache=True, **options)(function)
         except RuntimeError:  # no folder for numba's cache can be written
             return njit(nogil=True, **options)(function)
+        # recompile if any file in the folder has changed; numba watches the file of the function alone
+        folder = Path(function.__code__.co_filename).parent
+        files = [file.stat() for file in sorted(folder.glob("*.py"))]
+        stamp = [(file.st_mtime, file.st_size) for file in files]
+        dispatcher._cache._cache_file._source_stamp = stamp
         dispatcher._cache = _CompiledApart(dispatcher._cache, function)
         return dispatcher
 

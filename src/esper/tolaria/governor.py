@@ -103,20 +103,15 @@ class Governor:
         return broken
 
     def _reason(self, host: int, breakage: Breakage, losses: Tensor, usual: Tensor) -> str:
-        loss = f"the training loss was {float(losses[host]):.3g}"
-        match breakage:
-            case Breakage.LOSS_NOT_FINITE:
-                return loss
-            case Breakage.WEIGHTS_NOT_FINITE:
-                return "a weight or an optimiser moment was not finite"
-            case Breakage.DIVERGED:
-                return f"{loss}, more than {MAX_LOSS_RATIO:g} times its usual {usual[host]:.3g}"
-            case Breakage.COLLAPSED:
-                classes = self._population.host.num_classes
-                return (
-                    f"the training loss was about ln({classes}) = {self._guessing_loss:.3g} for {COLLAPSED_STEPS} steps, after a best of "
-                    f"{float(self._best_loss[host]):.3g}"
-                )
+        was, classes = "the training loss was", self._population.host.num_classes
+        usually = f"more than {MAX_LOSS_RATIO:g} times its usual {usual[host]:.3g}"
+        guessing = f"about ln({classes}) = {self._guessing_loss:.3g} for {COLLAPSED_STEPS} steps"
+        return {
+            Breakage.LOSS_NOT_FINITE: f"{was} {losses[host]:.3g}",
+            Breakage.WEIGHTS_NOT_FINITE: "a weight or an optimiser moment was not finite",
+            Breakage.DIVERGED: f"{was} {losses[host]:.3g}, {usually}",
+            Breakage.COLLAPSED: f"{was} {guessing}, after a best of {self._best_loss[host]:.3g}",
+        }[breakage]
 
     def _has_collapsed(self, loss: Tensor) -> Tensor:
         is_low = loss < LEARNED * self._guessing_loss

@@ -24,9 +24,8 @@ from esper.tolaria.augmentation import NO_AUGMENTATION, Augmentation
 from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.optimizers import AdamW
-from esper.tolaria.population import Population
+from esper.tolaria.population import Kernels, Population
 from esper.tolaria.reports import HostFacts, StepMeasurements, site_facts
-from esper.tolaria.steps import Kernels
 from esper.tolaria.tasks import Task, minibatch_indices
 
 T = TypeVar("T")

@@ -12,11 +12,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.blueprints import Blueprint, Site
 from esper.kasmina.hosts import Host
+from esper.kasmina.layers import Program
 from esper.tolaria.randomness import uniform
 
 ALIGNMENT = 8  # elements; matrix kernels are faster on aligned rows
+
+
+def seed_programs(sites: Sequence[Site], menu: Sequence[Blueprint]) -> list[list[Program | None]]:
+    """What each blueprint would run at each site; None where it does not fit."""
+    return [[entry.program(site) if entry.fits(site) else None for entry in menu] for site in sites]
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,8 @@ class TableLayout:
     def of(cls, host: Host, menu: Sequence[Blueprint]) -> "TableLayout":
         """Room for the host and, in each slot, for the largest seed of the menu that fits."""
         seeds = (
-            max((entry.program(site).num_params for entry in menu if entry.fits(site)), default=0)
-            for site in host.sites
+            max((program.num_params for program in programs if program), default=0)
+            for programs in seed_programs(host.sites, menu)
         )
         sizes = (host.num_params, *seeds)
         return cls(host.num_params, tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
@@ -106,9 +112,7 @@ class InitDistributions:
         self, host: Host, menu: Sequence[Blueprint], layout: TableLayout, device: torch.device
     ):
         self._host = torch.stack(host.init()).to(device)
-        programs = [
-            [b.program(site) if b.fits(site) else None for b in menu] for site in host.sites
-        ]
+        programs = seed_programs(host.sites, menu)
         self.fits = torch.tensor([[p is not None for p in row] for row in programs])  # [S, B]
         self.sizes = torch.tensor([[p.num_params if p else 0 for p in row] for row in programs])
         self._seeds = []  # per slot: [2, B, the slot's columns], 0 past the seed's size

@@ -11,7 +11,8 @@ accordingly: it initialises new seeds and clears the weights of removed ones.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +20,29 @@ from torch import Tensor
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, Transition
+from esper.kernels.hosts.compiled import CompiledSteps
+from esper.kernels.hosts.fused import FusedSteps, has_room
+from esper.kernels.hosts.layer_table import has_kernels
+from esper.leyline.checks import whole_number
 from esper.leyline.stages import SeedStage
 from esper.tolaria.augmentation import NO_AUGMENTATION, PURPOSE, Augmentation
-from esper.tolaria.batched import BlendInputs, Feed, TrainingSetup
+from esper.tolaria.batched import BlendInputs, EagerSteps, Feed, TrainingSetup
 from esper.tolaria.optimizers import AdamW
-from esper.tolaria.parameter_table import InitDistributions, ParameterTable, TableLayout
+from esper.tolaria.parameter_table import (
+    InitDistributions,
+    ParameterTable,
+    TableLayout,
+    seed_programs,
+)
 from esper.tolaria.randomness import fold, hash64
-from esper.tolaria.steps import Kernels, build_steps, fastest_kernels
 from esper.tolaria.tasks import Task
+
+Kernels = Literal["eager", "compiled", "fused"]
+_STEPS: dict[Kernels, type[EagerSteps | CompiledSteps | FusedSteps]] = {
+    "eager": EagerSteps,
+    "compiled": CompiledSteps,
+    "fused": FusedSteps,
+}
 
 
 class Snapshot(NamedTuple):
@@ -42,8 +58,9 @@ class Population:
 
     It runs on the device and in the floating-point type of the task's data. `view_ids` is the view
     of the data that each host sees (default 0). `host_ids` are the keys of the hosts' random
-    numbers: a host depends on its id, not on the other hosts. `kernels` selects the implementation
-    (see `steps`; default: the fastest). Change `learning_rates` in place.
+    numbers: a host depends on its id, not on the other hosts. `kernels` selects what runs the
+    minibatches: "eager" operations on any device, "compiled" code on a CPU or the "fused" kernel on
+    CUDA; by default the fastest that supports all layers. Change `learning_rates` in place.
     """
 
     def __init__(
@@ -69,17 +86,14 @@ class Population:
         device, dtype = task.device, task.train_x.dtype
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"task inputs are {dtype}; use float32 or float64")
-        for name, count in (("num_hosts", num_hosts), ("batch_size", batch_size)):
-            if count < 1:
-                raise ValueError(f"{name}={count}; use 1 or more")
+        whole_number("num_hosts", num_hosts, 1)
+        whole_number("batch_size", batch_size, 1)
         self.task = task
         self.host, self.menu = host, tuple(menu)
         self.num_hosts, self.num_slots = num_hosts, host.num_slots
         self.optimizer = optimizer or AdamW()
-        self.host_ids = self._checked_ids(torch.arange(num_hosts) if host_ids is None else host_ids)
-        self.view_ids = self._checked_views(
-            torch.zeros(num_hosts, dtype=torch.int64) if view_ids is None else view_ids
-        )
+        self.host_ids = torch.arange(num_hosts)
+        self.view_ids = torch.zeros(num_hosts, dtype=torch.int64)
         layout = TableLayout.of(host, menu)
         self.parameter_table = ParameterTable(layout, num_hosts, device, dtype)
         self._init = InitDistributions(host, menu, layout, device)
@@ -87,12 +101,14 @@ class Population:
             (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
         )
         self._feed = Feed(task, self.view_ids, batch_size, augmentation)
-        self._blend_inputs = BlendInputs.empty(num_hosts, host.num_slots, device, dtype)
+        self._blend_inputs = BlendInputs(self.parameter_table.params, host.num_slots)
         tensors = (self._blend_inputs, self._feed, self.learning_rates)
         setup = TrainingSetup(host, self.menu, self.parameter_table, self.optimizer, *tensors)
-        self.kernels = kernels or fastest_kernels(setup)
-        self.steps = build_steps(setup, self.kernels)
-        self.reset(rng_seed)
+        self.kernels: Kernels = kernels or fastest_kernels(setup)
+        if self.kernels not in _STEPS:
+            raise ValueError(f"kernels={kernels!r}; use one of {tuple(_STEPS)}")
+        self.steps = _STEPS[self.kernels](setup)
+        self.reset(rng_seed, view_ids, host_ids)
 
     def reset(
         self, rng_seed: int, view_ids: Tensor | None = None, host_ids: Tensor | None = None
@@ -103,7 +119,9 @@ class Population:
         """
         all_hosts = torch.arange(self.num_hosts)
         if host_ids is not None:
-            self.host_ids = self._checked_ids(host_ids)
+            if host_ids.shape != (self.num_hosts,):
+                raise ValueError(f"host_ids {tuple(host_ids.shape)}; expected ({self.num_hosts},)")
+            self.host_ids = host_ids.cpu()
         if view_ids is not None:
             self.view_ids = self._checked_views(view_ids)
             self._feed.set_views(self.view_ids)
@@ -202,11 +220,6 @@ class Population:
 
     # Bounds checks; the compiled kernels do none.
 
-    def _checked_ids(self, host_ids: Tensor) -> Tensor:
-        if host_ids.shape != (self.num_hosts,):
-            raise ValueError(f"host_ids {tuple(host_ids.shape)}; expected ({self.num_hosts},)")
-        return host_ids.cpu()
-
     def _checked_views(self, view_ids: Tensor) -> Tensor:
         views, num_views = view_ids.cpu(), self.task.num_views
         if views.shape != (self.num_hosts,) or bool(((views < 0) | (views >= num_views)).any()):
@@ -252,16 +265,13 @@ class Population:
         hosts, slots = states.has_seed.nonzero(as_tuple=True)
         blueprint = states.blueprint[hosts, slots]
         is_known = (blueprint >= 0) & (blueprint < len(self.menu))
-        if not bool(is_known.all()):
-            first = int((~is_known).nonzero()[0])
+        wrong = ~(is_known & self._init.fits[slots, blueprint * is_known])
+        for host, slot, number in torch.stack((hosts, slots, blueprint), 1)[wrong].tolist():
+            if 0 <= number < len(self.menu):
+                self.menu[number].program(self.host.sites[slot])  # raises
             raise ValueError(
-                f"host {int(hosts[first])}, slot {int(slots[first])}: blueprint "
-                f"{int(blueprint[first])}; use 0 to {len(self.menu) - 1}"
+                f"host {host}, slot {slot}: blueprint {number}; use 0 to {len(self.menu) - 1}"
             )
-        misfits = ~self._init.fits[slots, blueprint]
-        if bool(misfits.any()):
-            site = self.host.sites[int(slots[misfits][0])]
-            self.menu[int(blueprint[misfits][0])].program(site)  # raises
 
     def _initialize_seeds(self, slot: int, hosts: Tensor) -> None:
         self._num_germinated[hosts, slot] += 1
@@ -269,13 +279,22 @@ class Population:
             self._rng_seed, self.host_ids[hosts], 1 + slot, self._num_germinated[hosts, slot]
         )
         blueprints = self.states.blueprint[hosts, slot]
-        params, columns = (
-            self.parameter_table.params,
-            self.parameter_table.layout.seed_columns(slot),
-        )
-        params[hosts, columns] = self._init.seeds(slot, blueprints, keys).to(params)
+        params, layout = self.parameter_table.params, self.parameter_table.layout
+        weights = self._init.seeds(slot, blueprints, keys).to(params)
+        params[hosts, layout.seed_columns(slot)] = weights
 
     def _prepare_steps(self) -> None:
         """Update what the next minibatch reads of the slots."""
         self._blend_inputs.fill(self.states)
         self.steps.prepare(self.states)
+
+
+def fastest_kernels(setup: TrainingSetup) -> Kernels:
+    """The fastest kernels that support all layers and the optimiser."""
+    on_cuda = setup.parameter_table.params.device.type == "cuda"
+    seeds = filter(None, chain.from_iterable(seed_programs(setup.host.sites, setup.menu)))
+    supports_all = all(map(has_kernels, (*setup.host.programs, *seeds)))
+    supports_all &= type(setup.optimizer) is AdamW  # a subclass may do otherwise
+    if not supports_all or (on_cuda and not has_room(setup)):
+        return "eager"
+    return "fused" if on_cuda else "compiled"

@@ -18,6 +18,7 @@ from esper.kasmina.layers import Program
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.reports import ACCURACY_HISTORY, Reports
 from esper.leyline.stages import LifecycleOp
+from esper.tolaria.parameter_table import seed_programs
 
 
 class HostFacts(NamedTuple):
@@ -48,7 +49,7 @@ def site_facts(
     `tokens` is how many vectors of an example each site's seeds work on, by default one.
     """
     tokens = tokens or [1.0] * len(sites)
-    programs = [[b.program(site) if b.fits(site) else None for b in menu] for site in sites]
+    programs = seed_programs(sites, menu)
 
     def per_choice(describe: Callable[[Program, float], float]) -> Tensor:
         rows = zip(programs, tokens, strict=True)

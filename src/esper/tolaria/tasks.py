@@ -45,16 +45,6 @@ class HeldOut:
         self._rows = None
         return x, y
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "HeldOut":
-        """Another sealed set, with `change` applied to the rows."""
-        x, y = self.sealed()
-        return HeldOut(change(x), y)
-
-    @staticmethod
-    def stack(sets: Sequence["HeldOut"]) -> "HeldOut":
-        xs, ys = zip(*(held_out.sealed() for held_out in sets), strict=True)
-        return HeldOut(torch.cat(xs), torch.cat(ys))
-
     @property
     def is_sealed(self) -> bool:
         return self._rows is not None
@@ -192,11 +182,12 @@ class Task:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Task":
         """The task with `change` applied to all inputs, also the sealed ones."""
+        test_x, test_y = self.held_out.sealed()
         return replace(
             self,
             train_x=change(self.train_x),
             validation_x=change(self.validation_x),
-            held_out=self.held_out.map(change),
+            held_out=HeldOut(change(test_x), test_y),
         )
 
 
@@ -305,6 +296,7 @@ def stack(tasks: Sequence[Task]) -> Task:
                 f"validation rows are {given}, not {expected}"
             )
     most = max(task.train_y.shape[1] for task in tasks)
+    test_x, test_y = zip(*(task.held_out.sealed() for task in tasks), strict=True)
     return Task(
         names=tuple(name for task in tasks for name in task.names),
         train_x=torch.cat([_padded(task.train_x, most) for task in tasks]),
@@ -312,7 +304,7 @@ def stack(tasks: Sequence[Task]) -> Task:
         num_rows=torch.cat([task.num_rows for task in tasks]),
         validation_x=torch.cat([task.validation_x for task in tasks]),
         validation_y=torch.cat([task.validation_y for task in tasks]),
-        held_out=HeldOut.stack([task.held_out for task in tasks]),
+        held_out=HeldOut(torch.cat(test_x), torch.cat(test_y)),
         num_classes=first.num_classes,
     )
 

@@ -23,35 +23,20 @@ from esper.kernels.gae import GaeInputs, check_step_counts
 
 
 def gae(inputs: GaeInputs) -> tuple[Tensor, Tensor]:
-    rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda = (
-        inputs
-    )
+    rewards, values, terminated, truncated, bootstraps, counts, gamma, gae_lambda = inputs
     # every tensor keeps a name until the call returns: an address alone does not keep it alive
-    rewards, values = rewards.contiguous(), values.contiguous()
+    rewards, values, bootstraps = rewards.contiguous(), values.contiguous(), bootstraps.contiguous()
     terminated, truncated = terminated.contiguous(), truncated.contiguous()
-    bootstrap_values = bootstrap_values.contiguous()
-    if step_counts is not None:
-        step_counts = step_counts.contiguous()
+    counts = None if counts is None else counts.contiguous()
     num_envs, num_steps = rewards.shape
-    advantages = torch.empty_like(rewards)
-    returns = torch.empty_like(rewards)
+    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     counts_are_valid = _compiled(rewards.dtype)(
-        rewards.data_ptr(),
-        values.data_ptr(),
-        terminated.data_ptr(),
-        truncated.data_ptr(),
-        bootstrap_values.data_ptr(),
-        None if step_counts is None else step_counts.data_ptr(),
-        step_counts is not None,
-        advantages.data_ptr(),
-        returns.data_ptr(),
-        num_envs,
-        num_steps,
-        gamma,
-        gamma * gae_lambda,
-    )
-    if step_counts is not None and not counts_are_valid:
-        check_step_counts(step_counts, num_steps)
+        rewards.data_ptr(), values.data_ptr(), terminated.data_ptr(), truncated.data_ptr(),
+        bootstraps.data_ptr(), None if counts is None else counts.data_ptr(), counts is not None,
+        advantages.data_ptr(), returns.data_ptr(), num_envs, num_steps, gamma, gamma * gae_lambda,
+    )  # fmt: skip
+    if counts is not None and not counts_are_valid:
+        check_step_counts(counts, num_steps)
     return advantages, returns
 
 

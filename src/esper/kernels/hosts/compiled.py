@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,6 @@ from esper.kasmina.lifecycle import SlotStates
 from esper.kernels.hosts.layer_table import Kind, Row, as_table, program_rows, program_tables
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched import TrainingSetup
-from esper.tolaria.optimizers import AdamW
 
 
 class CompiledSteps:
@@ -30,7 +30,7 @@ class CompiledSteps:
 
         self._setup, self._compiled = setup, numba_hosts
         self._tables = numba_hosts.Tables(**_tables(setup))
-        self._optimizer = numba_hosts.OptimizerNumbers(*optimizer_numbers(setup.optimizer))
+        self._optimizer = astuple(setup.optimizer)
         table, feed = setup.parameter_table, setup.feed
         weights = (table.params, table.grads, table.all_moments, table.steps, setup.learning_rates)
         self._weights = numba_hosts.Weights(*(tensor.numpy() for tensor in weights))
@@ -131,17 +131,12 @@ def _room(row: Row) -> int:
     """Workspace that a layer needs for one example, forward and backward."""
     height, width = row.height + 2 * row.kernel_height, row.width + 2 * row.kernel_width
     padded = row.channels * height * (width + row.stride)
-    attention = 6 * row.num_outputs + row.width * row.width + row.width
-    between = {Kind.ATTENTION: attention, Kind.NORM: row.num_inputs + 3}.get(row.kind, 0)
+    scores = row.width * (row.width + 1)
+    between = {Kind.ATTEND: scores, Kind.NORM: row.num_inputs + 3}.get(row.kind, 0)
     return 2 * row.num_inputs + row.num_outputs + 2 * padded + between
 
 
 def _widest(rows: list[Row]) -> int:
     """The most rows that a layer works on at a time, as a multiple of eight."""
-    most = max(max(row.num_taps, 3 * row.out_channels, row.width) for row in rows)
+    most = max(max(row.num_taps, row.out_channels) for row in rows)
     return (most + 7) // 8 * 8
-
-
-def optimizer_numbers(optimizer: AdamW) -> tuple[float, float, float, float]:
-    """The fields of `numba_hosts.OptimizerNumbers`."""
-    return (*optimizer.betas, optimizer.epsilon, optimizer.weight_decay)

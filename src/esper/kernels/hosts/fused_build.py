@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from esper.kasmina.layers import NORM_EPSILON
-from esper.kernels.hosts.fused_plan import MOST_CHANNELS
 from esper.kernels.hosts.layer_table import Kind
 from esper.leyline.constants import BlendStyle
 from esper.leyline.files import atomic_write
 
 THREADS = 512  # of a block
 NUM_PARTS = 2  # sums of a gradient that warps make side by side
+MOST_CHANNELS = 16  # that a task takes
 _PARTS = ("threads", "conv", "layers", "hosts")  # of the source, in this order
 _REALS = {torch.float32: "float", torch.float64: "double"}
 

@@ -2,7 +2,7 @@
 //
 // Hosts do not depend on one another, so a block takes its host through all its minibatches
 // before the next one. What a host runs, and where its activations lie, is read from tables that
-// are the same for all hosts of a population (see `fused_plan`).
+// are the same for all hosts of a population (see `Plan` in fused.py).
 //
 // Parity test: tests/tolaria/test_fused.py.
 

@@ -77,7 +77,7 @@ struct alignas(16) Four {
   real v[4];
 };
 
-// One layer as the table has it; see `fused_plan.Row`.
+// One layer as the table has it; see `layer_table.Row`.
 struct Row {
   int kind, channels, height, width, out_channels, out_height, out_width;
   int kernel_height, kernel_width, stride, pad_height, pad_width;

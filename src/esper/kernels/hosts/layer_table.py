@@ -1,19 +1,31 @@
 """Layers as rows of numbers, for kernels that read a host's layers from a table.
 
 A series is stored as an image of height 1, a vector as an image of one pixel, so that one row
-format describes all layers. Tested through the kernels: `tests/tolaria/test_steps.py`.
+format describes all layers. Attention becomes three rows (code, projection, attending). Mixing
+positions is a convolution whose channels are the positions. Tested through the kernels:
+`tests/tolaria/test_steps.py`.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from enum import IntEnum
 
 import numpy as np
 
 from esper.kasmina import layers
-from esper.kasmina.layers import Conv, Flatten, Layer, Program, Shape
+from esper.kasmina.layers import (
+    Attention,
+    Conv,
+    Flatten,
+    Layer,
+    MixPositions,
+    Program,
+    Relu,
+    Shape,
+)
 from esper.tolaria.batched import TrainingSetup
+from esper.tolaria.parameter_table import seed_programs
 
 
 class Kind(IntEnum):
@@ -21,10 +33,8 @@ class Kind(IntEnum):
     DEPTHWISE = 1
     NORM = 2
     RELU = 3
-    CODE = 4  # this and the next: parts of an attention in the fused kernel
+    CODE = 4  # this and the next: parts of an attention
     ATTEND = 5
-    MIX_POSITIONS = 6
-    ATTENTION = 7
 
 
 _KINDS: dict[type[Layer], Kind] = {
@@ -32,17 +42,15 @@ _KINDS: dict[type[Layer], Kind] = {
     layers.Linear: Kind.CONV,
     layers.Norm: Kind.NORM,
     layers.Relu: Kind.RELU,
-    layers.MixPositions: Kind.MIX_POSITIONS,
-    layers.Attention: Kind.ATTENTION,
+    layers.MixPositions: Kind.CONV,
+    layers.Attention: Kind.CODE,
 }
+_CAN_RECTIFY = (Kind.CONV, Kind.DEPTHWISE, Kind.NORM)
 
 
 @dataclass
 class Row:
-    """One layer, field by field what the fused kernel's struct of this name is.
-
-    The numba kernels read the first twelve fields and `params`.
-    """
+    """One layer, field by field what the fused kernel's struct of this name is."""
 
     kind: Kind
     channels: int
@@ -90,47 +98,64 @@ def program_tables(setup: TrainingSetup) -> tuple[list[Program], dict[str, np.nd
     The tables are described in `numba_hosts.Tables`.
     """
     host, layout = setup.host, setup.parameter_table.layout
-    programs, seed_programs = list(host.programs), np.full((host.num_slots, len(setup.menu)), -1)
-    for slot, site in enumerate(host.sites):
-        for number, entry in enumerate(setup.menu):
-            if entry.fits(site):
-                seed_programs[slot, number] = len(programs)
-                programs.append(entry.program(site))
+    programs, numbers = list(host.programs), np.full((host.num_slots, len(setup.menu)), -1)
+    for slot, choices in enumerate(seed_programs(host.sites, setup.menu)):
+        for number, program in enumerate(choices):
+            if program is not None:
+                numbers[slot, number] = len(programs)
+                programs.append(program)
     sizes = np.array([program.num_params for program in programs])
     return programs, {
         "host_starts": np.cumsum([0, *sizes[: host.num_slots]]),
-        "seed_programs": seed_programs,
-        "seed_sizes": np.where(seed_programs >= 0, sizes[seed_programs], 0),
+        "seed_programs": numbers,
+        "seed_sizes": np.where(numbers >= 0, sizes[numbers], 0),
         "widens": np.array([program.widens for program in programs]),
         "part_starts": np.array([*layout.starts, layout.num_columns]),
     }
 
 
 def program_rows(program: Program) -> list[Row]:
-    """A program's layers; Flatten has no row: it changes nothing in memory."""
-    rows, params = [], 0
+    """A program's layers, with a ReLU as part of the layer before it where that is possible.
+
+    Flatten has no row: it changes nothing in memory.
+    """
+    rows, params = list[Row](), 0
     for layer, shape, specs in zip(
         program.layers, program.shapes, program.parameters, strict=False
     ):
-        if not isinstance(layer, Flatten):
-            rows.append(_layer_row(layer, shape, params))
+        if isinstance(layer, Relu) and rows and rows[-1].kind in _CAN_RECTIFY:
+            rows[-1].rectifies = 1
+        elif not isinstance(layer, Flatten):
+            rows += _layer_rows(layer, shape, params)
         params += sum(math.prod(spec.shape) for spec in specs)
     return rows
 
 
-def _layer_row(layer: Layer, shape: Shape, params: int) -> Row:
+def _layer_rows(layer: Layer, shape: Shape, params: int) -> list[Row]:
     if type(layer) not in _KINDS:
         raise ValueError(f"no compiled kernel for {layer}")
     image, output = _as_image(shape), _as_image(layer.output_shape(shape))
     row = Row(_KINDS[type(layer)], *image, *output)
-    row.channel_step, row.out_channel_step = math.prod(image[1:]), math.prod(output[1:])
     row.params = params
+    row.channel_step, row.out_channel_step = math.prod(image[1:]), math.prod(output[1:])
+    channels, length = row.channels, row.width
     if isinstance(layer, Conv):
         row.kind = Kind.DEPTHWISE if layer.depthwise else Kind.CONV
         row.kernel_width, row.pad_width, row.stride = layer.kernel, layer.pad, layer.stride
         if len(shape) == 3:
             row.kernel_height, row.pad_height = layer.kernel, layer.pad
-    return row
+    elif isinstance(layer, MixPositions):
+        row.channels = row.out_channels = row.position_step = length
+        row.width = row.out_width = channels
+        row.channel_step = row.out_channel_step = 1
+    elif isinstance(layer, Attention):
+        projected, weights = 3 * row.out_channels, params + channels * length
+        return [
+            replace(row, out_channels=channels),
+            replace(row, kind=Kind.CONV, out_channels=projected, params=weights),
+            replace(row, kind=Kind.ATTEND, channels=projected),
+        ]
+    return [row]
 
 
 def _as_image(shape: Shape) -> list[int]:

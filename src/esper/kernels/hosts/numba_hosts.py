@@ -9,8 +9,6 @@ Parity test: `tests/tolaria/test_steps.py`, against `tolaria/batched.py`.
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +18,8 @@ from esper.kernels.hosts.layer_table import Kind
 from esper.kernels.numba_entry_points import entry_point
 from esper.leyline.constants import BlendStyle
 
-CONV, DEPTHWISE, NORM = int(Kind.CONV), int(Kind.DEPTHWISE), int(Kind.NORM)
-RELU, MIX_POSITIONS = int(Kind.RELU), int(Kind.MIX_POSITIONS)
-KIND, PARAMS, WIDTH = layers.KIND, layers.PARAMS, layers.WIDTH
+CONV, DEPTHWISE, NORM, RELU, CODE, ATTEND = map(int, Kind)
+KIND, PARAMS, WIDTH, RECTIFIES = layers.KIND, layers.PARAMS, layers.WIDTH, layers.RECTIFIES
 compiled, inlined, copy, fill = layers.compiled, layers.inlined, layers.copy, layers.fill
 # as arguments; numba compiles a function again for each literal that it is called with
 ZERO, YES, NO = np.int64(0), np.bool_(True), np.bool_(False)
@@ -70,13 +67,6 @@ class Data(NamedTuple):
     first_row: np.ndarray  # [P]
 
 
-class OptimizerNumbers(NamedTuple):
-    beta_mean: float
-    beta_square: float
-    epsilon: float
-    weight_decay: float
-
-
 class Workspace(NamedTuple):
     ws: np.ndarray  # all activations and their gradients; whatever was in it before
     tape: np.ndarray  # [layers run, 3]: where input, output and what was saved lie
@@ -89,8 +79,8 @@ class Workspace(NamedTuple):
 X, SEED, AUX, SEGMENT_END, SEED_END = range(5)
 
 
-@inlined
-def _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer):
+@entry_point()
+def train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer):
     """Train hosts `first` to `last - 1` on minibatch rows `[M, P, batch]`; losses `[M, P]`."""
     batch = rows.shape[2]
     n = (batch + 7) // 8 * 8
@@ -117,8 +107,8 @@ def _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses
             _update_parts(tables, weights, p, slots.blueprint[p], optimizer)
 
 
-@inlined
-def _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out):
+@entry_point()
+def logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out):
     """Logits `[P, classes, copies, batch]` on inputs `[P, features, batch]`.
 
     Copy 0 has all seeds on; copy 1 + k has those in slot `ablated[k]` off.
@@ -200,9 +190,9 @@ def _copy_behind(tables, blueprint, behind, shadow, g):
 def _update_parts(tables, weights, p, blueprint, optimizer):
     """The host and each of its seeds take a step of AdamW."""
     real, rate = weights.params.dtype.type, weights.rates[p]
-    shrink = real(1 - rate * optimizer.weight_decay)
-    keep, small = real(optimizer.beta_square), real(optimizer.epsilon)
-    a, b = real(1 - optimizer.beta_mean), real(1 - optimizer.beta_square)
+    _, (beta_mean, beta_square), epsilon, weight_decay = optimizer
+    shrink, keep, small = real(1 - rate * weight_decay), real(beta_square), real(epsilon)
+    a, b = real(1 - beta_mean), real(1 - beta_square)
     for part in range(1 + len(blueprint)):
         start, end = tables.part_starts[part], tables.part_starts[part + 1]
         if part > 0:
@@ -213,8 +203,8 @@ def _update_parts(tables, weights, p, blueprint, optimizer):
         step = weights.steps[p, part]
         mean, square = weights.moments[0, p, start:end], weights.moments[1, p, start:end]
         w, g = weights.params[p, start:end], weights.grads[p, start:end]
-        scale = real(rate / (1 - optimizer.beta_mean**step))
-        inverse = real(1 / np.sqrt(1 - optimizer.beta_square**step))
+        scale = real(rate / (1 - beta_mean**step))
+        inverse = real(1 / np.sqrt(1 - beta_square**step))
         for i in range(w.size):
             mean[i] += a * (g[i] - mean[i])
             square[i] = keep * square[i] + b * g[i] * g[i]
@@ -315,18 +305,10 @@ def _run_forward(tables, program, w, base, x, added, top, t, n, work):
     for number in range(tables.lengths[program]):
         row = tables.programs[program, number]
         at = base + row[PARAMS]
-        inputs = layers.num_inputs(row) * n
         outputs = layers.num_outputs(row) * n
         y, saved = top, top + outputs
-        if row[KIND] == RELU:
-            if number > 0:
-                y = x  # in place: no layer needs its output as it was before
-            else:
-                top = _grown(ws, top, outputs)
-                copy(ws[x : x + inputs], ws[y : y + outputs])
-            layers.relu_forward(ws[y : y + outputs])
-        elif row[KIND] == CONV or row[KIND] == DEPTHWISE:
-            top = _grown(ws, top, outputs)
+        top = _grown(ws, top, outputs)
+        if row[KIND] == CONV or row[KIND] == DEPTHWISE:
             saved = x
             if layers.has_border(row):
                 saved = top
@@ -337,16 +319,19 @@ def _run_forward(tables, program, w, base, x, added, top, t, n, work):
             else:
                 layers.depthwise_forward(row, ws, w, at, saved, y, xs, ys, n)
         elif row[KIND] == NORM:
-            top = _grown(ws, top, 2 * outputs + 3 * n)
+            top = _grown(ws, top, outputs + 3 * n)
             layers.norm_forward(row, ws, w, at, x, y, saved, saved + outputs, n)
-        elif row[KIND] == MIX_POSITIONS:
-            top = _grown(ws, top, outputs)
-            layers.mix_forward(row, ws, w, at, x, y, xs, ys, n)
+        elif row[KIND] == CODE:
+            layers.code_forward(row, ws, w, at, x, y, n)
+        elif row[KIND] == ATTEND:
+            top = _grown(ws, top, row[WIDTH] * row[WIDTH] * n)
+            layers.attend_forward(row, ws, x, y, saved, n)
         else:
-            top = _grown(ws, top, inputs + 4 * outputs + row[WIDTH] * row[WIDTH] * n)
-            layers.attention_forward(row, ws, w, at, x, y, saved, xs, ys, n)
+            copy(ws[x : x + outputs], ws[y : y + outputs])
         if number == 0 and added >= 0:
             _add(ws[y : y + outputs], ws[added : added + outputs])
+        if row[RECTIFIES] or row[KIND] == RELU:
+            layers.relu_forward(ws[y : y + outputs])
         tape[t, 0], tape[t, 1], tape[t, 2] = x, y, saved
         x, t = y, t + 1
     return x, top, t
@@ -365,9 +350,10 @@ def _run_backward(tables, program, w, g, base, grad, top, t, needs_input_grad, n
         inputs = layers.num_inputs(row) * n
         outputs = layers.num_outputs(row) * n
         grad_x, first = top, grad
+        if row[RECTIFIES] or row[KIND] == RELU:
+            layers.relu_backward(ws[y : y + outputs], ws[grad : grad + outputs])
         if row[KIND] == RELU:
             grad_x = grad
-            layers.relu_backward(ws[y : y + outputs], ws[grad : grad + outputs])
         elif row[KIND] == CONV:
             wanted = needs_input_grad or number > 0
             padded = top
@@ -388,13 +374,12 @@ def _run_backward(tables, program, w, g, base, grad, top, t, needs_input_grad, n
         elif row[KIND] == NORM:
             top = _grown(ws, top, inputs)
             layers.norm_backward(row, ws, w, g, at, saved, saved + outputs, grad, grad_x, n)
-        elif row[KIND] == MIX_POSITIONS:
-            top = _grown(ws, top, inputs)
-            layers.mix_backward(row, ws, w, g, at, x, grad, grad_x, xs, ys, n)
-        else:
-            scratch = top + inputs
-            top = _grown(ws, top, inputs + 3 * outputs + row[WIDTH] * n)
-            layers.attention_backward(row, ws, w, g, at, saved, grad, grad_x, scratch, xs, ys, n)
+        elif row[KIND] == ATTEND:
+            top = _grown(ws, top, inputs + row[WIDTH] * n)
+            layers.attend_backward(row, ws, x, saved, grad, grad_x, n)
+        else:  # a code
+            layers.code_backward(row, ws, g, at, grad, n)
+            grad_x = grad
         grad = grad_x
     return grad, first, top
 
@@ -471,27 +456,3 @@ def _cross_entropy(ws, logits, labels, ids, n, classes, top):
         ws[grad + label * n + b] -= 1 / batch
         loss += np.log(total) + highest - ws[logits + label * n + b]
     return loss / batch, grad, top
-
-
-def _entry_points(source_of_layers: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The two functions that are called from Python, kept compiled on disk.
-
-    numba recompiles a cached function when its own file has changed. The layers' source text is
-    named in the functions, so that it is part of the cache key too.
-    """
-
-    @entry_point()
-    def train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer):
-        source_of_layers  # noqa: B018
-        _train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer)
-
-    @entry_point()
-    def logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out):
-        source_of_layers  # noqa: B018
-        _logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out)
-
-    return train_hosts, logits_of_hosts
-
-
-_FILES = [Path(__file__).with_name(f"numba_{name}.py") for name in ("layers", "rows")]
-train_hosts, logits_of_hosts = _entry_points("".join(map(Path.read_text, _FILES)))

@@ -187,15 +187,9 @@ def step(
         return core, h, c
     gates = _linear(core, cell[0], cell_bias)
     _add_product(gates, h, cell[1])
-    hidden, next_h, next_c = h.shape[1], np.empty_like(h), np.empty_like(c)
-    for n in range(h.shape[0]):
-        gate = gates[n]
-        _squash(gate, hidden)
-        for k in range(hidden):
-            next_c[n, k] = gate[hidden + k] * c[n, k] + gate[k] * gate[2 * hidden + k]
-            next_h[n, k] = gate[3 * hidden + k] * _tanh(next_c[n, k])
-            core[n, k] += next_h[n, k]
-    return core, next_h, next_c
+    num_envs, hs, cs = len(h), np.concatenate((h, h)), np.concatenate((c, c))  # now, and next
+    _forward_rows(0, num_envs, num_envs, gates, hs, cs, np.empty_like(c), np.empty_like(h))
+    return core + hs[num_envs:], hs[num_envs:], cs[num_envs:]
 
 
 @_entry_point
