@@ -125,7 +125,7 @@ def test_rewards_sum_to_the_score_of_the_committed_network():
         host_batch.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
     )
     torch.testing.assert_close(rewards.sum(dim=1), expected - HOST_ACCURACY)
-    torch.testing.assert_close(trainer.envs.reward.scores, expected)
+    torch.testing.assert_close(trainer.envs.scores, expected)
     assert trainer.buffer.fields["terminated"].sum(dim=1).tolist() == [1] * 16
     assert trainer.buffer.fields["terminated"][:, -1].all()
 
@@ -161,13 +161,13 @@ def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
 
 def test_an_env_is_compared_with_all_of_its_siblings_episode_even_if_its_own_ends_early():
     trainer, own_rewards = make_trainer(4, BreaksAtStep(4, siblings=2)), []
-    of = trainer.envs.reward.of
+    of = trainer.envs._rewards
 
     def remembered(*step):
         own_rewards.append(of(*step))
         return own_rewards[-1]
 
-    trainer.envs.reward.of = remembered
+    trainer.envs._rewards = remembered
     trainer.collect()
     own = torch.stack(own_rewards, 1)  # [N, T], on after the end of env 1
     learned_from = trainer.buffer.fields["rewards"]
@@ -193,7 +193,7 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     )  # fmt: skip
     used = environment._compute > 0
     assert used.any()
-    assert (trainer.envs.reward.scores[used] < uncharged[used]).all()
+    assert (trainer.envs.scores[used] < uncharged[used]).all()
 
 
 class Truncating(GrowthEnvironment):

@@ -21,8 +21,7 @@ from esper.leyline.plain_config import from_plain, to_plain
 from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.records import RoundRecord
 from esper.simic.agent.ppo import PPOAgent
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.distribution import training_hosts, with_checksum
+from esper.simic.training.config import TrainConfig, training_hosts, with_checksum
 from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.learned import LearnedController

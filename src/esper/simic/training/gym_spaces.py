@@ -10,7 +10,7 @@ Dict and Tuple spaces are flattened to their entries, as `gymnasium.spaces.utils
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -251,12 +251,13 @@ class GymSpaces:
         for head in self.action_space:
             if not head.given:
                 continue
-            named = dict.fromkeys(axis for name in head.given for axis in axes[name])
-            number = {axis: 1 + i for i, axis in enumerate(named)}  # axis 0: the envs
-            earlier = [(legal[name], [0, *map(number.get, axes[name])]) for name in head.given]
-            # [N, *given sizes]: choices that legal ones lead to. Sums of bools are "or".
-            after = [0, *map(number.get, head.given)]
-            is_reached = np.einsum(*chain.from_iterable(earlier), after)
+            earlier = dict.fromkeys(axis for name in head.given for axis in axes[name])
+            letters = dict(zip(earlier, ascii_lowercase, strict=False))
+            named = ["N" + "".join(map(letters.__getitem__, axes[name])) for name in head.given]
+            given = "N" + "".join(map(letters.__getitem__, head.given))
+            # [N, *given sizes]: what legal choices lead to; sums of bools are "or"
+            masks = (legal[name] for name in head.given)
+            is_reached = np.einsum(f"{','.join(named)}->{given}", *masks)
             legal[head.name] = arrays[head.name] & is_reached[..., None]
             if head.continuous or head.optional:
                 continue
