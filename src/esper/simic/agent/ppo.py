@@ -124,7 +124,10 @@ class PPOAgent:
         self.optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=1e-5, fused=True)
         self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
         self.failed_updates = 0
-        self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
+        weights = torch.ones(policy.action_space.num_heads, device=self.device)
+        for head, weight in self.config.head_entropy_weights.items():
+            weights[policy.action_space.index(head)] = weight
+        self._entropy_weights = weights
         self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
         self._has_warned = False  # of ratios that are not 1
         # a graph cannot hold what a user's encoder or another rank does
@@ -299,7 +302,7 @@ class PPOAgent:
             summed = self.ranks.sum(torch.stack([counts.to(decided), decided]))
             shares = (counts / summed[0].cpu().clamp(min=1.0)).tolist()
             totals = map(Totals, shares, summed[1])
-        return map(_Minibatch, parts.layouts, steps, map(RolloutRows._make, rows), totals)
+        return zip(parts.layouts, steps, map(RolloutRows._make, rows), totals, strict=True)
 
     def _check_first_ratios(self, error: float) -> None:
         if error > FIRST_RATIO_TOLERANCE and not self._has_warned:
@@ -380,11 +383,7 @@ class RolloutRows(NamedTuple):
     returns: Tensor  # [R], normalised
 
 
-class _Minibatch(NamedTuple):
-    layout: SequenceLayout
-    steps: StoredSteps
-    rows: RolloutRows
-    totals: Totals | None  # None with one rank
+_Minibatch = tuple[SequenceLayout, StoredSteps, RolloutRows, Totals | None]  # None: one rank
 
 
 def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
@@ -441,12 +440,6 @@ def _metric_names(action_space: FactoredActionSpace) -> list[str]:
     of_heads = [f"{kind}/{name}" for kind in kinds for name in action_space.names]
     first = ["loss", "policy_loss", "kl", "clip_fraction"]
     return [*first, "value_loss", "decided_fraction", *of_heads]
-
-
-def _entropy_weights(action_space: FactoredActionSpace, config: PPOConfig) -> Tensor:
-    for name in config.head_entropy_weights:
-        action_space.index(name)  # raises for a name that is not a head
-    return torch.tensor([config.head_entropy_weights.get(n, 1.0) for n in action_space.names])
 
 
 class _Meter:

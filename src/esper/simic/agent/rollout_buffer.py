@@ -30,6 +30,7 @@ from esper.leyline.sequences import SequenceLayout
 from esper.simic.agent.gae import compute_gae
 
 ADVANTAGE_STD_FLOOR = 1e-8
+_DERIVED = ("advantages", "returns")
 PROBLEMS_SHOWN = 5  # bad values that one error message lists
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -175,7 +176,7 @@ class _Field:
         self._name = name
 
     def __get__(self, buffer: "TamiyoRolloutBuffer", owner: type) -> Tensor:
-        if self._name in ("advantages", "returns"):
+        if self._name in _DERIVED:
             buffer._require_advantages()
         return buffer._fields[self._name]
 
@@ -219,17 +220,11 @@ class TamiyoRolloutBuffer:
 
         hidden = (lstm_layers, lstm_hidden_dim)
         self._step_fields = _step_fields(action_space, state_dim, hidden)
+        stored = [*self._step_fields, *(_StepField("", name, torch.float32) for name in _DERIVED)]
         rows = (num_envs, max_steps_per_env)
-        shapes = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_fields} | {
-            "advantages": (torch.float32, rows),
-            "returns": (torch.float32, rows),
-            "valid_mask": (torch.bool, rows),
-            "initial_hidden_h": (torch.float32, (num_envs, *hidden)),
-            "initial_hidden_c": (torch.float32, (num_envs, *hidden)),
-        }
         self._fields = {
-            name: torch.zeros(shape, dtype=dtype, device=self.device)
-            for name, (dtype, shape) in shapes.items()
+            field.name: torch.zeros(*rows, *field.shape, dtype=field.dtype, device=self.device)
+            for field in stored
         }
         self._rows = {s.name: self._fields[s.name].flatten(0, 1) for s in self._step_fields}
         self._columns: dict[int, list[Tensor]] = {}  # views of one step of every env, by step
@@ -245,7 +240,7 @@ class TamiyoRolloutBuffer:
 
     @property
     def fields(self) -> Mapping[str, Tensor]:
-        """Every field by name, `[N, T, ...]` or `[N, ...]`: the storage itself, not a copy."""
+        """Every field by name, `[N, T, ...]`: the storage itself, not a copy."""
         return MappingProxyType(self._fields)
 
     @property
@@ -379,12 +374,13 @@ class TamiyoRolloutBuffer:
         valid until `reset()`. Of the hidden states, only the first of each env is included.
         """
         self._require_advantages()
-        field = self._fields
-        field["valid_mask"].copy_(self.valid_mask)
-        field["initial_hidden_h"].copy_(self.hidden_h[:, 0])
-        field["initial_hidden_c"].copy_(self.hidden_c[:, 0])
-        learned_from = {n: v for n, v in field.items() if n not in ("hidden_h", "hidden_c")}
-        return RolloutBatch(**learned_from).to(self.device if device is None else device)
+        batch = RolloutBatch(
+            **{n: v for n, v in self._fields.items() if n not in ("hidden_h", "hidden_c")},
+            valid_mask=self.valid_mask,
+            initial_hidden_h=self.hidden_h[:, 0],
+            initial_hidden_c=self.hidden_c[:, 0],
+        )
+        return batch.to(self.device if device is None else device)
 
     @_not_compiled
     def sequence_layout(self) -> SequenceLayout:
