@@ -71,7 +71,7 @@ def test_a_run_on_colour_images_with_augmentation_resumes_bit_exact(colour, tmp_
     half.save(tmp_path / "checkpoint.pt")
     resumed = GrowthTraining.resume(tmp_path / "checkpoint.pt")
     resumed.run()
-    assert torch.equal(resumed.envs.episodes().accuracy, whole.envs.episodes().accuracy)
+    assert torch.equal(resumed.envs.episodes.accuracy, whole.envs.episodes.accuracy)
     for name, weight in whole.agent.policy.state_dict().items():
         assert torch.equal(weight, resumed.agent.policy.state_dict()[name]), name
 
@@ -82,7 +82,7 @@ def test_augmentation_changes_what_hosts_learn(colour):
     )
     for training in (with_it, without):
         training.trainer.collect(deterministic=True)
-    accuracies = [training.envs.episodes().accuracy for training in (with_it, without)]
+    accuracies = [training.envs.episodes.accuracy for training in (with_it, without)]
     assert not torch.equal(*accuracies)
 
 

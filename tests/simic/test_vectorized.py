@@ -36,7 +36,7 @@ def trainer_on(environment, policy, ppo, rng_seed=0):
 def play(trainer):
     """One round with the most likely actions."""
     trainer.collect(deterministic=True)
-    return trainer.envs.episodes()
+    return trainer.envs.episodes
 
 
 def test_the_oracle_environment_is_learned():
@@ -120,7 +120,7 @@ def test_rewards_sum_to_the_score_of_the_committed_network():
     trainer.collect()
     environment, rewards = trainer.envs.environment, trainer.buffer.fields["rewards"]
     host_batch, committed = environment.host_batch, committed_params(environment)
-    rent = trainer.envs.episodes().rent
+    rent = trainer.envs.episodes.rent
     expected = growth_score(
         host_batch.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
     )
@@ -149,7 +149,7 @@ class BreaksAtStep(SyntheticHosts):
 def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
     trainer = make_trainer(4, BreaksAtStep(4))
     trainer.collect()
-    scores = trainer.envs.episodes().scores
+    scores = trainer.envs.episodes.scores
     assert scores.isnan().tolist() == [False, True, False, False]
     assert trainer.buffer.step_counts.tolist() == [25, 3, 25, 25]
     torch.testing.assert_close(

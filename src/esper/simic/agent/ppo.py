@@ -130,6 +130,7 @@ class PPOAgent:
         self._entropy_weights = weights
         self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
         self._has_warned = False  # of ratios that are not 1
+        self._metrics = [*_metric_names(policy.action_space), "gradient_norm"]  # of a minibatch
         # a graph cannot hold what a user's encoder or another rank does
         can_capture = self.device.type == "cuda" and ranks.size == 1 and not policy.heads.is_custom
         self.captured = Captured(self._gradients, self._parameters) if can_capture else None
@@ -193,9 +194,8 @@ class PPOAgent:
         self._rescale_values(returns)
         scaled = self.value_normalizer.normalize(batch.returns.unsqueeze(-1)).squeeze(-1)
         batch = replace(batch, returns=scaled)
-        meter = _Meter(_metric_names(self.policy.action_space))
         try:
-            epochs_run, is_finite = self._run_epochs(batch, layout, meter, generator, share)
+            passes, first_error, is_finite = self._run_epochs(batch, layout, generator, share)
             self.policy.raise_on_bad_values()
         except ValueError:  # the rollout has illegal actions: nothing may be learned from it
             self.load_state_dict(before)
@@ -206,7 +206,7 @@ class PPOAgent:
                 self.policy.heads.update_scales(layout.gather(batch.states), ranks)
         else:
             self._undo(before)
-        first_ratio_error = max(ranks.gather(float(meter.first_ratio_error)))
+        first_ratio_error = max(ranks.gather(float(first_error)))
         if is_finite:
             self._check_first_ratios(first_ratio_error)
         errors = returns - layout.gather(batch.values)
@@ -215,46 +215,54 @@ class PPOAgent:
         explained = torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
         scalars = torch.stack([advantage.mean, advantage.std, means[0], explained]).tolist()
         names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
-        return meter.means() | {
+        return {
+            **dict(zip(self._metrics, torch.cat(passes).mean(dim=0).tolist(), strict=True)),
             **dict(zip(names, scalars, strict=True)),
             "first_ratio_error": first_ratio_error,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "ppo_epochs_run": float(epochs_run),
+            "ppo_epochs_run": float(len(passes)),
             "rows": float(ranks.sums(layout.num_rows)[0]),
             "update_undone": float(not is_finite),
         }
 
     def _run_epochs(
-        self,
-        rollout: RolloutBatch,
-        layout: SequenceLayout,
-        meter: "_Meter",
-        generator: Rng,
-        share: EnvShare,
-    ) -> tuple[int, bool]:
-        """Train on the rollout; returns the passes made and whether all losses were finite."""
-        for ppo_epoch in range(self.config.ppo_epochs):
+        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng, share: EnvShare
+    ) -> tuple[list[Tensor], Tensor | float, bool]:
+        """Train on the rollout.
+
+        Returns the metrics `[minibatches, metrics]` of each pass, the largest |ratio - 1| of the
+        first minibatch, and whether all losses and gradients were finite.
+        """
+        passes: list[Tensor] = []
+        first_error: Tensor | float = 0.0
+        for _ in range(self.config.ppo_epochs):
+            measured_rows: list[Tensor] = []
             for minibatch in self._minibatches(rollout, layout, generator, share):
-                measured = self._backward(minibatch, meter)
+                measured, log_ratios = self._backward(minibatch)
+                # before the first optimiser step every ratio is 1, unless `act` and `score` differ
+                if not passes and not measured_rows and log_ratios is not None:
+                    first_error = log_ratios.sum(dim=-1).expm1().abs().max()
                 norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
                 # With found_inf 1 the fused step does not change the weights, and needs no
                 # synchronisation. They stay finite until the update is undone.
                 self.optimizer.found_inf = (~(norm < torch.inf)).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
-                meter.rows.append(torch.cat([measured, norm.unsqueeze(0)]))
-            kl, is_finite = meter.close_epoch()  # the only synchronisation of a pass
-            if not is_finite:
-                return ppo_epoch + 1, False
-            if self.config.target_kl is not None and kl > self.config.target_kl:
-                return ppo_epoch + 1, True
-        return self.config.ppo_epochs, True
+                measured_rows.append(torch.cat([measured, norm.unsqueeze(0)]))
+            passes.append(torch.stack(measured_rows))
+            named = dict(zip(self._metrics, passes[-1].unbind(dim=1), strict=True))
+            is_finite = torch.stack([named["loss"], named["gradient_norm"]]).isfinite().all()
+            # the only synchronisation of a pass
+            kl, all_finite = torch.stack([named["kl"].mean(), is_finite]).tolist()
+            if not all_finite or (self.config.target_kl is not None and kl > self.config.target_kl):
+                break
+        return passes, first_error, bool(all_finite)
 
-    def _backward(self, minibatch: "_Minibatch", meter: "_Meter") -> Tensor:
-        """Gradients of a minibatch on all ranks; returns its metrics by `_metric_names`."""
+    def _backward(self, minibatch: "_Minibatch") -> tuple[Tensor, Tensor | None]:
+        """Gradients of a minibatch on all ranks; returns its metrics and this rank's log-ratios."""
         layout, steps, rows, totals = minibatch
         for parameter in self._parameters:
             parameter.grad = None
-        measured = torch.zeros(len(meter.names) - 1, device=self.device)
+        measured, log_ratios = torch.zeros(len(self._metrics) - 1, device=self.device), None
         if layout.num_rows:
             inputs = (steps, rows, self._entropy_share * self._entropy_weights)
             if self.captured is not None:
@@ -262,13 +270,13 @@ class PPOAgent:
             else:
                 log_probs, measured = self._gradients(inputs, layout, totals)
             self.policy.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
-            meter.note_first(log_probs, rows)
+            log_ratios = log_probs - rows.log_probs
         if self.ranks.size > 1:
             for weight in self._parameters:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             gradients = [w.grad for w in self._parameters if w.grad is not None]
             self.ranks.sum_together([*gradients, measured])
-        return measured
+        return measured, log_ratios
 
     def _gradients(
         self,
@@ -440,32 +448,3 @@ def _metric_names(action_space: FactoredActionSpace) -> list[str]:
     of_heads = [f"{kind}/{name}" for kind in kinds for name in action_space.names]
     first = ["loss", "policy_loss", "kl", "clip_fraction"]
     return [*first, "value_loss", "decided_fraction", *of_heads]
-
-
-class _Meter:
-    """Collects the metrics of minibatches, with one synchronisation per pass."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = [*names, "gradient_norm"]
-        self.rows: list[Tensor] = []  # [metrics] of each minibatch
-        self._num_closed = 0  # minibatches of earlier passes
-        self.first_ratio_error: Tensor | float = 0.0
-
-    def note_first(self, log_probs: Tensor, rows: RolloutRows) -> None:
-        """Before the first optimiser step every ratio is 1, unless `act` and `score` differ."""
-        if not self.rows:
-            log_ratios = (log_probs - rows.log_probs).sum(dim=-1)
-            self.first_ratio_error = log_ratios.expm1().abs().max()
-
-    def close_epoch(self) -> tuple[float, bool]:
-        """End a pass; returns its mean KL and whether its losses and gradients were finite."""
-        rows = torch.stack(self.rows[self._num_closed :])
-        self._num_closed = len(self.rows)
-        loss, norm, kl = (rows[:, self.names.index(n)] for n in ("loss", "gradient_norm", "kl"))
-        is_finite = torch.stack([loss, norm]).isfinite().all()
-        mean_kl, is_finite = torch.stack([kl.mean(), is_finite]).tolist()
-        return mean_kl, bool(is_finite)
-
-    def means(self) -> dict[str, float]:
-        means = torch.stack(self.rows).mean(dim=0).tolist()
-        return dict(zip(self.names, means, strict=True))

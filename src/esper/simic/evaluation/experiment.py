@@ -34,7 +34,6 @@ from esper.tolaria.tasks import Task
 FORWARD_FLOPS = 2  # per multiply-add
 TRAINING_FLOPS = 3 * FORWARD_FLOPS  # the backward pass costs two forward passes
 
-MeasureTest = Callable[[PopulationBatch], Tensor]
 OnStep = Callable[[int, int], None]  # steps of `run` that are done, and all of them
 Rows = Literal["test", "validation"]
 
@@ -86,7 +85,8 @@ class PairedExperiment:
     host_batch: HostBatchConfig = HostBatchConfig()
     growth: GrowthConfig = GrowthConfig()
     optimizer: AdamW = AdamW()
-    measure_test: MeasureTest | None = None  # leave out in experiments that choose something
+    # leave out in experiments that choose something
+    measure_test: Callable[[PopulationBatch], Tensor] | None = None
     max_macs: float = 5e7
     """Multiply-adds of one row through all hosts that train in parallel; other arms train later."""
     ranks: Ranks = ALONE  # that the networks of every architecture are split over

@@ -30,6 +30,8 @@ class GrowthEnvs(TrainingEnvs):
     round: its steps are not real and are not stored.
     """
 
+    episodes: Episodes  # of the last round, on all ranks
+
     def __init__(
         self,
         environment: GrowthEnvironment,
@@ -54,9 +56,6 @@ class GrowthEnvs(TrainingEnvs):
         self._start_score = start_score
         self.clock = PhaseClock()
         self.round_over = True
-        # of each step: rolled back, accuracy, added parameters and those of a new seed, each [N]
-        self._trace: list[tuple[Tensor, ...]] = []
-        self._episodes: Episodes | None = None  # of the round, on all ranks
 
     def begin_round(self) -> Tensor:
         self.environment.reset()
@@ -67,7 +66,8 @@ class GrowthEnvs(TrainingEnvs):
         self._lengths = torch.zeros(self.num_envs, dtype=torch.int64)
         # siblings' rewards after the governor ended an episode: the env is compared with them too
         self._sibling_correction = torch.zeros(self.num_envs)
-        self._trace, self._episodes = [], None
+        # of each step: rolled back, accuracy, added parameters and those of a new seed, each [N]
+        self._trace: list[tuple[Tensor, ...]] = []
         self.rollback_reasons: list[str | None] = [None] * self.num_envs
         self._observe()
         return torch.ones(self.num_envs, dtype=torch.bool)
@@ -115,10 +115,15 @@ class GrowthEnvs(TrainingEnvs):
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
         """Give the rolled back their penalty, relative to the whole episode of their siblings."""
-        rolled_back = torch.stack([rolled_back for rolled_back, *_ in self._trace]).any(dim=0)
+        rollbacks, *rows = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
+        rolled_back, reports = rollbacks.any(dim=1), self.reports
         for env in rolled_back.nonzero().flatten().tolist():
             penalty = ROLLBACK_PENALTY - float(self._sibling_correction[env])
             buffer.mark_terminal_with_penalty(env, penalty)
+        scores = torch.where(rolled_back, torch.nan, self.scores)
+        facts = scores, reports.rent, reports.host_params, self._lengths, rolled_back
+        parts = self.ranks.gather((self.share.ids, Episodes(*facts, *rows)._asdict()))
+        self.episodes = Episodes(**self.share.join(parts))
 
     def _observe(self) -> None:
         self.reports = self.environment.observe()
@@ -131,22 +136,8 @@ class GrowthEnvs(TrainingEnvs):
             self.masks["op"][self._control_envs, LifecycleOp.WAIT + 1 :] = False
         self.clock.lap("masks")
 
-    # -- results ------------------------------------------------------------------------------
-
-    def episodes(self) -> Episodes:
-        """The episodes of the round that has ended, of all ranks."""
-        if self._episodes is None:
-            rollbacks, *rows = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
-            rolled_back, reports = rollbacks.any(dim=1), self.reports
-            scores = torch.where(rolled_back, torch.nan, self.scores)
-            facts = scores, reports.rent, reports.host_params, self._lengths, rolled_back
-            parts = self.ranks.gather((self.share.ids, Episodes(*facts, *rows)._asdict()))
-            self._episodes = Episodes(**self.share.join(parts))
-        return self._episodes
-
     def metrics(self, seconds: float) -> dict[str, float]:
-        episodes = self.episodes()
-        finished = ~episodes.rolled_back
+        episodes, finished = self.episodes, ~self.episodes.rolled_back
         last = (torch.arange(self.share.total), episodes.lengths - 1)
         growth = episodes.added_params[last] / episodes.host_params
         lead = {"episode/lead": self._lead(episodes)} if self.environment.siblings > 1 else {}

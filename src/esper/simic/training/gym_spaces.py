@@ -253,8 +253,10 @@ class GymSpaces:
                 continue
             earlier = dict.fromkeys(axis for name in head.given for axis in axes[name])
             letters = dict(zip(earlier, ascii_lowercase, strict=False))
-            named = ["N" + "".join(map(letters.__getitem__, axes[name])) for name in head.given]
-            given = "N" + "".join(map(letters.__getitem__, head.given))
+            *named, given = (
+                "N" + "".join(letters[axis] for axis in part)
+                for part in (*(axes[name] for name in head.given), head.given)
+            )
             # [N, *given sizes]: what legal choices lead to; sums of bools are "or"
             masks = (legal[name] for name in head.given)
             is_reached = np.einsum(f"{','.join(named)}->{given}", *masks)
@@ -377,17 +379,17 @@ def _match_heads(
     action: tuple[Entry, ...], heads: Iterable[Head] | None, space: "gymnasium.Space[Any]"
 ) -> tuple[FactoredActionSpace, tuple[int, ...]]:
     """The heads, and the head of each element of the action: by name, or else by order."""
-    entries: dict[str, Path] = {}  # by the name of a head
-    for entry in action:
-        for head in _default_heads(entry):
-            if (other := entries.setdefault(head.name, entry.path)) != entry.path:
-                raise ValueError(
-                    f"the entries {_name(other)} and {_name(entry.path)} of the action {space} both "
-                    f"give a head {head.name!r}; rename one of them"
-                )
-    if not entries:
+    defaults = [(head, entry.path) for entry in action for head in _default_heads(entry)]
+    if not defaults:
         raise ValueError(f"the action space {space} holds no choices and no numbers; add some")
-    expected = FactoredActionSpace(tuple(h for entry in action for h in _default_heads(entry)))
+    places: dict[str, Path] = {}
+    for head, path in defaults:
+        if (other := places.setdefault(head.name, path)) != path:
+            raise ValueError(
+                f"the entries {_name(other)} and {_name(path)} of the action {space} both give a "
+                f"head {head.name!r}; rename one of them"
+            )
+    expected = FactoredActionSpace(tuple(head for head, _ in defaults))
     if heads is None:
         return expected, tuple(range(expected.num_heads))
     heads = tuple(heads) if isinstance(heads, Iterable) else (heads,)
