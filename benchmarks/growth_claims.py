@@ -18,12 +18,13 @@ from esper.simic.evaluation.claims import (
     CLAIMS,
     HELPS,
     Claim,
+    Estimate,
     Verdict,
     correct_for_number,
+    estimate,
     judge,
 )
 from esper.simic.evaluation.experiment import PairedExperiment
-from esper.simic.evaluation.statistics import Estimate, estimate
 
 ALL_SEEDS = "all seeds from the start"
 FROM_SCRATCH = "grown graph from scratch"

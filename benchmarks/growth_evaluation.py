@@ -52,6 +52,7 @@ from esper.simic.evaluation.arms import (
     HOST_ALONE,
     LEARNED,
     ArmResult,
+    Array,
     PlanSearch,
     plan_arm,
     plans_for,
@@ -59,12 +60,11 @@ from esper.simic.evaluation.arms import (
     search_plans,
     standard_arms,
 )
+from esper.simic.evaluation.claims import estimate
 from esper.simic.evaluation.evaluate import on_task, prepare, with_test_rows
 from esper.simic.evaluation.experiment import Arm, EvaluationConfig, PairedExperiment
 from esper.simic.evaluation.report import EvaluationReport, Rows, markdown_table
-from esper.simic.evaluation.statistics import Array, estimate
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.distribution import load_hosts
+from esper.simic.training.config import TrainConfig, load_hosts
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.optimizers import AdamW

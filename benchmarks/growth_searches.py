@@ -27,8 +27,7 @@ from esper.simic.evaluation.experiment import (
     PairedExperiment,
 )
 from esper.simic.rewards import growth_score
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.distribution import load_hosts, load_task
+from esper.simic.training.config import TrainConfig, load_hosts, load_task
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
 from esper.tamiyo.scripted import ConstantPlan
 from esper.tolaria.optimizers import AdamW

@@ -119,7 +119,7 @@ def share_of_knowing(trainer: Trainer, host_batch: SyntheticHosts, is_greedy: bo
     for _ in range(EVALUATION_ROUNDS):
         trainer.collect(deterministic=is_greedy)
         assert isinstance(trainer.envs, GrowthEnvs)
-        episodes = trainer.envs.episodes()
+        episodes = trainer.envs.episodes
         blind = host_batch.best_blind_scores(episodes.rent)
         gained += float((episodes.scores - blind).sum())
         worth += float((host_batch.best_scores(episodes.rent) - blind).sum())

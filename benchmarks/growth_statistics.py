@@ -7,13 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.simic.evaluation.statistics import (
-    Array,
-    Estimate,
-    estimate,
-    interval,
-    variance_of_mean,
-)
+from esper.simic.evaluation.arms import Array
+from esper.simic.evaluation.claims import Estimate, estimate, interval, variance_of_mean
 
 Groups = NDArray[np.int64]
 

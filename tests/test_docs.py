@@ -13,7 +13,7 @@ import pytest
 import esper
 from esper.cli import main, train
 from esper.nissa.database import RunDatabase
-from esper.simic.training.distribution import choice_labels
+from esper.simic.training.config import choice_labels
 from esper.simic.training.growth_training import GrowthTraining
 from support.training_configs import ORACLE
 

@@ -10,8 +10,9 @@ import torch
 
 from esper.leyline.factored_actions import FactoredActionSpace, Head
 from esper.leyline.plain_config import from_plain, to_plain
-from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.distribution import (
+from esper.simic.training.config import (
+    PRESETS,
+    TrainConfig,
     load_hosts,
     load_task,
     training_hosts,

@@ -14,8 +14,7 @@ from esper.cli import main, train
 from esper.leyline.plain_config import to_plain
 from esper.simic.evaluation.evaluate import on_task, prepare
 from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
-from esper.simic.training.config import PRESETS
-from esper.simic.training.distribution import load_hosts, load_menu, load_task, training_hosts
+from esper.simic.training.config import PRESETS, load_hosts, load_menu, load_task, training_hosts
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder
 from esper.tolaria.augmentation import Augmentation
@@ -72,7 +71,7 @@ def test_a_run_on_colour_images_with_augmentation_resumes_bit_exact(colour, tmp_
     half.save(tmp_path / "checkpoint.pt")
     resumed = GrowthTraining.resume(tmp_path / "checkpoint.pt")
     resumed.run()
-    assert torch.equal(resumed.envs.episodes().accuracy, whole.envs.episodes().accuracy)
+    assert torch.equal(resumed.envs.episodes.accuracy, whole.envs.episodes.accuracy)
     for name, weight in whole.agent.policy.state_dict().items():
         assert torch.equal(weight, resumed.agent.policy.state_dict()[name]), name
 
@@ -83,7 +82,7 @@ def test_augmentation_changes_what_hosts_learn(colour):
     )
     for training in (with_it, without):
         training.trainer.collect(deterministic=True)
-    accuracies = [training.envs.episodes().accuracy for training in (with_it, without)]
+    accuracies = [training.envs.episodes.accuracy for training in (with_it, without)]
     assert not torch.equal(*accuracies)
 
 

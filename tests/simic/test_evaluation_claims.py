@@ -3,8 +3,15 @@
 import pytest
 
 from esper.simic.evaluation import arms
-from esper.simic.evaluation.claims import CLAIMS, HELPS, Claim, correct_for_number, decide, judge
-from esper.simic.evaluation.statistics import Estimate
+from esper.simic.evaluation.claims import (
+    CLAIMS,
+    HELPS,
+    Claim,
+    Estimate,
+    correct_for_number,
+    decide,
+    judge,
+)
 
 
 def lead(low, high):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from esper.simic.evaluation.statistics import estimate, holm
+from esper.simic.evaluation.claims import estimate, holm
 
 
 def test_a_p_value_is_that_of_the_paired_test():

@@ -36,7 +36,7 @@ def trainer_on(environment, policy, ppo, rng_seed=0):
 def play(trainer):
     """One round with the most likely actions."""
     trainer.collect(deterministic=True)
-    return trainer.envs.episodes()
+    return trainer.envs.episodes
 
 
 def test_the_oracle_environment_is_learned():
@@ -120,12 +120,12 @@ def test_rewards_sum_to_the_score_of_the_committed_network():
     trainer.collect()
     environment, rewards = trainer.envs.environment, trainer.buffer.fields["rewards"]
     host_batch, committed = environment.host_batch, committed_params(environment)
-    rent = trainer.envs.episodes().rent
+    rent = trainer.envs.episodes.rent
     expected = growth_score(
         host_batch.committed_accuracy(), committed, torch.full((16,), HOST_PARAMS), rent
     )
     torch.testing.assert_close(rewards.sum(dim=1), expected - HOST_ACCURACY)
-    torch.testing.assert_close(trainer.envs.reward.scores, expected)
+    torch.testing.assert_close(trainer.envs.scores, expected)
     assert trainer.buffer.fields["terminated"].sum(dim=1).tolist() == [1] * 16
     assert trainer.buffer.fields["terminated"][:, -1].all()
 
@@ -149,7 +149,7 @@ class BreaksAtStep(SyntheticHosts):
 def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
     trainer = make_trainer(4, BreaksAtStep(4))
     trainer.collect()
-    scores = trainer.envs.episodes().scores
+    scores = trainer.envs.episodes.scores
     assert scores.isnan().tolist() == [False, True, False, False]
     assert trainer.buffer.step_counts.tolist() == [25, 3, 25, 25]
     torch.testing.assert_close(
@@ -161,13 +161,13 @@ def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
 
 def test_an_env_is_compared_with_all_of_its_siblings_episode_even_if_its_own_ends_early():
     trainer, own_rewards = make_trainer(4, BreaksAtStep(4, siblings=2)), []
-    of = trainer.envs.reward.of
+    of = trainer.envs._rewards
 
     def remembered(*step):
         own_rewards.append(of(*step))
         return own_rewards[-1]
 
-    trainer.envs.reward.of = remembered
+    trainer.envs._rewards = remembered
     trainer.collect()
     own = torch.stack(own_rewards, 1)  # [N, T], on after the end of env 1
     learned_from = trainer.buffer.fields["rewards"]
@@ -193,7 +193,7 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     )  # fmt: skip
     used = environment._compute > 0
     assert used.any()
-    assert (trainer.envs.reward.scores[used] < uncharged[used]).all()
+    assert (trainer.envs.scores[used] < uncharged[used]).all()
 
 
 class Truncating(GrowthEnvironment):

@@ -13,8 +13,8 @@ from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.ranks import join_ranks, was_restarted
 from esper.nissa.console import ProgressSink
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.training.locked_folder import LockedFolder
 from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
+from esper.simic.training.run_folder import LockedFolder
 
 _DEFAULTS, _TOTAL_STEPS = GymConfig(), 100_000
 

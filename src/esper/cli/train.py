@@ -28,8 +28,13 @@ from esper.nissa.tensorboard import TensorBoardSink, log_picture
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import prepare
 from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
-from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.distribution import choice_labels, host_kind, with_checksum
+from esper.simic.training.config import (
+    PRESETS,
+    TrainConfig,
+    choice_labels,
+    host_kind,
+    with_checksum,
+)
 from esper.simic.training.growth_training import GrowthTraining
 from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
 

@@ -16,10 +16,11 @@ Parity tests: tests/simic/test_captured.py.
 import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from esper.leyline.sequences import SequenceLayout
 
@@ -27,18 +28,18 @@ OFTEN = 16  # minibatches of a layout before it is captured
 MOST_GRAPHS = 4  # each holds the memory of a forward and backward pass
 _MOST_COUNTED = 1024
 
-Inputs = TypeVar("Inputs", bound=tuple[Any, ...])  # tensors, and tuples of tensors
-Compute = Callable[[Inputs, SequenceLayout], Sequence[Tensor]]
+Inputs = tuple[Any, ...]  # tensors, and tuples of tensors
+Compute = Callable[[Any, SequenceLayout], Sequence[Tensor]]
 
 
-class Captured(Generic[Inputs]):
+class Captured:
     """`compute`, as a graph for each layout that comes up often.
 
     `compute` adds to the gradients of the parameters, which are None before, and returns tensors
     that need none. It must not wait for the GPU.
     """
 
-    def __init__(self, compute: Compute[Inputs], parameters: Sequence[nn.Parameter]):
+    def __init__(self, compute: Compute, parameters: Sequence[nn.Parameter]):
         self._compute, self._parameters = compute, parameters
         self._device = parameters[0].device
         self._counts: Counter[bytes] = Counter()
@@ -57,7 +58,7 @@ class Captured(Generic[Inputs]):
                 del self.graphs[oldest], self._counts[oldest]
             self.graphs[key] = self._capture(inputs, layout)
         graph = self.graphs[key]
-        for fixed, current in zip(_tensors(graph.inputs), _tensors(inputs), strict=True):
+        for fixed, current in zip(graph.inputs, tree_leaves(inputs), strict=True):
             fixed.copy_(current)
         with torch.cuda.device(self._device):
             graph.graph.replay()
@@ -66,7 +67,7 @@ class Captured(Generic[Inputs]):
         return [output.clone() for output in graph.outputs]
 
     def _capture(self, inputs: Inputs, layout: SequenceLayout) -> "_Graph":
-        graph, fixed = torch.cuda.CUDAGraph(), _cloned(inputs)
+        graph, fixed = torch.cuda.CUDAGraph(), tree_map(Tensor.clone, inputs)
         mode = "thread_local"  # another thread may use the GPU meanwhile
         gc.collect()  # an old graph that is freed during the capture would end it
         collects = gc.isenabled()
@@ -78,28 +79,13 @@ class Captured(Generic[Inputs]):
             if collects:
                 gc.enable()
         gradients = [parameter.grad for parameter in self._parameters]
-        return _Graph(graph, fixed, outputs, gradients, layout.steps_on(self._device))
+        steps = layout.steps_on(self._device)
+        return _Graph(graph, tree_leaves(fixed), outputs, gradients, steps)
 
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[Any, ...]
+    inputs: list[Tensor]
     outputs: Sequence[Tensor]
     gradients: list[Tensor | None]
     steps: tuple[Tensor, Tensor]  # of the layout; held because the graph reads them
-
-
-def _tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
-    """All tensors in nested tuples."""
-    found: list[Tensor] = []
-    for part in inputs:
-        found += [part] if isinstance(part, Tensor) else _tensors(part)
-    return found
-
-
-def _cloned(inputs: Any) -> Any:
-    """The same nested tuples with copies of the tensors."""
-    if isinstance(inputs, Tensor):
-        return inputs.clone()
-    parts = map(_cloned, inputs)
-    return tuple(parts) if type(inputs) is tuple else type(inputs)(*parts)

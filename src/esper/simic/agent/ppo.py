@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_map_only
 
 from esper.leyline.checks import require_fraction, require_positive, require_whole
 from esper.leyline.constants import DEFAULT_GAMMA
@@ -123,9 +124,13 @@ class PPOAgent:
         self.optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=1e-5, fused=True)
         self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
         self.failed_updates = 0
-        self._entropy_weights = _entropy_weights(policy.action_space, self.config).to(self.device)
+        weights = torch.ones(policy.action_space.num_heads, device=self.device)
+        for head, weight in self.config.head_entropy_weights.items():
+            weights[policy.action_space.index(head)] = weight
+        self._entropy_weights = weights
         self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
         self._has_warned = False  # of ratios that are not 1
+        self._metrics = [*_metric_names(policy.action_space), "gradient_norm"]  # of a minibatch
         # a graph cannot hold what a user's encoder or another rank does
         can_capture = self.device.type == "cuda" and ranks.size == 1 and not policy.heads.is_custom
         self.captured = Captured(self._gradients, self._parameters) if can_capture else None
@@ -182,15 +187,15 @@ class PPOAgent:
         if layout.num_rows == 0:
             raise ValueError("the rollout has no steps; add some before the update")
 
-        before = _copied(self.state_dict())
+        # `copy.deepcopy` takes ten times as long
+        before = tree_map_only(Tensor, lambda value: value.detach().clone(), self.state_dict())
         self._set_schedules(progress)
         returns = layout.gather(batch.returns)
         self._rescale_values(returns)
         scaled = self.value_normalizer.normalize(batch.returns.unsqueeze(-1)).squeeze(-1)
-        rollout = replace(batch, returns=scaled)
-        meter = _Meter([*_metric_names(self.policy.action_space), "gradient_norm"])
+        batch = replace(batch, returns=scaled)
         try:
-            epochs_run, is_finite = self._run_epochs(rollout, layout, meter, generator, share)
+            passes, first_error, is_finite = self._run_epochs(batch, layout, generator, share)
             self.policy.raise_on_bad_values()
         except ValueError:  # the rollout has illegal actions: nothing may be learned from it
             self.load_state_dict(before)
@@ -201,52 +206,63 @@ class PPOAgent:
                 self.policy.heads.update_scales(layout.gather(batch.states), ranks)
         else:
             self._undo(before)
-        mean, explained = _return_metrics(layout.gather(batch.values), returns, ranks)
-        scalars = torch.stack([advantage.mean, advantage.std, mean, explained]).tolist()
-        names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
-        means = meter.means()
-        means["first_ratio_error"] = max(ranks.gather(means["first_ratio_error"]))
+        first_ratio_error = max(ranks.gather(float(first_error)))
         if is_finite:
-            self._check_first_ratios(means["first_ratio_error"])
-        return means | {
+            self._check_first_ratios(first_ratio_error)
+        errors = returns - layout.gather(batch.values)
+        _, means, (variance, unexplained) = ranks.moments(torch.stack([returns, errors], dim=1))
+        # 1: the critic predicts every return; 0: no better than their mean
+        explained = torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
+        scalars = torch.stack([advantage.mean, advantage.std, means[0], explained]).tolist()
+        names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
+        return {
+            **dict(zip(self._metrics, torch.cat(passes).mean(dim=0).tolist(), strict=True)),
             **dict(zip(names, scalars, strict=True)),
+            "first_ratio_error": first_ratio_error,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "ppo_epochs_run": float(epochs_run),
+            "ppo_epochs_run": float(len(passes)),
             "rows": float(ranks.sums(layout.num_rows)[0]),
             "update_undone": float(not is_finite),
         }
 
     def _run_epochs(
-        self,
-        rollout: RolloutBatch,
-        layout: SequenceLayout,
-        meter: "_Meter",
-        generator: Rng,
-        share: EnvShare,
-    ) -> tuple[int, bool]:
-        """Train on the rollout; returns the passes made and whether all losses were finite."""
-        for ppo_epoch in range(self.config.ppo_epochs):
+        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng, share: EnvShare
+    ) -> tuple[list[Tensor], Tensor | float, bool]:
+        """Train on the rollout.
+
+        Returns the metrics `[minibatches, metrics]` of each pass, the largest |ratio - 1| of the
+        first minibatch, and whether all losses and gradients were finite.
+        """
+        passes: list[Tensor] = []
+        first_error: Tensor | float = 0.0
+        for _ in range(self.config.ppo_epochs):
+            measured_rows: list[Tensor] = []
             for minibatch in self._minibatches(rollout, layout, generator, share):
-                measured = self._backward(minibatch, meter)
+                measured, log_ratios = self._backward(minibatch)
+                # before the first optimiser step every ratio is 1, unless `act` and `score` differ
+                if not passes and not measured_rows and log_ratios is not None:
+                    first_error = log_ratios.sum(dim=-1).expm1().abs().max()
                 norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
                 # With found_inf 1 the fused step does not change the weights, and needs no
                 # synchronisation. They stay finite until the update is undone.
                 self.optimizer.found_inf = (~(norm < torch.inf)).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
-                meter.add(torch.cat([measured, norm.unsqueeze(0)]))
-            kl, is_finite = meter.close_epoch()  # the only synchronisation of a pass
-            if not is_finite:
-                return ppo_epoch + 1, False
-            if self.config.target_kl is not None and kl > self.config.target_kl:
-                return ppo_epoch + 1, True
-        return self.config.ppo_epochs, True
+                measured_rows.append(torch.cat([measured, norm.unsqueeze(0)]))
+            passes.append(torch.stack(measured_rows))
+            named = dict(zip(self._metrics, passes[-1].unbind(dim=1), strict=True))
+            is_finite = torch.stack([named["loss"], named["gradient_norm"]]).isfinite().all()
+            # the only synchronisation of a pass
+            kl, all_finite = torch.stack([named["kl"].mean(), is_finite]).tolist()
+            if not all_finite or (self.config.target_kl is not None and kl > self.config.target_kl):
+                break
+        return passes, first_error, bool(all_finite)
 
-    def _backward(self, minibatch: "_Minibatch", meter: "_Meter") -> Tensor:
-        """Gradients of a minibatch on all ranks; returns its metrics by `_metric_names`."""
+    def _backward(self, minibatch: "_Minibatch") -> tuple[Tensor, Tensor | None]:
+        """Gradients of a minibatch on all ranks; returns its metrics and this rank's log-ratios."""
         layout, steps, rows, totals = minibatch
         for parameter in self._parameters:
             parameter.grad = None
-        measured = torch.zeros(len(meter.names) - 1, device=self.device)
+        measured, log_ratios = torch.zeros(len(self._metrics) - 1, device=self.device), None
         if layout.num_rows:
             inputs = (steps, rows, self._entropy_share * self._entropy_weights)
             if self.captured is not None:
@@ -254,13 +270,13 @@ class PPOAgent:
             else:
                 log_probs, measured = self._gradients(inputs, layout, totals)
             self.policy.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
-            meter.note_first(log_probs, rows)
+            log_ratios = log_probs - rows.log_probs
         if self.ranks.size > 1:
             for weight in self._parameters:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             gradients = [w.grad for w in self._parameters if w.grad is not None]
             self.ranks.sum_together([*gradients, measured])
-        return measured
+        return measured, log_ratios
 
     def _gradients(
         self,
@@ -294,7 +310,7 @@ class PPOAgent:
             summed = self.ranks.sum(torch.stack([counts.to(decided), decided]))
             shares = (counts / summed[0].cpu().clamp(min=1.0)).tolist()
             totals = map(Totals, shares, summed[1])
-        return map(_Minibatch, parts.layouts, steps, map(RolloutRows._make, rows), totals)
+        return zip(parts.layouts, steps, map(RolloutRows._make, rows), totals, strict=True)
 
     def _check_first_ratios(self, error: float) -> None:
         if error > FIRST_RATIO_TOLERANCE and not self._has_warned:
@@ -360,15 +376,6 @@ class PPOAgent:
         return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
 
 
-def _copied(state: Any) -> Any:
-    """A state dict with copies of its tensors; `copy.deepcopy` takes ten times as long."""
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    if isinstance(state, Mapping):
-        return {name: _copied(value) for name, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list) else state
-
-
 class Totals(NamedTuple):
     """Of a minibatch on all ranks."""
 
@@ -384,11 +391,7 @@ class RolloutRows(NamedTuple):
     returns: Tensor  # [R], normalised
 
 
-class _Minibatch(NamedTuple):
-    layout: SequenceLayout
-    steps: StoredSteps
-    rows: RolloutRows
-    totals: Totals | None  # None with one rank
+_Minibatch = tuple[SequenceLayout, StoredSteps, RolloutRows, Totals | None]  # None: one rank
 
 
 def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
@@ -445,52 +448,3 @@ def _metric_names(action_space: FactoredActionSpace) -> list[str]:
     of_heads = [f"{kind}/{name}" for kind in kinds for name in action_space.names]
     first = ["loss", "policy_loss", "kl", "clip_fraction"]
     return [*first, "value_loss", "decided_fraction", *of_heads]
-
-
-def _return_metrics(values: Tensor, returns: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The mean return, and the explained variance.
-
-    1: the critic predicts every return; 0: no better than their mean.
-    """
-    _, mean, variances = ranks.moments(torch.stack([returns, returns - values], dim=1))
-    variance, unexplained = variances
-    return mean[0], torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
-
-
-def _entropy_weights(action_space: FactoredActionSpace, config: PPOConfig) -> Tensor:
-    for name in config.head_entropy_weights:
-        action_space.index(name)  # raises for a name that is not a head
-    return torch.tensor([config.head_entropy_weights.get(n, 1.0) for n in action_space.names])
-
-
-class _Meter:
-    """Collects the metrics of minibatches, with one synchronisation per pass."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-        self._rows: list[Tensor] = []  # [metrics] of each minibatch
-        self._num_closed = 0  # minibatches of earlier passes
-        self._first_ratio_error: Tensor | float = 0.0
-
-    def note_first(self, log_probs: Tensor, rows: RolloutRows) -> None:
-        """Before the first optimiser step every ratio is 1, unless `act` and `score` differ."""
-        if not self._rows:
-            log_ratios = (log_probs - rows.log_probs).sum(dim=-1)
-            self._first_ratio_error = log_ratios.expm1().abs().max()
-
-    def add(self, measured: Tensor) -> None:
-        self._rows.append(measured)
-
-    def close_epoch(self) -> tuple[float, bool]:
-        """End a pass; returns its mean KL and whether its losses and gradients were finite."""
-        rows = torch.stack(self._rows[self._num_closed :])
-        self._num_closed = len(self._rows)
-        loss, norm, kl = (rows[:, self.names.index(n)] for n in ("loss", "gradient_norm", "kl"))
-        is_finite = torch.stack([loss, norm]).isfinite().all()
-        mean_kl, is_finite = torch.stack([kl.mean(), is_finite]).tolist()
-        return mean_kl, bool(is_finite)
-
-    def means(self) -> dict[str, float]:
-        means = torch.stack(self._rows).mean(dim=0).tolist()
-        named = dict(zip(self.names, means, strict=True))
-        return named | {"first_ratio_error": float(self._first_ratio_error)}

@@ -1,9 +1,8 @@
 """Storage for a rollout, from collecting it to learning from it.
 
 Storage is `[num_envs, max_steps, ...]`, allocated once. Moving a rollout to another device is one
-copy of all fields but the per-step hidden states. Control
-data (`step_counts`, env ids, episode boundaries) is on the CPU, so adding a step never
-synchronises with a GPU.
+copy of all fields but the per-step hidden states. Control data (`step_counts`, env ids, episode
+boundaries) is on the CPU, so adding a step never synchronises with a GPU.
 
     buffer.add_batch(step)                            # one step of every env, or of some
     buffer.compute_advantages_and_returns(last_values)
@@ -13,7 +12,7 @@ synchronises with a GPU.
     buffer.reset()
 """
 
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,19 +23,22 @@ from torch import Tensor
 
 from esper.leyline.arrays import TensorFields
 from esper.leyline.checks import require_at_least
-from esper.leyline.constants import (
-    DEFAULT_GAE_LAMBDA,
-    DEFAULT_GAMMA,
-    DEFAULT_LSTM_HIDDEN_DIM,
-)
+from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA, DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.sequences import SequenceLayout
 from esper.simic.agent.gae import compute_gae
-from esper.simic.agent.step_fields import INTEGERS, as_tensor, step_fields
 
 ADVANTAGE_STD_FLOOR = 1e-8
+_DERIVED = ("advantages", "returns")
 PROBLEMS_SHOWN = 5  # bad values that one error message lists
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_ACCEPTED = {  # by a field that is stored in a dtype
+    torch.float32: ("floating point", _FLOATS),
+    torch.int64: ("integers", _INTEGERS),
+    torch.bool: ("bool", (torch.bool,)),
+}
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -94,6 +96,74 @@ class AdvantageStatistics(NamedTuple):
     std: Tensor
 
 
+class _StepField(NamedTuple):
+    """How one field of a `TamiyoRolloutStep` is stored and checked."""
+
+    argument: str  # its name in the step
+    name: str  # its name in the buffer
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()  # of one env
+    axes: str = "[envs]"  # for errors
+
+    def checked(self, given: object, num_rows: int, device: torch.device) -> Tensor:
+        """The field of `num_rows` envs, with the dtype and on the device that it is stored in."""
+        expected = (num_rows, *self.shape)
+        value = _as_tensor(self.argument, given)
+        if value.requires_grad:
+            value = value.detach()
+        if value.shape == expected and value.dtype == self.dtype and value.device == device:
+            return value
+        if value.shape != expected:
+            raise ValueError(
+                f"{self.argument}: got shape {tuple(value.shape)}, expected {expected} = {self.axes}"
+            )
+        kind, accepted = _ACCEPTED[self.dtype]
+        if value.dtype not in accepted:
+            raise ValueError(f"{self.argument}: got {value.dtype}, expected {kind}")
+        if value.device.type not in ("cpu", device.type):
+            raise ValueError(
+                f"{self.argument} is on {value.device}, the buffer on {device}; "
+                "move it to the CPU or to the buffer's device"
+            )
+        # block for pinned memory: the caller may change it before a non-blocking copy has run
+        must_block = value.device != device and value.is_pinned()
+        return value.to(device, self.dtype, non_blocking=not must_block)
+
+
+def _step_fields(
+    action_space: FactoredActionSpace, state_dim: int, hidden: tuple[int, int]
+) -> tuple[_StepField, ...]:
+    """One row per field of `TamiyoRolloutStep`, in its order."""
+    number, flag = torch.float32, torch.bool
+    heads, choices = (action_space.num_heads,), (action_space.num_choices,)
+    of_heads = f"[envs, H], heads {', '.join(action_space.names)}"
+    sizes = ", ".join(f"{head.name}: {head.size}" for head in action_space)
+    of_layers = "[envs, L, h], L layers, h hidden units"
+    return (
+        _StepField("state", "states", number, (state_dim,), "[envs, F]"),
+        _StepField("actions", "actions", action_space.action_dtype, heads, of_heads),
+        _StepField("log_probs", "log_probs", number, heads, of_heads),
+        _StepField("masks", "masks", flag, choices, f"[envs, C], heads {sizes}"),
+        _StepField("value", "values", number),
+        _StepField("reward", "rewards", number),
+        _StepField("terminated", "terminated", flag),
+        _StepField("truncated", "truncated", flag),
+        _StepField("bootstrap_value", "bootstrap_values", number),
+        _StepField("hidden_h", "hidden_h", number, hidden, of_layers),
+        _StepField("hidden_c", "hidden_c", number, hidden, of_layers),
+    )
+
+
+def _as_tensor(name: str, value: object) -> Tensor:
+    """The value as a tensor; raises an error with its name if it is not one."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name}: got {type(value).__name__}, expected a tensor or numbers ({error})"
+        ) from error
+
+
 def _not_compiled(method: _Method) -> _Method:
     """Leave a method out of torch.compile: it runs once per rollout and needs the CPU."""
     return cast(_Method, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
@@ -106,7 +176,7 @@ class _Field:
         self._name = name
 
     def __get__(self, buffer: "TamiyoRolloutBuffer", owner: type) -> Tensor:
-        if self._name in ("advantages", "returns"):
+        if self._name in _DERIVED:
             buffer._require_advantages()
         return buffer._fields[self._name]
 
@@ -149,18 +219,12 @@ class TamiyoRolloutBuffer:
         self._all_envs = torch.arange(num_envs, device="cpu")
 
         hidden = (lstm_layers, lstm_hidden_dim)
-        self._step_fields = step_fields(action_space, state_dim, hidden)
+        self._step_fields = _step_fields(action_space, state_dim, hidden)
+        stored = [*self._step_fields, *(_StepField("", name, torch.float32) for name in _DERIVED)]
         rows = (num_envs, max_steps_per_env)
-        shapes = {s.name: (s.dtype, (*rows, *s.shape)) for s in self._step_fields} | {
-            "advantages": (torch.float32, rows),
-            "returns": (torch.float32, rows),
-            "valid_mask": (torch.bool, rows),
-            "initial_hidden_h": (torch.float32, (num_envs, *hidden)),
-            "initial_hidden_c": (torch.float32, (num_envs, *hidden)),
-        }
         self._fields = {
-            name: torch.zeros(shape, dtype=dtype, device=self.device)
-            for name, (dtype, shape) in shapes.items()
+            field.name: torch.zeros(*rows, *field.shape, dtype=field.dtype, device=self.device)
+            for field in stored
         }
         self._rows = {s.name: self._fields[s.name].flatten(0, 1) for s in self._step_fields}
         self._columns: dict[int, list[Tensor]] = {}  # views of one step of every env, by step
@@ -176,7 +240,7 @@ class TamiyoRolloutBuffer:
 
     @property
     def fields(self) -> Mapping[str, Tensor]:
-        """Every field by name, `[N, T, ...]` or `[N, ...]`: the storage itself, not a copy."""
+        """Every field by name, `[N, T, ...]`: the storage itself, not a copy."""
         return MappingProxyType(self._fields)
 
     @property
@@ -190,7 +254,7 @@ class TamiyoRolloutBuffer:
     def add(self, env_id: int, step: TamiyoRolloutStep) -> None:
         """Store one env's next step."""
         batched = (
-            None if x is None else as_tensor(name, x).unsqueeze(0)
+            None if x is None else _as_tensor(name, x).unsqueeze(0)
             for name, x in zip(step._fields, step, strict=True)
         )
         self.add_batch(TamiyoRolloutStep(*batched), [env_id])  # type: ignore[arg-type]
@@ -238,8 +302,6 @@ class TamiyoRolloutBuffer:
         count = int(self.step_counts[env])
         if count == 0:
             raise ValueError(f"env {env} has no stored step; add one before a penalty")
-        if not math.isfinite(penalty):
-            raise ValueError(f"penalty={penalty} for env {env}; use a finite number")
         self.rewards[env, count - 1] = penalty
         self.terminated[env, count - 1] = True
         self.truncated[env, count - 1] = False
@@ -312,12 +374,13 @@ class TamiyoRolloutBuffer:
         valid until `reset()`. Of the hidden states, only the first of each env is included.
         """
         self._require_advantages()
-        field = self._fields
-        field["valid_mask"].copy_(self.valid_mask)
-        field["initial_hidden_h"].copy_(self.hidden_h[:, 0])
-        field["initial_hidden_c"].copy_(self.hidden_c[:, 0])
-        learned_from = {n: v for n, v in field.items() if n not in ("hidden_h", "hidden_c")}
-        return RolloutBatch(**learned_from).to(self.device if device is None else device)
+        batch = RolloutBatch(
+            **{n: v for n, v in self._fields.items() if n not in ("hidden_h", "hidden_c")},
+            valid_mask=self.valid_mask,
+            initial_hidden_h=self.hidden_h[:, 0],
+            initial_hidden_c=self.hidden_c[:, 0],
+        )
+        return batch.to(self.device if device is None else device)
 
     @_not_compiled
     def sequence_layout(self) -> SequenceLayout:
@@ -341,8 +404,8 @@ class TamiyoRolloutBuffer:
     def _checked_env_ids(self, env_ids: Tensor | Sequence[int] | None) -> Tensor:
         if env_ids is None:
             return self._all_envs
-        envs = as_tensor("env_ids", env_ids)
-        if envs.ndim != 1 or (envs.numel() and envs.dtype not in INTEGERS):
+        envs = _as_tensor("env_ids", env_ids)
+        if envs.ndim != 1 or (envs.numel() and envs.dtype not in _INTEGERS):
             raise ValueError(
                 f"env_ids: got {envs.dtype} {tuple(envs.shape)}, expected integers of shape [K]"
             )
@@ -351,8 +414,7 @@ class TamiyoRolloutBuffer:
         envs = envs.long()
         if outside := [e for e in envs.tolist() if not 0 <= e < self.num_envs]:
             raise ValueError(f"env_ids {outside} are out of range for num_envs={self.num_envs}")
-        if len(set(envs.tolist())) != len(envs):
-            repeated = sorted({e for e in envs.tolist() if envs.tolist().count(e) > 1})
+        if repeated := [e for e, count in Counter(envs.tolist()).items() if count > 1]:
             raise ValueError(f"env_ids {repeated} appear more than once in one batch")
         return envs
 

@@ -8,14 +8,17 @@ depend on the rent, so each candidate is trained once and scored at every rent.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.simic.evaluation.experiment import Arm, ArmOutcome, EvaluationConfig, PairedExperiment
-from esper.simic.evaluation.statistics import Array
 from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.scripted import NEVER, ConstantPlan, FixedSchedule, RandomController
+
+Array = NDArray[np.float64]
 
 HOST_ALONE = "host alone"
 RANDOM = "random controller"

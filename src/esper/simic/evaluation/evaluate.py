@@ -15,8 +15,7 @@ from esper.simic.evaluation.arms import plans_for, run_arms, search_plans, stand
 from esper.simic.evaluation.claims import judge_claims
 from esper.simic.evaluation.experiment import PRESETS, EvaluationConfig, PairedExperiment
 from esper.simic.evaluation.report import EvaluationReport
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.distribution import load_hosts, load_menu, load_task, with_checksum
+from esper.simic.training.config import TrainConfig, load_hosts, load_menu, load_task, with_checksum
 from esper.simic.training.run_folder import RunFiles
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.augmentation import NO_AUGMENTATION
@@ -67,11 +66,11 @@ def evaluate_controllers(
 ) -> EvaluationReport:
     """Compare controllers with every arm on the types that `config` held out from training."""
     started = time.perf_counter()
-    training, held_out = (replace(each, ranks=ranks) for each in prepare(config, settings))
+    training, held_out = prepare(config, settings)
     phase = f"searching {settings.num_plans} constant plans on {training.num_hosts} training hosts"
-    training = replace(training, on_step=partial(on_step, phase))
+    training = replace(training, ranks=ranks, on_step=partial(on_step, phase))
     phase = f"growing {held_out.num_hosts} hosts in every arm"
-    held_out = replace(held_out, on_step=partial(on_step, phase))
+    held_out = replace(held_out, ranks=ranks, on_step=partial(on_step, phase))
     plans = plans_for(held_out, settings)
     found = search_plans(training, plans, settings.rents, num_types=1, finalists=settings.finalists)
     networks = config.rounds * config.num_envs

@@ -34,7 +34,6 @@ from esper.tolaria.tasks import Task
 FORWARD_FLOPS = 2  # per multiply-add
 TRAINING_FLOPS = 3 * FORWARD_FLOPS  # the backward pass costs two forward passes
 
-MeasureTest = Callable[[PopulationBatch], Tensor]
 OnStep = Callable[[int, int], None]  # steps of `run` that are done, and all of them
 Rows = Literal["test", "validation"]
 
@@ -86,7 +85,8 @@ class PairedExperiment:
     host_batch: HostBatchConfig = HostBatchConfig()
     growth: GrowthConfig = GrowthConfig()
     optimizer: AdamW = AdamW()
-    measure_test: MeasureTest | None = None  # leave out in experiments that choose something
+    # leave out in experiments that choose something
+    measure_test: Callable[[PopulationBatch], Tensor] | None = None
     max_macs: float = 5e7
     """Multiply-adds of one row through all hosts that train in parallel; other arms train later."""
     ranks: Ranks = ALONE  # that the networks of every architecture are split over
@@ -131,22 +131,19 @@ class PairedExperiment:
 
     def new_hosts(self, layout: "EnvLayout", rng_seed: int = 0) -> PopulationBatch:
         """The hosts of every lane, untrained; with several ranks, those of this rank."""
-        copies, envs = self.num_hosts // len(self.hosts), self.share(layout).ids
-        num_envs = len(envs) // len(self.hosts)
-        config = replace(self.host_batch, num_types=len(self.hosts), envs_per_type=num_envs)
-        host_ids = torch.arange(self.num_hosts).view(len(self.hosts), 1, copies)
-        views = torch.tensor(self.view_ids).repeat_interleave(self.repeats)
-        ids = host_ids.expand(-1, layout.num_lanes, -1).flatten()[envs]
+        num_types, ids = len(self.hosts), layout.host_ids[self.share(layout).ids]
+        views = torch.tensor(self.view_ids).repeat_interleave(self.repeats).repeat(num_types)
+        num_envs = len(ids) // num_types
+        config = replace(self.host_batch, num_types=num_types, envs_per_type=num_envs)
         host_batch = PopulationBatch(
             self.hosts, self.menu, self.task, config, optimizer=self.optimizer, host_ids=ids
         )
-        view_of_env = views.repeat(len(self.hosts) * layout.num_lanes)
-        host_batch.new_hosts(self.hosts, view_of_env[envs], rng_seed)
+        host_batch.new_hosts(self.hosts, views[ids], rng_seed)
         return host_batch
 
     def share(self, layout: "EnvLayout") -> EnvShare:
         """The envs of this rank: some of every architecture, as many as on other ranks or one more."""
-        total = layout.num_lanes * self.num_hosts
+        total = len(layout.rent)
         envs = torch.arange(total).view(len(self.hosts), -1).tensor_split(self.ranks.size, dim=1)
         if not envs[-1].numel():
             raise ValueError(
@@ -174,13 +171,11 @@ class EnvLayout:
     def __init__(self, arms: Sequence[Arm], num_hosts: int, num_architectures: int = 1):
         self.arms = tuple(arms)
         rents = torch.tensor([rent for arm in arms for rent in arm.rents])
-        self.num_lanes = len(rents)
-        copies, host = num_hosts // num_architectures, torch.arange(num_hosts)
-        lane = torch.arange(self.num_lanes).unsqueeze(1)
-        ids = (host // copies) * (self.num_lanes * copies) + lane * copies + host % copies
+        envs = torch.arange(len(rents) * num_hosts).view(num_architectures, len(rents), -1)
+        ids = envs.transpose(0, 1).flatten(1)
         self.env_ids = torch.split(ids, [len(arm.rents) for arm in arms])  # [lanes, H] per arm
-        self.rent = torch.empty(ids.numel())
-        self.rent[ids] = rents.unsqueeze(1).expand_as(ids)
+        place = ids.flatten().argsort()  # of each env in [lanes, H]
+        self.rent, self.host_ids = rents[place // num_hosts], place % num_hosts
 
 
 def play(

@@ -9,10 +9,9 @@ from typing import Any
 
 from esper.leyline.files import atomic_write
 from esper.leyline.plain_config import to_plain
-from esper.simic.evaluation.arms import LEARNED, ArmResult
-from esper.simic.evaluation.claims import HELPS, Verdict
+from esper.simic.evaluation.arms import LEARNED, ArmResult, Array
+from esper.simic.evaluation.claims import HELPS, Verdict, estimate
 from esper.simic.evaluation.experiment import EvaluationConfig, PairedExperiment
-from esper.simic.evaluation.statistics import Array, estimate
 from esper.simic.training.config import TrainConfig
 
 Rows = list[list[str]]  # of a table, header first

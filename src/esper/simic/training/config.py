@@ -1,4 +1,4 @@
-"""The config of `esper train`, composed of the configs of its parts, and the presets.
+"""The config of `esper train`, its presets, and the hosts and data that it describes.
 
     config = PRESETS["quick"]
     config = replace(config, rng_seed=1, ppo=replace(config.ppo, learning_rate=1e-3))
@@ -9,25 +9,35 @@ of the data its change, "rows:600".
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from itertools import product
+from pathlib import Path
 
 import torch
 
+from esper.kasmina.blueprints import BLUEPRINTS, WIDENINGS, Blueprint, blueprint_menu
+from esper.kasmina.hosts import Host, build_host
 from esper.leyline.checks import require_at_least, require_fraction, require_positive
+from esper.leyline.constants import SiteKind
 from esper.leyline.devices import usable_device
-from esper.leyline.factored_actions import tamiyo_action_space
+from esper.leyline.factored_actions import choice_names, tamiyo_action_space
+from esper.leyline.ranks import ALONE, Ranks
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
-from esper.tolaria.environment import GrowthConfig
-from esper.tolaria.host_batch import HostBatchConfig
-from esper.tolaria.tasks import TASKS
+from esper.tolaria.data_files import checksum
+from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
+from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch
+from esper.tolaria.optimizers import AdamW
+from esper.tolaria.tasks import TASKS, Task, few_rows, noisy, permuted, stack
 
 _VARIANT = re.compile(  # up to 18 digits: numbers below 2**63
     r"plain|permuted:[0-9]{1,18}|rows:(?!0+$)[0-9]{1,18}|noise:(?=.*[0-9])[0-9]{0,9}[.]?[0-9]{0,9}"
 )
 MOST_HOSTS = 10_000  # architectures to choose from
+_HOSTS = {SiteKind.VECTOR: "mlp", SiteKind.SERIES: "conv1d", SiteKind.IMAGE: "conv2d"}
+_NOISE_RNG_SEED = 1
 
 
 _PPO = PPOConfig(
@@ -219,3 +229,103 @@ PRESETS: dict[str, TrainConfig] = {
         observed_share=0.01,
     ),
 }
+
+
+# -- hosts and data -------------------------------------------------------------------------------
+
+
+def training_hosts(config: TrainConfig, ranks: Ranks = ALONE) -> PopulationBatch:
+    """Hosts and data to train a controller on; with several ranks, those of this rank."""
+    base = _load_base(config)
+    _check_rows(config, base)
+    task = load_task(config, config.variants, base)
+    optimizer = AdamW(learning_rate=config.host_learning_rate)
+    hosts, menu = load_hosts(config, task, config.training_widths), load_menu(config, task)
+    return PopulationBatch(hosts, menu, task, config.host_batch, optimizer=optimizer, ranks=ranks)
+
+
+def with_checksum(config: TrainConfig) -> TrainConfig:
+    """The config of a new run: with the absolute path of its data, and their checksum."""
+    if not config.data or config.data_checksum:
+        return config
+    path = Path(config.data).resolve()
+    return replace(config, data=str(path), data_checksum=checksum(path))
+
+
+def load_task(config: TrainConfig, variants: tuple[str, ...], base: Task | None = None) -> Task:
+    """One task with a view per variant, on the config's device."""
+    base = base or _load_base(config)
+    return stack([_variant(base, name) for name in variants]).to(config.resolved_device())
+
+
+def _load_base(config: TrainConfig) -> Task:
+    if config.data_checksum and checksum(config.data) != config.data_checksum:
+        raise ValueError(
+            f"{config.data} has changed since the run was started; restore it, or start a new run"
+        )
+    base = TASKS[config.task](*filter(None, [config.data]))
+    if not isinstance(base, Task) or base.num_views != 1:
+        raise ValueError(f"task {config.task!r} must return an esper.Task with one view")
+    return base
+
+
+def _check_rows(config: TrainConfig, task: Task) -> None:
+    """Raise for data with fewer rows than the settings need, and name flags that fit."""
+    rows, validation = int(task.num_rows.min()), task.validation_y.shape[1]
+    flags = []
+    for field in ("variants", "held_out_variants"):
+        given: tuple[str, ...] = getattr(config, field)
+        kept = [name for name in given if int(name.partition("rows:")[2] or 1) <= rows]
+        if len(kept) < len(given):
+            flags += [f"--{field.replace('_', '-')}", *(kept or [f"rows:{rows}"])]
+    if config.host_batch.validation_rows > validation:
+        flags += ["--host_batch.validation-rows", str(validation)]
+    if flags:
+        raise ValueError(
+            f"{task.names[0]} has {rows} training and {validation} validation rows, fewer than the "
+            f"settings need; use these flags: {' '.join(flags)}"
+        )
+
+
+def load_hosts(
+    config: TrainConfig, task: Task, widths: tuple[tuple[int, ...], ...]
+) -> tuple[Host, ...]:
+    build = partial(build_host, input_shape=task.input_shape, num_classes=task.num_classes)
+    kind = host_kind(config, task)
+    return tuple(build(kind, widths=layers, norm=config.norm) for layers in widths)
+
+
+def host_kind(config: TrainConfig, task: Task) -> str:
+    return _HOSTS[task.site_kind] if config.host == "auto" else config.host
+
+
+def load_menu(config: TrainConfig, task: Task) -> tuple[Blueprint, ...]:
+    """The blueprints of the config, or its default, without those that fit no slot of its hosts."""
+    entries = blueprint_menu(*(config.menu or [n for n in BLUEPRINTS if n not in WIDENINGS]))
+    (host,) = load_hosts(config, task, config.training_widths[:1])
+    menu = tuple(entry for entry in entries if any(map(entry.fits, host.sites)))
+    if not menu:
+        raise ValueError(f"menu={config.menu}: none fits a slot of {host_kind(config, task)} hosts")
+    return menu
+
+
+def choice_labels(environment: GrowthEnvironment) -> dict[str, list[str]]:
+    """What the run's database calls the choices of each head."""
+    host_batch = environment.host_batch
+    slots = [f"slot {number}" for number in range(host_batch.num_slots)]
+    names = choice_names(host_batch.blueprint_names, slots)
+    return {
+        head: [f"{name} steps" if isinstance(name, int) else str(name) for name in named]
+        for head, named in names.items()
+    }
+
+
+def _variant(task: Task, name: str) -> Task:
+    kind, _, value = name.partition(":")
+    if kind == "permuted":
+        return permuted(task, rng_seed=int(value))
+    if kind == "rows":
+        return few_rows(task, int(value))
+    if kind == "noise":
+        return noisy(task, float(value), rng_seed=_NOISE_RNG_SEED)
+    return task

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper.leyline.protocols import StepOutcome
 from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.records import Episodes
+from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.rewards import ROLLBACK_PENALTY, GrowthReward, siblings_mean
+from esper.simic.rewards import ROLLBACK_PENALTY, growth_score, siblings_mean
 from esper.simic.training.trainer import Outcome, PhaseClock, TrainingEnvs
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.policy.features import FeatureLayout
@@ -20,9 +22,15 @@ from esper.tolaria.environment import GrowthEnvironment
 class GrowthEnvs(TrainingEnvs):
     """Reports become features and masks; scores become rewards, relative to the siblings' mean.
 
+    A step's reward is its change of score, measured after the action took effect and the host
+    trained. No sequence of actions can farm it: undoing an action loses what the action gained.
+    The first step is rewarded like any other: `start_score` is that of an untrained network.
+
     An env whose episode has ended, because its host was rolled back, sits out the rest of the
     round: its steps are not real and are not stored.
     """
+
+    episodes: Episodes  # of the last round, on all ranks
 
     def __init__(
         self,
@@ -45,23 +53,21 @@ class GrowthEnvs(TrainingEnvs):
         self._num_learners = environment.siblings - controls  # of a group
         place = torch.arange(self.num_envs) % environment.siblings
         self._control_envs = (place >= self._num_learners).nonzero().flatten().to(device)
-        self.reward = GrowthReward(self.num_envs, start_score=start_score)
+        self._start_score = start_score
         self.clock = PhaseClock()
         self.round_over = True
-        # of each step: rolled back, accuracy, added parameters and those of a new seed, each [N]
-        self._trace: list[tuple[Tensor, ...]] = []
-        self._episodes: Episodes | None = None  # of the round, on all ranks
 
     def begin_round(self) -> Tensor:
         self.environment.reset()
-        self.reward.begin()
+        self.scores = torch.full((self.num_envs,), self._start_score)
         self.clock.lap("hosts")
         self.round_over = False
         self._is_running = torch.ones(self.num_envs, dtype=torch.bool)
         self._lengths = torch.zeros(self.num_envs, dtype=torch.int64)
         # siblings' rewards after the governor ended an episode: the env is compared with them too
         self._sibling_correction = torch.zeros(self.num_envs)
-        self._trace, self._episodes = [], None
+        # of each step: rolled back, accuracy, added parameters and those of a new seed, each [N]
+        self._trace: list[tuple[Tensor, ...]] = []
         self.rollback_reasons: list[str | None] = [None] * self.num_envs
         self._observe()
         return torch.ones(self.num_envs, dtype=torch.bool)
@@ -73,7 +79,7 @@ class GrowthEnvs(TrainingEnvs):
         reasons = self.environment.rollback_reasons
         for env in (is_real_step & result.rolled_back).nonzero().flatten().tolist():
             self.rollback_reasons[env] = reasons.get(env, "rolled back")
-        rewards = self.reward.of(reports, result)
+        rewards = self._rewards(reports, result)
         sibling_mean = siblings_mean(rewards, self.environment.siblings)
         continues = is_real_step & ~result.rolled_back
         self._sibling_correction += torch.where(continues, 0.0, sibling_mean)
@@ -98,12 +104,26 @@ class GrowthEnvs(TrainingEnvs):
             final_features=self.features,
         )
 
+    def _rewards(self, reports: Reports, result: StepOutcome) -> Tensor:
+        """Changes of score `[N]`; a rollback gets the penalty."""
+        charge = reports.compute_price * result.added_compute
+        sizes = result.added_params, reports.host_params
+        scores = growth_score(result.accuracy, *sizes, reports.rent, charge)
+        rewards = torch.where(result.rolled_back, ROLLBACK_PENALTY, scores - self.scores)
+        self.scores = torch.where(result.rolled_back, self.scores, scores)
+        return rewards
+
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
         """Give the rolled back their penalty, relative to the whole episode of their siblings."""
-        rolled_back = torch.stack([rolled_back for rolled_back, *_ in self._trace]).any(dim=0)
+        rollbacks, *rows = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
+        rolled_back, reports = rollbacks.any(dim=1), self.reports
         for env in rolled_back.nonzero().flatten().tolist():
             penalty = ROLLBACK_PENALTY - float(self._sibling_correction[env])
             buffer.mark_terminal_with_penalty(env, penalty)
+        scores = torch.where(rolled_back, torch.nan, self.scores)
+        facts = scores, reports.rent, reports.host_params, self._lengths, rolled_back
+        parts = self.ranks.gather((self.share.ids, Episodes(*facts, *rows)._asdict()))
+        self.episodes = Episodes(**self.share.join(parts))
 
     def _observe(self) -> None:
         self.reports = self.environment.observe()
@@ -116,22 +136,8 @@ class GrowthEnvs(TrainingEnvs):
             self.masks["op"][self._control_envs, LifecycleOp.WAIT + 1 :] = False
         self.clock.lap("masks")
 
-    # -- results ------------------------------------------------------------------------------
-
-    def episodes(self) -> Episodes:
-        """The episodes of the round that has ended, of all ranks."""
-        if self._episodes is None:
-            rollbacks, *rows = (torch.stack(field, 1) for field in zip(*self._trace, strict=True))
-            rolled_back, reports = rollbacks.any(dim=1), self.reports
-            scores = torch.where(rolled_back, torch.nan, self.reward.scores)
-            facts = scores, reports.rent, reports.host_params, self._lengths, rolled_back
-            parts = self.ranks.gather((self.share.ids, Episodes(*facts, *rows)._asdict()))
-            self._episodes = Episodes(**self.share.join(parts))
-        return self._episodes
-
     def metrics(self, seconds: float) -> dict[str, float]:
-        episodes = self.episodes()
-        finished = ~episodes.rolled_back
+        episodes, finished = self.episodes, ~self.episodes.rolled_back
         last = (torch.arange(self.share.total), episodes.lengths - 1)
         growth = episodes.added_params[last] / episodes.host_params
         lead = {"episode/lead": self._lead(episodes)} if self.environment.siblings > 1 else {}

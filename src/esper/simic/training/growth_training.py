@@ -21,16 +21,13 @@ from esper.leyline.plain_config import from_plain, to_plain
 from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.records import RoundRecord
 from esper.simic.agent.ppo import PPOAgent
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.distribution import training_hosts, with_checksum
+from esper.simic.training.config import TrainConfig, training_hosts, with_checksum
 from esper.simic.training.growth_envs import GrowthEnvs
 from esper.simic.training.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
-
-RecordCallback = Callable[[RoundRecord], None]
 
 _KIND, _VERSION = "growth run", 3
 
@@ -69,7 +66,7 @@ class GrowthTraining:
 
     def run(
         self,
-        on_round: RecordCallback | None = None,
+        on_round: Callable[[RoundRecord], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Train to the last round, or until `should_stop()`, checked before each step.
@@ -116,7 +113,7 @@ class GrowthTraining:
         return RoundRecord(
             round=self.rounds_done,
             metrics=metrics,
-            episodes=self.envs.episodes(),
+            episodes=self.envs.episodes,
             observed_envs=observed,
             observations=torch.stack(observations) if rows else rollout.states[:0].cpu(),
             **share.join([(ids, fields) for ids, fields, _ in parts]),

@@ -30,7 +30,6 @@ from esper.simic.training.unread_masks import UnreadMasks
 if TYPE_CHECKING:
     from gymnasium import Env
     from gymnasium.vector import VectorEnv
-    from gymnasium.wrappers import TimeLimit
 
     AnyEnv = str | Env[Any, Any] | VectorEnv[Any, Any, Any]
 
@@ -96,9 +95,8 @@ class GymEnvs:
         spaces.require_same(envs)
         ranks.require_same({"num_envs": envs.num_envs, **spaces.describe()})
         self.share, self.ranks = EnvShare.split(envs.num_envs * ranks.size, ranks), ranks
-        self.spaces = spaces
-        self.num_envs = envs.num_envs
-        self.num_features, self.action_space = self.spaces.num_features, self.spaces.action_space
+        self.spaces, self.num_envs = spaces, envs.num_envs
+        self.num_features, self.action_space = spaces.num_features, spaces.action_space
         self.clock = PhaseClock()
         self.vector_env: Any = envs
         self._autoreset = _autoreset_mode(envs)
@@ -127,12 +125,8 @@ class GymEnvs:
                 stacklevel=4,
             )
 
-    def restart(self, generator: torch.Generator) -> None:
-        """Start new episodes, seeded by `generator`."""
-        rng_seed = int(torch.randint(2**31, (), generator=generator))
-        self._observe(*self._reset(rng_seed, self.log.recent))
-
     def _reset(self, rng_seed: int, recent: Iterable[Episode] = ()) -> tuple[Any, dict[str, Any]]:
+        """Start new episodes."""
         self.log = EpisodeLog(self.num_envs, recent)
         self.pending = np.zeros(self.num_envs, dtype=bool)
         self._previous = np.zeros((self.num_envs, self.spaces.num_previous), dtype=np.float32)
@@ -219,32 +213,29 @@ class GymEnvs:
         sources = [(infos, ~self.pending)]
         if reset_infos is not None and ended is not None and self.mask_source == "info":
             sources = [(infos, ~ended), (reset_infos, ended)]  # new episodes: with their reset
-        groups = self._read_masks(sources)
-        tensors = [torch.from_numpy(group) for group in groups]
-        self.masks = ActionMasks(self.action_space, tensors)
-
-    def _read_masks(self, sources: list[tuple[dict[str, Any], Array]]) -> list[Array]:
-        """The masks of each head group from infos, for the envs that need them; others: all legal."""
-        groups = [group.numpy().copy() for group in self._all_legal.groups]
-        key = self._mask_key
-        for infos, needed in sources:
-            if self.mask_source == "method":
-                masks: Any = self.vector_env.unwrapped.call("action_masks")
-                if isinstance(masks[0], Mapping):
-                    masks = {name: [mask[name] for mask in masks] for name in masks[0]}
-            else:
-                given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
-                if (needed & ~given).any():
-                    raise ValueError(
-                        f"envs {np.flatnonzero(needed & ~given).tolist()} gave no info[{key!r}]; "
-                        "with masks from info, every reset and step must give one"
-                    )
-                masks = infos.get(key)
+        groups = [group.clone() for group in self._all_legal.groups]
+        for source, needed in sources:
             if needed.any():
-                found = self.spaces.mask_groups(_rows(masks, needed))
-                for group, part in zip(groups, found, strict=True):
-                    group[needed] = part
-        return groups
+                found = self.spaces.masks(_rows(self._given_masks(source, needed), needed))
+                for group, part in zip(groups, found.groups, strict=True):
+                    group[torch.from_numpy(needed)] = part
+        self.masks = ActionMasks(self.action_space, groups)
+
+    def _given_masks(self, infos: dict[str, Any], needed: Array) -> Any:
+        """The masks of all envs as the environment gives them; raises if a needed one is missing."""
+        if self.mask_source == "method":
+            masks = self.vector_env.unwrapped.call("action_masks")
+            if isinstance(masks[0], Mapping):
+                return {name: [mask[name] for mask in masks] for name in masks[0]}
+            return masks
+        key = self._mask_key
+        given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
+        if (needed & ~given).any():
+            raise ValueError(
+                f"envs {np.flatnonzero(needed & ~given).tolist()} gave no info[{key!r}]; "
+                "with masks from info, every reset and step must give one"
+            )
+        return infos[key]
 
     def _find_mask_source(self, infos: dict[str, Any], asked: MaskOption) -> MaskOption:
         """Where masks come from: as asked, or the first source that the environment offers."""
@@ -297,13 +288,11 @@ class GymEnvs:
         """
         from gymnasium.vector import SyncVectorEnv
 
-        return isinstance(self.vector_env, SyncVectorEnv) and all(
-            _state_holders(env) is not None for env in self.vector_env.envs
-        )
+        is_sync = isinstance(self.vector_env, SyncVectorEnv)
+        return is_sync and all(map(_state_holders, self.vector_env.envs))
 
     def state_dict(self) -> dict[str, Any]:
-        log = self.log
-        recent = [list(episode) for episode in log.recent]
+        log, recent = self.log, [list(episode) for episode in self.log.recent]
         state: dict[str, Any] = {"recent_episodes": recent, "rounds": self.rounds}
         if self.can_save_state:
             state |= {
@@ -328,12 +317,13 @@ class GymEnvs:
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         """Without the environments' state, start new episodes: not those of the run's start."""
-        recent = (Episode(*episode) for episode in state["recent_episodes"])
-        self.log = log = EpisodeLog(self.num_envs, recent)
+        recent = [Episode(*episode) for episode in state["recent_episodes"]]
         self.rounds = state["rounds"]
         if "environments" not in state:
-            self.restart(generator)
+            rng_seed = int(torch.randint(2**31, (), generator=generator))
+            self._observe(*self._reset(rng_seed, recent))
             return
+        self.log = log = EpisodeLog(self.num_envs, recent)
         ids = self.share.ids
         self.features = state["features"][ids]
         groups = [group[ids] for group in state["masks"]]
@@ -342,7 +332,7 @@ class GymEnvs:
         log.total_rewards[:] = state["episode_rewards"][ids].numpy()
         log.lengths[:] = state["episode_lengths"][ids].numpy()
         for env, env_id in zip(self.vector_env.envs, ids.tolist(), strict=True):
-            saved, (limits, inner) = state["environments"][env_id], _state_holders(env) or ([], env)
+            saved, (*limits, inner) = state["environments"][env_id], _state_holders(env)
             for limit, elapsed in zip(limits, saved["elapsed_steps"], strict=True):
                 limit._elapsed_steps = elapsed
             inner.set_state(saved["environment"])
@@ -371,22 +361,22 @@ def _rows(masks: Any, envs: Array) -> Any:
 # -- state of one environment ---------------------------------------------------------------------
 
 
-def _state_holders(env: Any) -> "tuple[list[TimeLimit[Any, Any]], Any] | None":
-    """Time limits, and the env below them with `get_state` and `set_state`; None if there is none."""
+def _state_holders(env: Any) -> list[Any]:
+    """Time limits, then the env below them with `get_state` and `set_state`; [] if there is none."""
     from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-    limits: list[TimeLimit[Any, Any]] = []
+    limits = []
     while not (hasattr(env, "get_state") and hasattr(env, "set_state")):
         if isinstance(env, TimeLimit):
             limits.append(env)
         elif not isinstance(env, OrderEnforcing | PassiveEnvChecker):
-            return None
+            return []
         env = env.env
-    return limits, env
+    return [*limits, env]
 
 
 def _state_of(env: Any) -> dict[str, Any]:
-    limits, inner = _state_holders(env) or ([], env)
+    *limits, inner = _state_holders(env)
     elapsed = [limit._elapsed_steps for limit in limits]
     return {"elapsed_steps": elapsed, "environment": inner.get_state()}
 

@@ -10,6 +10,7 @@ Dict and Tuple spaces are flattened to their entries, as `gymnasium.spaces.utils
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -74,11 +75,12 @@ class GymSpaces:
         envs: "VectorEnv[Any, Any, Any]",
         heads: Iterable[Head] | None = None,
         mask_entry: str | None = "action_mask",
-        *,
-        previous_action: bool = False,
-        previous_reward: bool = False,
+        **previous: bool,
     ) -> "GymSpaces":
-        """The spaces of each environment; `heads` declares which choices depend on which."""
+        """The spaces of each environment; `heads` declares which choices depend on which.
+
+        `previous` are `previous_action` and `previous_reward`.
+        """
         from gymnasium import spaces
 
         space = envs.single_observation_space
@@ -96,8 +98,7 @@ class GymSpaces:
             action_space=action_space,
             action=action,
             head_of=head_of,
-            previous_action=previous_action,
-            previous_reward=previous_reward,
+            **previous,
         )
 
     @property
@@ -213,15 +214,11 @@ class GymSpaces:
     # -- masks --------------------------------------------------------------------------------
 
     def masks(self, masks: Any) -> ActionMasks:
-        groups = [torch.from_numpy(group) for group in self.mask_groups(masks)]
-        return ActionMasks(self.action_space, groups)
+        """Masks of N envs, from a mapping of each head to `[N, *given sizes, size]`.
 
-    def mask_groups(self, masks: Any) -> list[Array]:
-        """Masks of N envs: one bool array `[N, *given sizes, choices]` per head group.
-
-        `masks` maps each head to `[N, *given sizes, size]`. If no head depends on another, it may
-        also be the concatenated masks of all heads with choices, `[N, choices]`. Continuous heads
-        have masks `[N, *given sizes]`, and may be left out: their numbers are always used.
+        If no head depends on another, `masks` may also be the concatenated masks of all heads with
+        choices, `[N, choices]`. Continuous heads have masks `[N, *given sizes]`, and may be left
+        out: their numbers are always used.
         """
         space = self.action_space
         if not isinstance(masks, Mapping):
@@ -233,7 +230,7 @@ class GymSpaces:
             sizes = {h.name: h.size for h in space if not h.continuous}
             array = _mask_array(f"action mask of heads {sizes}", masks, (sum(sizes.values()),))
             if not space.continuous:
-                return [array]
+                return ActionMasks(space, [torch.from_numpy(array)])
             ends = np.cumsum([*sizes.values()])[:-1]
             masks = dict(zip(sizes, np.split(array, ends, axis=-1), strict=True))
         num_envs = len(next(iter(masks.values()), ()))
@@ -245,26 +242,24 @@ class GymSpaces:
             for name in space.names
         }
         self._require_choices(arrays)
-        return [
-            np.concatenate([arrays[space.names[i]] for i in group], -1)
-            for group in space.head_groups
-        ]
+        return ActionMasks(space, {name: torch.from_numpy(a) for name, a in arrays.items()})
 
     def _require_choices(self, arrays: dict[str, Array]) -> None:
         """Raise where legal earlier choices leave a head nothing to choose, unless it is optional."""
         legal = dict(arrays)  # after legal earlier choices
+        axes = {head.name: [*head.given, head.name] for head in self.action_space}
         for head in self.action_space:
             if not head.given:
                 continue
-            is_reached = np.ones(1, dtype=bool)  # [N, *given sizes]
-            for name in head.given:
-                axes = [*self.action_space.heads[self.action_space.index(name)].given, name]
-                summed = tuple(1 + i for i, axis in enumerate(axes) if axis not in head.given)
-                axes = [axis for axis in axes if axis in head.given]
-                order = [1 + axes.index(g) for g in head.given if g in axes]
-                missing = [1 + i for i, g in enumerate(head.given) if g not in axes]
-                may_be_chosen = np.transpose(legal[name].any(axis=summed), (0, *order))
-                is_reached = is_reached & np.expand_dims(may_be_chosen, missing)
+            earlier = dict.fromkeys(axis for name in head.given for axis in axes[name])
+            letters = dict(zip(earlier, ascii_lowercase, strict=False))
+            *named, given = (
+                "N" + "".join(letters[axis] for axis in part)
+                for part in (*(axes[name] for name in head.given), head.given)
+            )
+            # [N, *given sizes]: what legal choices lead to; sums of bools are "or"
+            masks = (legal[name] for name in head.given)
+            is_reached = np.einsum(f"{','.join(named)}->{given}", *masks)
             legal[head.name] = arrays[head.name] & is_reached[..., None]
             if head.continuous or head.optional:
                 continue
@@ -384,17 +379,17 @@ def _match_heads(
     action: tuple[Entry, ...], heads: Iterable[Head] | None, space: "gymnasium.Space[Any]"
 ) -> tuple[FactoredActionSpace, tuple[int, ...]]:
     """The heads, and the head of each element of the action: by name, or else by order."""
-    entries: dict[str, Path] = {}  # by the name of a head
-    for entry in action:
-        for head in _default_heads(entry):
-            if (other := entries.setdefault(head.name, entry.path)) != entry.path:
-                raise ValueError(
-                    f"the entries {_name(other)} and {_name(entry.path)} of the action {space} both "
-                    f"give a head {head.name!r}; rename one of them"
-                )
-    if not entries:
+    defaults = [(head, entry.path) for entry in action for head in _default_heads(entry)]
+    if not defaults:
         raise ValueError(f"the action space {space} holds no choices and no numbers; add some")
-    expected = FactoredActionSpace(tuple(h for entry in action for h in _default_heads(entry)))
+    places: dict[str, Path] = {}
+    for head, path in defaults:
+        if (other := places.setdefault(head.name, path)) != path:
+            raise ValueError(
+                f"the entries {_name(other)} and {_name(path)} of the action {space} both give a "
+                f"head {head.name!r}; rename one of them"
+            )
+    expected = FactoredActionSpace(tuple(head for head, _ in defaults))
     if heads is None:
         return expected, tuple(range(expected.num_heads))
     heads = tuple(heads) if isinstance(heads, Iterable) else (heads,)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 _KIND, _VERSION = "PPO model", 3
 LONG_EPISODE = 100_000  # steps; an evaluation warns
+_OWN_ENVS = (
+    "these are the environments that the model learns in; evaluating there would break off its "
+    "episodes. Make others for evaluation, or pass the id of the environment"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +119,11 @@ class PPO:
         ranks = _ranks(env, config)
         envs = vector_env(env, config.num_envs, ranks)
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
-        spaces = GymSpaces.of(
-            envs,
-            heads,
-            mask_entry,
-            previous_action=config.policy.memory and config.previous_action,
-            previous_reward=config.policy.memory and config.previous_reward,
-        )
+        previous = {
+            "previous_action": config.policy.memory and config.previous_action,
+            "previous_reward": config.policy.memory and config.previous_reward,
+        }
+        spaces = GymSpaces.of(envs, heads, mask_entry, **previous)
         world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key, ranks)
         self._build(config, spaces, encoder, world)
 
@@ -148,10 +150,8 @@ class PPO:
         spread_time_constants(policy.core, config.policy.memory_steps)
         policy = policy.to(usable_device(config.device))
         self.agent = PPOAgent(policy, config.ppo, world.ranks if world else ALONE)
-        self._trainer: Trainer | None = None
-        if world:
-            seed = config.rng_seed
-            self._trainer = Trainer(world, self.agent, horizon=config.horizon, rng_seed=seed)
+        settings = {"horizon": config.horizon, "rng_seed": config.rng_seed}
+        self._trainer = Trainer(world, self.agent, **settings) if world else None
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
         self._is_learning = False
         self._loaded: dict[str, Any] = {}  # the file of a model without environments
@@ -166,9 +166,7 @@ class PPO:
 
     @property
     def envs(self) -> GymEnvs:
-        envs = self.trainer.envs
-        assert isinstance(envs, GymEnvs)
-        return envs
+        return cast(GymEnvs, self.trainer.envs)
 
     @property
     def num_steps(self) -> int:
@@ -213,7 +211,8 @@ class PPO:
         whole_number("eval_episodes", eval_episodes, 1)
         if eval_env is not None:
             eval_env = vector_env(eval_env, self.envs.num_envs)
-            self._refuse_training_envs(eval_env)
+            if self._learns_in(eval_env):
+                raise ValueError(_OWN_ENVS)
             try:
                 self._world_of(eval_env, rng_seed=0)
             except ValueError as error:
@@ -252,13 +251,6 @@ class PPO:
     def _world_of(self, envs: "VectorEnv[Any, Any, Any]", rng_seed: int) -> GymEnvs:
         """Other environments with the same spaces and masks, reset."""
         return GymEnvs(envs, self.spaces, rng_seed, self.mask_source, self.config.mask_key)
-
-    def _refuse_training_envs(self, envs: "VectorEnv[Any, Any, Any]") -> None:
-        if self._learns_in(envs):
-            raise ValueError(
-                "these are the environments that the model learns in; evaluating there would break "
-                "off its episodes. Make others for evaluation, or pass the id of the environment"
-            )
 
     # -- acting -------------------------------------------------------------------------------
 
@@ -318,11 +310,9 @@ class PPO:
                 "pass mask=",
                 stacklevel=2,
             )
-        device, recurrent = self.agent.device, RecurrentState(state.h, state.c)
-        masks = self._masks(mask, num_envs, is_single).to(device)
-        decision = self.agent.act(
-            features.to(device), masks, recurrent, deterministic=deterministic
-        )
+        features, recurrent = features.to(self.agent.device), RecurrentState(state.h, state.c)
+        masks = self._masks(mask, num_envs, is_single).to(self.agent.device)
+        decision = self.agent.act(features, masks, recurrent, deterministic=deterministic)
         actions = self.spaces.actions(decision.actions)
         is_new = torch.zeros(num_envs, dtype=torch.bool)
         after = PolicyState(*decision.state, decision.actions.cpu(), is_new)
@@ -456,9 +446,9 @@ def evaluate(
     """
     whole_number("episodes", episodes, 1)
     envs = vector_env(env, min(episodes, model.config.num_envs))
-    if model._is_learning:
-        model._refuse_training_envs(envs)
     if model._learns_in(envs):
+        if model._is_learning:
+            raise ValueError(_OWN_ENVS)
         model.trainer.abandon_round()
     world = model._world_of(envs, rng_seed)
     agent, num_envs, act = model.agent, world.num_envs, model.agent.prepared_act()

@@ -172,7 +172,10 @@ class Trainer:
         if self._is_abandoned:
             self._restore(self._round_start_of_all_ranks())
         if not self._in_round:
-            self._begin_round()
+            self.buffer.reset()
+            vars(self.progress).update(self._round_start["progress"])
+            self.state = zero_rows(self.state, envs.begin_round())
+            self._in_round = True
         while self.progress.round_steps < self.horizon and not envs.round_over:
             if self.progress.round_steps % stride == 0 and self.ranks.any(should_stop()):
                 return False
@@ -220,11 +223,11 @@ class Trainer:
             self.buffer, last_values, progress=schedule, generator=rng, share=share
         )
         self.clock.lap("update")
-        before = progress.steps_before_round, self._round_start["progress"]["episodes"]
-        own = progress.steps - before[0], progress.episodes - before[1]
+        steps, episodes = progress.steps_before_round, self._round_start["progress"]["episodes"]
+        own = progress.steps - steps, progress.episodes - episodes
         num_steps, num_episodes = (int(count) for count in self.ranks.sums(*own))
-        progress.steps = progress.steps_before_round = before[0] + num_steps
-        progress.episodes = before[1] + num_episodes
+        progress.steps = progress.steps_before_round = steps + num_steps
+        progress.episodes = episodes + num_episodes
         progress.rounds, progress.round_steps = progress.rounds + 1, 0
         self._mark_round_start()
         seconds = self.clock.take()
@@ -245,12 +248,6 @@ class Trainer:
         """Collect the current round again, as a resumed run does: its envs were used otherwise."""
         self._is_abandoned = True
         vars(self.progress).update(self._round_start["progress"])
-
-    def _begin_round(self) -> None:
-        self.buffer.reset()
-        vars(self.progress).update(self._round_start["progress"])
-        self.state = zero_rows(self.state, self.envs.begin_round())
-        self._in_round = True
 
     def _store(self, step: TamiyoRolloutStep, is_real_step: Tensor) -> None:
         is_real = is_real_step.cpu().numpy()
@@ -282,8 +279,7 @@ class Trainer:
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
         """Continue a saved run; errors name `path`."""
-        found, total = saved["num_envs"], self.envs.share.total
-        if found != total:
+        if (found := saved["num_envs"]) != (total := self.envs.share.total):
             raise UnreadableFile(f"{path} holds a run of {found} envs; {total} were given")
         load_agent(self.agent, saved["agent"], path)
         self._restore(saved)
