@@ -250,6 +250,4 @@ def find_controller(controller: str | Path | AdaptationController) -> Adaptation
     return AdaptationController.load(controller)  # not cached: the file may be written again
 
 
-@cache
-def _load(path: Path) -> AdaptationController:
-    return AdaptationController.load(path)
+_load = cache(AdaptationController.load)

@@ -5,7 +5,7 @@ but their own weights, rows and learning rates. `torch.vmap` maps the forward pa
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from esper.adapting.adapted import call_with
 
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
+_WARM_UP = 3  # steps before a graph is captured
 
 LossOf = Callable[[dict[str, Tensor], Tensor], Tensor]  # of a change, at step `[1]` on the device
 
@@ -69,25 +70,22 @@ def fit(
                     if name in names
                 ]
                 if entries:
-                    number = (clock - waited).float()
-                    _adam_update(number, *map(list, zip(*entries, strict=True)))
+                    _adam_update((clock - waited).float(), entries)
 
     alone, later = ([n for n in trained if (n in first) == part] for part in (True, False))
     for active, count in ((alone, half), ([*trained], steps - half)):
-        if active:
-            _repeat(partial(step, active), count, rates.device, as_graph, report)
+        if as_graph and rates.is_cuda and active and count > _WARM_UP:
+            _replay(partial(step, active), count, rates.device)
+            continue
+        for _ in range(count if active else 0):
+            step(active)
+            report()
     return {name: tensor.detach() for name, tensor in trained.items()}
 
 
-def _adam_update(
-    number: Tensor,
-    tensors: list[Tensor],
-    gradients: list[Tensor],
-    rates: list[Tensor],
-    firsts: list[Tensor],
-    seconds: list[Tensor],
-) -> None:
-    """Update number `number` of Adam, in place; `firsts` and `seconds` are its moments."""
+def _adam_update(number: Tensor, entries: Sequence[tuple[Tensor, ...]]) -> None:
+    """Update number `number` of Adam, in place: tensors, gradients, rates, first, second moments."""
+    tensors, gradients, rates, firsts, seconds = map(list, zip(*entries, strict=True))
     torch._foreach_lerp_(firsts, gradients, 1 - _BETAS[0])
     torch._foreach_mul_(seconds, _BETAS[1])
     torch._foreach_addcmul_(seconds, gradients, gradients, value=1 - _BETAS[1])
@@ -107,30 +105,18 @@ def _adam_update(
     torch._foreach_sub_(tensors, changes)
 
 
-def _repeat(
-    step: Callable[[], None],
-    count: int,
-    device: torch.device,
-    as_graph: bool,
-    report: Callable[[], None],
-) -> None:
-    """Call `step` so often; as a graph it is captured after a few steps and replayed."""
-    warm_up = 3
-    if not (as_graph and device.type == "cuda" and count > warm_up):
-        for _ in range(count):
-            step()
-            report()
-        return
+def _replay(step: Callable[[], None], count: int, device: torch.device) -> None:
+    """Call `step` so often: after a few steps it is captured as a graph and replayed."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        for _ in range(warm_up):
+        for _ in range(_WARM_UP):
             step()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for _ in range(count - warm_up):
+    for _ in range(count - _WARM_UP):
         graph.replay()
 
 

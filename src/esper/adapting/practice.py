@@ -1,5 +1,7 @@
 """What controllers practise on: trained models of several shapes, and many kinds of shift.
 
+Data of ten classes are drawn here: rows that models are trained on, and other ones to shift.
+
 Kinds of shift, architectures and data sets that are not listed here are held out: results on them
 show what a controller makes of what it never saw.
 """
@@ -36,9 +38,6 @@ HELD_OUT_KINDS = (
 ROWS = (30, 1000)  # labelled rows, log-uniform
 _CLASSES = 10
 _SOURCE, _TARGET = 4000, 5000  # rows to train models on, and others to shift
-
-
-# -- data of ten classes, drawn here: rows that models are trained on, and other ones to shift ------
 
 
 def series(device: torch.device | str = "cpu") -> tuple[Rows, Rows]:
@@ -103,9 +102,6 @@ def _standardised(source: Rows, target: Rows, device: torch.device | str) -> tup
     mean, spread = x.mean(axes), x.std(axes)
     (x, y), (other_x, other_y) = (((rows[0] - mean) / spread, rows[1]) for rows in (source, target))
     return (x.to(device), y.to(device)), (other_x.to(device), other_y.to(device))
-
-
-# -- models, shifts and outcomes ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,7 @@ PRESETS = {
 
 
 def train_controller(config: AdaptConfig, say: Say = lambda line: None) -> AdaptationController:
-    """Practise, then learn; the controller's `facts` hold the settings."""
-    return learn(practise_all(config, say), config, say)
-
-
-def practise_all(config: AdaptConfig, say: Say) -> Outcomes:
-    """The outcomes of every plan in scenarios of all architectures."""
+    """Practise on all architectures, then learn; the controller's `facts` hold the settings."""
     tables = []
     for number, name in enumerate(config.architectures):
         began = time.perf_counter()
@@ -115,7 +110,7 @@ def practise_all(config: AdaptConfig, say: Say) -> Outcomes:
             f"{100 * float(table.test_accuracy.nanmean()):.1f}, "
             f"{time.perf_counter() - began:.0f} s"
         )
-    return outcomes_of(tables)
+    return learn(outcomes_of(tables), config, say)
 
 
 def _practise(
