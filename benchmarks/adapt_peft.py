@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import esper
 from esper.adapting.plans import RATES
-from esper.adapting.practice_data import series
+from esper.adapting.practice import series
 from esper.adapting.shifts import Shift
 
 LEVELS, ROWS, TEST_ROWS = 24, 200, 1000

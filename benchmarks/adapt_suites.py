@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.adapting.plans import KNOWN_RULES, PLANS, HeadMode
-from esper.adapting.practice import HELD_OUT_KINDS, conv_norm, conv_pool, mlp
-from esper.adapting.practice_data import series
+from esper.adapting.practice import HELD_OUT_KINDS, conv_norm, conv_pool, mlp, series
 from esper.adapting.shifts import Rows, Shift
 from esper.adapting.trials import Scenario, TrialSettings, train_models, try_plans
 from esper.tolaria.tasks import Task, data, digits

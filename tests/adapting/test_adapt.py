@@ -16,12 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import esper
 from esper.adapting.adapt import _Work
 from esper.adapting.adapted import Adapted
-from esper.adapting.controller import AdaptationController, _load
+from esper.adapting.controller import ANCHORS, AdaptationController, _load, plan_and_rate
 from esper.adapting.evidence import MAX_ROWS, SIGNALS, logits_of
 from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What, find_places
 from esper.adapting.result import fingerprint, load_adaptation
 from esper.adapting.rows import read_rows
-from esper.adapting.trial_envs import ANCHORS, plan_and_rate
 from esper.growing.ledger import Ledger
 from esper.leyline.files import UnreadableFile
 from support.adaptations import mlp, series_cnn
@@ -37,16 +36,15 @@ class Fixed(AdaptationController):
     def __init__(self, *plans, rate=RATES[-1]):
         self.plans, self.rate, self.facts = plans, rate, {}
 
-    def choose(self, known, *, budget, tries):
+    def choose(self, known, try_plan, *, budget, tries):
         self.signals, self.added, self.budget, self.values = known.signals, known.added, budget, []
-        known = dict(
-            zip(map(plan_and_rate, ANCHORS), known.anchors.nan_to_num(-1)[0], strict=False)
-        )
+        anchors = known.validation[0, ANCHORS].nan_to_num(-1)
+        found = dict(zip(map(plan_and_rate, ANCHORS), anchors, strict=True))
         for number in range(tries):
             choice = self.plans[number % len(self.plans)], self.rate
-            self.values.append((yield choice))
-            known[choice] = self.values[-1]
-        yield max(known, key=known.get)  # the first of equal ones
+            found[choice] = try_plan(choice)
+            self.values.append(found[choice])
+        return max(found, key=found.get)  # the first of equal ones
 
 
 def train(model, x, y, steps=60, rate=1e-2, rng_seed=0):
@@ -133,7 +131,7 @@ def test_a_flipped_sign_is_learned_better_than_by_a_new_head():
         data = read_rows(-x, y, x, 0.25, seed)
         work = _Work(model, find_places(model, x), data, 100, 32, seed)
         heads = [  # at the learning rate that is best on the test rows
-            accuracy(work.fit(KNOWN_RULES["head only"], rate, torch.arange(120), lambda: None))
+            accuracy(work.fit((KNOWN_RULES["head only"], rate), torch.arange(120), lambda: None))
             for rate in RATES
         ]
         leads.append(accuracy(result.model) - max(heads))
@@ -201,8 +199,8 @@ def test_a_training_that_diverges_is_never_kept(model, shifted):
 
     class Stubborn(Fixed):
         def choose(self, *arguments, **options):
-            yield next(super().choose(*arguments, **options))
-            yield plan, self.rate
+            super().choose(*arguments, **options)
+            return plan, self.rate
 
     with pytest.warns(UserWarning, match="diverged; nothing was changed"):
         result = esper.adapt(model, x, y, controller=Stubborn(plan, rate=1e30), **QUICK)
@@ -268,7 +266,6 @@ def test_the_modes_are_restored_after_an_error(model, shifted):
     class Failing(Fixed):
         def choose(self, *args, **kwargs):
             raise KeyError("controller")
-            yield
 
     model[1].train()
     before = state_of(model)

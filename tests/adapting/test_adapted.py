@@ -79,7 +79,7 @@ def test_merged_weights_give_the_hooked_output(name):
         model, example = model.double(), example.double()
     for plan in offered(places):
         adapted = changed(model, places, plan)
-        if adapted.branch_sites:
+        if adapted.branches():
             continue
         merged = copy.deepcopy(model)
         _missing, unexpected = merged.load_state_dict(adapted.weights(), strict=False)
@@ -161,7 +161,9 @@ def test_parameter_counts_by_hand():
 def test_only_the_heads_copies_are_head():
     model, _, places = build("mlp")
     adapted = Adapted(model, places, KNOWN_RULES["LP-FT"])
-    assert {*filter(adapted.is_head, adapted.changes())} == {*map(tuned_name, places.head)}
+    assert adapted.head == {*map(tuned_name, places.head)} < {*adapted.changes()}
+    assert adapted.trained_first == adapted.head
+    assert not Adapted(model, places, KNOWN_RULES["full fine-tuning"]).trained_first
 
 
 def test_the_rng_seed_decides_the_initial_change_and_nothing_else():

@@ -7,10 +7,17 @@ import torch
 
 import esper
 from esper.adapting import controller as controller_module
-from esper.adapting.controller import AdaptationController, find_controller, new_policy
+from esper.adapting.controller import (
+    ANCHORS,
+    MAX_TRIES,
+    AdaptationController,
+    Outcomes,
+    find_controller,
+    new_policy,
+    plan_and_rate,
+)
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import MENU, PLANS, RATES
-from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Known, Outcomes, plan_and_rate
 from esper.leyline.files import UnreadableFile
 from esper.tamiyo.policy.network import PolicyConfig
 
@@ -33,10 +40,16 @@ def offers(num=1, params=0.1):
 def proposals(controller, signals, values=(0.1, 0.9, 0.3), **options):
     """What is tried, and at last what is kept."""
     options = dict(budget=torch.inf, tries=len(values)) | options
-    anchors = torch.full((1, len(ANCHORS)), 0.5)
-    known = Known(signals, torch.tensor([20]), offers(), anchors)
-    chooser = controller.choose(known, **options)
-    return [next(chooser), *map(chooser.send, values)]
+    added, tried = offers(), []
+    results = torch.full_like(added, 0.5)
+    known = Outcomes(signals, torch.tensor([20]), added, results, results)
+
+    def try_plan(choice):
+        tried.append(choice)
+        return values[len(tried) - 1]
+
+    kept = controller.choose(known, try_plan, **options)
+    return [*tried, kept]
 
 
 def test_a_file_gives_the_same_controller(tmp_path):
@@ -66,10 +79,6 @@ def test_signals_beyond_the_range_of_training_are_limited():
     signals = torch.randn(1, len(SIGNALS), generator=torch.Generator().manual_seed(0))
     extreme = torch.where(signals > 0, 1e6, -1e6)
     assert proposals(controller, extreme) == proposals(controller, signals.sign())
-    anchors = torch.zeros(1, len(ANCHORS))
-    known = Known(extreme, torch.ones(1), offers(), anchors)
-    seen = controller._begin(known, torch.inf, 2)[0].signals
-    assert seen.abs().max() == 1.0
 
 
 @pytest.mark.parametrize("tries", range(1, MAX_TRIES + 1))
@@ -94,12 +103,10 @@ def test_many_scenarios_are_chosen_as_one_after_the_other():
     outcomes = Outcomes(signals, torch.full((num,), 20), offers(num), validation, validation)
     together = controller.choose_many(outcomes, budget=torch.inf, tries=tries)
     for i in range(num):
-        known = Known(*(part[i : i + 1] for part in outcomes.known()))
-        chooser = controller.choose(known, budget=torch.inf, tries=tries)
-        index = flat(next(chooser))
-        for _ in range(tries):
-            index = flat(chooser.send(float(validation[i, index])))
-        assert int(together[i]) == index
+        known = Outcomes(*(part[i : i + 1] for part in outcomes))
+        result = lambda choice, i=i: float(validation[i, flat(choice)])  # noqa: E731
+        kept = controller.choose(known, result, budget=torch.inf, tries=tries)
+        assert int(together[i]) == flat(kept)
 
 
 def flat(choice):

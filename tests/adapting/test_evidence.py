@@ -18,12 +18,12 @@ from esper.adapting.evidence import (
     SIGNALS,
     _probe_accuracy,
     _relabelled_accuracy,
+    _statistics,
     logits_of,
     measure,
-    source_statistics,
 )
 from esper.adapting.plans import SINGLE_PLACES, Place, find_places
-from support.adaptations import build, mlp, series_cnn
+from support.adaptations import build, mlp
 
 CLASSES = 4
 
@@ -43,9 +43,7 @@ def stacked(model):
 
 def measured(model, x, y, source=None):
     places = find_places(model, x)
-    known = None
-    if source is not None:
-        known = source_statistics(model, places, stacked(model), source.unsqueeze(0))
+    known = None if source is None else source.unsqueeze(0)
     counts = torch.tensor([len(y)])
     found = measure(model, places, stacked(model), x[None], y[None], counts, known)
     assert found.shape == (1, len(SIGNALS))
@@ -201,13 +199,12 @@ def test_signals_equal_those_computed_row_by_row(name, num):
 def test_padding_rows_do_not_matter():
     model, _, places = build("series")
     x, y, source = rows_for("series", 40)
-    known = source_statistics(model, places, stacked(model), source[None])
     args = model, places, stacked(model)
-    alone = measure(*args, x[None], y[None], torch.tensor([40]), known)
+    alone = measure(*args, x[None], y[None], torch.tensor([40]), source[None])
     for filler in (0.0, 100.0):
         padded_x = torch.cat([x, torch.full((13, 1, 12), filler)])
         padded_y = torch.cat([y, torch.full((13,), 3)])
-        padded = measure(*args, padded_x[None], padded_y[None], torch.tensor([40]), known)
+        padded = measure(*args, padded_x[None], padded_y[None], torch.tensor([40]), source[None])
         torch.testing.assert_close(padded, alone, rtol=1e-3, atol=1e-4)
 
 
@@ -240,13 +237,12 @@ def test_many_models_give_the_signals_of_each_alone(name):
     counts = torch.tensor([20, 11, 16])
     states = [m.state_dict() for m, *_ in models]
     weights = {n: torch.stack([s[n] for s in states]) for n in states[0]}
-    source = source_statistics(model, places, weights, x.flip(1))
+    source = x.flip(1)
     together = measure(model, places, weights, x, y, counts, source)
     for i in range(3):
         one = {n: w[i : i + 1] for n, w in weights.items()}
-        known = {p: type(s)(s.mean[i : i + 1], s.spread[i : i + 1]) for p, s in source.items()}
-        part = x[i : i + 1], y[i : i + 1], counts[i : i + 1]
-        alone = measure(model, places, one, *part, known)
+        part = (rows[i : i + 1] for rows in (x, y, counts, source))
+        alone = measure(model, places, one, *part)
         torch.testing.assert_close(together[i], alone[0], rtol=1e-3, atol=1e-4)
 
 
@@ -292,20 +288,13 @@ def test_a_model_with_an_unused_layer():
     assert all(map(math.isfinite, measured(WithAuxiliary().eval(), x, y).values()))
 
 
-def test_source_statistics_are_means_and_spreads_of_channels():
-    torch.manual_seed(0)
-    model = series_cnn().eval()
-    x = torch.randn(30, 1, 12)
-    places = find_places(model, x)
-    found = source_statistics(model, places, stacked(model), x[None])
-    seen = {Place.INPUT: x, Place.EARLY: model[0](x), Place.LATE: model[:3](x)}
-    for place, value in seen.items():
-        channels = value.transpose(0, 1).flatten(1).double()
-        torch.testing.assert_close(
-            found[place].mean[0].double(), channels.mean(1), atol=1e-5, rtol=1e-4
-        )
-        spread = channels.std(1, correction=0)
-        torch.testing.assert_close(found[place].spread[0].double(), spread, atol=1e-4, rtol=1e-3)
+def test_statistics_are_means_and_spreads_of_channels():
+    value = torch.randn(1, 30, 4, 12)
+    used = torch.arange(30)[None] < 20
+    channels = value[0, :20].transpose(0, 1).flatten(1).double()
+    expected = channels.mean(1), channels.std(1, correction=0)
+    for found, statistic in zip(_statistics(value, used), expected, strict=True):
+        torch.testing.assert_close(found[0].double(), statistic, atol=1e-4, rtol=1e-3)
 
 
 # -- properties --------------------------------------------------------------------------------------

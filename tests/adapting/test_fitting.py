@@ -14,6 +14,7 @@ from esper.adapting.plans import KNOWN_RULES, HeadMode, Place, Plan, What
 from support.adaptations import build
 
 STEPS, RATE = 11, 0.03
+HEAD = ("head", "bias")
 
 
 def problem():
@@ -55,12 +56,10 @@ def by_torch(start, loss, phases, steps=STEPS):
     return leaves
 
 
-def fitted(start, loss, head, **options):
+def fitted(start, loss, **options):
     return fit(
         start,
         lambda change, clock: loss(change, int(clock)),
-        is_head=lambda name: name in ("head", "bias"),
-        head=head,
         rates=torch.tensor([RATE]),
         steps=STEPS,
         **options,
@@ -77,42 +76,22 @@ def assert_same(found, expected, **tolerance):
         torch.testing.assert_close(tensor, expected[name].detach(), **tolerance or CLOSE)
 
 
-@pytest.mark.parametrize("head", [HeadMode.ALONGSIDE, HeadMode.KEEP])
-def test_fit_is_adam_with_a_cosine(head):
+def test_fit_is_adam_with_a_cosine():
     start, loss = problem()
     before = {name: tensor.clone() for name, tensor in start.items()}
-    found = fitted(start, loss, head)
+    found = fitted(start, loss)
     assert_same(found, by_torch(start, loss, [([*start], STEPS)]))
     assert_same(start, before, rtol=0, atol=0)
     assert (found["body"] - start["body"]).abs().max() > 0.05
 
 
-def test_head_first_trains_the_head_alone_for_half_of_the_steps():
+def test_what_comes_first_trains_alone_for_half_of_the_steps():
     start, loss = problem()
     reports = []
-    found = fitted(start, loss, HeadMode.FIRST, report=lambda: reports.append(1))
+    found = fitted(start, loss, first=HEAD, report=lambda: reports.append(1))
     phases = [(["head", "bias"], STEPS // 2), ([*start], STEPS - STEPS // 2)]
     assert_same(found, by_torch(start, loss, phases))
     assert len(reports) == STEPS
-
-
-def test_head_first_without_a_head_skips_the_first_half():
-    start, loss = problem()
-    clocks = []
-
-    def noted(change, step):
-        clocks.append(step)
-        return loss(change, step)
-
-    fit(
-        start,
-        lambda change, clock: noted(change, int(clock)),
-        is_head=lambda name: False,
-        head=HeadMode.FIRST,
-        rates=torch.tensor([RATE]),
-        steps=STEPS,
-    )
-    assert clocks == [*range(STEPS // 2, STEPS)]
 
 
 def replicas(num=3):
@@ -124,7 +103,7 @@ def replicas(num=3):
         for name, tensor in start.items()
     }
     rates = RATE * torch.tensor([1.0, 0.3, 2.0])
-    options = dict(is_head=lambda name: name in ("head", "bias"), head=HeadMode.FIRST, steps=STEPS)
+    options = dict(first=HEAD, steps=STEPS)
     return many, loss, rates, options
 
 
@@ -155,8 +134,6 @@ def test_rates_by_relative_gradient():
     found = fit(
         many,
         lambda change, clock: torch.vmap(lambda c: loss(whole(c), int(clock)))(change).sum(),
-        is_head=lambda name: False,
-        head=HeadMode.ALONGSIDE,
         rates=rates,
         steps=STEPS,
         by_relative_gradient=True,
@@ -186,7 +163,7 @@ def test_rates_by_relative_gradient():
 def test_a_weight_that_the_loss_does_not_use_stays():
     start, loss = problem()
     start["unused"] = torch.ones(2, dtype=torch.float64)
-    found = fitted(start, loss, HeadMode.ALONGSIDE)
+    found = fitted(start, loss)
     assert torch.equal(found["unused"], start["unused"])
 
 
@@ -210,7 +187,7 @@ def many_models(name, plan, num=3):
 @pytest.mark.parametrize("plan", ["seeds everywhere", "LoRA everywhere", "LP-FT"])
 def test_many_models_give_the_outputs_of_each_alone(name, plan):
     adapted, frozen, change, x = many_models(name, KNOWN_RULES[plan])
-    together = logits_of_many(adapted, frozen, change, x)
+    together = logits_of_many(adapted, frozen | change, x)
     for number in range(len(x)):
         one = {n: t[number] for n, t in (frozen | change).items()}
         alone = functional_call(adapted, one, (x[number],))
@@ -220,7 +197,7 @@ def test_many_models_give_the_outputs_of_each_alone(name, plan):
 def test_many_scales_give_the_outputs_of_each_alone():
     plan = Plan(Place.EVERYWHERE, What.SCALE, HeadMode.FIRST)
     adapted, frozen, change, x = many_models("series", plan)
-    together = logits_of_many(adapted, frozen, change, x)
+    together = logits_of_many(adapted, frozen | change, x)
     one = {n: t[1] for n, t in (frozen | change).items()}
     torch.testing.assert_close(together[1], functional_call(adapted, one, (x[1],)))
 
@@ -279,8 +256,8 @@ def test_group_norm_of_images_mapped_over_models():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head", [HeadMode.ALONGSIDE, HeadMode.FIRST])
-def test_a_captured_graph_trains_as_the_plain_loop(head):
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_captured_graph_trains_as_the_plain_loop(is_first):
     adapted, frozen, change, x = many_models("series", KNOWN_RULES["LP-FT"])
     adapted = adapted.cuda()
     frozen, change = ({n: t.cuda() for n, t in d.items()} for d in (frozen, change))
@@ -290,17 +267,16 @@ def test_a_captured_graph_trains_as_the_plain_loop(head):
 
     def loss_of(change, clock):
         drawn = order[clock][0]
-        logits = logits_of_many(adapted, frozen, change, x[:, drawn])
+        logits = logits_of_many(adapted, frozen | change, x[:, drawn])
         return F.cross_entropy(logits.flatten(0, 1), y[:, drawn].flatten(), reduction="sum") / 4
 
     plain, graph = (
         fit(
             change,
             loss_of,
-            is_head=adapted.is_head,
-            head=head,
             rates=torch.tensor([1e-3, 4e-3, 1e-2], device="cuda"),
             steps=steps,
+            first=adapted.head if is_first else (),
             as_graph=as_graph,
         )
         for as_graph in (False, True)

@@ -25,7 +25,9 @@ from support.adaptations import MODELS, build
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_belongs_to_one_place_or_to_the_head(name):
     model, _, places = build(name)
-    owned = [weight for names in places.weights.values() for weight in names] + [*places.head]
+    owned = [weight for names in places.weights[What.TUNE].values() for weight in names] + [
+        *places.head
+    ]
     assert sorted(owned) == sorted(weight for weight, _ in model.named_parameters())
 
 
@@ -48,15 +50,15 @@ def test_places_of_a_cnn_with_batch_norm():
     }
     for number, place in enumerate(SINGLE_PLACES[1:]):
         names = tuple(f"{number}.{i}.{w}" for i in (0, 1) for w in ("weight", "bias"))
-        assert places.weights[place] == names
-        assert places.layers[place] == (f"{number}.0.weight",)
-    assert Place.INPUT not in places.weights
+        assert places.weights[What.TUNE][place] == names
+        assert places.weights[What.LORA][place] == (f"{number}.0.weight",)
+    assert Place.INPUT not in places.weights[What.TUNE]
     assert places.sites[Place.INPUT].kind == SiteKind.SERIES
 
 
 def test_a_shortcut_belongs_to_its_block():
     _, _, places = build("residual")
-    assert "layer2.0.shortcut.weight" in places.layers[Place.LATE]
+    assert "layer2.0.shortcut.weight" in places.weights[What.LORA][Place.LATE]
     assert places.sites[Place.LATE].name == "layer2.0"
 
 
@@ -65,8 +67,8 @@ def test_token_ids_enter_at_their_embedding():
     site = places.sites[Place.INPUT]
     assert site.name == "embedding"
     assert site.kind == SiteKind.TOKENS
-    assert places.weights[Place.INPUT] == ("embedding.weight",)
-    assert places.layers[Place.INPUT] == ()  # an embedding is looked up, not multiplied
+    assert places.weights[What.TUNE][Place.INPUT] == ("embedding.weight",)
+    assert Place.INPUT not in places.weights[What.LORA]  # an embedding is looked up, not multiplied
     assert all(site.width == 8 for site in places.sites.values())
 
 
@@ -126,7 +128,9 @@ def test_a_tied_output_layer_is_owned_once():
     model = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
     model[2].weight = model[0].weight
     places = find_places(model, torch.randn(4, 5))
-    owned = [weight for names in places.weights.values() for weight in names] + [*places.head]
+    owned = [weight for names in places.weights[What.TUNE].values() for weight in names] + [
+        *places.head
+    ]
     assert sorted(owned) == sorted(weight for weight, _ in model.named_parameters())
 
 
@@ -140,7 +144,7 @@ def test_a_root_parameter_belongs_to_the_first_block():
             return self.net(x * self.scale)
 
     places = find_places(WithScale(), torch.randn(4, 5))
-    assert places.weights[Place.EARLY][0] == "scale"
+    assert places.weights[What.TUNE][Place.EARLY][0] == "scale"
 
 
 def test_plans_are_distinct_and_the_menu_is_part_of_them():

@@ -7,8 +7,14 @@ import torch
 
 from esper.adapting import training
 from esper.adapting.controller import AdaptationController
-from esper.adapting.practice import ARCHITECTURES, HELD_OUT_KINDS, draw_scenarios
-from esper.adapting.practice_data import clusters, glyphs, series
+from esper.adapting.practice import (
+    ARCHITECTURES,
+    HELD_OUT_KINDS,
+    clusters,
+    draw_scenarios,
+    glyphs,
+    series,
+)
 from esper.adapting.shifts import INPUT_SHIFTS, OUTPUT_SHIFTS
 from esper.adapting.training import AdaptConfig, train_controller
 from esper.cli import main

@@ -3,23 +3,20 @@
 import pytest
 import torch
 
-from esper.adapting.controller import AdaptationController
-from esper.adapting.evidence import SIGNALS
-from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES
-from esper.adapting.practice import outcomes_of, validation_criterion
-from esper.adapting.training import AdaptConfig, learn
-from esper.adapting.trial_envs import (
+from esper.adapting.controller import (
     ACTION_SPACE,
     ANCHORS,
     MAX_TRIES,
-    RENT,
-    REWARD_SCALE,
-    Known,
+    AdaptationController,
     Outcomes,
-    TrialEnvs,
     Tries,
     choices_of,
+    validation_criterion,
 )
+from esper.adapting.evidence import SIGNALS
+from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES
+from esper.adapting.practice import outcomes_of
+from esper.adapting.training import RENT, REWARD_SCALE, AdaptConfig, TrialEnvs, learn
 from esper.adapting.trials import TrialTable
 
 CHOICES = len(PLANS) * len(RATES)
@@ -129,30 +126,26 @@ def allowed_choices(masks, env):
 def test_masks_allow_exactly_the_legal_choices_that_were_not_tried():
     found = outcomes(4)
     budgets = torch.tensor([torch.inf, 0.5, 0.1, 0.0])
-    known = found.known()._replace(anchors=torch.zeros(4, len(ANCHORS)))
-    tries = Tries(known, budgets, torch.full((4,), 2))
-    for env in range(4):
-        legal = {c for c in CHOSEN if found.added[env, c] <= budgets[env]}
-        if legal == {AS_IS}:  # all was tried: it may be again
-            assert allowed_choices(tries.masks(), env) == {AS_IS}
-            continue
-        assert allowed_choices(tries.masks(), env) == legal - set(ANCHORS)
-        choice = min(legal - set(ANCHORS))
-        tries.record(torch.full((4,), choice), torch.zeros(4), torch.arange(4) == env)
-        assert allowed_choices(tries.masks(), env) == legal - {*ANCHORS, choice}
-    assert legal == {AS_IS}  # nothing is free but the model as it is
+    tries = Tries(found, budgets, torch.full((4,), 2))
+    legal = [{c for c in CHOSEN if found.added[env, c] <= budgets[env]} for env in range(4)]
+    assert legal[3] == {AS_IS}  # nothing is free but the model as it is
+    new = [options - set(ANCHORS) or {AS_IS} for options in legal]  # all was tried: it may be again
+    assert [allowed_choices(tries.masks(), env) for env in range(4)] == new
+    chosen = [*map(min, new)]
+    tries.record(torch.tensor(chosen), torch.zeros(4))
+    new = [options - {choice} or {AS_IS} for options, choice in zip(new, chosen, strict=True)]
+    assert [allowed_choices(tries.masks(), env) for env in range(4)] == new
 
 
 def test_what_is_kept_validates_within_half_a_standard_error_of_the_best():
     found = outcomes(3)
     free = torch.where(found.added.isnan(), 0.0, found.added)
     held_out = torch.tensor([8, 8, 10_000])
-    anchors = torch.tensor([[0.5, 0.1, 0.45, 0.4]] * 3)
+    found.validation[:, ANCHORS] = torch.tensor([0.5, 0.1, 0.45, 0.4])
     limit, tries = torch.full((3,), torch.inf), torch.tensor([2, 2, 2])
-    state = Tries(Known(found.signals, held_out, free, anchors), limit, tries)
-    everywhere = torch.ones(3, dtype=torch.bool)
-    state.record(torch.tensor([7, 8, 8]), torch.tensor([0.5, 0.6, 0.6]), everywhere)
-    state.record(torch.tensor([9, 10, 10]), torch.tensor([torch.nan, 0.55, 0.55]), everywhere)
+    state = Tries(found._replace(held_out=held_out, added=free), limit, tries)
+    state.record(torch.tensor([7, 8, 8]), torch.tensor([0.5, 0.6, 0.6]))
+    state.record(torch.tensor([9, 10, 10]), torch.tensor([torch.nan, 0.55, 0.55]))
     assert state.left.tolist() == [0, 0, 0]
     assert state.last.tolist() == [9, 10, 10]
     masks = state.masks()

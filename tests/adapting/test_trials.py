@@ -52,7 +52,7 @@ def test_models_learn_the_classes_they_see(pool):
     assert pool.classes_seen.sum(1).tolist() == [4, 4, 3, 4]
     x, y = rows(100, 2)
     for number in range(4):
-        weights = {n.removeprefix("model."): w[number] for n, w in pool.weights.items()}
+        weights = {n: w[number] for n, w in pool.weights.items()}
         predicted = torch.func.functional_call(pool.model, weights, (x,)).argmax(-1)
         is_seen = pool.classes_seen[number][y]
         assert (predicted == y)[is_seen].float().mean() > 0.8
@@ -96,23 +96,22 @@ def test_one_replica_against_training_alone(table, pool, scenarios):
     num = scenarios[env].rows
     train = num - max(2, round(num * 0.25))
     adapted = Adapted(pool.model, pool.places, SEED, (env * 2 + rate) // 2 % 16).eval()
-    weights = {n: w[number] for n, w in pool.weights.items()}
+    weights = {f"model.{n}": w[number] for n, w in pool.weights.items()}
     change = {n: t.detach() for n, t in adapted.changes().items()}
     for name in pool.places.head:
         change[f"change.tuned.{name.replace('.', '/')}"] = weights[f"model.{name}"]
     draws = torch.rand(6, 4, 8, generator=torch.Generator().manual_seed(0))[:, env]
 
     def logits(change, x):
-        one = [{n: t[None] for n, t in group.items()} for group in (weights, change)]
-        return logits_of_many(adapted, *one, x[None])[0]
+        one = {n: t[None] for n, t in (weights | change).items()}
+        return logits_of_many(adapted, one, x[None])[0]
 
     def loss_of(change, clock):
         drawn = (draws[clock][0] * train).long()
         return F.cross_entropy(logits(change, few[0][drawn]), few[1][drawn])
 
     rates = torch.tensor([SETTINGS.rates[rate]])
-    options = dict(is_head=adapted.is_head, head=SEED.head, rates=rates, steps=6)
-    trained = fit(change, loss_of, **options)
+    trained = fit(change, loss_of, rates=rates, steps=6, first=adapted.trained_first)
     held = slice(train, num)
     loss = F.cross_entropy(logits(trained, few[0][held]), few[1][held])
     torch.testing.assert_close(table.validation_loss[env, 2, rate], loss, rtol=1e-3, atol=1e-4)

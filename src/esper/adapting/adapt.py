@@ -16,10 +16,12 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +30,25 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from esper.adapting.adapted import Adapted, call_with, tuned_name
-from esper.adapting.controller import AdaptationController, find_controller
-from esper.adapting.evidence import SIGNALS, logits_of, measure, source_statistics
+from esper.adapting.controller import (
+    ANCHORS,
+    MAX_TRIES,
+    AdaptationController,
+    Choice,
+    Outcomes,
+    find_controller,
+    plan_and_rate,
+    validation_criterion,
+)
+from esper.adapting.evidence import SIGNALS, logits_of, measure
 from esper.adapting.fitting import fit
 from esper.adapting.plans import MENU, PLANS, RATES, Places, Plan, What, find_places
-from esper.adapting.practice import validation_criterion
-from esper.adapting.result import AdaptationResult, conclude, new_ledger, reasons_for
+from esper.adapting.result import AdaptationResult, conclude, reasons_for
 from esper.adapting.rows import LabelledRows, as_inputs, first_float, read_rows
-from esper.adapting.trial_envs import ANCHORS, MAX_TRIES, Known, plan_and_rate
 from esper.growing.controllers import controller_name
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.inputs import arguments, forward, tensors
-from esper.growing.ledger import Ledger, TrialRecord
+from esper.growing.ledger import Ledger, NetworkRecord, TrialRecord
 from esper.growing.page import check_page, try_write_page, with_page
 from esper.growing.preparation import check_not_sharded
 from esper.growing.sites import count_params
@@ -49,6 +58,7 @@ from esper.nissa.console import Report, progress_bar
 
 MOST_SHARE = 4.0  # of the budget, in the size of the model
 AS_IS, *RIVALS = map(plan_and_rate, ANCHORS)  # the usual rules
+_USUAL = "a usual rule"
 
 Controller = str | Path | AdaptationController
 
@@ -101,85 +111,102 @@ def adapt(
     with torch.inference_mode(False), untouched_randomness(model, rows):
         data = read_rows(rows, labels, first_float(model), validation, rng_seed)
         host = copy.deepcopy(model, without_graphs(model)).eval()
-        _check_output(host, data)
+        is_perfect = _check_output(host, data)
         places = find_places(host, data.part(data.train[:8])[0])
         limit = _limit(model, budget)
         legal = _legal_plans(host, places, limit)
         work = _Work(host, places, data, steps, minibatch, rng_seed)
-        name = controller_name(controller)
-        return _adapt(model, work, chosen, name, legal, limit, tries, source, page, progress)
+        signals = work.signals(source)
+        known = dict(zip(SIGNALS, signals[0].tolist(), strict=True))
+        num_rows, held_out = len(data.labels), len(data.held_out)
+        allowed = "none" if limit == math.inf else f"{int(limit):,} parameters besides the head"
+        counts = f"{num_rows}, of which {held_out} are held out"
+        facts = {"signals": reasons_for(known), "rows": counts, "budget": allowed}
+        ledger = Ledger(
+            model=type(host).__name__,
+            metric="accuracy",
+            controller=controller_name(controller),
+            before=NetworkRecord(params=count_params(host), macs=0),
+            facts=facts,
+        )
+        rivals = [rival for rival in RIVALS if rival[0] in legal]
+        total = 0 if is_perfect else steps * (len(rivals) + tries + 1)
+        heading = f"{ledger.model}: {num_rows} rows; {facts['signals']}"
+        with progress_bar(max(1, total), heading, enabled=progress) as bar:
+            trials = _Trials(work, ledger, legal, with_page(bar, ledger, page, total))
+            trials.add(AS_IS, "the model as it is")
+            kept = AS_IS
+            if not is_perfect:
+                for rival in rivals:
+                    trials.add(rival, _USUAL)
+                kept = trials.choose(chosen, signals, limit, tries)
+                if not any(trial.loss is not None for trial in ledger.trials[1:]):
+                    warnings.warn(
+                        "every training diverged; give rows scaled as in the model's training",
+                        stacklevel=2,
+                    )
+            kept, adapted = trials.train_on_all_rows(kept)
+        accuracy = conclude(ledger, *kept)
+        if is_perfect:
+            facts["result"] = "the model is right on every row; nothing was changed"
+        accuracy |= {t.plan: t.metric or 0.0 for t in ledger.trials if t.proposer == _USUAL}
+        result = AdaptationResult.of(
+            model,
+            places,
+            kept[0],
+            adapted.changes(),
+            example=data.part(torch.arange(2))[0],
+            rate=kept[1],
+            accuracy=accuracy,
+            validation_rows=held_out,
+            signals=known,
+            ledger=ledger,
+        )
+        try_write_page(ledger, page)
+    if progress:
+        print(result)
+    return result
 
 
-class _Trial(NamedTuple):
-    """A plan trained on the training rows, judged on the held-out ones."""
-
-    plan: Plan
-    rate: float
-    accuracy: float
-    loss: float
-    trained: int  # parameters
-
-    @property
-    def criterion(self) -> float:
-        if not math.isfinite(self.loss):
-            return -1.0  # the training diverged
-        accuracy, loss = torch.tensor(self.accuracy), torch.tensor(self.loss)
-        return float(validation_criterion(accuracy, loss))
-
-
+@dataclass(frozen=True)
 class _Work:
     """The model, its rows, and trainings of plans."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        places: Places,
-        data: LabelledRows,
-        steps: int,
-        minibatch: int,
-        seed: int,
-    ):
-        self.model, self.places, self.data = model, places, data
-        self.steps, self.minibatch, self.rng_seed = steps, minibatch, seed
-        self.head_inputs = _head_inputs(model, places, data)  # while the head trains alone
+    model: nn.Module
+    places: Places
+    data: LabelledRows
+    steps: int
+    minibatch: int
+    rng_seed: int
 
-    def trial(self, plan: Plan, rate: float, report: Callable[[], None]) -> _Trial:
-        adapted = self.fit(plan, rate, self.data.train, report)
-        inputs, labels = self.data.part(self.data.held_out)
-        with torch.no_grad():
-            logits = logits_of(forward(adapted, inputs))
-        loss = float(F.cross_entropy(logits, labels))
-        accuracy = float((logits.argmax(-1) == labels).float().mean())
-        trained = sum(tensor.numel() for tensor in adapted.changes().values())
-        return _Trial(plan, rate, accuracy, loss, trained)
-
-    def fit(self, plan: Plan, rate: float, rows: Tensor, report: Callable[[], None]) -> Adapted:
-        """The model with the plan's change, trained on these rows."""
+    def fit(self, choice: Choice, rows: Tensor, report: Callable[[], None]) -> Adapted:
+        """The model with a plan's change, trained on these rows."""
+        plan, rate = choice
         adapted = Adapted(self.model, self.places, plan, self.rng_seed).eval()
         start = adapted.changes()
-        if not start:
-            return adapted
         rng = torch.Generator().manual_seed(self.rng_seed)
         draws = torch.rand(self.steps, self.minibatch, generator=rng)
         order = rows[(draws * len(rows)).long().to(rows.device)]
+        head_names, features = self.places.head, self.places.features
+        head = self.model.get_submodule(features)
 
         def loss_of(change: dict[str, Tensor], clock: Tensor) -> Tensor:
             inputs, labels = self.data.part(chosen := order[clock][0])
-            moving = [name for name, tensor in change.items() if tensor.requires_grad]
-            if self.head_inputs is not None and all(map(adapted.is_head, moving)):
-                return F.cross_entropy(self._head_logits(change, chosen), labels)
-            args, kwargs = arguments(inputs)
-            output = call_with(adapted, change, args, kwargs)
+            moving = {name for name, tensor in change.items() if tensor.requires_grad}
+            if self._head_inputs is not None and moving <= adapted.head:
+                own = {n.removeprefix(f"{features}."): change[tuned_name(n)] for n in head_names}
+                output = call_with(head, own, (self._head_inputs[chosen],))
+            else:
+                output = call_with(adapted, change, *arguments(inputs))
             return F.cross_entropy(logits_of(output), labels)
 
         with torch.enable_grad():
             trained = fit(
                 start,
                 loss_of,
-                is_head=adapted.is_head,
-                head=plan.head,
                 rates=torch.tensor([rate], device=rows.device),
                 steps=self.steps,
+                first=adapted.trained_first,
                 report=report,
             )
         with torch.no_grad():
@@ -187,162 +214,110 @@ class _Work:
                 start[name].copy_(tensor)
         return adapted
 
-    def _head_logits(self, change: dict[str, Tensor], rows: Tensor) -> Tensor:
-        assert self.head_inputs is not None
-        name = self.places.features
-        own = {part.removeprefix(f"{name}."): change[tuned_name(part)] for part in self.places.head}
-        head = self.model.get_submodule(name)
-        return logits_of(call_with(head, own, (self.head_inputs[rows],)))
+    @cached_property
+    @torch.no_grad()
+    def _head_inputs(self) -> Tensor | None:
+        """What the head reads for every row; None if the model changes its output afterwards."""
+        if not self.places.head:
+            return None
+        calls: list[Any] = []
+        head = self.model.get_submodule(self.places.features)
+        with head.register_forward_hook(lambda _head, *call: calls.append(call), with_kwargs=True):
+            logits = logits_of(forward(self.model, self.data.inputs))
+        args, kwargs, output = calls[-1]
+        is_plain = len(calls) == len(args) == 1 and not kwargs and isinstance(output, Tensor)
+        is_last = is_plain and output.dim() == 2 and torch.equal(logits_of(output), logits)
+        return args[0] if is_last else None
 
     def signals(self, source: Any) -> Tensor:
         """`[1, S]` from rows in random order: the first ones are read, and labels may be sorted."""
-        first = lambda tensor: tensor.unsqueeze(0)  # noqa: E731
-        own = (*self.model.named_parameters(), *self.model.named_buffers())
-        weights = {name: tensor.detach().unsqueeze(0) for name, tensor in own}
-        known = None
         if source is not None:
             source = as_inputs(source, first_float(self.model), "source")
             given, expected = (tuple(tensors(x)[0].shape[1:]) for x in (source, self.data.inputs))
             if given != expected or not len(tensors(source)[0]):
                 shape = f"rows of shape {given}" if given != expected else "no rows"
                 raise ValueError(f"source has {shape}; give some of shape {expected}, or none")
-            stacked = pytree.tree_map_only(Tensor, first, source)
-            known = source_statistics(self.model, self.places, weights, stacked)
+        own = (*self.model.named_parameters(), *self.model.named_buffers())
+        weights = {name: tensor.detach() for name, tensor in own}
         rows, labels = self.data.part(torch.cat([self.data.train, self.data.held_out]))
-        inputs, labels = pytree.tree_map_only(Tensor, first, (rows, labels))
+        weights, rows, labels, source = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.unsqueeze(0), (weights, rows, labels, source)
+        )
         counts = torch.tensor([labels.shape[1]], device=labels.device)
         with torch.enable_grad():
-            return measure(self.model, self.places, weights, inputs, labels, counts, known).cpu()
+            return measure(self.model, self.places, weights, rows, labels, counts, source).cpu()
 
 
-@torch.no_grad()
-def _head_inputs(model: nn.Module, places: Places, data: LabelledRows) -> Tensor | None:
-    """What the head reads for every row; None if the model changes its output afterwards."""
-    if not places.head:
-        return None
-    calls: list[Any] = []
-    head = model.get_submodule(places.features)
-    with head.register_forward_hook(lambda _head, *call: calls.append(call), with_kwargs=True):
-        logits = logits_of(forward(model, data.inputs))
-    args, kwargs, output = calls[-1]
-    is_plain = len(calls) == len(args) == 1 and not kwargs and isinstance(output, Tensor)
-    is_last = is_plain and output.dim() == 2 and torch.equal(logits_of(output), logits)
-    return args[0] if is_last else None
-
-
-def _adapt(
-    original: nn.Module,
-    work: _Work,
-    controller: AdaptationController,
-    name: str,
-    legal: dict[Plan, int],
-    limit: float,
-    tries: int,
-    source: Any,
-    page: str | Path | None,
-    progress: bool,
-) -> AdaptationResult:
-    size, num_rows = count_params(work.model), len(work.data.labels)
-    signals = work.signals(source)
-    known = dict(zip(SIGNALS, signals[0].tolist(), strict=True))
-    reasons = reasons_for(known)
-    with torch.no_grad():
-        output = logits_of(forward(work.model, work.data.inputs))
-    is_perfect = bool((output.argmax(-1) == work.data.labels).all())
-    rivals = [rival for rival in RIVALS if rival[0] in legal]
-    total = 0 if is_perfect else work.steps * (len(rivals) + tries + 1)
-    heading = f"{type(work.model).__name__}: {num_rows} rows; {reasons}"
-    ledger = new_ledger(
-        work.model,
-        name,
-        signals=reasons,
-        rows=f"{num_rows}, of which {len(work.data.held_out)} are held out",
-        budget="none" if limit == math.inf else f"{int(limit):,} parameters besides the head",
-    )
-    with progress_bar(max(1, total), heading, enabled=progress) as bar:
-        done = _Progress(work, ledger, legal, with_page(bar, ledger, page, total))
-        kept = as_is = done.trial(AS_IS, "the model as it is")
-        trials = done.trials
-        if not is_perfect:
-            for rival in rivals:
-                done.trial(rival, "a usual rule")
-            added = torch.full((1, len(PLANS), len(RATES)), torch.nan)
-            for plan, params in legal.items():
-                added[0, PLANS.index(plan)] = params / size
-            found = {trial.plan: trial.criterion for trial in trials}
-            anchors = torch.tensor([[found.get(plan, math.nan) for plan, _ in (AS_IS, *RIVALS)]])
-            held_out = torch.tensor([len(work.data.held_out)])
-            before = Known(signals, held_out, added.flatten(1), anchors)
-            chooser = controller.choose(before, budget=limit / size, tries=tries)
-            choice = next(chooser)
-            for number in range(tries):
-                trial = done.trial(choice, f"proposal {number + 1} of {tries}")
-                choice = chooser.send(trial.criterion)
-            kept = next(trial for trial in trials if (trial.plan, trial.rate) == choice)
-            if not any(math.isfinite(trial.loss) for trial in trials[1:]):
-                warnings.warn(
-                    "every training diverged; give rows scaled as in the model's training",
-                    stacklevel=3,
-                )
-        done.status = f"training {kept.plan} on all rows"
-        everything = torch.arange(num_rows, device=work.data.labels.device)
-        adapted = work.fit(kept.plan, kept.rate, everything, done.step)
-        if not all(tensor.isfinite().all() for tensor in adapted.changes().values()):
-            warnings.warn(
-                f"training {kept.plan} on all rows diverged; nothing was changed", stacklevel=3
-            )
-            kept, adapted = as_is, work.fit(*AS_IS, everything, done.step)
-        done.finish()
-    conclude(ledger, trials.index(kept))
-    if is_perfect:
-        ledger.facts["result"] = "the model is right on every row; nothing was changed"
-    accuracy = {"adapted": kept.accuracy, "as it is": as_is.accuracy}
-    accuracy |= {str(trial.plan): trial.accuracy for trial in trials[1 : 1 + len(rivals)]}
-    result = AdaptationResult.of(
-        original,
-        work.places,
-        kept.plan,
-        adapted.changes(),
-        example=work.data.part(everything[:2])[0],
-        rate=kept.rate,
-        accuracy=accuracy,
-        validation_rows=len(work.data.held_out),
-        signals=known,
-        ledger=ledger,
-    )
-    try_write_page(ledger, page)
-    if progress:
-        print(result)
-    return result
-
-
-class _Progress:
+class _Trials:
     """Trials, each in the ledger from its beginning, and optimiser steps on a progress bar."""
 
-    def __init__(self, work: _Work, ledger: Ledger, costs: dict[Plan, int], bar: Report):
-        self.trials: list[_Trial] = []
-        self._work, self._records, self._costs = work, ledger.trials, costs
-        self._bar, self._count, self.status = bar, 0, ""
+    def __init__(self, work: _Work, ledger: Ledger, legal: dict[Plan, int], bar: Report):
+        self.results: dict[Choice, float] = {}  # validation criteria
+        self._work, self._records, self._legal = work, ledger.trials, legal
+        self._bar, self._count, self._status = bar, 0, ""
 
-    def trial(self, choice: tuple[Plan, float], proposer: str) -> _Trial:
-        (plan, rate), start = choice, time.monotonic()
-        self.status = f"{proposer}: {plan}"
+    def add(self, choice: Choice, proposer: str) -> float:
+        """Train a plan on the training rows; returns the criterion on the held-out ones."""
+        (plan, rate), start, data = choice, time.monotonic(), self._work.data
+        self._status = f"{proposer}: {plan}"
         # tuned and low-rank weights merge into the model, only branches stay
-        params = self._costs.get(plan, 0) if plan.what in (What.SCALE, What.SEED) else 0
+        params = self._legal.get(plan, 0) if plan.what in (What.SCALE, What.SEED) else 0
         record = TrialRecord(plan=str(plan), rate=rate, proposer=proposer, params=params)
         self._records.append(record)
-        trial = self._work.trial(plan, rate, self.step)
-        self.trials.append(trial)
-        result: Any = {"metric": trial.accuracy, "loss": trial.loss, "trained": trial.trained}
-        self._records[-1] = replace(record, **result, seconds=time.monotonic() - start)
-        return trial
+        adapted = self._work.fit(choice, data.train, self._step)
+        inputs, labels = data.part(data.held_out)
+        with torch.no_grad():
+            logits = logits_of(forward(adapted, inputs))
+        loss = F.cross_entropy(logits, labels)
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+        self._records[-1] = replace(
+            record,
+            metric=float(accuracy),
+            loss=float(loss),
+            trained=sum(tensor.numel() for tensor in adapted.changes().values()),
+            seconds=time.monotonic() - start,
+        )
+        criterion = float(validation_criterion(accuracy, loss.float()))
+        self.results[choice] = criterion if loss.isfinite() else -1.0  # the training diverged
+        return self.results[choice]
 
-    def step(self) -> None:
-        self._count += 1
-        self._bar(self._count, self.status)
+    def choose(
+        self, controller: AdaptationController, signals: Tensor, limit: float, tries: int
+    ) -> Choice:
+        """Try the controller's proposals; returns what it keeps of all that was tried."""
+        size, numbers = count_params(self._work.model), count(1)
+        added = torch.full((1, len(PLANS), len(RATES)), torch.nan)
+        validation = added.clone()
+        for plan, params in self._legal.items():
+            added[0, PLANS.index(plan)] = params / size
+        for (plan, rate), result in self.results.items():
+            validation[0, PLANS.index(plan), RATES.index(rate)] = result
+        held_out = torch.tensor([len(self._work.data.held_out)])
+        unknown = torch.full_like(added, torch.nan)
+        tables = (table.flatten(1) for table in (added, validation, unknown))
+        return controller.choose(
+            Outcomes(signals, held_out, *tables),
+            lambda choice: self.add(choice, f"proposal {next(numbers)} of {tries}"),
+            budget=limit / size,
+            tries=tries,
+        )
 
-    def finish(self) -> None:
+    def train_on_all_rows(self, choice: Choice) -> tuple[Choice, Adapted]:
+        """Train what is kept again; if that diverges, nothing is changed."""
+        self._status = f"training {choice[0]} on all rows"
+        everything = torch.arange(len(self._work.data.labels), device=self._work.data.labels.device)
+        adapted = self._work.fit(choice, everything, self._step)
+        if not all(tensor.isfinite().all() for tensor in adapted.changes().values()):
+            warnings.warn(
+                f"training {choice[0]} on all rows diverged; nothing was changed", stacklevel=3
+            )
+            choice, adapted = AS_IS, self._work.fit(AS_IS, everything, self._step)
         self._bar(self._count, "done")
+        return choice, adapted
+
+    def _step(self) -> None:
+        self._count += 1
+        self._bar(self._count, self._status)
 
 
 # -- checks ------------------------------------------------------------------------------------
@@ -364,7 +339,8 @@ def _check_model(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _check_output(model: nn.Module, data: LabelledRows) -> None:
+def _check_output(model: nn.Module, data: LabelledRows) -> bool:
+    """Raise if the model and the rows do not fit; returns whether it is right on every row."""
     try:
         output = forward(model, data.inputs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -383,17 +359,14 @@ def _check_output(model: nn.Module, data: LabelledRows) -> None:
             "or training will hardly move it",
             stacklevel=4,  # no_grad is a frame
         )
-    classes = logits.shape[1]
     largest, smallest = int(data.labels.max()), int(data.labels.min())
-    if smallest < 0:
+    if smallest < 0 or largest >= logits.shape[1]:
         raise ValueError(
-            f"label {smallest}; classes are numbered from 0: leave unlabelled rows out"
+            f"label {min(smallest, 0) or largest}; classes are numbered from 0, and the model has "
+            f"{logits.shape[1]} outputs. Leave unlabelled rows out; for more classes, give it a "
+            "larger output layer first"
         )
-    if largest >= classes:
-        raise ValueError(
-            f"label {largest}; the model has {classes} outputs, so labels go from 0 to {classes - 1}. "
-            "For more classes, give it a larger output layer first"
-        )
+    return bool((logits.argmax(-1) == data.labels).all())
 
 
 def _limit(model: nn.Module, budget: int | float | None) -> float:

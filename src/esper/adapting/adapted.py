@@ -7,15 +7,15 @@ The model itself is never written to. `weights()` merges all that changes weight
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from esper.adapting.plans import HeadMode, Places, Plan, What
+from esper.adapting.plans import Argument, HeadMode, Places, Plan, What
 from esper.growing.sites import ModelSite
 from esper.growing.slots import new_seed, with_first
 from esper.kasmina.blueprints import Blueprint, Site
@@ -97,23 +97,25 @@ class Adapted(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(rng_seed)
         self.model, self.plan, self.argument = model, plan, places.argument
-        self.branch_sites: dict[str, str] = {}  # place -> module; empty: the input
+        self._sites: dict[str, str] = {}  # place of a branch -> module
         branches, updates, tuned = nn.ModuleDict(), nn.ModuleDict(), list[str]()
         for place in places.at(plan.place):
+            names = places.weights.get(plan.what, {}).get(place, ())
             if plan.what in (What.SCALE, What.SEED):
                 site = places.sites[place]
-                self.branch_sites[place.name] = site.name
+                self._sites[place.name] = site.name
                 branches[place.name] = (
                     ScaleShift(site) if plan.what == What.SCALE else SeedBranch(site, generator)
                 )
-            for name in places.layers.get(place, ()) if plan.what == What.LORA else ():
-                updates[_key(name)] = LowRank(model.get_parameter(name).detach(), generator)
-            tuned += places.weights.get(place, ()) if plan.what == What.TUNE else ()
-            tuned += places.biases.get(place, ()) if plan.what == What.BIAS else ()
+            elif plan.what == What.LORA:
+                for name in names:
+                    updates[_key(name)] = LowRank(model.get_parameter(name).detach(), generator)
+            else:
+                tuned += names
         tuned += places.head if plan.head != HeadMode.KEEP else ()
         copies = {_key(name): model.get_parameter(name).detach().clone() for name in tuned}
         self.change = Change(branches, updates, nn.ParameterDict(copies))
-        self._head = frozenset(map(tuned_name, places.head))
+        self.head = frozenset(map(tuned_name, places.head))  # names among the changes
 
     def changes(self) -> dict[str, Tensor]:
         """The parameters of the change, by name."""
@@ -122,19 +124,16 @@ class Adapted(nn.Module):
     @property
     def num_added(self) -> int:
         """Parameters of the change besides the head."""
-        return sum(t.numel() for n, t in self.changes().items() if not self.is_head(n))
+        return sum(t.numel() for n, t in self.changes().items() if n not in self.head)
 
-    def branch(self, place: str) -> nn.Module:
-        return self.change.branches[place]
+    @property
+    def trained_first(self) -> frozenset[str]:
+        """The parameters that train alone for the first half of the steps."""
+        return self.head if self.plan.head == HeadMode.FIRST else frozenset()
 
-    def branch_at_input(self) -> nn.Module | None:
-        """The branch that the model's input itself passes."""
-        at_inputs = [place for place, name in self.branch_sites.items() if not name]
-        return self.branch(at_inputs[0]) if at_inputs else None
-
-    def is_head(self, name: str) -> bool:
-        """Whether a parameter of the change belongs to the output layer."""
-        return name in self._head
+    def branches(self) -> dict[str, nn.Module]:
+        """By the name of the module whose output they change; the input has an empty name."""
+        return {self._sites[place]: branch for place, branch in self.change.branches.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """The model's weights that the change replaces, by their names in the model."""
@@ -146,11 +145,33 @@ class Adapted(nn.Module):
         return changed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if (at_input := self.branch_at_input()) is not None:
-            args, kwargs = self.argument.changed(at_input, args, kwargs)
-        branches = {name: self.branch(place) for place, name in self.branch_sites.items() if name}
-        with outputs_changed(self.model, branches):
-            return call_with(self.model, self.weights(), args, kwargs)
+        changes = self.weights(), self.branches()
+        return call_changed(self.model, *changes, self.argument, args, kwargs)
+
+
+def call_changed(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    branches: Mapping[str, Callable[[Tensor], Tensor]],
+    argument: Argument,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The model's output with other weights, and with branches as in `Adapted.branches`."""
+    with ExitStack() as stack:
+        for name, branch in branches.items():
+            if not name:
+                args, kwargs = argument.changed(branch, args, kwargs)
+                continue
+
+            def hook(_module: nn.Module, _args: Any, output: Any, branch: Any = branch) -> Any:
+                return with_first(output, branch)
+
+            stack.enter_context(model.get_submodule(name).register_forward_hook(hook))
+        for encoder in nested_encoders(model) if any(branches) else ():
+            encoder.use_nested_tensor = False
+            stack.callback(setattr, encoder, "use_nested_tensor", True)
+        return call_with(model, weights, args, kwargs)
 
 
 def call_with(
@@ -164,36 +185,15 @@ def call_with(
     A tensor that several modules share is replaced in each. Torch's `tie_weights` would also
     replace that of a module with two names twice, and then not restore it.
     """
-    own = [
-        (f"{prefix}.{name}" if prefix else name, tensor)
-        for prefix, part in model.named_modules()
-        for held in (part._parameters, part._buffers)
-        for name, tensor in held.items()
-    ]
+    own: dict[str, int] = {}
     sharing: dict[int, list[str]] = {}
-    for name, tensor in own:
-        sharing.setdefault(id(tensor), []).append(name)
-    shared = {name: sharing[id(tensor)] for name, tensor in own}
-    every = {other: tensor for name, tensor in tensors.items() for other in shared[name]}
+    for prefix, part in model.named_modules():
+        for last, tensor in (*part._parameters.items(), *part._buffers.items()):
+            name = f"{prefix}.{last}" if prefix else last
+            own[name] = id(tensor)
+            sharing.setdefault(id(tensor), []).append(name)
+    every = {other: tensor for name, tensor in tensors.items() for other in sharing[own[name]]}
     return functional_call(model, every, args, kwargs, tie_weights=False)
-
-
-@contextmanager
-def outputs_changed(
-    model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]]
-) -> Iterator[None]:
-    """Inside the block, hooks change the first output of the named modules."""
-    with ExitStack() as stack:
-        for name, change in changes.items():
-
-            def hook(_module: nn.Module, _args: Any, output: Any, change: Any = change) -> Any:
-                return with_first(output, change)
-
-            stack.enter_context(model.get_submodule(name).register_forward_hook(hook))
-        for encoder in nested_encoders(model) if changes else ():
-            encoder.use_nested_tensor = False
-            stack.callback(setattr, encoder, "use_nested_tensor", True)
-        yield
 
 
 def nested_encoders(model: nn.Module) -> list[nn.TransformerEncoder]:

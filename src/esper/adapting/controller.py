@@ -1,39 +1,146 @@
 """A trained controller of adaptations: from signals to plans, one proposal after another.
 
-controller = AdaptationController.load("controller.pt")
-chooser = controller.choose(known, budget=0.25, tries=3)
-plan, rate = next(chooser)          # the first proposal
-plan, rate = chooser.send(0.71)     # the next one, given the validation result of the last
+    controller = AdaptationController.load("controller.pt")
+    plan, rate = controller.choose(known, try_plan, budget=0.25, tries=3)
+
+The usual rules (`ANCHORS`) are tried first. Then the policy sees the signals and proposes a plan and
+a learning rate per step; each is tried, and the policy sees its validation accuracy. Its last action
+names which of all that was tried is kept: few validation rows say little, so it may prefer anything
+within `TRUST` standard errors of the best.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from esper.adapting.evidence import SIGNALS
-from esper.adapting.plans import MENU, RATES, Plan
-from esper.adapting.trial_envs import (
-    ACTION_SPACE,
-    Known,
-    Outcomes,
-    Tries,
-    choices_of,
-    plan_and_rate,
-)
+from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES, HeadMode, Place, Plan, What
+from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
 from esper.leyline.files import read_file, write_file
-from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, RecurrentState
+from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
 from esper.tamiyo.policy.plain_heads import flat_policy
 
 _KIND, _VERSION = "adaptation controller", 2
 _FOLDER = resources.files("esper.adapting") / "controllers"  # that ship with Esper
 
+MAX_TRIES = 6
+TRUST = 0.5  # all are judged on the same rows, so differences vary less than each accuracy does
+
+ACTION_SPACE = FactoredActionSpace(
+    (
+        Head("place", len(Place)),
+        Head("what", len(What), given=("place",)),
+        Head("head", len(HeadMode), given=("place", "what")),
+        Head("rate", len(RATES), given=("place", "what", "head")),
+    )
+)
+# A choice is a plan and a rate; choice `plan * len(RATES) + rate` of the flat tables.
+_CODES = torch.tensor([[*map(int, plan), rate] for plan in PLANS for rate in range(len(RATES))])
+_INDEX = torch.full(ACTION_SPACE.sizes, -1)
+_INDEX[tuple(_CODES.T)] = torch.arange(len(_CODES))
+_ONE_HOT = torch.cat(
+    [F.one_hot(codes, n) for codes, n in zip(_CODES.T, ACTION_SPACE.sizes, strict=True)], dim=1
+).float()  # [choices, sum of sizes]
+# Tried before the policy's proposals: the model as it is, the head alone, LP-FT, fine-tuning.
+ANCHORS = [
+    PLANS.index(KNOWN_RULES[name]) * len(RATES) + rate
+    for name, rate in (("nothing", 1), ("head only", 1), ("LP-FT", 1), ("full fine-tuning", 0))
+]
+# a plan that changes nothing needs no other rate
+_USELESS = [choice for choice in range(len(RATES)) if choice != ANCHORS[0]]
+
 Choice = tuple[Plan, float]  # what to change, and the learning rate
+
+
+def plan_and_rate(choice: int) -> Choice:
+    """A flat choice as the plan and the learning rate it stands for."""
+    plan, rate = divmod(choice, len(RATES))
+    return PLANS[plan], RATES[rate]
+
+
+def choices_of(actions: Tensor) -> Tensor:
+    """Flat choices `[N]` of the heads' actions `[N, 4]`."""
+    return _INDEX[tuple(actions.T)]
+
+
+def picked(table: Tensor, choices: Tensor) -> Tensor:
+    """The entries of choices `[N]` in a table `[N, choices]`."""
+    return table.gather(1, choices[:, None])[:, 0]
+
+
+def validation_criterion(accuracy: Tensor, loss: Tensor) -> Tensor:
+    """The accuracy; the loss decides between equal ones, and is the worst after divergence."""
+    return accuracy - 0.01 * loss.nan_to_num(nan=10.0).clamp(max=10.0)
+
+
+class Outcomes(NamedTuple):
+    """What is known of N scenarios, and the results of every choice; NaN: not offered, not tried."""
+
+    signals: Tensor  # [N, S]
+    held_out: Tensor  # [N] rows that validate
+    added: Tensor  # [N, choices] parameters relative to the model; NaN: not offered
+    validation: Tensor  # [N, choices]
+    test: Tensor  # [N, choices]
+
+
+class Tries:
+    """What a policy has tried in N scenarios, and the features and masks it sees."""
+
+    num_features = len(SIGNALS) + 4 + len(ANCHORS) + 2 * _ONE_HOT.shape[1]
+
+    def __init__(self, outcomes: Outcomes, budgets: Tensor, tries: Tensor):
+        self.signals, self.held_out = outcomes.signals, outcomes.held_out
+        self.budgets, self.left = budgets, tries
+        self.legal = outcomes.added <= budgets[:, None]  # NaN is not
+        self.legal[:, _USELESS] = False
+        self.values = torch.full_like(outcomes.added, -torch.inf)  # results of what was tried
+        self.values[:, ANCHORS] = outcomes.validation[:, ANCHORS]
+        self.values[~self.legal] = -torch.inf
+        self.last_value, self.last = self.leader()
+
+    def leader(self) -> tuple[Tensor, Tensor]:
+        """The best validation result, and the choice it belongs to."""
+        return self.values.max(1)
+
+    def record(self, choices: Tensor, values: Tensor) -> None:
+        """Note the validation results of a choice in each scenario."""
+        self.last, self.last_value = choices, values.nan_to_num(-1.0)  # a training that failed
+        self.values.scatter_(1, choices[:, None], self.last_value[:, None])
+        self.left = self.left - 1
+
+    def features(self) -> Tensor:
+        value, leader = self.leader()
+        limit = self.budgets.clamp(max=4.0).log()
+        numbers = torch.stack([self.left, limit, value, self.last_value], dim=1)
+        anchors = self.values[:, ANCHORS].clamp(min=-0.1)
+        parts = [self.signals, numbers, anchors, _ONE_HOT[leader], _ONE_HOT[self.last]]
+        return torch.cat(parts, dim=1)
+
+    def masks(self) -> ActionMasks:
+        """What was not tried yet may be tried; what was tried and is near the leader may be kept."""
+        untried = self.legal & self.values.isneginf()
+        untried = torch.where(untried.any(1, keepdim=True), untried, self.legal)
+        allowed = torch.where((self.left <= 0)[:, None], self.near_leader(), untried)
+        grid = allowed[:, _INDEX.clamp(min=0)] & (_INDEX >= 0)  # [N, place, what, head, rate]
+        rows = {"rate": grid}
+        for name in ("head", "what", "place"):
+            grid = grid.any(-1)
+            rows[name] = grid
+        return ActionMasks(ACTION_SPACE, rows)
+
+    def near_leader(self) -> Tensor:
+        """Choices at most `TRUST` standard errors of the validation accuracy below the leader."""
+        best = self.values.amax(1)
+        right = (best.clamp(0, 1) * self.held_out + 1) / (self.held_out + 2)  # never 0 or 1
+        error = (right * (1 - right) / self.held_out).sqrt()
+        return self.values >= (best - TRUST * error)[:, None]
 
 
 class AdaptationController:
@@ -52,39 +159,40 @@ class AdaptationController:
         self.policy, self.low, self.high = policy, low, high
         self.facts = facts or {}
 
-    @torch.no_grad()
-    def choose_many(self, outcomes: Outcomes, *, budget: float, tries: int) -> Tensor:
-        """The choice kept in each of E scenarios whose outcomes are known, `[E]`."""
-        state, recurrent = self._begin(outcomes.known(), budget, tries)
-        everywhere = torch.ones(len(outcomes.signals), dtype=torch.bool)
-        for _ in range(tries):
-            choices, recurrent = self._propose(state, recurrent)
-            state.record(choices, outcomes.validation.gather(1, choices[:, None])[:, 0], everywhere)
-        return self._propose(state, recurrent)[0]
+    def choose(
+        self, known: Outcomes, try_plan: Callable[[Choice], float], *, budget: float, tries: int
+    ) -> Choice:
+        """What to keep for one model; `try_plan` gives the validation result of each proposal."""
 
-    def choose(self, known: Known, *, budget: float, tries: int) -> Generator[Choice, float, None]:
-        """Proposals for one model; send the validation result of each to get the next.
+        def validate(choices: Tensor) -> Tensor:
+            return torch.tensor([try_plan(plan_and_rate(int(choices)))])
 
-        After so many tries comes the choice to keep, one of those tried.
-        """
-        state, recurrent = self._begin(known, budget, tries)
-        for _ in range(tries):
-            choice, recurrent = self._propose(state, recurrent)
-            value = yield plan_and_rate(int(choice))
-            state.record(choice, torch.tensor([value]), torch.ones(1, dtype=torch.bool))
-        choice, _ = self._propose(state, recurrent)
-        yield plan_and_rate(int(choice))
+        kept = self.choose_many(known, budget=budget, tries=tries, validate=validate)
+        return plan_and_rate(int(kept))
 
-    def _begin(self, known: Known, budget: float, tries: int) -> tuple[Tries, RecurrentState]:
-        num = len(known.signals)
-        limited = known._replace(signals=known.signals.clamp(self.low, self.high))
+    def choose_many(
+        self,
+        outcomes: Outcomes,
+        *,
+        budget: float,
+        tries: int,
+        validate: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """The choice kept in each of N scenarios, `[N]`; by default all results are known before."""
+        validate = validate or partial(picked, outcomes.validation)
+        num = len(outcomes.signals)
+        limited = outcomes._replace(signals=outcomes.signals.clamp(self.low, self.high))
         limit, left = (torch.full((num,), value) for value in (budget, tries))
-        return Tries(limited, limit, left), self.policy.initial_state(num)
-
-    @torch.no_grad()
-    def _propose(self, state: Tries, recurrent: RecurrentState) -> tuple[Tensor, RecurrentState]:
-        decision = self.policy.act(state.features(), state.masks(), recurrent, deterministic=True)
-        return choices_of(decision.actions), decision.state
+        state, recurrent = Tries(limited, limit, left), self.policy.initial_state(num)
+        for number in range(tries + 1):
+            with torch.no_grad():
+                decision = self.policy.act(
+                    state.features(), state.masks(), recurrent, deterministic=True
+                )
+            choices, recurrent = choices_of(decision.actions), decision.state
+            if number < tries:
+                state.record(choices, validate(choices))
+        return choices
 
     def save(self, path: str | Path) -> None:
         contents = _offered() | {
@@ -118,7 +226,7 @@ def _offered() -> dict[str, Any]:
 
 
 def new_policy(config: PolicyConfig) -> FactoredRecurrentActorCritic:
-    return flat_policy(ACTION_SPACE, Tries.num_features(), config)
+    return flat_policy(ACTION_SPACE, Tries.num_features, config)
 
 
 def controllers() -> dict[str, dict[str, Any]]:
@@ -142,6 +250,4 @@ def find_controller(controller: str | Path | AdaptationController) -> Adaptation
     return AdaptationController.load(controller)  # not cached: the file may be written again
 
 
-@cache
-def _load(path: Path) -> AdaptationController:
-    return AdaptationController.load(path)
+_load = cache(AdaptationController.load)

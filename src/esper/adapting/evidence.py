@@ -6,18 +6,19 @@ training. `measure` returns them for many models at once, `[P, len(SIGNALS)]`.
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from esper.adapting.adapted import call_with, outputs_changed
+from esper.adapting.adapted import call_changed
 from esper.adapting.fitting import ConvolutionsAsProducts
-from esper.adapting.plans import SINGLE_PLACES, Place, Places
+from esper.adapting.plans import SINGLE_PLACES, Place, Places, What
 from esper.growing.inputs import arguments, tensors
 from esper.leyline.constants import SiteKind
 
@@ -39,22 +40,79 @@ SIGNALS = GLOBAL_SIGNALS + tuple(
 )
 
 
-class Statistics(NamedTuple):
-    """Mean and spread of every channel at a place, `[P, channels]` each."""
+def measure(
+    model: nn.Module,
+    places: Places,
+    weights: dict[str, Tensor],
+    x: Any,
+    y: Tensor,
+    counts: Tensor,
+    source: Any = None,
+) -> Tensor:
+    """Signals `[P, len(SIGNALS)]` for rows `x` `[P, R, ...]` with labels `y` `[P, R]`.
 
-    mean: Tensor
-    spread: Tensor
+    Model p has `counts[p]` rows; at most the first `MAX_ROWS` are read. `weights` are the models'
+    parameters and buffers, `[P, ...]` each. `source` has rows of the data that the models know.
+    Inputs may be a tuple or dict of tensors. A single model may be any module; several are mapped
+    over with `torch.vmap`.
+    """
+    x = pytree.tree_map_only(Tensor, lambda rows: rows[:, :MAX_ROWS], x)
+    y = y[:, :MAX_ROWS]
+    position = torch.arange(y.shape[1], device=y.device)
+    used = position < counts[:, None]  # [P, R]
+    run = partial(_run, model, places)
+    with torch.no_grad():
+        _, seen = run(weights, x, {})
+        known = {} if source is None else run(weights, source, {})[1]
+    added = {p.name: torch.zeros_like(seen[p.name]).requires_grad_() for p in places.sites}
+    by_place = places.weights[What.TUNE]
+    names = [*chain.from_iterable(by_place.values()), *places.head]
+    leaves = {name: weights[name].detach().clone().requires_grad_() for name in names}
+    logits, _ = run({**weights, **leaves}, x, added)
+    losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(y) * used
+    halves = []
+    in_first = position % 2 == 0
+    for part in (in_first, ~in_first):
+        mean_loss = (losses * part / used.sum(1, keepdim=True)).sum()
+        grads = torch.autograd.grad(
+            mean_loss,
+            [*leaves.values(), *added.values()],
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        halves.append(dict(zip([*leaves, *added], grads, strict=True)))
+    logits, losses = logits.detach(), losses.detach()
+    found = _global_signals(logits, losses, seen, y, used, counts)
+    zero = torch.zeros_like(found["accuracy"])
+    found["has_source"] = zero + float(source is not None)
+    if places.head:
+        found["head_gradient"], found["head_agreement"] = _gradients(places.head, halves, weights)
+    for place, site in places.sites.items():
+        total = halves[0][place.name] + halves[1][place.name]
+        value, gradient = (_by_channel(part, site.kind) for part in (seen[place.name], total))
+        signals = _place_signals(value, gradient, losses, used)
+        pooled = F.adaptive_avg_pool1d(value.flatten(0, 1), min(_POOLED, value.shape[-1]))
+        pooled = pooled.view(*value.shape[:3], -1)
+        signals["probe_accuracy"] = _probe_accuracy(pooled, y, used, logits.shape[-1])
+        signals["present"] = zero + 1.0
+        if known:
+            signals |= _shift_signals(value, used, _by_channel(known[place.name], site.kind))
+        if own := by_place.get(place):
+            gradients = _gradients(own, halves, weights)
+            signals["relative_gradient"], signals["gradient_agreement"] = gradients
+        found |= {f"{place.name.lower()}.{name}": signal for name, signal in signals.items()}
+    return torch.stack([found.get(name, zero).float() for name in SIGNALS], dim=1)
 
 
-class _Probed(nn.Module):
-    """The model with a tensor added at every place, whose gradient is that of the activations."""
+def _run(
+    model: nn.Module, places: Places, weights: dict[str, Tensor], x: Any, added: dict[str, Tensor]
+) -> Any:
+    """Outputs, and activations at the places and before the head, `[P, rows, ...]`.
 
-    def __init__(self, model: nn.Module, places: Places):
-        super().__init__()
-        self.model, self.places = model, places
+    What is `added` at the places has the gradient of the activations.
+    """
 
-    def forward(self, inputs: Any, added: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The output, and the activations at the places and before the head."""
+    def call(weights: dict[str, Tensor], x: Any, added: dict[str, Tensor]) -> Any:
         seen: dict[str, Tensor] = {}
 
         def add(place: Place, value: Tensor) -> Tensor:
@@ -65,99 +123,17 @@ class _Probed(nn.Module):
             if args:
                 seen["HEAD"] = args[0]
 
-        args, kwargs = arguments(inputs)
-        at_modules = {}
-        for place, site in self.places.sites.items():
-            if site.name:
-                at_modules[site.name] = partial(add, place)
-            else:
-                args, kwargs = self.places.argument.changed(partial(add, place), args, kwargs)
-        with ExitStack() as stack:
-            stack.enter_context(outputs_changed(self.model, at_modules))
-            if self.places.head or self.places.features:
-                head = self.model.get_submodule(self.places.features)
-                stack.enter_context(head.register_forward_pre_hook(keep_head_input))
-            return logits_of(self.model(*args, **kwargs)), seen
-
-
-def source_statistics(
-    model: nn.Module, places: Places, weights: dict[str, Tensor], x: Any
-) -> dict[Place, Statistics]:
-    """Statistics of the activations on rows `[P, rows, ...]` of the data the models know."""
-    with torch.no_grad():
-        _, seen = _run(_Probed(model, places), weights, x, {})
-        values = {place: _by_channel(seen[place.name], place, places) for place in places.sites}
-    return {p: _statistics_of(v, torch.ones_like(v[:, :, 0, 0])) for p, v in values.items()}
-
-
-def measure(
-    model: nn.Module,
-    places: Places,
-    weights: dict[str, Tensor],
-    x: Any,
-    y: Tensor,
-    counts: Tensor,
-    source: dict[Place, Statistics] | None = None,
-) -> Tensor:
-    """Signals `[P, len(SIGNALS)]` for rows `x` `[P, R, ...]` with labels `y` `[P, R]`.
-
-    Model p has `counts[p]` rows; at most the first `MAX_ROWS` are read. `weights` are the models'
-    parameters and buffers, `[P, ...]` each. Inputs may be a tuple or dict of tensors. A single model
-    may be any module; several are mapped over with `torch.vmap`.
-    """
-    x = pytree.tree_map_only(Tensor, lambda rows: rows[:, :MAX_ROWS], x)
-    y = y[:, :MAX_ROWS]
-    position = torch.arange(y.shape[1], device=y.device)
-    used = position < counts[:, None]  # [P, R]
-    num_read = used.sum(1, keepdim=True)
-    probed = _Probed(model, places)
-    with torch.no_grad():
-        _, seen = _run(probed, weights, x, {})
-    added = {p.name: torch.zeros_like(seen[p.name]).requires_grad_() for p in places.sites}
-    names = [name for group in places.weights.values() for name in group] + list(places.head)
-    leaves = {name: weights[name].detach().clone().requires_grad_() for name in names}
-    logits, _ = _run(probed, {**weights, **leaves}, x, added)
-    losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(y) * used
-    halves = []
-    in_first = position % 2 == 0
-    wanted = [*leaves.values(), *added.values()]
-    for part in (in_first, ~in_first):
-        mean_loss = (losses * part / num_read).sum()
-        grads = torch.autograd.grad(
-            mean_loss, wanted, retain_graph=part is in_first, materialize_grads=True
-        )
-        halves.append(dict(zip([*leaves, *added], grads, strict=True)))
-    logits, losses = logits.detach(), losses.detach()
-    found = _global_signals(logits, losses, seen, y, used, counts)
-    zero = torch.zeros_like(found["accuracy"])
-    found["has_source"] = zero + float(source is not None)
-    if places.head:
-        found["head_gradient"], found["head_agreement"] = _gradients(places.head, halves, weights)
-    for place in SINGLE_PLACES:
-        prefix = place.name.lower()
-        if place in places.sites:
-            found[f"{prefix}.present"] = zero + 1.0
-            found |= _place_signals(
-                place, places, seen[place.name], halves, losses, y, used, logits.shape[-1], source
-            )
-        if own := places.weights.get(place):
-            gradient, agreement = _gradients(own, halves, weights)
-            found[f"{prefix}.relative_gradient"] = gradient
-            found[f"{prefix}.gradient_agreement"] = agreement
-    return torch.stack([found.get(name, zero).float() for name in SIGNALS], dim=1)
-
-
-def _run(probed: _Probed, weights: dict[str, Tensor], x: Any, added: dict[str, Tensor]) -> Any:
-    named = {f"model.{name}": tensor for name, tensor in weights.items()}
-
-    def call(named: dict[str, Tensor], x: Tensor, added: dict[str, Tensor]) -> Any:
-        return call_with(probed, named, (x, added))
+        changes = {site.name: partial(add, place) for place, site in places.sites.items()}
+        head = model.get_submodule(places.features) if places.head or places.features else None
+        with nullcontext() if head is None else head.register_forward_pre_hook(keep_head_input):
+            output = call_changed(model, weights, changes, places.argument, *arguments(x))
+        return logits_of(output), seen
 
     if len(tensors(x)[0]) == 1:
-        one = pytree.tree_map_only(Tensor, lambda tensor: tensor[0], (named, x, added))
+        one = pytree.tree_map_only(Tensor, lambda tensor: tensor[0], (weights, x, added))
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.unsqueeze(0), call(*one))
     with ConvolutionsAsProducts():
-        return torch.vmap(call)(named, x, added)
+        return torch.vmap(call)(weights, x, added)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -213,38 +189,30 @@ def _global_signals(
 
 
 def _place_signals(
-    place: Place,
-    places: Places,
-    value: Tensor,
-    halves: list[dict[str, Tensor]],
-    losses: Tensor,
-    y: Tensor,
-    used: Tensor,
-    num_outputs: int,
-    source: dict[Place, Statistics] | None,
+    value: Tensor, gradient: Tensor, losses: Tensor, used: Tensor
 ) -> dict[str, Tensor]:
-    prefix, key = place.name.lower(), place.name
-    gradient = _by_channel(halves[0][key] + halves[1][key], place, places)  # [P, R, C, positions]
-    value = _by_channel(value, place, places)
+    """From activations and gradients `[P, R, C, positions]`."""
     scale, shift = (gradient * value).sum(-1), gradient.sum(-1)
     strength = (
         used.sum(1)[:, None] * gradient.flatten(2).norm(dim=-1) * value.flatten(2).norm(dim=-1)
     )
-    pooled = F.adaptive_avg_pool1d(value.flatten(0, 1), min(_POOLED, value.shape[-1]))
-    found = {
-        "probe_accuracy": _probe_accuracy(pooled.view(*value.shape[:3], -1), y, used, num_outputs),
+    return {
         "scale_consistency": _consistency(scale, used),
         "shift_consistency": _consistency(shift, used),
         "sensitivity": (_mean(strength, used) / _mean(losses, used).clamp(min=1e-3) + 1e-6).log10(),
     }
-    if source is not None and place in source:
-        here = _statistics_of(value, used)
-        known = source[place]
-        spread = known.spread.clamp(min=1e-3)
-        found["mean_shift"] = ((here.mean - known.mean).abs() / spread).mean(1).log1p()
-        ratio = here.spread.clamp(min=1e-3) / spread
-        found["spread_shift"] = ratio.log().abs().mean(1)
-    return {f"{prefix}.{name}": signal for name, signal in found.items()}
+
+
+def _shift_signals(value: Tensor, used: Tensor, known: Tensor) -> dict[str, Tensor]:
+    """How far the channels' means and spreads are from those of known rows."""
+    mean, spread = _statistics(value, used)
+    known_mean, known_spread = _statistics(known, torch.ones_like(known[:, :, 0, 0]))
+    known_spread = known_spread.clamp(min=1e-3)
+    ratio = spread.clamp(min=1e-3) / known_spread
+    return {
+        "mean_shift": ((mean - known_mean).abs() / known_spread).mean(1).log1p(),
+        "spread_shift": ratio.log().abs().mean(1),
+    }
 
 
 def _gradients(
@@ -298,19 +266,18 @@ def _probe_accuracy(features: Tensor, y: Tensor, used: Tensor, num_outputs: int)
     return _mean(correct, used)
 
 
-def _statistics_of(value: Tensor, used: Tensor) -> Statistics:
-    """From `[P, R, C, positions]`."""
+def _statistics(value: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and spread of every channel, `[P, C]`, from `[P, R, C, positions]`."""
     weight = used.float()[..., None, None]
     total = weight.sum(1).squeeze(-1) * value.shape[-1]
     mean = (value * weight).sum((1, 3)) / total
     square = (value.square() * weight).sum((1, 3)) / total
-    return Statistics(mean, (square - mean.square()).clamp(min=0).sqrt())
+    return mean, (square - mean.square()).clamp(min=0).sqrt()
 
 
-def _by_channel(value: Tensor, place: Place, places: Places) -> Tensor:
+def _by_channel(value: Tensor, kind: SiteKind) -> Tensor:
     """`[P, R, C, positions]` from activations `[P, R, ...]`."""
-    site = places.sites[place]
-    if site.kind == SiteKind.TOKENS:
+    if kind == SiteKind.TOKENS:
         return value.flatten(2, -2).movedim(-1, 2)
     return value.unsqueeze(-1) if value.dim() == 3 else value.flatten(3)
 

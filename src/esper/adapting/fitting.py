@@ -5,19 +5,19 @@ but their own weights, rows and learning rates. `torch.vmap` maps the forward pa
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from esper.adapting.adapted import Adapted, call_with
-from esper.adapting.plans import HeadMode
+from esper.adapting.adapted import call_with
 
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
+_WARM_UP = 3  # steps before a graph is captured
 
 LossOf = Callable[[dict[str, Tensor], Tensor], Tensor]  # of a change, at step `[1]` on the device
 
@@ -26,10 +26,9 @@ def fit(
     change: Mapping[str, Tensor],
     loss_of: LossOf,
     *,
-    is_head: Callable[[str], bool],
-    head: HeadMode,
     rates: Tensor,
     steps: int,
+    first: Collection[str] = (),
     by_relative_gradient: bool = False,
     as_graph: bool = False,
     report: Callable[[], None] = lambda: None,
@@ -40,15 +39,14 @@ def fit(
     single change without an axis of replicas; they fall to zero along a cosine.
     `by_relative_gradient` also multiplies them by the norm of each tensor's gradient relative to
     its weights, divided by the largest (Auto-RGN of Lee et al., "Surgical fine-tuning", ICLR 2023).
-    With `as_graph`, each phase on a GPU is one captured graph: launching many small kernels would
-    take longer than they do.
+    The names in `first` train alone for the first half of the steps. With `as_graph`, each phase on
+    a GPU is one captured graph: launching many small kernels would take longer than they do.
     """
     trained = {name: tensor.detach().clone() for name, tensor in change.items()}
     clock = torch.zeros(1, dtype=torch.int64, device=rates.device)
     cosine = 0.5 * (1 + torch.cos(math.pi * torch.arange(steps + 1, device=clock.device) / steps))
     moments = {n: (torch.zeros_like(t), torch.zeros_like(t)) for n, t in trained.items()}
-    # the head may have had more; all that changes from step to step is on the device
-    updates = {part: torch.zeros_like(clock).float() for part in (True, False)}
+    half = steps // 2 if first else 0
 
     def step(active: list[str]) -> None:
         leaves = {n: tensor.detach().requires_grad_(n in active) for n, tensor in trained.items()}
@@ -64,37 +62,30 @@ def fit(
                 norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients])
                 norms = norms / torch.stack(sizes)
                 scaled = [rate * norm for norm in norms / norms.amax(0).clamp(min=1e-12)]
-            for part, number in updates.items():
+            clock.add_(1)
+            for names, waited in ((alone, 0), (later, half)):
                 entries = [
                     (trained[name], gradient, rate, *moments[name])
                     for name, gradient, rate in zip(active, gradients, scaled, strict=True)
-                    if is_head(name) == part
+                    if name in names
                 ]
                 if entries:
-                    _adam_update(number, *map(list, zip(*entries, strict=True)))
-            clock.add_(1)
+                    _adam_update((clock - waited).float(), entries)
 
-    phases = [([*trained], steps)]
-    if head == HeadMode.FIRST:
-        heads = [name for name in trained if is_head(name)]
-        phases = [(heads, steps // 2), ([*trained], steps - steps // 2)]
-    for active, count in phases:
-        if active and count:
-            _repeat(partial(step, active), count, rates.device, as_graph, report)
-        clock.fill_(count)  # also after a phase in which nothing was active
+    alone, later = ([n for n in trained if (n in first) == part] for part in (True, False))
+    for active, count in ((alone, half), ([*trained], steps - half)):
+        if as_graph and rates.is_cuda and active and count > _WARM_UP:
+            _replay(partial(step, active), count, rates.device)
+            continue
+        for _ in range(count if active else 0):
+            step(active)
+            report()
     return {name: tensor.detach() for name, tensor in trained.items()}
 
 
-def _adam_update(
-    number: Tensor,
-    tensors: list[Tensor],
-    gradients: list[Tensor],
-    rates: list[Tensor],
-    firsts: list[Tensor],
-    seconds: list[Tensor],
-) -> None:
-    """One step of Adam in place; `firsts` and `seconds` are its moments, `number` the updates."""
-    number.add_(1.0)
+def _adam_update(number: Tensor, entries: Sequence[tuple[Tensor, ...]]) -> None:
+    """Update number `number` of Adam, in place: tensors, gradients, rates, first, second moments."""
+    tensors, gradients, rates, firsts, seconds = map(list, zip(*entries, strict=True))
     torch._foreach_lerp_(firsts, gradients, 1 - _BETAS[0])
     torch._foreach_mul_(seconds, _BETAS[1])
     torch._foreach_addcmul_(seconds, gradients, gradients, value=1 - _BETAS[1])
@@ -114,45 +105,27 @@ def _adam_update(
     torch._foreach_sub_(tensors, changes)
 
 
-def _repeat(
-    step: Callable[[], None],
-    count: int,
-    device: torch.device,
-    as_graph: bool,
-    report: Callable[[], None],
-) -> None:
-    """Call `step` so often; as a graph it is captured after a few steps and replayed."""
-    warm_up = 3
-    if not (as_graph and device.type == "cuda" and count > warm_up):
-        for _ in range(count):
-            step()
-            report()
-        return
+def _replay(step: Callable[[], None], count: int, device: torch.device) -> None:
+    """Call `step` so often: after a few steps it is captured as a graph and replayed."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        for _ in range(warm_up):
+        for _ in range(_WARM_UP):
             step()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for _ in range(count - warm_up):
+    for _ in range(count - _WARM_UP):
         graph.replay()
 
 
-def logits_of_many(
-    adapted: Adapted, frozen: dict[str, Tensor], change: dict[str, Tensor], x: Tensor
-) -> Tensor:
-    """Outputs `[P, rows, classes]` of P models for their rows `[P, rows, ...]`."""
-
-    def call(frozen: dict[str, Tensor], change: dict[str, Tensor], x: Tensor) -> Tensor:
-        logits: Tensor = call_with(adapted, {**frozen, **change}, (x,))
-        return logits
-
+def logits_of_many(model: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Outputs `[P, rows, classes]` of P models with weights `[P, ...]` for rows `[P, rows, ...]`."""
+    call = torch.vmap(lambda weights, x: call_with(model, weights, (x,)))
     with ConvolutionsAsProducts():
-        mapped: Tensor = torch.vmap(call)(frozen, change, x)
-    return mapped
+        logits: Tensor = call(weights, x)
+    return logits
 
 
 class ConvolutionsAsProducts(TorchFunctionMode):

@@ -8,7 +8,7 @@ thirds and all of the layers before the head. Fixed rules that people use are pl
 fine-tuning, LP-FT, LoRA in every layer, the head alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from inspect import signature
@@ -126,9 +126,8 @@ class Places:
     """The places of a model, and the weights that belong to each."""
 
     sites: dict[Place, ModelSite]
-    weights: dict[Place, tuple[str, ...]]  # since the place before; none at the input
-    layers: dict[Place, tuple[str, ...]]  # those of them that multiply: LoRA updates them
-    biases: dict[Place, tuple[str, ...]]  # those of them with one axis: biases, scales of norms
+    # since the place before. TUNE: all; LORA: those that multiply; BIAS: those with one axis
+    weights: dict[What, dict[Place, tuple[str, ...]]]
     head: tuple[str, ...]  # the weights of the output layer
     features: str  # the module whose input is what the head reads
     argument: Argument  # the first one that is a tensor
@@ -139,9 +138,7 @@ class Places:
             return False
         if plan.what == What.NOTHING:
             return True
-        names = {What.LORA: self.layers, What.TUNE: self.weights, What.BIAS: self.biases}
-        held: dict[Place, Any] = {**names.get(plan.what, self.sites)}
-        held = {place: names for place, names in held.items() if names}
+        held: Mapping[Place, object] = self.weights.get(plan.what, self.sites)
         return bool(held) if plan.place == Place.EVERYWHERE else plan.place in held
 
     def at(self, place: Place) -> tuple[Place, ...]:
@@ -158,25 +155,20 @@ def find_places(model: nn.Module, example: Any) -> Places:
     if (at_input := _input_site(model, found, first)) is not None:
         chosen[Place.INPUT] = at_input
     blocks = [site for site in found if site.name != getattr(at_input, "name", None)]
-    thirds = (Place.EARLY, Place.MIDDLE, Place.LATE)
-    for share, place in enumerate(thirds, start=1):
-        index = ceil(len(blocks) * share / 3) - 1
-        if index >= 0 and blocks[index] not in chosen.values():
-            chosen[place] = blocks[index]
-    if len(blocks) in (1, 2):  # few blocks: the last one is late
-        chosen[Place.LATE] = blocks[-1]
-        chosen = {p: s for p, s in chosen.items() if p == Place.LATE or s is not blocks[-1]}
+    for third, place in ((3, Place.LATE), (1, Place.EARLY), (2, Place.MIDDLE)):
+        at = blocks[ceil(len(blocks) * third / 3) - 1] if blocks else None
+        if at is not None and at not in chosen.values():  # of few blocks the last one is late
+            chosen[place] = at
+    chosen = dict(sorted(chosen.items()))
     head = _head_weights(model, run.weights)
-    weights = _by_place(model, run, chosen, head)
-    layers = {
-        place: tuple(name for name in names if _multiplies(model, name))
-        for place, names in weights.items()
+    rest = {n: p for n, p in model.named_parameters() if n not in head and p.is_floating_point()}
+    changeable = {
+        What.TUNE: [*rest],
+        What.LORA: [name for name in rest if _multiplies(model, name)],
+        What.BIAS: [name for name, parameter in rest.items() if parameter.dim() == 1],
     }
-    biases = {
-        place: tuple(name for name in names if model.get_parameter(name).dim() == 1)
-        for place, names in weights.items()
-    }
-    return Places(chosen, weights, layers, biases, head, run.weights, argument)
+    weights = {what: _by_place(run, chosen, names) for what, names in changeable.items()}
+    return Places(chosen, weights, head, run.weights, argument)
 
 
 def first_argument(model: nn.Module, inputs: Any) -> tuple[Argument, Tensor | None]:
@@ -202,16 +194,14 @@ def _input_site(model: nn.Module, found: list[ModelSite], first: Tensor | None) 
 
 
 def _by_place(
-    model: nn.Module, run: Run, chosen: dict[Place, ModelSite], head: tuple[str, ...]
+    run: Run, chosen: dict[Place, ModelSite], weights: list[str]
 ) -> dict[Place, tuple[str, ...]]:
-    """Names of the weights used after the place before and up to each place, without the head."""
+    """Names of the weights used after the place before and up to each place."""
     ends = {p: run.calls[site.name][0].order for p, site in chosen.items() if site.name}
     found: dict[Place, list[str]] = {place: [] for place in chosen}
     last = max(ends, key=lambda place: ends[place], default=None)
-    for name, parameter in model.named_parameters():
+    for name in weights:
         owner = name.rpartition(".")[0]
-        if name in head or not parameter.is_floating_point():
-            continue
         while owner and owner not in run.calls:
             owner = owner.rpartition(".")[0]
         order = run.calls[owner][0].order if owner else -1

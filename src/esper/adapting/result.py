@@ -12,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from esper.adapting.adapted import Adapted, nested_encoders
-from esper.adapting.plans import Argument, HeadMode, Place, Places, Plan, What
+from esper.adapting.plans import SINGLE_PLACES, Argument, HeadMode, Place, Places, Plan, What
 from esper.adapting.rows import first_float
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.export import FORMATS, export
-from esper.growing.ledger import Ledger, NetworkRecord, Verdict
+from esper.growing.ledger import Ledger, Verdict
 from esper.growing.plain import ChangedSite
-from esper.growing.sites import ModelSite, count_params
+from esper.growing.sites import ModelSite
 from esper.growing.tracing import without_graphs
 from esper.leyline.constants import SiteKind
 from esper.leyline.files import UnreadableFile, read_file, write_file
 
 _KIND, _VERSION = "adaptation", 2
+_SAVED_WEIGHTS = {"weights": What.TUNE, "layers": What.LORA, "biases": What.BIAS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +170,8 @@ class AtInput(nn.Module):
 
 def plain_copy(adapted: Adapted) -> nn.Module:
     """A copy of the model: changed weights merged, branches as ordinary modules."""
-    sites = [
-        (adapted.model.get_submodule(name), adapted.branch(place))
-        for place, name in adapted.branch_sites.items()
-        if name
-    ]
+    branches, get = adapted.branches(), adapted.model.get_submodule
+    sites = [(get(name), branch) for name, branch in branches.items() if name]
     sites.sort(key=lambda entry: len(list(entry[0].modules())))  # inner ones first
     copies = without_graphs(adapted.model)  # also replaces modules with two names
     for site, branch in sites:
@@ -182,23 +180,25 @@ def plain_copy(adapted: Adapted) -> nn.Module:
     with torch.no_grad():
         for name, weight in adapted.weights().items():
             copies[id(adapted.model.get_parameter(name))].copy_(weight)
-    for encoder in nested_encoders(model) if adapted.branch_sites else ():
+    for encoder in nested_encoders(model) if branches else ():
         encoder.use_nested_tensor = False
-    at_input = copy.deepcopy(adapted.branch_at_input())
+    at_input = copy.deepcopy(branches.get(""))
     return (model if at_input is None else AtInput(at_input, model, adapted.argument)).eval()
 
 
 def _plain_places(places: Places) -> dict[str, Any]:
-    by_place = {key: getattr(places, key) for key in ("weights", "layers", "biases")}
-    return {
+    weights = {
+        key: {int(place): names for place, names in places.weights[what].items()}
+        for key, what in _SAVED_WEIGHTS.items()
+    }
+    return weights | {
         "sites": {
-            int(place): [s.name, s.module_class, int(s.kind), list(s.shape), s.tokens, s.weights]
+            int(place): [s.name, s.module_class, int(s.kind), s.shape, s.tokens, s.weights]
             for place, s in places.sites.items()
         },
-        **{k: {int(p): list(names) for p, names in held.items()} for k, held in by_place.items()},
-        "head": list(places.head),
+        "head": places.head,
         "features": places.features,
-        "argument": list(places.argument),
+        "argument": [*places.argument],
     }
 
 
@@ -211,12 +211,12 @@ def _read_places(saved: dict[str, Any], model: nn.Module) -> Places:
         )
         for place, (name, layer, kind, shape, tokens, weights) in saved["sites"].items()
     }
-    weights, layers, biases = (
-        {Place(place): tuple(names) for place, names in saved[key].items()}
-        for key in ("weights", "layers", "biases")
-    )
+    weights = {
+        what: {Place(place): tuple(names) for place, names in saved[key].items()}
+        for key, what in _SAVED_WEIGHTS.items()
+    }
     argument = Argument(*saved.get("argument", first))
-    return Places(sites, weights, layers, biases, tuple(saved["head"]), saved["features"], argument)
+    return Places(sites, weights, tuple(saved["head"]), saved["features"], argument)
 
 
 def reasons_for(signals: Mapping[str, float]) -> str:
@@ -230,27 +230,20 @@ def reasons_for(signals: Mapping[str, float]) -> str:
     probe = signals["probe_accuracy"]
     if probe > accuracy + 0.1:
         said.append(f"a new head on its features would be right on {probe:.0%}")
-    places = [place for place in Place if f"{place.name.lower()}.probe_accuracy" in signals]
-    shift = {p: signals.get(f"{p.name.lower()}.mean_shift", 0.0) for p in places}
-    if signals["has_source"] and shift:
-        most = max(shift, key=lambda place: shift[place])
-        said.append(f"activations moved most at the place {most.name.lower()}")
+    if signals["has_source"]:
+        places = (place.name.lower() for place in SINGLE_PLACES)
+        most = max(places, key=lambda place: signals[f"{place}.mean_shift"])
+        said.append(f"activations moved most at the place {most}")
     return ", ".join(said)
 
 
-def new_ledger(model: nn.Module, controller: str, **facts: str) -> Ledger:
-    """An empty ledger for an adaptation."""
-    return Ledger(
-        model=type(model).__name__,
-        metric="accuracy",
-        controller=controller,
-        before=NetworkRecord(params=count_params(model), macs=0),
-        facts=facts,
-    )
+def conclude(ledger: Ledger, plan: Plan, rate: float) -> dict[str, float]:
+    """Note the trial that is kept, and the verdict against the first: the model as it is.
 
-
-def conclude(ledger: Ledger, kept: int) -> None:
-    """Note which of the trials is kept, and the verdict against the first: the model as it is."""
+    Returns the accuracy of both.
+    """
+    tried = [(trial.plan, trial.rate) for trial in ledger.trials]
+    kept = tried.index((str(plan), rate))
     as_is, chosen = ledger.trials[0], replace(ledger.trials[kept], kept=True)
     ledger.trials[kept] = chosen
     ledger.after = replace(ledger.before, params=ledger.before.params + chosen.params)
@@ -260,3 +253,4 @@ def conclude(ledger: Ledger, kept: int) -> None:
         f"{ledger.show(after)} on held-out rows, {chosen.params:+,} parameters."
     )
     ledger.verdict = Verdict(grown=after, ungrown=before, returned="grown" if kept else "ungrown")
+    return {"adapted": after, "as it is": before}

@@ -10,10 +10,22 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from esper.adapting.controller import AdaptationController, new_policy
+from esper.adapting.controller import (
+    ACTION_SPACE,
+    MAX_TRIES,
+    AdaptationController,
+    Outcomes,
+    Tries,
+    choices_of,
+    new_policy,
+    picked,
+)
+from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, MENU
 from esper.adapting.practice import (
     ARCHITECTURES,
@@ -26,13 +38,20 @@ from esper.adapting.practice import (
     outcomes_of,
 )
 from esper.adapting.shifts import Shift
-from esper.adapting.trial_envs import MAX_TRIES, Outcomes, TrialEnvs
 from esper.adapting.trials import Scenario, TrialSettings, TrialTable, train_models, try_plans
 from esper.leyline.checks import require_at_least
 from esper.leyline.devices import usable_device
+from esper.leyline.ranks import ALONE, EnvShare
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.training.trainer import Trainer
+from esper.simic.training.trainer import Outcome, PhaseClock, Trainer, TrainingEnvs
 from esper.tamiyo.policy.network import PolicyConfig
+
+BUDGETS = (torch.inf, torch.inf, 0.25, 0.1)  # parameters added, relative to the model
+REWARD_SCALE = 10.0
+RENT = 0.01  # accuracy that a change of the model's own size must bring
+_SOURCE = torch.tensor(
+    [name == "has_source" or name.endswith(("mean_shift", "spread_shift")) for name in SIGNALS]
+)
 
 Say = Callable[[str], None]
 
@@ -78,12 +97,7 @@ PRESETS = {
 
 
 def train_controller(config: AdaptConfig, say: Say = lambda line: None) -> AdaptationController:
-    """Practise, then learn; the controller's `facts` hold the settings."""
-    return learn(practise_all(config, say), config, say)
-
-
-def practise_all(config: AdaptConfig, say: Say) -> Outcomes:
-    """The outcomes of every plan in scenarios of all architectures."""
+    """Practise on all architectures, then learn; the controller's `facts` hold the settings."""
     tables = []
     for number, name in enumerate(config.architectures):
         began = time.perf_counter()
@@ -96,7 +110,7 @@ def practise_all(config: AdaptConfig, say: Say) -> Outcomes:
             f"{100 * float(table.test_accuracy.nanmean()):.1f}, "
             f"{time.perf_counter() - began:.0f} s"
         )
-    return outcomes_of(tables)
+    return learn(outcomes_of(tables), config, say)
 
 
 def _practise(
@@ -139,7 +153,7 @@ def compare_on_held_out(controller: AdaptationController, config: AdaptConfig) -
     found = {rule: float(rules[:, MENU.index(KNOWN_RULES[rule])].mean()) for rule in shown}
     outcomes = outcomes_of([table])
     kept = controller.choose_many(outcomes, budget=torch.inf, tries=2)
-    found["controller"] = float(outcomes.test.gather(1, kept[:, None]).mean())
+    found["controller"] = float(picked(outcomes.test, kept).mean())
     return found
 
 
@@ -169,3 +183,64 @@ def learn(outcomes: Outcomes, config: AdaptConfig, say: Say) -> AdaptationContro
     # signals of source data were hidden in half of the episodes: 0 is in their range
     low, high = signals.amin(0).clamp(max=0.0), signals.amax(0).clamp(min=0.0)
     return AdaptationController(policy, low, high, facts)
+
+
+class TrialEnvs(TrainingEnvs):
+    """N episodes at a time over recorded outcomes; a round is one episode in every env.
+
+    An episode is one scenario. A reward is the change in test accuracy of the leader, which is what
+    validates best until the policy decides; the first is relative to the mean of all legal plans.
+    The number of tries and the limit on parameters vary by episode, so one policy serves all
+    budgets.
+    """
+
+    def __init__(self, outcomes: Outcomes, num_envs: int, rng_seed: int = 0):
+        self.outcomes, self.num_envs = outcomes, num_envs
+        self.share = EnvShare.split(num_envs, ALONE)
+        self.num_features, self.action_space = Tries.num_features, ACTION_SPACE
+        self.rng = torch.Generator().manual_seed(rng_seed)
+        self.clock = PhaseClock()
+        self.round_over = True
+
+    def begin_round(self) -> Tensor:
+        num, rng = self.num_envs, self.rng
+        self._scenarios = torch.randint(len(self.outcomes.signals), (num,), generator=rng)
+        budgets = torch.tensor(BUDGETS)[torch.randint(len(BUDGETS), (num,), generator=rng)]
+        tries = torch.randint(1, MAX_TRIES + 1, (num,), generator=rng)
+        drawn = Outcomes(*(part[self._scenarios] for part in self.outcomes))
+        hidden = torch.rand(num, generator=rng) < 0.5  # models rarely come with source rows
+        signals = drawn.signals.masked_fill(hidden[:, None] & _SOURCE, 0.0)
+        self._validation = drawn.validation
+        self._tries = Tries(drawn._replace(signals=signals), budgets, tries)
+        worth = drawn.test - RENT * drawn.added
+        worth = worth.masked_fill(~self._tries.legal, torch.nan)
+        self._worth = REWARD_SCALE * (worth - worth.nanmean(1, keepdim=True))
+        self._worth_of_leader = torch.zeros(num)  # before the first step: the mean of all legal
+        self.round_over = False
+        self._observe()
+        return torch.ones(num, dtype=torch.bool)
+
+    def step(self, actions: Tensor) -> Outcome:
+        choices, tries = choices_of(actions), self._tries
+        is_running, is_last = tries.left >= 0, tries.left == 0
+        # where the episode is over, a choice that was tried is noted again
+        tries.record(choices, picked(self._validation, choices))
+        before = self._worth_of_leader
+        worth = picked(self._worth, torch.where(is_last, choices, tries.leader()[1]))
+        self._worth_of_leader = torch.where(is_running, worth, before)
+        self.round_over = not bool((tries.left >= 0).any())
+        self._observe()
+        rewards, never = self._worth_of_leader - before, torch.zeros_like(is_last)
+        return Outcome(rewards, is_last, never, is_running, is_last, self.features)
+
+    def _observe(self) -> None:
+        self.features, self.masks = self._tries.features(), self._tries.masks()
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        return {"adapt/lead": float(self._worth_of_leader.mean()) / REWARD_SCALE}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
+        self.rng.set_state(state["rng"])

@@ -10,19 +10,23 @@ and adapted together, so the whole table is a few thousand batched programs.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from esper.adapting.adapted import Adapted, tuned_name
-from esper.adapting.evidence import measure, source_statistics
+from esper.adapting.evidence import measure
 from esper.adapting.fitting import fit, logits_of_many
-from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, Places, Plan, find_places
+from esper.adapting.plans import PLANS, RATES, Places, Plan, find_places
 from esper.adapting.shifts import Rows, Shift
 
+BATCH, RATE = 64, 4e-3  # to train models
 INITIALISATIONS = 16  # of a plan's change; replicas share them in turn
+SOURCE_ROWS = 128  # for signals
 ROWS_AT_ONCE = 40_000  # judged, of all replicas together
 # on a CPU fewer: large blocks would be fetched from the system again for every operation
 CPU_REPLICAS, CPU_ROWS_AT_ONCE = 10, 1000
@@ -73,8 +77,6 @@ def train_models(
     num_classes: int,
     missing_classes: int = 3,
     steps: int = 1500,
-    batch: int = 64,
-    rate: float = 4e-3,
     rng_seed: int = 0,
 ) -> ModelPool:
     """Train models from scratch on the source rows; every third has not seen some classes."""
@@ -90,29 +92,17 @@ def train_models(
         seen[number, torch.randperm(num_classes, generator=rng)[:missing_classes]] = False
     chances = seen[:, y.cpu()].float()  # of each row to be drawn
     states = [m.to(x.device).state_dict() for m in models]
-    weights = {f"model.{name}": torch.stack([s[name] for s in states]) for name in states[0]}
-    everything = Adapted(model, places, KNOWN_RULES["full fine-tuning"])
-    names = {tuned_name(name): f"model.{name}" for name, _ in model.named_parameters()}
-    change = {name: weights[names[name]] for name in everything.changes()}
-
-    draws = torch.stack([torch.multinomial(chances, batch, generator=rng) for _ in range(steps)])
+    weights = {name: torch.stack([s[name] for s in states]) for name in states[0]}
+    start = {name: weights[name] for name, _ in model.named_parameters()}
+    draws = torch.stack([torch.multinomial(chances, BATCH, generator=rng) for _ in range(steps)])
     draws = draws.to(x.device)
 
     def loss_of(change: dict[str, Tensor], clock: Tensor) -> Tensor:
         drawn = draws[clock][0]
-        logits = logits_of_many(everything, weights, change, x[drawn])
-        return _summed_loss(logits, y[drawn])
+        return _summed_loss(logits_of_many(model, weights | change, x[drawn]), y[drawn])
 
-    change = fit(
-        change,
-        loss_of,
-        is_head=everything.is_head,
-        head=everything.plan.head,
-        rates=torch.full((num_models,), rate, device=x.device),
-        steps=steps,
-        as_graph=True,
-    )
-    weights |= {names[name]: tensor for name, tensor in change.items()}
+    rates = torch.full((num_models,), RATE, device=x.device)
+    weights |= fit(start, loss_of, rates=rates, steps=steps, as_graph=True)
     return ModelPool(model, places, weights, seen, source)
 
 
@@ -124,7 +114,7 @@ class _Data(NamedTuple):
     counts: Tensor  # [E] labelled rows
     num_train: Tensor  # [E]
     weights: dict[str, Tensor]  # [E, ...]
-    model_ids: Tensor
+    source: Tensor  # [E, SOURCE_ROWS, ...] that each model was trained on
 
 
 def try_plans(
@@ -145,25 +135,15 @@ def try_plans(
     """
     data = _scenario_data(pool, target, scenarios, settings, rng_seed)
     num = len(scenarios)
-    plain = {name.removeprefix("model."): w for name, w in data.weights.items()}
-    known = _source_rows(pool, data.model_ids)
-    source = source_statistics(pool.model, pool.places, plain, known)
     x, y = (part[:, : data.most] for part in data.rows)
+    given = data.weights, x, y, data.counts, data.source
     signals = [
-        measure(
-            pool.model,
-            pool.places,
-            {name: w[part] for name, w in plain.items()},
-            x[part],
-            y[part],
-            data.counts[part],
-            {place: type(s)(s.mean[part], s.spread[part]) for place, s in source.items()},
-        )
+        measure(pool.model, pool.places, *pytree.tree_map(itemgetter(part), given))
         for part in torch.split(torch.arange(num, device=data.counts.device), 64)
     ]
     results = torch.full((3, num, len(plans), len(settings.rates)), torch.nan)
     added = torch.full((len(plans),), torch.nan)
-    size = sum(w[0].numel() for w in plain.values())
+    size = sum(w[0].numel() for w in data.weights.values())
     for index, plan in enumerate(plans):
         if pool.places.offers(plan):
             results[:, :, index] = _try_plan(pool, data, plan, settings, fit_rng_seed, auto_rgn)
@@ -200,21 +180,16 @@ def _scenario_data(
     counts = torch.tensor([scenario.rows for scenario in scenarios], device=device)
     num_train = counts - held_out_rows(counts, settings.validation_share)
     weights = {name: w[ids] for name, w in pool.weights.items()}
-    return _Data((torch.stack(all_x), torch.stack(all_y)), most, counts, num_train, weights, ids)
+    chances = pool.classes_seen[:, pool.source[1].cpu()].float()
+    known = torch.multinomial(chances, SOURCE_ROWS, generator=torch.Generator().manual_seed(0))
+    source = pool.source[0][known.to(device)][ids]
+    stacked = torch.stack(all_x), torch.stack(all_y)
+    return _Data(stacked, most, counts, num_train, weights, source)
 
 
 def held_out_rows(counts: Tensor, share: float) -> Tensor:
     """How many of the labelled rows validate."""
     return (counts * share).round().long().clamp(min=2)
-
-
-def _source_rows(pool: ModelPool, model_ids: Tensor, rows: int = 128) -> Tensor:
-    """Rows that each model was trained on, `[E, rows, ...]`."""
-    x, y = pool.source
-    rng = torch.Generator().manual_seed(0)
-    chances = pool.classes_seen[:, y.cpu()].float()
-    drawn = torch.multinomial(chances, rows, generator=rng).to(x.device)
-    return x[drawn][model_ids]
 
 
 def _try_plan(
@@ -225,7 +200,7 @@ def _try_plan(
     seeds = range(rng_seed, rng_seed + min(INITIALISATIONS, num))
     variants = [Adapted(pool.model, pool.places, plan, seed) for seed in seeds]
     adapted = variants[0]
-    tuned = {tuned_name(name): f"model.{name}" for name, _ in pool.model.named_parameters()}
+    tuned = {tuned_name(name): name for name in data.weights}
     initial = {
         name: torch.stack([v.get_parameter(name).detach() for v in variants])
         for name in adapted.changes()
@@ -240,6 +215,7 @@ def _try_plan(
     def train_and_judge(env: Tensor, rates: Tensor) -> Tensor:
         """One replica for each scenario and rate, `[3, P]`."""
         weights = {name: tensor[env] for name, tensor in data.weights.items()}
+        frozen = {f"model.{name}": tensor for name, tensor in weights.items()}
         change = {
             name: weights[tuned[name]] if name in tuned else initial[name][env % INITIALISATIONS]
             for name in adapted.changes()
@@ -247,30 +223,25 @@ def _try_plan(
 
         def loss_of(change: dict[str, Tensor], clock: Tensor) -> Tensor:
             drawn = (draws[clock][0, env] * data.num_train[env][:, None]).long()
-            logits = logits_of_many(adapted, weights, change, x[env[:, None], drawn])
+            logits = logits_of_many(adapted, frozen | change, x[env[:, None], drawn])
             return _summed_loss(logits, y[env[:, None], drawn])
 
-        if change:
-            change = fit(
-                change,
-                loss_of,
-                is_head=adapted.is_head,
-                head=plan.head,
-                rates=rates,
-                steps=settings.steps,
-                by_relative_gradient=auto_rgn,
-                as_graph=True,
-            )
-
-        logits_of = partial(logits_of_many, adapted, weights, change)
+        change = fit(
+            change,
+            loss_of,
+            rates=rates,
+            steps=settings.steps,
+            first=adapted.trained_first,
+            by_relative_gradient=auto_rgn,
+            as_graph=True,
+        )
+        logits_of = partial(logits_of_many, adapted, frozen | change)
         test = torch.full_like(data.counts, data.most)
         validation = _judge(logits_of, data.rows, env, data.num_train, data.counts)
         return torch.cat([validation, _judge(logits_of, data.rows, env, test, test + num_test)[:1]])
 
     rates = torch.tensor(settings.rates, device=device)
-    replicas = settings.replicas
-    if device.type == "cpu":
-        replicas = min(replicas, CPU_REPLICAS)
+    replicas = min(settings.replicas, CPU_REPLICAS if device.type == "cpu" else settings.replicas)
     parts = [
         train_and_judge(part // len(rates), rates[part % len(rates)])
         for part in torch.split(torch.arange(num * len(rates), device=device), replicas)
