@@ -343,9 +343,7 @@ def test_attention_gets_more_heads_and_gated_layers_more_units(case):
         train(growth, x)
         trained = outputs(growth.model, x)
         growth.decide(0.1 + 0.1 * step)
-    pair = site.pair
-    ends = (growth.model.get_submodule(f"{pair.first}.{n}") for n in (*pair.inputs, pair.output))
-    *first, last = ends
+    *first, last = map(growth.model.get_submodule, site.pair.layers)
     assert {layer.out_features for layer in first} == {last.in_features}
     assert last.in_features > 12
     assert count_params(growth.model) == growth.params

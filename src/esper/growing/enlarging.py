@@ -12,7 +12,7 @@ While they grow they are a branch whose output is added, or a block that is call
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from esper.growing.pairs import (
     Pair,
     Part,
     PartSite,
+    Step,
     UnitsProgram,
     check_layer,
     is_transposed,
@@ -37,49 +38,83 @@ from esper.growing.tracing import Run, is_composed, without_graphs
 from esper.kasmina.blueprints import Blueprint, Site, no_layers
 
 
-class Branch(nn.Module):
-    """`last(steps(first(x)))` for the new units; `last` is zero at first."""
+@dataclass(frozen=True, eq=False)
+class Heads(Part):
+    """A module that can have more heads or units; `first` and `last` are its name."""
 
-    def __init__(self, pair: Pair, first: nn.Module, middle: dict[str, nn.Module], last: nn.Module):
-        super().__init__()
-        self.pair = pair
-        self.first, self.last = first, last
-        self.middle = nn.ModuleList(middle.values())
-        self._index = {name: index for index, name in enumerate(middle)}
+    layers: tuple[str, ...]  # queries, keys, values; or gate and values; and the output
+    size: int  # of a head
+
+    @property
+    def features(self) -> int:
+        return self.size
+
+
+class Chain(nn.ModuleList):
+    """The layers of a pair and the functions between them, with the new units alone."""
+
+    def __init__(self, layers: Iterable[nn.Module], steps: tuple[Step, ...]):
+        super().__init__(layers)
+        self.steps = steps
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for step in self.pair.steps:
-            if isinstance(step, str):
-                x = self.middle[self._index[step]](x)
-            else:
-                x = step(x, self.training)
-        return self.last(x)  # type: ignore[no-any-return]
+        layers = iter(self)
+        x = next(layers)(x)
+        for step in self.steps:
+            x = next(layers)(x) if isinstance(step, str) else step(x, self.training)
+        return next(layers)(x)  # type: ignore[no-any-return]
+
+
+class Branch(nn.Module):
+    """New units or heads, called with the arguments of the part's first module.
+
+    `body` is a chain, or a copy of the user's module, with new layers of these names.
+    """
+
+    def __init__(self, part: Pair | Heads, body: nn.Module, names: Sequence[str]):
+        super().__init__()
+        self.part, self.body, self._names = part, body, names
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """In the order of the layers that they enlarge; the last one is zero at first."""
+        return [self.body.get_submodule(name) for name in self._names]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = without_caches(args, kwargs)
+        output = self.body(*args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
     def merge_into(self, modules: Callable[[str], nn.Module], alpha: float) -> "list[Enlarged]":
         """Enlarge the model's layers by the units; they then compute the same without a branch."""
-        pair = self.pair
-        changed = enlarge(modules(pair.first), self.first, 0)
-        for name, index in self._index.items():
-            changed += enlarge(modules(name), self.middle[index], 0)
-        scale(self.last, alpha)
-        return changed + enlarge(modules(pair.last), self.last, 1)
+        part, (*before, last) = self.part, self.layers
+        scale(last, alpha)
+        if isinstance(part, Heads):
+            added = before[0].out_features // part.size  # type: ignore[operator]
+            _set_heads(modules(part.first), part, part.width + int(added))
+        changed = enlarge(modules(part.layers[-1]), last, 1)
+        for name, layer in zip(part.layers, before, strict=False):
+            changed += enlarge(modules(name), layer, 0)
+        return changed
 
 
 def new_branch(
-    pair: Pair, units: int, modules: Callable[[str], nn.Module], generator: torch.Generator
+    part: Pair | Heads, units: int, modules: Callable[[str], nn.Module], generator: torch.Generator
 ) -> Branch:
     """A branch with initial weights; only `generator` is used."""
-    first = layer_like(modules(pair.first), None, units)
-    last = layer_like(modules(pair.last), units * pair.features, None)
-    names = (step for step in pair.steps if isinstance(step, str))
-    middle = {name: layer_like(modules(name), units, units) for name in names}
-    branch = Branch(pair, first, middle, last)
-    for parameter in last.parameters():
-        nn.init.zeros_(parameter)
-    for layer in (first, *middle.values()):
+    layers = [layer_like(modules(name), outputs=units * part.size) for name in part.layers[:-1]]
+    for layer in layers:
         draw(layer, generator)
-    return branch
+    layers.append(layer_like(modules(part.layers[-1]), inputs=units * part.features))
+    nn.init.zeros_(layers[-1].get_parameter("weight"))
+    if isinstance(part, Pair):
+        return Branch(part, Chain(layers, part.steps), [str(n) for n in range(len(layers))])
+    module, names = modules(part.first), [name.rpartition(".")[2] for name in part.layers]
+    body = copy.deepcopy(module, without_graphs(module))
+    for name, layer in zip(names, layers, strict=True):
+        setattr(body, name, layer)
+    _set_heads(body, part, units)
+    return Branch(part, body, names)
 
 
 def draw(layer: nn.Module, generator: torch.Generator) -> None:
@@ -100,7 +135,7 @@ def scale(layer: nn.Module, factor: float) -> None:
             parameter.mul_(factor)
 
 
-def layer_like(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module:
+def layer_like(layer: Any, inputs: int | None = None, outputs: int | None = None) -> nn.Module:
     """A layer with the settings of another and other sizes, its weights not yet set.
 
     None: as it has. A last layer, with the outputs that it has, gets no bias: the model's has one.
@@ -118,9 +153,9 @@ def layer_like(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module
         if isinstance(layer, nn.Linear) or is_transposed(layer):
             kind, settings = nn.Linear, (*sizes, bias)
         else:
-            groups = sizes[0] if layer.groups > 1 else 1  # depthwise
+            groups = sizes[1] if layer.groups > 1 else 1  # depthwise
             settings = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-            settings = (*sizes, *settings, groups, bias, layer.padding_mode)
+            settings = (groups * sizes[0], sizes[1], *settings, groups, bias, layer.padding_mode)
     with torch.device("meta"):
         new: nn.Module = kind(*settings)
     return new.to(dtype=dtype).to_empty(device=device)
@@ -208,60 +243,6 @@ _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nh
 _TOTALS = ("all_head_size", "inner_dim", "intermediate_size")
 
 
-@dataclass(frozen=True, eq=False)
-class Heads(Part):
-    """A module that can have more heads or units; `first` and `last` are its name."""
-
-    inputs: tuple[str, ...]  # names inside the module: queries, keys, values; gate and values
-    output: str
-    size: int  # of a head
-
-
-class HeadsBranch(nn.Module):
-    """The new heads, called with the arguments of the attention module."""
-
-    def __init__(self, pair: Heads, attention: nn.Module):
-        super().__init__()
-        self.pair, self.attention = pair, attention
-
-    @property
-    def last(self) -> nn.Module:
-        return self.attention.get_submodule(self.pair.output)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        args, kwargs = without_caches(args, kwargs)
-        output = self.attention(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
-
-    def merge_into(self, modules: Callable[[str], nn.Module], alpha: float) -> list[Enlarged]:
-        pair, attention = self.pair, modules(self.pair.first)
-        own = self.attention.get_submodule
-        units = own(pair.inputs[0]).out_features // pair.size  # type: ignore[operator]
-        scale(self.last, alpha)
-        changed = enlarge(attention.get_submodule(pair.output), self.last, 1)
-        for name in pair.inputs:
-            changed += enlarge(attention.get_submodule(name), own(name), 0)
-        _set_heads(attention, pair, pair.width + int(units))
-        return changed
-
-
-def new_heads(
-    pair: Heads, heads: int, modules: Callable[[str], nn.Module], generator: torch.Generator
-) -> HeadsBranch:
-    """New heads with initial weights; their output layer is zero."""
-    attention = modules(pair.first)
-    branch = HeadsBranch(pair, copy.deepcopy(attention, without_graphs(attention)))
-    for name in pair.inputs:
-        layer = layer_like(attention.get_submodule(name), None, heads * pair.size)
-        draw(layer, generator)
-        setattr(branch.attention, name, layer)
-    last = layer_like(attention.get_submodule(pair.output), heads * pair.size, None)
-    nn.init.zeros_(last.get_parameter("weight"))
-    setattr(branch.attention, pair.output, last)
-    _set_heads(branch.attention, pair, heads)
-    return branch
-
-
 def _set_heads(attention: nn.Module, pair: Heads, heads: int) -> None:
     known = vars(attention)
     known |= {name: heads for name in _COUNTS if name in known}
@@ -277,11 +258,12 @@ def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -
     output = next((n for n in _OUTPUTS if _are_linear(module, (n,))), None)
     if inputs is None or output is None:
         return None
-    for part in (*inputs, output):
-        if f"{name}.{part}" not in run.calls:
-            raise NotAPair(f"{part!r} is not called")
-        check_layer(f"{name}.{part}", modules, run)
-    *before, after = parts = [modules[f"{name}.{part}"] for part in (*inputs, output)]
+    layers = tuple(f"{name}.{child}" for child in (*inputs, output))
+    for layer in layers:
+        if layer not in run.calls:
+            raise NotAPair(f"{layer.rpartition('.')[2]!r} is not called")
+        check_layer(layer, modules, run)
+    *before, after = parts = [modules[layer] for layer in layers]
     known, widths = vars(module), {layer.out_features for layer in before}
     is_gated = inputs in _GATED
     size = 1 if is_gated else next((known[n] for n in _HEAD_SIZES if n in known), 0)
@@ -298,8 +280,7 @@ def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -
     total -= 0 if after.bias is None else after.bias.numel()
     heads, label = width // size, f"{name}->{'units' if is_gated else 'heads'}"
     costs = (total // heads, macs.get(name, 0.0) / heads)
-    inside = frozenset(f"{name}.{part}" for part in inputs)
-    return Heads(label, name, name, *costs, inside, inputs, output, size, width=heads)
+    return Heads(label, name, name, *costs, frozenset(layers[:-1]), layers, size, width=heads)
 
 
 def without_caches(args: Any, kwargs: Any) -> tuple[Any, Any]:

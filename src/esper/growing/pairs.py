@@ -96,10 +96,12 @@ class Part:
 class Pair(Part):
     """Two layers and what is between them."""
 
+    layers: tuple[str, ...]  # the first, those with a weight per unit, the last
     steps: tuple[Step, ...]
     features: int  # inputs of the last layer for each unit; more than 1 after a flatten
     cross: int  # weights of the last layer between a unit and one of its outputs
     cross_macs: float
+    size = 1  # outputs of the other layers for each unit
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
         name=f"{name}->{end}",
         first=name,
         last=end,
+        layers=(name, *middle, end),
         steps=tuple(steps),
         width=width,
         features=features,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.growing.enlarging import BlockCopy, Branch, HeadsBranch, scale
+from esper.growing.enlarging import BlockCopy, Branch, scale
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward, tensors
 from esper.growing.pairs import LAYERS, UnitsProgram
@@ -88,7 +88,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
         return found.site if isinstance(found, Grown) else found
 
     for slot, alpha in live:
-        if isinstance(slot.seed, Branch | HeadsBranch | BlockCopy):
+        if isinstance(slot.seed, Branch | BlockCopy):
             part = copy.deepcopy(slot.seed, without_graphs(slot.seed))
             part.merge_into(layer, alpha)
     return plain
@@ -168,9 +168,9 @@ def _test_seed(slot: Slot, model: nn.Module) -> nn.Module:
     if isinstance(branch, BlockCopy):
         branch.block.load_state_dict(slot.module.state_dict())
         return branch
-    assert isinstance(branch, Branch | HeadsBranch)
+    assert isinstance(branch, Branch)
     with torch.no_grad():
-        for weight in branch.last.parameters():
+        for weight in branch.layers[-1].parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             weight.copy_(drawn / drawn[0].numel() ** 0.5)
     return branch
