@@ -12,8 +12,10 @@ While they grow they are a branch whose output is added, or a block that is call
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +26,14 @@ from torch.utils import _pytree as pytree
 from esper.growing.eval_mode import eval_mode
 from esper.growing.pairs import (
     Modules,
-    NotAPair,
     Pair,
     Part,
-    PartSite,
+    Refused,
     Step,
-    UnitsProgram,
     check_layer,
     is_transposed,
-    weight_of,
 )
 from esper.growing.tracing import Run, is_composed, without_graphs
-from esper.kasmina.blueprints import Blueprint, Site, no_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +133,13 @@ def scale(layer: nn.Module, factor: float) -> None:
             parameter.mul_(factor)
 
 
+# the sizes that a layer remembers, by axis of its weights
+_SIZES = (
+    ("out_features", "out_channels", "num_features", "nf"),
+    ("in_features", "in_channels", "nx"),
+)
+
+
 def layer_like(layer: Any, inputs: int | None = None, outputs: int | None = None) -> nn.Module:
     """A layer with the settings of another and other sizes, its weights not yet set.
 
@@ -142,23 +147,26 @@ def layer_like(layer: Any, inputs: int | None = None, outputs: int | None = None
     """
     device = next((t.device for t in layer.state_dict().values()), torch.device("cpu"))
     dtype = next((p.dtype for p in layer.parameters()), None)
-    kind: Any = type(layer)
-    settings: tuple[Any, ...]
-    if isinstance(layer, _BatchNorm):
-        settings = (layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-        settings = (outputs, *settings)
-    else:
-        own, bias = weight_of(layer).shape, layer.bias is not None and outputs is not None
-        sizes = (own[1] if inputs is None else inputs, own[0] if outputs is None else outputs)
-        if isinstance(layer, nn.Linear) or is_transposed(layer):
-            kind, settings = nn.Linear, (*sizes, bias)
-        else:
-            groups = sizes[1] if layer.groups > 1 else 1  # depthwise
-            settings = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-            settings = (groups * sizes[0], sizes[1], *settings, groups, bias, layer.padding_mode)
+    kind, settings = type(layer), settings_of(layer)
+    if is_transposed(layer):
+        kind, settings = nn.Linear, {"in_features": layer.nx, "out_features": layer.nf}
+    for names, size in zip(_SIZES, (outputs, inputs), strict=True):
+        settings |= {name: size for name in names if name in settings and size is not None}
+    if settings.get("groups", 1) > 1:  # a depthwise convolution
+        settings["in_channels"] = settings["groups"] = outputs
+    if outputs is None:
+        settings["bias"] = False
     with torch.device("meta"):
-        new: nn.Module = kind(*settings)
+        new: nn.Module = kind(**settings)
     return new.to(dtype=dtype).to_empty(device=device)
+
+
+def settings_of(layer: nn.Module) -> dict[str, Any]:
+    """The constructor arguments that a layer stores as attributes, and whether it has a bias."""
+    known = vars(layer) | {"bias": getattr(layer, "bias", None) is not None}
+    return {
+        name: known[name] for name in inspect.signature(type(layer)).parameters if name in known
+    }
 
 
 @dataclass(frozen=True)
@@ -168,8 +176,7 @@ class Enlarged:
     old: nn.Parameter
     new: nn.Parameter
     part: nn.Parameter  # the seed's
-    axis: int
-    is_transposed: bool  # the part's weight is, compared with the layer's
+    join: Callable[[Tensor, Tensor], Tensor]  # what belongs to `old` and to `part`
 
     def moments(self, old: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         """The optimiser's state of the larger parameter: that of both, zero where there is none.
@@ -182,14 +189,13 @@ class Enlarged:
         state, none = copy.deepcopy(old), torch.zeros_like(self.part)
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() > 0:
-                added = part.get(key, none)
-                state[key] = joined(value, added.t() if self.is_transposed else added, self.axis)
+                state[key] = self.join(value, part.get(key, none))
         return state
 
 
-def joined(old: Tensor, part: Tensor, axis: int) -> Tensor:
+def joined(old: Tensor, part: Tensor, axis: int, is_transposed: bool = False) -> Tensor:
     """`old` with `part` after it along an axis; zero where `part` is smaller along the others."""
-    shape = list(old.shape)
+    part, shape = part.t() if is_transposed else part, list(old.shape)
     shape[axis] += part.shape[axis]
     larger = old.new_zeros(shape)
     larger[tuple(slice(n) for n in old.shape)] = old.detach()
@@ -199,23 +205,15 @@ def joined(old: Tensor, part: Tensor, axis: int) -> Tensor:
     return larger
 
 
-# the sizes that a layer remembers, by axis of its weights
-_SIZES = (
-    ("out_features", "out_channels", "num_features", "nf"),
-    ("in_features", "in_channels", "nx"),
-)
-
-
 def enlarge(module: Any, part: nn.Module, axis: int) -> list[Enlarged]:
     """Join the weights and buffers of a part to those of a module, along an axis."""
     changed = []
     for name, added in part.named_parameters():
         old, flips = getattr(module, name), is_transposed(module) and added.dim() > 1
-        along = 1 - axis if flips else axis
-        larger = joined(old, added.t() if flips else added, along)
-        new = nn.Parameter(larger, old.requires_grad)
+        join = partial(joined, axis=1 - axis if flips else axis, is_transposed=flips)
+        new = nn.Parameter(join(old, added), old.requires_grad)
         setattr(module, name, new)
-        changed.append(Enlarged(old, new, added, along, flips))
+        changed.append(Enlarged(old, new, added, join))
     for name, statistics in part.named_buffers():
         if statistics.dim() > 0:
             setattr(module, name, joined(getattr(module, name), statistics, 0))
@@ -253,7 +251,7 @@ def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -
     """An attention module or gated layer that can be larger; None if it is none."""
     module = modules[name]
     if isinstance(module, nn.MultiheadAttention):
-        raise NotAPair("nn.MultiheadAttention has its layers in one weight")
+        raise Refused("nn.MultiheadAttention has its layers in one weight")
     inputs = next((names for names in (*_INPUTS, *_GATED) if _are_linear(module, names)), None)
     output = next((n for n in _OUTPUTS if _are_linear(module, (n,))), None)
     if inputs is None or output is None:
@@ -261,7 +259,7 @@ def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -
     layers = tuple(f"{name}.{child}" for child in (*inputs, output))
     for layer in layers:
         if layer not in run.calls:
-            raise NotAPair(f"{layer.rpartition('.')[2]!r} is not called")
+            raise Refused(f"{layer.rpartition('.')[2]!r} is not called")
         check_layer(layer, modules, run)
     *before, after = parts = [modules[layer] for layer in layers]
     known, widths = vars(module), {layer.out_features for layer in before}
@@ -271,12 +269,12 @@ def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -
     width = max(widths)
     size = size or (width // count if count else 0)
     if widths != {after.in_features}:
-        raise NotAPair("its layers have different sizes, such as fewer keys than queries")
+        raise Refused("its layers have different sizes, such as fewer keys than queries")
     if not size or width % size:
-        raise NotAPair("the size of its heads is not known; it has no attribute head_dim")
+        raise Refused("the size of its heads is not known; it has no attribute head_dim")
     total = sum(p.numel() for part in parts for p in part.parameters())
     if total < sum(p.numel() for p in module.parameters()):
-        raise NotAPair("it has other weights, which new heads would have to share")
+        raise Refused("it has other weights, which new heads would have to share")
     total -= 0 if after.bias is None else after.bias.numel()
     heads, label = width // size, f"{name}->{'units' if is_gated else 'heads'}"
     costs = (total // heads, macs.get(name, 0.0) / heads)
@@ -305,17 +303,7 @@ class Copied(Part):
     is_block = True
 
 
-class Deepening(Blueprint):
-    def fits(self, site: Site) -> bool:
-        return isinstance(site, PartSite) and site.part.is_block
-
-    def program(self, site: Site) -> Any:
-        assert isinstance(site, PartSite)
-        return UnitsProgram(site.part)
-
-
 _STACKS = (nn.ModuleList, nn.Sequential)
-DEEPENING = Deepening("deepen", (), no_layers)
 
 
 class BlockCopy(nn.Module):
@@ -376,7 +364,7 @@ def copy_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
     if [type(other) for other in near].count(type(block)) < 2:
         return None
     if not all(p.requires_grad for p in block.parameters()):
-        raise NotAPair("it is frozen")
+        raise Refused("it is frozen")
     costs = (sum(p.numel() for p in block.parameters()), macs.get(name, 0.0))
     with eval_mode(modules[""], with_grad=True):
         zeros = tuple(_zeros(name, block, run))
@@ -388,11 +376,11 @@ def _zeros(name: str, block: nn.Module, run: Run) -> list[str]:
     (args, kwargs, output), *more = (call.given for call in run.calls[name])
     x = output[0] if isinstance(output, tuple) else output
     if more:
-        raise NotAPair(f"it is called {1 + len(more)} times in a forward pass")
+        raise Refused(f"it is called {1 + len(more)} times in a forward pass")
     if not (args and isinstance(args[0], Tensor) and isinstance(x, Tensor)):
-        raise NotAPair("its first argument or its output is not a tensor")
+        raise Refused("its first argument or its output is not a tensor")
     if args[0].shape != x.shape:
-        raise NotAPair("its output has another shape than its input")
+        raise Refused("its output has another shape than its input")
     given = without_caches(args[1:], kwargs)
     x, (args, kwargs) = pytree.tree_map_only(Tensor, Tensor.detach, (x, given))
     trial = copy.deepcopy(block, without_graphs(block)).requires_grad_(False)
@@ -402,18 +390,18 @@ def _zeros(name: str, block: nn.Module, run: Run) -> list[str]:
         return torch.equal(output[0] if isinstance(output, tuple) else output, x)
 
     def place(layer: str) -> int:
-        """Of its first call; a layer that torch does not call belongs to the module around it."""
-        inner = f"{name}.{layer}".rstrip(".")
-        while inner not in run.calls:
-            inner = inner.rpartition(".")[0]
-        return run.started.index(inner)
+        """Of the first call of the layer, or of the module around it that torch calls."""
+        path = f"{name}.{layer}.".replace("..", ".")
+        return max(
+            run.started.index(called) for called in run.calls if path.startswith(f"{called}.")
+        )
 
     layers = {n: list(m.parameters(recurse=False)) for n, m in trial.named_modules()}
     layers = {n: layers[n] for n in sorted(layers, key=place) if layers[n]}
     for weights in layers.values():
         _fill(weights, 0.0)
     if not is_same():
-        raise NotAPair("it is not residual: without its weights it does not return its input")
+        raise Refused("it is not residual: without its weights it does not return its input")
     zeros = []
     for n, weights in layers.items():
         _fill(weights, 1.0)  # not the block's own weights: a zero bias of it may hide a change
@@ -421,7 +409,7 @@ def _zeros(name: str, block: nn.Module, run: Run) -> list[str]:
             _fill(weights, 0.0)
             zeros.append(n)
     if not zeros:
-        raise NotAPair("its weights do not change its output")
+        raise Refused("its weights do not change its output")
     return zeros
 
 
