@@ -113,16 +113,14 @@ def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> N
 
     This happens if the model checks the class of a module, or holds it in a way that is not copied.
     """
-    slots = [Slot(site, model) for site in sites if site.part is None]
-    if _works_in_plain(model, slots, example):
-        return
-    alone = [slot for slot in slots if not _works_in_plain(model, [slot], example)]
-    names = [slot.site.name for slot in alone or slots]
-    raise ValueError(
-        f"what grows at {names} would be lost in the plain model: the model checks the class of a "
-        "module there, or calls it through a reference that is not copied. Leave it out with "
-        f"exclude={names}, or call the module whatever its class is"
-    )
+    sites = [site for site in sites if site.part is None]
+    kept = kept_sites(model, sites, example)
+    if names := [site.name for site in sites if site not in kept]:
+        raise ValueError(
+            f"what grows at {names} would be lost in the plain model: the model checks the class of "
+            "a module there, or calls it through a reference that is not copied. Leave it out with "
+            f"exclude={names}, or call the module whatever its class is"
+        )
 
 
 def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bool:
