@@ -264,9 +264,8 @@ def _forward_lines(
         lines.append(f"{names[statement.node]} = {line}")
     if any("device" in line for line in lines):
         lines.insert(0, f"device = {inputs[0].name}.device")
-    flat = [value(leaf) if isinstance(leaf, fx.Node) else repr(leaf) for leaf in output.args[0]]
-    result = _structure(pytree.tree_unflatten(flat, program.call_spec.out_spec))
-    return [*lines, f"return {result}"]
+    result: Any = pytree.tree_unflatten(output.args[0], program.call_spec.out_spec)
+    return [*lines, f"return {_literal(result, value)}"]
 
 
 def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
@@ -308,29 +307,22 @@ def _slice(args: Sequence[Any], value: Callable[[fx.Node], str]) -> str:
 
 
 def _literal(argument: Any, value: Callable[[fx.Node], str]) -> str:
+    """An expression for an argument or an output: values in lists, tuples and dicts."""
     if isinstance(argument, fx.Node):
         return value(argument)
+    if isinstance(argument, dict):
+        items = (f"{key!r}: {_literal(item, value)}" for key, item in argument.items())
+        return f"{{{', '.join(items)}}}"
     if isinstance(argument, list | tuple):
-        return f"[{', '.join(_literal(item, value) for item in argument)}]"
+        inner = ", ".join(_literal(item, value) for item in argument)
+        if isinstance(argument, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(argument) == 1 else f"({inner})"
     if isinstance(argument, torch.device):
         return "device"  # of the input, so that the file runs on any device
     if isinstance(argument, float) and not math.isfinite(argument):
         return f'float("{argument}")'
-    if isinstance(argument, torch.dtype | torch.memory_format | torch.layout):
-        return str(argument)
     return repr(argument)
-
-
-def _structure(output: Any) -> str:
-    """The returned structure, with an expression for each tensor."""
-    if isinstance(output, str):
-        return output
-    if isinstance(output, dict):
-        return "{" + ", ".join(f"{k!r}: {_structure(v)}" for k, v in output.items()) + "}"
-    inner = ", ".join(_structure(item) for item in output)
-    if isinstance(output, list):
-        return f"[{inner}]"
-    return f"({inner},)" if len(output) == 1 else f"({inner})"
 
 
 def _described(node: fx.Node) -> str:
