@@ -24,15 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
-from esper.growing.pairs import (
-    Modules,
-    Pair,
-    Part,
-    Refused,
-    Step,
-    check_layer,
-    is_transposed,
-)
+from esper.growing.pairs import Modules, Pair, Part, Refused, Step, check_layer, is_transposed
 from esper.growing.tracing import Run, is_composed, without_graphs
 
 
@@ -258,16 +250,13 @@ def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -
         return None
     layers = tuple(f"{name}.{child}" for child in (*inputs, output))
     for layer in layers:
-        if layer not in run.calls:
-            raise Refused(f"{layer.rpartition('.')[2]!r} is not called")
         check_layer(layer, modules, run)
     *before, after = parts = [modules[layer] for layer in layers]
     known, widths = vars(module), {layer.out_features for layer in before}
-    is_gated = inputs in _GATED
-    size = 1 if is_gated else next((known[n] for n in _HEAD_SIZES if n in known), 0)
-    count = next((known[n] for n in _COUNTS if n in known), 0)
-    width = max(widths)
-    size = size or (width // count if count else 0)
+    is_gated, width = inputs in _GATED, max(widths)
+    sizes = [known[n] for n in _HEAD_SIZES if known.get(n)]
+    sizes += [width // known[n] for n in _COUNTS if known.get(n)]
+    size = 1 if is_gated else next(iter(sizes), 0)
     if widths != {after.in_features}:
         raise Refused("its layers have different sizes, such as fewer keys than queries")
     if not size or width % size:
@@ -373,14 +362,11 @@ def copy_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
 
 def _zeros(name: str, block: nn.Module, run: Run) -> list[str]:
     """The layers inside a block that are zero in a new copy."""
-    (args, kwargs, output), *more = (call.given for call in run.calls[name])
+    args, kwargs, output = run.calls[name][0].given
     x = output[0] if isinstance(output, tuple) else output
-    if more:
-        raise Refused(f"it is called {1 + len(more)} times in a forward pass")
-    if not (args and isinstance(args[0], Tensor) and isinstance(x, Tensor)):
-        raise Refused("its first argument or its output is not a tensor")
-    if args[0].shape != x.shape:
-        raise Refused("its output has another shape than its input")
+    before = args[0] if args else None
+    if not (isinstance(before, Tensor) and isinstance(x, Tensor) and before.shape == x.shape):
+        raise Refused("its first argument and its output are not tensors of the same shape")
     given = without_caches(args[1:], kwargs)
     x, (args, kwargs) = pytree.tree_map_only(Tensor, Tensor.detach, (x, given))
     trial = copy.deepcopy(block, without_graphs(block)).requires_grad_(False)

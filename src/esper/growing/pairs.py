@@ -177,9 +177,9 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
 def check_layer(name: str, modules: Modules, run: Run) -> None:
     layer = modules[name]
     uses = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
-    own = list(layer._parameters.values())
-    if len(run.calls[name]) > 1:
-        raise Refused(f"{name!r} is called {len(run.calls[name])} times in a forward pass")
+    own, calls = list(layer._parameters.values()), len(run.calls.get(name, ()))
+    if calls != 1:
+        raise Refused(f"{name!r} is called {calls} times in a forward pass")
     if layer._parameters.get("weight") is None:
         raise Refused(f"the weight of {name!r} is computed from others")
     if any(uses[id(p)] > 1 for p in own):
