@@ -202,6 +202,8 @@ class Odd(nn.Module):
         (nn.GroupNorm(2, 6), "GroupNorm follows it"),
         (nn.Softmax(-1), "softmax follows it"),
         (lambda x: x + x.relu(), "one reader"),
+        (lambda x: x * x, "first argument alone"),
+        (lambda x: torch.pow(2.0, x), "first argument alone"),
     ],
 )
 def test_layers_that_cannot_get_wider_are_refused_with_the_reason(between, reason):

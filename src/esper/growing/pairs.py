@@ -224,8 +224,11 @@ def _step(
             kind = type(maker).__name__
             raise Refused(f"{kind} follows it: its statistics mix old and new units")
         raise Refused(f"{op.name} follows it, which mixes its units with other tensors")
+    is_source = [arg is source for arg in (*op.args, *op.kwargs.values())]
+    if is_source.count(True) != 1 or (op.args and not is_source[0]):
+        raise Refused(f"{op.name} follows it, with its units not as the first argument alone")
     given = {name: value for name, value in op.kwargs.items() if value is not source}
-    step = Function(op.function, tuple(arg for arg in op.args if arg is not source), given)
+    step = Function(op.function, op.args[1:], given)
     has_state = isinstance(op.function, nn.Module) and bool(op.function.state_dict())
     if isinstance(op.function, nn.Module):
         step = Function(op.function.forward)  # without its hooks
