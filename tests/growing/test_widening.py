@@ -202,6 +202,8 @@ class Odd(nn.Module):
         (nn.GroupNorm(2, 6), "GroupNorm follows it"),
         (nn.Softmax(-1), "softmax follows it"),
         (lambda x: x + x.relu(), "one reader"),
+        (lambda x: x * x, "first argument alone"),
+        (lambda x: torch.pow(2.0, x), "first argument alone"),
     ],
 )
 def test_layers_that_cannot_get_wider_are_refused_with_the_reason(between, reason):
@@ -343,9 +345,7 @@ def test_attention_gets_more_heads_and_gated_layers_more_units(case):
         train(growth, x)
         trained = outputs(growth.model, x)
         growth.decide(0.1 + 0.1 * step)
-    pair = site.pair
-    ends = (growth.model.get_submodule(f"{pair.first}.{n}") for n in (*pair.inputs, pair.output))
-    *first, last = ends
+    *first, last = map(growth.model.get_submodule, site.pair.layers)
     assert {layer.out_features for layer in first} == {last.in_features}
     assert last.in_features > 12
     assert count_params(growth.model) == growth.params

@@ -18,7 +18,7 @@ from esper.leyline.files import read_file, write_file
 if TYPE_CHECKING:
     from esper.growing.growth import Growth
 
-_KIND, _VERSION = "growth", 9
+_KIND, _VERSION = "growth", 10
 
 
 def contents(growth: "Growth") -> dict[str, Any]:

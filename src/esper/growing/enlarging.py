@@ -12,8 +12,10 @@ While they grow they are a branch whose output is added, or a block that is call
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,64 +24,87 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
-from esper.growing.pairs import (
-    Modules,
-    NotAPair,
-    Pair,
-    Part,
-    PartSite,
-    UnitsProgram,
-    check_layer,
-    is_transposed,
-    weight_of,
-)
+from esper.growing.pairs import Modules, Pair, Part, Refused, Step, check_layer, is_transposed
 from esper.growing.tracing import Run, is_composed, without_graphs
-from esper.kasmina.blueprints import Blueprint, Site, no_layers
+
+
+@dataclass(frozen=True, eq=False)
+class Heads(Part):
+    """A module that can have more heads or units; `first` and `last` are its name."""
+
+    layers: tuple[str, ...]  # queries, keys, values; or gate and values; and the output
+    size: int  # of a head
+
+    @property
+    def features(self) -> int:
+        return self.size
+
+
+class Chain(nn.ModuleList):
+    """The layers of a pair and the functions between them, with the new units alone."""
+
+    def __init__(self, layers: Iterable[nn.Module], steps: tuple[Step, ...]):
+        super().__init__(layers)
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = iter(self)
+        x = next(layers)(x)
+        for step in self.steps:
+            x = next(layers)(x) if isinstance(step, str) else step(x, self.training)
+        return next(layers)(x)  # type: ignore[no-any-return]
 
 
 class Branch(nn.Module):
-    """`last(steps(first(x)))` for the new units; `last` is zero at first."""
+    """New units or heads, called with the arguments of the part's first module.
 
-    def __init__(self, pair: Pair, first: nn.Module, middle: dict[str, nn.Module], last: nn.Module):
+    `body` is a chain, or a copy of the user's module, with new layers of these names.
+    """
+
+    def __init__(self, part: Pair | Heads, body: nn.Module, names: Sequence[str]):
         super().__init__()
-        self.pair = pair
-        self.first, self.last = first, last
-        self.middle = nn.ModuleList(middle.values())
-        self._index = {name: index for index, name in enumerate(middle)}
+        self.part, self.body, self._names = part, body, names
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for step in self.pair.steps:
-            if isinstance(step, str):
-                x = self.middle[self._index[step]](x)
-            else:
-                x = step(x, self.training)
-        return self.last(x)  # type: ignore[no-any-return]
+    @property
+    def layers(self) -> list[nn.Module]:
+        """In the order of the layers that they enlarge; the last one is zero at first."""
+        return [self.body.get_submodule(name) for name in self._names]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = without_caches(args, kwargs)
+        output = self.body(*args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
     def merge_into(self, modules: Callable[[str], nn.Module], alpha: float) -> "list[Enlarged]":
         """Enlarge the model's layers by the units; they then compute the same without a branch."""
-        pair = self.pair
-        changed = enlarge(modules(pair.first), self.first, 0)
-        for name, index in self._index.items():
-            changed += enlarge(modules(name), self.middle[index], 0)
-        scale(self.last, alpha)
-        return changed + enlarge(modules(pair.last), self.last, 1)
+        part, (*before, last) = self.part, self.layers
+        scale(last, alpha)
+        if isinstance(part, Heads):
+            added = before[0].out_features // part.size  # type: ignore[operator]
+            _set_heads(modules(part.first), part, part.width + int(added))
+        changed = enlarge(modules(part.layers[-1]), last, 1)
+        for name, layer in zip(part.layers, before, strict=False):
+            changed += enlarge(modules(name), layer, 0)
+        return changed
 
 
 def new_branch(
-    pair: Pair, units: int, modules: Callable[[str], nn.Module], generator: torch.Generator
+    part: Pair | Heads, units: int, modules: Callable[[str], nn.Module], generator: torch.Generator
 ) -> Branch:
     """A branch with initial weights; only `generator` is used."""
-    first = layer_like(modules(pair.first), None, units)
-    last = layer_like(modules(pair.last), units * pair.features, None)
-    names = (step for step in pair.steps if isinstance(step, str))
-    middle = {name: layer_like(modules(name), units, units) for name in names}
-    branch = Branch(pair, first, middle, last)
-    for parameter in last.parameters():
-        nn.init.zeros_(parameter)
-    for layer in (first, *middle.values()):
+    layers = [layer_like(modules(name), outputs=units * part.size) for name in part.layers[:-1]]
+    for layer in layers:
         draw(layer, generator)
-    return branch
+    layers.append(layer_like(modules(part.layers[-1]), inputs=units * part.features))
+    nn.init.zeros_(layers[-1].get_parameter("weight"))
+    if isinstance(part, Pair):
+        return Branch(part, Chain(layers, part.steps), [str(n) for n in range(len(layers))])
+    module, names = modules(part.first), [name.rpartition(".")[2] for name in part.layers]
+    body = copy.deepcopy(module, without_graphs(module))
+    for name, layer in zip(names, layers, strict=True):
+        setattr(body, name, layer)
+    _set_heads(body, part, units)
+    return Branch(part, body, names)
 
 
 def draw(layer: nn.Module, generator: torch.Generator) -> None:
@@ -100,30 +125,40 @@ def scale(layer: nn.Module, factor: float) -> None:
             parameter.mul_(factor)
 
 
-def layer_like(layer: Any, inputs: int | None, outputs: int | None) -> nn.Module:
+# the sizes that a layer remembers, by axis of its weights
+_SIZES = (
+    ("out_features", "out_channels", "num_features", "nf"),
+    ("in_features", "in_channels", "nx"),
+)
+
+
+def layer_like(layer: Any, inputs: int | None = None, outputs: int | None = None) -> nn.Module:
     """A layer with the settings of another and other sizes, its weights not yet set.
 
     None: as it has. A last layer, with the outputs that it has, gets no bias: the model's has one.
     """
     device = next((t.device for t in layer.state_dict().values()), torch.device("cpu"))
     dtype = next((p.dtype for p in layer.parameters()), None)
-    kind: Any = type(layer)
-    settings: tuple[Any, ...]
-    if isinstance(layer, _BatchNorm):
-        settings = (layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-        settings = (outputs, *settings)
-    else:
-        own, bias = weight_of(layer).shape, layer.bias is not None and outputs is not None
-        sizes = (own[1] if inputs is None else inputs, own[0] if outputs is None else outputs)
-        if isinstance(layer, nn.Linear) or is_transposed(layer):
-            kind, settings = nn.Linear, (*sizes, bias)
-        else:
-            groups = sizes[0] if layer.groups > 1 else 1  # depthwise
-            settings = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-            settings = (*sizes, *settings, groups, bias, layer.padding_mode)
+    kind, settings = type(layer), settings_of(layer)
+    if is_transposed(layer):
+        kind, settings = nn.Linear, {"in_features": layer.nx, "out_features": layer.nf}
+    for names, size in zip(_SIZES, (outputs, inputs), strict=True):
+        settings |= {name: size for name in names if name in settings and size is not None}
+    if settings.get("groups", 1) > 1:  # a depthwise convolution
+        settings["in_channels"] = settings["groups"] = outputs
+    if outputs is None:
+        settings["bias"] = False
     with torch.device("meta"):
-        new: nn.Module = kind(*settings)
+        new: nn.Module = kind(**settings)
     return new.to(dtype=dtype).to_empty(device=device)
+
+
+def settings_of(layer: nn.Module) -> dict[str, Any]:
+    """The constructor arguments that a layer stores as attributes, and whether it has a bias."""
+    known = vars(layer) | {"bias": getattr(layer, "bias", None) is not None}
+    return {
+        name: known[name] for name in inspect.signature(type(layer)).parameters if name in known
+    }
 
 
 @dataclass(frozen=True)
@@ -133,8 +168,7 @@ class Enlarged:
     old: nn.Parameter
     new: nn.Parameter
     part: nn.Parameter  # the seed's
-    axis: int
-    is_transposed: bool  # the part's weight is, compared with the layer's
+    join: Callable[[Tensor, Tensor], Tensor]  # what belongs to `old` and to `part`
 
     def moments(self, old: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         """The optimiser's state of the larger parameter: that of both, zero where there is none.
@@ -147,14 +181,13 @@ class Enlarged:
         state, none = copy.deepcopy(old), torch.zeros_like(self.part)
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() > 0:
-                added = part.get(key, none)
-                state[key] = joined(value, added.t() if self.is_transposed else added, self.axis)
+                state[key] = self.join(value, part.get(key, none))
         return state
 
 
-def joined(old: Tensor, part: Tensor, axis: int) -> Tensor:
+def joined(old: Tensor, part: Tensor, axis: int, is_transposed: bool = False) -> Tensor:
     """`old` with `part` after it along an axis; zero where `part` is smaller along the others."""
-    shape = list(old.shape)
+    part, shape = part.t() if is_transposed else part, list(old.shape)
     shape[axis] += part.shape[axis]
     larger = old.new_zeros(shape)
     larger[tuple(slice(n) for n in old.shape)] = old.detach()
@@ -164,23 +197,15 @@ def joined(old: Tensor, part: Tensor, axis: int) -> Tensor:
     return larger
 
 
-# the sizes that a layer remembers, by axis of its weights
-_SIZES = (
-    ("out_features", "out_channels", "num_features", "nf"),
-    ("in_features", "in_channels", "nx"),
-)
-
-
 def enlarge(module: Any, part: nn.Module, axis: int) -> list[Enlarged]:
     """Join the weights and buffers of a part to those of a module, along an axis."""
     changed = []
     for name, added in part.named_parameters():
         old, flips = getattr(module, name), is_transposed(module) and added.dim() > 1
-        along = 1 - axis if flips else axis
-        larger = joined(old, added.t() if flips else added, along)
-        new = nn.Parameter(larger, old.requires_grad)
+        join = partial(joined, axis=1 - axis if flips else axis, is_transposed=flips)
+        new = nn.Parameter(join(old, added), old.requires_grad)
         setattr(module, name, new)
-        changed.append(Enlarged(old, new, added, along, flips))
+        changed.append(Enlarged(old, new, added, join))
     for name, statistics in part.named_buffers():
         if statistics.dim() > 0:
             setattr(module, name, joined(getattr(module, name), statistics, 0))
@@ -208,60 +233,6 @@ _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nh
 _TOTALS = ("all_head_size", "inner_dim", "intermediate_size")
 
 
-@dataclass(frozen=True, eq=False)
-class Heads(Part):
-    """A module that can have more heads or units; `first` and `last` are its name."""
-
-    inputs: tuple[str, ...]  # names inside the module: queries, keys, values; gate and values
-    output: str
-    size: int  # of a head
-
-
-class HeadsBranch(nn.Module):
-    """The new heads, called with the arguments of the attention module."""
-
-    def __init__(self, pair: Heads, attention: nn.Module):
-        super().__init__()
-        self.pair, self.attention = pair, attention
-
-    @property
-    def last(self) -> nn.Module:
-        return self.attention.get_submodule(self.pair.output)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        args, kwargs = without_caches(args, kwargs)
-        output = self.attention(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
-
-    def merge_into(self, modules: Callable[[str], nn.Module], alpha: float) -> list[Enlarged]:
-        pair, attention = self.pair, modules(self.pair.first)
-        own = self.attention.get_submodule
-        units = own(pair.inputs[0]).out_features // pair.size  # type: ignore[operator]
-        scale(self.last, alpha)
-        changed = enlarge(attention.get_submodule(pair.output), self.last, 1)
-        for name in pair.inputs:
-            changed += enlarge(attention.get_submodule(name), own(name), 0)
-        _set_heads(attention, pair, pair.width + int(units))
-        return changed
-
-
-def new_heads(
-    pair: Heads, heads: int, modules: Callable[[str], nn.Module], generator: torch.Generator
-) -> HeadsBranch:
-    """New heads with initial weights; their output layer is zero."""
-    attention = modules(pair.first)
-    branch = HeadsBranch(pair, copy.deepcopy(attention, without_graphs(attention)))
-    for name in pair.inputs:
-        layer = layer_like(attention.get_submodule(name), None, heads * pair.size)
-        draw(layer, generator)
-        setattr(branch.attention, name, layer)
-    last = layer_like(attention.get_submodule(pair.output), heads * pair.size, None)
-    nn.init.zeros_(last.get_parameter("weight"))
-    setattr(branch.attention, pair.output, last)
-    _set_heads(branch.attention, pair, heads)
-    return branch
-
-
 def _set_heads(attention: nn.Module, pair: Heads, heads: int) -> None:
     known = vars(attention)
     known |= {name: heads for name in _COUNTS if name in known}
@@ -272,34 +243,31 @@ def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -
     """An attention module or gated layer that can be larger; None if it is none."""
     module = modules[name]
     if isinstance(module, nn.MultiheadAttention):
-        raise NotAPair("nn.MultiheadAttention has its layers in one weight")
+        raise Refused("nn.MultiheadAttention has its layers in one weight")
     inputs = next((names for names in (*_INPUTS, *_GATED) if _are_linear(module, names)), None)
     output = next((n for n in _OUTPUTS if _are_linear(module, (n,))), None)
     if inputs is None or output is None:
         return None
-    for part in (*inputs, output):
-        if f"{name}.{part}" not in run.calls:
-            raise NotAPair(f"{part!r} is not called")
-        check_layer(f"{name}.{part}", modules, run)
-    *before, after = parts = [modules[f"{name}.{part}"] for part in (*inputs, output)]
+    layers = tuple(f"{name}.{child}" for child in (*inputs, output))
+    for layer in layers:
+        check_layer(layer, modules, run)
+    *before, after = parts = [modules[layer] for layer in layers]
     known, widths = vars(module), {layer.out_features for layer in before}
-    is_gated = inputs in _GATED
-    size = 1 if is_gated else next((known[n] for n in _HEAD_SIZES if n in known), 0)
-    count = next((known[n] for n in _COUNTS if n in known), 0)
-    width = max(widths)
-    size = size or (width // count if count else 0)
+    is_gated, width = inputs in _GATED, max(widths)
+    sizes = [known[n] for n in _HEAD_SIZES if known.get(n)]
+    sizes += [width // known[n] for n in _COUNTS if known.get(n)]
+    size = 1 if is_gated else next(iter(sizes), 0)
     if widths != {after.in_features}:
-        raise NotAPair("its layers have different sizes, such as fewer keys than queries")
+        raise Refused("its layers have different sizes, such as fewer keys than queries")
     if not size or width % size:
-        raise NotAPair("the size of its heads is not known; it has no attribute head_dim")
+        raise Refused("the size of its heads is not known; it has no attribute head_dim")
     total = sum(p.numel() for part in parts for p in part.parameters())
     if total < sum(p.numel() for p in module.parameters()):
-        raise NotAPair("it has other weights, which new heads would have to share")
+        raise Refused("it has other weights, which new heads would have to share")
     total -= 0 if after.bias is None else after.bias.numel()
     heads, label = width // size, f"{name}->{'units' if is_gated else 'heads'}"
     costs = (total // heads, macs.get(name, 0.0) / heads)
-    inside = frozenset(f"{name}.{part}" for part in inputs)
-    return Heads(label, name, name, *costs, inside, inputs, output, size, width=heads)
+    return Heads(label, name, name, *costs, frozenset(layers[:-1]), layers, size, width=heads)
 
 
 def without_caches(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -324,17 +292,7 @@ class Copied(Part):
     is_block = True
 
 
-class Deepening(Blueprint):
-    def fits(self, site: Site) -> bool:
-        return isinstance(site, PartSite) and site.part.is_block
-
-    def program(self, site: Site) -> Any:
-        assert isinstance(site, PartSite)
-        return UnitsProgram(site.part)
-
-
 _STACKS = (nn.ModuleList, nn.Sequential)
-DEEPENING = Deepening("deepen", (), no_layers)
 
 
 class BlockCopy(nn.Module):
@@ -395,7 +353,7 @@ def copy_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
     if [type(other) for other in near].count(type(block)) < 2:
         return None
     if not all(p.requires_grad for p in block.parameters()):
-        raise NotAPair("it is frozen")
+        raise Refused("it is frozen")
     costs = (sum(p.numel() for p in block.parameters()), macs.get(name, 0.0))
     with eval_mode(modules[""], with_grad=True):
         zeros = tuple(_zeros(name, block, run))
@@ -404,14 +362,11 @@ def copy_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
 
 def _zeros(name: str, block: nn.Module, run: Run) -> list[str]:
     """The layers inside a block that are zero in a new copy."""
-    (args, kwargs, output), *more = (call.given for call in run.calls[name])
+    args, kwargs, output = run.calls[name][0].given
     x = output[0] if isinstance(output, tuple) else output
-    if more:
-        raise NotAPair(f"it is called {1 + len(more)} times in a forward pass")
-    if not (args and isinstance(args[0], Tensor) and isinstance(x, Tensor)):
-        raise NotAPair("its first argument or its output is not a tensor")
-    if args[0].shape != x.shape:
-        raise NotAPair("its output has another shape than its input")
+    before = args[0] if args else None
+    if not (isinstance(before, Tensor) and isinstance(x, Tensor) and before.shape == x.shape):
+        raise Refused("its first argument and its output are not tensors of the same shape")
     given = without_caches(args[1:], kwargs)
     x, (args, kwargs) = pytree.tree_map_only(Tensor, Tensor.detach, (x, given))
     trial = copy.deepcopy(block, without_graphs(block)).requires_grad_(False)
@@ -421,18 +376,18 @@ def _zeros(name: str, block: nn.Module, run: Run) -> list[str]:
         return torch.equal(output[0] if isinstance(output, tuple) else output, x)
 
     def place(layer: str) -> int:
-        """Of its first call; a layer that torch does not call belongs to the module around it."""
-        inner = f"{name}.{layer}".rstrip(".")
-        while inner not in run.calls:
-            inner = inner.rpartition(".")[0]
-        return run.started.index(inner)
+        """Of the first call of the layer, or of the module around it that torch calls."""
+        path = f"{name}.{layer}.".replace("..", ".")
+        return max(
+            run.started.index(called) for called in run.calls if path.startswith(f"{called}.")
+        )
 
     layers = {n: list(m.parameters(recurse=False)) for n, m in trial.named_modules()}
     layers = {n: layers[n] for n in sorted(layers, key=place) if layers[n]}
     for weights in layers.values():
         _fill(weights, 0.0)
     if not is_same():
-        raise NotAPair("it is not residual: without its weights it does not return its input")
+        raise Refused("it is not residual: without its weights it does not return its input")
     zeros = []
     for n, weights in layers.items():
         _fill(weights, 1.0)  # not the block's own weights: a zero bias of it may hide a change
@@ -440,7 +395,7 @@ def _zeros(name: str, block: nn.Module, run: Run) -> list[str]:
             _fill(weights, 0.0)
             zeros.append(n)
     if not zeros:
-        raise NotAPair("its weights do not change its output")
+        raise Refused("its weights do not change its output")
     return zeros
 
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,40 +19,35 @@ def eval_mode(model: nn.Module, *loaders: Iterable[Any], with_grad: bool = False
     With `with_grad` every weight is in the autograd graph, frozen ones too, and torch's fused
     encoder is off: it would skip modules or pass them nested tensors. Compiled code is not used.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    parameters = model.parameters() if with_grad else ()
-    frozen = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
-    has_fast_path = torch.backends.mha.get_fastpath_enabled()
     with (
         untouched_randomness(model, *loaders),
         torch.set_grad_enabled(with_grad),
         uncompiled(model),
+        ExitStack() as undo,
     ):
-        try:
-            model.eval()
-            torch.backends.mha.set_fastpath_enabled(has_fast_path and not with_grad)
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(has_fast_path)
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-            for module, training in modes:
-                module.training = training
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
+        model.eval()
+        if with_grad:
+            mha = torch.backends.mha
+            undo.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+            mha.set_fastpath_enabled(False)
+            for parameter in model.parameters():
+                if not parameter.requires_grad and parameter.is_floating_point():
+                    undo.callback(parameter.requires_grad_, False)
+                    parameter.requires_grad_(True)
+        yield
 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Without the code that `Module.compile` made: it would be compiled again for passing hooks."""
-    compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
-    try:
-        for module in compiled:
-            module._compiled_call_impl = None
+    with ExitStack() as undo:
+        for module in model.modules():
+            if call := module._compiled_call_impl:
+                undo.callback(setattr, module, "_compiled_call_impl", call)
+                module._compiled_call_impl = None
         yield
-    finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
 
 
 def watch_hooks(model: nn.Module) -> None:
@@ -76,14 +71,11 @@ def untouched_randomness(model: nn.Module, *loaders: Iterable[Any]) -> Iterator[
     Python's, and those of DataLoaders.
     """
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    states = random_states(devices)
-    of_loaders = [(g, g.get_state()) for loader in loaders for g in _generators(loader)]
-    try:
+    with ExitStack() as undo:
+        undo.callback(set_random_states, random_states(devices))
+        for generator in (g for loader in loaders for g in _generators(loader)):
+            undo.callback(generator.set_state, generator.get_state())
         yield
-    finally:
-        set_random_states(states)
-        for generator, state in of_loaders:
-            generator.set_state(state)
 
 
 def random_states(cuda_devices: Iterable[int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from esper.growing.enlarging import BlockCopy, HeadsBranch
+from esper.growing.enlarging import BlockCopy, Branch, Copied, Heads
 from esper.growing.eval_mode import uncompiled
 from esper.growing.inputs import tensors
 from esper.growing.network import GrowingNetwork
@@ -232,16 +232,17 @@ class _Probe(nn.Module):
 
         Of a sequence or of windows it is another axis, also in masks and tables of positions.
         """
-        if not isinstance(self.seed, BlockCopy | HeadsBranch):
+        if not isinstance(self.slot.site.part, Copied | Heads):
             return True
         return count == self.examples and not any(count in t.shape[1:] for t in given)
 
     def train(self, mode: bool = True) -> "_Probe":
         """No dropout in the seed: the model's randomness stays as it is."""
         super().train(mode)
-        if isinstance(self.seed, BlockCopy | HeadsBranch):
+        if isinstance(self.slot.site.part, Copied | Heads):
             self.seed.eval()
-        self.seed.training = False
+        elif isinstance(self.seed, Branch):  # dropout between its layers; norms are as the model's
+            self.seed.body.training = False
         return self
 
 
@@ -255,7 +256,7 @@ def _zero_layers(seed: AnySeed) -> list[nn.Module]:
     """The layers that are zero in a new seed; only their gradients are not."""
     if isinstance(seed, BlockCopy):
         return seed.zero_layers
-    return [seed.layers[-1] if isinstance(seed, Seed) else seed.last]
+    return [seed.layers[-1]]
 
 
 def _weights(layer: nn.Module) -> list[nn.Parameter]:

@@ -12,7 +12,6 @@ leaves those of an earlier export unchanged.
 """
 
 import contextlib
-import copy
 import importlib.util
 import io
 import logging
@@ -28,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from esper.growing.export_source import NO_END, ExportError, source_of
-from esper.growing.inputs import arguments, batch_size, forward, tensors
+from esper.growing.inputs import arguments, batch_size, forward, map_rows, tensors
 from esper.growing.plain import folded
 from esper.leyline.files import atomic_write, is_running
 
@@ -142,14 +143,7 @@ def _check_names(model: nn.Module) -> None:
 
 def _doubled(example: Any) -> Any:
     """The batch with every row twice."""
-    rows = batch_size(example)
-    return pytree.tree_map_only(
-        Tensor, lambda x: x.repeat_interleave(2, 0) if _has_rows(x, rows) else x, example
-    )
-
-
-def _has_rows(tensor: Tensor, rows: int) -> bool:
-    return tensor.dim() > 0 and len(tensor) == rows
+    return map_rows(example, lambda rows: rows.repeat_interleave(2, 0))
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -160,19 +154,25 @@ def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _traced(model: nn.Module, example: Any) -> ExportedProgram:
-    rows = batch_size(example)
     args, kwargs = arguments(example)
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tensors(example):
-        if _has_rows(tensor, rows):
+        if tensor.dim() > 0 and len(tensor) == batch_size(example):
             shapes[tensor] = {0: Dim.DYNAMIC}
     free_batch = shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
+    entered = [""]  # modules whose forward has not returned
     try:
-        with _quiet():
+        with contextlib.ExitStack() as hooks, _quiet(), _OneHead():
+            for name, module in model.named_modules():
+                enter = lambda *_, name=name: entered.append(name)  # noqa: E731
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                leave = lambda *_: entered.__delitem__(-1)  # noqa: E731  returns None
+                hooks.enter_context(module.register_forward_hook(leave))
             program = torch.export.export(model, args, kwargs, dynamic_shapes=free_batch)
     except Exception as error:
+        kind = type(model.get_submodule(entered[-1])).__name__
         raise ExportError(
-            f"torch.export cannot trace {_part_that_fails(model, example)}: "
+            f"torch.export cannot trace {f'{entered[-1]!r}' if entered[-1] else 'the model'} ({kind}): "
             f"{str(error).strip().splitlines()[0]}\nEvery format is made from that trace. Rewrite "
             "that part without Python branches on tensor values and with a free batch size. "
             "torch.save(model.state_dict(), ...) works without a trace."
@@ -185,28 +185,12 @@ def _traced(model: nn.Module, example: Any) -> ExportedProgram:
 def _quiet() -> Iterator[None]:
     """Without torch's internal log messages and warnings."""
     logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it logs which optional packages are missing
-    try:
-        with warnings.catch_warnings():
-            # raised by torch itself when it copies a program
-            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def _part_that_fails(model: nn.Module, example: Any) -> str:
-    """The innermost module that a trace entered and did not leave."""
-    model, entered = copy.deepcopy(model), [""]
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
-        module.register_forward_hook(lambda *_: entered.pop() and None)
-    args, kwargs = arguments(example)
-    with contextlib.suppress(Exception), _quiet():
-        torch.export.export(model, args, kwargs)
-    kind = type(model.get_submodule(entered[-1])).__name__
-    return f"{entered[-1]!r} ({kind})" if entered[-1] else f"the model ({kind})"
+    with warnings.catch_warnings(), contextlib.ExitStack() as undo:
+        undo.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)  # it logs which optional packages are missing
+        # raised by torch itself when it copies a program
+        warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+        yield
 
 
 def _tidy(program: ExportedProgram) -> None:
@@ -226,8 +210,6 @@ def _tidy(program: ExportedProgram) -> None:
         elif _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target is aten.scaled_dot_product_attention.default:
-            _add_head_axis(node)
     program.graph_module.recompile()
 
 
@@ -262,28 +244,17 @@ def _changes_nothing(node: fx.Node) -> bool:
     return node.target is aten.slice.Tensor and is_whole
 
 
-def _add_head_axis(node: fx.Node) -> None:
-    """Rewrite attention over `[batch, tokens, width]` as one head `[batch, 1, tokens, width]`.
+class _OneHead(TorchFunctionMode):
+    """Traces attention over `[batch, tokens, width]` as that of one head: ONNX requires that axis."""
 
-    ONNX requires an axis of heads.
-    """
-    if node.meta["val"].dim() != 3:
-        return
-    graph = node.graph
-
-    def insert(target: Any, source: Any) -> fx.Node:
-        new = graph.call_function(target, (source, 1))
-        new.meta = {**node.meta, "val": target(source.meta["val"], 1)}
-        return new
-
-    with graph.inserting_before(node):
-        for arg in node.all_input_nodes:
-            if arg.meta["val"].dim() == 3:
-                node.replace_input_with(arg, insert(aten.unsqueeze.default, arg))
-    node.meta["val"] = node.meta["val"].unsqueeze(1)
-    with graph.inserting_after(node):
-        squeezed = insert(aten.squeeze.dim, node)
-    node.replace_all_uses_with(squeezed, lambda user: user is not squeezed)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        if func is not F.scaled_dot_product_attention or args[0].dim() != 3:
+            return func(*given[0], **given[1])
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda x: x.unsqueeze(1) if x.dim() == 3 else x, given
+        )
+        return func(*args, **kwargs).squeeze(1)
 
 
 def _write_torch(program: ExportedProgram, model: nn.Module, file: Path) -> Exported:

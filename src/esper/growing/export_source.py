@@ -11,16 +11,18 @@ import keyword
 import math
 import operator
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, groupby
+from itertools import chain, count, groupby, takewhile
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, TensorArgument
 from torch.utils import _pytree as pytree
+
+from esper.growing.enlarging import settings_of
 
 aten = torch.ops.aten
 
@@ -32,16 +34,7 @@ _INFIX: dict[Any, str] = {
     aten.matmul.default: "@",
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//",
 }
-# operators with the same arguments, in the same order, as the torch function of that name
-_TORCH = {
-    "abs", "addcmul", "addmm", "amax", "amin", "arange", "argmax", "argmin", "avg_pool1d",
-    "batch_norm", "bmm", "cat", "chunk", "clamp", "conv1d", "conv2d", "conv3d", "cos", "cumsum",
-    "embedding", "erf", "exp", "flatten", "full", "full_like", "group_norm", "layer_norm", "log",
-    "log_softmax", "max_pool1d", "max_pool2d", "mean", "mul", "neg", "ones", "ones_like",
-    "permute", "pow", "relu", "relu_", "reshape", "rsqrt", "select", "sigmoid", "sin", "softmax",
-    "sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "tril", "triu", "unflatten",
-    "unsqueeze", "where", "zeros", "zeros_like",
-}
+# operators with the same arguments, in the same order, as a Python function or method of that name
 _FUNCTIONAL = {
     "adaptive_avg_pool2d", "avg_pool2d", "dropout", "elu", "gelu", "hardswish", "leaky_relu",
     "linear", "mish", "pad", "scaled_dot_product_attention", "silu", "softplus",
@@ -56,9 +49,8 @@ class ExportError(RuntimeError):
 
 def source_of(program: ExportedProgram, model: nn.Module) -> tuple[str, dict[str, Tensor]]:
     """The program as source code, and the weights that its `load` reads; `model` was traced."""
-    specs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
-    names = [spec.arg.name for spec in specs if isinstance(spec.arg, TensorArgument)]
-    inputs = [node for node in program.graph.nodes if node.name in names]
+    given = program.graph_signature.user_inputs
+    inputs = [node for node in program.graph.nodes if node.name in given]
     statements = list(_statements(program, model))
     attributes = _Attributes(program, statements)
     lines = _forward_lines(program, statements, attributes, inputs)
@@ -155,43 +147,35 @@ def _inputs_of_layer(
 
 
 def _constructor(layer: nn.Module) -> str | None:
-    """The expression that builds a torch.nn layer, from its `extra_repr`; None if that fails."""
+    """The expression that builds a torch.nn layer, from its settings; None if that fails."""
+    kind: Any = type(layer)
+    arguments = inspect.signature(kind).parameters
+    own = settings_of(layer)
     if any(layer.children()):
         return None
     try:
-        call = ast.parse(f"nn.{type(layer).__name__}({layer.extra_repr()})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        usual = inspect.signature(type(layer)).parameters
-        call.keywords = [
-            entry
-            for entry in call.keywords
-            if ast.literal_eval(entry.value) != usual[str(entry.arg)].default
-        ]
-        described = _settings(eval(ast.unparse(call), {"nn": nn}), usual)
-        # some layers leave settings out of extra_repr
-        for name, value in _settings(layer, usual).items():
-            if value != described[name]:
-                call.keywords.append(ast.keyword(name, ast.parse(repr(value), mode="eval").body))
-        twin: nn.Module = eval(ast.unparse(call), {"nn": nn})
-    except (AttributeError, KeyError, NameError, SyntaxError, TypeError, ValueError):
+        with torch.device("meta"):
+            needed = {n: own[n] for n, known in arguments.items() if known.default is known.empty}
+            usual = settings_of(kind(**needed))
+            given = needed | {name: value for name, value in own.items() if value != usual[name]}
+            twin = kind(**given)
+        ast.literal_eval(repr(given))  # raises for what has no literal, such as infinity
+    except (KeyError, TypeError, ValueError):
         return None
-    is_same = _settings(twin, usual) == _settings(layer, usual) and repr(twin) == repr(layer)
     shapes = [{key: t.shape for key, t in x.state_dict().items()} for x in (layer, twin)]
-    return ast.unparse(call) if is_same and shapes[0] == shapes[1] else None
-
-
-def _settings(layer: nn.Module, arguments: Iterable[str]) -> dict[str, Any]:
-    """The constructor arguments that a layer stores as attributes."""
-    return {name: vars(layer)[name] for name in arguments if name in vars(layer)}
+    is_same = settings_of(twin) == own and repr(twin) == repr(layer)
+    if not is_same or shapes[0] != shapes[1]:
+        return None
+    texts = [f"{name}={value!r}" for name, value in given.items()]
+    for position, _ in enumerate(takewhile(lambda value: isinstance(value, int), needed.values())):
+        texts[position] = texts[position].partition("=")[2]
+    return f"nn.{kind.__name__}({', '.join(texts)})"
 
 
 def _weights(program: ExportedProgram) -> dict[str, str]:
     """The path of each parameter, buffer and constant, by the name of its placeholder."""
-    return {
-        spec.arg.name: str(spec.target)
-        for spec in program.graph_signature.input_specs
-        if spec.kind != InputKind.USER_INPUT
-    }
+    specs = program.graph_signature.input_specs
+    return {spec.arg.name: spec.target for spec in specs if spec.target is not None}
 
 
 class _Attributes:
@@ -280,9 +264,8 @@ def _forward_lines(
         lines.append(f"{names[statement.node]} = {line}")
     if any("device" in line for line in lines):
         lines.insert(0, f"device = {inputs[0].name}.device")
-    flat = [value(leaf) if isinstance(leaf, fx.Node) else repr(leaf) for leaf in output.args[0]]
-    result = _structure(pytree.tree_unflatten(flat, program.call_spec.out_spec))
-    return [*lines, f"return {result}"]
+    result: Any = pytree.tree_unflatten(output.args[0], program.call_spec.out_spec)
+    return [*lines, f"return {_literal(result, value)}"]
 
 
 def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
@@ -307,8 +290,10 @@ def _expression(node: fx.Node, value: Callable[[fx.Node], str]) -> str:
     ]
     if name in _METHODS:
         return f"{given[0]}.{name}({', '.join([*given[1:], *named])})"
-    module = "torch" if name in _TORCH else "F" if name in _FUNCTIONAL else ""
-    function = f"{module}.{name}" if module else f"torch.ops.{target}"
+    # torch's own functions are made from the operators
+    is_torch = isinstance(getattr(torch, name, None), BuiltinFunctionType)
+    plain = f"F.{name}" if name in _FUNCTIONAL else f"torch.{name}" if is_torch else ""
+    function = plain or f"torch.ops.{target}"
     return f"{function}({', '.join([*given, *named])})"
 
 
@@ -322,29 +307,22 @@ def _slice(args: Sequence[Any], value: Callable[[fx.Node], str]) -> str:
 
 
 def _literal(argument: Any, value: Callable[[fx.Node], str]) -> str:
+    """An expression for an argument or an output: values in lists, tuples and dicts."""
     if isinstance(argument, fx.Node):
         return value(argument)
+    if isinstance(argument, dict):
+        items = (f"{key!r}: {_literal(item, value)}" for key, item in argument.items())
+        return f"{{{', '.join(items)}}}"
     if isinstance(argument, list | tuple):
-        return f"[{', '.join(_literal(item, value) for item in argument)}]"
+        inner = ", ".join(_literal(item, value) for item in argument)
+        if isinstance(argument, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(argument) == 1 else f"({inner})"
     if isinstance(argument, torch.device):
         return "device"  # of the input, so that the file runs on any device
     if isinstance(argument, float) and not math.isfinite(argument):
         return f'float("{argument}")'
-    if isinstance(argument, torch.dtype | torch.memory_format | torch.layout):
-        return str(argument)
     return repr(argument)
-
-
-def _structure(output: Any) -> str:
-    """The returned structure, with an expression for each tensor."""
-    if isinstance(output, str):
-        return output
-    if isinstance(output, dict):
-        return "{" + ", ".join(f"{k!r}: {_structure(v)}" for k, v in output.items()) + "}"
-    inner = ", ".join(_structure(item) for item in output)
-    if isinstance(output, list):
-        return f"[{inner}]"
-    return f"({inner},)" if len(output) == 1 else f"({inner})"
 
 
 def _described(node: fx.Node) -> str:

@@ -2,7 +2,7 @@
 rank, and facts about the training data.
 """
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -59,6 +59,16 @@ def batch_size(inputs: Any) -> int:
     return len(found[0])
 
 
+def map_rows(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The batch with `change` applied to all tensors that have a row for each example."""
+    count = batch_size(batch)
+
+    def changed(tensor: Tensor) -> Any:
+        return change(tensor) if tensor.dim() > 0 and len(tensor) == count else tensor
+
+    return pytree.tree_map_only(Tensor, changed, batch)
+
+
 LEAST_ROWS = 8  # with two rows every correlation is 1 or -1
 USUAL_TRAIN_ROWS = 3200  # if unknown: the size of the data that controllers are trained on
 
@@ -109,10 +119,6 @@ def rows_of(batch: Any, ranks: Ranks) -> tuple[Any, float]:
             f"a batch of {count} rows for {ranks.size} ranks; use larger batches, fewer ranks, or "
             "drop_last=True if only the last batch is so small"
         )
-    rows = torch.arange(ranks.rank, count, ranks.size)
-
-    def own(tensor: Tensor) -> Tensor:
-        is_batch = tensor.dim() > 0 and len(tensor) == count
-        return tensor[rows.to(tensor.device)] if is_batch else tensor
-
-    return pytree.tree_map_only(Tensor, own, batch), len(rows) * ranks.size / count
+    own = torch.arange(ranks.rank, count, ranks.size)
+    rows = map_rows(batch, lambda tensor: tensor[own.to(tensor.device)])
+    return rows, len(own) * ranks.size / count

@@ -33,10 +33,9 @@ _STATISTICS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class NetworkState:
     """A copy of weights, seeds and optimiser state."""
 
-    weights: dict[str, Tensor]  # of the model by name; a state_dict may leave some out
+    weights: dict[str, Tensor]  # by name, of the model and others that the optimiser trains
     buffers: dict[str, Tensor]
     extras: dict[str, Any]  # the extra states of its modules
-    others: dict[str, Tensor]  # weights that the optimiser trains outside the model
     seeds: dict[int, dict[str, Tensor]]  # by slot
     moments: dict[str, dict[str, Any]]  # the optimiser's state by parameter name
     slots: SlotStates  # one host
@@ -127,16 +126,20 @@ class GrowingNetwork:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The weights of the model and of every seed in it."""
-        named = {f"model.{name}": p for name, p in self.model.named_parameters()}
-        for slot in self.slots:
-            if slot.seed is not None:
-                named |= {f"seed.{slot.site.name}.{n}": p for n, p in slot.seed.named_parameters()}
-        return named
+        modules = {"model": self.model, **{f"seed.{name}": s for name, s in self._seeds.items()}}
+        return {
+            f"{at}.{n}": p for at, module in modules.items() for n, p in module.named_parameters()
+        }
+
+    @property
+    def _seeds(self) -> dict[str, nn.Module]:
+        """The seeds by site."""
+        return {slot.site.name: slot.seed for slot in self.slots if slot.seed is not None}
 
     def statistics(self) -> list[Tensor]:
         """Buffers that training changes, such as the statistics of norms; ranks differ in them."""
-        seeds = [slot.seed for slot in self.slots if slot.seed is not None]
-        return [b for m in (self.model, *seeds) for b in m.buffers() if b.dtype in _STATISTICS]
+        modules = (self.model, *self._seeds.values())
+        return [b for m in modules for b in m.buffers() if b.dtype in _STATISTICS]
 
     def seed(self, index: int) -> nn.Module:
         """The seed in a slot that has one."""
@@ -183,24 +186,22 @@ class GrowingNetwork:
 
     def capture(self, *, committed_only: bool = False) -> NetworkState:
         """A copy of the state; with `committed_only`, without the uncommitted seeds."""
-        state = self.optimizer.state
+        state, trained = self.optimizer.state, self._trained()
+        own = {name: p for name, p in trained.items() if not name.startswith("seed.")}
         return NetworkState(
-            weights={name: p.detach().clone() for name, p in self.model.named_parameters()},
+            weights={name: p.detach().clone() for name, p in own.items()},
             buffers={name: b.detach().clone() for name, b in self.model.named_buffers()},
             extras={
                 name: copy.deepcopy(module.get_extra_state())
                 for name, module in self.model.named_modules()
                 if type(module).get_extra_state is not nn.Module.get_extra_state
             },
-            others={name: p.detach().clone() for name, p in self._others.items()},
             seeds={
                 index: copy.deepcopy(slot.seed.state_dict())
                 for index, slot in enumerate(self.slots)
                 if slot.seed is not None and (slot.is_committed or not committed_only)
             },
-            moments={
-                name: copy.deepcopy(state[p]) for name, p in self._trained().items() if p in state
-            },
+            moments={n: copy.deepcopy(state[p]) for n, p in trained.items() if p in state},
             slots=self.states,
             is_merged=any(slot.is_merged for slot in self.slots),
         )
@@ -220,18 +221,17 @@ class GrowingNetwork:
         self.adopt(Transition(state.slots, wanted & ~present, present & ~wanted))
         if state.is_merged:
             self.merge_branches()
+        trained = self._trained()
         with torch.no_grad():
             for name, value in state.weights.items():
-                self.model.get_parameter(name).copy_(value)
+                trained[name].copy_(value)
             for name, value in state.buffers.items():
                 _set_buffer(self.model, name, value)
-            for name, value in state.others.items():
-                self._others[name].copy_(value)
         for name, extra in state.extras.items():
             self.model.get_submodule(name).set_extra_state(copy.deepcopy(extra))
         for index, weights in state.seeds.items():
             self.seed(index).load_state_dict(weights)
-        for name, parameter in self._trained().items():
+        for name, parameter in trained.items():
             self.optimizer.state.pop(parameter, None)
             if name in state.moments:
                 self.optimizer.state[parameter] = moments = copy.deepcopy(state.moments[name])
@@ -275,10 +275,8 @@ class GrowingNetwork:
 
         def average() -> None:
             self._is_queued = False
-            seeds = [slot.seed for slot in self.slots if slot.seed is not None]
-            average_gradients(
-                [weight for seed in seeds for weight in seed.parameters()], self.ranks
-            )
+            weights = [weight for seed in self._seeds.values() for weight in seed.parameters()]
+            average_gradients(weights, self.ranks)
 
         if not self._is_queued:
             self._is_queued = True
@@ -314,6 +312,7 @@ def are_finite(model: nn.Module, weights: Iterable[Tensor], sound: dict[str, tor
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
 
+@torch.no_grad()
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     """Set a buffer in place; replace it if its size has changed (a cache) or it is expanded.
 
@@ -333,11 +332,7 @@ def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
 @contextmanager
 def _restored_after(model: nn.Module) -> Iterator[None]:
     """Restore running statistics and random state after the block; compiled code is not used."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with untouched_randomness(model), uncompiled(model):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, before in buffers.items():
-                    _set_buffer(model, name, before)
+    with ExitStack() as undo, untouched_randomness(model), uncompiled(model):
+        for name, buffer in model.named_buffers():
+            undo.callback(_set_buffer, model, name, buffer.clone())
+        yield

@@ -5,8 +5,7 @@ unit alike: activations, dropout, batch norm, depthwise convolutions, pooling, f
 units of A are a branch from A's input to B's output, and the branch can be merged into A and B.
 """
 
-import inspect
-import re
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from esper.growing.inputs import tensors
 from esper.growing.tracing import Op, Run
-from esper.kasmina.blueprints import Blueprint, Site, Widening
+from esper.kasmina.blueprints import Blueprint, Site
 
 Modules = dict[str, Any]  # by name
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)  # exact classes: a subclass may compute something else
@@ -41,41 +39,24 @@ def weight_of(layer: Any) -> Tensor:
     return weight.t() if is_transposed(layer) else weight
 
 
-# functions by name: of every element; of every channel, over its positions; of the shape alone
-_PER_ELEMENT = re.compile(
-    r"relu_?|relu6|leaky_relu|gelu|silu|mish|[cs]?elu|softplus|softsign|sigmoid|tanh|hardswish|"
-    r"hardsigmoid|hardtanh|(hard|soft|tanh)shrink|logsigmoid|(alpha_)?dropout|dropout[12]d|"
-    r"contiguous|clone"
-)
-_PER_CHANNEL = re.compile(r"(adaptive_)?(max|avg)_pool[12]d|mean|amax|squeeze")
-_RESHAPES = ("flatten", "view", "reshape")
-
-
-class INPUT:
-    """Stands for the activations in the arguments of a recorded function; a class is not copied."""
-
-
 @dataclass(frozen=True)
 class Function:
-    """A function between two layers, with its arguments."""
+    """A function between two layers, with its arguments after the first."""
 
     function: Callable[..., Tensor]
-    args: tuple[Any, ...] = (INPUT,)
+    args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, x: Tensor, training: bool) -> Tensor:
-        given = (self.args, self.kwargs)
-        args, kwargs = pytree.tree_map(lambda leaf: x if leaf is INPUT else leaf, given)
-        if "training" in kwargs:  # the trace was in eval mode
-            kwargs["training"] = training
-        return self.function(*args, **kwargs)
+        mode = {"training": training} if "training" in self.kwargs else {}  # traced in eval mode
+        return self.function(x, *self.args, **self.kwargs | mode)
 
 
 Step = str | Function  # between two layers: the name of a module with a weight per unit is a str
 
 
-class NotAPair(Exception):
-    """The reason why a layer cannot get wider, or another part larger."""
+class Refused(Exception):
+    """The reason why a model cannot grow somewhere, or not in some way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +77,12 @@ class Part:
 class Pair(Part):
     """Two layers and what is between them."""
 
+    layers: tuple[str, ...]  # the first, those with a weight per unit, the last
     steps: tuple[Step, ...]
     features: int  # inputs of the last layer for each unit; more than 1 after a flatten
     cross: int  # weights of the last layer between a unit and one of its outputs
     cross_macs: float
+    size = 1  # outputs of the other layers for each unit
 
 
 @dataclass(frozen=True)
@@ -110,8 +93,9 @@ class PartSite(Site):
     kind: Any = -1
 
     def widened(self, share: float) -> Any:
+        """New units or heads; for `deepen`, whose share is 0, a copy of a block."""
         units = max(1, round(share * self.part.width))
-        return None if self.part.is_block else UnitsProgram(self.part, units)
+        return UnitsProgram(self.part, units) if self.part.is_block == (share == 0.0) else None
 
 
 @dataclass(frozen=True)
@@ -119,7 +103,7 @@ class UnitsProgram:
     """New units or heads, or a copy, with the costs that a controller sees."""
 
     part: Part
-    units: int = 1
+    units: int
     depth = 2
     reach = 0.0
 
@@ -133,9 +117,9 @@ class UnitsProgram:
 
 
 def units_of(site: Site, blueprint: Blueprint) -> int:
-    """The units that a blueprint adds at a site; 0 unless it is a widening of a pair."""
-    is_widening = isinstance(blueprint, Widening) and blueprint.fits(site)
-    return blueprint.program(site).units if is_widening else 0  # type: ignore[attr-defined]
+    """The units that a blueprint adds at a part of the model; 0 at other sites."""
+    fits = isinstance(site, PartSite) and blueprint.fits(site)
+    return blueprint.program(site).units if fits else 0  # type: ignore[attr-defined]
 
 
 def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -> Pair | None:
@@ -145,9 +129,9 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
     first = modules[name]
     check_layer(name, modules, run)
     if getattr(first, "groups", 1) > 1:
-        raise NotAPair("its groups share no inputs, so units cannot be added one by one")
+        raise Refused("its groups share no inputs, so units cannot be added one by one")
     start = run.tensors[name]
-    channel = start.dim() - 1 if isinstance(first, nn.Linear) or is_transposed(first) else 1
+    channel = -1 if isinstance(first, nn.Linear) or is_transposed(first) else 1
     inside, steps = [start], []
     for op in _chain(start, run, modules):
         source, target = inside[-1], op.output
@@ -162,14 +146,14 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
         steps.append(step)
         inside.append(target)
     else:
-        raise NotAPair("its output reaches no other layer")
+        raise Refused("its output reaches no other layer")
     check_layer(end, modules, run)
     if getattr(modules[end], "groups", 1) > 1:
-        raise NotAPair("the next layer is grouped")
+        raise Refused("the next layer is grouped")
     weight, width = weight_of(modules[end]), start.shape[channel]
     features, rest = divmod(weight.shape[1], width)
     if rest:
-        raise NotAPair("the next layer has other inputs")
+        raise Refused("the next layer has other inputs")
     middle = [step for step in steps if isinstance(step, str)]
     per_unit = (p[0] for module in middle for p in modules[module].parameters())
     params = weight_of(first)[0].numel() + (first.bias is not None)
@@ -178,6 +162,7 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
         name=f"{name}->{end}",
         first=name,
         last=end,
+        layers=(name, *middle, end),
         steps=tuple(steps),
         width=width,
         features=features,
@@ -192,15 +177,15 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
 def check_layer(name: str, modules: Modules, run: Run) -> None:
     layer = modules[name]
     uses = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
-    own = list(layer._parameters.values())
-    if len(run.calls[name]) > 1:
-        raise NotAPair(f"{name!r} is called {len(run.calls[name])} times in a forward pass")
+    own, calls = list(layer._parameters.values()), len(run.calls.get(name, ()))
+    if calls != 1:
+        raise Refused(f"{name!r} is called {calls} times in a forward pass")
     if layer._parameters.get("weight") is None:
-        raise NotAPair(f"the weight of {name!r} is computed from others")
+        raise Refused(f"the weight of {name!r} is computed from others")
     if any(uses[id(p)] > 1 for p in own):
-        raise NotAPair(f"{name!r} shares its weights with another module")
+        raise Refused(f"{name!r} shares its weights with another module")
     if any(p is not None and not p.requires_grad for p in own):
-        raise NotAPair(f"{name!r} is frozen")
+        raise Refused(f"{name!r} is frozen")
 
 
 def _chain(tensor: Tensor, run: Run, modules: Modules) -> Iterator[Op]:
@@ -213,7 +198,7 @@ def _chain(tensor: Tensor, run: Run, modules: Modules) -> Iterator[Op]:
         in_place = [op for op in readers if op.output is tensor]
         others = [op for op in readers if op.output is not tensor]
         if any(output is tensor for output in run.outputs):
-            raise NotAPair("its units are an output of the model")
+            raise Refused("its units are an output of the model")
         name = others[0].module if len({op.module for op in others}) == 1 else ""
         if name in run.tensors and not any(modules[name].children()):
             output = run.tensors[name]
@@ -221,9 +206,9 @@ def _chain(tensor: Tensor, run: Run, modules: Modules) -> Iterator[Op]:
                 others = [Op(modules[name], (tensor,), {}, output)]
         if len(others) != 1 or not isinstance(others[0].output, Tensor):
             names = ", ".join(op.name for op in others) or "nothing"
-            raise NotAPair(f"its units are read by {names}; a pair has one reader")
+            raise Refused(f"its units are read by {names}; a pair has one reader")
         if in_place and readers[-1] in in_place:
-            raise NotAPair(f"its units are changed by {readers[-1].name} after they were read")
+            raise Refused(f"its units are changed by {readers[-1].name} after they were read")
         yield from in_place
         yield others[0]
         tensor = others[0].output
@@ -237,35 +222,40 @@ def _step(
             return run.makers[id(target)]
         if isinstance(maker, nn.LayerNorm | nn.GroupNorm):
             kind = type(maker).__name__
-            raise NotAPair(f"{kind} follows it: its statistics mix old and new units")
-        raise NotAPair(f"{op.name} follows it, which mixes its units with other tensors")
+            raise Refused(f"{kind} follows it: its statistics mix old and new units")
+        raise Refused(f"{op.name} follows it, which mixes its units with other tensors")
+    is_source = [arg is source for arg in (*op.args, *op.kwargs.values())]
+    if is_source.count(True) != 1 or (op.args and not is_source[0]):
+        raise Refused(f"{op.name} follows it, with its units not as the first argument alone")
+    given = {name: value for name, value in op.kwargs.items() if value is not source}
+    step = Function(op.function, op.args[1:], given)
+    has_state = isinstance(op.function, nn.Module) and bool(op.function.state_dict())
     if isinstance(op.function, nn.Module):
-        half, forward = max(1, source.shape[channel] // 2), op.function.forward  # without its hooks
-        some = forward(source.narrow(channel, 0, half))
-        if op.function.state_dict() or not torch.equal(some, target.narrow(channel, 0, half)):
-            raise NotAPair(f"{op.name} follows it, which may mix its units")
-        return Function(forward)
-    if op.name in _RESHAPES:
-        if target.shape == source.shape:
-            return Function(torch.clone)
-        if channel == 1 and target.shape == source.flatten(1).shape:
-            return Function(torch.flatten, (INPUT, 1))
-    is_conv = channel == 1 and source.dim() > 2
-    is_safe = bool(_PER_ELEMENT.fullmatch(op.name)) and target.shape == source.shape
-    if _PER_CHANNEL.fullmatch(op.name) and (is_conv or op.name in ("mean", "amax")):
-        axis = 1 if is_conv else -1
-        is_safe |= target.dim() > 1 and target.shape[axis] == source.shape[axis]
-    if not is_safe:
-        raise NotAPair(f"{op.name} follows it, which may mix its units")
-    if op.name == "squeeze":  # a seed may have one unit, and its axis stays
-        axes = [axis for axis, size in enumerate(source.shape) if size == 1 and axis != channel]
-        removed = axes[len(axes) - source.dim() + target.dim() :]
-        return Function(torch.squeeze, (INPUT, tuple(removed)))
-    given = (op.args, op.kwargs)
-    args, kwargs = pytree.tree_map(lambda leaf: INPUT if leaf is source else leaf, given)
-    if "dropout" in op.name:
-        args, kwargs = (), inspect.signature(op.function).bind(*args, **kwargs).arguments
-    return Function(op.function, args, kwargs)
+        step = Function(op.function.forward)  # without its hooks
+    elif op.name in ("view", "reshape"):  # a flatten, for any number of rows
+        step = Function(torch.flatten, (1, 1 + source.dim() - target.dim()))
+    elif op.name == "squeeze":  # a seed may have one unit, and its axis stays
+        ones = (axis for axis, size in enumerate(source.shape) if size == 1)
+        axes = [axis for axis in ones if axis != channel % source.dim()]
+        step = Function(torch.squeeze, (tuple(axes[len(axes) - source.dim() + target.dim() :]),))
+    if has_state or not _treats_units_alike(step, source.shape, target.shape, channel):
+        raise Refused(f"{op.name} follows it, which may mix its units")
+    return step
+
+
+def _treats_units_alike(
+    step: Function, source: torch.Size, target: torch.Size, channel: int
+) -> bool:
+    """Whether a function of two rows and twice the units is that of a row and each half of them."""
+    shape = [2, *source[1:]]
+    shape[channel] *= 2
+    x = torch.linspace(-2, 2, math.prod(shape)).view(shape)
+    try:
+        parts = [step(half.clone(), False) for half in x[:1].chunk(2, channel)]
+        is_same = torch.allclose(step(x, False)[:1], torch.cat(parts, channel))
+        return is_same and parts[0].shape[1:] == target[1:]
+    except (RuntimeError, IndexError):
+        return False  # it needs the size that it had
 
 
 def _is_depthwise(module: Any) -> bool:

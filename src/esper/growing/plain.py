@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.growing.enlarging import BlockCopy, Branch, HeadsBranch, scale
+from esper.growing.enlarging import BlockCopy, Branch, scale
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward, tensors
 from esper.growing.pairs import LAYERS, UnitsProgram
@@ -88,7 +88,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
         return found.site if isinstance(found, Grown) else found
 
     for slot, alpha in live:
-        if isinstance(slot.seed, Branch | HeadsBranch | BlockCopy):
+        if isinstance(slot.seed, Branch | BlockCopy):
             part = copy.deepcopy(slot.seed, without_graphs(slot.seed))
             part.merge_into(layer, alpha)
     return plain
@@ -113,16 +113,14 @@ def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> N
 
     This happens if the model checks the class of a module, or holds it in a way that is not copied.
     """
-    slots = [Slot(site, model) for site in sites if site.part is None]
-    if _works_in_plain(model, slots, example):
-        return
-    alone = [slot for slot in slots if not _works_in_plain(model, [slot], example)]
-    names = [slot.site.name for slot in alone or slots]
-    raise ValueError(
-        f"what grows at {names} would be lost in the plain model: the model checks the class of a "
-        "module there, or calls it through a reference that is not copied. Leave it out with "
-        f"exclude={names}, or call the module whatever its class is"
-    )
+    sites = [site for site in sites if site.part is None]
+    kept = kept_sites(model, sites, example)
+    if names := [site.name for site in sites if site not in kept]:
+        raise ValueError(
+            f"what grows at {names} would be lost in the plain model: the model checks the class of "
+            "a module there, or calls it through a reference that is not copied. Leave it out with "
+            f"exclude={names}, or call the module whatever its class is"
+        )
 
 
 def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bool:
@@ -168,9 +166,9 @@ def _test_seed(slot: Slot, model: nn.Module) -> nn.Module:
     if isinstance(branch, BlockCopy):
         branch.block.load_state_dict(slot.module.state_dict())
         return branch
-    assert isinstance(branch, Branch | HeadsBranch)
+    assert isinstance(branch, Branch)
     with torch.no_grad():
-        for weight in branch.last.parameters():
+        for weight in branch.layers[-1].parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             weight.copy_(drawn / drawn[0].numel() ** 0.5)
     return branch

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.growing.enlarging import DEEPENING, copy_at, heads_at
+from esper.growing.enlarging import copy_at, heads_at
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import batch_size, forward
-from esper.growing.pairs import NotAPair, Part, PartSite, pair_at
+from esper.growing.pairs import Part, PartSite, Refused, pair_at
 from esper.growing.tracing import Call, Run, is_composed, is_cut, trace
-from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site, Widening, no_layers
 from esper.leyline.constants import SiteKind
 
-# every seed that fits a model
-MENU: Mapping[str, Blueprint] = {**BLUEPRINTS, DEEPENING.name: DEEPENING}
+# every seed that fits a model; `deepen` is a copy of a block
+MENU: Mapping[str, Blueprint] = BLUEPRINTS | {"deepen": Widening("deepen", (), no_layers, 0.0)}
 
 
 @dataclass(frozen=True)
@@ -167,19 +167,19 @@ class SiteTrace:
         chosen = list(self.sites)
         if include is not None:
             chosen = [site for site in self.candidates.values() if self._is_named(site, include)]
-        kept = [s for s in chosen if s.name not in exclude and not _is_under(s.name, exclude)]
+        kept = [site for site in chosen if not _is_in(site.name, exclude)]
         if not kept:
             raise ValueError(self._nothing_found(include, exclude))
         return kept
 
     def _is_named(self, site: ModelSite, names: Sequence[str]) -> bool:
         if site in self.sites:
-            return site.name in names or _is_under(site.name, names)
+            return _is_in(site.name, names)
         inner = (s.name for s in self.sites if s.part is None)
-        return site.name in names and not any(_is_under(name, [site.name]) for name in inner)
+        return site.name in names and not any(_is_in(name, [site.name]) for name in inner)
 
     def _check_name(self, name: str) -> None:
-        if name in self.candidates or any(_is_under(site.name, [name]) for site in self.sites):
+        if name in self.candidates or any(_is_in(site.name, [name]) for site in self.sites):
             return
         if name in self.refused:
             raise ValueError(f"nothing can grow at {name!r}: {self.refused[name]}")
@@ -201,8 +201,9 @@ class SiteTrace:
         )
 
 
-def _is_under(name: str, prefixes: Sequence[str]) -> bool:
-    return any(name.startswith((f"{prefix}.", f"{prefix}->")) for prefix in prefixes)
+def _is_in(name: str, modules: Sequence[str]) -> bool:
+    """Whether a site is that of one of these modules, or inside one."""
+    return any(name == m or name.startswith((f"{m}.", f"{m}->")) for m in modules)
 
 
 def trace_sites(
@@ -225,26 +226,19 @@ def trace_sites(
     batch = batch_size(example)
     runs = [trace(model, inputs) for inputs in (example, example, *others)]
     first = runs[0]
-    was, now = ([tuple(output.shape) for output in run.outputs] for run in runs[:2])
-    if was != now:
-        raise ValueError(
-            f"the model's output changes shape on the same batch: {was}, then {now}; growth needs a "
-            "fixed shape"
-        )
     candidates: dict[str, ModelSite] = {}
     refused: dict[str, str] = {}
     kinds = _checked_kinds(kind or {}, first)
     for name, calls in first.calls.items():
-        site = _candidate(name, calls, batch, kinds.get(name))
-        for other in runs[1:]:
-            if isinstance(site, ModelSite):
+        try:
+            site = _candidate(name, calls, batch, kinds.get(name))
+            for other in runs[1:]:
                 site = _in_other(site, other.calls.get(name, []))
-        if isinstance(site, ModelSite):
             candidates[name] = site
-        elif name in kinds:
-            raise ValueError(f"kind={dict(kind or {})}: nothing can grow at {name!r}: {site}")
-        else:
-            refused[name] = site
+        except Refused as why:
+            if name in kinds:
+                raise ValueError(f"kind={kind}: nothing can grow at {name!r}: {why}") from why
+            refused[name] = str(why)
     uncalled = (name for name, _ in model.named_modules() if name and name not in first.calls)
     refused |= dict.fromkeys(uncalled, "it is not called in a forward pass")
     larger, not_larger = _larger_sites(model, example, runs, batch) if enlarges else ({}, {})
@@ -260,29 +254,26 @@ def _larger_sites(
     A pair must be one in every trace.
     """
     macs, modules = _macs_by_module(model, example), dict(model.named_modules())
-    sites, reasons = {}, {}
+    reasons: dict[str, str] = {}
 
-    def parts(find: Callable[..., Part | None], what: str, run: Run) -> Iterator[Part]:
+    def parts(find: Callable[..., Part | None], what: str, run: Run) -> Iterator[ModelSite]:
         for name in run.calls:
             try:
                 if (part := find(name, modules, run, macs)) is not None:
-                    yield part
-            except NotAPair as why:
+                    calls = [replace(call, weights=part.first) for call in run.calls[part.first]]
+                    yield replace(_candidate(part.name, calls, batch), part=part, tokens=1.0)
+            except Refused as why:
                 reasons[name] = f"{what}: {why}"
 
-    others = [[p.name for p in parts(pair_at, "cannot get wider", run)] for run in runs[1:]]
-    pairs = parts(pair_at, "cannot get wider", runs[0])
+    others = [[site.name for site in parts(pair_at, _WIDER, run)] for run in runs[1:]]
+    pairs = parts(pair_at, _WIDER, runs[0])
     found = [pair for pair in pairs if all(pair.name in names for names in others)]
     found += parts(heads_at, "cannot have more heads", runs[0])
     found += parts(copy_at, "cannot be copied", runs[0])
-    for part in found:
-        calls = [replace(call, weights=part.first) for call in runs[0].calls[part.first]]
-        site = _candidate(part.name, calls, batch)
-        if isinstance(site, ModelSite):
-            sites[part.name] = replace(site, part=part, tokens=1.0)
-    return sites, reasons
+    return {site.name: site for site in found}, reasons
 
 
+_WIDER = "cannot get wider"
 _AXES = {SiteKind.VECTOR: 2, SiteKind.SERIES: 3, SiteKind.IMAGE: 4}  # of an output, with the batch
 
 
@@ -297,13 +288,7 @@ def _checked_kinds(given: Mapping[str, str], run: Run) -> dict[str, SiteKind]:
             raise ValueError(f"{named}; there are {[known.name.lower() for known in SiteKind]}")
         if name not in run.calls:
             raise ValueError(f"{named}: it is not called; did you mean {_near(name, run.calls)!r}?")
-        kinds[name], shape = SiteKind[str(kind).upper()], run.calls[name][0].output
-        axes = _AXES.get(kinds[name])
-        if isinstance(shape, tuple) and (len(shape) < 3 if axes is None else len(shape) != axes):
-            raise ValueError(
-                f"{named}: its output has shape {shape}; this kind has {axes or '3 or more'} axes, "
-                "with the batch"
-            )
+        kinds[name] = SiteKind[str(kind).upper()]
     return kinds
 
 
@@ -311,40 +296,43 @@ def _near(name: str, names: Iterable[str]) -> str:
     return difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)[0]
 
 
-def _candidate(
-    name: str, calls: list[Call], batch: int, kind: SiteKind | None = None
-) -> ModelSite | str:
-    """The site after a module, or the reason why there is none."""
+def _candidate(name: str, calls: list[Call], batch: int, kind: SiteKind | None = None) -> ModelSite:
+    """The site after a module; raises if there is none."""
     call = calls[0]
     if len(calls) > 1:
-        return f"it is called {len(calls)} times in a forward pass"
+        raise Refused(f"it is called {len(calls)} times in a forward pass")
     if not isinstance(call.output, tuple):
-        return f"its output is a {call.output}, not a tensor of floats"
+        raise Refused(f"its output is a {call.output}, not a tensor of floats")
     if not call.is_learning:
-        return "the model calls it without gradients, so a seed could not learn there"
+        raise Refused("the model calls it without gradients, so a seed could not learn there")
     if not call.weights:
-        return "no layer with weights comes before it"
+        raise Refused("no layer with weights comes before it")
     if kind is None:
         by_axes = {axes: known for known, axes in _AXES.items()}
         kind = SiteKind.TOKENS if call.channels_last else by_axes.get(len(call.output))
+    elif len(call.output) < 3 if kind == SiteKind.TOKENS else len(call.output) != _AXES[kind]:
+        axes = _AXES.get(kind, "3 or more")
+        raise Refused(
+            f"its output has shape {call.output}; this kind has {axes} axes, with the batch"
+        )
     if kind is None:
-        return f"its output has shape {call.output}, which no blueprint fits"
+        raise Refused(f"its output has shape {call.output}, which no blueprint fits")
     if kind != SiteKind.TOKENS and call.output[0] != batch:
-        return f"its output has shape {call.output}, whose first axis is not the batch"
+        raise Refused(f"its output has shape {call.output}, whose first axis is not the batch")
     is_tokens = kind == SiteKind.TOKENS
     tokens = math.prod(call.output[:-1]) / batch if is_tokens else 1.0
     weights = (call.weights, call.dtype, call.device)
     return ModelSite(name, type(call.module).__name__, kind, call.output[1:], tokens, *weights)
 
 
-def _in_other(site: ModelSite, calls: list[Call]) -> ModelSite | str:
-    """The site as it is in another trace too, or how that trace differs."""
+def _in_other(site: ModelSite, calls: list[Call]) -> ModelSite:
+    """The site as it is in another trace too; raises if that trace differs."""
     shapes = [call.output for call in calls]
     if len(calls) != 1 or not isinstance(shapes[0], tuple):
-        return f"it is called once in one forward pass and {len(calls)} times in another"
+        raise Refused(f"it is called once in one forward pass and {len(calls)} times in another")
     channel = -1 if site.kind == SiteKind.TOKENS else 1
     if len(shapes[0]) != len(site.shape) + 1 or shapes[0][channel] != site.width:
-        return f"its output changes shape: {site.shape}, then {shapes[0][1:]}"
+        raise Refused(f"its output changes shape: {site.shape}, then {shapes[0][1:]}")
     other_length = site.kind != SiteKind.TOKENS and shapes[0][1:] != site.shape
     return replace(site, varies=True) if other_length else site
 
@@ -357,21 +345,19 @@ def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...
     places: dict[Any, list[str]] = {}  # modules that return the same tensor are one place
     for name in candidates:
         places.setdefault(run.calls[name][0].node, []).append(name)
-    calls = {names[0]: run.calls[names[0]][0] for names in places.values()}
     used = run.used()
     inner = [
-        names
-        for names in places.values()
-        if calls[names[0]].num_weight_calls < run.num_weight_calls and calls[names[0]].node in used
+        (call, names)
+        for call, names in ((run.calls[names[0]][0], names) for names in places.values())
+        if call.num_weight_calls < run.num_weight_calls and call.node in used
     ]
-    cuts = [names for names in inner if is_cut(calls[names[0]].node, run)]
-    stages: list[list[str]] = []
-    for names in cuts or inner:
-        call, before = calls[names[0]], calls[stages[-1][0]] if stages else None
-        if before is None or call.num_weight_calls > before.num_weight_calls:
-            stages.append(names)
-        elif call.output == before.output:  # the norm or the activation after a layer
-            stages[-1] = names
+    cuts = [(call, names) for call, names in inner if is_cut(call.node, run)]
+    stages: list[tuple[Call, list[str]]] = []
+    for call, names in cuts or inner:
+        if not stages or call.num_weight_calls > stages[-1][0].num_weight_calls:
+            stages.append((call, names))
+        elif call.output == stages[-1][0].output:  # the norm or the activation after a layer
+            stages[-1] = (call, names)
 
     def is_block(name: str) -> bool:
         """Whether it is a composed element of a stack."""
@@ -380,4 +366,4 @@ def _offered(run: Run, candidates: dict[str, ModelSite]) -> tuple[ModelSite, ...
         return is_element and is_composed(module)
 
     # a block if there is one, else the innermost module
-    return tuple(candidates[next(filter(is_block, names), names[0])] for names in stages)
+    return tuple(candidates[next(filter(is_block, names), names[0])] for _, names in stages)

@@ -12,17 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.growing.enlarging import (
-    BlockCopy,
-    Branch,
-    Copied,
-    Enlarged,
-    Heads,
-    HeadsBranch,
-    new_branch,
-    new_copy,
-    new_heads,
-)
+from esper.growing.enlarging import BlockCopy, Branch, Copied, Enlarged, new_branch, new_copy
 from esper.growing.pairs import Pair, UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.kasmina.blending import gate
@@ -53,7 +43,7 @@ class Seed(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-AnySeed = Seed | Branch | HeadsBranch | BlockCopy
+AnySeed = Seed | Branch | BlockCopy
 
 
 def new_seed(
@@ -65,13 +55,10 @@ def new_seed(
     """
     if isinstance(program, UnitsProgram):
         assert model is not None
-        part, modules = program.part, model.get_submodule
-        if isinstance(part, Heads):
-            return new_heads(part, program.units, modules, generator)
-        if isinstance(part, Pair):
-            return new_branch(part, program.units, modules, generator)
-        assert isinstance(part, Copied)
-        return new_copy(part, modules)
+        part: Any = program.part
+        if part.is_block:
+            return new_copy(part, model.get_submodule)
+        return new_branch(part, program.units, model.get_submodule, generator)
     with torch.device("meta"):
         layers = program.module()
     layers = layers.to_empty(device="cpu")
@@ -138,7 +125,7 @@ class Slot:
         self._has_been_called = False
         self._steps_active = 0
         self._hooks: list[RemovableHandle] = []
-        self._input: Tensor | None = None  # of the first layer of a pair
+        self._input: tuple[Any, ...] = ()  # of the first layer of a pair
 
     @property
     def alpha(self) -> float:
@@ -149,21 +136,18 @@ class Slot:
     def alpha(self, value: float) -> None:
         self._alpha = value
         self._alpha_tensor.fill_(value)
-        is_active = value != 0.0 and self.seed is not None
-        if not is_active:
+        if value == 0.0 or self.seed is None:
             for hook in self._hooks:
                 hook.remove()
-            self._hooks, self._input = [], None
-        elif not self._hooks and self.source is not None:
-            # the branch of a pair is part of its last layer, so it comes before a seed there
-            self._hooks = [
-                self.module.register_forward_hook(self, prepend=True),
-                self.source.register_forward_pre_hook(self._keep_input, with_kwargs=True),
-            ]
-        elif not self._hooks and self.site.part is not None:
-            self._hooks = [self.module.register_forward_hook(self._call_again, with_kwargs=True)]
+            self._hooks, self._input = [], ()
         elif not self._hooks:
-            self._hooks = [self.module.register_forward_hook(self)]
+            # new units are part of the last layer, so they come before a seed there
+            is_first = self.site.pair is not None
+            hook = self.module.register_forward_hook(self, prepend=is_first, with_kwargs=True)
+            self._hooks = [hook]
+            if self.source is not None:
+                keep = self.source.register_forward_pre_hook(self._keep_input, with_kwargs=True)
+                self._hooks.append(keep)
 
     def add_seed(self, seed: nn.Module, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
@@ -176,7 +160,7 @@ class Slot:
         seed, alpha = self.seed, self.alpha
         self.clear()
         self.is_merged = True
-        assert isinstance(seed, Branch | HeadsBranch | BlockCopy)
+        assert isinstance(seed, Branch | BlockCopy)
         return seed.merge_into(model.get_submodule, alpha)
 
     def clear(self) -> None:
@@ -206,34 +190,23 @@ class Slot:
         finally:
             self.alpha, self.is_called = before, is_called
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The forward hook: the site's output with the seed blended in."""
-        seed = self._seed_in_mode(module)
-
-        def blended(x: Tensor) -> Tensor:
-            if self.source is None:
-                self.site.check(x, any_length=bool(seed.any_length))
-                return self._blend(x, seed(x))
-            source, self._input = self._input, None
-            return self._blend(x, seed(source))
-
-        return with_first(output, blended)
-
-    def _call_again(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """The hook of a block: what its copy makes of the output. Of attention: new heads added."""
-        seed = self._seed_in_mode(module)
-        if isinstance(self.site.part, Copied):
-            x = output[0] if isinstance(output, tuple) else output
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """The forward hook: the site's output with the seed blended in, or a copy's output."""
+        seed, part = self._seed_in_mode(module), self.site.part
+        x = output[0] if isinstance(output, tuple) else output
+        if isinstance(part, Copied):
             return seed(x, *args[1:], **kwargs)
+        if part is None:
+            self.site.check(x, any_length=bool(seed.any_length))
+            args, kwargs = (x,), {}
+        elif self.source is not None:
+            args, kwargs, self._input = self._input, {}, ()
         added = seed(*args, **kwargs)
-        return with_first(output, lambda x: self._blend(x, added))
+        alpha = self._alpha_tensor if torch.compiler.is_compiling() else self._alpha
+        return with_first(output, lambda x: blend_one(x, added, alpha, self.style))
 
     def _keep_input(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._input = args[0] if args else next(iter(kwargs.values()))  # layers have one
-
-    def _blend(self, x: Tensor, added: Tensor) -> Tensor:
-        alpha = self._alpha_tensor if torch.compiler.is_compiling() else self._alpha
-        return blend_one(x, added, alpha, self.style)
+        self._input = (*args, *kwargs.values())  # a layer has one
 
     def _seed_in_mode(self, module: nn.Module) -> nn.Module:
         """The seed, which is now called, in the mode of a module, for dropout and batch norm."""
