@@ -32,7 +32,7 @@ from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
 from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
 from esper.growing.plain import plain_model
-from esper.growing.recorder import Recorder, new_ledger
+from esper.growing.recorder import Recorder, network_record
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table
 from esper.growing.validation import (
@@ -138,21 +138,23 @@ class Growth:
         self.scheduler, self.shadow_training = scheduler, shadow_training
         self._rent, self._max_germinations = rent, max_germinations
         self._validator = Validator(val_loader, score)
-        examples, menu = (
-            (example, *other_examples),
-            controllers.blueprints_for(self.controller, blueprints),
-        )
+        menu = controllers.blueprints_for(self.controller, blueprints)
         enlarges = not isinstance(self.controller, LearnedController)  # it was trained without
         prepared = preparation.prepare_model(
-            model, examples, self.budget, sites, exclude, kind, menu, enlarges
+            model, (example, *other_examples), self.budget, sites, exclude, kind, menu, enlarges
         )
         self._validator.check(model)
         controllers.check_time(self.controller, decisions - 1)  # the last call only closes the run
         self.controller.begin(torch.zeros(1, dtype=torch.int64))
-        ledger = new_ledger(
-            model, prepared, metric=metric, controller=controllers.controller_name(controller),
-            budget=self.budget, rng_seed=rng_seed,
-        )  # fmt: skip
+        device = str(prepared.sites[0].device)
+        ledger = Ledger(
+            model=type(model).__name__,
+            metric=metric,
+            controller=controllers.controller_name(controller),
+            before=network_record(model, prepared),
+            budget=self.budget,
+            facts={"device": device, "torch": torch.__version__, "rng seed": str(rng_seed)},
+        )
         # arguments are checked, and now the optimizer is changed
         generator = torch.Generator().manual_seed(rng_seed)
         self._network = network = GrowingNetwork(
@@ -160,7 +162,7 @@ class Growth:
         )  # fmt: skip
         self._reporter = controllers.Reporter(network, self.budget, prepared, data)
         self._history = History(1, len(network.slots), self._reporter.action_space.num_heads)
-        self._recorder = Recorder(ledger, network)
+        self._recorder = Recorder(ledger, network, self._history)
         self._safe_points = SafePoints(network, self._recorder.seed_ids)
         self._gradients = SeedGradients(optimizer, network.slots)
         self._evidence = Evidence(network, self._reporter.may_grow)
@@ -234,13 +236,13 @@ class Growth:
             return
         now = self._finish_step(val_metric, val_loss)
         is_early = self.step < self.decisions - 1
-        if (is_early or not self._validator.has_score) and self._safe_points.commit_best_seen(now):
-            self._recorder.committed_at_close(self.step, "the best metric was measured with it")
+        if is_early or not self._validator.has_score:
+            self._safe_points.commit_best_seen(now)
         best = self._safe_points.best
         assert best is not None
         self._safe_points.restore(best)
         self.is_closed = True
-        self._recorder.closed(self.step, best.step, self._history)
+        self._recorder.closed(self.step, best.step)
         if self.ranks.size == 1:  # DDP averages only the weights that it was made with
             self._network.merge_branches()
         self.ledger.costs = self.ranks.broadcast(self.ledger.costs)  # clocks of ranks differ
@@ -352,7 +354,7 @@ class Growth:
         measured = self._measure(val_metric, val_loss)
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
-            self._record_fates()
+            self._recorder.fates(self.step)
         broken = self._safe_points.why_broken(measured, has_grown=bool(self.ledger.seeds))
         broken = next(filter(None, self.ranks.gather(broken)), "")  # roll back on all ranks
         # measurements of a broken network say nothing about its seeds
@@ -404,7 +406,7 @@ class Growth:
                 train_loss=None if loss is None else float(loss),
                 validation_loss=measured.loss,
                 optimizer_steps=self.optimizer_steps,
-                seeds=self._recorder.seed_states(self._history),
+                seeds=self._recorder.seed_states(),
             )
         )
         if not self._has_warned_of_metric:
@@ -415,7 +417,6 @@ class Growth:
         point = self._safe_points.recover()
         self._recorder.rolled_back(self.step, point.step, reason)
         self._history.add_validation(torch.tensor([point.metric]))
-        self._history.forget(~self._network.states.has_seed)
         return point if self._safe_points.has_all_seeds(point) else None
 
     def _apply_decision(self) -> DecisionRecord:
@@ -441,7 +442,7 @@ class Growth:
         self._steps_at_decision = self.optimizer_steps
         self._network.adopt(transition.then(begin_step), max(1, steps // RAMP_PARTS))
         self._history.add_action(actions)
-        self._record_fates()
+        self._recorder.fates(self.step)
         for slot in self._network.slots:
             slot.is_called = False  # in validation
         self.step += 1
@@ -451,8 +452,3 @@ class Growth:
             "the masks let the budget be exceeded"
         )
         return record
-
-    def _record_fates(self) -> None:
-        """Record seeds that were pruned or committed, and drop measurements of removed ones."""
-        self._recorder.fates(self.step, self._history)
-        self._history.forget(~self._network.states.has_seed)
