@@ -27,7 +27,7 @@ def test_mistakes_are_told_at_once():
     refused("trains none of the model's", optimizer=torch.optim.SGD(mlp().parameters(), 0.1))
     refused("decisions=1; use 2 or more", decisions=1)
     refused("go together", val_loader=[(X, Y)])
-    refused("neither 'heuristic' nor a file", controller="heuristics")
+    refused("controller='heuristics'; give 'heuristic', the file", controller="heuristics")
     refused(r"none of the blueprints \['conv'\] fits", blueprints=["conv"])
     refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
     refused("the optimizer is SGD; give an instance", optimizer=torch.optim.SGD)
@@ -68,8 +68,13 @@ def test_a_model_with_some_frozen_weights_can_grow():
 def test_a_controller_that_is_none_is_refused_and_leaves_nothing_behind():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    refused("has no methods begin and decide", model=model, optimizer=optimizer, controller=None)
-    refused("has no methods begin and decide", model=model, optimizer=optimizer, controller=Script)
+    for controller in (None, Script):
+        refused(
+            "or an object with methods begin",
+            model=model,
+            optimizer=optimizer,
+            controller=controller,
+        )
 
     class Fails(Script):
         def begin(self, env_ids):

@@ -138,7 +138,7 @@ def test_mistakes_are_told_before_any_training():
     waits = ReduceLROnPlateau(optimizer)
     refused("ReduceLROnPlateau needs a metric", model=model, optimizer=optimizer, scheduler=waits)
     nan = lambda output, target: torch.full((len(target),), math.nan)  # noqa: E731
-    refused("the validation metric is nan", metric=nan)
+    refused("scores of nan to nan; each must be 0 to 1", metric=nan)
     flags = [(torch.randn(4, 5), torch.tensor([0, 1, 1, 0]))]
     one_logit = (
         r"there is no default metric for an output \(4, 1\) and a target \(4,\).*For one logit"
@@ -148,7 +148,7 @@ def test_mistakes_are_told_before_any_training():
     refused(r"for an output \(4,\) and a target \(4,\)", model=flat, val_loader=flags)
     per_example = lambda *pair: F.cross_entropy(*pair, reduction="none")  # noqa: E731
     refused(r"a loss of shape \(32,\); give the batch's mean", loss=per_example)
-    refused("a score of type float", metric=lambda output, target: 0.5)
+    refused("a score float; give one number", metric=lambda output, target: 0.5)
     model, of_the_loss = mlp(), nn.Linear(3, 3)
     optimizer = torch.optim.SGD([*model.parameters(), *of_the_loss.parameters()], 0.1)
     refused("weights that are not the model's", model=model, optimizer=optimizer)
@@ -166,8 +166,8 @@ def test_mistakes_are_told_before_any_training():
     refused("repeats=-3; use 1 or more", repeats=-3)
     refused("repeats=3 with twin=False", repeats=3, twin=False)
     some = adamw(mlp())
-    refused("the model is a function; give an nn.Module$", model=lambda x: x, optimizer=some)
-    refused("a TopLevelTracedModule; give the original nn.Module", model=traced())
+    refused("the model is a function; give an nn.Module", model=lambda x: x, optimizer=some)
+    refused("a TopLevelTracedModule; give an nn.Module, neither", model=traced())
     refused("Flatten has no parameters", model=nn.Flatten(), optimizer=some)
 
 
@@ -201,7 +201,7 @@ def test_a_loader_that_dries_up_is_noticed():
             self.passes += 1
             return iter(list(loaders()[0]) if self.passes < 3 else [])
 
-    refused("training loader yields nothing when it is read again", train_loader=Stream())
+    refused("training loader yields nothing, perhaps when it is read again", train_loader=Stream())
 
 
 def test_progress_is_shown_with_the_budget(capsys):

@@ -14,11 +14,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.growth import Growth
+from esper.growing.inputs import moved
 from esper.leyline.ranks import join_ranks
 
 
@@ -43,7 +43,7 @@ class _Decisions:
         with untouched_randomness(model, loader):
             example = inputs(next(iter(loader)))
         options: dict[str, Any] = {"decisions": decisions, "metric": self._metric} | self._options
-        options.setdefault("example", pytree.tree_map_only(Tensor, lambda x: x.to(device), example))
+        options.setdefault("example", moved(example, device))
         self.growth = Growth(model, optimizer, scheduler=scheduler, ranks=join_ranks(), **options)
 
     def _after_step(self) -> None:

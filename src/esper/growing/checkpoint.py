@@ -1,6 +1,5 @@
 """Checkpoints of growth: one file from which a run resumes bit-exactly, even during a blend."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from esper.growing.ledger import Ledger
 from esper.growing.network import NetworkState, Ramp
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.files import read_file, write_file
+from esper.leyline.plain_config import differences
 
 if TYPE_CHECKING:
     from esper.growing.growth import Growth
@@ -92,16 +92,10 @@ def write(path: str | Path, contents: dict[str, Any]) -> None:
 
 def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> None:
     """Raise if this growth cannot resume the saved run."""
-    signature, budget = _signature(growth), growth.budget
-    for name, then in saved["signature"].items():
-        now = signature[name]
-        if now != then:
-            if isinstance(then, dict):
-                then, now = _first_difference(then, now)
-            raise ValueError(
-                f"{path} is of a run with {name} {then}; this one has {name} {now}: create it like "
-                "the saved one"
-            )
+    if changed := differences(_signature(growth), saved["signature"]):
+        raise ValueError(
+            f"{path} is of another run: here {'; '.join(changed[:3])}. Create this one like it"
+        )
     step, _, is_closed = saved["counts"]
     if step >= growth.decisions and not is_closed:
         raise ValueError(
@@ -109,17 +103,11 @@ def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> Non
             f"it {step + 1} or more"
         )
     params, macs = saved["size"]
-    if params > (budget.params or math.inf) or macs > (budget.macs or math.inf):
+    if min(growth.budget.left(params, macs)) < 0:
         raise ValueError(
             f"{path} has a network of {params:,} parameters and {macs:,} multiply-adds, more than "
-            f"{budget}"
+            f"{growth.budget}"
         )
-
-
-def _first_difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The first entry that differs, as each of them has it."""
-    name = next(name for name in (*then, *now) if then.get(name) != now.get(name))
-    return [f"{name} {own[name]}" if name in own else f"without {name}" for own in (then, now)]
 
 
 def network_to_dict(state: NetworkState) -> dict[str, Any]:

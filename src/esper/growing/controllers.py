@@ -59,17 +59,12 @@ def make_controller(controller: str | Path | Controller) -> Controller:
         return EvidenceController()
     if isinstance(controller, Controller) and not isinstance(controller, type):
         return controller
-    if not isinstance(controller, str | Path):
-        raise ValueError(
-            f"controller={controller!r} has no methods begin and decide; give 'heuristic', the path "
-            "of a saved policy, or a controller"
-        )
-    if not Path(controller).is_file():
-        raise ValueError(
-            f"controller={str(controller)!r} is neither 'heuristic' nor a file; give the path of a "
-            "saved policy, or a controller"
-        )
-    return LearnedController.load(controller)
+    if isinstance(controller, str | Path) and Path(controller).is_file():
+        return LearnedController.load(controller)
+    raise ValueError(
+        f"controller={controller!r}; give 'heuristic', the file of a saved policy, or an object with "
+        "methods begin and decide"
+    )
 
 
 def blueprints_for(controller: Controller, names: Sequence[str] | None) -> Sequence[str] | None:

@@ -30,14 +30,12 @@ def check_arguments(
     """Raise a ValueError for arguments that cannot work."""
     _check_model(model)
     _check_optimizer(model, optimizer)
-    whole_number("decisions", decisions)
+    whole_number("decisions", decisions, 2)  # the last one only closes the run
     whole_number("rng_seed", rng_seed)
     if budget is not None and not isinstance(budget, Budget):
         raise ValueError(f"budget={budget!r}; give a Budget, such as Budget(params=20_000)")
     if not isinstance(rent, Real) or not 0 <= rent < math.inf:
         raise ValueError(f"rent={rent!r}; use 0 or more, such as 0.02")
-    if decisions < 2:
-        raise ValueError(f"decisions={decisions}; use 2 or more; the last one only closes the run")
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
@@ -76,17 +74,11 @@ def check_ranks(ranks: Ranks) -> None:
 
 
 def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"the model is a {type(model).__name__}; give an nn.Module")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(
-            f"the model is a {type(model).__name__}; give the original nn.Module, since "
-            "growth needs to call its modules one by one"
-        )
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        name = type(model).__name__
+        raise ValueError(f"the model is a {name}; give an nn.Module, neither scripted nor traced")
     if not any(True for _ in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has no parameters; give a model that can be trained"
-        )
+        raise ValueError(f"{type(model).__name__} has no parameters, so nothing can be trained")
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             "the model is wrapped in DataParallel, which would not copy new weights to its replicas; "

@@ -213,15 +213,13 @@ def copied(
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
     """The loader's batches, again and again."""
-    when = ""
     while True:
         is_empty = True
         for batch in loader:
             is_empty = False
             yield batch
         if is_empty:
-            raise ValueError(f"the training loader yields nothing{when}")
-        when = " when it is read again"
+            raise ValueError("the training loader yields nothing, perhaps when it is read again")
 
 
 def _shapes(inputs: Any) -> list[Any]:

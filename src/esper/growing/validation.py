@@ -31,6 +31,7 @@ ROUNDING = 1e-4  # a score may exceed 0 or 1 by this much, as sums of probabilit
 CLEAR_FALL, NUM_FALLS = 0.2, 3  # share of the metric, and how many steps must show it
 IGNORED = -100  # a target that does not count, as in torch's cross_entropy
 
+_RANGE = "0 to 1, higher is better. Use a share instead of per cent, and 1 / (1 + loss) for a loss"
 _PASS_ONE = "pass metric=..., a score per example from 0 to 1"
 _FOR_ONE_LOGIT = (
     "For one logit: lambda output, target: ((output > 0).reshape(len(target), -1) == "
@@ -76,12 +77,10 @@ class Validator:
         with eval_mode(model, self._loader):
             scores = joined([_scored(batch, self._score)[0] for batch in self._loader])
         lowest, highest = scores.aminmax()  # the mean can be valid while single scores are not
-        if lowest < -ROUNDING or highest > 1 + ROUNDING:
+        if not (lowest >= -ROUNDING and highest <= 1 + ROUNDING):
             raise ValueError(
-                f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, "
-                "higher is better. Use a share instead of per cent, and 1 / (1 + error) for an error"
+                f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be {_RANGE}"
             )
-        check_metric(float(bounded(scores).mean()))
 
     def measure(
         self,
@@ -100,8 +99,7 @@ class Validator:
         if self._loader is not None and self._score is not None:
             if val_metric is not None:
                 raise ValueError("growth measures the metric itself with score=; leave it out here")
-            split = ranks if is_split(self._loader) else ALONE
-            measured = ranks.broadcast(measure(network, self._loader, self._score, split, judged))
+            measured = measure(network, self._loader, self._score, judged)
         elif val_metric is None:
             raise ValueError(
                 "decide() needs the validation metric; or give Growth a val_loader and a score"
@@ -112,31 +110,28 @@ class Validator:
             metric = sum(metric for metric, _ in every) / ranks.size
             loss = None if loss is None else sum(loss or 0.0 for _, loss in every) / ranks.size
             measured = Measurement(metric, loss, {}, None if network.uncommitted else metric)
+        if 0.0 <= measured.metric <= 1.0:
+            return measured
         if is_first:
-            check_metric(measured.metric)
-        is_valid = 0.0 <= measured.metric <= 1.0
-        return measured if is_valid else measured._replace(metric=math.nan)
+            raise ValueError(f"the validation metric is {measured.metric}; it must be {_RANGE}")
+        return measured._replace(metric=math.nan)
 
 
 def _as_float(number: Number) -> float:
-    if not isinstance(number, Tensor):
-        return float(number)
-    if number.numel() != 1:
-        raise ValueError(f"a metric or loss of shape {tuple(number.shape)}; give one number")
-    return float(number.detach())
+    return float(number.detach() if isinstance(number, Tensor) else number)
 
 
 def measure(
     network: GrowingNetwork,
     batches: Iterable[Any],
     score: Score,
-    ranks: Ranks = ALONE,
     judged: Collection[int] | None = None,
 ) -> Measurement:
     """Score the network, the network without each active seed, and the committed network.
 
-    The batches are those of all `ranks`. With `judged` only the seeds of these slots are left out.
+    With `judged` only the seeds of these slots are left out.
     """
+    ranks = network.ranks if is_split(batches) else ALONE
     uncommitted, complete = tuple(network.uncommitted), ()
     judged = [slot for slot in network.active if judged is None or slot in judged]
     switched_off = {complete, *((slot,) for slot in judged), uncommitted}
@@ -153,21 +148,14 @@ def measure(
     per_example = {off: bounded(joined(collected, ranks)) for off, collected in scores.items()}
     whole = per_example[complete]
     differences = {slot: paired_difference(whole, per_example[slot,]) for slot in judged}
-    return Measurement(
+    measured = Measurement(
         metric=float(whole.mean()),
         loss=float(ranks.sums(torch.stack(losses).sum())[0] / len(whole)) if losses else None,
         contributions={s: known for s, known in differences.items() if not math.isnan(known[0])},
         committed_metric=float(per_example[uncommitted].mean()),
         rows=len(whole) * len(per_example),
     )
-
-
-def check_metric(metric: float) -> None:
-    if not 0.0 <= metric <= 1.0:
-        raise ValueError(
-            f"the validation metric is {metric}; it must be 0 to 1, higher is better. Use a share "
-            "instead of per cent, and 1 / (1 + loss) for a loss"
-        )
+    return network.ranks.broadcast(measured)
 
 
 def check_loader(loader: Iterable[Any], name: str) -> None:
@@ -208,10 +196,8 @@ def _scored(batch: Any, score: Score) -> tuple[Tensor, Tensor | None]:
 
 
 def checked_scores(values: Tensor) -> Tensor:
-    shape = values.shape if isinstance(values, Tensor) else None
-    if shape is None or len(shape) != 1:
-        found = f"type {type(values).__name__}" if shape is None else f"shape {tuple(shape)}"
-        raise ValueError(f"a score of {found}; give one number per example, a tensor [batch]")
+    if not isinstance(values, Tensor) or values.dim() != 1:
+        raise ValueError(f"a score {_shown(values)}; give one number per example, a tensor [batch]")
     return values.detach()
 
 
@@ -264,17 +250,12 @@ def closeness(variance: float) -> Metric:
     """1 / (1 + squared error / variance)."""
 
     def score(output: Any, target: Any) -> Tensor:
-        if not isinstance(output, Tensor) or not isinstance(target, Tensor):
-            raise ValueError(f"{_unknown(output, target)}; {_PASS_ONE}")
-        if output.shape != target.shape:
-            like = (
-                "give them the same shape, such as target.unsqueeze(1): a loss would broadcast "
-                "each output against every target"
-                if output.numel() == target.numel()
-                else _PASS_ONE
+        if not isinstance(output, Tensor) or _shown(output) != _shown(target):
+            raise ValueError(
+                f"{_unknown(output, target)} of numbers; give them the same shape, such as "
+                f"target.unsqueeze(1), since a loss would broadcast them, or {_PASS_ONE}"
             )
-            raise ValueError(f"{_unknown(output, target)} of numbers; {like}")
-        error = (output - target).square().reshape(len(target), -1).mean(1)
+        error: Tensor = (output - target).square().reshape(len(target), -1).mean(1)
         return 1 / (1 + error / variance)
 
     return score
@@ -304,7 +285,10 @@ def _variance(targets: Iterable[Tensor]) -> float:
 
 
 def _unknown(output: Any, target: Any) -> str:
-    shown = [
-        tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
-    ]
-    return f"there is no default metric for an output {shown[0]} and a target {shown[1]}"
+    return (
+        f"there is no default metric for an output {_shown(output)} and a target {_shown(target)}"
+    )
+
+
+def _shown(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
