@@ -29,7 +29,7 @@ class _Decisions:
         self._metric, self._options = metric, options
         self._last: float | None = None
         self._steps = 0
-        self.growth: Growth | None = None
+        self.growth: Any = None  # a Growth, once training starts
 
     def _start(
         self, model: nn.Module, optimizer: Any, scheduler: Any, decisions: int, loader: Any,
@@ -45,10 +45,6 @@ class _Decisions:
         options: dict[str, Any] = {"decisions": decisions, "metric": self._metric} | self._options
         options.setdefault("example", moved(example, device))
         self.growth = Growth(model, optimizer, scheduler=scheduler, ranks=join_ranks(), **options)
-
-    def _after_step(self) -> None:
-        if self.growth is not None:
-            self.growth.after_step()
 
     def _decide(self, metrics: Mapping[str, Any]) -> None:
         if self.growth is None or self.growth.is_closed:
@@ -90,11 +86,11 @@ def trainer_callback(*, metric: str = "eval_loss", **options: Any) -> Any:
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             """Clip seeds too; the Trainer has clipped the model."""
-            if args.max_grad_norm and self.growth is not None:
+            if args.max_grad_norm:
                 nn.utils.clip_grad_norm_(self.growth.parameters(), args.max_grad_norm)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self._after_step()
+            self.growth.after_step()
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             self._decide(given["metrics"])
@@ -132,7 +128,7 @@ def lightning_callback(
         def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
             if trainer.global_step > self._steps:  # not while gradients accumulate
                 self._steps = trainer.global_step
-                self._after_step()
+                self.growth.after_step()
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.sanity_checking:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _KIND, _VERSION = "growth", 9
 
 
-def contents(growth: "Growth") -> dict[str, Any]:
-    """All that a run needs to resume."""
+def save(growth: "Growth", path: str | Path) -> None:
+    """Write all that a run needs to resume."""
     network, controller = growth._network, growth.controller
-    return {
+    contents = {
         "signature": _signature(growth),
         "size": (growth.params, growth.macs),
         "data": tuple(growth._reporter.data),
@@ -44,6 +44,8 @@ def contents(growth: "Growth") -> dict[str, Any]:
         "seed_generator": network.generator.get_state(),
         "random": random_states(range(torch.cuda.device_count())),
     }
+    if growth.ranks.is_first:
+        write_file(path, _KIND, contents, version=_VERSION)
 
 
 def resume(growth: "Growth", path: str | Path) -> None:
@@ -84,10 +86,6 @@ def _signature(growth: "Growth") -> dict[str, Any]:
         **growth._network.made,
         "scheduler": growth.scheduler and type(growth.scheduler).__name__,
     }
-
-
-def write(path: str | Path, contents: dict[str, Any]) -> None:
-    write_file(path, _KIND, contents, version=_VERSION)
 
 
 def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> None:

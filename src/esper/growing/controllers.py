@@ -195,15 +195,11 @@ def add_measured_seeds(
     history: History, contributions: Mapping[int, tuple[float, float]], norms: Mapping[int, Tensor]
 ) -> None:
     """Add contributions with their standard errors, and gradient norms, each by slot."""
-    mean, error, norm = torch.zeros(3, *history.contribution.shape).unbind()
-    is_measured, has_gradient = torch.zeros(2, *mean.shape, dtype=torch.bool).unbind()
-    for slot, contribution in contributions.items():
-        mean[0, slot], error[0, slot] = contribution
-        is_measured[0, slot] = True
-    for slot, value in norms.items():
-        norm[0, slot], has_gradient[0, slot] = value.float().cpu(), True
-    history.add_contributions(mean, error, is_measured)
-    history.add_gradients(norm, has_gradient)
+    slots = range(history.contribution.shape[1])
+    mean, error = torch.tensor([[contributions.get(s, (0.0, 0.0)) for s in slots]]).unbind(-1)
+    norm = torch.tensor([[float(norms[s]) if s in norms else 0.0 for s in slots]])
+    history.add_contributions(mean, error, torch.tensor([[s in contributions for s in slots]]))
+    history.add_gradients(norm, torch.tensor([[s in norms for s in slots]]))
 
 
 def _rounded_down(number: float) -> Tensor:

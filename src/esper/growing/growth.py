@@ -35,13 +35,7 @@ from esper.growing.plain import plain_model
 from esper.growing.recorder import Recorder, network_record
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table
-from esper.growing.validation import (
-    Measurement,
-    Number,
-    Score,
-    Validator,
-    warn_if_metric_falls_with_loss,
-)
+from esper.growing.validation import Measurement, Number, Score, Validator
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
 from esper.leyline.ranks import ALONE, Ranks
@@ -118,9 +112,7 @@ class Growth:
         frozen: bool = False,
         ranks: Ranks = ALONE,
     ):
-        model, of_wrapper = preparation.unwrapped(model)
-        self.ranks = ranks = of_wrapper if ranks.size == 1 else ranks
-        preparation.check_ranks(ranks)
+        model, self.ranks = preparation.unwrapped(model, ranks)
         preparation.check_arguments(model, optimizer, decisions, budget, rent, rng_seed)
         self.model, self.optimizer, self.example = model, optimizer, example
         self.is_closed = False
@@ -132,9 +124,10 @@ class Growth:
             )
         if frozen:
             preparation.freeze_all_but_head(model, example)
-        data = ranks.broadcast(DataFacts.of(example, train_rows))
+        data = self.ranks.broadcast(DataFacts.of(example, train_rows))
         self.decisions, self.budget = decisions, budget or Budget()
-        self.controller = controllers.make_controller(controller)
+        self.controller = made = controllers.make_controller(controller)
+        self._heuristic = made if isinstance(made, EvidenceController) else None
         self.scheduler, self.shadow_training = scheduler, shadow_training
         self._rent, self._max_germinations = rent, max_germinations
         self._validator = Validator(val_loader, score)
@@ -158,8 +151,8 @@ class Growth:
         # arguments are checked, and now the optimizer is changed
         generator = torch.Generator().manual_seed(rng_seed)
         self._network = network = GrowingNetwork(
-            model, optimizer, prepared, generator, scheduler, ranks
-        )  # fmt: skip
+            model, optimizer, prepared, generator, scheduler, self.ranks
+        )
         self._reporter = controllers.Reporter(network, self.budget, prepared, data)
         self._history = History(1, len(network.slots), self._reporter.action_space.num_heads)
         self._recorder = Recorder(ledger, network, self._history)
@@ -171,7 +164,7 @@ class Growth:
         self.expected_steps = 0  # before the first decision, if it is known
         self._train_losses: list[Tensor] = []
         self._has_shadowed = False  # since the last step
-        self._has_warned_of_close = self._has_warned_of_metric = False
+        self._has_warned_of_close = False
         _instances.add(self)
 
     # ---- in the training loop
@@ -316,9 +309,7 @@ class Growth:
 
         Of several ranks, rank 0 writes; all of them load the file.
         """
-        contents = checkpoint.contents(self)
-        if self.ranks.is_first:
-            checkpoint.write(path, contents)
+        checkpoint.save(self, path)
 
     def load(self, path: str | Path) -> None:
         """Resume from a file. This growth must be new and created like the saved one.
@@ -358,10 +349,8 @@ class Growth:
         broken = self._safe_points.why_broken(measured, has_grown=bool(self.ledger.seeds))
         broken = next(filter(None, self.ranks.gather(broken)), "")  # roll back on all ranks
         # measurements of a broken network say nothing about its seeds
-        contributions = {} if broken else measured.contributions
-        controllers.add_measured_seeds(
-            self._history, contributions, {} if broken else self._gradients.norms
-        )
+        known = ({}, {}) if broken else (measured.contributions, self._gradients.norms)
+        controllers.add_measured_seeds(self._history, *known)
         self._gradients.norms = {}
         self._record_step(measured)
         if broken:
@@ -374,8 +363,8 @@ class Growth:
     def _measure(self, val_metric: Number | None, val_loss: Number | None) -> Measurement:
         """The metric and the contributions that the controller needs now, with all costs so far."""
         states, judged = self._network.states, None
-        if isinstance(self.controller, EvidenceController):
-            is_judged = self.controller.judges(states.stage, states.stage_age)
+        if self._heuristic is not None:
+            is_judged = self._heuristic.judges(states.stage, states.stage_age)
             judged = is_judged[0].nonzero().flatten().tolist()
         # multiply-adds of the optimiser steps since the last decision, by the size of `example`
         if steps := self.optimizer_steps - self._steps_at_decision:
@@ -409,8 +398,7 @@ class Growth:
                 seeds=self._recorder.seed_states(),
             )
         )
-        if not self._has_warned_of_metric:
-            self._has_warned_of_metric = warn_if_metric_falls_with_loss(self.ledger.steps)
+        self._validator.warn_if_metric_falls_with_loss(self.ledger.steps)
 
     def _roll_back(self, reason: str) -> SafePoint | None:
         """Restore a safe point; returns None if one of its seeds was pruned since."""
@@ -424,7 +412,7 @@ class Growth:
         reports = self._reporter.observe(self.step, left, self._history, *limits)
         action_space = self._reporter.action_space
         masks = compute_batch_masks(reports, action_space)
-        heuristic = self.controller if isinstance(self.controller, EvidenceController) else None
+        heuristic = self._heuristic
         if heuristic is not None:
             heuristic.see(self._evidence.gains())
             self._evidence.clear()

@@ -11,14 +11,12 @@ import html
 import json
 import os
 import re
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -109,23 +107,18 @@ def _part(name: str) -> str:
 
 def page_data(ledger: Ledger, now: str = "") -> dict[str, Any]:
     """The data that the page shows, with the stages of seeds and the effects of decisions."""
+    plain = asdict(ledger)
+    shown = ("model", "controller", "facts", "budget", "before", "after", "verdict", "trials")
     return {
-        "model": ledger.model,
+        **{name: plain[name] for name in shown},
         "summary": ledger.summary(),
         "metric": {"name": ledger.metric, "isShare": ledger.is_share},
-        "controller": ledger.controller,
-        "facts": ledger.facts,
         "written": {
             "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "esper": esper.__version__,
-            **({"commit": commit} if (commit := _commit()) else {}),
         },
         "time": time.time(),
         "now": now,
-        "budget": asdict(ledger.budget),
-        "before": asdict(ledger.before),
-        "after": ledger.after and asdict(ledger.after),
-        "verdict": ledger.verdict and asdict(ledger.verdict),
         "steps": [
             [r.step, r.metric, r.params, r.macs, r.train_loss, r.optimizer_steps]
             for r in ledger.steps
@@ -135,18 +128,7 @@ def page_data(ledger: Ledger, now: str = "") -> dict[str, Any]:
         "waits": sum(entry.op == "WAIT" for entry in ledger.decisions),
         "rollbacks": [[entry.step, entry.to_step, entry.reason] for entry in ledger.rollbacks],
         "seeds": [_seed(ledger, record) for record in ledger.seeds],
-        "trials": [asdict(record) for record in ledger.trials],
     }
-
-
-@cache
-def _commit() -> str:
-    """Of the working directory; empty if it is no repository."""
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return run.stdout.strip()
-    return ""
 
 
 def _event(ledger: Ledger, decision: DecisionRecord) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Before a run: check the arguments, and find the sites, the seeds that fit there and their costs."""
 
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -21,7 +20,7 @@ from esper.growing.slots import Slot, disable_nested_tensors
 from esper.growing.tracing import trace
 from esper.kasmina.blueprints import Blueprint
 from esper.leyline.checks import whole_number
-from esper.leyline.ranks import ALONE, Ranks, join_ranks
+from esper.leyline.ranks import Ranks, join_ranks
 
 
 def check_arguments(
@@ -38,13 +37,20 @@ def check_arguments(
         raise ValueError(f"rent={rent!r}; use 0 or more, such as 0.02")
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
-    """The model inside DistributedDataParallel and its ranks; others as they are, alone."""
+def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
+    """The model inside DistributedDataParallel, and the ranks that train it together."""
     if isinstance(model, nn.Module):
         check_not_sharded(model, "it in DistributedDataParallel instead")
     if isinstance(model, DistributedDataParallel):
-        return model.module, join_ranks()
-    return model, ALONE
+        model, ranks = model.module, join_ranks()
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks.size == 1 < size:
+        raise ValueError(
+            f"{size} ranks are connected, but the model is not a DistributedDataParallel, so each "
+            "rank would grow another model; give Growth the DistributedDataParallel model, not the "
+            "module inside"
+        )
+    return model, ranks
 
 
 def check_not_sharded(model: nn.Module, remedy: str) -> None:
@@ -52,24 +58,6 @@ def check_not_sharded(model: nn.Module, remedy: str) -> None:
         raise ValueError(
             "the model is sharded (fully_shard, FSDP), but a seed grows on whole weights; give "
             f"{remedy}"
-        )
-
-
-def check_ranks(ranks: Ranks) -> None:
-    """Raise if other ranks train the same model, but growth would not know of them."""
-    is_connected = dist.is_available() and dist.is_initialized()
-    size = dist.get_world_size() if is_connected else 1
-    if not is_connected and os.environ.get("WORLD_SIZE", "1") != "1":
-        warnings.warn(
-            "torchrun has started several ranks that are not connected, so each grows its own model; "
-            "call torch.distributed.init_process_group and use DistributedDataParallel",
-            stacklevel=4,
-        )
-    if ranks.size == 1 < size:
-        raise ValueError(
-            f"{size} ranks are connected, but the model is not a DistributedDataParallel, so each "
-            "rank would grow another model; give Growth the DistributedDataParallel model, not the "
-            "module inside"
         )
 
 
@@ -81,8 +69,7 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"{type(model).__name__} has no parameters, so nothing can be trained")
     if isinstance(model, nn.DataParallel):
         raise ValueError(
-            "the model is wrapped in DataParallel, which would not copy new weights to its replicas; "
-            "use DistributedDataParallel under torchrun, or grow model.module on one device"
+            "DataParallel does not copy new weights; use DistributedDataParallel, or model.module"
         )
     if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
         raise ValueError(
@@ -154,16 +141,17 @@ def prepare_model(
 
 def freeze_all_but_head(model: nn.Module, example: Any) -> None:
     """Switch off `requires_grad` for all weights but those of the last layer that has weights."""
-    head = trace(model, example).weights
-    for norm, module in model.named_modules():
-        if not module.training or getattr(module, "running_mean", None) is None:
-            continue
+    head, trained = (
+        trace(model, example).weights,
+        (e for e in model.named_modules() if e[1].training),
+    )
+    norms = [name for name, m in trained if getattr(m, "running_mean", None) is not None]
+    if norms:
         warnings.warn(
-            f"frozen=True, but {norm!r} is in training mode, so its statistics follow the new data; "
-            "call model.eval() before every pass to keep them",
+            f"frozen=True, but {norms[0]!r} is in training mode, so its statistics follow the new "
+            "data; call model.eval() before every pass to keep them",
             stacklevel=3,
         )
-        break
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.rpartition(".")[0] == head)
 

@@ -126,7 +126,7 @@ def grow(
     the loader has a `DistributedSampler`. All return the same result.
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "repeats")}
-    model, ranks = unwrapped(model)[0], join_ranks()
+    model, ranks = unwrapped(model, join_ranks())
     _check_call(options, repeats)
     check_arguments(model, optimizer, decisions + 1, budget, rent, rng_seed)
     page = page if ranks.is_first else None

@@ -64,7 +64,7 @@ class Validator:
             raise ValueError("val_loader and score go together; give both or none")
         if val_loader is not None:
             check_loader(val_loader, "validation")
-        self._loader, self._score = val_loader, score
+        self._loader, self._score, self._has_warned = val_loader, score, False
 
     @property
     def has_score(self) -> bool:
@@ -116,6 +116,28 @@ class Validator:
             raise ValueError(f"the validation metric is {measured.metric}; it must be {_RANGE}")
         return measured._replace(metric=math.nan)
 
+    def warn_if_metric_falls_with_loss(self, steps: Sequence[StepRecord]) -> None:
+        """Warn once if lower seems better: growth would return the worst network.
+
+        No metric is above the first, and the last `NUM_FALLS` with a lower loss are clearly below it.
+        """
+        pairs = ((record.metric, record.validation_loss) for record in steps)
+        known = [
+            (metric, loss) for metric, loss in pairs if metric is not None and loss is not None
+        ]
+        better = [metric for metric, loss in known if loss < known[0][1]]
+        if self._has_warned or len(better) < NUM_FALLS:
+            return
+        first, highest = known[0][0], max(metric for metric, _ in known)
+        if highest > first or max(better[-NUM_FALLS:]) >= (1 - CLEAR_FALL) * first:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "the validation metric decreases while the loss decreases. Esper maximises the metric; "
+            "if lower is better, pass 1 - metric",
+            stacklevel=5,
+        )
+
 
 def _as_float(number: Number) -> float:
     return float(number.detach() if isinstance(number, Tensor) else number)
@@ -165,27 +187,6 @@ def check_loader(loader: Iterable[Any], name: str) -> None:
             f"the {name} loader is a {type(loader).__name__}, which can be read only once; give a "
             "DataLoader or a list of batches"
         )
-
-
-def warn_if_metric_falls_with_loss(steps: Sequence[StepRecord]) -> bool:
-    """Warn, and return True, if lower seems better: growth would return the worst network.
-
-    No metric is above the first, and the last `NUM_FALLS` with a lower loss are clearly below it.
-    """
-    pairs = ((record.metric, record.validation_loss) for record in steps)
-    known = [(metric, loss) for metric, loss in pairs if metric is not None and loss is not None]
-    better = [metric for metric, loss in known if loss < known[0][1]]
-    if len(better) < NUM_FALLS:
-        return False
-    first, highest = known[0][0], max(metric for metric, _ in known)
-    if highest > first or max(better[-NUM_FALLS:]) >= (1 - CLEAR_FALL) * first:
-        return False
-    warnings.warn(
-        "the validation metric decreases while the loss decreases. Esper maximises the metric; if "
-        "lower is better, pass 1 - metric",
-        stacklevel=5,
-    )
-    return True
 
 
 def _scored(batch: Any, score: Score) -> tuple[Tensor, Tensor | None]:
