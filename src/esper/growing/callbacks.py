@@ -36,9 +36,7 @@ class _Decisions:
         inputs: Callable[[Any], Any],
     ) -> None:  # fmt: skip
         if decisions < 2:
-            raise ValueError(
-                f"{decisions} evaluations are planned; growth decides after each: evaluate more often"
-            )
+            raise ValueError(f"{decisions} evaluations are planned; evaluate more often")
         device = next(model.parameters()).device
         with untouched_randomness(model, loader):
             example = inputs(next(iter(loader)))

@@ -96,10 +96,7 @@ def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> Non
         )
     step, _, is_closed = saved["counts"]
     if step >= growth.decisions and not is_closed:
-        raise ValueError(
-            f"{path} has made {step} decisions, and this run has decisions={growth.decisions}; give "
-            f"it {step + 1} or more"
-        )
+        raise ValueError(f"{path} has made {step} decisions; use decisions={step + 1} or more")
     params, macs = saved["size"]
     if min(growth.budget.left(params, macs)) < 0:
         raise ValueError(

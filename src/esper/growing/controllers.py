@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,29 +42,26 @@ class ExplainingController(Protocol):
         ...
 
 
-def check_time(controller: Controller, steps: int) -> None:
-    """Raise if the run is too short for the heuristic to grow anything."""
-    needed = controller.least_steps if isinstance(controller, EvidenceController) else 0
-    if steps < needed:
+def make_controller(controller: str | Path | Controller, steps: int) -> Controller:
+    """The controller for "heuristic", the path of a saved policy, or a controller.
+
+    Raises if `steps` decisions are too few for the heuristic to grow anything.
+    """
+    made: Any = EvidenceController() if controller == "heuristic" else controller
+    if isinstance(made, str | Path) and Path(made).is_file():
+        made = LearnedController.load(made)
+    if not isinstance(made, Controller) or isinstance(made, type):
         raise ValueError(
-            f"the controller needs {needed} decisions to grow, judge and commit a seed, and there "
-            f"are {steps} before the last one: nothing would grow; give it {needed - steps} more "
-            f"decision{'' if needed - steps == 1 else 's'}"
+            f"controller={controller!r}; give 'heuristic', the file of a saved policy, or an object "
+            "with methods begin and decide"
         )
-
-
-def make_controller(controller: str | Path | Controller) -> Controller:
-    """The controller for "heuristic", the path of a saved policy, or a controller."""
-    if controller == "heuristic":
-        return EvidenceController()
-    if isinstance(controller, Controller) and not isinstance(controller, type):
-        return controller
-    if isinstance(controller, str | Path) and Path(controller).is_file():
-        return LearnedController.load(controller)
-    raise ValueError(
-        f"controller={controller!r}; give 'heuristic', the file of a saved policy, or an object with "
-        "methods begin and decide"
-    )
+    if isinstance(made, EvidenceController) and (more := made.least_steps - steps) > 0:
+        raise ValueError(
+            f"the controller needs {made.least_steps} decisions to grow, judge and commit a seed, and "
+            f"there are {steps} before the last one: nothing would grow; give it {more} more "
+            f"decision{'s' if more > 1 else ''}"
+        )
+    return made
 
 
 def blueprints_for(controller: Controller, names: Sequence[str] | None) -> Sequence[str] | None:
@@ -94,10 +91,7 @@ def check_legal(actions: Tensor, masks: ActionMasks) -> None:
     """Raise for a choice that the masks forbid; a custom controller may ignore them."""
     space = masks.action_space
     if tuple(actions.shape) != (1, space.num_heads):
-        raise ValueError(
-            f"the controller gave actions of shape {tuple(actions.shape)}; "
-            f"expected (1, {space.num_heads})"
-        )
+        raise ValueError(f"the actions have shape {(*actions.shape,)}, not (1, {space.num_heads})")
     for index, head in enumerate(space):
         row, choice = masks.row(index, actions)[0], int(actions[0, index])
         if bool(row.any()) and not (0 <= choice < head.size and bool(row[choice])):

@@ -112,10 +112,10 @@ class Growth:
         frozen: bool = False,
         ranks: Ranks = ALONE,
     ):
-        model, self.ranks = preparation.unwrapped(model, ranks)
+        model, ranks = preparation.unwrapped(model, ranks)
         preparation.check_arguments(model, optimizer, decisions, budget, rent, rng_seed)
         self.model, self.optimizer, self.example = model, optimizer, example
-        self.is_closed = False
+        self.ranks, self.is_closed = ranks, False
         modules, others = set(model.modules()), (g for g in _instances if not g.is_closed)
         if not all(modules.isdisjoint(other.model.modules()) for other in others):
             raise ValueError(  # their budgets would conflict
@@ -124,9 +124,10 @@ class Growth:
             )
         if frozen:
             preparation.freeze_all_but_head(model, example)
-        data = self.ranks.broadcast(DataFacts.of(example, train_rows))
+        data = ranks.broadcast(DataFacts.of(example, train_rows))
         self.decisions, self.budget = decisions, budget or Budget()
-        self.controller = made = controllers.make_controller(controller)
+        # the last call of `decide` only closes the run
+        self.controller = made = controllers.make_controller(controller, decisions - 1)
         self._heuristic = made if isinstance(made, EvidenceController) else None
         self.scheduler, self.shadow_training = scheduler, shadow_training
         self._rent, self._max_germinations = rent, max_germinations
@@ -137,7 +138,6 @@ class Growth:
             model, (example, *other_examples), self.budget, sites, exclude, kind, menu, enlarges
         )
         self._validator.check(model)
-        controllers.check_time(self.controller, decisions - 1)  # the last call only closes the run
         self.controller.begin(torch.zeros(1, dtype=torch.int64))
         device = str(prepared.sites[0].device)
         ledger = Ledger(
@@ -150,9 +150,8 @@ class Growth:
         )
         # arguments are checked, and now the optimizer is changed
         generator = torch.Generator().manual_seed(rng_seed)
-        self._network = network = GrowingNetwork(
-            model, optimizer, prepared, generator, scheduler, self.ranks
-        )
+        network = GrowingNetwork(model, optimizer, prepared, generator, scheduler, ranks)
+        self._network = network
         self._reporter = controllers.Reporter(network, self.budget, prepared, data)
         self._history = History(1, len(network.slots), self._reporter.action_space.num_heads)
         self._recorder = Recorder(ledger, network, self._history)
@@ -181,9 +180,8 @@ class Growth:
         has_shadowed, self._has_shadowed = self._has_shadowed, False
         if self.shadow_training and not has_shadowed and self._network.in_shadow:
             raise ValueError(
-                "shadow_training=True, but shadow_loss was not called in the last step, so the new "
-                "seed did not train; call growth.shadow_loss(lambda: loss of the batch) before "
-                "optimizer.step()"
+                "shadow_training=True, but shadow_loss was not called in the last step; call "
+                "growth.shadow_loss(lambda: loss of the batch) before optimizer.step()"
             )
         for slot in grown:
             if slot.alpha != 0.0 and not self.is_closed:
@@ -327,11 +325,8 @@ class Growth:
     def _is_over(self) -> bool:
         if self.is_closed and not self._has_warned_of_close:
             self._has_warned_of_close = True
-            warnings.warn(
-                f"growth with decisions={self.decisions} is closed: nothing grows any more, and "
-                "this call does nothing",
-                stacklevel=3,
-            )
+            told = f"growth with decisions={self.decisions} is closed; this call does nothing"
+            warnings.warn(told, stacklevel=3)
         return self.is_closed
 
     def _finish_step(self, val_metric: Number | None, val_loss: Number | None) -> SafePoint | None:
@@ -354,7 +349,11 @@ class Growth:
         self._gradients.norms = {}
         self._record_step(measured)
         if broken:
-            return self._roll_back(broken)
+            point = self._safe_points.recover()
+            self._recorder.rolled_back(self.step, point.step, broken)
+            self._history.add_validation(torch.tensor([point.metric]))
+            # a seed of it may have been pruned since
+            return point if self._safe_points.has_all_seeds(point) else None
         metric, loss = torch.tensor([[measured.metric], [measured.loss_or_guess]])
         self._history.add_validation(metric, loss)
         self._safe_points.update(self.step, measured)
@@ -372,9 +371,7 @@ class Growth:
         start = time.perf_counter()
         self.ranks.copy_first(self._network.statistics())
         is_first = self._safe_points.best is None
-        measured = self._validator.measure(
-            self._network, val_metric, val_loss, is_first=is_first, judged=judged
-        )
+        measured = self._validator.measure(self._network, val_metric, val_loss, is_first, judged)
         macs = self._evidence.macs + self.macs * measured.rows
         if macs:
             seconds = time.perf_counter() - start if measured.rows else None
@@ -399,13 +396,6 @@ class Growth:
             )
         )
         self._validator.warn_if_metric_falls_with_loss(self.ledger.steps)
-
-    def _roll_back(self, reason: str) -> SafePoint | None:
-        """Restore a safe point; returns None if one of its seeds was pruned since."""
-        point = self._safe_points.recover()
-        self._recorder.rolled_back(self.step, point.step, reason)
-        self._history.add_validation(torch.tensor([point.metric]))
-        return point if self._safe_points.has_all_seeds(point) else None
 
     def _apply_decision(self) -> DecisionRecord:
         left, limits = self.decisions - 1 - self.step, (self._max_germinations, self._rent)
@@ -436,7 +426,5 @@ class Growth:
         self.step += 1
         if heuristic is not None and heuristic.wants_evidence(self.step / (self.decisions - 1)):
             self._evidence.start(self.step, wait=max(0, steps - BATCHES))
-        assert min(self.budget.left(*self._reporter.size)) >= 0, (
-            "the masks let the budget be exceeded"
-        )
+        assert min(self.budget.left(*self._reporter.size)) >= 0, "the masks exceed the budget"
         return record

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,6 @@ def _seed(ledger: Ledger, record: SeedRecord) -> dict[str, Any]:
 
 def _corners(points: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
     """The points of a curve, without those inside constant parts."""
-    for index, (step, value) in enumerate(points):
-        around = {points[i][1] for i in (index - 1, index + 1) if 0 <= i < len(points)}
-        if around != {value} or index in (0, len(points) - 1):
-            yield step, value
+    for _, level in groupby(points, key=lambda point: point[1]):
+        first, *others = level
+        yield from (first, *others[-1:])

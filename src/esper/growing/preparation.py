@@ -46,19 +46,15 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks.size == 1 < size:
         raise ValueError(
-            f"{size} ranks are connected, but the model is not a DistributedDataParallel, so each "
-            "rank would grow another model; give Growth the DistributedDataParallel model, not the "
-            "module inside"
+            f"{size} ranks are connected, but each would grow another model; give Growth the "
+            "DistributedDataParallel model, not the module inside"
         )
     return model, ranks
 
 
 def check_not_sharded(model: nn.Module, remedy: str) -> None:
     if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules()):
-        raise ValueError(
-            "the model is sharded (fully_shard, FSDP), but a seed grows on whole weights; give "
-            f"{remedy}"
-        )
+        raise ValueError(f"the model is sharded, but a seed grows on whole weights; give {remedy}")
 
 
 def _check_model(model: Any) -> None:
@@ -81,19 +77,14 @@ def _check_model(model: Any) -> None:
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, optim.Optimizer):
         given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise ValueError(
-            f"the optimizer is {given}; give an instance, such as AdamW(model.parameters())"
-        )
+        raise ValueError(f"the optimizer is {given}; give an instance of an optimizer")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [parameter for parameter in model.parameters() if id(parameter) in held]
     if not trained:
-        raise ValueError(
-            "the optimizer trains none of the model's weights; create it from model.parameters()"
-        )
+        raise ValueError("the optimizer trains none of the model's weights (model.parameters())")
     if not any(parameter.requires_grad for parameter in trained):
         raise ValueError(
-            "all weights of the model that the optimizer holds are frozen, so nothing trains "
-            "before the first seed; unfreeze some of them, such as the last layer's"
+            "all weights of the model that the optimizer holds are frozen; unfreeze the last layer"
         )
 
 

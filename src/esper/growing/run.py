@@ -205,10 +205,7 @@ def _check_call(options: dict[str, Any], repeats: int) -> None:
     steps, decisions = (whole_number(name, options[name], 1) for name in ("steps", "decisions"))
     whole_number("repeats", repeats, 1)
     if options["autocast"] == torch.float16:
-        raise ValueError(
-            "autocast=torch.float16 needs a GradScaler; use torch.bfloat16, or esper.Growth in your "
-            "own loop"
-        )
+        raise ValueError("autocast=torch.float16 needs a GradScaler; use bfloat16 or esper.Growth")
     if decisions > steps:
         raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
     if repeats > 1 and not options["twin"]:
@@ -231,9 +228,8 @@ def _set_train_mode(model: nn.Module) -> None:
     names = [name for name, m in resting if any(p.requires_grad for p in m.parameters())]
     if names:
         warnings.warn(
-            f"{names[0] or type(model).__name__} is in eval mode while other parts of the model are "
-            "in train mode: it trains without dropout, and its batch norms keep their statistics. If "
-            "that is not intended, call model.train() first",
+            f"{names[0] or type(model).__name__} is in eval mode, unlike other parts: no dropout, and "
+            "batch norms keep their statistics. If that is not intended, call model.train() first",
             stacklevel=3,
         )
 

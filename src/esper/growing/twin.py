@@ -198,9 +198,8 @@ def copied(
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if trained & own and trained - own:
         raise ValueError(
-            "the optimizer also trains weights that are not the model's, such as those of a loss; "
-            "the twin would share them. Make them part of the model, or use esper.Growth in your "
-            "own loop"
+            "the optimizer also trains weights that are not the model's, and the twin would share "
+            "them; make them part of the model, or use esper.Growth in your own loop"
         )
     copies = without_graphs(model)
     twins = copy.deepcopy((model, optimizer), copies)
@@ -235,8 +234,5 @@ def _versions(model: nn.Module) -> list[tuple[int, int]]:
 
 def _checked_loss(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
-        raise ValueError(
-            f"a loss of shape {tuple(loss.shape)}; give the batch's mean, one number, as with "
-            "reduction='mean'"
-        )
+        raise ValueError(f"a loss of shape {tuple(loss.shape)}; give the batch's mean, one number")
     return loss

@@ -87,9 +87,8 @@ class Validator:
         network: GrowingNetwork,
         val_metric: Number | None,
         val_loss: Number | None,
-        *,
         is_first: bool,
-        judged: Collection[int] | None = None,
+        judged: Collection[int] | None,
     ) -> Measurement:
         """A metric outside 0 to 1 raises if it is the first of the run, else it becomes NaN.
 
@@ -101,9 +100,7 @@ class Validator:
                 raise ValueError("growth measures the metric itself with score=; leave it out here")
             measured = measure(network, self._loader, self._score, judged)
         elif val_metric is None:
-            raise ValueError(
-                "decide() needs the validation metric; or give Growth a val_loader and a score"
-            )
+            raise ValueError("decide() needs the validation metric; or give Growth a score")
         else:
             metric, loss = _as_float(val_metric), None if val_loss is None else _as_float(val_loss)
             every = ranks.gather((metric, loss))
@@ -278,10 +275,7 @@ def _variance(targets: Iterable[Tensor]) -> float:
         )
     variance = float(values.var(dim=0, correction=0).mean())
     if not 0 < variance < math.inf:
-        raise ValueError(
-            f"the validation targets have a variance of {variance}, which cannot scale an error; "
-            f"{_PASS_ONE}"
-        )
+        raise ValueError(f"the validation targets have a variance of {variance}; {_PASS_ONE}")
     return variance
 
 
