@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, optim
 
-from esper.growing.controllers import StatefulController
+from esper.growing.controllers import STATEFUL
 from esper.growing.eval_mode import random_states, set_random_states
 from esper.growing.inputs import DataFacts
 from esper.growing.ledger import Ledger
@@ -40,7 +40,7 @@ def save(growth: "Growth", path: str | Path) -> None:
         "gradient_norms": growth._gradients.norms,
         "ledger": growth.ledger.to_json(),
         "seed_ids": growth._recorder.seed_ids,
-        "controller": controller.memory() if isinstance(controller, StatefulController) else {},
+        "controller": controller.memory() if isinstance(controller, STATEFUL) else {},
         "seed_generator": network.generator.get_state(),
         "random": random_states(range(torch.cuda.device_count())),
     }
@@ -70,7 +70,7 @@ def resume(growth: "Growth", path: str | Path) -> None:
     growth._train_losses, growth._gradients.norms = saved["train_losses"], saved["gradient_norms"]
     growth._recorder.ledger = Ledger.from_json(saved["ledger"])
     growth._recorder.seed_ids.update(saved["seed_ids"])
-    if isinstance(growth.controller, StatefulController):
+    if isinstance(growth.controller, STATEFUL):
         growth.controller.recall(saved["controller"])
     network.generator.set_state(saved["seed_generator"])
     set_random_states(saved["random"])

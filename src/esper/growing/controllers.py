@@ -23,14 +23,7 @@ from esper.tamiyo.evidence import EvidenceController
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.reports import History, HostFacts, build_reports, seed_costs, site_facts
 
-
-@runtime_checkable
-class StatefulController(Protocol):
-    """A controller whose state can be saved and restored."""
-
-    def memory(self) -> dict[str, Tensor]: ...
-
-    def recall(self, memory: dict[str, Tensor]) -> None: ...
+STATEFUL = (EvidenceController, LearnedController)  # their state is saved and restored
 
 
 @runtime_checkable

@@ -86,18 +86,15 @@ class Evidence:
         if self.wait > 0:
             self.start(self.step, self.wait - 1)
         elif self._probes and self.batches < BATCHES:
-            self._average()
+            # of the rows of all ranks, as one process computes them
+            ranks, layers = self._network.ranks, (layer for p in self._probes for layer in p.zeros)
+            average_gradients([weight for layer in layers for weight in _weights(layer)], ranks)
+            ranks.mean([probe.features for probe in self._probes])
             for probe in self._probes:
                 probe.collect()
             self.batches += 1
             if self.batches == BATCHES:
                 self.stop()
-
-    def _average(self) -> None:
-        """Gradients and features of the rows of all ranks, as one process computes them."""
-        ranks, layers = self._network.ranks, (layer for p in self._probes for layer in p.zeros)
-        average_gradients([weight for layer in layers for weight in _weights(layer)], ranks)
-        ranks.mean([probe.features for probe in self._probes])
 
     def clear(self) -> None:
         """Forget what was measured, and the copies of blocks."""

@@ -227,7 +227,7 @@ class Growth:
             return
         now = self._finish_step(val_metric, val_loss)
         is_early = self.step < self.decisions - 1
-        if is_early or not self._validator.has_score:
+        if is_early or self._validator.score is None:
             self._safe_points.commit_best_seen(now)
         best = self._safe_points.best
         assert best is not None

@@ -27,8 +27,31 @@ def check_arguments(
     model: Any, optimizer: Any, decisions: int, budget: Any, rent: float, rng_seed: int
 ) -> None:
     """Raise a ValueError for arguments that cannot work."""
-    _check_model(model)
-    _check_optimizer(model, optimizer)
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        name = type(model).__name__
+        raise ValueError(f"the model is a {name}; give an nn.Module, neither scripted nor traced")
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters, so nothing can be trained")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(
+            "DataParallel does not copy new weights; use DistributedDataParallel, or model.module"
+        )
+    if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
+        raise ValueError(
+            "the model has seeds of another growth, perhaps one that failed; create model and "
+            "optimizer again, or grow that growth's plain_model() with a new optimizer"
+        )
+    if not isinstance(optimizer, optim.Optimizer):
+        given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ValueError(f"the optimizer is {given}; give an instance of an optimizer")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = [parameter for parameter in model.parameters() if id(parameter) in held]
+    if not trained:
+        raise ValueError("the optimizer trains none of the model's weights (model.parameters())")
+    if not any(parameter.requires_grad for parameter in trained):
+        raise ValueError(
+            "all weights of the model that the optimizer holds are frozen; unfreeze the last layer"
+        )
     whole_number("decisions", decisions, 2)  # the last one only closes the run
     whole_number("rng_seed", rng_seed)
     if budget is not None and not isinstance(budget, Budget):
@@ -55,37 +78,6 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
 def check_not_sharded(model: nn.Module, remedy: str) -> None:
     if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules()):
         raise ValueError(f"the model is sharded, but a seed grows on whole weights; give {remedy}")
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        name = type(model).__name__
-        raise ValueError(f"the model is a {name}; give an nn.Module, neither scripted nor traced")
-    if not any(True for _ in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no parameters, so nothing can be trained")
-    if isinstance(model, nn.DataParallel):
-        raise ValueError(
-            "DataParallel does not copy new weights; use DistributedDataParallel, or model.module"
-        )
-    if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
-        raise ValueError(
-            "the model has seeds of another growth, perhaps one that failed; create model and "
-            "optimizer again, or grow that growth's plain_model() with a new optimizer"
-        )
-
-
-def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    if not isinstance(optimizer, optim.Optimizer):
-        given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise ValueError(f"the optimizer is {given}; give an instance of an optimizer")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trained = [parameter for parameter in model.parameters() if id(parameter) in held]
-    if not trained:
-        raise ValueError("the optimizer trains none of the model's weights (model.parameters())")
-    if not any(parameter.requires_grad for parameter in trained):
-        raise ValueError(
-            "all weights of the model that the optimizer holds are frozen; unfreeze the last layer"
-        )
 
 
 class PreparedModel(NamedTuple):

@@ -4,18 +4,7 @@ from itertools import compress
 
 from torch import Tensor, nn
 
-from esper.growing.ledger import (
-    NO_REASON,
-    BlockRecord,
-    DecisionRecord,
-    Fate,
-    FateRecord,
-    Ledger,
-    NetworkRecord,
-    RollbackRecord,
-    SeedRecord,
-    SeedState,
-)
+from esper.growing import ledger as records
 from esper.growing.network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
 from esper.growing.sites import count_params
@@ -28,16 +17,18 @@ from esper.tolaria.reports import History
 class Recorder:
     """Turns what happens in a network into records."""
 
-    def __init__(self, ledger: Ledger, network: GrowingNetwork, history: History):
+    def __init__(self, ledger: records.Ledger, network: GrowingNetwork, history: History):
         self.ledger = ledger
         self.seed_ids: dict[int, str] = {}  # by slot
         self._network, self._history = network, history
 
-    def seed_states(self) -> tuple[SeedState, ...]:
+    def seed_states(self) -> tuple[records.SeedState, ...]:
         """The seeds in the network, in the order of their slots."""
         return tuple(map(self._seed_state, sorted(self.seed_ids)))
 
-    def decision(self, step: int, action: Tensor, masks: ActionMasks, why: str) -> DecisionRecord:
+    def decision(
+        self, step: int, action: Tensor, masks: ActionMasks, why: str
+    ) -> records.DecisionRecord:
         """A decision that is about to be applied; for a germination also the new seed."""
         choices = dict(zip(masks.action_space.names, action.tolist(), strict=True))
         op, slot = LifecycleOp(choices["op"]), choices["slot"]
@@ -45,7 +36,7 @@ class Recorder:
         uses_slot, sites = "slot" in OP_HEADS[op], [slot.site.name for slot in self._network.slots]
         blueprints = [blueprint.name for blueprint in self._network.menu]
         names = choice_names(masks.action_space, blueprints, sites)
-        record = DecisionRecord(
+        record = records.DecisionRecord(
             step=step,
             op=op.name,
             site=sites[slot] if uses_slot else None,
@@ -76,7 +67,8 @@ class Recorder:
         for slot in self._emptied():
             self._end(slot, step, "rolled_back", reason)
         self._history.forget(~self._network.states.has_seed)
-        self.ledger.rollbacks.append(RollbackRecord(step=step, to_step=to_step, reason=reason))
+        record = records.RollbackRecord(step=step, to_step=to_step, reason=reason)
+        self.ledger.rollbacks.append(record)
 
     def closed(self, step: int, best_step: int) -> None:
         """Seeds that closing has committed, and seeds that are not in the final network."""
@@ -98,16 +90,16 @@ class Recorder:
         committed = [s for s in self.seed_ids if self._network.slots[s].is_committed]
         return [slot for slot in committed if self.ledger.fate_of(self.seed_ids[slot]) is None]
 
-    def _end(self, slot: int, step: int, fate: Fate, reason: str) -> None:
+    def _end(self, slot: int, step: int, fate: records.Fate, reason: str) -> None:
         seed = self.seed_ids[slot]
-        self.ledger.fates.append(FateRecord(seed=seed, step=step, fate=fate, reason=reason))
+        self.ledger.fates.append(records.FateRecord(seed=seed, step=step, fate=fate, reason=reason))
         if fate != "kept":
             del self.seed_ids[slot]
 
-    def _new_seed(self, step: int, choices: dict[str, int]) -> SeedRecord:
+    def _new_seed(self, step: int, choices: dict[str, int]) -> records.SeedRecord:
         slot, blueprint = choices["slot"], self._network.menu[choices["blueprint"]]
         site = self._network.slots[slot].site
-        record = SeedRecord(
+        record = records.SeedRecord(
             seed=f"s{len(self.ledger.seeds) + 1}",
             site=site.name,
             blueprint=blueprint.name,
@@ -120,9 +112,9 @@ class Recorder:
         self.ledger.seeds.append(record)
         return record
 
-    def _seed_state(self, slot: int) -> SeedState:
+    def _seed_state(self, slot: int) -> records.SeedState:
         states, (gain, error, age) = self._network.states, self._contribution(slot)
-        return SeedState(
+        return records.SeedState(
             seed=self.seed_ids[slot],
             stage=SeedStage(int(states.stage[0, slot])).name,
             alpha=float(states.alpha[0, slot]),
@@ -137,7 +129,7 @@ class Recorder:
         """
         sought, decisions = (self.seed_ids[slot], op.name), reversed(self.ledger.decisions)
         reason = next((d.reason for d in decisions if (d.seed, d.op) == sought), "")
-        return reason or f"{NO_REASON}; {self._worth(slot)}"
+        return reason or f"{records.NO_REASON}; {self._worth(slot)}"
 
     def _worth(self, slot: int) -> str:
         """The last measured contribution of a seed, in words."""
@@ -154,7 +146,7 @@ class Recorder:
         return float(history.contribution[at]), float(history.contribution_error[at]), age
 
 
-def network_record(model: nn.Module, prepared: PreparedModel) -> NetworkRecord:
+def network_record(model: nn.Module, prepared: PreparedModel) -> records.NetworkRecord:
     """The user's model: its sites, and the layers with weights outside of them."""
     sites = {site.name for site in prepared.trace.sites if site.part is None}
     blocks = []
@@ -165,7 +157,7 @@ def network_record(model: nn.Module, prepared: PreparedModel) -> NetworkRecord:
         is_leaf, params = not any(True for _ in module.children()), count_params(module)
         is_inside = any(name.startswith(f"{site}.") for site in sites)
         if is_site or (is_leaf and params and not is_inside):
-            block = BlockRecord(
+            block = records.BlockRecord(
                 name=name,
                 kind=place.module_class,
                 shape=place.shape,
@@ -173,4 +165,4 @@ def network_record(model: nn.Module, prepared: PreparedModel) -> NetworkRecord:
                 site_kind=place.kind.name if is_site else None,
             )
             blocks.append(block)
-    return NetworkRecord(params=prepared.params, macs=prepared.macs, blocks=tuple(blocks))
+    return records.NetworkRecord(params=prepared.params, macs=prepared.macs, blocks=tuple(blocks))

@@ -122,22 +122,20 @@ class Task:
         growth.after_step(loss)
         middle = time.perf_counter()
         growth.ledger.add_cost("growing", 0, middle - start)
-        if twin is None:
-            if growth.scheduler is not None:
-                growth.scheduler.step()
-            return
-        is_first = growth.optimizer_steps == 1
-        before = _versions(growth.model) if is_first else []
-        self._step(twin, batch, weight)
-        if is_first and _versions(growth.model) != before:
-            raise ValueError(
-                "a step of the ungrown twin changed the growing model: the loss or an optimizer "
-                "hook accesses the model directly, so the twin would train without it. Use only "
-                "the arguments (a loss: output and target; a hook: optimizer.param_groups)"
-            )
-        twin.follow(growth.scheduler, growth.optimizer)
-        macs = 3 * growth.ledger.before.macs * batch_size(growth.example)
-        growth.ledger.add_cost("twin", macs, time.perf_counter() - middle)
+        if twin is not None:
+            is_first = growth.optimizer_steps == 1
+            before = _versions(growth.model) if is_first else []
+            self._step(twin, batch, weight)
+            if is_first and _versions(growth.model) != before:
+                raise ValueError(
+                    "a step of the ungrown twin changed the growing model: the loss or an optimizer "
+                    "hook accesses the model directly, so the twin would train without it. Use only "
+                    "the arguments (a loss: output and target; a hook: optimizer.param_groups)"
+                )
+            macs = 3 * growth.ledger.before.macs * batch_size(growth.example)
+            growth.ledger.add_cost("twin", macs, time.perf_counter() - middle)
+        if growth.scheduler is not None:
+            _step_scheduler(growth.scheduler, growth.optimizer, twin)
 
     def _step(self, trained: "Growth | Twin", batch: Any, weight: float) -> Tensor:
         model, optimizer = trained.model, trained.optimizer
@@ -162,19 +160,6 @@ class Twin:
         self.best_metric = -1.0
         self.best = model  # a copy, once it was measured
 
-    def follow(self, scheduler: LRScheduler | None, optimizer: optim.Optimizer) -> None:
-        """Step the growing model's scheduler, and apply what it changes to the twin's optimizer.
-
-        Settings that an optimizer changes by itself stay separate.
-        """
-        if scheduler is None:
-            return
-        before = group_settings(optimizer)
-        scheduler.step()
-        groups = zip(self.optimizer.param_groups, before, group_settings(optimizer), strict=False)
-        for own, old, new in groups:
-            own.update({name: value for name, value in new.items() if value != old.get(name)})
-
     def measure(self, ledger: Ledger, step: int) -> None:
         ranks, start = self._task.ranks, time.perf_counter()
         ranks.copy_first(b for b in self.model.buffers() if b.is_floating_point())
@@ -188,6 +173,18 @@ class Twin:
         if metric > self.best_metric:
             self.best_metric = metric
             self.best = copy.deepcopy(self.model, without_graphs(self.model))
+
+
+def _step_scheduler(scheduler: Any, optimizer: optim.Optimizer, twin: Twin | None) -> None:
+    """Step the growing model's scheduler, and apply what it changes to the twin's optimizer.
+
+    Settings that an optimizer changes by itself stay separate.
+    """
+    before = group_settings(optimizer)
+    scheduler.step()
+    own_groups = [] if twin is None else twin.optimizer.param_groups
+    for own, old, new in zip(own_groups, before, group_settings(optimizer), strict=False):
+        own.update({name: value for name, value in new.items() if value != old.get(name)})
 
 
 def copied(

@@ -64,18 +64,14 @@ class Validator:
             raise ValueError("val_loader and score go together; give both or none")
         if val_loader is not None:
             check_loader(val_loader, "validation")
-        self._loader, self._score, self._has_warned = val_loader, score, False
-
-    @property
-    def has_score(self) -> bool:
-        return self._score is not None
+        self._loader, self.score, self._has_warned = val_loader, score, False
 
     def check(self, model: nn.Module) -> None:
         """Raise for validation data or scores that cannot be used."""
-        if self._loader is None or self._score is None:
+        if self._loader is None or self.score is None:
             return
         with eval_mode(model, self._loader):
-            scores = joined([_scored(batch, self._score)[0] for batch in self._loader])
+            scores = joined([_scored(batch, self.score)[0] for batch in self._loader])
         lowest, highest = scores.aminmax()  # the mean can be valid while single scores are not
         if not (lowest >= -ROUNDING and highest <= 1 + ROUNDING):
             raise ValueError(
@@ -95,10 +91,10 @@ class Validator:
         `judged`: as in the function `measure`.
         """
         ranks = network.ranks
-        if self._loader is not None and self._score is not None:
+        if self._loader is not None and self.score is not None:
             if val_metric is not None:
                 raise ValueError("growth measures the metric itself with score=; leave it out here")
-            measured = measure(network, self._loader, self._score, judged)
+            measured = measure(network, self._loader, self.score, judged)
         elif val_metric is None:
             raise ValueError("decide() needs the validation metric; or give Growth a score")
         else:
