@@ -355,8 +355,8 @@ def test_a_page_that_cannot_be_written_is_told_before_training(tmp_path):
     (tmp_path / "folder.html").mkdir()
     model = mlp()
     weights = copy.deepcopy(model.state_dict())
-    for page, reason in (("file/run.html", "not a folder"), ("folder.html", "is a folder")):
-        with pytest.raises(ValueError, match=reason):
+    for page in ("file/run.html", "folder.html"):
+        with pytest.raises(ValueError, match="is a folder, or its folder cannot be written to"):
             run(Script(), model=model, page=tmp_path / page)
     torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
     run(Script(), page=tmp_path / "new" / "run")

@@ -35,7 +35,7 @@ from esper.growing.plain import plain_model
 from esper.growing.recorder import Recorder, network_record
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table
-from esper.growing.validation import Measurement, Number, Score, Validator
+from esper.growing.validation import Given, Measurement, Number, Score, Validator
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
 from esper.leyline.ranks import ALONE, Ranks
@@ -212,7 +212,7 @@ class Growth:
         if self.step == self.decisions - 1:
             self.close(val_metric, val_loss)
             return None
-        self._finish_step(val_metric, val_loss)
+        self._finish_step((val_metric, val_loss))
         return self._apply_decision()
 
     def close(self, val_metric: Number | None = None, val_loss: Number | None = None) -> None:
@@ -225,7 +225,7 @@ class Growth:
         """
         if self._is_over():
             return
-        now = self._finish_step(val_metric, val_loss)
+        now = self._finish_step((val_metric, val_loss))
         is_early = self.step < self.decisions - 1
         if is_early or self._validator.score is None:
             self._safe_points.commit_best_seen(now)
@@ -329,7 +329,7 @@ class Growth:
             warnings.warn(told, stacklevel=3)
         return self.is_closed
 
-    def _finish_step(self, val_metric: Number | None, val_loss: Number | None) -> SafePoint | None:
+    def _finish_step(self, given: Given) -> SafePoint | None:
         """Measure the trained network, let timed stage changes happen, roll back if it is broken.
 
         The stage changes do not affect the output: a seed that is removed here has alpha 0. Returns
@@ -337,7 +337,7 @@ class Growth:
         """
         self._evidence.stop()
         self._network.set_alphas(is_over=True)
-        measured = self._measure(val_metric, val_loss)
+        measured = self._measure(given)
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
             self._recorder.fates(self.step)
@@ -359,7 +359,7 @@ class Growth:
         self._safe_points.update(self.step, measured)
         return self._safe_points.last
 
-    def _measure(self, val_metric: Number | None, val_loss: Number | None) -> Measurement:
+    def _measure(self, given: Given) -> Measurement:
         """The metric and the contributions that the controller needs now, with all costs so far."""
         states, judged = self._network.states, None
         if self._heuristic is not None:
@@ -371,7 +371,7 @@ class Growth:
         start = time.perf_counter()
         self.ranks.copy_first(self._network.statistics())
         is_first = self._safe_points.best is None
-        measured = self._validator.measure(self._network, val_metric, val_loss, is_first, judged)
+        measured = self._validator.measure(self._network, given, is_first, judged)
         macs = self._evidence.macs + self.macs * measured.rows
         if macs:
             seconds = time.perf_counter() - start if measured.rows else None

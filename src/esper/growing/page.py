@@ -76,13 +76,10 @@ def check_page(path: str | Path | None) -> None:
     if not isinstance(path, str | Path) or not Path(path).name:
         raise ValueError(f"page={path!r}; give the name of a file, such as 'run.html'")
     page = _file_of(path)
-    folder = page.parent
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"page={str(path)!r}: {folder} is not a folder that can be written to")
-    if page.is_dir():
-        raise ValueError(f"page={str(path)!r} is a folder; give the name of a file")
+        page.parent.mkdir(parents=True, exist_ok=True)
+    if page.is_dir() or not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
+        raise ValueError(f"page={str(path)!r} is a folder, or its folder cannot be written to")
 
 
 def _file_of(path: str | Path) -> Path:

@@ -88,15 +88,14 @@ class Task:
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, target = batch
         with self._precision():
-            return _checked_loss(self._loss(forward(model, inputs), target))
+            return self._loss(forward(model, inputs), target)
 
     def score(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Each example's score, and the mean loss."""
         inputs, target = moved(self._unpack(batch), self._device)
         with self._precision():
             output = forward(model, inputs)
-            scores = validation.checked_scores(self._metric(output, target))
-            return scores, _checked_loss(self._loss(output, target))
+            return self._metric(output, target), self._loss(output, target)
 
     def val_scores(self, *models: nn.Module) -> list[Tensor]:
         """The scores of each model on the same validation batches, each `[n]`."""
@@ -227,9 +226,3 @@ def _versions(model: nn.Module) -> list[tuple[int, int]]:
     """Change when a weight or its gradient is written to."""
     watched = (t for p in model.parameters() for t in (p, p.grad) if t is not None)
     return [(id(tensor), tensor._version) for tensor in watched]
-
-
-def _checked_loss(loss: Tensor) -> Tensor:
-    if loss.numel() != 1:
-        raise ValueError(f"a loss of shape {tuple(loss.shape)}; give the batch's mean, one number")
-    return loss

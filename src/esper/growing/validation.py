@@ -25,6 +25,7 @@ from esper.leyline.ranks import ALONE, Ranks
 # batch -> a score per example [n], 0 to 1, higher is better; optionally with the mean loss
 Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]
 Number = float | Tensor  # a tensor has one element; numpy's floats are floats
+Given = tuple[Number | None, Number | None]  # the user's validation metric and loss
 Metric = Callable[[Any, Any], Tensor]  # (output, target) -> a score per example [batch], 0 to 1
 
 ROUNDING = 1e-4  # a score may exceed 0 or 1 by this much, as sums of probabilities do
@@ -79,18 +80,13 @@ class Validator:
             )
 
     def measure(
-        self,
-        network: GrowingNetwork,
-        val_metric: Number | None,
-        val_loss: Number | None,
-        is_first: bool,
-        judged: Collection[int] | None,
+        self, network: GrowingNetwork, given: Given, is_first: bool, judged: Collection[int] | None
     ) -> Measurement:
         """A metric outside 0 to 1 raises if it is the first of the run, else it becomes NaN.
 
         `judged`: as in the function `measure`.
         """
-        ranks = network.ranks
+        ranks, (val_metric, val_loss) = network.ranks, given
         if self._loader is not None and self.score is not None:
             if val_metric is not None:
                 raise ValueError("growth measures the metric itself with score=; leave it out here")
@@ -186,13 +182,11 @@ def _scored(batch: Any, score: Score) -> tuple[Tensor, Tensor | None]:
     """A batch's scores, and its mean loss if the score function returns one."""
     scored = score(batch)
     values, loss = scored if isinstance(scored, tuple) else (scored, None)
-    return checked_scores(values), loss
-
-
-def checked_scores(values: Tensor) -> Tensor:
     if not isinstance(values, Tensor) or values.dim() != 1:
         raise ValueError(f"a score {_shown(values)}; give one number per example, a tensor [batch]")
-    return values.detach()
+    if loss is not None and loss.numel() != 1:
+        raise ValueError(f"a loss of shape {_shown(loss)}; give the batch's mean, one number")
+    return values.detach(), loss
 
 
 def joined(parts: list[Tensor], ranks: Ranks = ALONE) -> Tensor:
