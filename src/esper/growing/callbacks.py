@@ -37,11 +37,10 @@ class _Decisions:
     ) -> None:  # fmt: skip
         if decisions < 2:
             raise ValueError(f"{decisions} evaluations are planned; evaluate more often")
-        device = next(model.parameters()).device
         with untouched_randomness(model, loader):
-            example = inputs(next(iter(loader)))
-        options: dict[str, Any] = {"decisions": decisions, "metric": self._metric} | self._options
-        options.setdefault("example", moved(example, device))
+            example = moved(inputs(next(iter(loader))), next(model.parameters()).device)
+        options = {"example": example, "decisions": decisions, "metric": self._metric}
+        options |= self._options
         self.growth = Growth(model, optimizer, scheduler=scheduler, ranks=join_ranks(), **options)
 
     def _decide(self, metrics: Mapping[str, Any]) -> None:

@@ -228,8 +228,8 @@ def _set_train_mode(model: nn.Module) -> None:
     names = [name for name, m in resting if any(p.requires_grad for p in m.parameters())]
     if names:
         warnings.warn(
-            f"{names[0] or type(model).__name__} is in eval mode, unlike other parts: no dropout, and "
-            "batch norms keep their statistics. If that is not intended, call model.train() first",
+            f"{names[0] or type(model).__name__} is in eval mode while other parts are not: no dropout, "
+            "and batch norms keep their statistics. If that is not intended, call model.train() first",
             stacklevel=3,
         )
 

@@ -99,17 +99,13 @@ class Task:
 
     def val_scores(self, *models: nn.Module) -> list[Tensor]:
         """The scores of each model on the same validation batches, each `[n]`."""
-        scores: list[list[Tensor]] = [[] for _ in models]
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(eval_mode(model, self._val_loader))
-            for batch in self._val_loader:
-                for collected, model in zip(scores, models, strict=True):
-                    collected.append(self.score(model, batch)[0])
+            batches = [[self.score(m, batch)[0] for m in models] for batch in self._val_loader]
         split = self.ranks if is_split(self._val_loader) else ALONE
-        return self.ranks.broadcast(
-            [validation.bounded(validation.joined(parts, split)) for parts in scores]
-        )
+        scores = [validation.joined(list(parts), split) for parts in zip(*batches, strict=True)]
+        return self.ranks.broadcast([validation.bounded(of_model) for of_model in scores])
 
     def train_both(self, growth: Growth, twin: "Twin | None") -> None:
         """One step of both models on the next batch with the same randomness."""
