@@ -147,7 +147,7 @@ def test_a_seed_for_one_length_does_not_grow_where_lengths_differ():
     model, example = build("series")
     model = nn.Sequential(*model[:5], nn.AdaptiveAvgPool1d(4), nn.Flatten(), nn.Linear(16, 3))
     refused(
-        r"\['mixer'\] fits a site; there are \['SERIES'\] sites, with other lengths in other",
+        r"\['mixer'\] fits; there are \['SERIES'\] sites, with other lengths in other",
         model=model,
         example=example,
         other_examples=[torch.randn(2, 1, 24)],

@@ -284,7 +284,7 @@ def test_buffers_outside_the_state_dict_and_weights_outside_the_model_go_on(tmp_
     resumed.load(tmp_path / "run.pt")
     before, after = whole_state(growth, head), whole_state(resumed, other_head)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    with pytest.raises(ValueError, match="Create this one like it"):
+    with pytest.raises(ValueError, match="is of another run: here"):
         new_growth().load(tmp_path / "run.pt")
 
 

@@ -140,12 +140,10 @@ def test_mistakes_are_told_before_any_training():
     nan = lambda output, target: torch.full((len(target),), math.nan)  # noqa: E731
     refused("scores of nan to nan; each must be 0 to 1", metric=nan)
     flags = [(torch.randn(4, 5), torch.tensor([0, 1, 1, 0]))]
-    one_logit = (
-        r"there is no default metric for an output \(4, 1\) and a target \(4,\).*For one logit"
-    )
+    one_logit = r"no default metric fits an output \(4, 1\) and a target \(4,\).*For one logit"
     refused(one_logit, model=mlp(classes=1), val_loader=flags)
     flat = nn.Sequential(mlp(classes=1), nn.Flatten(0))
-    refused(r"for an output \(4,\) and a target \(4,\)", model=flat, val_loader=flags)
+    refused(r"fits an output \(4,\) and a target \(4,\)", model=flat, val_loader=flags)
     per_example = lambda *pair: F.cross_entropy(*pair, reduction="none")  # noqa: E731
     refused(r"a loss of shape \(32,\); give the batch's mean", loss=per_example)
     refused("a score float; give one number", metric=lambda output, target: 0.5)

@@ -66,11 +66,8 @@ def blueprints_for(controller: Controller, names: Sequence[str] | None) -> Seque
     if names is None or not known:
         return known or names
     if others := [name for name in names if name not in known]:
-        warnings.warn(
-            f"the controller was trained with the blueprints {list(known)}, not with {others}: its "
-            "choices among them mean nothing. Leave them out, or train a controller with them",
-            stacklevel=4,
-        )
+        told = f"the controller was trained with {list(known)}, not with {others}; leave those out"
+        warnings.warn(told, stacklevel=4)
     return names
 
 

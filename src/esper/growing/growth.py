@@ -118,10 +118,8 @@ class Growth:
         self.ranks, self.is_closed = ranks, False
         modules, others = set(model.modules()), (g for g in _instances if not g.is_closed)
         if not all(modules.isdisjoint(other.model.modules()) for other in others):
-            raise ValueError(  # their budgets would conflict
-                "another growth of this model is not closed yet; close() it first, or create model "
-                "and optimizer again"
-            )
+            # their budgets would conflict
+            raise ValueError("another growth of this model is not closed yet; close() it first")
         if frozen:
             preparation.freeze_all_but_head(model, example)
         data = ranks.broadcast(DataFacts.of(example, train_rows))

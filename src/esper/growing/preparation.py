@@ -33,9 +33,7 @@ def check_arguments(
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters, so nothing can be trained")
     if isinstance(model, nn.DataParallel):
-        raise ValueError(
-            "DataParallel does not copy new weights; use DistributedDataParallel, or model.module"
-        )
+        raise ValueError("DataParallel does not copy new weights; use DistributedDataParallel")
     if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
         raise ValueError(
             "the model has seeds of another growth, perhaps one that failed; create model and "
@@ -49,9 +47,7 @@ def check_arguments(
     if not trained:
         raise ValueError("the optimizer trains none of the model's weights (model.parameters())")
     if not any(parameter.requires_grad for parameter in trained):
-        raise ValueError(
-            "all weights of the model that the optimizer holds are frozen; unfreeze the last layer"
-        )
+        raise ValueError("all weights that the optimizer holds are frozen; unfreeze some")
     whole_number("decisions", decisions, 2)  # the last one only closes the run
     whole_number("rng_seed", rng_seed)
     if budget is not None and not isinstance(budget, Budget):
@@ -148,7 +144,5 @@ def _fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tu
     if not fitting:
         kinds = sorted({site.kind.name for site in sites})
         why = ", with other lengths in other batches" if any(s.varies for s in sites) else ""
-        raise ValueError(
-            f"none of the blueprints {names} fits a site; there are {kinds} sites{why}"
-        )
+        raise ValueError(f"none of the blueprints {names} fits; there are {kinds} sites{why}")
     return fitting

@@ -273,12 +273,11 @@ def _conclude(growth: Growth, twin: Twin | None, task: Task) -> GrowthResult:
     gain, error = paired_difference(with_growth, without)
     has_grown = growth.params > growth.ledger.before.params
     returns_grown = gain > 0 or (gain == 0 and not has_grown)
-    verdict = Verdict(
+    growth.ledger.verdict = verdict = Verdict(
         grown=float(with_growth.mean()),
         ungrown=float(without.mean()),
         returned="grown" if returns_grown else "ungrown",
         difference_error=error if len(without) > 1 else None,
     )
-    growth.ledger.verdict = verdict
     returned = grown if returns_grown else ungrown
     return GrowthResult(returned, ungrown, growth.ledger, verdict, growth)

@@ -111,9 +111,7 @@ class Validator:
         No metric is above the first, and the last `NUM_FALLS` with a lower loss are clearly below it.
         """
         pairs = ((record.metric, record.validation_loss) for record in steps)
-        known = [
-            (metric, loss) for metric, loss in pairs if metric is not None and loss is not None
-        ]
+        known = [(value, loss) for value, loss in pairs if value is not None and loss is not None]
         better = [metric for metric, loss in known if loss < known[0][1]]
         if self._has_warned or len(better) < NUM_FALLS:
             return
@@ -270,9 +268,7 @@ def _variance(targets: Iterable[Tensor]) -> float:
 
 
 def _unknown(output: Any, target: Any) -> str:
-    return (
-        f"there is no default metric for an output {_shown(output)} and a target {_shown(target)}"
-    )
+    return f"no default metric fits an output {_shown(output)} and a target {_shown(target)}"
 
 
 def _shown(value: Any) -> str:
