@@ -79,7 +79,9 @@ def check_page(path: str | Path | None) -> None:
     with suppress(OSError):
         page.parent.mkdir(parents=True, exist_ok=True)
     if page.is_dir() or not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
-        raise ValueError(f"page={str(path)!r} is a folder, or its folder cannot be written to")
+        raise ValueError(
+            f"page={str(path)!r} is a folder, or {page.parent} is not a folder to write to"
+        )
 
 
 def _file_of(path: str | Path) -> Path:
