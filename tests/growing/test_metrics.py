@@ -58,7 +58,7 @@ def test_which_metric_it_is_and_where_there_is_none():
         ),
         ([torch.ones(4, 3) / 3], "class probabilities.*For the most probable class"),
         ([torch.eye(3)], "class probabilities"),
-        ([torch.full((4,), 2.5)], "a variance of 0.0, which cannot scale an error"),
+        ([torch.full((4,), 2.5)], "a variance of 0.0; pass metric="),
         ([torch.tensor([0.5, math.nan])], "a variance of nan"),
         ([torch.randn(4, 2), torch.randn(4, 3)], "differ in shape; pass metric="),
     ):

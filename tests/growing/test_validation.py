@@ -123,7 +123,7 @@ def test_modes_and_gradients_are_as_before():
     [
         ([], 0.5, "validation loader yields nothing"),
         ([(X[:0], Y[:0])], 0.5, "validation loader yields nothing"),
-        ([(X, Y)], math.nan, "the validation metric is nan"),
+        ([(X, Y)], math.nan, "scores of nan to nan; each must be 0 to 1"),
         ([(X, Y)], 50.0, "scores of 50 to 50; .* Use a share instead of per cent"),
         ([(X, Y)], -math.inf, "scores of -inf to -inf"),
     ],
@@ -223,7 +223,7 @@ def test_what_cannot_be_scored_without_a_seed_says_nothing_of_it():
 
 
 def test_scores_are_one_per_example():
-    with pytest.raises(ValueError, match=r"a score of shape \(\); give one number per example"):
+    with pytest.raises(ValueError, match=r"a score \(\); give one number per example"):
         grown([(X, Y)], score=lambda batch: torch.tensor(0.5))
 
 

@@ -14,11 +14,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from esper.growing.eval_mode import untouched_randomness
 from esper.growing.growth import Growth
+from esper.growing.inputs import moved
 from esper.leyline.ranks import join_ranks
 
 
@@ -29,26 +29,19 @@ class _Decisions:
         self._metric, self._options = metric, options
         self._last: float | None = None
         self._steps = 0
-        self.growth: Growth | None = None
+        self.growth: Any = None  # a Growth, once training starts
 
     def _start(
         self, model: nn.Module, optimizer: Any, scheduler: Any, decisions: int, loader: Any,
         inputs: Callable[[Any], Any],
     ) -> None:  # fmt: skip
         if decisions < 2:
-            raise ValueError(
-                f"{decisions} evaluations are planned; growth decides after each: evaluate more often"
-            )
-        device = next(model.parameters()).device
+            raise ValueError(f"{decisions} evaluations are planned; evaluate more often")
         with untouched_randomness(model, loader):
-            example = inputs(next(iter(loader)))
-        options: dict[str, Any] = {"decisions": decisions, "metric": self._metric} | self._options
-        options.setdefault("example", pytree.tree_map_only(Tensor, lambda x: x.to(device), example))
+            example = moved(inputs(next(iter(loader))), next(model.parameters()).device)
+        options = {"example": example, "decisions": decisions, "metric": self._metric}
+        options |= self._options
         self.growth = Growth(model, optimizer, scheduler=scheduler, ranks=join_ranks(), **options)
-
-    def _after_step(self) -> None:
-        if self.growth is not None:
-            self.growth.after_step()
 
     def _decide(self, metrics: Mapping[str, Any]) -> None:
         if self.growth is None or self.growth.is_closed:
@@ -90,11 +83,11 @@ def trainer_callback(*, metric: str = "eval_loss", **options: Any) -> Any:
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             """Clip seeds too; the Trainer has clipped the model."""
-            if args.max_grad_norm and self.growth is not None:
+            if args.max_grad_norm:
                 nn.utils.clip_grad_norm_(self.growth.parameters(), args.max_grad_norm)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self._after_step()
+            self.growth.after_step()
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             self._decide(given["metrics"])
@@ -132,7 +125,7 @@ def lightning_callback(
         def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
             if trainer.global_step > self._steps:  # not while gradients accumulate
                 self._steps = trainer.global_step
-                self._after_step()
+                self.growth.after_step()
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.sanity_checking:

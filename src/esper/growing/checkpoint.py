@@ -1,19 +1,19 @@
 """Checkpoints of growth: one file from which a run resumes bit-exactly, even during a blend."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, optim
 
-from esper.growing.controllers import StatefulController
+from esper.growing.controllers import STATEFUL
 from esper.growing.eval_mode import random_states, set_random_states
 from esper.growing.inputs import DataFacts
 from esper.growing.ledger import Ledger
 from esper.growing.network import NetworkState, Ramp
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.files import read_file, write_file
+from esper.leyline.plain_config import differences
 
 if TYPE_CHECKING:
     from esper.growing.growth import Growth
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _KIND, _VERSION = "growth", 10
 
 
-def contents(growth: "Growth") -> dict[str, Any]:
-    """All that a run needs to resume."""
+def save(growth: "Growth", path: str | Path) -> None:
+    """Write all that a run needs to resume."""
     network, controller = growth._network, growth.controller
-    return {
+    contents = {
         "signature": _signature(growth),
         "size": (growth.params, growth.macs),
         "data": tuple(growth._reporter.data),
@@ -40,10 +40,12 @@ def contents(growth: "Growth") -> dict[str, Any]:
         "gradient_norms": growth._gradients.norms,
         "ledger": growth.ledger.to_json(),
         "seed_ids": growth._recorder.seed_ids,
-        "controller": controller.memory() if isinstance(controller, StatefulController) else {},
+        "controller": controller.memory() if isinstance(controller, STATEFUL) else {},
         "seed_generator": network.generator.get_state(),
         "random": random_states(range(torch.cuda.device_count())),
     }
+    if growth.ranks.is_first:
+        write_file(path, _KIND, contents, version=_VERSION)
 
 
 def resume(growth: "Growth", path: str | Path) -> None:
@@ -68,7 +70,7 @@ def resume(growth: "Growth", path: str | Path) -> None:
     growth._train_losses, growth._gradients.norms = saved["train_losses"], saved["gradient_norms"]
     growth._recorder.ledger = Ledger.from_json(saved["ledger"])
     growth._recorder.seed_ids.update(saved["seed_ids"])
-    if isinstance(growth.controller, StatefulController):
+    if isinstance(growth.controller, STATEFUL):
         growth.controller.recall(saved["controller"])
     network.generator.set_state(saved["seed_generator"])
     set_random_states(saved["random"])
@@ -86,40 +88,19 @@ def _signature(growth: "Growth") -> dict[str, Any]:
     }
 
 
-def write(path: str | Path, contents: dict[str, Any]) -> None:
-    write_file(path, _KIND, contents, version=_VERSION)
-
-
 def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> None:
     """Raise if this growth cannot resume the saved run."""
-    signature, budget = _signature(growth), growth.budget
-    for name, then in saved["signature"].items():
-        now = signature[name]
-        if now != then:
-            if isinstance(then, dict):
-                then, now = _first_difference(then, now)
-            raise ValueError(
-                f"{path} is of a run with {name} {then}; this one has {name} {now}: create it like "
-                "the saved one"
-            )
+    if changed := differences(_signature(growth), saved["signature"]):
+        raise ValueError(f"{path} is of another run: here {'; '.join(changed[:3])}")
     step, _, is_closed = saved["counts"]
     if step >= growth.decisions and not is_closed:
-        raise ValueError(
-            f"{path} has made {step} decisions, and this run has decisions={growth.decisions}; give "
-            f"it {step + 1} or more"
-        )
+        raise ValueError(f"{path} has made {step} decisions; use decisions={step + 1} or more")
     params, macs = saved["size"]
-    if params > (budget.params or math.inf) or macs > (budget.macs or math.inf):
+    if min(growth.budget.left(params, macs)) < 0:
         raise ValueError(
             f"{path} has a network of {params:,} parameters and {macs:,} multiply-adds, more than "
-            f"{budget}"
+            f"{growth.budget}"
         )
-
-
-def _first_difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The first entry that differs, as each of them has it."""
-    name = next(name for name in (*then, *now) if then.get(name) != now.get(name))
-    return [f"{name} {own[name]}" if name in own else f"without {name}" for own in (then, now)]
 
 
 def network_to_dict(state: NetworkState) -> dict[str, Any]:

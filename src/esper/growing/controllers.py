@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,14 +23,7 @@ from esper.tamiyo.evidence import EvidenceController
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.reports import History, HostFacts, build_reports, seed_costs, site_facts
 
-
-@runtime_checkable
-class StatefulController(Protocol):
-    """A controller whose state can be saved and restored."""
-
-    def memory(self) -> dict[str, Tensor]: ...
-
-    def recall(self, memory: dict[str, Tensor]) -> None: ...
+STATEFUL = (EvidenceController, LearnedController)  # their state is saved and restored
 
 
 @runtime_checkable
@@ -42,34 +35,26 @@ class ExplainingController(Protocol):
         ...
 
 
-def check_time(controller: Controller, steps: int) -> None:
-    """Raise if the run is too short for the heuristic to grow anything."""
-    needed = controller.least_steps if isinstance(controller, EvidenceController) else 0
-    if steps < needed:
-        raise ValueError(
-            f"the controller needs {needed} decisions to grow, judge and commit a seed, and there "
-            f"are {steps} before the last one: nothing would grow; give it {needed - steps} more "
-            f"decision{'' if needed - steps == 1 else 's'}"
-        )
+def make_controller(controller: str | Path | Controller, steps: int) -> Controller:
+    """The controller for "heuristic", the path of a saved policy, or a controller.
 
-
-def make_controller(controller: str | Path | Controller) -> Controller:
-    """The controller for "heuristic", the path of a saved policy, or a controller."""
-    if controller == "heuristic":
-        return EvidenceController()
-    if isinstance(controller, Controller) and not isinstance(controller, type):
-        return controller
-    if not isinstance(controller, str | Path):
+    Raises if `steps` decisions are too few for the heuristic to grow anything.
+    """
+    made: Any = EvidenceController() if controller == "heuristic" else controller
+    if isinstance(made, str | Path) and Path(made).is_file():
+        made = LearnedController.load(made)
+    if not isinstance(made, Controller) or isinstance(made, type):
         raise ValueError(
-            f"controller={controller!r} has no methods begin and decide; give 'heuristic', the path "
-            "of a saved policy, or a controller"
+            f"controller={controller!r}; give 'heuristic', the file of a saved policy, or an object "
+            "with methods begin and decide"
         )
-    if not Path(controller).is_file():
+    if isinstance(made, EvidenceController) and (more := made.least_steps - steps) > 0:
         raise ValueError(
-            f"controller={str(controller)!r} is neither 'heuristic' nor a file; give the path of a "
-            "saved policy, or a controller"
+            f"the controller needs {made.least_steps} decisions to grow, judge and commit a seed, and "
+            f"there are {steps} before the last one: nothing would grow; give it {more} more "
+            f"decision{'s' if more > 1 else ''}"
         )
-    return LearnedController.load(controller)
+    return made
 
 
 def blueprints_for(controller: Controller, names: Sequence[str] | None) -> Sequence[str] | None:
@@ -81,11 +66,8 @@ def blueprints_for(controller: Controller, names: Sequence[str] | None) -> Seque
     if names is None or not known:
         return known or names
     if others := [name for name in names if name not in known]:
-        warnings.warn(
-            f"the controller was trained with the blueprints {list(known)}, not with {others}: its "
-            "choices among them mean nothing. Leave them out, or train a controller with them",
-            stacklevel=4,
-        )
+        told = f"the controller was trained with {list(known)}, not with {others}; leave those out"
+        warnings.warn(told, stacklevel=4)
     return names
 
 
@@ -99,10 +81,7 @@ def check_legal(actions: Tensor, masks: ActionMasks) -> None:
     """Raise for a choice that the masks forbid; a custom controller may ignore them."""
     space = masks.action_space
     if tuple(actions.shape) != (1, space.num_heads):
-        raise ValueError(
-            f"the controller gave actions of shape {tuple(actions.shape)}; "
-            f"expected (1, {space.num_heads})"
-        )
+        raise ValueError(f"the actions have shape {(*actions.shape,)}, not (1, {space.num_heads})")
     for index, head in enumerate(space):
         row, choice = masks.row(index, actions)[0], int(actions[0, index])
         if bool(row.any()) and not (0 <= choice < head.size and bool(row[choice])):
@@ -200,15 +179,11 @@ def add_measured_seeds(
     history: History, contributions: Mapping[int, tuple[float, float]], norms: Mapping[int, Tensor]
 ) -> None:
     """Add contributions with their standard errors, and gradient norms, each by slot."""
-    mean, error, norm = torch.zeros(3, *history.contribution.shape).unbind()
-    is_measured, has_gradient = torch.zeros(2, *mean.shape, dtype=torch.bool).unbind()
-    for slot, contribution in contributions.items():
-        mean[0, slot], error[0, slot] = contribution
-        is_measured[0, slot] = True
-    for slot, value in norms.items():
-        norm[0, slot], has_gradient[0, slot] = value.float().cpu(), True
-    history.add_contributions(mean, error, is_measured)
-    history.add_gradients(norm, has_gradient)
+    slots = range(history.contribution.shape[1])
+    mean, error = torch.tensor([[contributions.get(s, (0.0, 0.0)) for s in slots]]).unbind(-1)
+    norm = torch.tensor([[float(norms[s]) if s in norms else 0.0 for s in slots]])
+    history.add_contributions(mean, error, torch.tensor([[s in contributions for s in slots]]))
+    history.add_gradients(norm, torch.tensor([[s in norms for s in slots]]))
 
 
 def _rounded_down(number: float) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from esper.growing.enlarging import BlockCopy, Branch, Copied, Heads
 from esper.growing.eval_mode import uncompiled
 from esper.growing.inputs import tensors
-from esper.growing.network import GrowingNetwork
+from esper.growing.network import GrowingNetwork, average_gradients
 from esper.growing.pairs import units_of
 from esper.growing.slots import AnySeed, Seed, Slot, with_first
 from esper.leyline.constants import BlendStyle, SiteKind
@@ -86,23 +86,15 @@ class Evidence:
         if self.wait > 0:
             self.start(self.step, self.wait - 1)
         elif self._probes and self.batches < BATCHES:
-            self._average()
+            # of the rows of all ranks, as one process computes them
+            ranks, layers = self._network.ranks, (layer for p in self._probes for layer in p.zeros)
+            average_gradients([weight for layer in layers for weight in _weights(layer)], ranks)
+            ranks.mean([probe.features for probe in self._probes])
             for probe in self._probes:
                 probe.collect()
             self.batches += 1
             if self.batches == BATCHES:
                 self.stop()
-
-    def _average(self) -> None:
-        """Gradients and features of the rows of all ranks, as one process computes them."""
-        if self._network.ranks.size == 1:
-            return
-        weights = [w for probe in self._probes for layer in probe.zeros for w in _weights(layer)]
-        for weight in weights:
-            if weight.grad is None:  # another rank may have reached it
-                weight.grad = torch.zeros_like(weight)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        self._network.ranks.mean([*gradients, *(probe.features for probe in self._probes)])
 
     def clear(self) -> None:
         """Forget what was measured, and the copies of blocks."""

@@ -32,16 +32,10 @@ from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
 from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
 from esper.growing.plain import plain_model
-from esper.growing.recorder import Recorder, new_ledger
+from esper.growing.recorder import Recorder, network_record
 from esper.growing.safe_points import SafePoint, SafePoints
 from esper.growing.sites import ModelSite, site_table
-from esper.growing.validation import (
-    Measurement,
-    Number,
-    Score,
-    Validator,
-    warn_if_metric_falls_with_loss,
-)
+from esper.growing.validation import Given, Measurement, Number, Score, Validator
 from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.protocols import Controller
 from esper.leyline.ranks import ALONE, Ranks
@@ -118,49 +112,47 @@ class Growth:
         frozen: bool = False,
         ranks: Ranks = ALONE,
     ):
-        model, of_wrapper = preparation.unwrapped(model)
-        self.ranks = ranks = of_wrapper if ranks.size == 1 else ranks
-        preparation.check_ranks(ranks)
+        model, ranks = preparation.unwrapped(model, ranks)
         preparation.check_arguments(model, optimizer, decisions, budget, rent, rng_seed)
         self.model, self.optimizer, self.example = model, optimizer, example
-        self.is_closed = False
+        self.ranks, self.is_closed = ranks, False
         modules, others = set(model.modules()), (g for g in _instances if not g.is_closed)
         if not all(modules.isdisjoint(other.model.modules()) for other in others):
-            raise ValueError(  # their budgets would conflict
-                "another growth of this model is not closed yet; close() it first, or create model "
-                "and optimizer again"
-            )
+            # their budgets would conflict
+            raise ValueError("another growth of this model is not closed yet; close() it first")
         if frozen:
             preparation.freeze_all_but_head(model, example)
         data = ranks.broadcast(DataFacts.of(example, train_rows))
         self.decisions, self.budget = decisions, budget or Budget()
-        self.controller = controllers.make_controller(controller)
+        # the last call of `decide` only closes the run
+        self.controller = made = controllers.make_controller(controller, decisions - 1)
+        self._heuristic = made if isinstance(made, EvidenceController) else None
         self.scheduler, self.shadow_training = scheduler, shadow_training
         self._rent, self._max_germinations = rent, max_germinations
         self._validator = Validator(val_loader, score)
-        examples, menu = (
-            (example, *other_examples),
-            controllers.blueprints_for(self.controller, blueprints),
-        )
+        menu = controllers.blueprints_for(self.controller, blueprints)
         enlarges = not isinstance(self.controller, LearnedController)  # it was trained without
         prepared = preparation.prepare_model(
-            model, examples, self.budget, sites, exclude, kind, menu, enlarges
+            model, (example, *other_examples), self.budget, sites, exclude, kind, menu, enlarges
         )
         self._validator.check(model)
-        controllers.check_time(self.controller, decisions - 1)  # the last call only closes the run
         self.controller.begin(torch.zeros(1, dtype=torch.int64))
-        ledger = new_ledger(
-            model, prepared, metric=metric, controller=controllers.controller_name(controller),
-            budget=self.budget, rng_seed=rng_seed,
-        )  # fmt: skip
+        device = str(prepared.sites[0].device)
+        ledger = Ledger(
+            model=type(model).__name__,
+            metric=metric,
+            controller=controllers.controller_name(controller),
+            before=network_record(model, prepared),
+            budget=self.budget,
+            facts={"device": device, "torch": torch.__version__, "rng seed": str(rng_seed)},
+        )
         # arguments are checked, and now the optimizer is changed
         generator = torch.Generator().manual_seed(rng_seed)
-        self._network = network = GrowingNetwork(
-            model, optimizer, prepared, generator, scheduler, ranks
-        )  # fmt: skip
+        network = GrowingNetwork(model, optimizer, prepared, generator, scheduler, ranks)
+        self._network = network
         self._reporter = controllers.Reporter(network, self.budget, prepared, data)
         self._history = History(1, len(network.slots), self._reporter.action_space.num_heads)
-        self._recorder = Recorder(ledger, network)
+        self._recorder = Recorder(ledger, network, self._history)
         self._safe_points = SafePoints(network, self._recorder.seed_ids)
         self._gradients = SeedGradients(optimizer, network.slots)
         self._evidence = Evidence(network, self._reporter.may_grow)
@@ -169,7 +161,7 @@ class Growth:
         self.expected_steps = 0  # before the first decision, if it is known
         self._train_losses: list[Tensor] = []
         self._has_shadowed = False  # since the last step
-        self._has_warned_of_close = self._has_warned_of_metric = False
+        self._has_warned_of_close = False
         _instances.add(self)
 
     # ---- in the training loop
@@ -186,9 +178,8 @@ class Growth:
         has_shadowed, self._has_shadowed = self._has_shadowed, False
         if self.shadow_training and not has_shadowed and self._network.in_shadow:
             raise ValueError(
-                "shadow_training=True, but shadow_loss was not called in the last step, so the new "
-                "seed did not train; call growth.shadow_loss(lambda: loss of the batch) before "
-                "optimizer.step()"
+                "shadow_training=True, but shadow_loss was not called in the last step; call "
+                "growth.shadow_loss(lambda: loss of the batch) before optimizer.step()"
             )
         for slot in grown:
             if slot.alpha != 0.0 and not self.is_closed:
@@ -219,7 +210,7 @@ class Growth:
         if self.step == self.decisions - 1:
             self.close(val_metric, val_loss)
             return None
-        self._finish_step(val_metric, val_loss)
+        self._finish_step((val_metric, val_loss))
         return self._apply_decision()
 
     def close(self, val_metric: Number | None = None, val_loss: Number | None = None) -> None:
@@ -232,15 +223,15 @@ class Growth:
         """
         if self._is_over():
             return
-        now = self._finish_step(val_metric, val_loss)
+        now = self._finish_step((val_metric, val_loss))
         is_early = self.step < self.decisions - 1
-        if (is_early or not self._validator.has_score) and self._safe_points.commit_best_seen(now):
-            self._recorder.committed_at_close(self.step, "the best metric was measured with it")
+        if is_early or self._validator.score is None:
+            self._safe_points.commit_best_seen(now)
         best = self._safe_points.best
         assert best is not None
         self._safe_points.restore(best)
         self.is_closed = True
-        self._recorder.closed(self.step, best.step, self._history)
+        self._recorder.closed(self.step, best.step)
         if self.ranks.size == 1:  # DDP averages only the weights that it was made with
             self._network.merge_branches()
         self.ledger.costs = self.ranks.broadcast(self.ledger.costs)  # clocks of ranks differ
@@ -314,9 +305,7 @@ class Growth:
 
         Of several ranks, rank 0 writes; all of them load the file.
         """
-        contents = checkpoint.contents(self)
-        if self.ranks.is_first:
-            checkpoint.write(path, contents)
+        checkpoint.save(self, path)
 
     def load(self, path: str | Path) -> None:
         """Resume from a file. This growth must be new and created like the saved one.
@@ -334,14 +323,11 @@ class Growth:
     def _is_over(self) -> bool:
         if self.is_closed and not self._has_warned_of_close:
             self._has_warned_of_close = True
-            warnings.warn(
-                f"growth with decisions={self.decisions} is closed: nothing grows any more, and "
-                "this call does nothing",
-                stacklevel=3,
-            )
+            told = f"growth with decisions={self.decisions} is closed; this call does nothing"
+            warnings.warn(told, stacklevel=3)
         return self.is_closed
 
-    def _finish_step(self, val_metric: Number | None, val_loss: Number | None) -> SafePoint | None:
+    def _finish_step(self, given: Given) -> SafePoint | None:
         """Measure the trained network, let timed stage changes happen, roll back if it is broken.
 
         The stage changes do not affect the output: a seed that is removed here has alpha 0. Returns
@@ -349,31 +335,33 @@ class Growth:
         """
         self._evidence.stop()
         self._network.set_alphas(is_over=True)
-        measured = self._measure(val_metric, val_loss)
+        measured = self._measure(given)
         if self.step > 0:
             self._network.adopt(end_step(self._network.states))
-            self._record_fates()
+            self._recorder.fates(self.step)
         broken = self._safe_points.why_broken(measured, has_grown=bool(self.ledger.seeds))
         broken = next(filter(None, self.ranks.gather(broken)), "")  # roll back on all ranks
         # measurements of a broken network say nothing about its seeds
-        contributions = {} if broken else measured.contributions
-        controllers.add_measured_seeds(
-            self._history, contributions, {} if broken else self._gradients.norms
-        )
+        known = ({}, {}) if broken else (measured.contributions, self._gradients.norms)
+        controllers.add_measured_seeds(self._history, *known)
         self._gradients.norms = {}
         self._record_step(measured)
         if broken:
-            return self._roll_back(broken)
+            point = self._safe_points.recover()
+            self._recorder.rolled_back(self.step, point.step, broken)
+            self._history.add_validation(torch.tensor([point.metric]))
+            # a seed of it may have been pruned since
+            return point if self._safe_points.has_all_seeds(point) else None
         metric, loss = torch.tensor([[measured.metric], [measured.loss_or_guess]])
         self._history.add_validation(metric, loss)
         self._safe_points.update(self.step, measured)
         return self._safe_points.last
 
-    def _measure(self, val_metric: Number | None, val_loss: Number | None) -> Measurement:
+    def _measure(self, given: Given) -> Measurement:
         """The metric and the contributions that the controller needs now, with all costs so far."""
         states, judged = self._network.states, None
-        if isinstance(self.controller, EvidenceController):
-            is_judged = self.controller.judges(states.stage, states.stage_age)
+        if self._heuristic is not None:
+            is_judged = self._heuristic.judges(states.stage, states.stage_age)
             judged = is_judged[0].nonzero().flatten().tolist()
         # multiply-adds of the optimiser steps since the last decision, by the size of `example`
         if steps := self.optimizer_steps - self._steps_at_decision:
@@ -381,9 +369,7 @@ class Growth:
         start = time.perf_counter()
         self.ranks.copy_first(self._network.statistics())
         is_first = self._safe_points.best is None
-        measured = self._validator.measure(
-            self._network, val_metric, val_loss, is_first=is_first, judged=judged
-        )
+        measured = self._validator.measure(self._network, given, is_first, judged)
         macs = self._evidence.macs + self.macs * measured.rows
         if macs:
             seconds = time.perf_counter() - start if measured.rows else None
@@ -404,26 +390,17 @@ class Growth:
                 train_loss=None if loss is None else float(loss),
                 validation_loss=measured.loss,
                 optimizer_steps=self.optimizer_steps,
-                seeds=self._recorder.seed_states(self._history),
+                seeds=self._recorder.seed_states(),
             )
         )
-        if not self._has_warned_of_metric:
-            self._has_warned_of_metric = warn_if_metric_falls_with_loss(self.ledger.steps)
-
-    def _roll_back(self, reason: str) -> SafePoint | None:
-        """Restore a safe point; returns None if one of its seeds was pruned since."""
-        point = self._safe_points.recover()
-        self._recorder.rolled_back(self.step, point.step, reason)
-        self._history.add_validation(torch.tensor([point.metric]))
-        self._history.forget(~self._network.states.has_seed)
-        return point if self._safe_points.has_all_seeds(point) else None
+        self._validator.warn_if_metric_falls_with_loss(self.ledger.steps)
 
     def _apply_decision(self) -> DecisionRecord:
         left, limits = self.decisions - 1 - self.step, (self._max_germinations, self._rent)
         reports = self._reporter.observe(self.step, left, self._history, *limits)
         action_space = self._reporter.action_space
         masks = compute_batch_masks(reports, action_space)
-        heuristic = self.controller if isinstance(self.controller, EvidenceController) else None
+        heuristic = self._heuristic
         if heuristic is not None:
             heuristic.see(self._evidence.gains())
             self._evidence.clear()
@@ -441,18 +418,11 @@ class Growth:
         self._steps_at_decision = self.optimizer_steps
         self._network.adopt(transition.then(begin_step), max(1, steps // RAMP_PARTS))
         self._history.add_action(actions)
-        self._record_fates()
+        self._recorder.fates(self.step)
         for slot in self._network.slots:
             slot.is_called = False  # in validation
         self.step += 1
         if heuristic is not None and heuristic.wants_evidence(self.step / (self.decisions - 1)):
             self._evidence.start(self.step, wait=max(0, steps - BATCHES))
-        assert min(self.budget.left(*self._reporter.size)) >= 0, (
-            "the masks let the budget be exceeded"
-        )
+        assert min(self.budget.left(*self._reporter.size)) >= 0, "the masks exceed the budget"
         return record
-
-    def _record_fates(self) -> None:
-        """Record seeds that were pruned or committed, and drop measurements of removed ones."""
-        self._recorder.fates(self.step, self._history)
-        self._history.forget(~self._network.states.has_seed)

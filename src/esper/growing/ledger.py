@@ -204,13 +204,12 @@ class Ledger:
             tried = sum(trial.seconds is not None for trial in self.trials[1:])
             done = f"{tried} plans" if self.trials else f"{len(self.steps)} steps"
             return f"The run is not over: {done} so far, no verdict yet."
-        added = self.after.params - self.before.params
-        if not added and self.verdict is None:
+        added, verdict = self.after.params - self.before.params, self.verdict
+        if not added and verdict is None:
             return "Nothing was kept: the network has its original size."
         cost = f"{added:+,} parameters ({added / max(1, self.before.params):+.0%})"
-        if self.verdict is None:
+        if verdict is None:
             return f"Grown by {cost}. No ungrown twin was trained, so the gain is not known."
-        verdict = self.verdict
         gain, error = verdict.grown - verdict.ungrown, verdict.difference_error
         grown, ungrown = self.show(verdict.grown), self.show(verdict.ungrown)
         margin = self.show_gain(gain, error)

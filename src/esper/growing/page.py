@@ -11,15 +11,14 @@ import html
 import json
 import os
 import re
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cache
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +76,12 @@ def check_page(path: str | Path | None) -> None:
     if not isinstance(path, str | Path) or not Path(path).name:
         raise ValueError(f"page={path!r}; give the name of a file, such as 'run.html'")
     page = _file_of(path)
-    folder = page.parent
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"page={str(path)!r}: {folder} is not a folder that can be written to")
-    if page.is_dir():
-        raise ValueError(f"page={str(path)!r} is a folder; give the name of a file")
+        page.parent.mkdir(parents=True, exist_ok=True)
+    if page.is_dir() or not page.parent.is_dir() or not os.access(page.parent, os.W_OK):
+        raise ValueError(
+            f"page={str(path)!r} is a folder, or {page.parent} is not a folder to write to"
+        )
 
 
 def _file_of(path: str | Path) -> Path:
@@ -109,23 +107,18 @@ def _part(name: str) -> str:
 
 def page_data(ledger: Ledger, now: str = "") -> dict[str, Any]:
     """The data that the page shows, with the stages of seeds and the effects of decisions."""
+    plain = asdict(ledger)
+    shown = ("model", "controller", "facts", "budget", "before", "after", "verdict", "trials")
     return {
-        "model": ledger.model,
+        **{name: plain[name] for name in shown},
         "summary": ledger.summary(),
         "metric": {"name": ledger.metric, "isShare": ledger.is_share},
-        "controller": ledger.controller,
-        "facts": ledger.facts,
         "written": {
             "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "esper": esper.__version__,
-            **({"commit": commit} if (commit := _commit()) else {}),
         },
         "time": time.time(),
         "now": now,
-        "budget": asdict(ledger.budget),
-        "before": asdict(ledger.before),
-        "after": ledger.after and asdict(ledger.after),
-        "verdict": ledger.verdict and asdict(ledger.verdict),
         "steps": [
             [r.step, r.metric, r.params, r.macs, r.train_loss, r.optimizer_steps]
             for r in ledger.steps
@@ -135,18 +128,7 @@ def page_data(ledger: Ledger, now: str = "") -> dict[str, Any]:
         "waits": sum(entry.op == "WAIT" for entry in ledger.decisions),
         "rollbacks": [[entry.step, entry.to_step, entry.reason] for entry in ledger.rollbacks],
         "seeds": [_seed(ledger, record) for record in ledger.seeds],
-        "trials": [asdict(record) for record in ledger.trials],
     }
-
-
-@cache
-def _commit() -> str:
-    """Of the working directory; empty if it is no repository."""
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return run.stdout.strip()
-    return ""
 
 
 def _event(ledger: Ledger, decision: DecisionRecord) -> dict[str, Any]:
@@ -187,7 +169,6 @@ def _seed(ledger: Ledger, record: SeedRecord) -> dict[str, Any]:
 
 def _corners(points: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
     """The points of a curve, without those inside constant parts."""
-    for index, (step, value) in enumerate(points):
-        around = {points[i][1] for i in (index - 1, index + 1) if 0 <= i < len(points)}
-        if around != {value} or index in (0, len(points) - 1):
-            yield step, value
+    for _, level in groupby(points, key=lambda point: point[1]):
+        first, *others = level
+        yield from (first, *others[-1:])

@@ -1,7 +1,6 @@
 """Before a run: check the arguments, and find the sites, the seeds that fit there and their costs."""
 
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -21,101 +20,60 @@ from esper.growing.slots import Slot, disable_nested_tensors
 from esper.growing.tracing import trace
 from esper.kasmina.blueprints import Blueprint
 from esper.leyline.checks import whole_number
-from esper.leyline.ranks import ALONE, Ranks, join_ranks
+from esper.leyline.ranks import Ranks, join_ranks
 
 
 def check_arguments(
     model: Any, optimizer: Any, decisions: int, budget: Any, rent: float, rng_seed: int
 ) -> None:
     """Raise a ValueError for arguments that cannot work."""
-    _check_model(model)
-    _check_optimizer(model, optimizer)
-    whole_number("decisions", decisions)
-    whole_number("rng_seed", rng_seed)
-    if budget is not None and not isinstance(budget, Budget):
-        raise ValueError(f"budget={budget!r}; give a Budget, such as Budget(params=20_000)")
-    if not isinstance(rent, Real) or not 0 <= rent < math.inf:
-        raise ValueError(f"rent={rent!r}; use 0 or more, such as 0.02")
-    if decisions < 2:
-        raise ValueError(f"decisions={decisions}; use 2 or more; the last one only closes the run")
-
-
-def unwrapped(model: nn.Module) -> tuple[nn.Module, Ranks]:
-    """The model inside DistributedDataParallel and its ranks; others as they are, alone."""
-    if isinstance(model, nn.Module):
-        check_not_sharded(model, "it in DistributedDataParallel instead")
-    if isinstance(model, DistributedDataParallel):
-        return model.module, join_ranks()
-    return model, ALONE
-
-
-def check_not_sharded(model: nn.Module, remedy: str) -> None:
-    if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules()):
-        raise ValueError(
-            "the model is sharded (fully_shard, FSDP), but a seed grows on whole weights; give "
-            f"{remedy}"
-        )
-
-
-def check_ranks(ranks: Ranks) -> None:
-    """Raise if other ranks train the same model, but growth would not know of them."""
-    is_connected = dist.is_available() and dist.is_initialized()
-    size = dist.get_world_size() if is_connected else 1
-    if not is_connected and os.environ.get("WORLD_SIZE", "1") != "1":
-        warnings.warn(
-            "torchrun has started several ranks that are not connected, so each grows its own model; "
-            "call torch.distributed.init_process_group and use DistributedDataParallel",
-            stacklevel=4,
-        )
-    if ranks.size == 1 < size:
-        raise ValueError(
-            f"{size} ranks are connected, but the model is not a DistributedDataParallel, so each "
-            "rank would grow another model; give Growth the DistributedDataParallel model, not the "
-            "module inside"
-        )
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"the model is a {type(model).__name__}; give an nn.Module")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(
-            f"the model is a {type(model).__name__}; give the original nn.Module, since "
-            "growth needs to call its modules one by one"
-        )
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        name = type(model).__name__
+        raise ValueError(f"the model is a {name}; give an nn.Module, neither scripted nor traced")
     if not any(True for _ in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has no parameters; give a model that can be trained"
-        )
+        raise ValueError(f"{type(model).__name__} has no parameters, so nothing can be trained")
     if isinstance(model, nn.DataParallel):
-        raise ValueError(
-            "the model is wrapped in DataParallel, which would not copy new weights to its replicas; "
-            "use DistributedDataParallel under torchrun, or grow model.module on one device"
-        )
+        raise ValueError("DataParallel does not copy new weights; use DistributedDataParallel")
     if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
         raise ValueError(
             "the model has seeds of another growth, perhaps one that failed; create model and "
             "optimizer again, or grow that growth's plain_model() with a new optimizer"
         )
-
-
-def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, optim.Optimizer):
         given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise ValueError(
-            f"the optimizer is {given}; give an instance, such as AdamW(model.parameters())"
-        )
+        raise ValueError(f"the optimizer is {given}; give an instance of an optimizer")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [parameter for parameter in model.parameters() if id(parameter) in held]
     if not trained:
-        raise ValueError(
-            "the optimizer trains none of the model's weights; create it from model.parameters()"
-        )
+        raise ValueError("the optimizer trains none of the model's weights (model.parameters())")
     if not any(parameter.requires_grad for parameter in trained):
+        raise ValueError("all weights that the optimizer holds are frozen; unfreeze some")
+    whole_number("decisions", decisions, 2)  # the last one only closes the run
+    whole_number("rng_seed", rng_seed)
+    if budget is not None and not isinstance(budget, Budget):
+        raise ValueError(f"budget={budget!r}; give a Budget, such as Budget(params=20_000)")
+    if not isinstance(rent, Real) or not 0 <= rent < math.inf:
+        raise ValueError(f"rent={rent!r}; use 0 or more, such as 0.02")
+
+
+def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
+    """The model inside DistributedDataParallel, and the ranks that train it together."""
+    if isinstance(model, nn.Module):
+        check_not_sharded(model, "it in DistributedDataParallel instead")
+    if isinstance(model, DistributedDataParallel):
+        model, ranks = model.module, join_ranks()
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks.size == 1 < size:
         raise ValueError(
-            "all weights of the model that the optimizer holds are frozen, so nothing trains "
-            "before the first seed; unfreeze some of them, such as the last layer's"
+            f"{size} ranks are connected, but each would grow another model; give Growth the "
+            "DistributedDataParallel model, not the module inside"
         )
+    return model, ranks
+
+
+def check_not_sharded(model: nn.Module, remedy: str) -> None:
+    if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules()):
+        raise ValueError(f"the model is sharded, but a seed grows on whole weights; give {remedy}")
 
 
 class PreparedModel(NamedTuple):
@@ -162,16 +120,17 @@ def prepare_model(
 
 def freeze_all_but_head(model: nn.Module, example: Any) -> None:
     """Switch off `requires_grad` for all weights but those of the last layer that has weights."""
-    head = trace(model, example).weights
-    for norm, module in model.named_modules():
-        if not module.training or getattr(module, "running_mean", None) is None:
-            continue
+    head, trained = (
+        trace(model, example).weights,
+        (e for e in model.named_modules() if e[1].training),
+    )
+    norms = [name for name, m in trained if getattr(m, "running_mean", None) is not None]
+    if norms:
         warnings.warn(
-            f"frozen=True, but {norm!r} is in training mode, so its statistics follow the new data; "
-            "call model.eval() before every pass to keep them",
+            f"frozen=True, but {norms[0]!r} is in training mode, so its statistics follow the new "
+            "data; call model.eval() before every pass to keep them",
             stacklevel=3,
         )
-        break
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.rpartition(".")[0] == head)
 
@@ -185,7 +144,5 @@ def _fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tu
     if not fitting:
         kinds = sorted({site.kind.name for site in sites})
         why = ", with other lengths in other batches" if any(s.varies for s in sites) else ""
-        raise ValueError(
-            f"none of the blueprints {names} fits a site; there are {kinds} sites{why}"
-        )
+        raise ValueError(f"none of the blueprints {names} fits; there are {kinds} sites{why}")
     return fitting

@@ -2,22 +2,9 @@
 
 from itertools import compress
 
-import torch
 from torch import Tensor, nn
 
-from esper.growing.budget import Budget
-from esper.growing.ledger import (
-    NO_REASON,
-    BlockRecord,
-    DecisionRecord,
-    Fate,
-    FateRecord,
-    Ledger,
-    NetworkRecord,
-    RollbackRecord,
-    SeedRecord,
-    SeedState,
-)
+from esper.growing import ledger as records
 from esper.growing.network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
 from esper.growing.sites import count_params
@@ -30,16 +17,18 @@ from esper.tolaria.reports import History
 class Recorder:
     """Turns what happens in a network into records."""
 
-    def __init__(self, ledger: Ledger, network: GrowingNetwork):
+    def __init__(self, ledger: records.Ledger, network: GrowingNetwork, history: History):
         self.ledger = ledger
         self.seed_ids: dict[int, str] = {}  # by slot
-        self._network = network
+        self._network, self._history = network, history
 
-    def seed_states(self, history: History) -> tuple[SeedState, ...]:
+    def seed_states(self) -> tuple[records.SeedState, ...]:
         """The seeds in the network, in the order of their slots."""
-        return tuple(self._seed_state(slot, history) for slot in sorted(self.seed_ids))
+        return tuple(map(self._seed_state, sorted(self.seed_ids)))
 
-    def decision(self, step: int, action: Tensor, masks: ActionMasks, why: str) -> DecisionRecord:
+    def decision(
+        self, step: int, action: Tensor, masks: ActionMasks, why: str
+    ) -> records.DecisionRecord:
         """A decision that is about to be applied; for a germination also the new seed."""
         choices = dict(zip(masks.action_space.names, action.tolist(), strict=True))
         op, slot = LifecycleOp(choices["op"]), choices["slot"]
@@ -47,7 +36,7 @@ class Recorder:
         uses_slot, sites = "slot" in OP_HEADS[op], [slot.site.name for slot in self._network.slots]
         blueprints = [blueprint.name for blueprint in self._network.menu]
         names = choice_names(blueprints, sites)
-        record = DecisionRecord(
+        record = records.DecisionRecord(
             step=step,
             op=op.name,
             site=sites[slot] if uses_slot else None,
@@ -65,28 +54,29 @@ class Recorder:
         self.ledger.decisions.append(record)
         return record
 
-    def fates(self, step: int, history: History) -> None:
+    def fates(self, step: int) -> None:
         """Seeds that the controller pruned or committed since the last call."""
         for slot in self._emptied():
-            self._end(slot, step, "pruned", self._reason(LifecycleOp.PRUNE, slot, history))
+            self._end(slot, step, "pruned", self._reason(LifecycleOp.PRUNE, slot))
         for slot in self._newly_committed():
-            self._end(slot, step, "kept", self._reason(LifecycleOp.FOSSILIZE, slot, history))
-
-    def committed_at_close(self, step: int, reason: str) -> None:
-        for slot in self._newly_committed():
-            self._end(slot, step, "kept", reason)
+            self._end(slot, step, "kept", self._reason(LifecycleOp.FOSSILIZE, slot))
+        self._history.forget(~self._network.states.has_seed)
 
     def rolled_back(self, step: int, to_step: int, reason: str) -> None:
         """A rollback, and the seeds that it removed."""
         for slot in self._emptied():
             self._end(slot, step, "rolled_back", reason)
-        self.ledger.rollbacks.append(RollbackRecord(step=step, to_step=to_step, reason=reason))
+        self._history.forget(~self._network.states.has_seed)
+        record = records.RollbackRecord(step=step, to_step=to_step, reason=reason)
+        self.ledger.rollbacks.append(record)
 
-    def closed(self, step: int, best_step: int, history: History) -> None:
-        """Seeds that are not in the final network."""
+    def closed(self, step: int, best_step: int) -> None:
+        """Seeds that closing has committed, and seeds that are not in the final network."""
+        for slot in self._newly_committed():
+            self._end(slot, step, "kept", "the best metric was measured with it")
         for slot in self._emptied():
             if self.ledger.fate_of(self.seed_ids[slot]) is None:
-                reason = f"the controller did not commit it; {self._worth(slot, history)}"
+                reason = f"the controller did not commit it; {self._worth(slot)}"
                 self._end(slot, step, "uncommitted", reason)
             else:
                 reason = f"the best network was the one at step {best_step}, without it"
@@ -100,16 +90,16 @@ class Recorder:
         committed = [s for s in self.seed_ids if self._network.slots[s].is_committed]
         return [slot for slot in committed if self.ledger.fate_of(self.seed_ids[slot]) is None]
 
-    def _end(self, slot: int, step: int, fate: Fate, reason: str) -> None:
+    def _end(self, slot: int, step: int, fate: records.Fate, reason: str) -> None:
         seed = self.seed_ids[slot]
-        self.ledger.fates.append(FateRecord(seed=seed, step=step, fate=fate, reason=reason))
+        self.ledger.fates.append(records.FateRecord(seed=seed, step=step, fate=fate, reason=reason))
         if fate != "kept":
             del self.seed_ids[slot]
 
-    def _new_seed(self, step: int, choices: dict[str, int]) -> SeedRecord:
+    def _new_seed(self, step: int, choices: dict[str, int]) -> records.SeedRecord:
         slot, blueprint = choices["slot"], self._network.menu[choices["blueprint"]]
         site = self._network.slots[slot].site
-        record = SeedRecord(
+        record = records.SeedRecord(
             seed=f"s{len(self.ledger.seeds) + 1}",
             site=site.name,
             blueprint=blueprint.name,
@@ -122,9 +112,9 @@ class Recorder:
         self.ledger.seeds.append(record)
         return record
 
-    def _seed_state(self, slot: int, history: History) -> SeedState:
-        states, (gain, error, age) = self._network.states, _contribution(history, slot)
-        return SeedState(
+    def _seed_state(self, slot: int) -> records.SeedState:
+        states, (gain, error, age) = self._network.states, self._contribution(slot)
+        return records.SeedState(
             seed=self.seed_ids[slot],
             stage=SeedStage(int(states.stage[0, slot])).name,
             alpha=float(states.alpha[0, slot]),
@@ -132,56 +122,31 @@ class Recorder:
             contribution_error=error if age == 0 else None,
         )
 
-    def _reason(self, op: LifecycleOp, slot: int, history: History) -> str:
+    def _reason(self, op: LifecycleOp, slot: int) -> str:
         """The controller's reason when it last applied `op` to the seed in a slot.
 
         If it gave none, what was known of the seed.
         """
-        reasons = [
-            decision.reason
-            for decision in self.ledger.decisions
-            if decision.seed == self.seed_ids[slot] and decision.op == op.name
-        ]
-        return (reasons and reasons[-1]) or f"{NO_REASON}; {self._worth(slot, history)}"
+        sought, decisions = (self.seed_ids[slot], op.name), reversed(self.ledger.decisions)
+        reason = next((d.reason for d in decisions if (d.seed, d.op) == sought), "")
+        return reason or f"{records.NO_REASON}; {self._worth(slot)}"
 
-    def _worth(self, slot: int, history: History) -> str:
+    def _worth(self, slot: int) -> str:
         """The last measured contribution of a seed, in words."""
-        gain, error, age = _contribution(history, slot)
+        gain, error, age = self._contribution(slot)
         if age is None:
             return "never measured"
         when = "now" if age == 0 else f"{age} steps ago"
         return f"worth {self.ledger.show_gain(gain, error)}, measured {when}"
 
-
-def _contribution(history: History, slot: int) -> tuple[float, float, int | None]:
-    """Of the seed in a slot, its standard error, and the steps since then; None: never measured."""
-    found = history.contribution[0, slot], history.contribution_error[0, slot]
-    is_known, age = history.contribution_known[0, slot], history.contribution_age[0, slot]
-    return float(found[0]), float(found[1]), int(age) if is_known else None
-
-
-def new_ledger(
-    model: nn.Module,
-    prepared: PreparedModel,
-    *,
-    metric: str,
-    controller: str,
-    budget: Budget,
-    rng_seed: int,
-) -> Ledger:
-    """An empty ledger for a run."""
-    device = str(prepared.sites[0].device)
-    return Ledger(
-        model=type(model).__name__,
-        metric=metric,
-        controller=controller,
-        before=_network_record(model, prepared),
-        budget=budget,
-        facts={"device": device, "torch": torch.__version__, "rng seed": str(rng_seed)},
-    )
+    def _contribution(self, slot: int) -> tuple[float, float, int | None]:
+        """A seed's, its standard error, and the steps since then; None: never measured."""
+        history, at = self._history, (0, slot)
+        age = int(history.contribution_age[at]) if history.contribution_known[at] else None
+        return float(history.contribution[at]), float(history.contribution_error[at]), age
 
 
-def _network_record(model: nn.Module, prepared: PreparedModel) -> NetworkRecord:
+def network_record(model: nn.Module, prepared: PreparedModel) -> records.NetworkRecord:
     """The user's model: its sites, and the layers with weights outside of them."""
     sites = {site.name for site in prepared.trace.sites if site.part is None}
     blocks = []
@@ -192,7 +157,7 @@ def _network_record(model: nn.Module, prepared: PreparedModel) -> NetworkRecord:
         is_leaf, params = not any(True for _ in module.children()), count_params(module)
         is_inside = any(name.startswith(f"{site}.") for site in sites)
         if is_site or (is_leaf and params and not is_inside):
-            block = BlockRecord(
+            block = records.BlockRecord(
                 name=name,
                 kind=place.module_class,
                 shape=place.shape,
@@ -200,4 +165,4 @@ def _network_record(model: nn.Module, prepared: PreparedModel) -> NetworkRecord:
                 site_kind=place.kind.name if is_site else None,
             )
             blocks.append(block)
-    return NetworkRecord(params=prepared.params, macs=prepared.macs, blocks=tuple(blocks))
+    return records.NetworkRecord(params=prepared.params, macs=prepared.macs, blocks=tuple(blocks))

@@ -126,7 +126,7 @@ def grow(
     the loader has a `DistributedSampler`. All return the same result.
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "repeats")}
-    model, ranks = unwrapped(model)[0], join_ranks()
+    model, ranks = unwrapped(model, join_ranks())
     _check_call(options, repeats)
     check_arguments(model, optimizer, decisions + 1, budget, rent, rng_seed)
     page = page if ranks.is_first else None
@@ -202,20 +202,12 @@ def _repeated(
 
 def _check_call(options: dict[str, Any], repeats: int) -> None:
     """Check the arguments that `Growth` does not have."""
-    steps, decisions = options["steps"], options["decisions"]
+    steps, decisions = (whole_number(name, options[name], 1) for name in ("steps", "decisions"))
+    whole_number("repeats", repeats, 1)
     if options["autocast"] == torch.float16:
-        raise ValueError(
-            "autocast=torch.float16 needs a GradScaler; use torch.bfloat16, or esper.Growth in your "
-            "own loop"
-        )
-    for name, number in {"steps": steps, "decisions": decisions, "repeats": repeats}.items():
-        whole_number(name, number)
-    if steps < 1:
-        raise ValueError(f"steps={steps}; use 1 or more, the number of batches to train on")
-    if not 1 <= decisions <= steps:
+        raise ValueError("autocast=torch.float16 needs a GradScaler; use bfloat16 or esper.Growth")
+    if decisions > steps:
         raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats}; use 1 or more, the number of runs")
     if repeats > 1 and not options["twin"]:
         raise ValueError(f"repeats={repeats} with twin=False; only a verdict uses the other runs")
     for name, given in (("loss", options["loss"]), ("metric", options["metric"] or len)):
@@ -233,14 +225,13 @@ def _set_train_mode(model: nn.Module) -> None:
     if not any(module.training for module in model.modules()):
         model.train()
     resting = ((name, m) for name, m in model.named_modules() if not m.training and is_composed(m))
-    for name in (n for n, m in resting if any(p.requires_grad for p in m.parameters())):
+    names = [name for name, m in resting if any(p.requires_grad for p in m.parameters())]
+    if names:
         warnings.warn(
-            f"{name or type(model).__name__} is in eval mode while other parts of the model are in "
-            "train mode: it trains without dropout, and its batch norms keep their statistics. If "
-            "that is not intended, call model.train() first",
+            f"{names[0] or type(model).__name__} is in eval mode while other parts are not: no dropout, "
+            "and batch norms keep their statistics. If that is not intended, call model.train() first",
             stacklevel=3,
         )
-        return
 
 
 def _train(
@@ -282,12 +273,11 @@ def _conclude(growth: Growth, twin: Twin | None, task: Task) -> GrowthResult:
     gain, error = paired_difference(with_growth, without)
     has_grown = growth.params > growth.ledger.before.params
     returns_grown = gain > 0 or (gain == 0 and not has_grown)
-    verdict = Verdict(
+    growth.ledger.verdict = verdict = Verdict(
         grown=float(with_growth.mean()),
         ungrown=float(without.mean()),
         returned="grown" if returns_grown else "ungrown",
         difference_error=error if len(without) > 1 else None,
     )
-    growth.ledger.verdict = verdict
     returned = grown if returns_grown else ungrown
     return GrowthResult(returned, ungrown, growth.ledger, verdict, growth)

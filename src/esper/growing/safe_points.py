@@ -97,22 +97,21 @@ class SafePoints:
         self.restore(point)
         return point
 
-    def commit_best_seen(self, now: SafePoint | None) -> bool:
+    def commit_best_seen(self, now: SafePoint | None) -> None:
         """Restore the best measured network and commit its seeds, if it beats the committed best.
 
-        `now` is the current network if it was measured as it is. Returns whether it was done.
+        `now` is the current network if it was measured as it is.
         """
         assert self.best is not None
         whole = [p for p in (self.best_stable, now) if p is not None and self.has_all_seeds(p)]
         point = max((self.best, *whole), key=lambda p: p.metric)  # the first of equals
         if point is self.best:
-            return False
+            return
         self.restore(point)
         stage = self._network.states.stage.clone()
         stage[0, self._network.uncommitted] = SeedStage.FOSSILIZED
         self._network.adopt(Transition.of(replace(self._network.states, stage=stage)))
         self.best = self._point(point.step, point.metric, committed_only=True)
-        return True
 
     def restore(self, point: SafePoint) -> None:
         """Restore a network. Seeds pruned since stay pruned; slots of newer seeds are embargoed."""

@@ -88,29 +88,24 @@ class Task:
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, target = batch
         with self._precision():
-            return _checked_loss(self._loss(forward(model, inputs), target))
+            return self._loss(forward(model, inputs), target)
 
     def score(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Each example's score, and the mean loss."""
         inputs, target = moved(self._unpack(batch), self._device)
         with self._precision():
             output = forward(model, inputs)
-            scores = validation.checked_scores(self._metric(output, target))
-            return scores, _checked_loss(self._loss(output, target))
+            return self._metric(output, target), self._loss(output, target)
 
     def val_scores(self, *models: nn.Module) -> list[Tensor]:
         """The scores of each model on the same validation batches, each `[n]`."""
-        scores: list[list[Tensor]] = [[] for _ in models]
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(eval_mode(model, self._val_loader))
-            for batch in self._val_loader:
-                for collected, model in zip(scores, models, strict=True):
-                    collected.append(self.score(model, batch)[0])
+            batches = [[self.score(m, batch)[0] for m in models] for batch in self._val_loader]
         split = self.ranks if is_split(self._val_loader) else ALONE
-        return self.ranks.broadcast(
-            [validation.bounded(validation.joined(parts, split)) for parts in scores]
-        )
+        scores = [validation.joined(list(parts), split) for parts in zip(*batches, strict=True)]
+        return self.ranks.broadcast([validation.bounded(of_model) for of_model in scores])
 
     def train_both(self, growth: Growth, twin: "Twin | None") -> None:
         """One step of both models on the next batch with the same randomness."""
@@ -122,22 +117,20 @@ class Task:
         growth.after_step(loss)
         middle = time.perf_counter()
         growth.ledger.add_cost("growing", 0, middle - start)
-        if twin is None:
-            if growth.scheduler is not None:
-                growth.scheduler.step()
-            return
-        is_first = growth.optimizer_steps == 1
-        before = _versions(growth.model) if is_first else []
-        self._step(twin, batch, weight)
-        if is_first and _versions(growth.model) != before:
-            raise ValueError(
-                "a step of the ungrown twin changed the growing model: the loss or an optimizer "
-                "hook accesses the model directly, so the twin would train without it. Use only "
-                "the arguments (a loss: output and target; a hook: optimizer.param_groups)"
-            )
-        twin.follow(growth.scheduler, growth.optimizer)
-        macs = 3 * growth.ledger.before.macs * batch_size(growth.example)
-        growth.ledger.add_cost("twin", macs, time.perf_counter() - middle)
+        if twin is not None:
+            is_first = growth.optimizer_steps == 1
+            before = _versions(growth.model) if is_first else []
+            self._step(twin, batch, weight)
+            if is_first and _versions(growth.model) != before:
+                raise ValueError(
+                    "a step of the ungrown twin changed the growing model: the loss or an optimizer "
+                    "hook accesses the model directly, so the twin would train without it. Use only "
+                    "the arguments (a loss: output and target; a hook: optimizer.param_groups)"
+                )
+            macs = 3 * growth.ledger.before.macs * batch_size(growth.example)
+            growth.ledger.add_cost("twin", macs, time.perf_counter() - middle)
+        if growth.scheduler is not None:
+            _step_scheduler(growth.scheduler, growth.optimizer, twin)
 
     def _step(self, trained: "Growth | Twin", batch: Any, weight: float) -> Tensor:
         model, optimizer = trained.model, trained.optimizer
@@ -162,19 +155,6 @@ class Twin:
         self.best_metric = -1.0
         self.best = model  # a copy, once it was measured
 
-    def follow(self, scheduler: LRScheduler | None, optimizer: optim.Optimizer) -> None:
-        """Step the growing model's scheduler, and apply what it changes to the twin's optimizer.
-
-        Settings that an optimizer changes by itself stay separate.
-        """
-        if scheduler is None:
-            return
-        before = group_settings(optimizer)
-        scheduler.step()
-        groups = zip(self.optimizer.param_groups, before, group_settings(optimizer), strict=False)
-        for own, old, new in groups:
-            own.update({name: value for name, value in new.items() if value != old.get(name)})
-
     def measure(self, ledger: Ledger, step: int) -> None:
         ranks, start = self._task.ranks, time.perf_counter()
         ranks.copy_first(b for b in self.model.buffers() if b.is_floating_point())
@@ -190,6 +170,18 @@ class Twin:
             self.best = copy.deepcopy(self.model, without_graphs(self.model))
 
 
+def _step_scheduler(scheduler: Any, optimizer: optim.Optimizer, twin: Twin | None) -> None:
+    """Step the growing model's scheduler, and apply what it changes to the twin's optimizer.
+
+    Settings that an optimizer changes by itself stay separate.
+    """
+    before = group_settings(optimizer)
+    scheduler.step()
+    own_groups = [] if twin is None else twin.optimizer.param_groups
+    for own, old, new in zip(own_groups, before, group_settings(optimizer), strict=False):
+        own.update({name: value for name, value in new.items() if value != old.get(name)})
+
+
 def copied(
     model: nn.Module, optimizer: optim.Optimizer, scheduler: LRScheduler | None = None
 ) -> tuple[nn.Module, optim.Optimizer, LRScheduler | None]:
@@ -198,9 +190,8 @@ def copied(
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if trained & own and trained - own:
         raise ValueError(
-            "the optimizer also trains weights that are not the model's, such as those of a loss; "
-            "the twin would share them. Make them part of the model, or use esper.Growth in your "
-            "own loop"
+            "the optimizer also trains weights that are not the model's, and the twin would share "
+            "them; make them part of the model, or use esper.Growth in your own loop"
         )
     copies = without_graphs(model)
     twins = copy.deepcopy((model, optimizer), copies)
@@ -213,15 +204,13 @@ def copied(
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
     """The loader's batches, again and again."""
-    when = ""
     while True:
         is_empty = True
         for batch in loader:
             is_empty = False
             yield batch
         if is_empty:
-            raise ValueError(f"the training loader yields nothing{when}")
-        when = " when it is read again"
+            raise ValueError("the training loader yields nothing, perhaps when it is read again")
 
 
 def _shapes(inputs: Any) -> list[Any]:
@@ -233,12 +222,3 @@ def _versions(model: nn.Module) -> list[tuple[int, int]]:
     """Change when a weight or its gradient is written to."""
     watched = (t for p in model.parameters() for t in (p, p.grad) if t is not None)
     return [(id(tensor), tensor._version) for tensor in watched]
-
-
-def _checked_loss(loss: Tensor) -> Tensor:
-    if loss.numel() != 1:
-        raise ValueError(
-            f"a loss of shape {tuple(loss.shape)}; give the batch's mean, one number, as with "
-            "reduction='mean'"
-        )
-    return loss

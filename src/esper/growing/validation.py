@@ -25,12 +25,14 @@ from esper.leyline.ranks import ALONE, Ranks
 # batch -> a score per example [n], 0 to 1, higher is better; optionally with the mean loss
 Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]
 Number = float | Tensor  # a tensor has one element; numpy's floats are floats
+Given = tuple[Number | None, Number | None]  # the user's validation metric and loss
 Metric = Callable[[Any, Any], Tensor]  # (output, target) -> a score per example [batch], 0 to 1
 
 ROUNDING = 1e-4  # a score may exceed 0 or 1 by this much, as sums of probabilities do
 CLEAR_FALL, NUM_FALLS = 0.2, 3  # share of the metric, and how many steps must show it
 IGNORED = -100  # a target that does not count, as in torch's cross_entropy
 
+_RANGE = "0 to 1, higher is better. Use a share instead of per cent, and 1 / (1 + loss) for a loss"
 _PASS_ONE = "pass metric=..., a score per example from 0 to 1"
 _FOR_ONE_LOGIT = (
     "For one logit: lambda output, target: ((output > 0).reshape(len(target), -1) == "
@@ -63,80 +65,82 @@ class Validator:
             raise ValueError("val_loader and score go together; give both or none")
         if val_loader is not None:
             check_loader(val_loader, "validation")
-        self._loader, self._score = val_loader, score
-
-    @property
-    def has_score(self) -> bool:
-        return self._score is not None
+        self._loader, self.score, self._has_warned = val_loader, score, False
 
     def check(self, model: nn.Module) -> None:
         """Raise for validation data or scores that cannot be used."""
-        if self._loader is None or self._score is None:
+        if self._loader is None or self.score is None:
             return
         with eval_mode(model, self._loader):
-            scores = joined([_scored(batch, self._score)[0] for batch in self._loader])
+            scores = joined([_scored(batch, self.score)[0] for batch in self._loader])
         lowest, highest = scores.aminmax()  # the mean can be valid while single scores are not
-        if lowest < -ROUNDING or highest > 1 + ROUNDING:
+        if not (lowest >= -ROUNDING and highest <= 1 + ROUNDING):
             raise ValueError(
-                f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be 0 to 1, "
-                "higher is better. Use a share instead of per cent, and 1 / (1 + error) for an error"
+                f"scores of {float(lowest):.4g} to {float(highest):.4g}; each must be {_RANGE}"
             )
-        check_metric(float(bounded(scores).mean()))
 
     def measure(
-        self,
-        network: GrowingNetwork,
-        val_metric: Number | None,
-        val_loss: Number | None,
-        *,
-        is_first: bool,
-        judged: Collection[int] | None = None,
+        self, network: GrowingNetwork, given: Given, is_first: bool, judged: Collection[int] | None
     ) -> Measurement:
         """A metric outside 0 to 1 raises if it is the first of the run, else it becomes NaN.
 
         `judged`: as in the function `measure`.
         """
-        ranks = network.ranks
-        if self._loader is not None and self._score is not None:
+        ranks, (val_metric, val_loss) = network.ranks, given
+        if self._loader is not None and self.score is not None:
             if val_metric is not None:
                 raise ValueError("growth measures the metric itself with score=; leave it out here")
-            split = ranks if is_split(self._loader) else ALONE
-            measured = ranks.broadcast(measure(network, self._loader, self._score, split, judged))
+            measured = measure(network, self._loader, self.score, judged)
         elif val_metric is None:
-            raise ValueError(
-                "decide() needs the validation metric; or give Growth a val_loader and a score"
-            )
+            raise ValueError("decide() needs the validation metric; or give Growth a score")
         else:
             metric, loss = _as_float(val_metric), None if val_loss is None else _as_float(val_loss)
             every = ranks.gather((metric, loss))
             metric = sum(metric for metric, _ in every) / ranks.size
             loss = None if loss is None else sum(loss or 0.0 for _, loss in every) / ranks.size
             measured = Measurement(metric, loss, {}, None if network.uncommitted else metric)
+        if 0.0 <= measured.metric <= 1.0:
+            return measured
         if is_first:
-            check_metric(measured.metric)
-        is_valid = 0.0 <= measured.metric <= 1.0
-        return measured if is_valid else measured._replace(metric=math.nan)
+            raise ValueError(f"the validation metric is {measured.metric}; it must be {_RANGE}")
+        return measured._replace(metric=math.nan)
+
+    def warn_if_metric_falls_with_loss(self, steps: Sequence[StepRecord]) -> None:
+        """Warn once if lower seems better: growth would return the worst network.
+
+        No metric is above the first, and the last `NUM_FALLS` with a lower loss are clearly below it.
+        """
+        pairs = ((record.metric, record.validation_loss) for record in steps)
+        known = [(value, loss) for value, loss in pairs if value is not None and loss is not None]
+        better = [metric for metric, loss in known if loss < known[0][1]]
+        if self._has_warned or len(better) < NUM_FALLS:
+            return
+        first, highest = known[0][0], max(metric for metric, _ in known)
+        if highest > first or max(better[-NUM_FALLS:]) >= (1 - CLEAR_FALL) * first:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "the validation metric decreases while the loss decreases. Esper maximises the metric; "
+            "if lower is better, pass 1 - metric",
+            stacklevel=5,
+        )
 
 
 def _as_float(number: Number) -> float:
-    if not isinstance(number, Tensor):
-        return float(number)
-    if number.numel() != 1:
-        raise ValueError(f"a metric or loss of shape {tuple(number.shape)}; give one number")
-    return float(number.detach())
+    return float(number.detach() if isinstance(number, Tensor) else number)
 
 
 def measure(
     network: GrowingNetwork,
     batches: Iterable[Any],
     score: Score,
-    ranks: Ranks = ALONE,
     judged: Collection[int] | None = None,
 ) -> Measurement:
     """Score the network, the network without each active seed, and the committed network.
 
-    The batches are those of all `ranks`. With `judged` only the seeds of these slots are left out.
+    With `judged` only the seeds of these slots are left out.
     """
+    ranks = network.ranks if is_split(batches) else ALONE
     uncommitted, complete = tuple(network.uncommitted), ()
     judged = [slot for slot in network.active if judged is None or slot in judged]
     switched_off = {complete, *((slot,) for slot in judged), uncommitted}
@@ -153,21 +157,14 @@ def measure(
     per_example = {off: bounded(joined(collected, ranks)) for off, collected in scores.items()}
     whole = per_example[complete]
     differences = {slot: paired_difference(whole, per_example[slot,]) for slot in judged}
-    return Measurement(
+    measured = Measurement(
         metric=float(whole.mean()),
         loss=float(ranks.sums(torch.stack(losses).sum())[0] / len(whole)) if losses else None,
         contributions={s: known for s, known in differences.items() if not math.isnan(known[0])},
         committed_metric=float(per_example[uncommitted].mean()),
         rows=len(whole) * len(per_example),
     )
-
-
-def check_metric(metric: float) -> None:
-    if not 0.0 <= metric <= 1.0:
-        raise ValueError(
-            f"the validation metric is {metric}; it must be 0 to 1, higher is better. Use a share "
-            "instead of per cent, and 1 / (1 + loss) for a loss"
-        )
+    return network.ranks.broadcast(measured)
 
 
 def check_loader(loader: Iterable[Any], name: str) -> None:
@@ -179,40 +176,15 @@ def check_loader(loader: Iterable[Any], name: str) -> None:
         )
 
 
-def warn_if_metric_falls_with_loss(steps: Sequence[StepRecord]) -> bool:
-    """Warn, and return True, if lower seems better: growth would return the worst network.
-
-    No metric is above the first, and the last `NUM_FALLS` with a lower loss are clearly below it.
-    """
-    pairs = ((record.metric, record.validation_loss) for record in steps)
-    known = [(metric, loss) for metric, loss in pairs if metric is not None and loss is not None]
-    better = [metric for metric, loss in known if loss < known[0][1]]
-    if len(better) < NUM_FALLS:
-        return False
-    first, highest = known[0][0], max(metric for metric, _ in known)
-    if highest > first or max(better[-NUM_FALLS:]) >= (1 - CLEAR_FALL) * first:
-        return False
-    warnings.warn(
-        "the validation metric decreases while the loss decreases. Esper maximises the metric; if "
-        "lower is better, pass 1 - metric",
-        stacklevel=5,
-    )
-    return True
-
-
 def _scored(batch: Any, score: Score) -> tuple[Tensor, Tensor | None]:
     """A batch's scores, and its mean loss if the score function returns one."""
     scored = score(batch)
     values, loss = scored if isinstance(scored, tuple) else (scored, None)
-    return checked_scores(values), loss
-
-
-def checked_scores(values: Tensor) -> Tensor:
-    shape = values.shape if isinstance(values, Tensor) else None
-    if shape is None or len(shape) != 1:
-        found = f"type {type(values).__name__}" if shape is None else f"shape {tuple(shape)}"
-        raise ValueError(f"a score of {found}; give one number per example, a tensor [batch]")
-    return values.detach()
+    if not isinstance(values, Tensor) or values.dim() != 1:
+        raise ValueError(f"a score {_shown(values)}; give one number per example, a tensor [batch]")
+    if loss is not None and loss.numel() != 1:
+        raise ValueError(f"a loss of shape {_shown(loss)}; give the batch's mean, one number")
+    return values.detach(), loss
 
 
 def joined(parts: list[Tensor], ranks: Ranks = ALONE) -> Tensor:
@@ -264,17 +236,12 @@ def closeness(variance: float) -> Metric:
     """1 / (1 + squared error / variance)."""
 
     def score(output: Any, target: Any) -> Tensor:
-        if not isinstance(output, Tensor) or not isinstance(target, Tensor):
-            raise ValueError(f"{_unknown(output, target)}; {_PASS_ONE}")
-        if output.shape != target.shape:
-            like = (
-                "give them the same shape, such as target.unsqueeze(1): a loss would broadcast "
-                "each output against every target"
-                if output.numel() == target.numel()
-                else _PASS_ONE
+        if not isinstance(output, Tensor) or _shown(output) != _shown(target):
+            raise ValueError(
+                f"{_unknown(output, target)} of numbers; give them the same shape, such as "
+                f"target.unsqueeze(1), since a loss would broadcast them, or {_PASS_ONE}"
             )
-            raise ValueError(f"{_unknown(output, target)} of numbers; {like}")
-        error = (output - target).square().reshape(len(target), -1).mean(1)
+        error: Tensor = (output - target).square().reshape(len(target), -1).mean(1)
         return 1 / (1 + error / variance)
 
     return score
@@ -296,15 +263,13 @@ def _variance(targets: Iterable[Tensor]) -> float:
         )
     variance = float(values.var(dim=0, correction=0).mean())
     if not 0 < variance < math.inf:
-        raise ValueError(
-            f"the validation targets have a variance of {variance}, which cannot scale an error; "
-            f"{_PASS_ONE}"
-        )
+        raise ValueError(f"the validation targets have a variance of {variance}; {_PASS_ONE}")
     return variance
 
 
 def _unknown(output: Any, target: Any) -> str:
-    shown = [
-        tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (output, target)
-    ]
-    return f"there is no default metric for an output {shown[0]} and a target {shown[1]}"
+    return f"no default metric fits an output {_shown(output)} and a target {_shown(target)}"
+
+
+def _shown(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
