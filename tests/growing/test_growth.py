@@ -312,6 +312,13 @@ def test_the_last_network_stays_if_it_was_measured_to_be_the_best(ramp_is_over):
     assert (fate.fate, fate.reason) == ("kept", "the best metric was measured with it")
 
 
+def test_ranks_that_are_not_connected_are_warned(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="not connected, so each grows its own model") as warned:
+        new_growth(Script())
+    assert len(warned) == 1
+
+
 def test_who_stops_without_closing_is_warned(tmp_path):
     growth = new_growth(Script(germinate(0, blueprint=1, tempo=0)))
     growth.decide(0.5)

@@ -125,6 +125,13 @@ def test_the_error_names_host_slot_stage_age_and_op():
         )
 
 
+@pytest.mark.parametrize(("host", "slot"), [(-1, 0), (1, 0), (0, -1), (0, NUM_SLOTS)])
+def test_a_host_or_slot_that_does_not_exist_is_an_error(host, slot):
+    states = SlotStates.dormant(1, NUM_SLOTS)
+    with pytest.raises(ValueError, match="; there are [13]: use 0 to [02]"):
+        moves.germinate(states, torch.tensor([host]), torch.tensor([slot]), **SEED)
+
+
 def test_a_slot_named_twice_in_one_call_is_an_error():
     twice = torch.tensor([1, 0, 1])
     with pytest.raises(ValueError, match="host 1, slot 1 is named more than once"):

@@ -91,7 +91,9 @@ def _signature(growth: "Growth") -> dict[str, Any]:
 def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> None:
     """Raise if this growth cannot resume the saved run."""
     if changed := differences(_signature(growth), saved["signature"]):
-        raise ValueError(f"{path} is of another run: here {'; '.join(changed[:3])}")
+        raise ValueError(
+            f"{path} is of another run: here {'; '.join(changed[:3])}; create this one like it"
+        )
     step, _, is_closed = saved["counts"]
     if step >= growth.decisions and not is_closed:
         raise ValueError(f"{path} has made {step} decisions; use decisions={step + 1} or more")

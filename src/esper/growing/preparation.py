@@ -1,6 +1,7 @@
 """Before a run: check the arguments, and find the sites, the seeds that fit there and their costs."""
 
 import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -33,7 +34,10 @@ def check_arguments(
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters, so nothing can be trained")
     if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel does not copy new weights; use DistributedDataParallel")
+        raise ValueError(
+            "DataParallel does not copy new weights to its replicas; use DistributedDataParallel "
+            "under torchrun, or grow model.module on one device"
+        )
     if any(isinstance(h, Slot) for m in model.modules() for h in m._forward_hooks.values()):
         raise ValueError(
             "the model has seeds of another growth, perhaps one that failed; create model and "
@@ -41,13 +45,15 @@ def check_arguments(
         )
     if not isinstance(optimizer, optim.Optimizer):
         given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise ValueError(f"the optimizer is {given}; give an instance of an optimizer")
+        raise ValueError(f"the optimizer is {given}; give one, such as AdamW(model.parameters())")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [parameter for parameter in model.parameters() if id(parameter) in held]
     if not trained:
-        raise ValueError("the optimizer trains none of the model's weights (model.parameters())")
+        raise ValueError(
+            "the optimizer trains none of the model's weights; create it from model.parameters()"
+        )
     if not any(parameter.requires_grad for parameter in trained):
-        raise ValueError("all weights that the optimizer holds are frozen; unfreeze some")
+        raise ValueError("the optimizer has only frozen weights; unfreeze some, such as the head's")
     whole_number("decisions", decisions, 2)  # the last one only closes the run
     whole_number("rng_seed", rng_seed)
     if budget is not None and not isinstance(budget, Budget):
@@ -62,7 +68,14 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
         check_not_sharded(model, "it in DistributedDataParallel instead")
     if isinstance(model, DistributedDataParallel):
         model, ranks = model.module, join_ranks()
-    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    is_connected = dist.is_available() and dist.is_initialized()
+    size = dist.get_world_size() if is_connected else 1
+    if not is_connected and os.environ.get("WORLD_SIZE", "1") != "1":
+        warnings.warn(
+            "torchrun has started several ranks that are not connected, so each grows its own model; "
+            "call torch.distributed.init_process_group and use DistributedDataParallel",
+            stacklevel=3,
+        )
     if ranks.size == 1 < size:
         raise ValueError(
             f"{size} ranks are connected, but each would grow another model; give Growth the "
@@ -73,7 +86,10 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
 
 def check_not_sharded(model: nn.Module, remedy: str) -> None:
     if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules()):
-        raise ValueError(f"the model is sharded, but a seed grows on whole weights; give {remedy}")
+        raise ValueError(
+            "the model is sharded (fully_shard, FSDP), but a seed grows on whole weights; give "
+            f"{remedy}"
+        )
 
 
 class PreparedModel(NamedTuple):
@@ -120,11 +136,8 @@ def prepare_model(
 
 def freeze_all_but_head(model: nn.Module, example: Any) -> None:
     """Switch off `requires_grad` for all weights but those of the last layer that has weights."""
-    head, trained = (
-        trace(model, example).weights,
-        (e for e in model.named_modules() if e[1].training),
-    )
-    norms = [name for name, m in trained if getattr(m, "running_mean", None) is not None]
+    head, modules = trace(model, example).weights, model.named_modules()
+    norms = [n for n, m in modules if m.training and getattr(m, "running_mean", None) is not None]
     if norms:
         warnings.warn(
             f"frozen=True, but {norms[0]!r} is in training mode, so its statistics follow the new "

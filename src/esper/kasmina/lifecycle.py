@@ -182,6 +182,11 @@ def request(
       training is pruned at once: its alpha is 0 already.
     - FOSSILIZE commits a held seed for good.
     """
+    for name, ids, count in zip(
+        ("host", "slot"), (host_ids, slot_ids), states.stage.shape, strict=True
+    ):
+        if bool(((ids < 0) | (ids >= count)).any()):
+            raise ValueError(f"{name} ids {ids.tolist()}; there are {count}: use 0 to {count - 1}")
     places = Counter(zip(host_ids.tolist(), slot_ids.tolist(), strict=True))
     if twice := [place for place, times in places.items() if times > 1]:
         host, slot = twice[0]

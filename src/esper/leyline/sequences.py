@@ -32,6 +32,11 @@ class SequenceLayout:
         """The layout of a rollout from `ended` (bool `[N, T]`) and the stored steps per env."""
         num_envs, max_steps = ended.shape
         counts = step_counts.to("cpu", torch.int64)
+        if counts.shape != (num_envs,) or bool(((counts < 0) | (counts > max_steps)).any()):
+            raise ValueError(
+                f"step_counts {counts.tolist()} for {num_envs} rows of {max_steps} steps; "
+                f"expected one count of 0 to {max_steps} for each"
+            )
         steps = torch.arange(max_steps)
         is_last_stored = steps == counts[:, None] - 1
         closes = (ended.cpu() | is_last_stored) & (steps < counts[:, None])
@@ -58,7 +63,7 @@ class SequenceLayout:
     @cached_property
     def batch_sizes(self) -> Tensor:
         """Number of episodes that have each time step: `PackedSequence.batch_sizes`."""
-        steps = torch.arange(max(self.lengths.tolist(), default=0))
+        steps = torch.arange(int(self.lengths.max()) if self.num_episodes else 0)
         return (self.lengths[:, None] > steps).sum(dim=0)
 
     @cached_property
