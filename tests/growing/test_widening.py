@@ -212,6 +212,12 @@ def test_layers_that_cannot_get_wider_are_refused_with_the_reason(between, reaso
     assert reason in found.not_larger["a"]
 
 
+def test_layers_get_wider_if_batches_have_other_sizes():
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    found = trace_sites(model, torch.randn(8, 2, 6), torch.randn(5, 2, 6))
+    assert [site.name for site in found.sites if site.pair] == ["0->3"]
+
+
 def test_frozen_and_shared_layers_are_refused():
     model = Odd(torch.relu)
     model.a.requires_grad_(False)

@@ -13,6 +13,7 @@ can be copied, named "block->copy", and attention, "module->heads" (`enlarging.p
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -254,23 +255,26 @@ def _larger_sites(
     A pair must be one in every trace.
     """
     macs, modules = _macs_by_module(model, example), dict(model.named_modules())
-    reasons: dict[str, str] = {}
+    sites, reasons = {}, {}
 
-    def parts(find: Callable[..., Part | None], what: str, run: Run) -> Iterator[ModelSite]:
+    def parts(find: Callable[..., Part | None], what: str, run: Run) -> Iterator[Part]:
         for name in run.calls:
             try:
                 if (part := find(name, modules, run, macs)) is not None:
-                    calls = [replace(call, weights=part.first) for call in run.calls[part.first]]
-                    yield replace(_candidate(part.name, calls, batch), part=part, tokens=1.0)
+                    yield part
             except Refused as why:
                 reasons[name] = f"{what}: {why}"
 
-    others = [[site.name for site in parts(pair_at, _WIDER, run)] for run in runs[1:]]
-    pairs = parts(pair_at, _WIDER, runs[0])
-    found = [pair for pair in pairs if all(pair.name in names for names in others)]
+    others = [[p.name for p in parts(pair_at, _WIDER, run)] for run in runs[1:]]
+    found = [p for p in parts(pair_at, _WIDER, runs[0]) if all(p.name in names for names in others)]
     found += parts(heads_at, "cannot have more heads", runs[0])
     found += parts(copy_at, "cannot be copied", runs[0])
-    return {site.name: site for site in found}, reasons
+    for part in found:
+        calls = [replace(call, weights=part.first) for call in runs[0].calls[part.first]]
+        with suppress(Refused):
+            site = _candidate(part.name, calls, batch)
+            sites[part.name] = replace(site, part=part, tokens=1.0)
+    return sites, reasons
 
 
 _WIDER = "cannot get wider"
