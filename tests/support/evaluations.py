@@ -2,13 +2,12 @@
 
 import torch
 
-from esper.leyline.factored_actions import tamiyo_action_space
 from esper.simic.evaluation.experiment import EvaluationConfig
 from esper.simic.training.config import TrainConfig
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
-from esper.tamiyo.policy.slot_heads import SlotHeads
+from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig
 
@@ -49,7 +48,7 @@ class RestlessPolicy(FactoredRecurrentActorCritic):
 def make_controller(rng_seed, kind=FactoredRecurrentActorCritic):
     with torch.random.fork_rng():
         torch.manual_seed(rng_seed)
-        config = PolicyConfig(lstm_hidden_dim=8)
-        return LearnedController(
-            kind(tamiyo_action_space(3, 3), SlotHeads(FeatureLayout(3, 3), config), config)
-        )
+        made = tamiyo_policy(FeatureLayout(3, 3), PolicyConfig(lstm_hidden_dim=8))
+        policy = kind(made.action_space, made.heads, made.config)
+    policy.load_state_dict(made.state_dict())
+    return LearnedController(policy)
