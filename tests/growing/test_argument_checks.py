@@ -35,7 +35,7 @@ def test_mistakes_are_told_at_once():
     refused("rng_seed='0'; use a whole number", rng_seed="0")
     for rent in (math.nan, -0.1, math.inf, "a"):
         refused(f"rent={rent!r}; use 0 or more", rent=rent)
-    refused("that the optimizer holds are frozen", model=mlp().requires_grad_(False))
+    refused("the optimizer has only frozen weights", model=mlp().requires_grad_(False))
 
 
 def test_a_run_too_short_for_the_heuristic_is_refused():

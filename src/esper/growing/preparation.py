@@ -45,7 +45,9 @@ def check_arguments(
         )
     if not isinstance(optimizer, optim.Optimizer):
         given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise ValueError(f"the optimizer is {given}; give one, such as AdamW(model.parameters())")
+        raise ValueError(
+            f"the optimizer is {given}; give an instance, such as AdamW(model.parameters())"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [parameter for parameter in model.parameters() if id(parameter) in held]
     if not trained:
