@@ -88,13 +88,9 @@ class Results:
             )
             return frontier.excess(test[:, hosts], size[:, hosts], groups[hosts])
         if claim.rival == RANDOM_SEARCH:
-            ours, theirs = learned.scores[:, rent], self.searches[rent].best_of(1)[None]
-        else:
-            ours, theirs = (
-                (arm.scores if claim.measure == "score" else arm.array("test"))[:, rent]
-                for arm in (learned, self.arms[claim.rival])
-            )
-        return estimate((ours - theirs)[:, hosts])
+            theirs = self.searches[rent].best_of(1)
+            return estimate((learned.scores[:, rent] - theirs)[:, hosts])
+        return claim.lead(self.arms, rent, hosts)
 
     def frontier(self, name: FrontierName) -> tuple[Frontier, Groups]:
         """A frontier, and the group in it that each host is compared with, `[H]`."""

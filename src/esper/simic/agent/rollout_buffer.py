@@ -12,6 +12,7 @@ boundaries) is on the CPU, so adding a step never synchronises with a GPU.
     buffer.reset()
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -302,6 +303,8 @@ class TamiyoRolloutBuffer:
         count = int(self.step_counts[env])
         if count == 0:
             raise ValueError(f"env {env} has no stored step; add one before a penalty")
+        if not math.isfinite(penalty):
+            raise ValueError(f"penalty={penalty} for env {env}; use a finite number")
         self.rewards[env, count - 1] = penalty
         self.terminated[env, count - 1] = True
         self.truncated[env, count - 1] = False

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from esper.simic.evaluation import arms
 from esper.simic.evaluation.arms import ArmResult, Array
@@ -63,6 +64,19 @@ class Claim:
     margin: float = 0.0  # of score or accuracy, both 0 to 1
     measure: Literal["score", "accuracy"] = "score"
 
+    def lead(
+        self,
+        results: Mapping[str, ArmResult],
+        rent: int,
+        hosts: slice | NDArray[np.int64] = slice(None),
+    ) -> "Estimate":
+        """The learned controller's lead at the rent of index `rent`, paired by host."""
+        ours, theirs = (
+            (arm.scores if self.measure == "score" else arm.array("test"))[:, rent]
+            for arm in (results[arms.LEARNED], results[self.rival])
+        )
+        return estimate((ours - theirs)[:, hosts])
+
 
 HELPS = Claim("e", arms.HOST_ALONE, "beats the host alone")
 CLAIMS: tuple[Claim, ...] = (
@@ -95,11 +109,8 @@ class Verdict:
 
 def judge_claims(results: Mapping[str, ArmResult], rents: Sequence[float]) -> list[Verdict]:
     """Every claim at every rent, paired by host, with Holm's correction."""
-    verdicts = []
-    for claim, (index, rent) in product(CLAIMS, enumerate(rents)):
-        ours, theirs = (results[name].scores[:, index] for name in (arms.LEARNED, claim.rival))
-        verdicts.append(judge(claim, rent, estimate(ours - theirs)))
-    return correct_for_number(verdicts)
+    cases = product(CLAIMS, enumerate(rents))
+    return correct_for_number([judge(c, rent, c.lead(results, i)) for c, (i, rent) in cases])
 
 
 def judge(claim: Claim, rent: float, lead: Estimate, note: str = "") -> Verdict:
