@@ -1,5 +1,8 @@
 """Verdicts follow from the interval; Holm's correction counts all of them."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from esper.simic.evaluation import arms
@@ -66,3 +69,16 @@ def test_the_margin_is_what_a_lead_is_tested_against():
     claim = Claim("b", arms.CONSTANT, "is at most half a point below", margin=-0.005)
     verdict = judge(claim, 0.2, lead(-0.004, 0.008))  # 7 points of 1000 above it, 2.29 errors
     assert verdict.p_value == pytest.approx(0.0222, rel=0.02)
+
+
+def test_a_claim_of_accuracy_compares_accuracies():
+    def arm(score, test):
+        outcome = SimpleNamespace(test=np.full((1, 1, 4), test))
+        return SimpleNamespace(
+            scores=np.full((1, 1, 4), score), array=lambda name: getattr(outcome, name)
+        )
+
+    results = {arms.LEARNED: arm(0.5, 0.9), "rival": arm(0.4, 0.6)}
+    for measure, lead_of in (("score", 0.1), ("accuracy", 0.3)):
+        claim = Claim("x", "rival", "leads", measure=measure)
+        assert claim.lead(results, 0).mean == pytest.approx(lead_of)

@@ -598,6 +598,14 @@ def test_a_penalty_for_an_env_without_rows_is_an_error():
         buffer.mark_terminal_with_penalty(3, -0.5)
 
 
+@pytest.mark.parametrize("penalty", [float("nan"), float("inf")])
+def test_a_penalty_that_is_not_finite_is_an_error(penalty):
+    buffer = make_buffer(space=SPACE)
+    buffer.add_batch(random_step(SPACE, 3))
+    with pytest.raises(ValueError, match=f"penalty={penalty} for env 0; use a finite number"):
+        buffer.mark_terminal_with_penalty(0, penalty)
+
+
 def test_reset_keeps_the_storage_and_forgets_the_rollout():
     buffer = make_buffer(space=SPACE)
     buffer.add_batch(random_step(SPACE, 3, terminated=[True] * 3))

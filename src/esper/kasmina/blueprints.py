@@ -4,8 +4,8 @@
     def conv9(site: Site) -> tuple[Layer, ...]:
         return (Conv(site.width, kernel=9),)
 
-A blueprint is a function from a site to layers; `_built_in` has those of Esper. A seed keeps the shape of its site. Its last layer
-with weights is initialised to zero.
+A blueprint is a function from a site to layers; `_built_in` has those of Esper. A seed keeps the
+shape of its site. Its last layer with weights is initialised to zero.
 
 Widenings are the exception: new units of the layer A before the slot, as a branch from A's input
 to the output of the next layer B. Without a norm between A and B, a committed one equals a host

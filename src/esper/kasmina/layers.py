@@ -1,8 +1,8 @@
 """Layers as data: what hosts and seeds are made of, for one network or for many at once.
 
-A `Program` is a sequence of layers. A layer gives its output shape, its parameters and its costs before anything is built. `forward`
+A layer gives its output shape, its parameters and its costs before anything is built. `forward`
 runs it for G networks together; `module` is the same layer as an `nn.Module` for one network, with
-its parameters in the same order.
+its parameters in the same order. A `Program` is a sequence of layers.
 
 Activations of G networks are `[G, width, *positions, batch]`. With the examples last, a layer is a
 matrix product from the left, a shift along the positions is a view, and the innermost loop is
@@ -272,8 +272,8 @@ class Program:
     """Layers in sequence. With `silent`, the last layer that has weights is initialised to zero.
 
     Its parameters are concatenated in one row of length D; those of G networks are a tensor
-    `[G, D]`. A seed that `widens` reads the input of its slot's segment, not the slot, and its output is
-    added to that of the next segment's first layer with weights.
+    `[G, D]`. A seed that `widens` reads the input of its slot's segment, not the slot, and its
+    output is added to that of the next segment's first layer with weights.
     """
 
     layers: tuple[Layer, ...]

@@ -33,7 +33,7 @@ def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             dispatcher: Any = njit(nogil=True, cache=True, **options)(function)
         except RuntimeError:  # no folder for numba's cache can be written
             return njit(nogil=True, **options)(function)
-        # recompile if any file in the folder has changed; numba watches the file of the function alone
+        # recompile if any file in the folder has changed; numba watches that of the function alone
         folder = Path(function.__code__.co_filename).parent
         files = [file.stat() for file in sorted(folder.glob("*.py"))]
         stamp = [(file.st_mtime, file.st_size) for file in files]

@@ -214,7 +214,7 @@ class Plan(NamedTuple):
     """What the hosts of a population can run, and where it lies; sizes in rows of examples.
 
     Every place in the workspace is fixed here, once for all hosts: each slot has room for the
-    largest seed that can grow there. The tables are int32. Besides those of `numba_hosts.Tables` there are
+    largest seed that can grow there. The tables are int32; those of `numba_hosts.Tables`, and
 
     - homes: where a part's parameters lie in the transposed weights, or -1;
     - home_starts [S, B]: where those of a seed begin; the host's are first;
