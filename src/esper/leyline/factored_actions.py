@@ -206,8 +206,9 @@ class ActionMasks:
             for index, mask in enumerate(by_head):
                 self._check(mask, range(index, index + 1), len(by_head[0]))
             masks = [torch.cat(by_head[group.start : group.stop], dim=-1) for group in groups]
-        for group, mask in zip(groups, masks, strict=True):
-            self._check(mask, group, len(masks[0]))
+        else:
+            for group, mask in zip(groups, masks, strict=True):
+                self._check(mask, group, len(masks[0]))
         self.groups = tuple(masks)
         self.num_envs = len(self.groups[0])
 
