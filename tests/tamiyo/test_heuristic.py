@@ -23,7 +23,7 @@ from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.scripted import FixedSchedule, RandomController
 from support.growth_simulator import HOST_PARAMS, GrowthSimulator, NoGrowth
 from support.plans import planned
-from support.random_reports import report_batches
+from support.random_reports import random_reports, report_batches
 
 CONV, CONV_CONV = 3, 5  # blueprints of the simulator
 
@@ -164,6 +164,14 @@ def failing_in_the_first_slot(rent: float) -> Iterator[tuple[HeuristicController
         for stage, blueprint in ((SeedStage.BLENDING, int(grown[0, 2])), (SeedStage.EMBARGOED, -1)):
             seen = with_first_slot(reports, stage, blueprint)
             controller.decide(seen, masks_of(seen))
+
+
+def test_it_refuses_reports_of_another_number_of_envs() -> None:
+    controller, reports = HeuristicController(), random_reports(3, 2, 4)
+    controller.decide(reports, masks_of(reports))
+    one = random_reports(1, 2, 4)
+    with pytest.raises(ValueError, match=r"reports of \(1, 2, 4\).*has seen \(3, 2, 4\)"):
+        controller.decide(one, masks_of(one))
 
 
 def test_it_tries_a_slot_again_with_another_blueprint() -> None:

@@ -88,6 +88,11 @@ class HeuristicController:
         if self._failed is None or self._seen is None:
             self._failed = torch.zeros_like(reports.fits)
             self._seen = torch.full_like(reports.blueprint, -1)
+        if self._failed.shape != reports.fits.shape:  # one row would be broadcast in silence
+            raise ValueError(
+                f"reports of {tuple(reports.fits.shape)} envs, slots and blueprints; this "
+                f"controller has seen {tuple(self._failed.shape)}. Use one per environment"
+            )
         rests = is_in(reports.stage, SeedStage.EMBARGOED)
         every = torch.arange(reports.num_blueprints, device=reports.device)
         self._failed |= rests.unsqueeze(-1) & (self._seen.unsqueeze(-1) == every)
