@@ -45,3 +45,17 @@ def test_settings_are_hparams_of_the_run_itself_and_pictures_are_logged(tmp_path
     assert hparams["widths"].string_value == "[4, 8]"
     (image,) = events.Images("evaluation")
     assert (image.width, image.height) == (1000, 320)
+
+
+def test_a_run_that_resumes_within_a_second_adds_to_its_curves(tmp_path):
+    with TensorBoardSink(tmp_path) as sink:
+        sink.record(1, {"score": 0.1})
+        sink.record(2, {"score": 0.2})
+    (file,) = tmp_path.iterdir()
+    # a file name also holds the process id, which may be larger than that of the next process
+    file.rename(tmp_path / f"events.out.tfevents.{file.name.split('.')[3]}.~")
+    with TensorBoardSink(tmp_path, first_step=2) as sink:
+        sink.record(2, {"score": 0.3})
+    curve = EventAccumulator(str(tmp_path)).Reload().Scalars("score")
+    assert [event.step for event in curve] == [1, 2]
+    assert curve[-1].value == pytest.approx(0.3)

@@ -1,6 +1,7 @@
 """Metrics of a run as TensorBoard curves, its settings, and a picture of its evaluation."""
 
 import threading
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,9 @@ class TensorBoardSink:
         settings: Mapping[str, Any] | None = None,
     ):
         """Purge events from `first_step` on; a resumed run logs them again."""
+        # files are read in the order of their names, which hold the second of their creation
+        seconds = [int(f.name.split(".")[3]) for f in Path(folder).glob("events.out.tfevents.*")]
+        time.sleep(min(max(0.0, max(seconds, default=0) + 1 - time.time()), 1.0))
         self._excepthook = threading.excepthook
         threading.excepthook = self._hide_writer_errors
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
