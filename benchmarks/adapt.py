@@ -24,11 +24,11 @@ import torch
 from adapt_suites import PLACES, collect, suites
 from torch import Tensor
 
+from adapt_practice.outcomes import choose_rates, outcomes_of
+from adapt_practice.trials import TrialSettings, TrialTable
 from esper.adapting.controller import AdaptationController, find_controller
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES, HeadMode, Place, Plan, What
-from esper.adapting.practice import choose_rates, outcomes_of
-from esper.adapting.trials import TrialSettings, TrialTable
 
 SERIES = ("conv_norm", "conv_pool", "mlp", "residual")  # MNIST-1D; residual is held out
 OTHERS = ("transformer", "digits", "fashion", "cifar")  # architectures and data held out
@@ -100,7 +100,7 @@ def _chosen(
         signals=outcomes.signals.masked_fill(hidden, 0.0),
         added=outcomes.added.masked_fill(~offered, torch.nan),
     )
-    kept = controller.choose_many(outcomes, budget=budget, tries=tries)
+    kept = outcomes.kept(controller, budget=budget, tries=tries)
     return _at(outcomes.test, kept)
 
 

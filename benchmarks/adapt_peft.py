@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import esper
+from adapt_practice.scenarios import series
+from adapt_practice.shifts import Shift
 from esper.adapting.plans import RATES
-from esper.adapting.practice import series
-from esper.adapting.shifts import Shift
 
 LEVELS, ROWS, TEST_ROWS = 24, 200, 1000
 KINDS = ("sign", "reverse", "noise", "permute_labels")

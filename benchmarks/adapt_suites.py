@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adapt_practice.scenarios import HELD_OUT_KINDS, conv_norm, conv_pool, mlp, series
+from adapt_practice.shifts import Rows, Shift
+from adapt_practice.trials import Scenario, TrialSettings, train_models, try_plans
 from esper.adapting.plans import KNOWN_RULES, PLANS, HeadMode
-from esper.adapting.practice import HELD_OUT_KINDS, conv_norm, conv_pool, mlp, series
-from esper.adapting.shifts import Rows, Shift
-from esper.adapting.trials import Scenario, TrialSettings, train_models, try_plans
 from esper.tolaria.tasks import Task, data, digits
 
 IMAGE_KINDS = (

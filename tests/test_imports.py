@@ -42,6 +42,17 @@ def imported_packages(path: Path) -> set[str]:
     return {n.split(".")[1] for n in names if n.startswith("esper.")}
 
 
+def all_imports(path: Path) -> set[str]:
+    """The first name of every module that a module imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
 def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
@@ -55,12 +66,23 @@ def test_imports_follow_the_arrows():
         assert not stray, f"{path.relative_to(SOURCE)} must not import {sorted(stray)}"
 
 
+def test_the_package_does_not_import_the_lab():
+    modules = [*SOURCE.rglob("*.py")]
+    assert len(modules) > 100
+    for path in modules:
+        assert "adapt_practice" not in all_imports(path), path.relative_to(SOURCE)
+
+
 def test_a_wrong_arrow_is_seen(tmp_path):
     module = tmp_path / "wrong.py"
     module.write_text(
         "def f():\n    from esper.simic.agent import gae\n    from esper import tamiyo"
     )
     assert imported_packages(module) == {"simic", "tamiyo"}
+    module.write_text(
+        "def f():\n    from adapt_practice.trials import fit\n    import numpy.linalg"
+    )
+    assert all_imports(module) == {"adapt_practice", "numpy"}
 
 
 def test_the_core_imports_only_torch_and_numpy():

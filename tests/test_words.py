@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PLACES = ("src/**/*.py", "examples/*.py", "benchmarks/*.py", "docs/*.md", "*.md")
+PLACES = ("src/**/*.py", "lab/**/*.py", "examples/*.py", "benchmarks/*.py", "docs/*.md", "*.md")
 WORDS = {
     r"\b(is|are|was|were) told\b": "is reported, warns, raises",
     r"\banew\b": "again, from scratch",

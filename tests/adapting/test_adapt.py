@@ -38,7 +38,7 @@ class Fixed(AdaptationController):
 
     def choose(self, known, try_plan, *, budget, tries):
         self.signals, self.added, self.budget, self.values = known.signals, known.added, budget, []
-        anchors = known.validation[0, ANCHORS].nan_to_num(-1)
+        anchors = known.usual[0].nan_to_num(-1)
         found = dict(zip(map(plan_and_rate, ANCHORS), anchors, strict=True))
         for number in range(tries):
             choice = self.plans[number % len(self.plans)], self.rate

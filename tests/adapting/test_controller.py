@@ -10,9 +10,11 @@ from esper.adapting import controller as controller_module
 from esper.adapting.controller import (
     ANCHORS,
     MAX_TRIES,
+    NUM_CHOICES,
     AdaptationController,
-    Outcomes,
+    Known,
     find_controller,
+    flat_choice,
     new_policy,
     plan_and_rate,
 )
@@ -41,8 +43,7 @@ def proposals(controller, signals, values=(0.1, 0.9, 0.3), **options):
     """What is tried, and at last what is kept."""
     options = dict(budget=torch.inf, tries=len(values)) | options
     added, tried = offers(), []
-    results = torch.full_like(added, 0.5)
-    known = Outcomes(signals, torch.tensor([20]), added, results, results)
+    known = Known(signals, torch.tensor([20]), added, torch.full((1, len(ANCHORS)), 0.5))
 
     def try_plan(choice):
         tried.append(choice)
@@ -95,22 +96,26 @@ def test_a_small_budget_leaves_the_model_as_it_is():
         assert plan == PLANS[0]
 
 
-def test_many_scenarios_are_chosen_as_one_after_the_other():
+def test_many_models_are_chosen_for_as_one_after_the_other():
     controller, num, tries = new_controller(3), 5, 3
     rng = torch.Generator().manual_seed(0)
     signals = torch.randn(num, len(SIGNALS), generator=rng)
     validation = torch.rand(num, len(PLANS) * len(RATES), generator=rng)
-    outcomes = Outcomes(signals, torch.full((num,), 20), offers(num), validation, validation)
-    together = controller.choose_many(outcomes, budget=torch.inf, tries=tries)
+    known = Known(signals, torch.full((num,), 20), offers(num), validation[:, ANCHORS])
+    options = dict(budget=torch.inf, tries=tries)
+    together = controller.choose_many(known, lambda c: validation[range(num), c], **options)
     for i in range(num):
-        known = Outcomes(*(part[i : i + 1] for part in outcomes))
-        result = lambda choice, i=i: float(validation[i, flat(choice)])  # noqa: E731
-        kept = controller.choose(known, result, budget=torch.inf, tries=tries)
-        assert int(together[i]) == flat(kept)
+        alone = Known(*(part[i : i + 1] for part in known))
+        result = lambda choice, i=i: float(validation[i, flat_choice(*choice)])  # noqa: E731
+        kept = controller.choose(alone, result, **options)
+        assert int(together[i]) == flat_choice(*kept)
 
 
-def flat(choice):
-    return PLANS.index(choice[0]) * len(RATES) + RATES.index(choice[1])
+def test_a_flat_choice_is_a_plan_and_a_rate():
+    for number in range(NUM_CHOICES):
+        plan, rate = plan_and_rate(number)
+        assert number == PLANS.index(plan) * len(RATES) + RATES.index(rate)
+        assert flat_choice(plan, rate) == number
 
 
 def test_the_shipped_controller_is_listed_with_its_facts():

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
+from itertools import count, product
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -33,21 +33,23 @@ from esper.adapting.adapted import Adapted, call_with, tuned_name
 from esper.adapting.controller import (
     ANCHORS,
     MAX_TRIES,
+    NUM_CHOICES,
     AdaptationController,
     Choice,
-    Outcomes,
+    Known,
     find_controller,
+    flat_choice,
     plan_and_rate,
     validation_criterion,
 )
 from esper.adapting.evidence import SIGNALS, logits_of, measure
 from esper.adapting.fitting import fit
-from esper.adapting.plans import MENU, PLANS, RATES, Places, Plan, What, find_places
+from esper.adapting.plans import MENU, RATES, HeadMode, Places, Plan, What, find_places
 from esper.adapting.result import AdaptationResult, conclude, reasons_for
 from esper.adapting.rows import LabelledRows, as_inputs, first_float, read_rows
 from esper.growing.controllers import controller_name
 from esper.growing.eval_mode import untouched_randomness
-from esper.growing.inputs import arguments, forward, tensors
+from esper.growing.inputs import forward, tensors
 from esper.growing.ledger import Ledger, NetworkRecord, TrialRecord
 from esper.growing.page import check_page, try_write_page, with_page
 from esper.growing.preparation import check_not_sharded
@@ -90,7 +92,7 @@ def adapt(
         budget: limit on the parameters of the change besides the head: a whole number, or a share
             of the model's own parameters such as 0.25.
         controller: "tamiyo" (trained, ships with Esper), the path of a file from
-            `esper train-adapt`, or a controller.
+            `python -m adapt_practice` (in a clone), or a controller.
         tries: plans that the controller may try, besides the usual rules.
         steps: length of each training.
         minibatch: rows per step.
@@ -183,35 +185,27 @@ class _Work:
         """The model with a plan's change, trained on these rows."""
         plan, rate = choice
         adapted = Adapted(self.model, self.places, plan, self.rng_seed).eval()
-        start = adapted.changes()
+        change, features = adapted.changes(), self.places.features
         rng = torch.Generator().manual_seed(self.rng_seed)
         draws = torch.rand(self.steps, self.minibatch, generator=rng)
         order = rows[(draws * len(rows)).long().to(rows.device)]
-        head_names, features = self.places.head, self.places.features
         head = self.model.get_submodule(features)
+        own = {
+            name.removeprefix(f"{features}."): change[tuned_name(name)]
+            for name in (self.places.head if plan.head != HeadMode.KEEP else ())
+        }
 
-        def loss_of(change: dict[str, Tensor], clock: Tensor) -> Tensor:
-            inputs, labels = self.data.part(chosen := order[clock][0])
+        def loss_at(step: int) -> Tensor:
+            inputs, labels = self.data.part(order[step])
             moving = {name for name, tensor in change.items() if tensor.requires_grad}
             if self._head_inputs is not None and moving <= adapted.head:
-                own = {n.removeprefix(f"{features}."): change[tuned_name(n)] for n in head_names}
-                output = call_with(head, own, (self._head_inputs[chosen],))
+                output = call_with(head, own, (self._head_inputs[order[step]],))
             else:
-                output = call_with(adapted, change, *arguments(inputs))
+                output = forward(adapted, inputs)
             return F.cross_entropy(logits_of(output), labels)
 
-        with torch.enable_grad():
-            trained = fit(
-                start,
-                loss_of,
-                rates=torch.tensor([rate], device=rows.device),
-                steps=self.steps,
-                first=adapted.trained_first,
-                report=report,
-            )
-        with torch.no_grad():
-            for name, tensor in trained.items():
-                start[name].copy_(tensor)
+        first = adapted.trained_first
+        fit(change, loss_at, rate=rate, steps=self.steps, first=first, report=report)
         return adapted
 
     @cached_property
@@ -286,17 +280,13 @@ class _Trials:
     ) -> Choice:
         """Try the controller's proposals; returns what it keeps of all that was tried."""
         size, numbers = count_params(self._work.model), count(1)
-        added = torch.full((1, len(PLANS), len(RATES)), torch.nan)
-        validation = added.clone()
-        for plan, params in self._legal.items():
-            added[0, PLANS.index(plan)] = params / size
-        for (plan, rate), result in self.results.items():
-            validation[0, PLANS.index(plan), RATES.index(rate)] = result
+        added = torch.full((1, NUM_CHOICES), torch.nan)
+        for plan, rate in product(self._legal, RATES):
+            added[0, flat_choice(plan, rate)] = self._legal[plan] / size
         held_out = torch.tensor([len(self._work.data.held_out)])
-        unknown = torch.full_like(added, torch.nan)
-        tables = (table.flatten(1) for table in (added, validation, unknown))
+        usual = [self.results.get(plan_and_rate(anchor), torch.nan) for anchor in ANCHORS]
         return controller.choose(
-            Outcomes(signals, held_out, *tables),
+            Known(signals, held_out, added, torch.tensor([usual])),
             lambda choice: self.add(choice, f"proposal {next(numbers)} of {tries}"),
             budget=limit / size,
             tries=tries,

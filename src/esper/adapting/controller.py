@@ -11,7 +11,7 @@ within `TRUST` standard errors of the best.
 
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -48,13 +48,7 @@ _INDEX[tuple(_CODES.T)] = torch.arange(len(_CODES))
 _ONE_HOT = torch.cat(
     [F.one_hot(codes, n) for codes, n in zip(_CODES.T, ACTION_SPACE.sizes, strict=True)], dim=1
 ).float()  # [choices, sum of sizes]
-# Tried before the policy's proposals: the model as it is, the head alone, LP-FT, fine-tuning.
-ANCHORS = [
-    PLANS.index(KNOWN_RULES[name]) * len(RATES) + rate
-    for name, rate in (("nothing", 1), ("head only", 1), ("LP-FT", 1), ("full fine-tuning", 0))
-]
-# a plan that changes nothing needs no other rate
-_USELESS = [choice for choice in range(len(RATES)) if choice != ANCHORS[0]]
+NUM_CHOICES = len(_CODES)
 
 Choice = tuple[Plan, float]  # what to change, and the learning rate
 
@@ -65,14 +59,25 @@ def plan_and_rate(choice: int) -> Choice:
     return PLANS[plan], RATES[rate]
 
 
+def flat_choice(plan: Plan, rate: float) -> int:
+    """The place of a plan and a learning rate in the flat tables."""
+    return PLANS.index(plan) * len(RATES) + RATES.index(rate)
+
+
+# Tried before the policy's proposals: the model as it is, the head alone, LP-FT, fine-tuning.
+ANCHORS = [
+    flat_choice(KNOWN_RULES[name], rate)
+    for name, rate in (
+        ("nothing", 4e-3), ("head only", 4e-3), ("LP-FT", 4e-3), ("full fine-tuning", 1e-3),
+    )
+]  # fmt: skip
+# a plan that changes nothing needs no other rate
+_USELESS = [choice for choice in range(len(RATES)) if choice != ANCHORS[0]]
+
+
 def choices_of(actions: Tensor) -> Tensor:
     """Flat choices `[N]` of the heads' actions `[N, 4]`."""
     return _INDEX[tuple(actions.T)]
-
-
-def picked(table: Tensor, choices: Tensor) -> Tensor:
-    """The entries of choices `[N]` in a table `[N, choices]`."""
-    return table.gather(1, choices[:, None])[:, 0]
 
 
 def validation_criterion(accuracy: Tensor, loss: Tensor) -> Tensor:
@@ -80,28 +85,27 @@ def validation_criterion(accuracy: Tensor, loss: Tensor) -> Tensor:
     return accuracy - 0.01 * loss.nan_to_num(nan=10.0).clamp(max=10.0)
 
 
-class Outcomes(NamedTuple):
-    """What is known of N scenarios, and the results of every choice; NaN: not offered, not tried."""
+class Known(NamedTuple):
+    """What is known of N models before the policy proposes."""
 
     signals: Tensor  # [N, S]
     held_out: Tensor  # [N] rows that validate
     added: Tensor  # [N, choices] parameters relative to the model; NaN: not offered
-    validation: Tensor  # [N, choices]
-    test: Tensor  # [N, choices]
+    usual: Tensor  # [N, len(ANCHORS)] validation results of the usual rules; NaN: not tried
 
 
 class Tries:
-    """What a policy has tried in N scenarios, and the features and masks it sees."""
+    """What a policy has tried on N models, and the features and masks it sees."""
 
     num_features = len(SIGNALS) + 4 + len(ANCHORS) + 2 * _ONE_HOT.shape[1]
 
-    def __init__(self, outcomes: Outcomes, budgets: Tensor, tries: Tensor):
-        self.signals, self.held_out = outcomes.signals, outcomes.held_out
+    def __init__(self, known: Known, budgets: Tensor, tries: Tensor):
+        self.signals, self.held_out = known.signals, known.held_out
         self.budgets, self.left = budgets, tries
-        self.legal = outcomes.added <= budgets[:, None]  # NaN is not
+        self.legal = known.added <= budgets[:, None]  # NaN is not
         self.legal[:, _USELESS] = False
-        self.values = torch.full_like(outcomes.added, -torch.inf)  # results of what was tried
-        self.values[:, ANCHORS] = outcomes.validation[:, ANCHORS]
+        self.values = torch.full_like(known.added, -torch.inf)  # results of what was tried
+        self.values[:, ANCHORS] = known.usual
         self.values[~self.legal] = -torch.inf
         self.last_value, self.last = self.leader()
 
@@ -110,7 +114,7 @@ class Tries:
         return self.values.max(1)
 
     def record(self, choices: Tensor, values: Tensor) -> None:
-        """Note the validation results of a choice in each scenario."""
+        """Note the validation result of a choice for each model."""
         self.last, self.last_value = choices, values.nan_to_num(-1.0)  # a training that failed
         self.values.scatter_(1, choices[:, None], self.last_value[:, None])
         self.left = self.left - 1
@@ -160,28 +164,21 @@ class AdaptationController:
         self.facts = facts or {}
 
     def choose(
-        self, known: Outcomes, try_plan: Callable[[Choice], float], *, budget: float, tries: int
+        self, known: Known, try_plan: Callable[[Choice], float], *, budget: float, tries: int
     ) -> Choice:
         """What to keep for one model; `try_plan` gives the validation result of each proposal."""
 
         def validate(choices: Tensor) -> Tensor:
             return torch.tensor([try_plan(plan_and_rate(int(choices)))])
 
-        kept = self.choose_many(known, budget=budget, tries=tries, validate=validate)
-        return plan_and_rate(int(kept))
+        return plan_and_rate(int(self.choose_many(known, validate, budget=budget, tries=tries)))
 
     def choose_many(
-        self,
-        outcomes: Outcomes,
-        *,
-        budget: float,
-        tries: int,
-        validate: Callable[[Tensor], Tensor] | None = None,
+        self, known: Known, validate: Callable[[Tensor], Tensor], *, budget: float, tries: int
     ) -> Tensor:
-        """The choice kept in each of N scenarios, `[N]`; by default all results are known before."""
-        validate = validate or partial(picked, outcomes.validation)
-        num = len(outcomes.signals)
-        limited = outcomes._replace(signals=outcomes.signals.clamp(self.low, self.high))
+        """What to keep for each of N models, `[N]`; `validate` gives the results of proposals."""
+        num = len(known.signals)
+        limited = known._replace(signals=known.signals.clamp(self.low, self.high))
         limit, left = (torch.full((num,), value) for value in (budget, tries))
         state, recurrent = Tries(limited, limit, left), self.policy.initial_state(num)
         for number in range(tries + 1):
@@ -211,7 +208,7 @@ class AdaptationController:
             if contents[name] != expected:
                 raise ValueError(
                     f"{path} was trained with other {name} than this version of Esper uses; "
-                    "train a controller again with `esper train-adapt`"
+                    "train a controller again: `python -m adapt_practice`, in a clone of Esper"
                 )
         with torch.random.fork_rng(devices=[]):
             policy = new_policy(PolicyConfig(**contents["policy"]))
@@ -245,7 +242,7 @@ def find_controller(controller: str | Path | AdaptationController) -> Adaptation
     if not isinstance(controller, str | Path) or not Path(controller).exists():
         raise ValueError(
             f"no controller {str(controller)!r}: there are {list(controllers())}, or give the path "
-            "of a file from `esper train-adapt`"
+            "of a file from `python -m adapt_practice`"
         )
     return AdaptationController.load(controller)  # not cached: the file may be written again
 

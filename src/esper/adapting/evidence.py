@@ -5,7 +5,7 @@ training. `measure` returns them for many models at once, `[P, len(SIGNALS)]`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.adapting.adapted import call_changed
-from esper.adapting.fitting import ConvolutionsAsProducts
 from esper.adapting.plans import SINGLE_PLACES, Place, Places, What
-from esper.growing.inputs import arguments, tensors
+from esper.growing.inputs import arguments
 from esper.leyline.constants import SiteKind
 
 MAX_ROWS = 128
@@ -35,6 +34,8 @@ PLACE_SIGNALS = (
     "present", "probe_accuracy", "scale_consistency", "shift_consistency", "sensitivity",
     "relative_gradient", "gradient_agreement", "mean_shift", "spread_shift",
 )  # fmt: skip
+Call = Callable[..., Any]  # of tensors: weights, rows, what is added to activations
+
 SIGNALS = GLOBAL_SIGNALS + tuple(
     f"{place.name.lower()}.{name}" for place in SINGLE_PLACES for name in PLACE_SIGNALS
 )
@@ -48,19 +49,20 @@ def measure(
     y: Tensor,
     counts: Tensor,
     source: Any = None,
+    over_models: Callable[[Call], Call] = lambda call: partial(_of_one, call),
 ) -> Tensor:
     """Signals `[P, len(SIGNALS)]` for rows `x` `[P, R, ...]` with labels `y` `[P, R]`.
 
     Model p has `counts[p]` rows; at most the first `MAX_ROWS` are read. `weights` are the models'
     parameters and buffers, `[P, ...]` each. `source` has rows of the data that the models know.
-    Inputs may be a tuple or dict of tensors. A single model may be any module; several are mapped
-    over with `torch.vmap`.
+    Inputs may be a tuple or dict of tensors. `over_models` makes a call of one model one of P models;
+    by default there is a single one, which may be any module.
     """
     x = pytree.tree_map_only(Tensor, lambda rows: rows[:, :MAX_ROWS], x)
     y = y[:, :MAX_ROWS]
     position = torch.arange(y.shape[1], device=y.device)
     used = position < counts[:, None]  # [P, R]
-    run = partial(_run, model, places)
+    run = over_models(partial(_run, model, places))
     with torch.no_grad():
         _, seen = run(weights, x, {})
         known = {} if source is None else run(weights, source, {})[1]
@@ -104,36 +106,34 @@ def measure(
     return torch.stack([found.get(name, zero).float() for name in SIGNALS], dim=1)
 
 
+def _of_one(call: Call, *stacked: Any) -> Any:
+    """Call with the tensors of one model, given and returned as `[1, ...]`."""
+    one = pytree.tree_map_only(Tensor, lambda tensor: tensor[0], stacked)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.unsqueeze(0), call(*one))
+
+
 def _run(
     model: nn.Module, places: Places, weights: dict[str, Tensor], x: Any, added: dict[str, Tensor]
 ) -> Any:
-    """Outputs, and activations at the places and before the head, `[P, rows, ...]`.
+    """Outputs, and activations at the places and before the head, of one model.
 
     What is `added` at the places has the gradient of the activations.
     """
+    seen: dict[str, Tensor] = {}
 
-    def call(weights: dict[str, Tensor], x: Any, added: dict[str, Tensor]) -> Any:
-        seen: dict[str, Tensor] = {}
+    def add(place: Place, value: Tensor) -> Tensor:
+        seen[place.name] = value
+        return value + added[place.name] if place.name in added else value
 
-        def add(place: Place, value: Tensor) -> Tensor:
-            seen[place.name] = value
-            return value + added[place.name] if place.name in added else value
+    def keep_head_input(_module: nn.Module, args: Any) -> None:
+        if args:
+            seen["HEAD"] = args[0]
 
-        def keep_head_input(_module: nn.Module, args: Any) -> None:
-            if args:
-                seen["HEAD"] = args[0]
-
-        changes = {site.name: partial(add, place) for place, site in places.sites.items()}
-        head = model.get_submodule(places.features) if places.head or places.features else None
-        with nullcontext() if head is None else head.register_forward_pre_hook(keep_head_input):
-            output = call_changed(model, weights, changes, places.argument, *arguments(x))
-        return logits_of(output), seen
-
-    if len(tensors(x)[0]) == 1:
-        one = pytree.tree_map_only(Tensor, lambda tensor: tensor[0], (weights, x, added))
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.unsqueeze(0), call(*one))
-    with ConvolutionsAsProducts():
-        return torch.vmap(call)(weights, x, added)
+    changes = {site.name: partial(add, place) for place, site in places.sites.items()}
+    head = model.get_submodule(places.features) if places.head or places.features else None
+    with nullcontext() if head is None else head.register_forward_pre_hook(keep_head_input):
+        output = call_changed(model, weights, changes, places.argument, *arguments(x))
+    return logits_of(output), seen
 
 
 def logits_of(output: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""cli: commands -- `esper train`, `evaluate`, `watch`, `compare`, `train-adapt`, `sites` and `gym`."""
+"""cli: commands -- `esper train`, `evaluate`, `watch`, `compare`, `sites` and `gym`."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +20,6 @@ _COMMANDS = {
     "evaluate": "Compare a trained controller with other ways to grow, on held-out hosts and data.",
     "watch": "Show runs on a local page while they train.",
     "compare": "Print how two runs differ: results and settings.",
-    "train-adapt": "Train a controller that adapts trained models to shifted data.",
     "sites": "List where a model can grow, and what could grow there.",
     "gym": "Train PPO on a Gymnasium environment, then evaluate it.",
 }
@@ -34,9 +35,15 @@ _TOO_LARGE = re.compile("allocat|out of memory|overflow|negative dimension", re.
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command line; flags are generated from the fields of the configs."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    with one_line_errors():
+        _run(sys.argv[1:] if arguments is None else arguments)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Inside the block, mistakes of users end the process with one line instead of a traceback."""
     try:
-        _run(arguments)
+        yield
     except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -99,7 +106,7 @@ def _run(arguments: list[str]) -> None:
         sys.path.append("")  # modules to --import may be in the current folder
     if name == "train" and not {"-h", "--help"} & set(arguments):
         print("starting: Python loads torch, then the data are made or read", flush=True)
-    if name in ("gym", "train-adapt"):  # small products are fastest with one thread
+    if name == "gym":  # small products are fastest with one thread
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     import tyro  # after the help: with torch, it takes seconds
 
@@ -109,10 +116,9 @@ def _run(arguments: list[str]) -> None:
         if not join_ranks().is_first:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             warnings.simplefilter("ignore")
-    module_name = name.replace("-", "_")
-    module = import_module(f"esper.cli.{module_name}")
+    module = import_module(f"esper.cli.{name}")
     # the defaults of `train` are those of its --preset
-    command = module.command(arguments) if name == "train" else getattr(module, module_name)
+    command = module.command(arguments) if name == "train" else getattr(module, name)
     # `import` cannot be the name of a field
     flags = [re.sub("^--import(?==|$)", "--imports", flag) for flag in arguments[1:]]
     tyro.cli(command, prog=f"esper {name}", args=flags)
@@ -120,7 +126,7 @@ def _run(arguments: list[str]) -> None:
 
 def _help() -> str:
     """The list of commands, without importing any of them."""
-    lines = "\n".join(f"  {name:11} {what}" for name, what in _COMMANDS.items())
+    lines = "\n".join(f"  {name:8} {what}" for name, what in _COMMANDS.items())
     return (
         "usage: esper COMMAND [FLAGS]\n\n"
         f"Esper adapts trained models, and grows neural networks while they train.\n\n{lines}\n\n"

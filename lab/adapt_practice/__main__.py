@@ -1,15 +1,28 @@
-"""`esper train-adapt`: train a controller that adapts models to shifted data."""
+"""The command line: `python -m adapt_practice` trains a controller and compares it.
 
+torch is imported after the number of its threads is set.
+"""
+
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from esper.adapting.training import PRESETS, compare_on_held_out, train_controller
-from esper.leyline.devices import usable_device
-from esper.leyline.ranks import join_ranks
+from esper.cli import one_line_errors
 
 
-def train_adapt(
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command line; a user's mistake is one line."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # small products are fastest with one thread
+    with one_line_errors():
+        import tyro
+
+        flags = sys.argv[1:] if arguments is None else arguments
+        tyro.cli(practise, prog="python -m adapt_practice", args=flags)
+
+
+def practise(
     preset: Literal["quick", "full"] = "quick",
     out: Path = Path("adapt_controller.pt"),
     rng_seed: int = 0,
@@ -25,8 +38,12 @@ def train_adapt(
         out: the controller's file, for `esper.adapt(..., controller=FILE)`
         scenarios: practice scenarios of each architecture, in place of the preset's
     """
+    from adapt_practice.training import PRESETS, compare_on_held_out, train_controller
+    from esper.leyline.devices import usable_device
+    from esper.leyline.ranks import join_ranks
+
     if join_ranks().size > 1:
-        raise ValueError("train-adapt runs in one process; start it without torchrun")
+        raise ValueError("adapt_practice runs in one process; start it without torchrun")
     config = replace(PRESETS[preset], rng_seed=rng_seed, device=device)
     if scenarios is not None:
         config = replace(config, scenarios=scenarios)
@@ -49,3 +66,7 @@ def train_adapt(
         f"{lead:+.1f} points over LP-FT; use it: esper.adapt(model, rows, labels, "
         f"controller={str(out)!r})"
     )
+
+
+if __name__ == "__main__":
+    main()

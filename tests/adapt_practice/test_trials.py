@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from adapt_practice.fitting import fit, logits_of_many
+from adapt_practice.outcomes import choose_rates
+from adapt_practice.shifts import Shift
+from adapt_practice.trials import Scenario, TrialSettings, train_models, try_plans
 from esper.adapting.adapted import Adapted
-from esper.adapting.fitting import fit, logits_of_many
 from esper.adapting.plans import KNOWN_RULES, HeadMode, Place, Plan, What
-from esper.adapting.practice import choose_rates
-from esper.adapting.shifts import Shift
-from esper.adapting.trials import Scenario, TrialSettings, train_models, try_plans
 from support.adaptations import mlp
 
 CLASSES = 4

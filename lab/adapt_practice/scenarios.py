@@ -17,10 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.adapting.controller import Outcomes, validation_criterion
-from esper.adapting.plans import MENU, PLANS, Plan
-from esper.adapting.shifts import Rows, Shift
-from esper.adapting.trials import Scenario, TrialSettings, TrialTable, held_out_rows
+from adapt_practice.shifts import Rows, Shift
+from adapt_practice.trials import Scenario
 from esper.tolaria.tasks import mnist1d
 
 INPUT_KINDS = (
@@ -227,29 +225,3 @@ def draw_scenarios(
         rows = round(10 ** rng.uniform(*map(math.log10, ROWS)))
         scenarios.append(Scenario(Shift(kinds, rng.random(), rng_seed * 100_000 + number), rows))
     return scenarios
-
-
-def outcomes_of(tables: Sequence[TrialTable], plans: Sequence[Plan] = MENU) -> Outcomes:
-    """Tables as what a controller learns from: every plan and learning rate is a choice."""
-    columns = torch.tensor([PLANS.index(plan) for plan in plans])
-    parts = []
-    for table in tables:
-        criterion = validation_criterion(table.validation_accuracy, table.validation_loss)
-        shape = len(table.rows), len(PLANS), criterion.shape[-1]
-        added = table.added[:, None].expand_as(criterion)
-        whole = [torch.full(shape, torch.nan) for _ in range(3)]
-        for full, part in zip(whole, (added, criterion, table.test_accuracy), strict=True):
-            full[:, columns] = part
-        held_out = held_out_rows(table.rows, TrialSettings.validation_share)
-        parts.append((table.signals, held_out, *(full.flatten(1) for full in whole)))
-    return Outcomes(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def choose_rates(table: TrialTable) -> tuple[Tensor, Tensor]:
-    """Validation criterion and test accuracy `[E, A]` at the learning rate that validates best.
-
-    The criterion is the accuracy; the loss decides between equal ones.
-    """
-    criterion = validation_criterion(table.validation_accuracy, table.validation_loss)
-    best = criterion.nan_to_num(-torch.inf).argmax(-1, keepdim=True)
-    return criterion.gather(-1, best)[..., 0], table.test_accuracy.gather(-1, best)[..., 0]

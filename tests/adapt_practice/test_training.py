@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from esper.adapting import training
-from esper.adapting.controller import AdaptationController
-from esper.adapting.practice import (
+from adapt_practice import training
+from adapt_practice.__main__ import main
+from adapt_practice.scenarios import (
     ARCHITECTURES,
     HELD_OUT_KINDS,
     clusters,
@@ -15,9 +15,9 @@ from esper.adapting.practice import (
     glyphs,
     series,
 )
-from esper.adapting.shifts import INPUT_SHIFTS, OUTPUT_SHIFTS
-from esper.adapting.training import AdaptConfig, train_controller
-from esper.cli import main
+from adapt_practice.shifts import INPUT_SHIFTS, OUTPUT_SHIFTS
+from adapt_practice.training import AdaptConfig, train_controller
+from esper.adapting.controller import AdaptationController
 
 TINY = AdaptConfig(
     architectures=("mlp 64",),
@@ -37,16 +37,16 @@ def test_the_command_writes_the_controller_of_its_rng_seed_and_compares_it(
 ):
     monkeypatch.setitem(training.PRESETS, "quick", TINY)
     path = tmp_path / "controller.pt"
-    main(["train-adapt", "--out", str(path), "--device", "cpu"])
+    main(["--out", str(path), "--device", "cpu"])
     printed = capsys.readouterr().out
     assert "points over LP-FT" in printed
     controller = AdaptationController.load(path)
     assert controller.facts["trained on"] == "mlp 64"
     assert controller.facts["config"]["scenarios"] == 2
     with pytest.raises(SystemExit, match="exists"):
-        main(["train-adapt", "--out", str(path)])
+        main(["--out", str(path)])
     with pytest.raises(SystemExit, match="no_such"):
-        main(["train-adapt", "--out", str(tmp_path / "other.pt"), "--device", "no_such"])
+        main(["--out", str(tmp_path / "other.pt"), "--device", "no_such"])
     assert not capsys.readouterr().out  # it announced nothing
     again = train_controller(
         replace(TINY, device="cpu")

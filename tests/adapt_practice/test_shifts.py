@@ -5,14 +5,14 @@ from itertools import product
 import pytest
 import torch
 
-from esper.adapting.practice import (
+from adapt_practice.scenarios import (
     HELD_OUT_KINDS,
     IMAGE_KINDS,
     INPUT_KINDS,
     OUTPUT_KINDS,
     draw_scenarios,
 )
-from esper.adapting.shifts import INPUT_SHIFTS, OUTPUT_SHIFTS, Shift
+from adapt_practice.shifts import INPUT_SHIFTS, OUTPUT_SHIFTS, Shift
 
 KINDS = [*INPUT_SHIFTS, *OUTPUT_SHIFTS, "noise+permute_labels", "mixture+new_classes", "none"]
 CLASSES = 5

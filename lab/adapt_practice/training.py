@@ -15,30 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.adapting.controller import (
-    ACTION_SPACE,
-    MAX_TRIES,
-    AdaptationController,
-    Outcomes,
-    Tries,
-    choices_of,
-    new_policy,
-    picked,
-)
-from esper.adapting.evidence import SIGNALS
-from esper.adapting.plans import KNOWN_RULES, MENU
-from esper.adapting.practice import (
+from adapt_practice.outcomes import Outcomes, choose_rates, outcomes_of, picked
+from adapt_practice.scenarios import (
     ARCHITECTURES,
     HELD_OUT_KINDS,
     IMAGE_KINDS,
     INPUT_KINDS,
     OUTPUT_KINDS,
-    choose_rates,
     draw_scenarios,
-    outcomes_of,
 )
-from esper.adapting.shifts import Shift
-from esper.adapting.trials import Scenario, TrialSettings, TrialTable, train_models, try_plans
+from adapt_practice.shifts import Shift
+from adapt_practice.trials import Scenario, TrialSettings, TrialTable, train_models, try_plans
+from esper.adapting.controller import (
+    ACTION_SPACE,
+    MAX_TRIES,
+    AdaptationController,
+    Tries,
+    choices_of,
+    new_policy,
+)
+from esper.adapting.evidence import SIGNALS
+from esper.adapting.plans import KNOWN_RULES, MENU
 from esper.leyline.checks import require_at_least
 from esper.leyline.devices import usable_device
 from esper.leyline.ranks import ALONE, EnvShare
@@ -62,7 +59,7 @@ class AdaptConfig:
 
     rng_seed: int = 0
     device: str = "auto"
-    architectures: tuple[str, ...] = tuple(ARCHITECTURES)  # names in `practice.ARCHITECTURES`
+    architectures: tuple[str, ...] = tuple(ARCHITECTURES)  # names in `scenarios.ARCHITECTURES`
     scenarios: int = 60  # of each architecture
     held_out_scenarios: int = 48  # to compare with fixed rules after training
     models: int = 24  # trained, of each architecture
@@ -152,7 +149,7 @@ def compare_on_held_out(controller: AdaptationController, config: AdaptConfig) -
     shown = ("nothing", "head only", "full fine-tuning", "LP-FT", "LoRA everywhere")
     found = {rule: float(rules[:, MENU.index(KNOWN_RULES[rule])].mean()) for rule in shown}
     outcomes = outcomes_of([table])
-    kept = controller.choose_many(outcomes, budget=torch.inf, tries=2)
+    kept = outcomes.kept(controller, budget=torch.inf, tries=2)
     found["controller"] = float(picked(outcomes.test, kept).mean())
     return found
 
@@ -211,7 +208,7 @@ class TrialEnvs(TrainingEnvs):
         hidden = torch.rand(num, generator=rng) < 0.5  # models rarely come with source rows
         signals = drawn.signals.masked_fill(hidden[:, None] & _SOURCE, 0.0)
         self._validation = drawn.validation
-        self._tries = Tries(drawn._replace(signals=signals), budgets, tries)
+        self._tries = Tries(drawn.known._replace(signals=signals), budgets, tries)
         worth = drawn.test - RENT * drawn.added
         worth = worth.masked_fill(~self._tries.legal, torch.nan)
         self._worth = REWARD_SCALE * (worth - worth.nanmean(1, keepdim=True))

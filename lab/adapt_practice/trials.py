@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from adapt_practice.fitting import fit, logits_of_many, over_models
+from adapt_practice.shifts import Rows, Shift
 from esper.adapting.adapted import Adapted, tuned_name
 from esper.adapting.evidence import measure
-from esper.adapting.fitting import fit, logits_of_many
 from esper.adapting.plans import PLANS, RATES, Places, Plan, find_places
-from esper.adapting.shifts import Rows, Shift
 
 BATCH, RATE = 64, 4e-3  # to train models
 INITIALISATIONS = 16  # of a plan's change; replicas share them in turn
@@ -137,8 +137,9 @@ def try_plans(
     num = len(scenarios)
     x, y = (part[:, : data.most] for part in data.rows)
     given = data.weights, x, y, data.counts, data.source
+    signals_of = partial(measure, pool.model, pool.places, over_models=over_models)
     signals = [
-        measure(pool.model, pool.places, *pytree.tree_map(itemgetter(part), given))
+        signals_of(*pytree.tree_map(itemgetter(part), given))
         for part in torch.split(torch.arange(num, device=data.counts.device), 64)
     ]
     results = torch.full((3, num, len(plans), len(settings.rates)), torch.nan)

@@ -3,21 +3,20 @@
 import pytest
 import torch
 
+from adapt_practice.outcomes import Outcomes, outcomes_of
+from adapt_practice.training import RENT, REWARD_SCALE, AdaptConfig, TrialEnvs, learn
+from adapt_practice.trials import TrialTable
 from esper.adapting.controller import (
     ACTION_SPACE,
     ANCHORS,
     MAX_TRIES,
     AdaptationController,
-    Outcomes,
     Tries,
     choices_of,
     validation_criterion,
 )
 from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES
-from esper.adapting.practice import outcomes_of
-from esper.adapting.training import RENT, REWARD_SCALE, AdaptConfig, TrialEnvs, learn
-from esper.adapting.trials import TrialTable
 
 CHOICES = len(PLANS) * len(RATES)
 AS_IS = ANCHORS[0]
@@ -126,7 +125,7 @@ def allowed_choices(masks, env):
 def test_masks_allow_exactly_the_legal_choices_that_were_not_tried():
     found = outcomes(4)
     budgets = torch.tensor([torch.inf, 0.5, 0.1, 0.0])
-    tries = Tries(found, budgets, torch.full((4,), 2))
+    tries = Tries(found.known, budgets, torch.full((4,), 2))
     legal = [{c for c in CHOSEN if found.added[env, c] <= budgets[env]} for env in range(4)]
     assert legal[3] == {AS_IS}  # nothing is free but the model as it is
     new = [options - set(ANCHORS) or {AS_IS} for options in legal]  # all was tried: it may be again
@@ -143,7 +142,7 @@ def test_what_is_kept_validates_within_half_a_standard_error_of_the_best():
     held_out = torch.tensor([8, 8, 10_000])
     found.validation[:, ANCHORS] = torch.tensor([0.5, 0.1, 0.45, 0.4])
     limit, tries = torch.full((3,), torch.inf), torch.tensor([2, 2, 2])
-    state = Tries(found._replace(held_out=held_out, added=free), limit, tries)
+    state = Tries(found._replace(held_out=held_out, added=free).known, limit, tries)
     state.record(torch.tensor([7, 8, 8]), torch.tensor([0.5, 0.6, 0.6]))
     state.record(torch.tensor([9, 10, 10]), torch.tensor([torch.nan, 0.55, 0.55]))
     assert state.left.tolist() == [0, 0, 0]
@@ -218,7 +217,7 @@ def test_ppo_learns_which_plan_a_signal_asks_for():
     config = AdaptConfig(num_envs=128, rounds=10, hidden=16, architectures=("mlp 64",))
     controller = learn(found, config, lines.append)
     fresh, says, good, bad = toy(rng_seed=1)
-    choices = controller.choose_many(fresh, budget=torch.inf, tries=1)
+    choices = fresh.kept(controller, budget=torch.inf, tries=1)
     assert isinstance(controller, AdaptationController)
     right = choices == torch.where(says, good, bad)
     assert right.float().mean() > 0.95

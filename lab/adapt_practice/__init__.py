@@ -1,0 +1,1 @@
+"""adapt_practice: the practice that trains controllers for `esper.adapt`."""
