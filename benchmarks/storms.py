@@ -41,6 +41,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked children have no thread 
 
 import torch
 
+import adapt_practice.__main__
 import esper
 import esper.cli
 import esper.cli.evaluate
@@ -136,6 +137,8 @@ def run(work: Callable[[], object], folder: Path, limit_s: float = TIME_LIMIT_S)
 
 
 def command(arguments: list[str]) -> Callable[[], None]:
+    if arguments[:1] == ["adapt_practice"]:
+        return lambda: adapt_practice.__main__.main(arguments[1:])
     return lambda: esper.cli.main(arguments)
 
 
@@ -545,6 +548,8 @@ def flag_cases(rng: random.Random, count: int) -> list[list[str]]:
     cases += [["evaluate", *rest] for rest in ([], ["x"], ["/"], ["."], ["--preset", "x"], ["x", "--task", "y"])]  # fmt: skip
     cases += [["sites", name] for name in ("", "x", "os:getcwd", "os:nope", ".:x", "..:y", "storm_models:syntax", "storm_models:none", "storm_models:number", "storm_models:needs", "storm_models:raises")]  # fmt: skip
     cases += [["sites", "storm_models:model", "--shape", *shape] for shape in (["-1"], ["0"], ["x"], ["1e9"], ["3", "3"], ["1000000000"])]  # fmt: skip
+    cases += [["adapt_practice", *rest] for rest in (["x"], ["--help"], ["--preset", "x"], ["--out", "/"], ["--out", "."], ["--device", ""], ["--device", "x"], ["--rng-seed", "nan"], ["--rng-seed", ""])]  # fmt: skip
+    cases += [["adapt_practice", "--scenarios", value] for value in WRONG]
     cases += [[], ["x"], ["--help"], ["train", "--ppo.lr", "1"], ["train", "--help"]]
     return cases
 
