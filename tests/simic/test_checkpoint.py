@@ -1,12 +1,13 @@
 """Saved PPO models: they resume bit-exact, and refuse environments that do not fit."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from esper.simic.agent.ppo import PPOConfig
@@ -141,6 +142,34 @@ def test_learning_after_an_interrupted_step_starts_new_episodes_without_environm
     assert torch.equal(fields["states"][..., -1], age.float().expand(NUM_ENVS, -1))
     assert torch.equal(fields["truncated"], (age == CueMemory.limit - 1).expand(NUM_ENVS, -1))
     assert not fields["hidden_h"][:, 0].any()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_processes_left_unusable_by_a_step_are_refused_and_others_continue(tmp_path, error):
+    class Failing(CueMemory):
+        def step(self, action):
+            if self.np_random_seed == 1 and self.elapsed == 5:
+                raise RuntimeError
+            return super().step(action)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    envs = AsyncVectorEnv([CueMemory, Failing, CueMemory, CueMemory], context="fork")
+    model = PPO(envs, config=CONFIG)
+    if error is KeyboardInterrupt:
+        envs.step_wait = interrupt
+    with pytest.warns() if error is RuntimeError else nullcontext(), pytest.raises(error):
+        model.learn(TOTAL_STEPS)
+    try:
+        with pytest.raises(ValueError, match=r"cannot be used again; make new .* PPO\.load\(path"):
+            model.learn()
+        model.save(tmp_path / "run.pt")
+        assert PPO.load(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS)).learn().is_finished
+    finally:
+        for process in envs.processes:
+            process.terminate()
+        envs.closed = True  # gymnasium would wait for the processes
 
 
 class Limited(CueMemory):

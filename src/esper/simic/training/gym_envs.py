@@ -127,6 +127,7 @@ class GymEnvs:
 
     def _reset(self, rng_seed: int, recent: Iterable[Episode] = ()) -> tuple[Any, dict[str, Any]]:
         """Start new episodes."""
+        _require_usable(self.vector_env)
         self.log = EpisodeLog(self.num_envs, recent)
         self.pending = np.zeros(self.num_envs, dtype=bool)
         self._previous = np.zeros((self.num_envs, self.spaces.num_previous), dtype=np.float32)
@@ -349,6 +350,21 @@ def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
             f"{envs} does not declare how it resets; set metadata['autoreset_mode'] to a "
             "gymnasium.vector.AutoresetMode"
         ) from error
+
+
+def _require_usable(envs: "VectorEnv[Any, Any, Any]") -> None:
+    """Raise for an AsyncVectorEnv that an interruption or an error in `step` has left unusable."""
+    from gymnasium.vector import AsyncVectorEnv
+    from gymnasium.vector.async_vector_env import AsyncState
+
+    inner = envs.unwrapped
+    if not isinstance(inner, AsyncVectorEnv):
+        return
+    if inner._state != AsyncState.DEFAULT or None in inner.parent_pipes:
+        raise ValueError(
+            f"a step of {envs} was interrupted or failed, so its processes cannot be used again; "
+            "make new environments and continue with model.save(path), then PPO.load(path, them)"
+        )
 
 
 def _rows(masks: Any, envs: Array) -> Any:
