@@ -80,9 +80,6 @@ class SymbolEnvs:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state
-
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None: ...
 
 

@@ -37,7 +37,6 @@ MaskOption = Literal["auto", "observation", "info", "method", "none"]
 
 _DEFAULT_KEY = "action_mask"
 RECENT_EPISODES = 100  # that the reported means are over
-_PER_ENV = ("features", "pending", "episode_rewards", "episode_lengths", "environments")
 
 
 class Episode(NamedTuple):
@@ -295,26 +294,18 @@ class GymEnvs:
     def state_dict(self) -> dict[str, Any]:
         log, recent = self.log, [list(episode) for episode in self.log.recent]
         state: dict[str, Any] = {"recent_episodes": recent, "rounds": self.rounds}
-        if self.can_save_state:
-            state |= {
-                "features": self.features,
-                "masks": list(self.masks.groups),
-                "pending": torch.from_numpy(self.pending),
-                "episode_rewards": torch.from_numpy(log.total_rewards),
-                "episode_lengths": torch.from_numpy(log.lengths),
-                "environments": [_state_of(env) for env in self.vector_env.envs],
-            }
-        return state
-
-    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A `state_dict` of this rank as that of all ranks; every rank calls it."""
-        if self.ranks.size == 1 or "environments" not in state:
+        if not self.can_save_state:
             return state
-        groups = range(len(state["masks"]))
-        masks = {f"masks {group}": state["masks"][group] for group in groups}
-        own = {name: state[name] for name in _PER_ENV} | masks
-        whole = self.share.join(self.ranks.gather((self.share.ids, own)))
-        return state | whole | {"masks": [whole.pop(f"masks {group}") for group in groups]}
+        masks = {f"masks {number}": group for number, group in enumerate(self.masks.groups)}
+        own = masks | {
+            "features": self.features,
+            "pending": torch.from_numpy(self.pending),
+            "episode_rewards": torch.from_numpy(log.total_rewards),
+            "episode_lengths": torch.from_numpy(log.lengths),
+            "environments": [_state_of(env) for env in self.vector_env.envs],
+        }
+        every = self.share.join(self.ranks.gather((self.share.ids, own)))
+        return state | {"masks": [every.pop(name) for name in masks]} | every
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         """Without the environments' state, start new episodes: not those of the run's start."""

@@ -100,12 +100,8 @@ class TrainingEnvs(Protocol):
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next round depends on; called between rounds."""
+        """What the next round depends on, of all ranks; every rank calls it between rounds."""
         ...
-
-    def joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of all ranks, from that of this one; by default it is the same on all."""
-        return state
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
         """Restore a state of all ranks; `generator` seeds episodes that have to start again."""
@@ -170,7 +166,7 @@ class Trainer:
         envs, agent, lap, rng = self.envs, self.agent, self.clock.lap, self.action_rng
         act = agent.prepared_act()
         if self._is_abandoned:
-            self._restore(self._round_start_of_all_ranks())
+            self._restore(self._round_start)
         if not self._in_round:
             self.buffer.reset()
             vars(self.progress).update(self._round_start["progress"])
@@ -264,17 +260,14 @@ class Trainer:
     # -- files --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the run, for a checkpoint; within a round, the run as it was at its start.
-
-        It is that of all ranks. Where environments can save their state, every rank must call it.
-        """
+        """All of the run on all ranks, for a checkpoint; within a round, as it was at its start."""
         for name, weight in self.agent.policy.named_parameters():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
         return {
             "num_envs": self.envs.share.total,
             "agent": self.agent.state_dict(),
-            **self._round_start_of_all_ranks(),
+            **self._round_start,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
@@ -302,22 +295,19 @@ class Trainer:
 
     def _mark_round_start(self) -> None:
         """Keep all that changes while a round is collected: a resumed run collects it again."""
-        can_save, envs = self.envs.can_save_state, self.envs.state_dict()
+        envs, state, share = self.envs.state_dict(), None, self.envs.share
+        if self.envs.can_save_state:
+            envs = copy.deepcopy(envs)  # they may return what they use
+            parts = self.ranks.gather((share.ids, dict(zip("hc", self.state, strict=True))))
+            state = list(share.join(parts).values())
         self._round_start: dict[str, Any] = {
             "progress": asdict(self.progress),
             "device": self.agent.device.type,
             "action_rng": self.action_rng.get_state(),
             "shuffle_rng": self.shuffle_rng.get_state(),
-            "envs": copy.deepcopy(envs) if can_save else envs,  # they may return what they use
-            "state": list(self.state) if can_save else None,
+            "envs": envs,
+            "state": state,
         }
-
-    def _round_start_of_all_ranks(self) -> dict[str, Any]:
-        whole, share = dict(self._round_start), self.envs.share
-        if whole["state"] is not None:
-            parts = self.ranks.gather((share.ids, dict(zip("hc", whole["state"], strict=True))))
-            whole["state"] = list(share.join(parts).values())
-        return whole | {"envs": self.envs.joined_state(whole["envs"])}
 
 
 def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> None:
