@@ -164,7 +164,7 @@ class GymEnvs:
                 final_features = self.spaces.features(observations, self._previous)
                 if self._autoreset == "SAME_STEP":
                     last = list(infos["final_obs"][ended])
-                    final = self.spaces.features_of_each(last, self._previous[ended])
+                    final = self.spaces.features(last, self._previous[ended])
                     final_features[torch.from_numpy(ended)] = final
                 self.spaces.require_finite(final_features, self._where)
                 if self._autoreset == "DISABLED":

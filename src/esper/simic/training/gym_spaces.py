@@ -8,7 +8,7 @@ Dict and Tuple spaces are flattened to their entries, as `gymnasium.spaces.utils
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any, Literal
@@ -122,27 +122,36 @@ class GymSpaces:
 
     # -- observations -------------------------------------------------------------------------
 
-    def is_single(self, observation: Any) -> bool:
-        """Whether this is the observation of one env, not of several."""
+    def num_rows(self, observations: Any) -> int | None:
+        """N of the observations of N envs; None if this is the observation of one env."""
         first = self.observation[0]
-        return np.ndim(_at(observation, first.path)) == len(first.shape)
-
-    def num_rows(self, observations: Any) -> int:
-        """N of the observations of several envs."""
-        return len(_at(observations, self.observation[0].path))
+        array = _at(observations, first.path)
+        return None if np.ndim(array) == len(first.shape) else len(array)
 
     def features(self, observations: Any, previous: Array | None = None) -> Tensor:
         """Observations of N envs as float32 `[N, F]`; a copy, because envs reuse their arrays.
 
-        `previous` `[N, P]` is what `previous` returned for the step before; None in a first step.
+        They are batched, or a list with one for each env. `previous` `[N, P]` is what `previous`
+        returned for the step before; None in a first step.
         """
-        arrays = [np.asarray(_at(observations, e.path)) for e in self.observation]
-        return self._join(arrays, previous)
-
-    def features_of_each(self, observed: Sequence[Any], previous: Array | None = None) -> Tensor:
-        """As `features`, from a list with the observation of each env."""
-        arrays = [np.stack([_at(o, e.path) for o in observed]) for e in self.observation]
-        return self._join(arrays, previous)
+        arrays = [
+            np.stack([_at(observation, e.path) for observation in observations])
+            if isinstance(observations, list)
+            else np.asarray(_at(observations, e.path))
+            for e in self.observation
+        ]
+        features = np.zeros((len(arrays[0]), self.num_features), dtype=np.float32)
+        start = self.num_previous
+        features[:, :start] = 0.0 if previous is None else previous
+        for entry, array in zip(self.observation, arrays, strict=True):
+            if array.shape != (len(features), *entry.shape):
+                raise ValueError(
+                    f"observations{_name(entry.path)}: got shape {array.shape}, expected "
+                    f"(envs, {', '.join(map(str, entry.shape))})"
+                )
+            _write(features[:, start : start + entry.width], entry, array)
+            start += entry.width
+        return torch.from_numpy(features)
 
     def previous(self, choices: Array, rewards: Array) -> Array:
         """The choices `[N, H]` and rewards `[N]` of a step as features of the next one, `[N, P]`."""
@@ -157,20 +166,6 @@ class GymSpaces:
         if self.previous_reward:
             columns[:, -1] = rewards
         return columns
-
-    def _join(self, arrays: list[Array], previous: Array | None) -> Tensor:
-        features = np.zeros((len(arrays[0]), self.num_features), dtype=np.float32)
-        start = self.num_previous
-        features[:, :start] = 0.0 if previous is None else previous
-        for entry, array in zip(self.observation, arrays, strict=True):
-            if array.shape != (len(features), *entry.shape):
-                raise ValueError(
-                    f"observations{_name(entry.path)}: got shape {array.shape}, expected "
-                    f"(envs, {', '.join(map(str, entry.shape))})"
-                )
-            _write(features[:, start : start + entry.width], entry, array)
-            start += entry.width
-        return torch.from_numpy(features)
 
     def require_finite(self, features: Tensor, where: str = "") -> None:
         """Raise for an observation that is NaN or infinite; names the env and the entry."""

@@ -277,8 +277,8 @@ class PPO:
             deterministic: take the most likely action instead of sampling
             reward: of the previous action, `[N]` for N envs; not needed at an episode's start
         """
-        is_single = self.spaces.is_single(observation)
-        num_envs = 1 if is_single else self.spaces.num_rows(observation)
+        is_single = (num_rows := self.spaces.num_rows(observation)) is None
+        num_envs = 1 if num_rows is None else num_rows
         if state is None:
             choices = torch.zeros(num_envs, len(self.spaces.action_space.heads))
             is_new = torch.ones(num_envs, dtype=torch.bool)
@@ -295,10 +295,7 @@ class PPO:
             recurrent = zero_rows(RecurrentState(state.h, state.c), is_first)
             state = PolicyState(*recurrent, state.choices, state.is_new | is_first)
         previous = self._previous(state, reward)
-        if is_single:
-            features = self.spaces.features_of_each([observation], previous)
-        else:
-            features = self.spaces.features(observation, previous)
+        features = self.spaces.features([observation] if is_single else observation, previous)
         self.spaces.require_finite(features)
         if mask is None and (entry := self.spaces.mask_entry) is not None:
             if entry not in observation:
@@ -310,8 +307,11 @@ class PPO:
                 "pass mask=",
                 stacklevel=2,
             )
+        if is_single and mask is not None:
+            mask = {n: [part] for n, part in mask.items()} if isinstance(mask, Mapping) else [mask]
+        masks = ActionMasks.all_legal(self.spaces.action_space, num_envs)
+        masks = (masks if mask is None else self.spaces.masks(mask)).to(self.agent.device)
         features, recurrent = features.to(self.agent.device), RecurrentState(state.h, state.c)
-        masks = self._masks(mask, num_envs, is_single).to(self.agent.device)
         decision = self.agent.act(features, masks, recurrent, deterministic=deterministic)
         actions = self.spaces.actions(decision.actions)
         is_new = torch.zeros(num_envs, dtype=torch.bool)
@@ -331,15 +331,6 @@ class PPO:
         previous = self.spaces.previous(state.choices.numpy(), rewards)
         previous[is_new] = 0.0
         return previous
-
-    def _masks(self, mask: Any, num_envs: int, is_single: bool) -> ActionMasks:
-        if mask is None:
-            return ActionMasks.all_legal(self.spaces.action_space, num_envs)
-        if is_single and isinstance(mask, Mapping):
-            mask = {name: np.asarray(part)[None] for name, part in mask.items()}
-        elif is_single:
-            mask = np.asarray(mask)[None]
-        return self.spaces.masks(mask)
 
     # -- files --------------------------------------------------------------------------------
 
