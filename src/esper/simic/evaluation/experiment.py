@@ -8,7 +8,7 @@ Host h is identical in every lane: architecture, initial weights, data and data 
     (grown.validation - alone.validation).mean()
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, product
 from typing import Literal
@@ -20,7 +20,7 @@ from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.leyline.arrays import TensorFields
 from esper.leyline.checks import require_at_least, require_positive
-from esper.leyline.protocols import Controller, StepOutcome
+from esper.leyline.protocols import Controller
 from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import SeedStage
@@ -125,13 +125,13 @@ class PairedExperiment:
         total = len(groups) * self.growth.num_steps
         part = replace(self, on_step=lambda *_: self.on_step(next(done), total))
         for group in groups:
-            layout = EnvLayout(group, self.num_hosts, len(self.hosts))
+            layout = EnvLayout(group, self.num_hosts, len(self.hosts), self.ranks)
             outcomes += part.play(layout, self.new_hosts(layout, rng_seed))
         return outcomes
 
     def new_hosts(self, layout: "EnvLayout", rng_seed: int = 0) -> PopulationBatch:
         """The hosts of every lane, untrained; with several ranks, those of this rank."""
-        num_types, ids = len(self.hosts), layout.host_ids[self.share(layout).ids]
+        num_types, ids = len(self.hosts), layout.host_ids[layout.share.ids]
         views = torch.tensor(self.view_ids).repeat_interleave(self.repeats).repeat(num_types)
         num_envs = len(ids) // num_types
         config = replace(self.host_batch, num_types=num_types, envs_per_type=num_envs)
@@ -141,41 +141,40 @@ class PairedExperiment:
         host_batch.new_hosts(self.hosts, views[ids], rng_seed)
         return host_batch
 
-    def share(self, layout: "EnvLayout") -> EnvShare:
-        """The envs of this rank: some of every architecture, as many as on other ranks or one more."""
-        total = len(layout.rent)
-        envs = torch.arange(total).view(len(self.hosts), -1).tensor_split(self.ranks.size, dim=1)
-        if not envs[-1].numel():
-            raise ValueError(
-                f"{total // len(self.hosts)} networks of each architecture are too few for "
-                f"{self.ranks.size} ranks; use fewer ranks"
-            )
-        return EnvShare(total, envs[self.ranks.rank].flatten())
-
     def play(self, layout: "EnvLayout", host_batch: PopulationBatch) -> list[ArmOutcome]:
         """Train new hosts to the end; the outcome of every arm."""
         environment = GrowthEnvironment(host_batch, self.growth)
-        share = self.share(layout)
-        environment.begin(host_batch.facts(), layout.rent[share.ids])
+        environment.begin(host_batch.facts(), layout.rent[layout.share.ids])
         rows = self.training_rows, self.host_batch.validation_rows
-        finished = play(environment, layout, *rows, share, self.ranks, self.on_step)
+        own = play(environment, layout, *rows, self.on_step)
         if self.measure_test:
-            own = {"test": self.measure_test(host_batch).double()}
-            finished = replace(finished, **share.join(self.ranks.gather((share.ids, own))))
+            own = replace(own, test=self.measure_test(host_batch).double())
+        parts = self.ranks.gather((layout.share.ids, own.tensors()))
+        finished = ArmOutcome(**layout.share.join(parts))
         return [finished.at(ids) for ids in layout.env_ids]  # [N] to [lanes, H] of each arm
 
 
 class EnvLayout:
     """Maps envs to the hosts of each arm; envs are ordered by (architecture, lane, copy)."""
 
-    def __init__(self, arms: Sequence[Arm], num_hosts: int, num_architectures: int = 1):
-        self.arms = tuple(arms)
+    def __init__(
+        self, arms: Sequence[Arm], num_hosts: int, num_architectures: int = 1, ranks: Ranks = ALONE
+    ):
+        self.arms, self.ranks = tuple(arms), ranks
         rents = torch.tensor([rent for arm in arms for rent in arm.rents])
         envs = torch.arange(len(rents) * num_hosts).view(num_architectures, len(rents), -1)
         ids = envs.transpose(0, 1).flatten(1)
         self.env_ids = torch.split(ids, [len(arm.rents) for arm in arms])  # [lanes, H] per arm
         place = ids.flatten().argsort()  # of each env in [lanes, H]
         self.rent, self.host_ids = rents[place // num_hosts], place % num_hosts
+        # of every architecture, a rank has as many envs as the others or one more
+        parts = envs.flatten(1).tensor_split(ranks.size, dim=1)
+        if not parts[-1].numel():
+            raise ValueError(
+                f"{envs[0].numel()} networks of each architecture are too few for {ranks.size} "
+                "ranks; use fewer ranks"
+            )
+        self.share = EnvShare(len(place), parts[ranks.rank].flatten())
 
 
 def play(
@@ -183,39 +182,29 @@ def play(
     layout: EnvLayout,
     training_rows: int,
     validation_rows: int,
-    share: EnvShare | None = None,
-    ranks: Ranks = ALONE,
     on_step: OnStep = lambda done, total: None,
 ) -> ArmOutcome:
-    """Play one episode, each arm's envs under its own controller; the networks of all envs, `[N]`.
+    """Play one episode, each arm's envs under its own controller; this rank's networks, `[n]`.
 
     `training_rows` is the number of examples a network trains on, `validation_rows` that of one
-    validation pass. With several ranks the environment has the envs of `share`, and every rank
-    decides for all envs from the reports of all ranks.
+    validation pass. Every rank decides for all envs from the reports of all ranks.
     """
-    share = share or EnvShare.split(environment.num_envs, ALONE)
-
-    def whole(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return share.join(ranks.gather((share.ids, own)))
-
-    def observe() -> Reports:
-        return Reports(**whole(environment.observe().tensors()))
-
     for arm, ids in zip(layout.arms, layout.env_ids, strict=True):
         arm.controller.begin(torch.arange(ids.numel()))
-    space, num_envs = environment.action_space, share.total
-    actions = torch.zeros(num_envs, space.num_heads, dtype=torch.int64)
-    rolled_back = torch.zeros(num_envs, dtype=torch.bool)
-    validation_macs, reports = torch.zeros(num_envs), observe()
+    space, share = environment.action_space, layout.share
+    actions = torch.zeros(share.total, space.num_heads, dtype=torch.int64)
+    rolled_back = torch.zeros(environment.num_envs, dtype=torch.bool)
+    validation_macs, reports = torch.zeros(environment.num_envs), environment.observe()
     num_steps = environment.config.num_steps
     for step in range(num_steps):
+        every = Reports(**share.join(layout.ranks.gather((share.ids, reports.tensors()))))
         for arm, ids in zip(layout.arms, layout.env_ids, strict=True):
-            part = reports.at(ids.flatten())
+            part = every.at(ids.flatten())
             masks = compute_batch_masks(part, space)
             actions[ids.flatten()] = arm.controller.decide(part, masks).cpu()
-        outcome = StepOutcome(**whole(environment.step(actions[share.ids])._asdict()))
+        outcome = environment.step(actions[share.ids])
         rolled_back |= outcome.rolled_back
-        reports = observe()
+        reports = environment.observe()
         ablations = (reports.contribution_known & (reports.contribution_age == 0)).sum(dim=-1)
         validation_macs += reports.macs * (1 + ablations)
         on_step(step + 1, num_steps)
@@ -223,10 +212,9 @@ def play(
     trained_macs = reports.host_macs * (1 + outcome.added_compute)
     validation_flops = validation_macs.double() * validation_rows * FORWARD_FLOPS
     committed = reports.stage == SeedStage.FOSSILIZED
-    style = whole({"style": environment.host_batch.states.style})["style"]
     return ArmOutcome(
         validation=outcome.accuracy.double(),
-        test=torch.full((num_envs,), torch.nan, dtype=torch.float64),
+        test=torch.full_like(validation_flops, torch.nan),
         host_params=reports.host_params.double(),
         added_params=outcome.added_params.double(),
         params=(reports.host_params + outcome.added_params).double(),
@@ -235,7 +223,7 @@ def play(
         training_flops=trained_macs.double() * training_rows * TRAINING_FLOPS + validation_flops,
         rolled_back=rolled_back,
         blueprint=torch.where(committed, reports.blueprint, -1),
-        style=torch.where(committed, style, 0),
+        style=torch.where(committed, environment.host_batch.states.style, 0),
         alpha=torch.where(committed, reports.alpha, 0.0),
     )
 
