@@ -76,12 +76,13 @@ def command(arguments: list[str]) -> Callable[..., None]:
                 "other flags"
             )
         if resume is not None:
-            run_training(RunFolder.reopen(resume, ranks), sinks=sinks)
+            RunFiles(resume).read_config()  # raises before a folder without a run is locked
+            run_training(RunFolder(resume, ranks), sinks=sinks)
             return
         settings = with_checksum(settings)
         files = RunFiles(ranks.broadcast(out or _free_folder("config" if config else preset)))
         if was_restarted() and files.config.exists() and files.read_config() == settings:
-            run_training(RunFolder.reopen(files.path, ranks), sinks=sinks)
+            run_training(RunFolder(files.path, ranks), sinks=sinks)
             return
         training = GrowthTraining(settings, ranks)  # finds mistakes before the folder is made
         prepare(settings, EVALUATIONS["quick"])

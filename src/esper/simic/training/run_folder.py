@@ -113,12 +113,6 @@ class RunFolder(LockedFolder):
         atomic_write(folder.files.config, lambda file: file.write(text.encode()))
         return folder
 
-    @classmethod
-    def reopen(cls, path: str | Path, ranks: Ranks = ALONE) -> Self:
-        """The folder of a run to resume."""
-        RunFiles(Path(path)).read_config()  # raises before a folder without a run is locked
-        return cls(path, ranks)
-
     def resume(self) -> GrowthTraining:
         """The run after its last checkpoint, or from the start if none was written yet."""
         files, config = self.files, self.files.read_config()
