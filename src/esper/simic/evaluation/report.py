@@ -100,7 +100,11 @@ class EvaluationReport:
             self.summary(),
             "## Arms",
             markdown_table(self.arm_table()),
-            self._arm_note(),
+            "Scores and accuracies are percentage points on test rows, ± half a 95 % interval over "
+            "hosts. Arms share their hosts: compare them by the paired claims below, not by these "
+            "intervals. Columns other than the scores are at rent "
+            f"{self.settings.rents[self._middle]:g}. Training GFLOP includes removed seeds and "
+            "validation. Search networks were trained before, to search or learn.",
             "## Claims",
             markdown_table(self.claim_table()),
             self.claim_note(),
@@ -152,15 +156,6 @@ class EvaluationReport:
 
     def _ranked(self) -> list[ArmResult]:
         return sorted(self.arms.values(), key=lambda arm: -arm.scores[:, self._middle].mean())
-
-    def _arm_note(self) -> str:
-        return (
-            "Scores and accuracies are percentage points on test rows, ± half a 95 % interval over "
-            "hosts. Arms share their hosts: compare them by the paired claims below, not by these "
-            "intervals. Columns other than the scores are at rent "
-            f"{self.settings.rents[self._middle]:g}. Training GFLOP includes removed seeds and "
-            "validation. Search networks were trained before, to search or learn."
-        )
 
     def claim_note(self) -> str:
         """How to read the table of claims."""
