@@ -127,11 +127,12 @@ def test_every_choice_is_an_action_of_the_space(space):
     for head in layout.action_space:
         numbers = 20 * torch.randn(50)  # tanh is 1 in float32: the bounds themselves
         columns.append(numbers if head.continuous else torch.randint(head.size, (50,)))
-    actions = layout.actions(torch.stack(columns, dim=1))
+    choices = torch.stack(columns, dim=1)
+    actions = layout.actions(choices)
     batched = gymnasium.vector.utils.batch_space(space, 50)
     alone = list(gymnasium.vector.utils.iterate(batched, actions))
     assert all(space.contains(action) for action in alone)
-    first = layout.first_action(actions)
+    first = layout.actions(choices[0])
     np.testing.assert_equal(first, alone[0])
     assert space.contains(first)
 
@@ -141,7 +142,7 @@ def test_numbers_span_the_box_and_heads_are_named_after_the_action():
     names = ["aim_0", "aim_1", "flags_0", "flags_1", "kind", "pair_0_0", "pair_0_1", "pair_1"]
     assert list(layout.action_space.names) == names
     row = torch.tensor([[0.0, -50.0, 1, 0, 2, 1, 3, 0.5493061]])  # tanh: 0, -1 and 0.5
-    action = layout.first_action(layout.actions(row))
+    action = layout.actions(row[0])
     np.testing.assert_allclose(action["aim"], [0.0, 0.0])
     assert action["kind"] == 3
     assert action["flags"].tolist() == [1, 0]
@@ -153,7 +154,7 @@ def test_heads_match_the_entries_by_name_in_any_order():
     space = spaces.Dict({"aim": spaces.Box(-1, 1, ()), "kind": spaces.Discrete(3)})
     heads = (Head("kind", 3), Head("aim", given=("kind",), continuous=True))
     layout = GymSpaces.of(envs_of(action=space), heads)
-    action = layout.first_action(layout.actions(torch.tensor([[2.0, 9.0]])))
+    action = layout.actions(torch.tensor([2.0, 9.0]))
     assert action == {"aim": pytest.approx(1.0), "kind": 2}
     with pytest.raises(
         ValueError, match=r"\(3, 'continuous'\).* needs \('continuous', 3\); its heads"

@@ -185,26 +185,24 @@ class GymSpaces:
     # -- actions ------------------------------------------------------------------------------
 
     def actions(self, choices: Tensor) -> Any:
-        """Choices `[N, H]` as actions for the vector environment's `step`."""
+        """Choices `[N, H]` as actions of a vector environment, or `[H]` as that of one."""
         flat: Array = choices.cpu().numpy()
         if len(self.head_of) > 1:
-            flat = flat[:, self.head_of]
+            flat = flat[..., self.head_of]
         parts, start = {}, 0
         for entry in self.action:
             end = start + len(entry.low)
-            part = flat[:, start:end]
+            part = flat[..., start:end]
             if entry.kind == "numbers":
                 low, high = np.array(entry.low), np.array(entry.high)
                 part = np.clip(low + (high - low) * (np.tanh(part) + 1.0) / 2.0, low, high)
             elif any(entry.low):
                 part = part + np.array(entry.low)
-            parts[entry.path] = part.astype(entry.dtype, copy=False).reshape(-1, *entry.shape)
+            shape = (*flat.shape[:-1], *entry.shape)
+            part = part.astype(entry.dtype, copy=False).reshape(shape)
+            parts[entry.path] = part[()]  # a scalar, where it has no axes
             start = end
         return _nest(parts)
-
-    def first_action(self, actions: Any) -> Any:
-        """The action of the first of N envs."""
-        return _nest({entry.path: _at(actions, entry.path)[0] for entry in self.action})
 
     # -- masks --------------------------------------------------------------------------------
 

@@ -313,10 +313,10 @@ class PPO:
         masks = (masks if mask is None else self.spaces.masks(mask)).to(self.agent.device)
         features, recurrent = features.to(self.agent.device), RecurrentState(state.h, state.c)
         decision = self.agent.act(features, masks, recurrent, deterministic=deterministic)
-        actions = self.spaces.actions(decision.actions)
+        actions = self.spaces.actions(decision.actions[0] if is_single else decision.actions)
         is_new = torch.zeros(num_envs, dtype=torch.bool)
         after = PolicyState(*decision.state, decision.actions.cpu(), is_new)
-        return (self.spaces.first_action(actions) if is_single else actions), after
+        return actions, after
 
     def _previous(self, state: PolicyState, reward: Any) -> Array:
         """Features of the step before; zeros at the start of an episode."""
