@@ -320,10 +320,9 @@ def _train_static(
 
 def _random_searches(plan: PlanSearch, rents: Sequence[float]) -> list[RandomSearch]:
     """Plans tried at random on each host, at each rent."""
+    pool = plan.trained[0]
     return [
-        RandomSearch(
-            plan.pool.scores([rent], "validation").numpy(), plan.pool.scores([rent]).numpy()
-        )
+        RandomSearch(pool.scores([rent], "validation").numpy(), pool.scores([rent]).numpy())
         for rent in rents
     ]
 

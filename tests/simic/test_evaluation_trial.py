@@ -199,7 +199,7 @@ def test_the_best_constant_plan_is_the_optimum_where_gains_are_known(num_types, 
     host_batch = SyntheticHosts(1)
     for kind in range(num_types):
         scores = [
-            found.pool.scores([rent], "validation")[best, 0]
+            found.trained[0].scores([rent], "validation")[best, 0]
             for rent, best in zip(rents, found.best[:, kind], strict=True)
         ]
         torch.testing.assert_close(

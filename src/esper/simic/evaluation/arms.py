@@ -46,11 +46,8 @@ class ArmResult:
         cls, name: str, rents: Sequence[float], outcomes: Sequence[ArmOutcome], search_networks: int
     ) -> "ArmResult":
         """From one outcome per controller, with a lane per rent or one lane for all rents."""
-
-        def per_rent(values: Tensor) -> Tensor:
-            return values.expand(len(rents), *values.shape[1:]).unsqueeze(0)
-
-        stacked = ArmOutcome.cat([outcome.map(per_rent) for outcome in outcomes])
+        per_rent = [o.map(lambda v: v.expand(1, len(rents), *v.shape[1:])) for o in outcomes]
+        stacked = ArmOutcome.cat(per_rent)
         return cls(name, tuple(rents), stacked, search_networks)
 
     def array(self, field: str) -> Array:
@@ -154,12 +151,7 @@ class PlanSearch:
 
     plans: ConstantPlan
     best: Tensor  # index of the best plan, [R, types]
-    pool: ArmOutcome  # every plan on every host, [M, H]
-    finals: ArmOutcome | None = None  # the best few again, on other hosts
-
-    @property
-    def trained(self) -> list[ArmOutcome]:
-        return [self.pool, self.finals] if self.finals else [self.pool]
+    trained: tuple[ArmOutcome, ...]  # every plan on every host, [M, H]; the best few on others
 
     @property
     def num_networks(self) -> int:
@@ -184,7 +176,7 @@ def search_plans(
     by_rent = [pool.scores([rent], "validation").view(per_plan) for rent in rents]
     scores = torch.stack([scores.mean(dim=2) for scores in by_rent])  # [R, M, types]
     if finalists == 1:
-        return PlanSearch(plans, scores.argmax(dim=1), pool)
+        return PlanSearch(plans, scores.argmax(dim=1), (pool,))
     first, top = scores.topk(finalists, dim=1)
     choice = top.repeat_interleave(experiment.num_hosts // num_types, dim=2).flatten(0, 1)
     lane_rents = [rent for rent in rents for _ in range(finalists)]
@@ -192,4 +184,4 @@ def search_plans(
     (finals,) = experiment.run([arm], rng_seed=FINAL_RNG_SEED)
     again = finals.scores(lane_rents, "validation").view(len(rents), finalists, num_types, -1)
     winner = (first + again.mean(dim=3)).argmax(dim=1, keepdim=True)
-    return PlanSearch(plans, top.gather(1, winner).squeeze(1), pool, finals)
+    return PlanSearch(plans, top.gather(1, winner).squeeze(1), (pool, finals))
