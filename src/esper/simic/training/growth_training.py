@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import from_plain, to_plain
@@ -93,7 +92,9 @@ class GrowthTraining:
     def _record(self, metrics: dict[str, float]) -> RoundRecord | None:
         """The record of all ranks, on rank 0."""
         rollout = self.trainer.buffer.get_batched_sequences()
-        host_batch, share, observed = self.environment.host_batch, self.envs.share, self._observed()
+        host_batch, share = self.environment.host_batch, self.envs.share
+        count = math.ceil(self.config.observed_share * share.total)  # envs take turns
+        observed = (self.rounds_done * count + torch.arange(count)) % share.total
         own = {
             "hosts": host_batch.host_names,
             "variants": [self.config.variants[view] for view in host_batch.view_ids.tolist()],
@@ -118,12 +119,6 @@ class GrowthTraining:
             observations=torch.stack(observations) if rows else rollout.states[:0].cpu(),
             **share.join([(ids, fields) for ids, fields, _ in parts]),
         )
-
-    def _observed(self) -> Tensor:
-        """The envs whose observations are kept this round: they take turns."""
-        num_envs = self.envs.share.total
-        count = math.ceil(self.config.observed_share * num_envs)
-        return (self.rounds_done * count + torch.arange(count)) % num_envs
 
     # -- files --------------------------------------------------------------------------------
 

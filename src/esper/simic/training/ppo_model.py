@@ -214,7 +214,7 @@ class PPO:
             if self._learns_in(eval_env):
                 raise ValueError(_OWN_ENVS)
             try:
-                self._world_of(eval_env, rng_seed=0)
+                GymEnvs(eval_env, self.spaces, 0, self.mask_source, self.config.mask_key)
             except ValueError as error:
                 raise ValueError(f"eval_env: {error}") from error
         with ExitStack() as stack:
@@ -247,10 +247,6 @@ class PPO:
     def _learns_in(self, envs: "VectorEnv[Any, Any, Any]") -> bool:
         own = [] if self._trainer is None else inner_envs(self.envs.vector_env)
         return bool({id(env) for env in own} & {id(env) for env in inner_envs(envs)})
-
-    def _world_of(self, envs: "VectorEnv[Any, Any, Any]", rng_seed: int) -> GymEnvs:
-        """Other environments with the same spaces and masks, reset."""
-        return GymEnvs(envs, self.spaces, rng_seed, self.mask_source, self.config.mask_key)
 
     # -- acting -------------------------------------------------------------------------------
 
@@ -441,7 +437,7 @@ def evaluate(
         if model._is_learning:
             raise ValueError(_OWN_ENVS)
         model.trainer.abandon_round()
-    world = model._world_of(envs, rng_seed)
+    world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
     agent, num_envs, act = model.agent, world.num_envs, model.agent.prepared_act()
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
     state = agent.policy.initial_state(num_envs)
