@@ -502,8 +502,9 @@ def test_dependent_heads_without_masks_warn():
     envs = envs_of(action=spaces.MultiDiscrete([2, 3]))
     with pytest.warns(
         UserWarning, match=r"heads \['column'\] depend on earlier heads, but .* no masks"
-    ):
+    ) as caught:
         PPO(envs, CELLS)
+    assert caught[0].filename == __file__
     PPO(envs, CELLS, GymConfig(masks="none"))
 
 

@@ -121,7 +121,7 @@ class GymEnvs:
                 f"heads {given} depend on earlier heads, but the environment gives no masks, so all "
                 f"choices are legal; give info[{mask_key!r}] at every reset and step, or set "
                 "masks='none'",
-                stacklevel=4,
+                stacklevel=3,  # where the model is made
             )
 
     def _reset(self, rng_seed: int, recent: Iterable[Episode] = ()) -> tuple[Any, dict[str, Any]]:
