@@ -443,7 +443,7 @@ def test_features_begin_with_the_previous_action_and_reward_within_an_episode(mo
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_cut_row_is_valued_with_the_action_and_reward_before_the_cut(mode):
-    spaces_ = GymSpaces.of(counters(mode), previous_action=True, previous_reward=True)
+    spaces_ = replace(GymSpaces.of(counters(mode)), previous_action=True, previous_reward=True)
     world = GymEnvs(counters(mode), spaces_, rng_seed=0)
     outcome = world.step(torch.tensor([[1], [1], [1]]))  # cuts env 2 after its first step
     assert outcome.truncated.tolist() == [False, False, True]
@@ -495,7 +495,7 @@ def test_continuous_choices_come_back_as_numbers_between_minus_one_and_one():
         action_space = spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (1,))))
 
     envs = SyncVectorEnv([lambda: Mixed(3, terminates=True)] * 2)
-    found = GymSpaces.of(envs, previous_action=True)
+    found = replace(GymSpaces.of(envs), previous_action=True)
     columns = found.previous(np.array([[1.0, 0.5], [0.0, -30.0]]), np.zeros(2))
     np.testing.assert_allclose(columns, [[0, 1, np.tanh(0.5)], [1, 0, -1]], rtol=1e-6)
 

@@ -75,12 +75,8 @@ class GymSpaces:
         envs: "VectorEnv[Any, Any, Any]",
         heads: Iterable[Head] | None = None,
         mask_entry: str | None = "action_mask",
-        **previous: bool,
     ) -> "GymSpaces":
-        """The spaces of each environment; `heads` declares which choices depend on which.
-
-        `previous` are `previous_action` and `previous_reward`.
-        """
+        """The spaces of each environment; `heads` declares which choices depend on which."""
         from gymnasium import spaces
 
         space = envs.single_observation_space
@@ -98,7 +94,6 @@ class GymSpaces:
             action_space=action_space,
             action=action,
             head_of=head_of,
-            **previous,
         )
 
     @property

@@ -119,11 +119,10 @@ class PPO:
         ranks = _ranks(env, config)
         envs = vector_env(env, config.num_envs, ranks)
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
-        previous = {
-            "previous_action": config.policy.memory and config.previous_action,
-            "previous_reward": config.policy.memory and config.previous_reward,
-        }
-        spaces = GymSpaces.of(envs, heads, mask_entry, **previous)
+        spaces = GymSpaces.of(envs, heads, mask_entry)
+        if config.policy.memory:
+            action, reward = config.previous_action, config.previous_reward
+            spaces = replace(spaces, previous_action=action, previous_reward=reward)
         world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key, ranks)
         self._build(config, spaces, encoder, world)
 
