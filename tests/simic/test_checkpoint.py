@@ -1,5 +1,7 @@
 """Saved PPO models: they resume bit-exact, and refuse environments that do not fit."""
 
+import os
+import signal
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -144,23 +146,31 @@ def test_learning_after_an_interrupted_step_starts_new_episodes_without_environm
     assert not fields["hidden_h"][:, 0].any()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_processes_left_unusable_by_a_step_are_refused_and_others_continue(tmp_path, error):
+@pytest.mark.parametrize("when", ["within a step", "between steps", "error in an environment"])
+def test_processes_left_unusable_are_refused_and_others_continue(tmp_path, when):
     class Failing(CueMemory):
         def step(self, action):
-            if self.np_random_seed == 1 and self.elapsed == 5:
+            if self.elapsed == 5 and when == "error in an environment":
                 raise RuntimeError
             return super().step(action)
 
-    def interrupt():
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    envs = AsyncVectorEnv([CueMemory, Failing, CueMemory, CueMemory], context="fork")
+    def end_processes(*_):  # a terminal sends Ctrl-C to all of its processes
+        for process in envs.processes:
+            os.kill(process.pid, signal.SIGINT)
+            process.join()
+        raise KeyboardInterrupt
+
+    envs = AsyncVectorEnv([Failing] * NUM_ENVS, context="fork")
     model = PPO(envs, config=CONFIG)
-    if error is KeyboardInterrupt:
+    if when == "within a step":
         envs.step_wait = interrupt
-    with pytest.warns() if error is RuntimeError else nullcontext(), pytest.raises(error):
-        model.learn(TOTAL_STEPS)
+    is_error = when == "error in an environment"
+    expected = RuntimeError if is_error else KeyboardInterrupt
+    with pytest.warns() if is_error else nullcontext(), pytest.raises(expected):
+        model.learn(TOTAL_STEPS, end_processes if when == "between steps" else None)
     try:
         with pytest.raises(ValueError, match=r"cannot be used again; make new .* PPO\.load\(path"):
             model.learn()

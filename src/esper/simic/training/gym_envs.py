@@ -135,6 +135,7 @@ class GymEnvs:
         return found
 
     def begin_round(self) -> Tensor:
+        _require_usable(self.vector_env)
         self._where = f", round {self.rounds + 1}"
         return torch.zeros(self.num_envs, dtype=torch.bool)
 
@@ -344,16 +345,17 @@ def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
 
 
 def _require_usable(envs: "VectorEnv[Any, Any, Any]") -> None:
-    """Raise for an AsyncVectorEnv that an interruption or an error in `step` has left unusable."""
+    """Raise for an AsyncVectorEnv that an interruption or an error has left unusable."""
     from gymnasium.vector import AsyncVectorEnv
     from gymnasium.vector.async_vector_env import AsyncState
 
     inner = envs.unwrapped
     if not isinstance(inner, AsyncVectorEnv):
         return
-    if inner._state != AsyncState.DEFAULT or None in inner.parent_pipes:
+    is_idle = inner._state == AsyncState.DEFAULT and None not in inner.parent_pipes
+    if not is_idle or not all(process.is_alive() for process in inner.processes):
         raise ValueError(
-            f"a step of {envs} was interrupted or failed, so its processes cannot be used again; "
+            f"the processes of {envs} were interrupted or have failed, and cannot be used again; "
             "make new environments and continue with model.save(path), then PPO.load(path, them)"
         )
 
