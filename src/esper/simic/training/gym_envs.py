@@ -225,10 +225,7 @@ class GymEnvs:
     def _given_masks(self, infos: dict[str, Any], needed: Array) -> Any:
         """The masks of all envs as the environment gives them; raises if a needed one is missing."""
         if self.mask_source == "method":
-            masks = self.vector_env.unwrapped.call("action_masks")
-            if isinstance(masks[0], Mapping):
-                return {name: [mask[name] for mask in masks] for name in masks[0]}
-            return masks
+            return self.vector_env.unwrapped.call("action_masks")
         key = self._mask_key
         given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
         if (needed & ~given).any():

@@ -206,9 +206,11 @@ class GymSpaces:
 
         If no head depends on another, `masks` may also be the concatenated masks of all heads with
         choices, `[N, choices]`. Continuous heads have masks `[N, *given sizes]`, and may be left
-        out: their numbers are always used.
+        out: their numbers are always used. Both may be a list with one for each env.
         """
         space = self.action_space
+        if isinstance(masks, list) and masks and isinstance(masks[0], Mapping):
+            masks = {name: [mask[name] for mask in masks] for name in masks[0]}
         if not isinstance(masks, Mapping):
             if len(space.head_groups) > 1:
                 raise ValueError(

@@ -10,7 +10,7 @@ actions, evaluation, callbacks and resuming.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -302,11 +302,12 @@ class PPO:
                 "pass mask=",
                 stacklevel=2,
             )
-        if is_single and mask is not None:
-            mask = {n: [part] for n, part in mask.items()} if isinstance(mask, Mapping) else [mask]
-        masks = ActionMasks.all_legal(self.spaces.action_space, num_envs)
-        masks = (masks if mask is None else self.spaces.masks(mask)).to(self.agent.device)
-        features, recurrent = features.to(self.agent.device), RecurrentState(state.h, state.c)
+        if mask is None:
+            masks = ActionMasks.all_legal(self.spaces.action_space, num_envs)
+        else:
+            masks = self.spaces.masks([mask] if is_single else mask)
+        features, masks = features.to(self.agent.device), masks.to(self.agent.device)
+        recurrent = RecurrentState(state.h, state.c)
         decision = self.agent.act(features, masks, recurrent, deterministic=deterministic)
         actions = self.spaces.actions(decision.actions[0] if is_single else decision.actions)
         is_new = torch.zeros(num_envs, dtype=torch.bool)
