@@ -298,7 +298,7 @@ class Trainer:
         envs, state, share = self.envs.state_dict(), None, self.envs.share
         if self.envs.can_save_state:
             envs = copy.deepcopy(envs)  # they may return what they use
-            parts = self.ranks.gather((share.ids, dict(zip("hc", self.state, strict=True))))
+            parts = self.ranks.gather((share.ids, self.state._asdict()))
             state = list(share.join(parts).values())
         self._round_start: dict[str, Any] = {
             "progress": asdict(self.progress),
