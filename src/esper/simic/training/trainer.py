@@ -298,8 +298,8 @@ class Trainer:
         envs, state, share = self.envs.state_dict(), None, self.envs.share
         if self.envs.can_save_state:
             envs = copy.deepcopy(envs)  # they may return what they use
-            parts = self.ranks.gather((share.ids, self.state._asdict()))
-            state = list(share.join(parts).values())
+            own = {name: part.cpu() for name, part in self.state._asdict().items()}
+            state = list(share.join(self.ranks.gather((share.ids, own))).values())
         self._round_start: dict[str, Any] = {
             "progress": asdict(self.progress),
             "device": self.agent.device.type,
