@@ -18,7 +18,7 @@ from esper.leyline.plain_config import differences
 if TYPE_CHECKING:
     from esper.growing.growth import Growth
 
-_KIND, _VERSION = "growth", 10
+_KIND, _VERSION = "growth", 11
 
 
 def save(growth: "Growth", path: str | Path) -> None:

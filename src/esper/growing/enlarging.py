@@ -28,7 +28,7 @@ from esper.growing.pairs import Modules, Pair, Part, Refused, Step, check_layer,
 from esper.growing.tracing import Run, is_composed, without_graphs
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Heads(Part):
     """A module that can have more heads or units; `first` and `last` are its name."""
 
@@ -69,6 +69,10 @@ class Branch(nn.Module):
     def layers(self) -> list[nn.Module]:
         """In the order of the layers that they enlarge; the last one is zero at first."""
         return [self.body.get_submodule(name) for name in self._names]
+
+    @property
+    def zero_layers(self) -> list[nn.Module]:
+        return self.layers[-1:]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         args, kwargs = without_caches(args, kwargs)
@@ -267,7 +271,7 @@ def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -
     total -= 0 if after.bias is None else after.bias.numel()
     heads, label = width // size, f"{name}->{'units' if is_gated else 'heads'}"
     costs = (total // heads, macs.get(name, 0.0) / heads)
-    return Heads(label, name, name, *costs, frozenset(layers[:-1]), layers, size, width=heads)
+    return Heads((heads,), label, name, name, *costs, frozenset(layers[:-1]), layers, size)
 
 
 def without_caches(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -284,7 +288,7 @@ def _are_linear(module: nn.Module, names: Iterable[str]) -> bool:
     return all(type(children.get(name)) is nn.Linear for name in names)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Copied(Part):
     """A block of a stack that can be copied; `first` and `last` are its name."""
 
@@ -357,7 +361,7 @@ def copy_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
     costs = (sum(p.numel() for p in block.parameters()), macs.get(name, 0.0))
     with eval_mode(modules[""], with_grad=True):
         zeros = tuple(_zeros(name, block, run))
-    return Copied(f"{name}->copy", name, name, *costs, frozenset([name]), zeros)
+    return Copied((1,), f"{name}->copy", name, name, *costs, frozenset([name]), zeros)
 
 
 def _zeros(name: str, block: nn.Module, run: Run) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from esper.growing.enlarging import BlockCopy, Branch, Copied, Heads
+from esper.growing.enlarging import BlockCopy, Branch
 from esper.growing.eval_mode import uncompiled
 from esper.growing.inputs import tensors
 from esper.growing.network import GrowingNetwork, average_gradients
@@ -129,18 +129,16 @@ class Evidence:
             "batches": self.batches,
             # the weights of a copied block as it was copied; other seeds are drawn again
             "probes": [
-                (p.sums, p.seed.state_dict() if isinstance(p.seed, BlockCopy) else {})
+                (p.sums, p.used, p.seed.state_dict() if isinstance(p.seed, BlockCopy) else {})
                 for p in self._probes
             ],
-            "used": [probe.used for probe in self._probes],
         }
 
     def load(self, saved: dict[str, Any]) -> None:
         self.step, self.wait, self.batches = saved["step"], saved["wait"], saved["batches"]
         if saved["probes"]:
             self._attach()
-        states = zip(self._probes, saved["probes"], saved["used"], strict=True)
-        for probe, (sums, weights), used in states:
+        for probe, (sums, used, weights) in zip(self._probes, saved["probes"], strict=True):
             probe.sums, probe.used = sums, used
             if weights:
                 probe.seed.load_state_dict(weights)
@@ -159,11 +157,12 @@ class _Probe(nn.Module):
     ):
         super().__init__()
         self.index, self.blueprints, self.slot, self.seed = index, blueprints, slot, seed
+        self.is_of_module = slot.site.part is not None and slot.site.part.is_module
         self.any_length = isinstance(seed, Seed) and seed.any_length
         self.examples = 0  # in the model's last batch; 0: not known
         self.rows = self.used = rows  # `used`: examples of the last pass
         seed.requires_grad_(False)
-        self.zeros = _zero_layers(seed)
+        self.zeros = seed.zero_layers
         for weight in (weight for layer in self.zeros for weight in _weights(layer)):
             weight.requires_grad_(True)
         # by layer: the mean square of its inputs in the last pass; 1 where torch does not call it
@@ -224,14 +223,14 @@ class _Probe(nn.Module):
 
         Of a sequence or of windows it is another axis, also in masks and tables of positions.
         """
-        if not isinstance(self.slot.site.part, Copied | Heads):
+        if not self.is_of_module:
             return True
         return count == self.examples and not any(count in t.shape[1:] for t in given)
 
     def train(self, mode: bool = True) -> "_Probe":
         """No dropout in the seed: the model's randomness stays as it is."""
         super().train(mode)
-        if isinstance(self.slot.site.part, Copied | Heads):
+        if self.is_of_module:
             self.seed.eval()
         elif isinstance(self.seed, Branch):  # dropout between its layers; norms are as the model's
             self.seed.body.training = False
@@ -242,13 +241,6 @@ def _note_examples(probes: list[_Probe], model: nn.Module, args: Any, kwargs: An
     count = next((len(t) for t in tensors((args, kwargs)) if t.dim()), 0)
     for probe in probes:
         probe.examples = count
-
-
-def _zero_layers(seed: AnySeed) -> list[nn.Module]:
-    """The layers that are zero in a new seed; only their gradients are not."""
-    if isinstance(seed, BlockCopy):
-        return seed.zero_layers
-    return [seed.layers[-1]]
 
 
 def _weights(layer: nn.Module) -> list[nn.Parameter]:

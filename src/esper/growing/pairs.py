@@ -59,9 +59,12 @@ class Refused(Exception):
     """The reason why a model cannot grow somewhere, or not in some way."""
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A part of a model that a seed enlarges; costs are of one unit or head, or of a copy."""
+@dataclass(frozen=True)
+class Part(Site):
+    """A part of the model, as the site of the seeds that enlarge it; no other blueprint fits.
+
+    Its width is that in units or heads. Costs are of one of them, or of the copy of a block.
+    """
 
     name: str  # of its site
     first: str
@@ -69,11 +72,21 @@ class Part:
     params: int
     macs: float  # per example
     inside: frozenset[str]  # modules after which no seed can grow as well
-    width: int = field(default=1, kw_only=True)  # units or heads that it has
+    kind: Any = field(default=-1, kw_only=True)
     is_block = False
 
+    @property
+    def is_module(self) -> bool:
+        """Whether it is one module of the user's; else it is two layers and what is between them."""
+        return self.first == self.last
 
-@dataclass(frozen=True, eq=False)
+    def widened(self, share: float) -> Any:
+        """New units or heads; for `deepen`, whose share is 0, a copy of a block."""
+        units = max(1, round(share * self.width))
+        return UnitsProgram(self, units) if self.is_block == (share == 0.0) else None
+
+
+@dataclass(frozen=True)
 class Pair(Part):
     """Two layers and what is between them."""
 
@@ -83,19 +96,6 @@ class Pair(Part):
     cross: int  # weights of the last layer between a unit and one of its outputs
     cross_macs: float
     size = 1  # outputs of the other layers for each unit
-
-
-@dataclass(frozen=True)
-class PartSite(Site):
-    """A part of the model as the site of a seed that enlarges it; no other blueprint fits."""
-
-    part: Part
-    kind: Any = -1
-
-    def widened(self, share: float) -> Any:
-        """New units or heads; for `deepen`, whose share is 0, a copy of a block."""
-        units = max(1, round(share * self.part.width))
-        return UnitsProgram(self.part, units) if self.part.is_block == (share == 0.0) else None
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class UnitsProgram:
 
 def units_of(site: Site, blueprint: Blueprint) -> int:
     """The units that a blueprint adds at a part of the model; 0 at other sites."""
-    fits = isinstance(site, PartSite) and blueprint.fits(site)
-    return blueprint.program(site).units if fits else 0  # type: ignore[attr-defined]
+    program: Any = blueprint.program(site) if blueprint.fits(site) else None
+    return program.units if isinstance(program, UnitsProgram) else 0
 
 
 def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -> Pair | None:
@@ -159,12 +159,12 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
     params = weight_of(first)[0].numel() + (first.bias is not None)
     wider = {id(tensor) for tensor in inside}
     return Pair(
+        shape=(width,),
         name=f"{name}->{end}",
         first=name,
         last=end,
         layers=(name, *middle, end),
         steps=tuple(steps),
-        width=width,
         features=features,
         params=params + sum(p.numel() for p in per_unit) + features * weight[:, 0].numel(),
         macs=sum(macs.get(layer, 0.0) for layer in (name, *middle, end)) / width,

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper.growing.enlarging import copy_at, heads_at
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import batch_size, forward
-from esper.growing.pairs import Part, PartSite, Refused, pair_at
+from esper.growing.pairs import Part, Refused, pair_at
 from esper.growing.tracing import Call, Run, is_composed, is_cut, trace
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site, Widening, no_layers
 from esper.leyline.constants import SiteKind
@@ -58,7 +58,7 @@ class ModelSite:
     def seed_site(self) -> Site:
         """The input of a seed: at a TOKENS site the vector of one token."""
         if self.part is not None:
-            return PartSite((self.part.width,), self.part)
+            return self.part
         if self.kind == SiteKind.TOKENS:
             return Site(self.shape[-1:])
         return Site(self.shape, varies=self.varies)

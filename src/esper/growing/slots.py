@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.growing.enlarging import BlockCopy, Branch, Copied, Enlarged, new_branch, new_copy
-from esper.growing.pairs import Pair, UnitsProgram
+from esper.growing.enlarging import BlockCopy, Branch, Enlarged, new_branch, new_copy
+from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.kasmina.blending import gate
 from esper.leyline.constants import BlendStyle, SiteKind
@@ -34,6 +34,11 @@ class Seed(nn.Module):
         super().__init__()
         self.layers = layers
         self.per_token, self.any_length = per_token, any_length
+
+    @property
+    def zero_layers(self) -> list[nn.Module]:
+        """The layers that are zero in a new seed; only their gradients are not."""
+        return [self.layers[-1]]
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_autocast_enabled(x.device.type):
@@ -111,9 +116,10 @@ class Slot:
     """
 
     def __init__(self, site: ModelSite, model: nn.Module):
-        self.site = site
-        self.module = model.get_submodule(site.part.last if site.part else site.name)
-        self.source = model.get_submodule(site.part.first) if isinstance(site.part, Pair) else None
+        self.site, part = site, site.part
+        self.module = model.get_submodule(part.last if part else site.name)
+        is_pair = part is not None and not part.is_module
+        self.source = model.get_submodule(part.first) if part and is_pair else None
         self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
@@ -194,7 +200,7 @@ class Slot:
         """The forward hook: the site's output with the seed blended in, or a copy's output."""
         seed, part = self._seed_in_mode(module), self.site.part
         x = output[0] if isinstance(output, tuple) else output
-        if isinstance(part, Copied):
+        if part is not None and part.is_block:
             return seed(x, *args[1:], **kwargs)
         if part is None:
             self.site.check(x, any_length=bool(seed.any_length))
