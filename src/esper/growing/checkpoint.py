@@ -1,5 +1,6 @@
 """Checkpoints of growth: one file from which a run resumes bit-exactly, even during a blend."""
 
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,6 @@ from esper.growing.controllers import STATEFUL
 from esper.growing.eval_mode import random_states, set_random_states
 from esper.growing.inputs import DataFacts
 from esper.growing.ledger import Ledger
-from esper.growing.network import NetworkState, Ramp
-from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import differences
 
@@ -19,6 +18,14 @@ if TYPE_CHECKING:
     from esper.growing.growth import Growth
 
 _KIND, _VERSION = "growth", 11
+
+# attributes of a growth that are saved as they are
+_PLAIN = (
+    *("step", "optimizer_steps", "is_closed", "_steps_at_decision", "_train_losses"),
+    *("_network.ramp_start", "_network.ramp_steps", "_network.ramp_done", "_gradients.norms"),
+    *("_safe_points.last", "_safe_points.best_stable", "_safe_points.best"),
+    "_safe_points.already_restored",
+)
 
 
 def save(growth: "Growth", path: str | Path) -> None:
@@ -28,21 +35,16 @@ def save(growth: "Growth", path: str | Path) -> None:
         "signature": _signature(growth),
         "size": (growth.params, growth.macs),
         "data": tuple(growth._reporter.data),
-        "network": network_to_dict(network.capture()),
+        "network": network.capture(),
         "settings": group_settings(growth.optimizer),
         "scheduler": None if growth.scheduler is None else growth.scheduler.state_dict(),
-        "safe_points": growth._safe_points.to_dict(),
         "history": dict(vars(growth._history)),
-        "counts": (growth.step, growth.optimizer_steps, growth.is_closed),
-        "ramp": (growth._steps_at_decision, *network.ramp),
         "evidence": growth._evidence.to_dict(),
-        "train_losses": growth._train_losses,
-        "gradient_norms": growth._gradients.norms,
         "ledger": growth.ledger.to_json(),
-        "seed_ids": growth._recorder.seed_ids,
         "controller": controller.memory() if isinstance(controller, STATEFUL) else {},
         "seed_generator": network.generator.get_state(),
         "random": random_states(range(torch.cuda.device_count())),
+        **{name: attrgetter(name)(growth) for name in _PLAIN},
     }
     if growth.ranks.is_first:
         write_file(path, _KIND, contents, version=_VERSION)
@@ -55,21 +57,18 @@ def resume(growth: "Growth", path: str | Path) -> None:
     saved = read_file(path, _KIND, version=_VERSION, device=device, resumes=True)
     _check_fit(path, saved, growth)
     growth._reporter.data = DataFacts(*saved["data"])  # another example may look different
-    network.restore(network_from_dict(saved["network"]))
+    network.restore(saved["network"])
     for group, settings in zip(growth.optimizer.param_groups, saved["settings"], strict=True):
         group.update(settings)
     if growth.scheduler is not None:
         growth.scheduler.load_state_dict(saved["scheduler"])
-    growth._safe_points.load(saved["safe_points"])
-    vars(growth._history).update(saved["history"])
-    growth.step, growth.optimizer_steps, growth.is_closed = saved["counts"]
-    growth._steps_at_decision, *ramp = saved["ramp"]
-    network.ramp = Ramp(*ramp)
+    for name in _PLAIN:
+        owner, _, attribute = name.rpartition(".")
+        setattr(attrgetter(owner)(growth) if owner else growth, attribute, saved[name])
     network.set_alphas()
+    vars(growth._history).update(saved["history"])
     growth._evidence.load(saved["evidence"])
-    growth._train_losses, growth._gradients.norms = saved["train_losses"], saved["gradient_norms"]
     growth._recorder.ledger = Ledger.from_json(saved["ledger"])
-    growth._recorder.seed_ids.update(saved["seed_ids"])
     if isinstance(growth.controller, STATEFUL):
         growth.controller.recall(saved["controller"])
     network.generator.set_state(saved["seed_generator"])
@@ -94,8 +93,8 @@ def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> Non
         raise ValueError(
             f"{path} is of another run: here {'; '.join(changed[:3])}; create this one like it"
         )
-    step, _, is_closed = saved["counts"]
-    if step >= growth.decisions and not is_closed:
+    step = saved["step"]
+    if step >= growth.decisions and not saved["is_closed"]:
         raise ValueError(f"{path} has made {step} decisions; use decisions={step + 1} or more")
     params, macs = saved["size"]
     if min(growth.budget.left(params, macs)) < 0:
@@ -103,14 +102,6 @@ def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> Non
             f"{path} has a network of {params:,} parameters and {macs:,} multiply-adds, more than "
             f"{growth.budget}"
         )
-
-
-def network_to_dict(state: NetworkState) -> dict[str, Any]:
-    return {**vars(state), "slots": state.slots.tensors()}
-
-
-def network_from_dict(data: dict[str, Any]) -> NetworkState:
-    return NetworkState(**{**data, "slots": SlotStates(**data["slots"])})
 
 
 def group_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:

@@ -153,7 +153,7 @@ class Growth:
         self._reporter = controllers.Reporter(network, self.budget, prepared, data)
         self._history = History(1, len(network.slots), self._reporter.action_space.num_heads)
         self._recorder = Recorder(ledger, network, self._history)
-        self._safe_points = SafePoints(network, self._recorder.seed_ids)
+        self._safe_points = SafePoints(network, self._recorder)
         self._gradients = SeedGradients(optimizer, network.slots)
         self._evidence = Evidence(network, self._reporter.may_grow)
         self.step = 0  # decisions made
@@ -231,7 +231,7 @@ class Growth:
         assert best is not None
         self._safe_points.restore(best)
         self.is_closed = True
-        self._recorder.closed(self.step, best.step)
+        self._recorder.closed(self.step, best["step"])
         if self.ranks.size == 1:  # DDP averages only the weights that it was made with
             self._network.merge_branches()
         self.ledger.costs = self.ranks.broadcast(self.ledger.costs)  # clocks of ranks differ
@@ -267,7 +267,7 @@ class Growth:
     @property
     def best_metric(self) -> float | None:
         """Metric of the best committed network so far."""
-        return None if self._safe_points.best is None else self._safe_points.best.metric
+        return None if self._safe_points.best is None else self._safe_points.best["metric"]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the model and its seeds, for gradient clipping."""
@@ -348,8 +348,8 @@ class Growth:
         self._record_step(measured)
         if broken:
             point = self._safe_points.recover()
-            self._recorder.rolled_back(self.step, point.step, broken)
-            self._history.add_validation(torch.tensor([point.metric]))
+            self._recorder.rolled_back(self.step, point["step"], broken)
+            self._history.add_validation(torch.tensor([point["metric"]]))
             # a seed of it may have been pruned since
             return point if self._safe_points.has_all_seeds(point) else None
         metric, loss = torch.tensor([[measured.metric], [measured.loss_or_guess]])

@@ -7,8 +7,7 @@ network and optimiser, for a rollback or a checkpoint.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn, optim
@@ -29,26 +28,15 @@ from esper.leyline.stages import SeedStage
 _STATISTICS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, eq=False)
-class NetworkState:
-    """A copy of weights, seeds and optimiser state."""
+class NetworkState(TypedDict):
+    """A copy of weights, seeds and optimiser state, as plain containers for a file."""
 
     weights: dict[str, Tensor]  # by name, of the model and others that the optimiser trains
     buffers: dict[str, Tensor]
     extras: dict[str, Any]  # the extra states of its modules
     seeds: dict[int, dict[str, Tensor]]  # by slot
     moments: dict[str, dict[str, Any]]  # the optimiser's state by parameter name
-    slots: SlotStates  # one host
-    is_merged: bool = False  # committed branches are part of the model's layers
-
-
-class Ramp(NamedTuple):
-    """Alphas between two decisions, by slot."""
-
-    start: list[float]
-    goal: list[float]
-    steps: int = 1  # optimiser steps from start to goal
-    done: int = 0
+    slots: dict[str, Tensor]  # the fields of `SlotStates`
 
 
 class GrowingNetwork:
@@ -69,7 +57,9 @@ class GrowingNetwork:
         self.menu = prepared.menu
         self.slots = tuple(Slot(site, model) for site in prepared.sites)
         self.states = SlotStates.dormant(1, len(self.slots))
-        self.ramp = Ramp([0.0] * len(self.slots), [0.0] * len(self.slots))
+        # between two decisions alphas move from these values to those of the states
+        self.ramp_start = [0.0] * len(self.slots)
+        self.ramp_steps, self.ramp_done = 1, 0  # optimiser steps
         self.in_shadow: list[int] = []  # slots whose seeds are in shadow training
         self.generator = generator  # of the seeds' initial weights
         self._sound = finite_buffers(model)
@@ -104,22 +94,21 @@ class GrowingNetwork:
             if transition.germinated[0, index]:
                 self._add_seed(index)
             slot.is_committed = bool(states.stage[0, index] == SeedStage.FOSSILIZED)
-        # a seed in shadow training is active in the shadow pass only
-        alphas, in_shadow = states.alpha[0].tolist(), self.in_shadow
-        is_on = [s.seed is not None and i not in in_shadow for i, s in enumerate(self.slots)]
-        goals = [alpha if on else 0.0 for alpha, on in zip(alphas, is_on, strict=True)]
-        self.ramp = Ramp([slot.alpha for slot in self.slots], goals, steps)
+        self.ramp_start = [slot.alpha for slot in self.slots]
+        self.ramp_steps, self.ramp_done = steps, 0
         self.move_alphas()
 
     def move_alphas(self) -> None:
         """Set the alphas of the next optimiser step."""
-        self.ramp = self.ramp._replace(done=min(self.ramp.done + 1, self.ramp.steps))
+        self.ramp_done = min(self.ramp_done + 1, self.ramp_steps)
         self.set_alphas()
 
     def set_alphas(self, *, is_over: bool = False) -> None:
         """The alphas of the ramp as far as it is, or of its end."""
-        start, goal, steps, done = self.ramp
-        for slot, a, b in zip(self.slots, start, goal, strict=True):
+        done, steps, goals = self.ramp_done, self.ramp_steps, self.states.alpha[0].tolist()
+        for index, (slot, a) in enumerate(zip(self.slots, self.ramp_start, strict=True)):
+            # a seed in shadow training is active in the shadow pass only
+            b = 0.0 if slot.seed is None or index in self.in_shadow else goals[index]
             alpha = b if is_over or done == steps else a + (b - a) * done / steps
             if slot.alpha != alpha:
                 slot.alpha = alpha
@@ -202,39 +191,37 @@ class GrowingNetwork:
                 if slot.seed is not None and (slot.is_committed or not committed_only)
             },
             moments={n: copy.deepcopy(state[p]) for n, p in trained.items() if p in state},
-            slots=self.states,
-            is_merged=any(slot.is_merged for slot in self.slots),
+            slots=self.states.tensors(),
         )
 
     def merge_branches(self) -> None:
         """Make committed branches part of the model's layers, with their optimiser state."""
-        merging = [s for s in self.slots if s.is_committed and s.site.part and not s.is_merged]
-        pairs = [slot for slot in merging if slot.site.pair]
-        # a copy changes the names of later blocks
-        for slot in (*pairs, *(slot for slot in merging[::-1] if not slot.site.pair)):
-            self._groups.replace(slot.merge(self.model))
+        modules = dict(self.model.named_modules())  # a copy changes the names of later blocks
+        for slot in self.slots:
+            if slot.is_committed and slot.site.part is not None:
+                self._groups.replace(slot.merge(modules.__getitem__))
 
     def restore(self, state: NetworkState) -> None:
         """Restore a captured state, optimiser included; its settings (rates) stay as they are."""
-        wanted = state.slots.has_seed
-        present = torch.tensor([[s.seed is not None or s.is_merged for s in self.slots]])
-        self.adopt(Transition(state.slots, wanted & ~present, present & ~wanted))
-        if state.is_merged:
-            self.merge_branches()
+        states, seeds = SlotStates(**state["slots"]), state["seeds"]
+        present = torch.tensor([[slot.seed is not None for slot in self.slots]])
+        self.adopt(Transition(states, states.has_seed & ~present, present & ~states.has_seed))
+        if any(slot.is_committed and index not in seeds for index, slot in enumerate(self.slots)):
+            self.merge_branches()  # the weights of these seeds are among those of the model
         trained = self._trained()
         with torch.no_grad():
-            for name, value in state.weights.items():
+            for name, value in state["weights"].items():
                 trained[name].copy_(value)
-            for name, value in state.buffers.items():
+            for name, value in state["buffers"].items():
                 _set_buffer(self.model, name, value)
-        for name, extra in state.extras.items():
+        for name, extra in state["extras"].items():
             self.model.get_submodule(name).set_extra_state(copy.deepcopy(extra))
-        for index, weights in state.seeds.items():
+        for index, weights in seeds.items():
             self.seed(index).load_state_dict(weights)
         for name, parameter in trained.items():
             self.optimizer.state.pop(parameter, None)
-            if name in state.moments:
-                self.optimizer.state[parameter] = moments = copy.deepcopy(state.moments[name])
+            if name in state["moments"]:
+                self.optimizer.state[parameter] = moments = copy.deepcopy(state["moments"][name])
                 for key, value in moments.items():
                     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_cuda):
                         moments[key] = value.to(parameter.device)  # a step count may be on the CPU

@@ -19,8 +19,17 @@ class Recorder:
 
     def __init__(self, ledger: records.Ledger, network: GrowingNetwork, history: History):
         self.ledger = ledger
-        self.seed_ids: dict[int, str] = {}  # by slot
         self._network, self._history = network, history
+        self._slots = {slot.site.name: index for index, slot in enumerate(network.slots)}
+
+    @property
+    def seed_ids(self) -> dict[int, str]:
+        """The seeds whose end is not recorded, by slot; ids are unique in a run."""
+        ids, fate_of = {}, self.ledger.fate_of
+        for seed in self.ledger.seeds:
+            if (fate := fate_of(seed.seed)) is None or fate.fate == "kept":
+                ids[self._slots[seed.site]] = seed.seed
+        return ids
 
     def seed_states(self) -> tuple[records.SeedState, ...]:
         """The seeds in the network, in the order of their slots."""
@@ -93,8 +102,6 @@ class Recorder:
     def _end(self, slot: int, step: int, fate: records.Fate, reason: str) -> None:
         seed = self.seed_ids[slot]
         self.ledger.fates.append(records.FateRecord(seed=seed, step=step, fate=fate, reason=reason))
-        if fate != "kept":
-            del self.seed_ids[slot]
 
     def _new_seed(self, step: int, choices: dict[str, int]) -> records.SeedRecord:
         slot, blueprint = choices["slot"], self._network.menu[choices["blueprint"]]
@@ -108,7 +115,6 @@ class Recorder:
             macs=site.macs_of(blueprint),
             born=step,
         )
-        self.seed_ids[slot] = record.seed
         self.ledger.seeds.append(record)
         return record
 

@@ -123,7 +123,6 @@ class Slot:
         self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
-        self.is_merged = False  # its seed has become part of the layers
         self.is_called = False  # the seed, since the last step
         self._alpha = 0.0
         # the same for compiled code, where a number would be a constant
@@ -161,13 +160,12 @@ class Slot:
         self.seed, self.style = seed, BlendStyle.ADD if self.site.part is not None else style
         self._has_been_called, self._steps_active = False, 0
 
-    def merge(self, model: nn.Module) -> list[Enlarged]:
+    def merge(self, modules: Callable[[str], nn.Module]) -> list[Enlarged]:
         """Make a committed seed part of the model; the slot is then empty."""
         seed, alpha = self.seed, self.alpha
         self.clear()
-        self.is_merged = True
         assert isinstance(seed, Branch | BlockCopy)
-        return seed.merge_into(model.get_submodule, alpha)
+        return seed.merge_into(modules, alpha)
 
     def clear(self) -> None:
         self.alpha = 0.0
