@@ -40,6 +40,14 @@ class Heads(Part):
         return self.size
 
 
+@dataclass(frozen=True)
+class Copied(Part):
+    """A block of a stack that can be copied; `first` and `last` are its name."""
+
+    zeros: tuple[str, ...]  # names inside the block: layers that are zero in a new copy
+    is_block = True
+
+
 class Chain(nn.ModuleList):
     """The layers of a pair and the functions between them, with the new units alone."""
 
@@ -56,32 +64,38 @@ class Chain(nn.ModuleList):
 
 
 class Branch(nn.Module):
-    """New units or heads, called with the arguments of the part's first module.
+    """A seed that becomes part of the model: new units or heads, or the copy of a block.
 
-    `body` is a chain, or a copy of the user's module, with new layers of these names.
+    Units and heads are called with the arguments of the part's first module, a copy with the output
+    of its block and the block's other arguments. `body` is a chain, or a copy of the user's module.
+    `names` are layers in it: those that enlarge the part's, of which the last one is zero at first;
+    of a block, all that are zero at first.
     """
 
-    def __init__(self, part: Pair | Heads, body: nn.Module, names: Sequence[str]):
+    def __init__(self, part: Part, body: nn.Module, names: Sequence[str]):
         super().__init__()
         self.part, self.body, self._names = part, body, names
 
     @property
     def layers(self) -> list[nn.Module]:
-        """In the order of the layers that they enlarge; the last one is zero at first."""
         return [self.body.get_submodule(name) for name in self._names]
 
     @property
     def zero_layers(self) -> list[nn.Module]:
-        return self.layers[-1:]
+        return self.layers if self.part.is_block else self.layers[-1:]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = without_caches(args, kwargs)
         output = self.body(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+        return output[0] if isinstance(output, tuple) and not self.part.is_block else output
 
     def merge_into(self, modules: Callable[[str], nn.Module], alpha: float) -> "list[Enlarged]":
-        """Enlarge the model's layers by the units; they then compute the same without a branch."""
-        part, (*before, last) = self.part, self.layers
+        """Make it part of the model's layers or stacks, which then compute the same without it."""
+        part = self.part
+        if not isinstance(part, Pair | Heads):
+            _insert(self.body, modules(part.first), modules(""))
+            return []
+        *before, last = self.layers
         scale(last, alpha)
         if isinstance(part, Heads):
             added = before[0].out_features // part.size  # type: ignore[operator]
@@ -93,9 +107,17 @@ class Branch(nn.Module):
 
 
 def new_branch(
-    part: Pair | Heads, units: int, modules: Callable[[str], nn.Module], generator: torch.Generator
+    part: Part, units: int, modules: Callable[[str], nn.Module], generator: torch.Generator
 ) -> Branch:
-    """A branch with initial weights; only `generator` is used."""
+    """A branch with initial weights; only `generator` is used. Hooks of growth must be removed."""
+    module = modules(part.first)
+    if isinstance(part, Copied):
+        copied = Branch(part, copy.deepcopy(module, without_graphs(module)), part.zeros)
+        for layer in copied.zero_layers:
+            for parameter in layer.parameters(recurse=False):
+                nn.init.zeros_(parameter)
+        return copied
+    assert isinstance(part, Pair | Heads)
     layers = [layer_like(modules(name), outputs=units * part.size) for name in part.layers[:-1]]
     for layer in layers:
         draw(layer, generator)
@@ -103,7 +125,7 @@ def new_branch(
     nn.init.zeros_(layers[-1].get_parameter("weight"))
     if isinstance(part, Pair):
         return Branch(part, Chain(layers, part.steps), [str(n) for n in range(len(layers))])
-    module, names = modules(part.first), [name.rpartition(".")[2] for name in part.layers]
+    names = [name.rpartition(".")[2] for name in part.layers]
     body = copy.deepcopy(module, without_graphs(module))
     for name, layer in zip(names, layers, strict=True):
         setattr(body, name, layer)
@@ -288,59 +310,24 @@ def _are_linear(module: nn.Module, names: Iterable[str]) -> bool:
     return all(type(children.get(name)) is nn.Linear for name in names)
 
 
-@dataclass(frozen=True)
-class Copied(Part):
-    """A block of a stack that can be copied; `first` and `last` are its name."""
-
-    zeros: tuple[str, ...]  # names inside the block: layers that are zero in a new copy
-    is_block = True
-
-
 _STACKS = (nn.ModuleList, nn.Sequential)
 
 
-class BlockCopy(nn.Module):
-    """The copy, called with what the block returned and the block's other arguments."""
-
-    def __init__(self, copied: Copied, block: nn.Module):
-        super().__init__()
-        self.copied, self.block = copied, block
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = without_caches(args, kwargs)
-        return self.block(x, *args, **kwargs)
-
-    @property
-    def zero_layers(self) -> list[nn.Module]:
-        return [self.block.get_submodule(name) for name in self.copied.zeros]
-
-    def merge_into(self, modules: Callable[[str], nn.Module], alpha: float) -> list[Enlarged]:
-        """Make the copy an element of the block's stack, after the block."""
-        root, block = modules(""), modules(self.copied.first)
-        stack = next(m for m in root.modules() if isinstance(m, _STACKS) and block in m)
-        place = list(stack).index(block) + 1
-        for module in _numbered(self.block):
-            module.layer_idx = 1 + min(m.layer_idx for m in _numbered(block))
-        for module in (module for element in list(stack)[place:] for module in _numbered(element)):
-            module.layer_idx += 1
-        stack.insert(place, self.block)
-        configs = {id(c): c for m in root.modules() if (c := vars(m).get("config")) is not None}
-        for config in configs.values():  # as models of transformers have
-            if getattr(config, "num_hidden_layers", None) == len(stack) - 1:
-                config.num_hidden_layers = len(stack)
-                if kinds := getattr(config, "layer_types", None):
-                    kinds.insert(place, kinds[place - 1])
-        return []
-
-
-def new_copy(copied: Copied, modules: Callable[[str], nn.Module]) -> BlockCopy:
-    """A copy of a block that returns its input. Hooks of growth must be removed before."""
-    block = modules(copied.first)
-    made = BlockCopy(copied, copy.deepcopy(block, without_graphs(block)))
-    for layer in made.zero_layers:
-        for parameter in layer.parameters(recurse=False):
-            nn.init.zeros_(parameter)
-    return made
+def _insert(made: nn.Module, block: nn.Module, root: nn.Module) -> None:
+    """Make the copy of a block the next element of the block's stack."""
+    stack = next(m for m in root.modules() if isinstance(m, _STACKS) and block in m)
+    place = list(stack).index(block) + 1
+    for module in _numbered(made):
+        module.layer_idx = 1 + min(m.layer_idx for m in _numbered(block))
+    for module in (module for element in list(stack)[place:] for module in _numbered(element)):
+        module.layer_idx += 1
+    stack.insert(place, made)
+    configs = {id(c): c for m in root.modules() if (c := vars(m).get("config")) is not None}
+    for config in configs.values():  # as models of transformers have
+        if getattr(config, "num_hidden_layers", None) == len(stack) - 1:
+            config.num_hidden_layers = len(stack)
+            if kinds := getattr(config, "layer_types", None):
+                kinds.insert(place, kinds[place - 1])
 
 
 def _numbered(block: nn.Module) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from esper.growing.enlarging import BlockCopy, Branch
+from esper.growing.enlarging import Branch
 from esper.growing.eval_mode import uncompiled
 from esper.growing.inputs import tensors
 from esper.growing.network import GrowingNetwork, average_gradients
@@ -129,8 +129,7 @@ class Evidence:
             "batches": self.batches,
             # the weights of a copied block as it was copied; other seeds are drawn again
             "probes": [
-                (p.sums, p.used, p.seed.state_dict() if isinstance(p.seed, BlockCopy) else {})
-                for p in self._probes
+                (p.sums, p.used, p.seed.state_dict() if p.is_block else {}) for p in self._probes
             ],
         }
 
@@ -157,7 +156,9 @@ class _Probe(nn.Module):
     ):
         super().__init__()
         self.index, self.blueprints, self.slot, self.seed = index, blueprints, slot, seed
-        self.is_of_module = slot.site.part is not None and slot.site.part.is_module
+        part = slot.site.part
+        self.is_of_module = part is not None and part.is_module
+        self.is_block = part is not None and part.is_block
         self.any_length = isinstance(seed, Seed) and seed.any_length
         self.examples = 0  # in the model's last batch; 0: not known
         self.rows = self.used = rows  # `used`: examples of the last pass
@@ -214,7 +215,7 @@ class _Probe(nn.Module):
 
         args, kwargs = pytree.tree_map_only(Tensor, first, (args, kwargs))
         found = self.seed(*args, **kwargs)
-        if isinstance(self.seed, BlockCopy):  # it returns what it was given, or a tuple with it
+        if self.is_block:  # it returns what it was given, or a tuple with it
             return with_first(found, lambda y: torch.cat((x[:rows] + (y - args[0]), x[rows:])))
         return torch.cat((found, found.new_zeros(count - len(found), *found.shape[1:])))
 

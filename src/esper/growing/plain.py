@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.growing.enlarging import BlockCopy, Branch, scale
+from esper.growing.enlarging import Branch, new_branch, scale
 from esper.growing.eval_mode import eval_mode
 from esper.growing.inputs import forward, tensors
-from esper.growing.pairs import LAYERS, UnitsProgram
+from esper.growing.pairs import LAYERS
 from esper.growing.sites import ModelSite
-from esper.growing.slots import Seed, Slot, blend_one, new_seed, with_first
+from esper.growing.slots import Seed, Slot, blend_one, with_first
 from esper.growing.tracing import without_graphs
 from esper.leyline.constants import BlendStyle
 
@@ -88,7 +88,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
         return found.site if isinstance(found, Grown) else found
 
     for slot, alpha in live:
-        if isinstance(slot.seed, Branch | BlockCopy):
+        if isinstance(slot.seed, Branch):
             part = copy.deepcopy(slot.seed, without_graphs(slot.seed))
             part.merge_into(layer, alpha)
     return plain
@@ -162,11 +162,10 @@ def _test_seed(slot: Slot, model: nn.Module) -> nn.Module:
     part, generator = slot.site.part, torch.Generator().manual_seed(0)
     if part is None:
         return Seed(nn.Sequential(nn.Identity()), per_token=False)
-    branch = new_seed(UnitsProgram(part, part.width), slot.site, generator, model)
-    if isinstance(branch, BlockCopy):
-        branch.block.load_state_dict(slot.module.state_dict())
+    branch = new_branch(part, part.width, model.get_submodule, generator)
+    if part.is_block:
+        branch.body.load_state_dict(slot.module.state_dict())
         return branch
-    assert isinstance(branch, Branch)
     with torch.no_grad():
         for weight in branch.layers[-1].parameters():
             drawn = torch.randn(weight.shape, generator=generator)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.growing.enlarging import BlockCopy, Branch, Enlarged, new_branch, new_copy
+from esper.growing.enlarging import Branch, Enlarged, new_branch
 from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.kasmina.blending import gate
@@ -48,7 +48,7 @@ class Seed(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-AnySeed = Seed | Branch | BlockCopy
+AnySeed = Seed | Branch
 
 
 def new_seed(
@@ -60,10 +60,7 @@ def new_seed(
     """
     if isinstance(program, UnitsProgram):
         assert model is not None
-        part: Any = program.part
-        if part.is_block:
-            return new_copy(part, model.get_submodule)
-        return new_branch(part, program.units, model.get_submodule, generator)
+        return new_branch(program.part, program.units, model.get_submodule, generator)
     with torch.device("meta"):
         layers = program.module()
     layers = layers.to_empty(device="cpu")
@@ -164,7 +161,7 @@ class Slot:
         """Make a committed seed part of the model; the slot is then empty."""
         seed, alpha = self.seed, self.alpha
         self.clear()
-        assert isinstance(seed, Branch | BlockCopy)
+        assert isinstance(seed, Branch)
         return seed.merge_into(modules, alpha)
 
     def clear(self) -> None:
