@@ -1,6 +1,7 @@
 """`esper.adapt` on models of many forms: shared weights, late pooling, own buffers, several inputs."""
 
 import copy
+import runpy
 import threading
 
 import pytest
@@ -203,6 +204,18 @@ def test_a_seed_at_the_input_follows_the_argument(names):
     assert torch.equal(result.model(left, left), result.model(left, left.clone()))
     with pytest.raises(TypeError, match="argument 'left' is missing"):
         result.model(right=right)
+
+
+@pytest.mark.parametrize("names", [("left", "right"), ("right", "left")])
+def test_an_export_of_a_seed_at_the_input_takes_named_arguments(names, tmp_path):
+    rows = {name: VECTORS if name == "left" else VECTORS.flip(0) for name in names}
+    result = esper.adapt(TwoInputs(), rows, LABELS, controller=Kept(SEED_AT_INPUT), **QUICK)
+    files = result.export(tmp_path, ("torch", "source"))
+    expected = result.model(**rows)
+    program = torch.export.load(files["torch"]).module()
+    source = runpy.run_path(str(files["source"]))["load"]()
+    for exported in (program, source):
+        torch.testing.assert_close(exported(**rows), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_class_that_the_model_checks_is_no_place():

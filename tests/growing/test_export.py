@@ -321,6 +321,16 @@ def test_named_inputs_tied_weights_an_encoder_and_a_mapping(tmp_path):
     assert sum(tuple(t.shape) == (11, 8) for t in state.values()) == 1  # tied: kept once
 
 
+def test_a_model_that_takes_any_named_arguments(tmp_path):
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor, **more: Tensor) -> Tensor:
+            return super().forward(input) * more["scale"]
+
+    model, example = Scaled(4, 3), {"scale": torch.rand(3, 1), "input": torch.randn(3, 4)}
+    for name, (y,) in read_back(export(model, example, tmp_path), example).items():
+        torch.testing.assert_close(y, model(**example), rtol=1e-5, atol=1e-5, msg=name)
+
+
 def test_a_seed_is_felt_without_gradients_too():
     """torch's fused encoder reads the layers' weights and would go past what has grown."""
     torch.manual_seed(0)

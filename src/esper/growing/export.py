@@ -20,7 +20,8 @@ import runpy
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from itertools import chain
 from numbers import Real
 from pathlib import Path
@@ -155,6 +156,9 @@ def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _traced(model: nn.Module, example: Any) -> ExportedProgram:
     args, kwargs = arguments(example)
+    known = signature(model.forward).parameters.values()
+    if kwargs and any(parameter.kind == parameter.VAR_KEYWORD for parameter in known):
+        model.forward = _with_names(model.forward, kwargs)
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tensors(example):
         if tensor.dim() > 0 and len(tensor) == batch_size(example):
@@ -179,6 +183,17 @@ def _traced(model: nn.Module, example: Any) -> ExportedProgram:
         ) from error
     _tidy(program)
     return program
+
+
+def _with_names(function: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """The function with these arguments in its signature: torch cannot trace `**kwargs`."""
+
+    def named(**given: Any) -> Any:
+        return function(**given)
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    named.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return named
 
 
 @contextlib.contextmanager
