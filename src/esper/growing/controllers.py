@@ -132,12 +132,11 @@ class Reporter:
         Neighbouring pairs share a layer: it also gets weights between the new units of both. A seed
         inside a pair has the width of its layer, so only one of the two can grow.
         """
-        known, states = dict(self._of_sites), self._network.states
+        known = {name: fact.clone() for name, fact in self._of_sites.items()}
+        params, macs, fits = (known[name][0] for name in ("cost_params", "cost_macs", "fits"))
+        states = self._network.states
         has_seed, chosen = states.has_seed[0], states.blueprint[0].clamp(min=0)
         live = self._units.gather(1, chosen.unsqueeze(1)).squeeze(1) * has_seed
-        names = ("cost_params", "cost_macs", "fits")
-        known |= {name: known[name].clone() for name in names}
-        params, macs, fits = (known[name][0] for name in names)
         for first, second, cross, cross_macs in self._links:
             for pair, other in ((first, second), (second, first)):
                 if pair > other or not has_seed[pair]:  # count it once

@@ -37,14 +37,13 @@ class Evidence:
         self._probes: list[_Probe] = []
         self._measuring = ExitStack()
         self.step = 0  # the decision after which it was measured
-        self.batches = 0
-        self.wait = 0  # optimiser steps until the probes are attached
+        self.steps_left = 0  # optimiser steps until it is complete
 
-    def start(self, step: int, wait: int = 0) -> None:
-        """Make a probe for every seed that could grow in an empty slot, and attach it later."""
+    def start(self, step: int, steps: int = BATCHES) -> None:
+        """Measure every seed that could grow in an empty slot, at the end of so many steps."""
         self.clear()
-        self.step, self.wait = step, wait
-        if wait == 0:
+        self.step, self.steps_left = step, max(steps, BATCHES)
+        if self.steps_left == BATCHES:
             self._attach()
 
     def _attach(self) -> None:
@@ -83,23 +82,23 @@ class Evidence:
         return probes
 
     def after_step(self) -> None:
-        if self.wait > 0:
-            self.start(self.step, self.wait - 1)
-        elif self._probes and self.batches < BATCHES:
+        if self.steps_left > BATCHES:
+            self.start(self.step, self.steps_left - 1)
+        elif self._probes and self.steps_left > 0:
             # of the rows of all ranks, as one process computes them
             ranks, layers = self._network.ranks, (layer for p in self._probes for layer in p.zeros)
             average_gradients([weight for layer in layers for weight in _weights(layer)], ranks)
             ranks.mean([probe.features for probe in self._probes])
             for probe in self._probes:
                 probe.collect()
-            self.batches += 1
-            if self.batches == BATCHES:
+            self.steps_left -= 1
+            if self.steps_left == 0:
                 self.stop()
 
     def clear(self) -> None:
         """Forget what was measured, and the copies of blocks."""
         self.stop()
-        self.batches, self.wait, self._probes = 0, 0, []
+        self.steps_left, self._probes = 0, []
 
     def stop(self) -> None:
         """Detach the probes; what they have measured stays."""
@@ -120,13 +119,13 @@ class Evidence:
     def macs(self) -> float:
         """Multiply-adds so far; the gradients of last layers count as much as forward passes."""
         seeds = ((p, self._network.menu[next(iter(p.blueprints))]) for p in self._probes)
-        return 2 * self.batches * sum(p.used * p.slot.site.macs_of(seed) for p, seed in seeds)
+        batches = BATCHES - self.steps_left  # without probes it does not matter
+        return 2 * batches * sum(p.used * p.slot.site.macs_of(seed) for p, seed in seeds)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "wait": self.wait,
-            "batches": self.batches,
+            "steps_left": self.steps_left,
             # the weights of a copied block as it was copied; other seeds are drawn again
             "probes": [
                 (p.sums, p.used, p.seed.state_dict() if p.is_block else {}) for p in self._probes
@@ -134,14 +133,14 @@ class Evidence:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        self.step, self.wait, self.batches = saved["step"], saved["wait"], saved["batches"]
+        self.step, self.steps_left = saved["step"], saved["steps_left"]
         if saved["probes"]:
             self._attach()
         for probe, (sums, used, weights) in zip(self._probes, saved["probes"], strict=True):
             probe.sums, probe.used = sums, used
             if weights:
                 probe.seed.load_state_dict(weights)
-        if self.batches == BATCHES:
+        if self.steps_left == 0:
             self.stop()
 
 

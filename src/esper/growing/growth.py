@@ -25,7 +25,7 @@ from torch import Tensor, nn, optim
 
 from esper.growing import checkpoint, controllers, preparation
 from esper.growing.budget import Budget
-from esper.growing.evidence import BATCHES, Evidence
+from esper.growing.evidence import Evidence
 from esper.growing.export import FORMATS, TOLERANCE, export
 from esper.growing.inputs import DataFacts, batch_size
 from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
@@ -423,6 +423,6 @@ class Growth:
             slot.is_called = False  # in validation
         self.step += 1
         if heuristic is not None and heuristic.wants_evidence(self.step / (self.decisions - 1)):
-            self._evidence.start(self.step, wait=max(0, steps - BATCHES))
+            self._evidence.start(self.step, steps)
         assert min(self.budget.left(*self._reporter.size)) >= 0, "the masks exceed the budget"
         return record
