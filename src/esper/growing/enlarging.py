@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from esper.growing.eval_mode import eval_mode
-from esper.growing.pairs import Modules, Pair, Part, Refused, Step, check_layer, is_transposed
+from esper.growing.pairs import Pair, Part, Refused, Step, check_layer, is_transposed
 from esper.growing.tracing import Run, is_composed, without_graphs
 
 
@@ -265,9 +265,9 @@ def _set_heads(attention: nn.Module, pair: Heads, heads: int) -> None:
     known |= {name: heads * pair.size for name in _TOTALS if name in known}
 
 
-def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -> Heads | None:
+def heads_at(name: str, run: Run, macs: Mapping[str, float]) -> Heads | None:
     """An attention module or gated layer that can be larger; None if it is none."""
-    module = modules[name]
+    module = run.modules[name]
     if isinstance(module, nn.MultiheadAttention):
         raise Refused("nn.MultiheadAttention has its layers in one weight")
     inputs = next((names for names in (*_INPUTS, *_GATED) if _are_linear(module, names)), None)
@@ -276,8 +276,8 @@ def heads_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -
         return None
     layers = tuple(f"{name}.{child}" for child in (*inputs, output))
     for layer in layers:
-        check_layer(layer, modules, run)
-    *before, after = parts = [modules[layer] for layer in layers]
+        check_layer(layer, run)
+    *before, after = parts = [run.modules[layer] for layer in layers]
     known, widths = vars(module), {layer.out_features for layer in before}
     is_gated, width = inputs in _GATED, max(widths)
     sizes = [known[n] for n in _HEAD_SIZES if known.get(n)]
@@ -335,9 +335,10 @@ def _numbered(block: nn.Module) -> list[Any]:
     return [module for module in block.modules() if "layer_idx" in vars(module)]
 
 
-def copy_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -> Copied | None:
+def copy_at(name: str, run: Run, macs: Mapping[str, float]) -> Copied | None:
     """A block to copy; None if it is not composed, or not next to one of its class in a stack."""
-    block, (path, _, number) = modules[name], name.rpartition(".")
+    modules, (path, _, number) = run.modules, name.rpartition(".")
+    block = modules[name]
     if not (isinstance(modules[path], _STACKS) and number.isdigit() and is_composed(block)):
         return None
     near = list(modules[path])[max(0, int(number) - 1) : int(number) + 2]

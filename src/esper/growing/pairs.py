@@ -19,7 +19,6 @@ from esper.growing.inputs import tensors
 from esper.growing.tracing import Op, Run
 from esper.kasmina.blueprints import Blueprint, Site
 
-Modules = dict[str, Any]  # by name
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)  # exact classes: a subclass may compute something else
 
 
@@ -122,18 +121,18 @@ def units_of(site: Site, blueprint: Blueprint) -> int:
     return program.units if isinstance(program, UnitsProgram) else 0
 
 
-def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) -> Pair | None:
+def pair_at(name: str, run: Run, macs: Mapping[str, float]) -> Pair | None:
     """The pair whose first layer has this name; None if it is not a layer."""
-    if not is_layer(modules[name]):
+    first, modules = run.modules[name], run.modules
+    if not is_layer(first):
         return None
-    first = modules[name]
-    check_layer(name, modules, run)
+    check_layer(name, run)
     if getattr(first, "groups", 1) > 1:
         raise Refused("its groups share no inputs, so units cannot be added one by one")
     start = run.tensors[name]
     channel = -1 if isinstance(first, nn.Linear) or is_transposed(first) else 1
     inside, steps = [start], []
-    for op in _chain(start, run, modules):
+    for op in _chain(start, run):
         source, target = inside[-1], op.output
         is_new = target is not source  # else the function worked in place, or did nothing
         end = run.makers.get(id(target), "") if is_new else ""
@@ -142,12 +141,12 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
             break
         step = _step(op, source, target, maker, run, channel)
         if _is_depthwise(maker) and isinstance(step, str):
-            check_layer(step, modules, run)
+            check_layer(step, run)
         steps.append(step)
         inside.append(target)
     else:
         raise Refused("its output reaches no other layer")
-    check_layer(end, modules, run)
+    check_layer(end, run)
     if getattr(modules[end], "groups", 1) > 1:
         raise Refused("the next layer is grouped")
     weight, width = weight_of(modules[end]), start.shape[channel]
@@ -174,9 +173,9 @@ def pair_at(name: str, modules: Modules, run: Run, macs: Mapping[str, float]) ->
     )
 
 
-def check_layer(name: str, modules: Modules, run: Run) -> None:
-    layer = modules[name]
-    uses = Counter(id(p) for m in modules.values() for p in m._parameters.values() if p is not None)
+def check_layer(name: str, run: Run) -> None:
+    layer, modules = run.modules[name], run.modules.values()
+    uses = Counter(id(p) for m in modules for p in m._parameters.values() if p is not None)
     own, calls = list(layer._parameters.values()), len(run.calls.get(name, ()))
     if calls != 1:
         raise Refused(f"{name!r} is called {calls} times in a forward pass")
@@ -188,7 +187,7 @@ def check_layer(name: str, modules: Modules, run: Run) -> None:
         raise Refused(f"{name!r} is frozen")
 
 
-def _chain(tensor: Tensor, run: Run, modules: Modules) -> Iterator[Op]:
+def _chain(tensor: Tensor, run: Run) -> Iterator[Op]:
     """The operations that follow a tensor; each must be the only one that reads its input.
 
     Several functions that one module without children calls are one operation.
@@ -200,10 +199,10 @@ def _chain(tensor: Tensor, run: Run, modules: Modules) -> Iterator[Op]:
         if any(output is tensor for output in run.outputs):
             raise Refused("its units are an output of the model")
         name = others[0].module if len({op.module for op in others}) == 1 else ""
-        if name in run.tensors and not any(modules[name].children()):
+        if name in run.tensors and not any(run.modules[name].children()):
             output = run.tensors[name]
-            if len(others) > 1 or is_transposed(modules[name]):
-                others = [Op(modules[name], (tensor,), {}, output)]
+            if len(others) > 1 or is_transposed(run.modules[name]):
+                others = [Op(run.modules[name], (tensor,), {}, output)]
         if len(others) != 1 or not isinstance(others[0].output, Tensor):
             names = ", ".join(op.name for op in others) or "nothing"
             raise Refused(f"its units are read by {names}; a pair has one reader")

@@ -240,7 +240,7 @@ def trace_sites(
             if name in kinds:
                 raise ValueError(f"kind={kind}: nothing can grow at {name!r}: {why}") from why
             refused[name] = str(why)
-    uncalled = (name for name, _ in model.named_modules() if name and name not in first.calls)
+    uncalled = (name for name in first.modules if name and name not in first.calls)
     refused |= dict.fromkeys(uncalled, "it is not called in a forward pass")
     larger, not_larger = _larger_sites(model, example, runs, batch) if enlarges else ({}, {})
     offered = (*_offered(first, candidates), *larger.values())
@@ -254,13 +254,12 @@ def _larger_sites(
 
     A pair must be one in every trace.
     """
-    macs, modules = _macs_by_module(model, example), dict(model.named_modules())
-    sites, reasons = {}, {}
+    macs, sites, reasons = _macs_by_module(model, example), {}, {}
 
     def parts(find: Callable[..., Part | None], what: str, run: Run) -> Iterator[Part]:
         for name in run.calls:
             try:
-                if (part := find(name, modules, run, macs)) is not None:
+                if (part := find(name, run, macs)) is not None:
                     yield part
             except Refused as why:
                 reasons[name] = f"{what}: {why}"

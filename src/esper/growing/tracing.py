@@ -57,8 +57,9 @@ class Op:
 class Run(TorchFunctionMode):
     """One forward pass; while it is active, it records calls of torch functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.modules: dict[str, Any] = dict(model.named_modules())
         self.calls: dict[str, list[Call]] = {}  # in the order of the first calls' ends
         self.started: list[str] = []  # modules in the order of their calls' starts
         self.readers: dict[int, list[Op]] = {}  # by the id of a tensor they read
@@ -123,9 +124,9 @@ class Run(TorchFunctionMode):
 
 def trace(model: nn.Module, inputs: Any) -> Run:
     """Record a forward pass in eval mode."""
-    run = Run()
+    run = Run(model)
     with ExitStack() as hooks, eval_mode(model, with_grad=True), run:
-        for name, module in model.named_modules():
+        for name, module in run.modules.items():
             # torch's parametrizations compute weights instead of activations
             if name and "parametrizations" not in name.split("."):
                 before = lambda *_, name=name: run.start(name)  # noqa: E731
