@@ -33,7 +33,18 @@ class Recorder:
 
     def seed_states(self) -> tuple[records.SeedState, ...]:
         """The seeds in the network, in the order of their slots."""
-        return tuple(map(self._seed_state, sorted(self.seed_ids)))
+        states, found = self._network.states, []
+        for slot, seed in sorted(self.seed_ids.items()):
+            gain, error, age = self._contribution(slot)
+            state = records.SeedState(
+                seed=seed,
+                stage=SeedStage(int(states.stage[0, slot])).name,
+                alpha=float(states.alpha[0, slot]),
+                contribution=gain if age == 0 else None,
+                contribution_error=error if age == 0 else None,
+            )
+            found.append(state)
+        return tuple(found)
 
     def decision(
         self, step: int, action: Tensor, masks: ActionMasks, why: str
@@ -117,16 +128,6 @@ class Recorder:
         )
         self.ledger.seeds.append(record)
         return record
-
-    def _seed_state(self, slot: int) -> records.SeedState:
-        states, (gain, error, age) = self._network.states, self._contribution(slot)
-        return records.SeedState(
-            seed=self.seed_ids[slot],
-            stage=SeedStage(int(states.stage[0, slot])).name,
-            alpha=float(states.alpha[0, slot]),
-            contribution=gain if age == 0 else None,
-            contribution_error=error if age == 0 else None,
-        )
 
     def _reason(self, op: LifecycleOp, slot: int) -> str:
         """The controller's reason when it last applied `op` to the seed in a slot.
