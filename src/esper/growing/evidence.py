@@ -21,7 +21,7 @@ from esper.growing.eval_mode import uncompiled
 from esper.growing.inputs import tensors
 from esper.growing.network import GrowingNetwork, average_gradients
 from esper.growing.pairs import units_of
-from esper.growing.slots import AnySeed, Seed, Slot, with_first
+from esper.growing.slots import Seed, Slot, with_first
 from esper.leyline.constants import BlendStyle, SiteKind
 
 BATCHES = 8  # of each measurement
@@ -151,7 +151,7 @@ class _Probe(nn.Module):
     """
 
     def __init__(
-        self, index: int, blueprints: dict[int, float], slot: Slot, seed: AnySeed, rows: int
+        self, index: int, blueprints: dict[int, float], slot: Slot, seed: Seed | Branch, rows: int
     ):
         super().__init__()
         self.index, self.blueprints, self.slot, self.seed = index, blueprints, slot, seed

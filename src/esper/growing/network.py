@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn, optim
 from torch.autograd import Variable
 
+from esper.growing.enlarging import Branch, new_branch
 from esper.growing.eval_mode import uncompiled, untouched_randomness, watch_hooks
 from esper.growing.optimizers import AnyScheduler, SeedGroups
+from esper.growing.pairs import units_of
 from esper.growing.preparation import PreparedModel
 from esper.growing.sites import ModelSite
-from esper.growing.slots import AnySeed, Slot, new_seed
+from esper.growing.slots import Seed, Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
@@ -198,8 +200,10 @@ class GrowingNetwork:
         """Make committed branches part of the model's layers, with their optimiser state."""
         modules = dict(self.model.named_modules())  # a copy changes the names of later blocks
         for slot in self.slots:
-            if slot.is_committed and slot.site.part is not None:
-                self._groups.replace(slot.merge(modules.__getitem__))
+            if slot.is_committed and isinstance(slot.seed, Branch):
+                seed, alpha = slot.seed, slot.alpha
+                slot.clear()
+                self._groups.replace(seed.merge_into(modules.__getitem__, alpha))
 
     def restore(self, state: NetworkState) -> None:
         """Restore a captured state, optimiser included; its settings (rates) stay as they are."""
@@ -232,9 +236,12 @@ class GrowingNetwork:
 
     def new_seed(
         self, blueprint: Blueprint, site: ModelSite, generator: torch.Generator
-    ) -> AnySeed:
+    ) -> Seed | Branch:
+        if site.part is None:
+            return new_seed(blueprint.program(site.seed_site), site, generator)
+        units, modules = units_of(site.part, blueprint), self.model.get_submodule
         with self.without(range(len(self.slots))):  # a copy of a block has no hooks of growth
-            return new_seed(blueprint.program(site.seed_site), site, generator, self.model)
+            return new_branch(site.part, units, modules, generator)
 
     def _add_seed(self, index: int) -> None:
         watch_hooks(self.model)

@@ -70,7 +70,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
 
     Uncommitted seeds and all hooks of growth are left out.
     """
-    live = [(slot, slot.alpha) for slot in slots if slot.is_committed and slot.seed is not None]
+    live = [(slot, slot.alpha) for slot in slots if slot.is_committed]
     committed = [entry for entry in live if entry[0].site.part is None]
     committed.sort(key=lambda entry: len(list(entry[0].module.modules())))  # inner sites first
     copies = without_graphs(model)  # also replaces sites in lists and dicts of the model

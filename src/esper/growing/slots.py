@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.growing.enlarging import Branch, Enlarged, new_branch
-from esper.growing.pairs import UnitsProgram
 from esper.growing.sites import ModelSite
 from esper.kasmina.blending import gate
+from esper.kasmina.layers import Program
 from esper.leyline.constants import BlendStyle, SiteKind
 
 # a module that is skipped at random (LayerDrop, stochastic depth) is called within this many steps
@@ -48,19 +47,11 @@ class Seed(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-AnySeed = Seed | Branch
-
-
-def new_seed(
-    program: Any, site: ModelSite, generator: torch.Generator, model: nn.Module | None = None
-) -> AnySeed:
-    """A seed with initial weights; its last layer is zero. Pairs and copies need the model.
+def new_seed(program: Program, site: ModelSite, generator: torch.Generator) -> Seed:
+    """A seed with initial weights; its last layer is zero.
 
     Only `generator` is used: torch's global random state does not change.
     """
-    if isinstance(program, UnitsProgram):
-        assert model is not None
-        return new_branch(program.part, program.units, model.get_submodule, generator)
     with torch.device("meta"):
         layers = program.module()
     layers = layers.to_empty(device="cpu")
@@ -115,8 +106,7 @@ class Slot:
     def __init__(self, site: ModelSite, model: nn.Module):
         self.site, part = site, site.part
         self.module = model.get_submodule(part.last if part else site.name)
-        is_pair = part is not None and not part.is_module
-        self.source = model.get_submodule(part.first) if part and is_pair else None
+        self.source = model.get_submodule(part.first) if part and not part.is_module else None
         self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
@@ -156,13 +146,6 @@ class Slot:
         # units of a layer are added to the others, whatever the style of other seeds
         self.seed, self.style = seed, BlendStyle.ADD if self.site.part is not None else style
         self._has_been_called, self._steps_active = False, 0
-
-    def merge(self, modules: Callable[[str], nn.Module]) -> list[Enlarged]:
-        """Make a committed seed part of the model; the slot is then empty."""
-        seed, alpha = self.seed, self.alpha
-        self.clear()
-        assert isinstance(seed, Branch)
-        return seed.merge_into(modules, alpha)
 
     def clear(self) -> None:
         self.alpha = 0.0
