@@ -9,7 +9,6 @@ from torch import Tensor, optim
 
 from esper.growing.controllers import STATEFUL
 from esper.growing.eval_mode import random_states, set_random_states
-from esper.growing.inputs import DataFacts
 from esper.growing.ledger import Ledger
 from esper.leyline.files import read_file, write_file
 from esper.leyline.plain_config import differences
@@ -24,7 +23,8 @@ _PLAIN = (
     *("step", "optimizer_steps", "is_closed", "_steps_at_decision", "_train_losses"),
     *("_network.ramp_start", "_network.ramp_steps", "_network.ramp_done", "_gradients.norms"),
     *("_safe_points.last", "_safe_points.best_stable", "_safe_points.best"),
-    "_safe_points.already_restored",
+    *("_safe_points.already_restored", "_evidence.step", "_evidence.steps_left"),
+    *("_reporter.train_rows", "_reporter.locality"),  # of the example, which may be another one
 )
 
 
@@ -34,12 +34,11 @@ def save(growth: "Growth", path: str | Path) -> None:
     contents = {
         "signature": _signature(growth),
         "size": (growth.params, growth.macs),
-        "data": tuple(growth._reporter.data),
         "network": network.capture(),
         "settings": group_settings(growth.optimizer),
         "scheduler": None if growth.scheduler is None else growth.scheduler.state_dict(),
         "history": dict(vars(growth._history)),
-        "evidence": growth._evidence.to_dict(),
+        "probes": growth._evidence.measured(),
         "ledger": growth.ledger.to_json(),
         "controller": controller.memory() if isinstance(controller, STATEFUL) else {},
         "seed_generator": network.generator.get_state(),
@@ -56,7 +55,6 @@ def resume(growth: "Growth", path: str | Path) -> None:
     device = None if torch.cuda.is_available() else "cpu"  # None: each tensor stays on its device
     saved = read_file(path, _KIND, version=_VERSION, device=device, resumes=True)
     _check_fit(path, saved, growth)
-    growth._reporter.data = DataFacts(*saved["data"])  # another example may look different
     network.restore(saved["network"])
     for group, settings in zip(growth.optimizer.param_groups, saved["settings"], strict=True):
         group.update(settings)
@@ -67,7 +65,7 @@ def resume(growth: "Growth", path: str | Path) -> None:
         setattr(attrgetter(owner)(growth) if owner else growth, attribute, saved[name])
     network.set_alphas()
     vars(growth._history).update(saved["history"])
-    growth._evidence.load(saved["evidence"])
+    growth._evidence.load(saved["probes"])
     growth._recorder.ledger = Ledger.from_json(saved["ledger"])
     if isinstance(growth.controller, STATEFUL):
         growth.controller.recall(saved["controller"])

@@ -99,7 +99,7 @@ class Reporter:
     ):
         self._network, self._budget = network, budget
         self.model_size = (prepared.params, prepared.macs)
-        self.data = data
+        self.train_rows, self.locality = data
         sites, menu = prepared.sites, prepared.menu
         self.action_space = tamiyo_action_space(len(sites), len(menu))
         places = [site.seed_site for site in sites]
@@ -147,7 +147,7 @@ class Reporter:
             fits[site] &= ~has_seed[pair]
             fits[pair] &= ~has_seed[site]
         host_params, host_macs = (torch.tensor([size]) for size in self.model_size)
-        rows, locality = torch.tensor([self.data.train_rows]), torch.tensor([self.data.locality])
+        rows, locality = torch.tensor([self.train_rows]), torch.tensor([self.locality])
         return HostFacts(host_params, host_macs, rows, locality.float(), **known)
 
     def may_grow(self) -> Tensor:

@@ -122,21 +122,16 @@ class Evidence:
         batches = BATCHES - self.steps_left  # without probes it does not matter
         return 2 * batches * sum(p.used * p.slot.site.macs_of(seed) for p, seed in seeds)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "steps_left": self.steps_left,
-            # the weights of a copied block as it was copied; other seeds are drawn again
-            "probes": [
-                (p.sums, p.used, p.seed.state_dict() if p.is_block else {}) for p in self._probes
-            ],
-        }
+    def measured(self) -> list[Any]:
+        """What each probe has measured, for a file."""
+        # the weights of a copied block as it was copied; other seeds are drawn again
+        return [(p.sums, p.used, p.seed.state_dict() if p.is_block else {}) for p in self._probes]
 
-    def load(self, saved: dict[str, Any]) -> None:
-        self.step, self.steps_left = saved["step"], saved["steps_left"]
-        if saved["probes"]:
+    def load(self, measured: list[Any]) -> None:
+        """Resume at the saved `step` and `steps_left`."""
+        if measured:
             self._attach()
-        for probe, (sums, used, weights) in zip(self._probes, saved["probes"], strict=True):
+        for probe, (sums, used, weights) in zip(self._probes, measured, strict=True):
             probe.sums, probe.used = sums, used
             if weights:
                 probe.seed.load_state_dict(weights)
