@@ -176,7 +176,12 @@ class Slot:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The forward hook: the site's output with the seed blended in, or a copy's output."""
-        seed, part = self._seed_in_mode(module), self.site.part
+        seed, part = self.seed, self.site.part
+        assert seed is not None
+        self.is_called = True
+        # compiled code does not compare: it would be compiled for each of the seed's modes
+        if torch.compiler.is_compiling() or seed.training != module.training:
+            seed.train(module.training)  # for dropout and batch norm
         x = output[0] if isinstance(output, tuple) else output
         if part is not None and part.is_block:
             return seed(x, *args[1:], **kwargs)
@@ -191,12 +196,3 @@ class Slot:
 
     def _keep_input(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._input = (*args, *kwargs.values())  # a layer has one
-
-    def _seed_in_mode(self, module: nn.Module) -> nn.Module:
-        """The seed, which is now called, in the mode of a module, for dropout and batch norm."""
-        assert self.seed is not None
-        self.is_called = True
-        # compiled code does not compare: it would be compiled for each of the seed's modes
-        if torch.compiler.is_compiling() or self.seed.training != module.training:
-            self.seed.train(module.training)
-        return self.seed
