@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from esper.kasmina.blending import blend
-from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.kasmina.layers import Program
 from esper.kasmina.lifecycle import SlotStates
@@ -115,29 +114,26 @@ class Feed:
     With an augmentation, the kernels read changed copies of the loaded rows in place of the data.
     """
 
-    def __init__(self, task: Task, view_ids: Tensor, batch_size: int, augmentation: Augmentation):
-        device, num_hosts = task.device, len(view_ids)
+    def __init__(self, task: Task, num_hosts: int, batch_size: int, augmentation: Augmentation):
         self.inputs, self.labels = self._data = task.train_x.flatten(0, 1), task.train_y.flatten()
         self._rows_per_view, self._augmentation = task.train_y.shape[1], augmentation
         self.is_augmented = augmentation.is_on(task.input_shape)
         self.capacity, num_rows = CHUNK, num_hosts * batch_size  # minibatches; rows of each
+        # where each host's view begins in the data, and in what the kernels read
+        self.first_row = self._first_in_data = self.labels.new_zeros(num_hosts, 1)
         if self.is_augmented:
             most = MAX_AUGMENTED // (num_rows * self.inputs[0].numel())
             self.capacity = max(1, min(CHUNK, most))
             self.inputs = self.inputs.new_zeros(self.capacity * num_rows, *task.input_shape)
             self.labels = self.labels.new_zeros(self.capacity * num_rows)
-        self.first_row = torch.zeros(num_hosts, 1, dtype=torch.int64, device=device)
-        self._first_in_data = torch.zeros_like(self.first_row)
-        self.set_views(view_ids)
-        shape = (self.capacity, num_hosts, batch_size)
-        rows = torch.arange(self.capacity * num_rows, device=device).view(shape)
-        self.rows = rows if self.is_augmented else torch.zeros_like(rows)
-        self.losses = torch.zeros(shape[:2], dtype=self.inputs.dtype, device=device)
+            self.first_row = torch.zeros_like(self.first_row)
+        rows = torch.arange(self.capacity * num_rows, device=task.device)
+        self.rows = rows.view(self.capacity, num_hosts, batch_size)
+        self.losses = self.inputs.new_zeros(self.capacity, num_hosts)
 
     def set_views(self, view_ids: Tensor) -> None:
         """Set the view `[P]` that each host reads from now on."""
-        first = self._first_in_data if self.is_augmented else self.first_row
-        first.copy_(view_ids.unsqueeze(1) * self._rows_per_view)
+        self._first_in_data.copy_(view_ids.unsqueeze(1) * self._rows_per_view)
 
     def load(self, rows: Tensor, keys: Tensor | None = None) -> None:
         """Load the rows of at most `capacity` minibatches; a host's rows are numbered in its view.
@@ -166,7 +162,6 @@ class TrainingSetup:
     """The tensors and settings of training; what changes from step to step changes in place."""
 
     host: Host
-    menu: tuple[Blueprint, ...]
     parameter_table: ParameterTable
     optimizer: AdamW
     blend_inputs: BlendInputs
@@ -198,7 +193,8 @@ class EagerSteps:
         """Called when slots have changed."""
         table, self._groups = self._table, list[SeedGroup]()
         for (slot, blueprint, in_shadow), hosts in group_seeds(states).items():
-            program = self._setup.menu[blueprint].program(self._setup.host.sites[slot])
+            program = table.layout.seed_programs[slot][blueprint]
+            assert program is not None, "the population has checked it"
             columns = table.layout.seed_columns(slot, program.num_params)
             on_device = hosts.to(table.params.device)
             self._groups.append(SeedGroup(slot, in_shadow, program, columns, on_device))

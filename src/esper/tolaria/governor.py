@@ -67,9 +67,12 @@ class Governor:
         if len(losses) == 0:
             raise ValueError("losses is empty; a step needs one minibatch or more")
         self._num_steps += 1
-        weights_finite = self._population.parameter_table.finite_rows()
+        weights = self._population.parameter_table.storage  # and moments
+        weights_finite = weights.isfinite().all(2).all(0)
         loss, finite = torch.stack((losses.mean(0), weights_finite.to(losses))).cpu()
-        usual = self._usual_loss(loss)
+        # the median of each host's history; without one the loss is NaN and nothing has diverged
+        history = torch.stack([torch.full_like(loss, math.nan), *self._history])
+        usual = history.nanmedian(0).values
         broken = self._find_broken(loss, usual, finite.bool())
         events = tuple(
             Rollback(host, breakage, self._reason(host, breakage, loss, usual))
@@ -77,7 +80,12 @@ class Governor:
         )
         hosts = torch.tensor(list(broken), dtype=torch.int64)
         if len(hosts):
-            self._roll_back(hosts)
+            population = self._population
+            population.restore(self._snapshot, hosts)
+            population.adopt(lifecycle.remove_live_seeds(population.states, hosts))
+            for counter in (self._low_steps, self._guessing_steps, self._has_learned):
+                counter[hosts] = 0
+            self._best_loss[hosts] = math.inf
         loss[hosts] = math.nan
         self._history.append(loss)
         if self._num_steps % SNAPSHOT_STEPS == 0:
@@ -92,7 +100,6 @@ class Governor:
         # the worst cause comes last and overwrites the others
         causes = (
             (Breakage.COLLAPSED, self._has_collapsed(loss)),
-            # without a history the usual loss is NaN and nothing has diverged
             (Breakage.DIVERGED, (loss > MAX_LOSS_RATIO * usual) & (loss > self._guessing_loss)),
             (Breakage.WEIGHTS_NOT_FINITE, ~weights_finite),
             (Breakage.LOSS_NOT_FINITE, ~loss.isfinite()),
@@ -121,17 +128,3 @@ class Governor:
         self._has_learned = self._has_learned | (self._low_steps >= LEARNED_STEPS)
         self._best_loss = self._best_loss.fmin(loss)
         return self._guessing_steps >= COLLAPSED_STEPS
-
-    def _usual_loss(self, loss: Tensor) -> Tensor:
-        """The median of each host's history `[P]`, nan without history."""
-        if not self._history:
-            return torch.full_like(loss, math.nan)
-        return torch.stack(tuple(self._history)).nanmedian(0).values
-
-    def _roll_back(self, hosts: Tensor) -> None:
-        population = self._population
-        population.restore(self._snapshot, hosts)
-        population.adopt(lifecycle.remove_live_seeds(population.states, hosts))
-        for counter in (self._low_steps, self._guessing_steps, self._has_learned):
-            counter[hosts] = 0
-        self._best_loss[hosts] = math.inf

@@ -5,8 +5,6 @@ largest seed that can grow there. Columns without a seed are zero.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -25,35 +23,22 @@ def seed_programs(sites: Sequence[Site], menu: Sequence[Blueprint]) -> list[list
     return [[entry.program(site) if entry.fits(site) else None for entry in menu] for site in sites]
 
 
-@dataclass(frozen=True)
 class TableLayout:
-    """Which columns belong to the host (part 0) and to the seed in each slot (part 1 + slot)."""
+    """Which columns belong to the host (part 0) and to the seed in each slot (part 1 + slot).
 
-    host_size: int
-    widths: tuple[int, ...]  # of each part, multiples of `ALIGNMENT`
+    A slot has room for the largest seed of the menu that fits.
+    """
 
-    @classmethod
-    def of(cls, host: Host, menu: Sequence[Blueprint]) -> "TableLayout":
-        """Room for the host and, in each slot, for the largest seed of the menu that fits."""
-        seeds = (
-            max((program.num_params for program in programs if program), default=0)
-            for programs in seed_programs(host.sites, menu)
-        )
-        sizes = (host.num_params, *seeds)
-        return cls(host.num_params, tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.widths)
-
-    @property
-    def num_columns(self) -> int:
-        """D."""
-        return sum(self.widths)
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        return (0, *accumulate(self.widths[:-1]))
+    def __init__(self, host: Host, menu: Sequence[Blueprint]):
+        self.host_size = host.num_params
+        self.seed_programs = seed_programs(host.sites, menu)
+        rows = [[p.num_params if p else 0 for p in programs] for programs in self.seed_programs]
+        # [S, B], 0 where a blueprint does not fit
+        self.seed_sizes = torch.tensor(rows, dtype=torch.int64)
+        sizes = (self.host_size, *(max(row, default=0) for row in rows))
+        self.widths = tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)  # of each part
+        self.starts = (0, *accumulate(self.widths[:-1]))
+        self.num_columns = sum(self.widths)  # D
 
     def host_columns(self) -> slice:
         return slice(0, self.host_size)
@@ -65,74 +50,55 @@ class TableLayout:
 
     def part_of_column(self) -> Tensor:
         """The part that each column belongs to, `[D]`."""
-        return torch.arange(self.num_parts).repeat_interleave(torch.tensor(self.widths))
+        return torch.arange(len(self.widths)).repeat_interleave(torch.tensor(self.widths))
 
 
 class ParameterTable:
     """Parameters, gradients and moments of P hosts and their seeds, and optimiser step counts."""
 
     def __init__(
-        self, layout: TableLayout, num_hosts: int, device: torch.device, dtype: torch.dtype
+        self,
+        host: Host,
+        menu: Sequence[Blueprint],
+        num_hosts: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ):
-        self.layout = layout
+        self.layout = layout = TableLayout(host, menu)
         self.num_hosts = num_hosts
         rows = (num_hosts, layout.num_columns)
         # parameters and moments are one tensor, so that a snapshot of a host is one row copy
-        self._storage = torch.zeros(3, *rows, device=device, dtype=dtype)
-        self.params = self._storage[0]
-        self.all_moments = self._storage[1:]
+        self.storage = torch.zeros(3, *rows, device=device, dtype=dtype)
+        self.params = self.storage[0]
+        self.all_moments = self.storage[1:]
         self.moments = self.all_moments.unbind()  # of AdamW
         self.grads = torch.zeros(*rows, device=device, dtype=dtype)
-        self.steps = torch.zeros(num_hosts, layout.num_parts, device=device, dtype=dtype)
+        self.steps = torch.zeros(num_hosts, len(layout.widths), device=device, dtype=dtype)
+        # centre and spread of initial weights
+        self._host_init = torch.stack(host.init()).to(device)
+        self._seed_inits = []  # per slot: [2, B, the slot's columns], 0 past the seed's size
+        for programs, width in zip(layout.seed_programs, layout.widths[1:], strict=True):
+            table = torch.zeros(2, len(menu), width, dtype=torch.float64)
+            for number, program in enumerate(programs):
+                if program is not None:
+                    table[:, number, : program.num_params] = torch.stack(program.init())
+            self._seed_inits.append(table.to(device))
 
     def clear(self, host_ids: Tensor, columns: slice) -> None:
         """Set columns of some hosts to zero: parameters, moments and gradients."""
-        self._storage[:, host_ids, columns] = 0
+        self.storage[:, host_ids, columns] = 0
         self.grads[host_ids, columns] = 0
 
-    def finite_rows(self) -> Tensor:
-        """Hosts `[P]` whose parameters and moments are all finite."""
-        return self._storage.isfinite().all(2).all(0)
+    def init_hosts(self, keys: Tensor) -> None:
+        """Sample new weights of every host, by a key for each."""
+        weights = _sample(keys.to(self.params.device), self._host_init.unsqueeze(1))
+        self.params[:, self.layout.host_columns()] = weights.to(self.params)
 
-    def save(self) -> tuple[Tensor, Tensor]:
-        """A copy of parameters and moments, and of the step counts, of all hosts."""
-        return self._storage.clone(), self.steps.clone()
-
-    def restore(self, storage: Tensor, steps: Tensor, host_ids: Tensor) -> None:
-        """Restore some hosts from what `save` returned; the others are not touched."""
-        self._storage[:, host_ids] = storage[:, host_ids]
-        self.steps[host_ids] = steps[host_ids]
-        self.grads[host_ids] = 0
-
-
-class InitDistributions:
-    """Centre and spread of the initial weights of a host and of every seed on its menu."""
-
-    def __init__(
-        self, host: Host, menu: Sequence[Blueprint], layout: TableLayout, device: torch.device
-    ):
-        self._host = torch.stack(host.init()).to(device)
-        programs = seed_programs(host.sites, menu)
-        self.fits = torch.tensor([[p is not None for p in row] for row in programs])  # [S, B]
-        self.sizes = torch.tensor([[p.num_params if p else 0 for p in row] for row in programs])
-        self._seeds = []  # per slot: [2, B, the slot's columns], 0 past the seed's size
-        for slot, row in enumerate(programs):
-            width = layout.widths[1 + slot]
-            table = torch.zeros(2, len(menu), width, dtype=torch.float64)
-            for number, program in enumerate(row):
-                if program is not None:
-                    table[:, number, : program.num_params] = torch.stack(program.init())
-            self._seeds.append(table.to(device))
-
-    def hosts(self, keys: Tensor) -> Tensor:
-        """Weights of new hosts `[K, host size]`, float64, on the device."""
-        return _sample(keys.to(self._host.device), self._host.unsqueeze(1))
-
-    def seeds(self, slot: int, blueprints: Tensor, keys: Tensor) -> Tensor:
-        """Weights of new seeds `[K, columns of the slot]`, float64, on the device."""
-        table = self._seeds[slot]
-        blueprints, keys = torch.stack((blueprints, keys)).to(table.device).unbind()
-        return _sample(keys, table[:, blueprints])
+    def init_seeds(self, slot: int, host_ids: Tensor, blueprints: Tensor, keys: Tensor) -> None:
+        """Sample the weights of new seeds of some hosts."""
+        blueprints, keys = torch.stack((blueprints, keys)).to(self.params.device).unbind()
+        weights = _sample(keys, self._seed_inits[slot][:, blueprints])
+        self.params[host_ids, self.layout.seed_columns(slot)] = weights.to(self.params)
 
 
 def _sample(keys: Tensor, distribution: Tensor) -> Tensor:

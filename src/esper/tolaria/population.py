@@ -28,12 +28,7 @@ from esper.leyline.stages import SeedStage
 from esper.tolaria.augmentation import NO_AUGMENTATION, PURPOSE, Augmentation
 from esper.tolaria.batched import BlendInputs, EagerSteps, Feed, TrainingSetup
 from esper.tolaria.optimizers import AdamW
-from esper.tolaria.parameter_table import (
-    InitDistributions,
-    ParameterTable,
-    TableLayout,
-    seed_programs,
-)
+from esper.tolaria.parameter_table import ParameterTable
 from esper.tolaria.randomness import fold, hash64
 from esper.tolaria.tasks import Task
 
@@ -94,16 +89,12 @@ class Population:
         self.optimizer = optimizer or AdamW()
         self.host_ids = torch.arange(num_hosts)
         self.view_ids = torch.zeros(num_hosts, dtype=torch.int64)
-        layout = TableLayout.of(host, menu)
-        self.parameter_table = ParameterTable(layout, num_hosts, device, dtype)
-        self._init = InitDistributions(host, menu, layout, device)
-        self.learning_rates = torch.full(
-            (num_hosts,), self.optimizer.learning_rate, device=device, dtype=dtype
-        )
-        self._feed = Feed(task, self.view_ids, batch_size, augmentation)
+        self.parameter_table = ParameterTable(host, self.menu, num_hosts, device, dtype)
+        self.learning_rates = self.parameter_table.params.new_zeros(num_hosts)  # set by `reset`
+        self._feed = Feed(task, num_hosts, batch_size, augmentation)
         self._blend_inputs = BlendInputs(self.parameter_table.params, host.num_slots)
         tensors = (self._blend_inputs, self._feed, self.learning_rates)
-        setup = TrainingSetup(host, self.menu, self.parameter_table, self.optimizer, *tensors)
+        setup = TrainingSetup(host, self.parameter_table, self.optimizer, *tensors)
         self.kernels: Kernels = kernels or fastest_kernels(setup)
         if self.kernels not in _STEPS:
             raise ValueError(f"kernels={kernels!r}; use one of {tuple(_STEPS)}")
@@ -117,7 +108,6 @@ class Population:
 
         Views and ids stay as they are unless given.
         """
-        all_hosts = torch.arange(self.num_hosts)
         if host_ids is not None:
             if host_ids.shape != (self.num_hosts,):
                 raise ValueError(f"host_ids {tuple(host_ids.shape)}; expected ({self.num_hosts},)")
@@ -130,10 +120,9 @@ class Population:
         self._num_germinated = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self.states = SlotStates.dormant(self.num_hosts, self.num_slots)  # changed by `adopt`
         table = self.parameter_table
-        table.clear(all_hosts, slice(None))
-        table.steps.zero_()
-        weights = self._init.hosts(fold(rng_seed, self.host_ids))
-        table.params[:, table.layout.host_columns()] = weights.to(table.params)
+        for tensor in (table.storage, table.grads, table.steps):
+            tensor.zero_()
+        table.init_hosts(fold(rng_seed, self.host_ids))
         self._prepare_steps()
 
     def adopt(self, transition: Transition) -> None:
@@ -147,7 +136,11 @@ class Population:
             table.clear(hosts, table.layout.seed_columns(slot))
             table.steps[hosts, 1 + slot] = 0
         for slot in germinated.any(dim=0).nonzero().flatten().tolist():
-            self._initialize_seeds(slot, germinated[:, slot].nonzero().flatten())
+            hosts = germinated[:, slot].nonzero().flatten()
+            self._num_germinated[hosts, slot] += 1
+            number = self._num_germinated[hosts, slot]
+            keys = fold(self._rng_seed, self.host_ids[hosts], 1 + slot, number)
+            table.init_seeds(slot, hosts, states.blueprint[hosts, slot], keys)
         self._prepare_steps()
 
     def train(self, rows: Tensor) -> Tensor:
@@ -189,8 +182,8 @@ class Population:
 
     def save(self, earlier: Snapshot | None = None, keep: Tensor | None = None) -> Snapshot:
         """A snapshot of all hosts; those in `keep` stay as they are in the `earlier` one."""
-        storage, steps = self.parameter_table.save()
-        states = self.states
+        table, states = self.parameter_table, self.states
+        storage, steps = table.storage.clone(), table.steps.clone()
         if earlier is not None and keep is not None and len(keep):
             storage[:, keep] = earlier.storage[:, keep]
             steps[keep] = earlier.steps[keep]
@@ -199,7 +192,10 @@ class Population:
 
     def restore(self, snapshot: Snapshot, host_ids: Tensor) -> None:
         """Restore some hosts with their seeds and optimiser state; the others are not touched."""
-        self.parameter_table.restore(snapshot.storage, snapshot.steps, host_ids)
+        table = self.parameter_table
+        table.storage[:, host_ids] = snapshot.storage[:, host_ids]
+        table.steps[host_ids] = snapshot.steps[host_ids]
+        table.grads[host_ids] = 0
         self.states = self.states.put(snapshot.states.at(host_ids), host_ids)
         self._prepare_steps()
 
@@ -214,9 +210,9 @@ class Population:
 
     def seed_params(self) -> Tensor:
         """Parameters of the seed in each slot `[P, S]`, 0 without a seed; on the CPU."""
-        states = self.states
+        states, sizes = self.states, self.parameter_table.layout.seed_sizes
         slots = torch.arange(self.num_slots).expand_as(states.blueprint)
-        return self._init.sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
+        return sizes[slots, states.blueprint.clamp(min=0)] * states.has_seed
 
     # Bounds checks; the compiled kernels do none.
 
@@ -265,23 +261,14 @@ class Population:
         hosts, slots = states.has_seed.nonzero(as_tuple=True)
         blueprint = states.blueprint[hosts, slots]
         is_known = (blueprint >= 0) & (blueprint < len(self.menu))
-        wrong = ~(is_known & self._init.fits[slots, blueprint * is_known])
+        sizes = self.parameter_table.layout.seed_sizes
+        wrong = ~(is_known & (sizes[slots, blueprint * is_known] > 0))
         for host, slot, number in torch.stack((hosts, slots, blueprint), 1)[wrong].tolist():
             if 0 <= number < len(self.menu):
                 self.menu[number].program(self.host.sites[slot])  # raises
             raise ValueError(
                 f"host {host}, slot {slot}: blueprint {number}; use 0 to {len(self.menu) - 1}"
             )
-
-    def _initialize_seeds(self, slot: int, hosts: Tensor) -> None:
-        self._num_germinated[hosts, slot] += 1
-        keys = fold(
-            self._rng_seed, self.host_ids[hosts], 1 + slot, self._num_germinated[hosts, slot]
-        )
-        blueprints = self.states.blueprint[hosts, slot]
-        params, layout = self.parameter_table.params, self.parameter_table.layout
-        weights = self._init.seeds(slot, blueprints, keys).to(params)
-        params[hosts, layout.seed_columns(slot)] = weights
 
     def _prepare_steps(self) -> None:
         """Update what the next minibatch reads of the slots."""
@@ -292,7 +279,7 @@ class Population:
 def fastest_kernels(setup: TrainingSetup) -> Kernels:
     """The fastest kernels that support all layers and the optimiser."""
     on_cuda = setup.parameter_table.params.device.type == "cuda"
-    seeds = filter(None, chain.from_iterable(seed_programs(setup.host.sites, setup.menu)))
+    seeds = filter(None, chain.from_iterable(setup.parameter_table.layout.seed_programs))
     supports_all = all(map(has_kernels, (*setup.host.programs, *seeds)))
     supports_all &= type(setup.optimizer) is AdamW  # a subclass may do otherwise
     if not supports_all or (on_cuda and not has_room(setup)):

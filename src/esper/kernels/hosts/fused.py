@@ -158,7 +158,7 @@ class FusedSteps:
             "longest": plan.tables["programs"].shape[1],
             "num_hosts": parameter_table.num_hosts,
             "num_slots": host.num_slots,
-            "num_blueprints": len(self._setup.menu),
+            "num_blueprints": plan.tables["seed_programs"].shape[1],
             "columns": parameter_table.layout.num_columns,
             "features": self._setup.feed.inputs[0].numel(),
             "classes": host.num_classes,

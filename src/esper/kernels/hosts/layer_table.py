@@ -25,7 +25,6 @@ from esper.kasmina.layers import (
     Shape,
 )
 from esper.tolaria.batched import TrainingSetup
-from esper.tolaria.parameter_table import seed_programs
 
 
 class Kind(IntEnum):
@@ -98,17 +97,17 @@ def program_tables(setup: TrainingSetup) -> tuple[list[Program], dict[str, np.nd
     The tables are described in `numba_hosts.Tables`.
     """
     host, layout = setup.host, setup.parameter_table.layout
-    programs, numbers = list(host.programs), np.full((host.num_slots, len(setup.menu)), -1)
-    for slot, choices in enumerate(seed_programs(host.sites, setup.menu)):
+    programs, numbers = list(host.programs), np.full(layout.seed_sizes.shape, -1)
+    for slot, choices in enumerate(layout.seed_programs):
         for number, program in enumerate(choices):
             if program is not None:
                 numbers[slot, number] = len(programs)
                 programs.append(program)
-    sizes = np.array([program.num_params for program in programs])
+    host_sizes = [program.num_params for program in host.segments]
     return programs, {
-        "host_starts": np.cumsum([0, *sizes[: host.num_slots]]),
+        "host_starts": np.cumsum([0, *host_sizes]),
         "seed_programs": numbers,
-        "seed_sizes": np.where(numbers >= 0, sizes[numbers], 0),
+        "seed_sizes": layout.seed_sizes.numpy(),
         "widens": np.array([program.widens for program in programs]),
         "part_starts": np.array([*layout.starts, layout.num_columns]),
     }
