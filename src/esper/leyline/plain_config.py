@@ -38,7 +38,9 @@ def from_plain(kind: type[Config], plain: Mapping[str, Any], where: str = "") ->
     names = [entry.name for entry in fields(kind) if entry.init]  # type: ignore[arg-type]
     for name in plain:
         if name not in names:
-            raise ValueError(f"no setting {_path(where, name)!r}{_nearest(name, names)}")
+            near = get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {names}"
+            raise ValueError(f"no setting {_path(where, name)!r}; {hint}")
     return kind(**{n: _value(hints[n], value, _path(where, n)) for n, value in plain.items()})
 
 
@@ -89,11 +91,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
     """A plain value as one of the types of a union."""
-    if value is None and type(None) in choices:
-        return None
-    others = [choice for choice in choices if choice is not type(None)]
-    if type(value) in others:
+    if type(value) in choices:
         return value
+    others = [choice for choice in choices if choice is not type(None)]
     for choice in others[:-1]:
         with suppress(ValueError):
             return _value(choice, value, where)
@@ -102,8 +102,3 @@ def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _path(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    near = get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {names}"

@@ -51,7 +51,11 @@ class LearnedController:
 
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         layout = FeatureLayout(reports.num_slots, reports.num_blueprints)
-        policy = self._fit(layout)
+        policy = self.policy
+        assert isinstance(policy.heads, SlotHeads)
+        if layout != policy.heads.layout:  # other shapes, the same weights
+            weights, device = policy.state_dict(), policy.device
+            policy = self.policy = _with_weights(layout, policy.config, weights).to(device)
         if self._state is None:
             self._state = policy.initial_state(reports.num_envs)
         if len(self._state.h) != reports.num_envs:
@@ -99,14 +103,6 @@ class LearnedController:
         config = PolicyConfig(**contents["policy"])
         policy = _with_weights(FeatureLayout(1, 1), config, contents["weights"])
         return cls(policy.to(device), tuple(contents["menu"]))
-
-    def _fit(self, layout: FeatureLayout) -> FactoredRecurrentActorCritic:
-        """The policy for this many slots and blueprints: other shapes, the same weights."""
-        assert isinstance(self.policy.heads, SlotHeads)
-        if layout != self.policy.heads.layout:
-            old = self.policy
-            self.policy = _with_weights(layout, old.config, old.state_dict()).to(old.device)
-        return self.policy
 
 
 def _with_weights(

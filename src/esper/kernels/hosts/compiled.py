@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,8 @@ def _tables(setup: TrainingSetup) -> dict[str, Any]:
         "programs": as_table(rows),
         "lengths": np.array([len(layers) for layers in rows]),
         "room": _whole_room(setup, rows, tables["seed_programs"]),
-        "widest": _widest([row for layers in rows for row in layers]),
+        # rows that a layer works on at a time, as a multiple of eight
+        "widest": (max(max(r.num_taps, r.out_channels) for r in chain(*rows)) + 7) // 8 * 8,
     }
 
 
@@ -134,9 +136,3 @@ def _room(row: Row) -> int:
     scores = row.width * (row.width + 1)
     between = {Kind.ATTEND: scores, Kind.NORM: row.num_inputs + 3}.get(row.kind, 0)
     return 2 * row.num_inputs + row.num_outputs + 2 * padded + between
-
-
-def _widest(rows: list[Row]) -> int:
-    """The most rows that a layer works on at a time, as a multiple of eight."""
-    most = max(max(row.num_taps, row.out_channels) for row in rows)
-    return (most + 7) // 8 * 8

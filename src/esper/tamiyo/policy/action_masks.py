@@ -6,7 +6,6 @@ limit, and a new alpha target must differ from the current one.
 """
 
 import torch
-from torch import Tensor
 
 from esper.leyline.constants import ALPHA_TARGETS
 from esper.leyline.devices import DeviceConstant
@@ -28,7 +27,10 @@ def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> 
             f"the reports have {sizes[0]} slots and {sizes[1]} blueprints; use "
             f"tamiyo_action_space{sizes}, not {action_space.heads}"
         )
-    affordable = affordable_blueprints(reports)
+    # blueprints [N, S, B] that an empty slot could grow now
+    affordable = reports.fits & (reports.seeds_left > 0).view(-1, 1, 1)
+    affordable &= reports.cost_params <= reports.params_left.view(-1, 1, 1)
+    affordable &= reports.cost_macs <= reports.macs_left.view(-1, 1, 1)
     # op-major and contiguous, so that looking up a row needs no copy
     legal = slot_accepts(reports.stage, reports.total_age).transpose(1, 2).contiguous()  # [N, O, S]
     legal[:, LifecycleOp.GERMINATE].logical_and_(affordable.any(dim=-1))
@@ -51,14 +53,6 @@ def compute_action_masks(
         raise ValueError(f"env_id={env_id}; the reports have envs 0 to {reports.num_envs - 1}")
     env_ids = torch.tensor([env_id], device=reports.device)
     return compute_batch_masks(reports.at(env_ids), action_space)
-
-
-def affordable_blueprints(reports: Reports) -> Tensor:
-    """Blueprints that an empty slot could grow now, bool `[N, S, B]`."""
-    within_params = reports.cost_params <= reports.params_left.view(-1, 1, 1)
-    within_macs = reports.cost_macs <= reports.macs_left.view(-1, 1, 1)
-    within_seed_limit = (reports.seeds_left > 0).view(-1, 1, 1)
-    return reports.fits & within_params & within_macs & within_seed_limit
 
 
 def _used_choices(action_space: FactoredActionSpace) -> DeviceConstant:
