@@ -93,6 +93,11 @@ class SlotStates(TensorFields):
         """Where a seed takes part in training and may still be pruned."""
         return torch.isin(self.stage, _LIVE)
 
+    @property
+    def is_active(self) -> Tensor:
+        """Where a seed is part of the host's output."""
+        return self.has_seed & (self.stage != SeedStage.TRAINING)
+
 
 class Transition(NamedTuple):
     """What a move did: the new states, and the slots `[P, S]` that got or lost a seed."""

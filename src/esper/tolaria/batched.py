@@ -6,7 +6,7 @@ input of their slot's segment, and are added to the output of the next layer in 
 the plain twin of every kernel in `kernels.hosts`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,56 +40,6 @@ class SeedGroup:
 
 
 Seeds = Mapping[SeedGroup, Tensor]  # with their parameters [K, D]
-
-
-def run_hosts(
-    host: Host,
-    rows: Tensor,
-    seeds: Seeds,
-    alpha: Tensor,
-    styles: Sequence[Tensor | None],
-    x: Tensor,
-    ablate: bool = False,
-) -> Tensor:
-    """Logits `[P, classes, batch]` of hosts with parameters `[P, D]` on `x [P, *shape, batch]`.
-
-    `alpha` is `[P, S]`; each slot's style is `[P]`, or None if all are ADD. With `ablate`, each slot
-    that has seeds adds a copy of the batch in which it is switched off: the last axis is (1 + such
-    slots) x batch, the first copy with all seeds on.
-    """
-    batch = x.shape[-1]
-    parts = torch.split(rows, [program.num_params for program in host.programs], dim=1)
-    added: Tensor | None = None  # to the next segment's first layer
-    for slot, segment in enumerate(host.segments):
-        before, x = x, segment.forward(parts[slot], x, added)
-        unchanged, share, style = x[..., :batch], alpha[:, slot], styles[slot]
-        output = _outputs(seeds, slot, x, widens=False)
-        added = _outputs(seeds, slot, before, widens=True)
-        has_seeds = output is not None or added is not None
-        if output is not None and style is None:
-            x = torch.addcmul(x, _per_host(share, x), output)
-        elif output is not None and style is not None:
-            x = blend(x, output, share, style)
-        if added is not None:
-            added = _per_host(share, added) * added
-        if ablate and has_seeds:
-            x = torch.cat((x, unchanged), dim=-1)
-            added = None if added is None else F.pad(added, (0, batch))
-    return host.head.forward(parts[-1], x, added)
-
-
-def _outputs(seeds: Seeds, slot: int, x: Tensor, widens: bool) -> Tensor | None:
-    """What a slot's seeds give on hosts' activations `x`, 0 for hosts without one; None: no seeds."""
-    groups = [g for g in seeds if g.slot == slot and g.program.widens == widens]
-    if not groups:
-        return None
-    outputs = torch.cat([g.program.forward(seeds[g], x.index_select(0, g.hosts)) for g in groups])
-    hosts = torch.cat([group.hosts for group in groups])
-    return x.new_zeros(len(x), *outputs.shape[1:]).index_copy_(0, hosts, outputs)
-
-
-def _per_host(alpha: Tensor, x: Tensor) -> Tensor:
-    return alpha.view(-1, *(1,) * (x.dim() - 1))
 
 
 class BlendInputs:
@@ -201,7 +151,7 @@ class EagerSteps:
         # the host and each seed take an optimiser step
         self._trains = F.pad(states.has_seed, (1, 0), value=True).to(table.steps)
         styled = (states.style != BlendStyle.ADD) & states.has_seed
-        self._styles = [
+        self._styles = [  # of each slot's seeds [P]; None: all are ADD
             self._inputs.style[:, slot] if is_styled else None
             for slot, is_styled in enumerate(styled.any(0).tolist())
         ]
@@ -221,10 +171,11 @@ class EagerSteps:
 
     @torch.no_grad()
     def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
-        """Logits as in `run_hosts`, and the slots that added a copy."""
+        """Logits `[P, classes, 1 + K, batch]` with all seeds on, then with each of K slots off."""
         seeds = self._seeds(in_shadow=False)
         logits = self._run(self._host_rows(), seeds, self._inputs.alpha, x, ablate)
-        return logits, sorted({group.slot for group in seeds})
+        slots = sorted({group.slot for group in seeds}) if ablate else []
+        return logits.view(*logits.shape[:2], 1 + len(slots), x.shape[-1]), slots
 
     def _add_gradients(self, x: Tensor, labels: Tensor, in_shadow: bool) -> Tensor:
         """Losses `[P]`, after their gradients were stored.
@@ -249,7 +200,31 @@ class EagerSteps:
     def _run(
         self, rows: Tensor, seeds: Seeds, alpha: Tensor, x: Tensor, ablate: bool = False
     ) -> Tensor:
-        return run_hosts(self._setup.host, rows, seeds, alpha, self._styles, x, ablate)
+        """Logits `[P, classes, batch]` of hosts with parameters `[P, D]` on `x [P, *shape, batch]`.
+
+        `alpha` is `[P, S]`. With `ablate`, each slot that has seeds adds a copy of the batch in
+        which it is switched off: the last axis is (1 + such slots) x batch, the first copy with all
+        seeds on.
+        """
+        host, batch = self._setup.host, x.shape[-1]
+        parts = torch.split(rows, [program.num_params for program in host.programs], dim=1)
+        added: Tensor | None = None  # to the next segment's first layer
+        for slot, segment in enumerate(host.segments):
+            before, x = x, segment.forward(parts[slot], x, added)
+            unchanged, share, style = x[..., :batch], alpha[:, slot], self._styles[slot]
+            output = _outputs(seeds, slot, x, widens=False)
+            added = _outputs(seeds, slot, before, widens=True)
+            has_seeds = output is not None or added is not None
+            if output is not None and style is None:
+                x = torch.addcmul(x, _per_host(share, x), output)
+            elif output is not None and style is not None:
+                x = blend(x, output, share, style)
+            if added is not None:
+                added = _per_host(share, added) * added
+            if ablate and has_seeds:
+                x = torch.cat((x, unchanged), dim=-1)
+                added = None if added is None else F.pad(added, (0, batch))
+        return host.head.forward(parts[-1], x, added)
 
     def _host_rows(self) -> Tensor:
         return self._table.params[:, self._table.layout.host_columns()].detach()
@@ -262,3 +237,17 @@ class EagerSteps:
             for group in self._groups
             if in_shadow or not group.in_shadow
         }
+
+
+def _outputs(seeds: Seeds, slot: int, x: Tensor, widens: bool) -> Tensor | None:
+    """What a slot's seeds give on hosts' activations `x`, 0 for hosts without one; None: no seeds."""
+    groups = [g for g in seeds if g.slot == slot and g.program.widens == widens]
+    if not groups:
+        return None
+    outputs = torch.cat([g.program.forward(seeds[g], x.index_select(0, g.hosts)) for g in groups])
+    hosts = torch.cat([group.hosts for group in groups])
+    return x.new_zeros(len(x), *outputs.shape[1:]).index_copy_(0, hosts, outputs)
+
+
+def _per_host(alpha: Tensor, x: Tensor) -> Tensor:
+    return alpha.view(-1, *(1,) * (x.dim() - 1))

@@ -55,7 +55,7 @@ def evaluate(population: Population, num_rows: int | None = None) -> Evaluation:
         accuracy=correct / num_rows,
         contribution=mean,
         contribution_error=(variance.clamp(min=0) / num_rows).sqrt(),
-        contribution_known=population.is_active,
+        contribution_known=population.states.is_active,
     )
 
 

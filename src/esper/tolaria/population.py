@@ -24,7 +24,6 @@ from esper.kernels.hosts.compiled import CompiledSteps
 from esper.kernels.hosts.fused import FusedSteps, has_room
 from esper.kernels.hosts.layer_table import has_kernels
 from esper.leyline.checks import whole_number
-from esper.leyline.stages import SeedStage
 from esper.tolaria.augmentation import NO_AUGMENTATION, PURPOSE, Augmentation
 from esper.tolaria.batched import BlendInputs, EagerSteps, Feed, TrainingSetup
 from esper.tolaria.optimizers import AdamW
@@ -164,7 +163,7 @@ class Population:
     def logits(self, x: Tensor) -> Tensor:
         """`[P, classes, batch]` on `x [P, *shape, batch]`."""
         self._check_inputs(x)
-        return self.steps.logits(x, ablate=False)[0]
+        return self.steps.logits(x, ablate=False)[0][:, :, 0]
 
     def ablated_logits(self, x: Tensor) -> tuple[Tensor, Sequence[int]]:
         """Logits `[P, classes, 1 + K, batch]` with all seeds, then with each of K slots off.
@@ -172,13 +171,7 @@ class Population:
         The second value is the K slots: those in which a host has an active seed.
         """
         self._check_inputs(x)
-        logits, slots = self.steps.logits(x, ablate=True)
-        return logits.view(*logits.shape[:2], 1 + len(slots), x.shape[-1]), slots
-
-    @property
-    def is_active(self) -> Tensor:
-        """Slots `[P, S]` whose seed is part of the host's output; on the CPU."""
-        return self.states.has_seed & (self.states.stage != SeedStage.TRAINING)
+        return self.steps.logits(x, ablate=True)
 
     def save(self, earlier: Snapshot | None = None, keep: Tensor | None = None) -> Snapshot:
         """A snapshot of all hosts; those in `keep` stay as they are in the `earlier` one."""

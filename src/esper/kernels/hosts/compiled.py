@@ -43,7 +43,7 @@ class CompiledSteps:
         behind, inputs = states.stage == SeedStage.TRAINING, self._setup.blend_inputs
         slots = (inputs.alpha, inputs.shadow_alpha, inputs.style, states.blueprint, behind)
         self._slots = self._compiled.Slots(*(tensor.numpy() for tensor in slots))
-        self._active_slots = (states.has_seed & ~behind).any(0).nonzero().flatten()
+        self._active_slots = states.is_active.any(0).nonzero().flatten()
 
     def run(self, count: int) -> None:
         feed = self._setup.feed
@@ -60,7 +60,7 @@ class CompiledSteps:
         arrays = (flat.numpy(), ablated.numpy(), logits.numpy())
         arguments = (self._weights.params, self._slots, *arrays)
         self._for_all_hosts(self._compiled.logits_of_hosts, batch, *arguments)
-        return logits.flatten(2), ablated.tolist()
+        return logits, ablated.tolist()
 
     def _for_all_hosts(self, kernel: Callable[..., None], examples: int, *arguments: Any) -> None:
         """Hosts split evenly over as many threads as torch may use."""

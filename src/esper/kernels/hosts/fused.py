@@ -86,7 +86,7 @@ class FusedSteps:
         behind = states.stage == SeedStage.TRAINING
         slots = torch.stack((states.blueprint, behind.to(states.blueprint.dtype)))
         self._slots.copy_(slots.to(torch.int32), non_blocking=True)
-        active = (states.has_seed & ~behind).any(0).nonzero().flatten()
+        active = states.is_active.any(0).nonzero().flatten()
         self._ablated[: len(active)].copy_(active, non_blocking=True)
         self._active_slots: list[int] = active.tolist()
 
@@ -100,7 +100,7 @@ class FusedSteps:
     def logits(self, x: Tensor, ablate: bool) -> tuple[Tensor, list[int]]:
         active = self._active_slots if ablate else []
         num_hosts, rows = x.shape[0], x.shape[-1]
-        logits = x.new_empty(num_hosts, self._setup.host.num_classes, (1 + len(active)) * rows)
+        logits = x.new_empty(num_hosts, self._setup.host.num_classes, 1 + len(active), rows)
         x = x.contiguous()
         num_pieces, n = _pieces(rows)
         places = {"inputs": x.data_ptr(), "logits": logits.data_ptr()}
