@@ -129,11 +129,6 @@ class SequenceParts:
     layouts: tuple[SequenceLayout, ...]
     _tables: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
 
-    @cached_property
-    def rows(self) -> Tensor:
-        """`SequenceLayout.rows` of all parts, `[R]`."""
-        return torch.cat([layout.rows for layout in self.layouts])
-
     def gather(self, stored: Tensor) -> Tensor:
         """A stored field `[N, T, ...]` as `[R, ...]`."""
         return stored.flatten(0, 1).index_select(0, self.on(stored.device)[0])
@@ -162,11 +157,12 @@ class SequenceParts:
         """
         if device not in self._tables:
             layouts = self.layouts
+            rows = torch.cat([layout.rows for layout in layouts])
             env_ids = torch.cat([layout.env_ids[layout.order] for layout in layouts])
             has_prior_state = torch.cat([layout.has_prior_state for layout in layouts])
             starts = [layout.step_starts for layout in layouts]
             lengths = [layout.lengths[layout.order] for layout in layouts]
-            tensors = [self.rows, env_ids, has_prior_state.long(), *starts, *lengths]
+            tensors = [rows, env_ids, has_prior_state.long(), *starts, *lengths]
             rows, env_ids, has_prior_state, *steps = copy_together(tensors, device)
             self._tables[device] = rows, env_ids, has_prior_state
             for layout, *pair in zip(

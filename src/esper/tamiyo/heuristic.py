@@ -75,8 +75,15 @@ class HeuristicController:
         worth_growing = (growth > 0) & is_in_time.unsqueeze(-1)
         in_shadow = is_in(reports.stage, SeedStage.TRAINING)
         is_ready = in_shadow & (reports.stage_age >= config.shadow_steps)
+        # commit seeds that pay once it is due; first bring those below full weight there
+        pays = seeds.is_live & (seeds.commit_net > 0)
+        is_due = reports.steps_left <= pays.sum(dim=-1) + config.spare_steps
+        commits = pays & is_due.unsqueeze(-1)
+        is_held = is_in(reports.stage, SeedStage.HOLDING)
+        has_time = (reports.steps_left > 1).unsqueeze(-1)  # one step to advance, one to commit
         wishes = (
-            *_commit(reports, seeds, config),
+            Wish(LifecycleOp.FOSSILIZE, commits & is_held, seeds.commit_net),
+            Wish(LifecycleOp.ADVANCE, commits & ~is_held & has_time, seeds.commit_net),
             Wish(LifecycleOp.PRUNE, seeds.is_judged & (seeds.net < 0), -seeds.net),
             Wish(LifecycleOp.ADVANCE, is_ready, -reports.site_depth),
             Wish(LifecycleOp.GERMINATE, worth_growing, growth),
@@ -118,7 +125,12 @@ def judge_seeds(reports: Reports, config: HeuristicConfig) -> SeedJudgement:
     prior = torch.where(is_active, _prior_of_seeds(reports, config), 0.0)
     is_fresh = reports.contribution_known & (reports.contribution_age <= config.max_evidence_age)
     has_held = is_in(reports.stage, SeedStage.HOLDING) & (reports.stage_age >= config.patience)
-    gain = _share_out(prior, reports.contribution, is_fresh & is_active, config)
+    # the priors, shared out among the measured seeds in proportion to contributions
+    known = is_fresh & is_active
+    measured = torch.where(known, reports.contribution.clamp(min=0), 0.0)
+    share = measured / measured.sum(dim=-1, keepdim=True).clamp(min=1e-6)
+    total_prior = torch.where(known, prior, 0.0).sum(dim=-1, keepdim=True)
+    gain = torch.where(known, prior.lerp(share * total_prior, config.evidence_weight), prior)
 
     sizes = (reports.seed_params, reports.host_params, reports.params)
     rent = reports.rent.unsqueeze(-1) * log_growth(*sizes, is_present=True)
@@ -161,18 +173,6 @@ def value_of_growing(
     return value, blueprint
 
 
-def _commit(reports: Reports, seeds: SeedJudgement, config: HeuristicConfig) -> tuple[Wish, Wish]:
-    """Commit seeds that pay once it is due; first bring those below full weight there."""
-    pays = seeds.is_live & (seeds.commit_net > 0)
-    is_due = (reports.steps_left <= pays.sum(dim=-1) + config.spare_steps).unsqueeze(-1)
-    is_held = is_in(reports.stage, SeedStage.HOLDING)
-    has_time = (reports.steps_left > 1).unsqueeze(-1)  # one step to advance, one to commit
-    return (
-        Wish(LifecycleOp.FOSSILIZE, pays & is_due & is_held, seeds.commit_net),
-        Wish(LifecycleOp.ADVANCE, pays & is_due & ~is_held & has_time, seeds.commit_net),
-    )
-
-
 def _prior_of_seeds(reports: Reports, config: HeuristicConfig) -> Tensor:
     """The prior gain of the seed in each slot, `[N, S]`; undefined without a seed."""
     chosen = reports.blueprint.clamp(min=0).unsqueeze(-1)
@@ -202,15 +202,3 @@ def _quality(reports: Reports, config: HeuristicConfig) -> Tensor:
     has_positions = (reports.site_kind != int(SiteKind.VECTOR)).unsqueeze(-1)
     layers = torch.where(reports.depth > 1, 1.0, config.single_layer)
     return layers * (1 - config.reach_loss * reports.reach * has_positions)
-
-
-def _share_out(
-    prior: Tensor, contribution: Tensor, known: Tensor, config: HeuristicConfig
-) -> Tensor:
-    """The prior gains, shared out among the measured seeds in proportion to contributions."""
-    measured = torch.where(known, contribution.clamp(min=0), 0.0)
-    total_prior = torch.where(known, prior, 0.0).sum(dim=-1, keepdim=True)
-    total = measured.sum(dim=-1, keepdim=True).clamp(min=1e-6)
-    return torch.where(
-        known, prior.lerp(measured / total * total_prior, config.evidence_weight), prior
-    )

@@ -80,7 +80,7 @@ class FusedSteps:
         shape = (2, parameter_table.num_hosts, host.num_slots)
         self._slots = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._ablated = torch.zeros(host.num_slots, dtype=torch.int32, device=self._device)
-        self._fixed = {**self._places(), **self._sizes()}
+        self._fixed = self._fixed_arguments()
 
     def prepare(self, states: SlotStates) -> None:
         behind = states.stage == SeedStage.TRAINING
@@ -126,9 +126,10 @@ class FusedSteps:
         kernels = library(self._device, params.dtype, memory.weights_in_shared)
         kernels.launch(kernel, filled, blocks, memory.shared_bytes)
 
-    def _places(self) -> dict[str, int]:
-        """Where tensors are that stay in their place."""
+    def _fixed_arguments(self) -> dict[str, float]:
+        """Where tensors are that stay in their place, and sizes."""
         table, feed, blend = self._setup.parameter_table, self._setup.feed, self._setup.blend_inputs
+        host, plan, adamw = self._setup.host, self._plan, self._setup.optimizer
         tensors = {
             **self._tables,
             "params": table.params,
@@ -147,22 +148,18 @@ class FusedSteps:
             "losses": feed.losses,
             "ablated": self._ablated,
         }
-        return {name: tensor.data_ptr() for name, tensor in tensors.items()}
-
-    def _sizes(self) -> dict[str, float]:
-        parameter_table, host, plan = self._setup.parameter_table, self._setup.host, self._plan
-        adamw = self._setup.optimizer
         numbers = (*adamw.betas, adamw.epsilon, adamw.weight_decay)
         return {
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
             **dict(zip(_DOUBLES, numbers, strict=True)),
             "longest": plan.tables["programs"].shape[1],
-            "num_hosts": parameter_table.num_hosts,
+            "num_hosts": table.num_hosts,
             "num_slots": host.num_slots,
             "num_blueprints": plan.tables["seed_programs"].shape[1],
-            "columns": parameter_table.layout.num_columns,
-            "features": self._setup.feed.inputs[0].numel(),
+            "columns": table.layout.num_columns,
+            "features": feed.inputs[0].numel(),
             "classes": host.num_classes,
-            "host_size": parameter_table.layout.host_size,
+            "host_size": table.layout.host_size,
             "transposed_size": plan.transposed_size,
             "grad_rows": plan.grad_rows,
             "grad_size": plan.grad_size,
@@ -266,11 +263,6 @@ def plan(setup: TrainingSetup) -> Plan:
     )
 
 
-def _is_needed_by_none(row: Row) -> bool:
-    """Whether the way back can do without the layer's output."""
-    return row.kind in (Kind.CONV, Kind.DEPTHWISE) and not row.rectifies
-
-
 def _transposed_size(row: Row) -> int:
     return row.num_taps * _padded_channels(row) if row.kind == Kind.CONV else 0
 
@@ -289,19 +281,20 @@ class _Room:
 
     def place(self, rows: Sequence[Row]) -> None:
         """Give every layer of a program its room."""
-        before: Row | None = None
+        unneeded: int | None = None  # the output before, if the way back can do without it
         for row in rows:
             row.transposed = self.transposed
             self.transposed += _transposed_size(row)
             # a row more: a norm that follows keeps its deviations there
             row.out = self._take(row.num_outputs + 1)
-            if row.kind == Kind.NORM and before is not None and _is_needed_by_none(before):
-                row.saved = before.out  # in place
+            if row.kind == Kind.NORM and unneeded is not None:
+                row.saved = unneeded  # in place
             elif row.kind == Kind.NORM:
                 row.saved = self._take(row.num_inputs + 1)
             elif row.kind == Kind.ATTEND:
                 row.saved = self._take(row.width**2)
-            before = row
+            is_needed = row.rectifies or row.kind not in (Kind.CONV, Kind.DEPTHWISE)
+            unneeded = None if is_needed else row.out
 
     def place_alternatives(self, programs: Sequence[Sequence[Row]]) -> None:
         """Programs of which a host runs one at most: they lie over one another."""

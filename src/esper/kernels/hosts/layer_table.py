@@ -14,16 +14,7 @@ from enum import IntEnum
 import numpy as np
 
 from esper.kasmina import layers
-from esper.kasmina.layers import (
-    Attention,
-    Conv,
-    Flatten,
-    Layer,
-    MixPositions,
-    Program,
-    Relu,
-    Shape,
-)
+from esper.kasmina.layers import Layer, Program, Shape
 from esper.tolaria.batched import TrainingSetup
 
 
@@ -88,7 +79,8 @@ class Row:
 
 def has_kernels(program: Program) -> bool:
     """Whether every layer of a program is of a kind that the compiled code knows."""
-    return all(type(layer) in (*_KINDS, Flatten) for layer in program.layers)  # not a subclass
+    known = (*_KINDS, layers.Flatten)
+    return all(type(layer) in known for layer in program.layers)  # not a subclass
 
 
 def program_tables(setup: TrainingSetup) -> tuple[list[Program], dict[str, np.ndarray]]:
@@ -122,9 +114,9 @@ def program_rows(program: Program) -> list[Row]:
     for layer, shape, specs in zip(
         program.layers, program.shapes, program.parameters, strict=False
     ):
-        if isinstance(layer, Relu) and rows and rows[-1].kind in _CAN_RECTIFY:
+        if isinstance(layer, layers.Relu) and rows and rows[-1].kind in _CAN_RECTIFY:
             rows[-1].rectifies = 1
-        elif not isinstance(layer, Flatten):
+        elif not isinstance(layer, layers.Flatten):
             rows += _layer_rows(layer, shape, params)
         params += sum(math.prod(spec.shape) for spec in specs)
     return rows
@@ -138,16 +130,16 @@ def _layer_rows(layer: Layer, shape: Shape, params: int) -> list[Row]:
     row.params = params
     row.channel_step, row.out_channel_step = math.prod(image[1:]), math.prod(output[1:])
     channels, length = row.channels, row.width
-    if isinstance(layer, Conv):
+    if isinstance(layer, layers.Conv):
         row.kind = Kind.DEPTHWISE if layer.depthwise else Kind.CONV
         row.kernel_width, row.pad_width, row.stride = layer.kernel, layer.pad, layer.stride
         if len(shape) == 3:
             row.kernel_height, row.pad_height = layer.kernel, layer.pad
-    elif isinstance(layer, MixPositions):
+    elif isinstance(layer, layers.MixPositions):
         row.channels = row.out_channels = row.position_step = length
         row.width = row.out_width = channels
         row.channel_step = row.out_channel_step = 1
-    elif isinstance(layer, Attention):
+    elif isinstance(layer, layers.Attention):
         projected, weights = 3 * row.out_channels, params + channels * length
         return [
             replace(row, out_channels=channels),

@@ -283,8 +283,7 @@ class ChoiceChecks:
     def in_range(self, actions: Tensor, masks: Tensor, parts: SequenceParts) -> Tensor:
         """Stored choices `[R, H]` clamped to their range; those outside it fail the check."""
         safe = actions.clamp(*self._range.on(actions.device)).nan_to_num()
-        stored = (actions, masks, parts.rows, parts.layouts[0].max_steps)
-        self.deferred.require(safe == actions, lambda row, head: self._problem(row, head, *stored))
+        self._require(safe == actions, actions, masks, parts.layouts)
         return safe
 
     def check_stored(
@@ -292,31 +291,31 @@ class ChoiceChecks:
     ) -> None:
         """Check stored choices: each is legal (or 0 if none is), and its log-prob is a number."""
         log_probs = log_probs.detach()
-        stored = (actions, masks, layout.rows, layout.max_steps, log_probs)
-        self.deferred.require(
-            log_probs > _IMPOSSIBLE, lambda row, head: self._problem(row, head, *stored)
-        )
+        self._require(log_probs > _IMPOSSIBLE, actions, masks, (layout,), log_probs)
 
-    def _problem(
+    def _require(
         self,
-        row: int,
-        head: int,
+        ok: Tensor,
         actions: Tensor,
         masks: Tensor,
-        rows: Tensor,
-        max_steps: int,
+        layouts: tuple[SequenceLayout, ...],
         log_probs: Tensor | None = None,
-    ) -> str:
-        """Why a stored choice failed; `rows` are flat positions in the rollout, on the CPU."""
-        env, step = divmod(int(rows[row]), max_steps)
-        where = f"row {row} (env {env}, step {step}), head {self.action_space.names[head]!r}"
-        if log_probs is not None and log_probs[row, head].isnan():
-            return f"{where}: {_NOT_FINITE} {log_probs[row, head]}"
-        if head in self.action_space.continuous:
-            return f"{where}: the number {float(actions[row, head])} cannot be scored"
-        legal = masks[row, self.action_space.slices[head]].nonzero()[:, 0].tolist()
-        action = int(actions[row, head])
-        return f"{where}: action {action} is not legal; legal here: {legal or 'only 0'}"
+    ) -> None:
+        """Check choices that are stored where `layouts` say."""
+
+        def describe(row: int, head: int) -> str:
+            rows = torch.cat([layout.rows for layout in layouts])
+            env, step = divmod(int(rows[row]), layouts[0].max_steps)
+            where = f"row {row} (env {env}, step {step}), head {self.action_space.names[head]!r}"
+            if log_probs is not None and log_probs[row, head].isnan():
+                return f"{where}: {_NOT_FINITE} {log_probs[row, head]}"
+            if head in self.action_space.continuous:
+                return f"{where}: the number {float(actions[row, head])} cannot be scored"
+            legal = masks[row, self.action_space.slices[head]].nonzero()[:, 0].tolist()
+            action = int(actions[row, head])
+            return f"{where}: action {action} is not legal; legal here: {legal or 'only 0'}"
+
+        self.deferred.require(ok, describe)
 
 
 def _join(parts: list[Tensor]) -> Tensor:
