@@ -182,11 +182,8 @@ def _built_in(width: int) -> dict[str, tuple[tuple[SiteKind, ...], tuple[Layer, 
 
     Menus list them in this order, the cheapest first within each part.
     """
-    local, series, vector = (
-        (SiteKind.SERIES, SiteKind.IMAGE),
-        (SiteKind.SERIES,),
-        (SiteKind.VECTOR,),
-    )
+    local = (SiteKind.SERIES, SiteKind.IMAGE)
+    series, vector = (SiteKind.SERIES,), (SiteKind.VECTOR,)
     between = (Norm(), Relu())
     quarter, half = (Linear(max(MIN_HIDDEN, width // parts)) for parts in (4, 2))
     return {

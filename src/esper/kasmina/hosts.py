@@ -73,10 +73,9 @@ class Host:
         """Multiply-adds for one example."""
         return sum(program.macs for program in self.programs)
 
-    def init(self) -> tuple[Tensor, Tensor]:
-        """Centre and spread of every parameter's initial value, float64 `[num_params]` each."""
-        centres, spreads = zip(*(program.init() for program in self.programs), strict=True)
-        return torch.cat(centres), torch.cat(spreads)
+    def init(self) -> Tensor:
+        """Centre and spread of every parameter's initial value, float64 `[2, num_params]`."""
+        return torch.cat([program.init() for program in self.programs], dim=1)
 
 
 def build_host(

@@ -340,13 +340,12 @@ class Program:
         other = tuple(2 * length for length in self.input_shape[1:])
         return Program(self.layers, (self.input_shape[0], *other)).num_params == self.num_params
 
-    def init(self) -> tuple[Tensor, Tensor]:
-        """Centre and spread of every parameter's initial value, float64 `[D]` each."""
+    def init(self) -> Tensor:
+        """Centre and spread of every parameter's initial value, float64 `[2, D]`."""
         specs = [spec for row in self.parameters for spec in row]
         sizes = torch.tensor(self.sizes, dtype=torch.int64)
         values = [[spec.centre for spec in specs], [spec.spread for spec in specs]]
-        of_each = torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes, dim=1)
-        return of_each[0], of_each[1]
+        return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes, dim=1)
 
     def forward(self, rows: Tensor, x: Tensor, added: Tensor | None = None) -> Tensor:
         """`[G, *output_shape, batch]` from parameter rows `[G, D]` and `[G, *input_shape, batch]`.

@@ -75,13 +75,13 @@ class ParameterTable:
         self.grads = torch.zeros(*rows, device=device, dtype=dtype)
         self.steps = torch.zeros(num_hosts, len(layout.widths), device=device, dtype=dtype)
         # centre and spread of initial weights
-        self._host_init = torch.stack(host.init()).to(device)
+        self._host_init = host.init().to(device)
         self._seed_inits = []  # per slot: [2, B, the slot's columns], 0 past the seed's size
         for programs, width in zip(layout.seed_programs, layout.widths[1:], strict=True):
             table = torch.zeros(2, len(menu), width, dtype=torch.float64)
             for number, program in enumerate(programs):
                 if program is not None:
-                    table[:, number, : program.num_params] = torch.stack(program.init())
+                    table[:, number, : program.num_params] = program.init()
             self._seed_inits.append(table.to(device))
 
     def clear(self, host_ids: Tensor, columns: slice) -> None:

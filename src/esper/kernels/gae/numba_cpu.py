@@ -51,26 +51,20 @@ def _compiled(dtype: torch.dtype) -> Callable[..., bool]:
     """`_gae_rows` for float32 or float64 as a C function, from numba's cache if possible."""
     real, c_real = _REALS[dtype]
     pointer: Any = types.CPointer
-    reals, flags, ints = pointer(real), pointer(types.uint8), pointer(types.int64)
-    signature = types.boolean(
-        *(reals, reals, flags, flags, reals),
-        *(ints, types.boolean),
-        *(reals, reals, types.int64, types.int64, real, real),
+    reals, flags, ints = (
+        (pointer(kind), ctypes.c_void_p) for kind in (real, types.uint8, types.int64)
     )
+    size, number = (types.int64, ctypes.c_int64), (real, c_real)
+    inputs = (reals, reals, flags, flags, reals, ints, (types.boolean, ctypes.c_bool))
+    arguments: Any = zip(*inputs, reals, reals, size, size, number, number, strict=True)
+    numba_types, c_types = arguments
+    signature = types.boolean(*numba_types)
     try:
         compiled: Any = cfunc(signature, cache=True)(_gae_rows)
     except (RuntimeError, OSError):  # no writable cache folder: compile in every process
         compiled = cfunc(signature)(_gae_rows)
-    prototype = ctypes.CFUNCTYPE(
-        ctypes.c_bool,
-        *([ctypes.c_void_p] * 6),
-        ctypes.c_bool,
-        *([ctypes.c_void_p] * 2),
-        *([ctypes.c_int64] * 2),
-        *([c_real] * 2),
-    )
     _KEEP_ALIVE.append(compiled)
-    return prototype(compiled.address)
+    return ctypes.CFUNCTYPE(ctypes.c_bool, *c_types)(compiled.address)
 
 
 _KEEP_ALIVE: list[Any] = []  # numba frees the machine code with its Python object

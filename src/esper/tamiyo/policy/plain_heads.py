@@ -70,15 +70,14 @@ class PlainHeads(nn.Module):
         self.is_custom = encoder is not None
         self._unseen = num_previous if self.is_custom else 0  # by the encoder
         self.encoder: nn.Module
-        if encoder is not None or images:
-            self.encoder = (
-                _copy_of(encoder)
-                if encoder is not None
-                else _ImageEncoder(self._sizes[0], images, config)
-            )
-            self.join = mlp(self._unseen + self._encoded_width(), width, 1)
+        if encoder is not None:
+            self.encoder = _copy_of(encoder)
+        elif images:
+            self.encoder = _ImageEncoder(self._sizes[0], images, config)
         else:
             self.encoder = mlp(feature_size, width, config.encoder_layers)
+        if self.is_custom or images:
+            self.join = mlp(self._unseen + self._encoded_width(), width, 1)
         if num_previous:  # its random effect would be noise; weights of 0 learn what it is worth
             reader = self.join if self.is_custom else self.encoder
             nn.init.zeros_(next(reader.parameters()).data[:, :num_previous])

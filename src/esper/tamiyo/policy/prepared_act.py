@@ -83,15 +83,13 @@ class _PreparedAct:
     def __call__(
         self, features: Tensor, masks: ActionMasks, state: RecurrentState, **options: Any
     ) -> Decision:
-        decision = None
         if len(features) <= MOST_ENVS:
             # compiled code does no bounds checks
             self.policy.check_step(features, state, masks)
-            decision = self._decide(features, masks.groups[0], state, **options)
-        if decision is None:
-            plain = self.policy.act(features, masks, state, **options)
-            decision = plain._replace(values=plain.values * self.std + self.mean)
-        return decision
+            if decision := self._decide(features, masks.groups[0], state, **options):
+                return decision
+        plain = self.policy.act(features, masks, state, **options)
+        return plain._replace(values=plain.values * self.std + self.mean)
 
     @torch.no_grad()
     def _decide(
