@@ -36,8 +36,8 @@ def test_types_take_turns_between_families_and_are_told_by_locality_and_rows():
     host_batch = SyntheticHosts(12, FOUR_TYPES[:3], siblings=2)
     plan = host_batch.reset(torch.Generator())
     told = [FOUR_TYPES[i] for i in (0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2)]
-    assert plan.train_rows.tolist() == [each.train_rows for each in told]
-    torch.testing.assert_close(plan.locality, torch.tensor([each.locality for each in told]))
+    assert plan["train_rows"].tolist() == [each.train_rows for each in told]
+    torch.testing.assert_close(plan["locality"], torch.tensor([each.locality for each in told]))
 
 
 def test_the_best_scores_are_those_of_every_set_of_seeds_tried_by_hand():

@@ -148,13 +148,14 @@ class Reporter:
             fits[pair] &= ~has_seed[site]
         host_params, host_macs = (torch.tensor([size]) for size in self.model_size)
         rows, locality = torch.tensor([self.train_rows]), torch.tensor([self.locality])
-        return HostFacts(host_params, host_macs, rows, locality.float(), **known)
+        known |= {"host_params": host_params, "host_macs": host_macs}
+        return known | {"train_rows": rows, "locality": locality.float()}
 
     def may_grow(self) -> Tensor:
         """Which seeds fit into the network and the budget now, `[S, B]`."""
         facts, left = self._facts(), self._budget.left(*self.size)
-        fits = facts.fits & ~self._network.states.has_seed.unsqueeze(-1)
-        return (fits & (facts.cost_params <= left[0]) & (facts.cost_macs <= left[1]))[0]
+        fits = facts["fits"] & ~self._network.states.has_seed.unsqueeze(-1)
+        return (fits & (facts["cost_params"] <= left[0]) & (facts["cost_macs"] <= left[1]))[0]
 
     def observe(
         self, step: int, steps_left: int, history: History, max_germinations: int, rent: float

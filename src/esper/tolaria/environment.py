@@ -106,7 +106,7 @@ class GrowthEnvironment:
         self._step += 1
         is_last = self._step == self.config.num_steps
         seed_params, seed_macs = seed_costs(self._facts, states)
-        self._compute += seed_macs.sum(dim=-1) / self._facts.host_macs
+        self._compute += seed_macs.sum(dim=-1) / self._facts["host_macs"]
         if is_last:
             seed_params = seed_params * (states.stage == SeedStage.FOSSILIZED)
         outcome = StepOutcome(
@@ -134,8 +134,8 @@ class GrowthEnvironment:
             self._history,
             step=self._step,
             steps_left=config.num_steps - self._step,
-            params_left=config.params_budget * facts.host_params - added_params,
-            macs_left=config.macs_budget * facts.host_macs - added_macs,
+            params_left=config.params_budget * facts["host_params"] - added_params,
+            macs_left=config.macs_budget * facts["host_macs"] - added_macs,
             max_germinations=config.max_germinations,
             rent=self._rent,
             compute_price=config.compute_price,

@@ -70,7 +70,7 @@ class Governor:
         weights = self._population.parameter_table.storage  # and moments
         weights_finite = weights.isfinite().all(2).all(0)
         loss, finite = torch.stack((losses.mean(0), weights_finite.to(losses))).cpu()
-        # the median of each host's history; without one the loss is NaN and nothing has diverged
+        # the median of each host's history; NaN without one: then nothing has diverged
         history = torch.stack([torch.full_like(loss, math.nan), *self._history])
         usual = history.nanmedian(0).values
         broken = self._find_broken(loss, usual, finite.bool())

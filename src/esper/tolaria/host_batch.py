@@ -207,11 +207,8 @@ class PopulationBatch:
         of_types["host_params"] = torch.tensor([float(host.num_params) for host in self.types])
         of_types["host_macs"] = torch.tensor([float(host.macs) for host in self.types])
         each = self.config.envs_per_type
-        return HostFacts(
-            **{name: value.repeat_interleave(each, dim=0) for name, value in of_types.items()},
-            train_rows=self.task.num_rows[views],
-            locality=self.task.locality[views],
-        )
+        of_data = {"train_rows": self.task.num_rows[views], "locality": self.task.locality[views]}
+        return {n: v.repeat_interleave(each, dim=0) for n, v in of_types.items()} | of_data
 
     def train_step(self, transition: Transition) -> StepMeasurements:
         """One step: every population trains, is checked by its governor and validated."""

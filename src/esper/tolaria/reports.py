@@ -20,31 +20,15 @@ from esper.leyline.reports import ACCURACY_HISTORY, Reports
 from esper.leyline.stages import LifecycleOp
 from esper.tolaria.parameter_table import seed_programs
 
-
-class HostFacts(NamedTuple):
-    """The fields of `Reports` that are known before training; S slots, B blueprints.
-
-    Sizes and costs are float32, or int64 where they may be too large for it.
-    """
-
-    host_params: Tensor  # [N]
-    host_macs: Tensor  # [N]
-    train_rows: Tensor  # [N]: of the data that the host learns from
-    locality: Tensor  # [N]: of the same data
-    site_kind: Tensor  # [N, S]
-    site_width: Tensor  # [N, S]
-    site_depth: Tensor  # [N, S]
-    fits: Tensor  # [N, S, B]
-    cost_params: Tensor  # [N, S, B]
-    cost_macs: Tensor  # [N, S, B]
-    reach: Tensor  # [N, S, B]
-    depth: Tensor  # [N, S, B]
+# The fields of `Reports` that are known before training, by name; `Reports` describes them. Sizes and
+# costs are float32, or int64 where they may be too large for it.
+HostFacts = dict[str, Tensor]
 
 
 def site_facts(
     sites: Sequence[Site], menu: Sequence[Blueprint], tokens: Sequence[float] | None = None
-) -> dict[str, Tensor]:
-    """The fields of `HostFacts` about one host's sites, `[S]` or `[S, B]`; costs are int64.
+) -> HostFacts:
+    """The facts about one host's sites, `[S]` or `[S, B]`; costs are int64.
 
     `tokens` is how many vectors of an example each site's seeds work on, by default one.
     """
@@ -151,21 +135,17 @@ def build_reports(
     per_env = (states.num_hosts,)
     seed_params, seed_macs = seed_costs(facts, states)
     accuracies = torch.arange(ACCURACY_HISTORY).expand_as(history.accuracies)
-    in_float32 = facts._replace(
-        host_params=facts.host_params.float(),
-        host_macs=facts.host_macs.float(),
-        cost_params=_rounded_up(facts.cost_params),
-        cost_macs=_rounded_up(facts.cost_macs),
-    )
+    sizes = {name: facts[name].float() for name in ("host_params", "host_macs")}
+    costs = {name: _rounded_up(facts[name]) for name in ("cost_params", "cost_macs")}
     return Reports(
-        **in_float32._asdict(),
+        **facts | sizes | costs,
         step=torch.full(per_env, step),
         steps_left=torch.full(per_env, steps_left),
         validation_loss=history.loss,
         accuracy_history=history.accuracies,
         accuracy_history_known=accuracies < history.num_validations,
-        params=(facts.host_params + seed_params.sum(dim=-1)).float(),
-        macs=(facts.host_macs + seed_macs.sum(dim=-1)).float(),
+        params=(facts["host_params"] + seed_params.sum(dim=-1)).float(),
+        macs=(facts["host_macs"] + seed_macs.sum(dim=-1)).float(),
         params_left=params_left,
         macs_left=macs_left,
         seeds_left=max_germinations - history.germinations,
@@ -195,7 +175,7 @@ def seed_costs(facts: HostFacts, states: SlotStates) -> tuple[Tensor, Tensor]:
     chosen = states.blueprint.clamp(min=0).unsqueeze(-1)
     params, macs = (
         costs.gather(-1, chosen).squeeze(-1) * states.has_seed
-        for costs in (facts.cost_params, facts.cost_macs)
+        for costs in (facts["cost_params"], facts["cost_macs"])
     )
     return params, macs
 

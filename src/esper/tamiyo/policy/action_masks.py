@@ -28,9 +28,12 @@ def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> 
             f"tamiyo_action_space{sizes}, not {action_space.heads}"
         )
     # blueprints [N, S, B] that an empty slot could grow now
-    affordable = reports.fits & (reports.seeds_left > 0).view(-1, 1, 1)
-    affordable &= reports.cost_params <= reports.params_left.view(-1, 1, 1)
-    affordable &= reports.cost_macs <= reports.macs_left.view(-1, 1, 1)
+    affordable = (
+        reports.fits
+        & (reports.cost_params <= reports.params_left.view(-1, 1, 1))
+        & (reports.cost_macs <= reports.macs_left.view(-1, 1, 1))
+        & (reports.seeds_left > 0).view(-1, 1, 1)
+    )
     # op-major and contiguous, so that looking up a row needs no copy
     legal = slot_accepts(reports.stage, reports.total_age).transpose(1, 2).contiguous()  # [N, O, S]
     legal[:, LifecycleOp.GERMINATE].logical_and_(affordable.any(dim=-1))

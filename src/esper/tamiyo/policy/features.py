@@ -152,7 +152,8 @@ FEATURES: tuple[Feature, ...] = (
 # computing a table of features
 
 
-_AMOUNTS = ("host_params", "host_macs", "params", "params_left", "macs_left")  # units of an env
+# what units and factors are multiples of: 1, or amounts of an env
+_AMOUNTS = ("1", "rent", "host_params", "host_macs", "params", "params_left", "macs_left")
 
 
 class _BlockTable:
@@ -163,8 +164,14 @@ class _BlockTable:
         plain, flags = ([row for row in rows if row.scale == scale] for scale in ("x", "flag"))
         narrow = [row for row in plain if row.width == 1]
         self.block, self.num_plain = block, len(narrow)
-        self.logs = [row.scale for row in rows if isinstance(row.scale, Log)]
-        self.scalars = narrow + [row for row in rows if isinstance(row.scale, Log)]
+        logged = [(row, row.scale) for row in rows if isinstance(row.scale, Log)]
+        units = [
+            (_AMOUNTS.index(log.unit), 1.0) if log.unit in _AMOUNTS else (0, float(log.unit))
+            for _, log in logged
+        ]
+        # of logarithms: an amount, and a number times it
+        self.terms = units + [(int(log.times_rent), log.factor) for _, log in logged]
+        self.scalars = narrow + [row for row, _ in logged]
         self.flags = [row for row in flags if row.width == 1]
         self.wide = [row for row in plain + flags if row.width > 1]
         self.rows = self.scalars + self.flags + self.wide
@@ -174,44 +181,33 @@ class _BlockTable:
             row.name: (end - row.width, row.width) for row, end in zip(self.rows, ends, strict=True)
         }
 
-    def compute(self, reports: Reports, units: Tensor, factors: Tensor) -> Tensor:
+    def compute(self, reports: Reports, terms: Tensor) -> Tensor:
         """The features of the block, `[width, *block]`, contiguous per feature."""
         scalars = torch.stack([row.read(reports).float() for row in self.scalars])
-        per_env = (*units.shape, *([1] * (scalars.dim() - 2)))
         logs = scalars[self.num_plain :]
-        logs.div_(units.view(per_env)).clamp_(0, 1e9).log1p_().mul_(factors.view(per_env))
+        units, factors = terms.view(2, *logs.shape[:2], *[1] * (logs.dim() - 2)).unbind()
+        logs.div_(units).clamp_(0, 1e9).log1p_().mul_(factors)
         flags = (row.read(reports).unsqueeze(0) for row in self.flags)
         return torch.cat((scalars, *flags, *(row.read(reports) for row in self.wide)))
 
 
-def _log_terms(reports: Reports) -> list[tuple[Tensor, Tensor]]:
-    """Unit and factor of each block's logarithmic features, both `[their number, N]`."""
+def _log_terms(reports: Reports) -> tuple[Tensor, ...]:
+    """Units, then factors of each block's logarithms, `[terms, N]`."""
     device, one = reports.device, torch.ones_like(reports.rent)
-    amounts = torch.stack((one, reports.rent, *(getattr(reports, name) for name in _AMOUNTS)))
+    amounts = torch.stack((one, *(getattr(reports, name) for name in _AMOUNTS[1:])))
     at_least_one = torch.maximum(amounts, _LEAST_AMOUNT.on(device))
     terms = at_least_one.index_select(0, _TERM_OF.on(device)) * _TERM_FACTORS.on(device)
-    parts = torch.split(terms, [len(table.logs) for table in _TABLES] * 2)
-    return list(zip(parts[:3], parts[3:], strict=True))
+    return torch.split(terms, [len(table.terms) for table in _TABLES])
 
 
 _ENV, _SLOT, _BLUEPRINT = _TABLES = tuple(
     _BlockTable(block) for block in ("env", "slot", "blueprint")
 )
-_LOGS = [scale for table in _TABLES for scale in table.logs]
-# amounts: 1, rent, then the units; only rent may be below 1
-_LEAST_AMOUNT = DeviceConstant(torch.tensor([1.0, 0.0] + [1.0] * len(_AMOUNTS)).unsqueeze(-1))
-_TERM_OF = DeviceConstant(
-    torch.tensor(
-        [2 + _AMOUNTS.index(log.unit) if log.unit in _AMOUNTS else 0 for log in _LOGS]
-        + [int(log.times_rent) for log in _LOGS]
-    )
-)
-_TERM_FACTORS = DeviceConstant(
-    torch.tensor(
-        [1.0 if log.unit in _AMOUNTS else float(log.unit) for log in _LOGS]
-        + [log.factor for log in _LOGS]
-    ).unsqueeze(-1)
-)
+_least = [[float(name != "rent")] for name in _AMOUNTS]  # only rent may be below 1
+_LEAST_AMOUNT = DeviceConstant(torch.tensor(_least))
+_terms = [term for table in _TABLES for term in table.terms]
+_TERM_OF = DeviceConstant(torch.tensor([amount for amount, _ in _terms]))
+_TERM_FACTORS = DeviceConstant(torch.tensor([[number] for _, number in _terms]))
 
 
 @dataclass(frozen=True)
@@ -239,7 +235,7 @@ class FeatureLayout:
                 f"blueprints; the layout is for {self.num_slots} and {self.num_blueprints}"
             )
         env, slots, blueprints = (
-            table.compute(reports, *terms)
+            table.compute(reports, terms)
             for table, terms in zip(_TABLES, _log_terms(reports), strict=True)
         )
         blueprints = torch.where(reports.fits, blueprints, _ZERO.on(reports.device))
