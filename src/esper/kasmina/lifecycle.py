@@ -49,7 +49,7 @@ NO_BLUEPRINT = -1
 
 def _array(dtype: torch.dtype, empty: int | float = 0) -> Any:
     """A tensor field, and its value in a slot without a seed."""
-    return field(metadata={"dtype": dtype, "empty": empty})
+    return field(metadata={"dtype": dtype, "fill_value": empty})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,10 +71,8 @@ class SlotStates(TensorFields):
     @classmethod
     def dormant(cls, num_hosts: int, num_slots: int) -> "SlotStates":
         """States of hosts without any seed."""
-        shape, empty = (num_hosts, num_slots), {e.name: e.metadata for e in fields(cls)}
-        return cls(
-            **{name: torch.full(shape, e["empty"], dtype=e["dtype"]) for name, e in empty.items()}
-        )
+        shape = (num_hosts, num_slots)
+        return cls(**{entry.name: torch.full(shape, **entry.metadata) for entry in fields(cls)})
 
     @property
     def num_hosts(self) -> int:
@@ -302,7 +300,7 @@ def _settle(states: SlotStates, arrived: Tensor) -> SlotStates:
 def _remove(states: SlotStates, gone: Tensor) -> SlotStates:
     """Remove the seeds in `gone` and put their slots under embargo."""
     empty = {
-        e.name: torch.where(gone, e.metadata["empty"], getattr(states, e.name))
+        e.name: torch.where(gone, e.metadata["fill_value"], getattr(states, e.name))
         for e in fields(states)
     }
     return replace(SlotStates(**empty), stage=torch.where(gone, SeedStage.EMBARGOED, states.stage))

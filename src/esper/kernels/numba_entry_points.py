@@ -16,6 +16,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -53,19 +54,14 @@ class _CompiledApart:
     def load_overload(self, signature: Any, context: Any) -> Any:
         found = self._cache.load_overload(signature, context)
         if found is None and not _compiles_here:
-            self._compile(signature)
+            order = self._function.__module__, self._function.__name__, signature
+            with suppress(OSError):  # no other process: numba compiles here
+                compiler = _compiler(os.getpid())
+                compiler.stdin.write(pickle.dumps(order))
+                compiler.stdin.flush()
+                compiler.stdout.readline()
             found = self._cache.load_overload(signature, context)
         return found
-
-    def _compile(self, signature: Any) -> None:
-        order = self._function.__module__, self._function.__name__, signature
-        try:
-            compiler = _compiler(os.getpid())
-            compiler.stdin.write(pickle.dumps(order))
-            compiler.stdin.flush()
-            compiler.stdout.readline()
-        except OSError:  # no other process: numba compiles here
-            return
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
