@@ -422,8 +422,7 @@ class TamiyoRolloutBuffer:
         return envs
 
     def _store_last_values(self, last_values: Tensor) -> None:
-        spec = next(s for s in self._step_fields if s.name == "bootstrap_values")
-        spec = spec._replace(argument="last_values")
+        spec = _StepField("last_values", "bootstrap_values", torch.float32)
         last_values = spec.checked(last_values, self.num_envs, self.device)
         envs = self.step_counts.nonzero().squeeze(1)
         rows = envs * self.max_steps_per_env + self.step_counts[envs] - 1
