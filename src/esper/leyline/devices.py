@@ -59,3 +59,10 @@ class DeviceConstant:
             with torch.inference_mode(False):
                 self._copies[device] = self._values.to(device)
         return self._copies[device]
+
+
+@cache  # not evicted: CUDA graphs may read them
+def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Integers as a tensor on a device; shared, so do not write to it."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device)

@@ -17,7 +17,7 @@ rows that applied are single tensors `[..., C]`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -31,7 +31,7 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.devices import DeviceConstant, same_device
+from esper.leyline.devices import constant, same_device
 from esper.leyline.stages import LifecycleOp
 
 # Sizes of the four independent heads of `audit_action_space`.
@@ -56,40 +56,59 @@ class Head:
         return f"{self.name}[{size}]{given}{' (optional)' * self.optional}"
 
 
-@dataclass(unsafe_hash=True)
+def _derived() -> Any:
+    """A field computed from the heads. torch.compile does not support cached_property."""
+    return field(init=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
 class FactoredActionSpace:
     """The heads of a factored action, in the order in which they are sampled."""
 
     heads: tuple[Head, ...]
 
+    names: tuple[str, ...] = _derived()
+    sizes: tuple[int, ...] = _derived()
+    sizes_by_name: dict[str, int] = _derived()
+    num_heads: int = _derived()  # H
+    num_choices: int = _derived()  # C: the choices of all heads together
+    slices: tuple[slice, ...] = _derived()  # each head's part of the axis of length C
+    given_indices: tuple[tuple[int, ...], ...] = _derived()  # of the heads it depends on
+    unconditional: tuple[int, ...] = _derived()  # heads that depend on no other head
+    continuous: tuple[int, ...] = _derived()  # heads that are numbers
+    action_dtype: torch.dtype = _derived()  # float32 with continuous heads, else int64
+    # Consecutive heads that depend on the same earlier heads form a group and are sampled together.
+    head_groups: tuple[range, ...] = _derived()
+    group_of: tuple[int, ...] = _derived()  # the group of each head
+    group_spaces: tuple["FactoredActionSpace", ...] = _derived()  # each group as its own space
+
     def __post_init__(self) -> None:
-        """All else is computed here: torch.compile does not support cached_property."""
-        self.heads = heads = tuple(self.heads)
+        vars(self)["heads"] = tuple(self.heads)
         self._check_heads()
-        self.names = names = tuple(head.name for head in heads)
-        self.sizes = tuple(head.size for head in heads)
-        self.sizes_by_name = dict(zip(names, self.sizes, strict=True))
-        self.num_heads = len(heads)  # H
-        ends = tuple(accumulate(self.sizes))
-        self.num_choices = ends[-1]  # C: the choices of all heads together
-        # each head's part of the axis of length C
-        self.slices = tuple(slice(e - size, e) for e, size in zip(ends, self.sizes, strict=True))
-        # the heads that each one depends on
-        self.given_indices = given = tuple(tuple(map(names.index, h.given)) for h in heads)
-        self.unconditional = tuple(i for i, earlier in enumerate(given) if not earlier)
-        self.continuous = tuple(i for i, head in enumerate(heads) if head.continuous)
-        # the continuous heads, and their columns on the axis of length C
-        self.numbers = _index(self.continuous)
-        self.number_columns = _index([self.slices[i].start for i in self.continuous])
-        self.action_dtype = torch.float32 if self.continuous else torch.int64
-        # consecutive heads given the same earlier heads form a group and are sampled together
+        sizes = tuple(head.size for head in self.heads)
+        names = tuple(head.name for head in self.heads)
+        ends = tuple(accumulate(sizes))
+        given = tuple(tuple(names.index(name) for name in head.given) for head in self.heads)
         same_given = [tuple(g) for _, g in groupby(range(len(names)), key=given.__getitem__)]
-        self.head_groups = groups = tuple(range(g[0], g[-1] + 1) for g in same_given)
-        self.group_of = tuple(index for index, group in enumerate(groups) for _ in group)
-        free = tuple(replace(head, given=()) for head in heads)
-        self.group_spaces: tuple[FactoredActionSpace, ...] = (self,)  # each group as its own space
-        if heads != free:
-            self.group_spaces = tuple(FactoredActionSpace(free[g.start : g.stop]) for g in groups)
+        groups = tuple(range(group[0], group[-1] + 1) for group in same_given)
+        free = tuple(replace(head, given=()) for head in self.heads)
+        vars(self).update(  # frozen: not by assignment
+            names=names,
+            sizes=sizes,
+            sizes_by_name=dict(zip(names, sizes, strict=True)),
+            num_heads=len(names),
+            num_choices=ends[-1],
+            slices=tuple(slice(e - size, e) for e, size in zip(ends, sizes, strict=True)),
+            given_indices=given,
+            unconditional=tuple(i for i, earlier in enumerate(given) if not earlier),
+            continuous=(numbers := tuple(i for i, h in enumerate(self.heads) if h.continuous)),
+            action_dtype=torch.float32 if numbers else torch.int64,
+            head_groups=groups,
+            group_of=tuple(index for index, group in enumerate(groups) for _ in group),
+            group_spaces=(self,)
+            if self.heads == free
+            else tuple(FactoredActionSpace(free[g.start : g.stop]) for g in groups),
+        )
 
     def _check_heads(self) -> None:
         if not self.heads:
@@ -127,7 +146,11 @@ class FactoredActionSpace:
         """Actions `[..., H]` as int64 choices; 0 for continuous heads."""
         if not self.continuous:
             return actions
-        return actions.index_fill(-1, self.numbers.on(actions.device), 0.0).long()
+        return actions.index_fill(-1, self.continuous_on(actions.device), 0.0).long()
+
+    def continuous_on(self, device: torch.device) -> Tensor:
+        """The positions of the continuous heads."""
+        return constant(self.continuous, device)
 
     def mask_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a head's mask for one env: the sizes of the heads it is given, then its own."""
@@ -249,11 +272,6 @@ class ActionMasks:
                 f"mask of head {names}: got {mask.dtype} {tuple(mask.shape)}, "
                 f"expected {torch.bool} {expected} ({axes})"
             )
-
-
-def _index(positions: Sequence[int]) -> DeviceConstant:
-    with torch.inference_mode(False):  # a later caller may need gradients
-        return DeviceConstant(torch.tensor(positions, dtype=torch.int64, device="cpu"))
 
 
 def _check_range(name: str, size: int, choice: Tensor) -> None:

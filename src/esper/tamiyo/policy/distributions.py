@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import hardtanh, softplus
 
 from esper.leyline.checks import DeferredChecks
-from esper.leyline.devices import DeviceConstant
+from esper.leyline.devices import DeviceConstant, constant
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.ranks import noise
 from esper.leyline.sequences import SequenceLayout, SequenceParts
@@ -83,8 +83,9 @@ class MaskedFactoredCategorical:
         self._gaussians: SquashedGaussians | None = None
         if action_space.continuous:
             assert log_std is not None, "continuous heads need log_std"
-            self._numbers = action_space.numbers.on(logits.device)
-            columns = action_space.number_columns.on(logits.device)
+            self._numbers = action_space.continuous_on(logits.device)
+            starts = tuple(action_space.slices[head].start for head in action_space.continuous)
+            columns = constant(starts, logits.device)
             means, is_used = bounded.index_select(-1, columns), masks.index_select(-1, columns)
             self._gaussians = SquashedGaussians(means, log_std, is_used)
 
@@ -161,8 +162,9 @@ class LegalChoices(NamedTuple):
         grid = _grid(action_space).of_masks(masks)
         counts = grid.sum(dim=-1, dtype=torch.float32)
         if action_space.continuous:  # log 2 is the entropy of the uniform distribution on (-1, 1)
-            numbers = action_space.numbers.on(masks.device)
-            counts.index_add_(-1, numbers, counts[..., numbers])
+            counts.index_add_(
+                -1, numbers := action_space.continuous_on(masks.device), counts[..., numbers]
+            )
         log_counts = counts.clamp(min=2.0).log()
         return cls(grid, counts, log_counts, (counts > 1).any(dim=-1).float())
 

@@ -22,6 +22,7 @@ from esper.tamiyo.policy.plain_heads import PlainHeads
 
 MOST_ENVS = 64  # from about 128 envs on, `policy.act` is as fast
 
+
 Act = Callable[..., Decision]  # with the arguments of `policy.act`
 
 
@@ -44,15 +45,22 @@ def prepared_act(policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor
         or policy.readout.weight.dtype != torch.float32
     ):
         return None
-    return _PreparedAct(policy, mean, std)
+    return _PreparedAct(policy, heads, heads.encoder, mean, std)
 
 
 class _PreparedAct:
     @torch.no_grad()
-    def __init__(self, policy: FactoredRecurrentActorCritic, mean: Tensor, std: Tensor):
+    def __init__(
+        self,
+        policy: FactoredRecurrentActorCritic,
+        heads: PlainHeads,
+        encoder: nn.Sequential,
+        mean: Tensor,
+        std: Tensor,
+    ):
         self.policy, self.mean, self.std = policy, mean, std
-        heads: Any = policy.heads  # with an MLP, as `prepared_act` has checked
-        scales, layers = heads.scales, [p for p in heads.encoder if isinstance(p, nn.Linear)]
+        scales = heads.scales
+        layers = [layer for layer in encoder if isinstance(layer, nn.Linear)]
         w_ih, w_hh, b_ih, b_hh = policy.core.all_weights[0]
         self.step_arguments = (
             scales.center.numpy().copy(),
