@@ -7,7 +7,7 @@ import esper
 SOURCE = Path(esper.__file__).parent
 LAB = Path(__file__).parents[1] / "lab"
 # lower them when lines are removed
-MOST_LINES = {"kernels": 2_800, "all other packages": 22_200, "lab": 1_300}
+MOST_LINES = {"kernels": 2_750, "all other packages": 21_950, "lab": 1_260}
 
 
 def test_the_code_has_no_more_lines_than_agreed():
