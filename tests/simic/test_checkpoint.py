@@ -1,7 +1,5 @@
 """Saved PPO models: they resume bit-exact, and refuse environments that do not fit."""
 
-import os
-import signal
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -157,9 +155,9 @@ def test_processes_left_unusable_are_refused_and_others_continue(tmp_path, when)
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    def end_processes(*_):  # a terminal sends Ctrl-C to all of its processes
+    def end_processes(*_):  # as a terminal does, which sends Ctrl-C to all of its processes
         for process in envs.processes:
-            os.kill(process.pid, signal.SIGINT)
+            process.kill()
             process.join()
         raise KeyboardInterrupt
 
