@@ -61,11 +61,12 @@ def practise(
     found = compare_on_held_out(controller, config)
     for name, accuracy in found.items():
         print(f"  {name:18} {100 * accuracy:.1f}")
-    lead = 100 * (found["controller"] - found["LP-FT"])
-    print(
-        f"{lead:+.1f} points over LP-FT; use it: esper.adapt(model, rows, labels, "
-        f"controller={str(out)!r})"
-    )
+    ours = found.pop("controller")
+    best = max(found, key=lambda rule: found[rule])
+    advice = f"use it: esper.adapt(model, rows, labels, controller={str(out)!r})"
+    if found[best] > ours:
+        advice = f"but {best} is better: practise more, with --scenarios or --preset full"
+    print(f"{100 * (ours - found['LP-FT']):+.1f} points over LP-FT; {advice}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What cannot work is told when growth is made, before anything is touched."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ def test_mistakes_are_told_at_once():
     refused("decisions=1; use 2 or more", decisions=1)
     refused("go together", val_loader=[(X, Y)])
     refused("controller='heuristics'; give 'heuristic', the file", controller="heuristics")
+    refused("controller='runs/1/controller.pt': there is no", controller="runs/1/controller.pt")
+    refused("controller='runs/mine': there is no such file", controller=Path("runs/mine"))
     refused(r"none of the blueprints \['conv'\] fits", blueprints=["conv"])
     refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
     refused("the optimizer is SGD; give an instance", optimizer=torch.optim.SGD)

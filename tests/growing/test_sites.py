@@ -354,3 +354,12 @@ def test_nothing_grows_where_no_gradient_comes():
         with pytest.raises(ValueError, match="calls it without gradients"):
             trace.choose([name], ())
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_sites_are_keys_whatever_is_between_two_layers():
+    class Dropping(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](nn.functional.dropout(self[0](x), p=0.1, training=self.training))
+
+    sites = find_sites(Dropping(nn.Linear(4, 8), nn.Linear(8, 3)), torch.randn(2, 4))
+    assert "0->1" in {site: site.name for site in sites}.values()

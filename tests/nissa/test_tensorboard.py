@@ -54,6 +54,7 @@ def test_a_run_that_resumes_within_a_second_adds_to_its_curves(tmp_path):
     (file,) = tmp_path.iterdir()
     # a file name also holds the process id, which may be larger than that of the next process
     file.rename(tmp_path / f"events.out.tfevents.{file.name.split('.')[3]}.~")
+    (tmp_path / "events.out.tfevents.old").touch()
     with TensorBoardSink(tmp_path, first_step=2) as sink:
         sink.record(2, {"score": 0.3})
     curve = EventAccumulator(str(tmp_path)).Reload().Scalars("score")

@@ -170,7 +170,9 @@ def test_processes_left_unusable_are_refused_and_others_continue(tmp_path, when)
     with pytest.warns() if is_error else nullcontext(), pytest.raises(expected):
         model.learn(TOTAL_STEPS, end_processes if when == "between steps" else None)
     try:
-        with pytest.raises(ValueError, match=r"cannot be used again; make new .* PPO\.load\(path"):
+        with pytest.raises(
+            ValueError, match=r"failed, and cannot be used again; make new .* PPO\.load\(path"
+        ):
             model.learn()
         model.save(tmp_path / "run.pt")
         assert PPO.load(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS)).learn().is_finished
@@ -178,6 +180,14 @@ def test_processes_left_unusable_are_refused_and_others_continue(tmp_path, when)
         for process in envs.processes:
             process.terminate()
         envs.closed = True  # gymnasium would wait for the processes
+
+
+def test_closed_processes_are_named_as_such():
+    envs = AsyncVectorEnv([CueMemory] * NUM_ENVS, context="fork")
+    model = PPO(envs, config=CONFIG)
+    envs.close()
+    with pytest.raises(ValueError, match="were closed, and cannot be used again"):
+        model.learn(TOTAL_STEPS)
 
 
 class Limited(CueMemory):

@@ -74,7 +74,7 @@ def test_features_are_gymnasiums_own_flattening(space):
     alone = [space.sample() for _ in range(3)]
     layout = GymSpaces.of(envs)
     expected = np.stack([flatten(space, o) for o in alone]).astype(np.float32)
-    np.testing.assert_array_equal(layout.features(alone), expected)
+    np.testing.assert_array_equal(layout.features(alone, one_by_one=True), expected)
     assert layout.features(observations).shape == expected.shape
     assert layout.num_rows(alone[0]) is None
     assert layout.num_rows(observations) == 3
@@ -85,7 +85,19 @@ def test_batched_observations_are_flattened_like_single_ones():
     observations, _ = envs.reset(seed=0)
     layout = GymSpaces.of(envs)
     alone = list(gymnasium.vector.utils.iterate(envs.observation_space, observations))
-    torch.testing.assert_close(layout.features(observations), layout.features(alone))
+    torch.testing.assert_close(
+        layout.features(observations), layout.features(alone, one_by_one=True)
+    )
+
+
+def test_a_list_of_a_tuples_entries_is_read_like_the_tuple():
+    box = spaces.Box(-9, 9, (2,))
+    model = PPO(envs_of(spaces.Tuple((box, box))))
+    entries = [np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[5.0, 6.0], [7.0, 8.0]])]
+    rows = model.spaces.features(entries)[:, -4:]
+    assert rows.tolist() == [[1, 2, 5, 6], [3, 4, 7, 8]]
+    (actions, _), (expected, _) = model.predict(entries), model.predict(tuple(entries))
+    assert (actions == expected).all()
 
 
 @pytest.mark.parametrize("shape", [(7, 5, 3), (3, 7, 5), (7, 7, 9), (9, 7, 7)])
@@ -97,7 +109,7 @@ def test_images_are_channels_first_after_the_numbers(shape):
     axis = shape.index(channels)
     (found,) = layout.images
     assert found == (channels, *(side for i, side in enumerate(shape) if i != axis))
-    features = layout.features([{"a": image, "b": np.array([0.25, 0.5])}])[0]
+    features = layout.features([{"a": image, "b": np.array([0.25, 0.5])}], one_by_one=True)[0]
     assert features[:2].tolist() == [0.25, 0.5]
     expected = np.moveaxis(image, axis, 0).astype(np.float32)
     np.testing.assert_array_equal(features[2:].reshape(found), expected)

@@ -43,6 +43,11 @@ def make_controller(controller: str | Path | Controller, steps: int) -> Controll
     made: Any = EvidenceController() if controller == "heuristic" else controller
     if isinstance(made, str | Path) and Path(made).is_file():
         made = LearnedController.load(made)
+    if isinstance(made, Path) or (isinstance(made, str) and Path(made).suffix):
+        raise ValueError(
+            f"controller={str(made)!r}: there is no such file; `esper train` writes one, "
+            "controller.pt in the folder of its run. Or give 'heuristic'"
+        )
     if not isinstance(made, Controller) or isinstance(made, type):
         raise ValueError(
             f"controller={controller!r}; give 'heuristic', the file of a saved policy, or an object "

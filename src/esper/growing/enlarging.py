@@ -28,7 +28,7 @@ from esper.growing.pairs import Pair, Part, Refused, Step, check_layer, is_trans
 from esper.growing.tracing import Run, is_composed, without_graphs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Heads(Part):
     """A module that can have more heads or units; `first` and `last` are its name."""
 
@@ -40,7 +40,7 @@ class Heads(Part):
         return self.size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Copied(Part):
     """A block of a stack that can be copied; `first` and `last` are its name."""
 

@@ -58,7 +58,7 @@ class Refused(Exception):
     """The reason why a model cannot grow somewhere, or not in some way."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part(Site):
     """A part of the model, as the site of the seeds that enlarge it; no other blueprint fits.
 
@@ -85,7 +85,7 @@ class Part(Site):
         return UnitsProgram(self, units) if self.is_block == (share == 0.0) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pair(Part):
     """Two layers and what is between them."""
 

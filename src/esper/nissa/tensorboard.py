@@ -26,8 +26,9 @@ class TensorBoardSink:
     ):
         """Purge events from `first_step` on; a resumed run logs them again."""
         # files are read in the order of their names, which hold the second of their creation
-        seconds = [int(f.name.split(".")[3]) for f in Path(folder).glob("events.out.tfevents.*")]
-        time.sleep(min(max(0.0, max(seconds, default=0) + 1 - time.time()), 1.0))
+        names = (file.name for file in Path(folder).glob("events.out.tfevents.*"))
+        last = max((int(s) for name in names if (s := name.split(".")[3]).isdecimal()), default=0)
+        time.sleep(min(max(0.0, last + 1 - time.time()), 1.0))
         self._excepthook = threading.excepthook
         threading.excepthook = self._hide_writer_errors
         self._writer = SummaryWriter(str(folder), purge_step=first_step)

@@ -165,7 +165,8 @@ class GymEnvs:
                 final_features = self.spaces.features(observations, self._previous)
                 if self._autoreset == "SAME_STEP":
                     last = list(infos["final_obs"][ended])
-                    final = self.spaces.features(last, self._previous[ended])
+                    before = self._previous[ended]
+                    final = self.spaces.features(last, before, one_by_one=True)
                     final_features[torch.from_numpy(ended)] = final
                 self.spaces.require_finite(final_features, self._where)
                 if self._autoreset == "DISABLED":
@@ -350,10 +351,11 @@ def _require_usable(envs: "VectorEnv[Any, Any, Any]") -> None:
     if not isinstance(inner, AsyncVectorEnv):
         return
     is_idle = inner._state == AsyncState.DEFAULT and None not in inner.parent_pipes
-    if not is_idle or not all(process.is_alive() for process in inner.processes):
+    if inner.closed or not is_idle or not all(p.is_alive() for p in inner.processes):
+        what = "closed" if inner.closed else "interrupted or have failed"
         raise ValueError(
-            f"the processes of {envs} were interrupted or have failed, and cannot be used again; "
-            "make new environments and continue with model.save(path), then PPO.load(path, them)"
+            f"the processes of {envs} were {what}, and cannot be used again; make new environments. "
+            "A model continues in them with model.save(path), then PPO.load(path, them)"
         )
 
 

@@ -123,15 +123,17 @@ class GymSpaces:
         array = _at(observations, first.path)
         return None if np.ndim(array) == len(first.shape) else len(array)
 
-    def features(self, observations: Any, previous: Array | None = None) -> Tensor:
+    def features(
+        self, observations: Any, previous: Array | None = None, *, one_by_one: bool = False
+    ) -> Tensor:
         """Observations of N envs as float32 `[N, F]`; a copy, because envs reuse their arrays.
 
-        They are batched, or a list with one for each env. `previous` `[N, P]` is what `previous`
-        returned for the step before; None in a first step.
+        They are batched, or `one_by_one`: a sequence with one for each env. `previous` `[N, P]` is
+        what `previous` returned for the step before; None in a first step.
         """
         arrays = [
             np.stack([_at(observation, e.path) for observation in observations])
-            if isinstance(observations, list)
+            if one_by_one
             else np.asarray(_at(observations, e.path))
             for e in self.observation
         ]

@@ -290,7 +290,8 @@ class PPO:
             recurrent = zero_rows(RecurrentState(state.h, state.c), is_first)
             state = PolicyState(*recurrent, state.choices, state.is_new | is_first)
         previous = self._previous(state, reward)
-        features = self.spaces.features([observation] if is_single else observation, previous)
+        observations = [observation] if is_single else observation
+        features = self.spaces.features(observations, previous, one_by_one=is_single)
         self.spaces.require_finite(features)
         if mask is None and (entry := self.spaces.mask_entry) is not None:
             if entry not in observation:
