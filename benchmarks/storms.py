@@ -316,7 +316,7 @@ def readers(folder: Path) -> Iterator[tuple[str, Path, Callable[[Path], Any]]]:
         return GrowthTraining.resume(path).trainer.state_dict()
 
     def growth(path: Path) -> Any:
-        return grow_small_model(path, steps=24, save_every=99)._network.capture().weights
+        return grow_small_model(path, steps=24, save_every=99)._network.capture()["weights"]
 
     train, gym = folder / "train-whole", folder / "gym-whole"
     yield "train checkpoint", train / "checkpoint.pt", checkpoint
