@@ -17,7 +17,8 @@ from adapt_practice.scenarios import (
 )
 from adapt_practice.shifts import INPUT_SHIFTS, OUTPUT_SHIFTS
 from adapt_practice.training import AdaptConfig, train_controller
-from esper.adapting.controller import AdaptationController
+from esper.adapting.controller import AdaptationController, new_policy
+from esper.tamiyo.policy.network import PolicyConfig
 
 TINY = AdaptConfig(
     architectures=("mlp 64",),
@@ -107,3 +108,20 @@ def test_data_to_practise_on_are_standardised_and_can_be_learned(rows):
     flat, flat_other = x.flatten(1), other.flatten(1)
     nearest = torch.cdist(flat_other[:300], flat).argmin(1)
     assert (y[nearest] == other_y[:300]).float().mean() > 0.4  # chance is .1
+
+
+@pytest.mark.parametrize(
+    ("head_only", "advice"), [(0.30, "use it:"), (0.45, "but head only is better")]
+)
+def test_the_advice_follows_the_best_rule(tmp_path, monkeypatch, capsys, head_only, advice):
+    found = {"head only": head_only, "LP-FT": 0.35, "controller": 0.40}
+    monkeypatch.setattr(
+        training,
+        "train_controller",
+        lambda config, say: AdaptationController(
+            new_policy(PolicyConfig(lstm_hidden_dim=8)), torch.zeros(1), torch.zeros(1)
+        ),
+    )
+    monkeypatch.setattr(training, "compare_on_held_out", lambda controller, config: dict(found))
+    main(["--out", str(tmp_path / "controller.pt"), "--device", "cpu"])
+    assert f"+5.0 points over LP-FT; {advice}" in capsys.readouterr().out

@@ -363,3 +363,12 @@ def test_sites_are_keys_whatever_is_between_two_layers():
 
     sites = find_sites(Dropping(nn.Linear(4, 8), nn.Linear(8, 3)), torch.randn(2, 4))
     assert "0->1" in {site: site.name for site in sites}.values()
+
+
+def test_pairs_of_one_width_are_different_parts():
+    layers = [layer for _ in range(2) for layer in (nn.Linear(8, 8), nn.ReLU())]
+    sites = find_sites(nn.Sequential(*layers, nn.Linear(8, 8)), torch.randn(2, 8))
+    first, second = (site.part for site in sites if site.part is not None)
+    assert first.width == second.width
+    assert first != second
+    assert len({first, second}) == 2

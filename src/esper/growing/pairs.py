@@ -73,6 +73,8 @@ class Part(Site):
     inside: frozenset[str]  # modules after which no seed can grow as well
     kind: Any = field(default=-1, kw_only=True)
     is_block = False
+    # parts of one width are different sites, and their functions may hold what has no hash
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     @property
     def is_module(self) -> bool:
