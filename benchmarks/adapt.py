@@ -27,8 +27,8 @@ from torch import Tensor
 from adapt_practice.outcomes import choose_rates, outcomes_of
 from adapt_practice.trials import TrialSettings, TrialTable
 from esper.adapting.controller import AdaptationController, find_controller
-from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES, HeadMode, Place, Plan, What
+from esper.adapting.signals import SIGNALS
 
 SERIES = ("conv_norm", "conv_pool", "mlp", "residual")  # MNIST-1D; residual is held out
 OTHERS = ("transformer", "digits", "fashion", "cifar")  # architectures and data held out

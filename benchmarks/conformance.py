@@ -21,7 +21,7 @@ import esper
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.simic.agent.gae import compute_gae
-from esper.simic.training.trainer import zero_rows
+from esper.simic.trainer import zero_rows
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
 from esper.tamiyo.policy.plain_heads import flat_policy
 from esper.testing import conformance

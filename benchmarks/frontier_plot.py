@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esper.leyline.files import atomic_write
+from esper.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

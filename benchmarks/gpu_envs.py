@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
-from esper.leyline.ranks import ALONE, EnvShare
+from esper.runtime.ranks import ALONE, EnvShare
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.training.trainer import Outcome, PhaseClock, Trainer
+from esper.simic.trainer import Outcome, PhaseClock, Trainer
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.plain_heads import flat_policy
 

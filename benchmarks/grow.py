@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
-from esper.growing.sites import count_macs, count_params
+from esper.surgery.sites import count_macs, count_params
 
 OVERHEAD_BAR, COMPUTE_BAR = 0.03, 1.5
 CALLS = 10  # steps per measurement

@@ -29,9 +29,9 @@ from growth_searches import SearchConfig
 
 from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
 from esper.simic.evaluation.experiment import EvaluationConfig
-from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.growth_training import GrowthTraining
-from esper.simic.training.run_folder import RunFiles
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.run_folder import RunFiles
+from esper.simic.growth.train_config import PRESETS, TrainConfig
 from esper.tamiyo.learned import LearnedController
 
 TRAINED_ON = "mnist1d"

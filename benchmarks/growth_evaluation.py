@@ -64,7 +64,8 @@ from esper.simic.evaluation.claims import estimate
 from esper.simic.evaluation.evaluate import on_task, prepare, with_test_rows
 from esper.simic.evaluation.experiment import Arm, EvaluationConfig, PairedExperiment
 from esper.simic.evaluation.report import EvaluationReport, Rows, markdown_table
-from esper.simic.training.config import TrainConfig, load_hosts
+from esper.simic.growth.hosts_and_data import load_hosts
+from esper.simic.growth.train_config import TrainConfig
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.optimizers import AdamW

@@ -26,8 +26,9 @@ from esper.simic.evaluation.experiment import (
     EnvLayout,
     PairedExperiment,
 )
-from esper.simic.rewards import growth_score
-from esper.simic.training.config import TrainConfig, load_hosts, load_task
+from esper.simic.growth.hosts_and_data import load_hosts, load_task
+from esper.simic.growth.rewards import growth_score
+from esper.simic.growth.train_config import TrainConfig
 from esper.tamiyo.heuristic import HeuristicConfig, HeuristicController
 from esper.tamiyo.scripted import ConstantPlan
 from esper.tolaria.optimizers import AdamW

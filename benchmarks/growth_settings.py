@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from esper.leyline.stages import LifecycleOp
 from esper.simic.agent.ppo import PPOAgent
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.growth_envs import GrowthEnvs
-from esper.simic.training.trainer import Trainer
+from esper.simic.growth.growth_envs import GrowthEnvs
+from esper.simic.growth.train_config import TrainConfig
+from esper.simic.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.layers import POLICY_GAIN, linear
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic

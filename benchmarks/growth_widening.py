@@ -35,8 +35,8 @@ from esper.simic.evaluation.claims import Verdict, correct_for_number, judge
 from esper.simic.evaluation.evaluate import on_task, prepare, with_test_rows
 from esper.simic.evaluation.experiment import Arm, ArmOutcome
 from esper.simic.evaluation.report import markdown_table
-from esper.simic.training.config import PRESETS, TrainConfig
-from esper.simic.training.growth_training import GrowthTraining
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.train_config import PRESETS, TrainConfig
 from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.scripted import ConstantPlan

@@ -28,7 +28,7 @@ from hidden_cartpole import hidden_cartpole
 
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
+from esper.simic.gym.ppo_model import PPO, GymConfig, evaluate
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper.simic.training.ppo_model import PPO, GymConfig
+from esper.simic.gym.ppo_model import PPO, GymConfig
 from esper.tamiyo.policy.network import PolicyConfig
 
 NUM_ENVS, STEPS, FIRST_RNG_SEED = 8, 150_000, 20  # lower rng seeds were used to choose the defaults

@@ -30,8 +30,8 @@ from esper.kasmina.lifecycle import Transition
 from esper.leyline.constants import AlphaCurve, BlendStyle
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp
-from esper.tolaria.evaluation import evaluate
 from esper.tolaria.governor import Governor
+from esper.tolaria.host_validation import validate_hosts
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Kernels, Population
 from esper.tolaria.tasks import HeldOut, Task, minibatch_indices
@@ -277,7 +277,7 @@ def measure_step(num_hosts: int, device: str, repeats: int) -> dict[str, float]:
             ),
             "regroup": lambda: population.adopt(Transition.of(population.states)),
             "train": lambda rows=rows, losses=losses: losses.append(population.train(rows[0])),
-            "validate": lambda: evaluate(population),
+            "validate": lambda: validate_hosts(population),
             "govern": lambda losses=losses: governor.check(losses[0]),
         }
         for name, phase in work.items():
@@ -315,7 +315,7 @@ def measure_host_batch(
 
     phases = (
         partial(everywhere, lambda population, taken: population.train(taken)),
-        partial(everywhere, lambda population, _: evaluate(population, STEP_ROWS)),
+        partial(everywhere, lambda population, _: validate_hosts(population, STEP_ROWS)),
     )
     times = [[seconds(phase, "cuda") for _ in range(repeats + 1)][1:] for phase in phases]
     return [statistics.median(taken) * 1e3 for taken in times]
@@ -350,7 +350,7 @@ def measure_memory(device: str) -> float:
     population = build(1024, device)
     grow_everywhere(population, torch.arange(1024 * 3) % len(population.menu), BlendStyle.ADD)
     population.train(rows_for(population, 0, 1))
-    evaluate(population)
+    validate_hosts(population)
     if device == "cuda":
         return torch.cuda.max_memory_reserved() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -36,10 +36,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 
-from esper.leyline.ranks import join_ranks
 from esper.leyline.records import RoundRecord
-from esper.simic.training.config import PRESETS
-from esper.simic.training.growth_training import GrowthTraining
+from esper.runtime.ranks import join_ranks
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.train_config import PRESETS
 
 torch.set_num_threads(1)
 

@@ -48,7 +48,7 @@ import esper.cli.evaluate
 import esper.cli.gym
 import esper.cli.sites
 import esper.cli.train
-import esper.leyline.files
+import esper.runtime.files
 from esper.growing.growth import Growth
 
 torch.set_num_threads(1)
@@ -309,7 +309,7 @@ def same(left: Any, right: Any) -> bool:
 
 def readers(folder: Path) -> Iterator[tuple[str, Path, Callable[[Path], Any]]]:
     """The kinds of file, each with the code that users read it with, and what it then holds."""
-    from esper.simic.training.growth_training import GrowthTraining
+    from esper.simic.growth.growth_training import GrowthTraining
     from esper.tamiyo.learned import LearnedController
 
     def checkpoint(path: Path) -> Any:
@@ -346,7 +346,7 @@ def damaged(path: Path, read: Callable[[Path], Any], cases: int, folder: Path) -
         counted["cases"] += 1
         try:
             found = read(broken)
-        except esper.leyline.files.UnreadableFile:
+        except esper.runtime.files.UnreadableFile:
             counted["refused"] += 1
         except Exception as error:
             counted["tracebacks"] += 1
@@ -536,7 +536,7 @@ def flags_of(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def flag_cases(rng: random.Random, count: int) -> list[list[str]]:
-    from esper.simic.training.config import PRESETS
+    from esper.simic.growth.train_config import PRESETS
 
     train = [*flags_of(PRESETS["quick"]), "--preset", "--out", "--resume"]
     gym = ["--horizon", "--rng-seed", "--device", "--masks", "--num-envs", "--total-steps", "--episodes", "--save-every", "--out"]  # fmt: skip

@@ -24,7 +24,7 @@ import torch
 from hidden_cartpole import hidden_cartpole, hidden_cartpole_envs
 
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.ppo_model import PPO, GymConfig
+from esper.simic.gym.ppo_model import PPO, GymConfig
 
 NUM_ENVS, HORIZON = 8, 128
 ROWS = NUM_ENVS * HORIZON

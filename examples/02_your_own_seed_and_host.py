@@ -14,7 +14,7 @@ from esper.kasmina.hosts import build_host, host
 from esper.kasmina.layers import Conv, Flatten, Linear, Norm, Relu
 from esper.leyline.constants import AlphaCurve, BlendStyle, SiteKind
 from esper.leyline.stages import LifecycleOp
-from esper.tolaria.evaluation import evaluate
+from esper.tolaria.host_validation import validate_hosts
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import minibatch_indices, mnist1d
 
@@ -66,7 +66,7 @@ def main() -> None:
             )
         )
         population.adopt(lifecycle.end_step(population.states))
-    found = evaluate(population)
+    found = validate_hosts(population)
     print(f"with a seed    {found.accuracy[:4].mean():.3f}")
     print(f"without        {found.accuracy[4:].mean():.3f}")
     worth = found.contribution[:4, 0].mean()

@@ -26,15 +26,16 @@ import esper
 from esper import cli
 from esper.cli import evaluate, main, train
 from esper.leyline.factored_actions import tamiyo_action_space
-from esper.leyline.files import write_file
+from esper.runtime import locked_folder
+from esper.runtime.files import write_file
+from esper.runtime.locked_folder import LockedFolder
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
-from esper.simic.training import run_folder
-from esper.simic.training.config import PRESETS as TRAININGS
-from esper.simic.training.growth_training import GrowthTraining
-from esper.simic.training.ppo_model import PPO
-from esper.simic.training.run_folder import LockedFolder, RunFiles, RunFolder
-from esper.simic.training.trainer import Trainer
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.run_folder import RunFiles, RunFolder
+from esper.simic.growth.train_config import PRESETS as TRAININGS
+from esper.simic.gym.ppo_model import PPO
+from esper.simic.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
 from support.processes import Forked, child_process, wait_until
 from support.training_configs import ORACLE, flags
@@ -570,7 +571,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
 
 
 def test_too_little_room_is_refused_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "LEAST_FREE_BYTES", 2**62)
+    monkeypatch.setattr(locked_folder, "LEAST_FREE_BYTES", 2**62)
     with pytest.raises(SystemExit, match="MiB left; a run needs"):
         main(["train", *flags(ORACLE), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run" / "config.json").exists()

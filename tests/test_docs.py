@@ -13,8 +13,8 @@ import pytest
 import esper
 from esper.cli import main, train
 from esper.nissa.database import RunDatabase
-from esper.simic.training.config import choice_labels
-from esper.simic.training.growth_training import GrowthTraining
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.hosts_and_data import choice_labels
 from support.training_configs import ORACLE
 
 ROOT = Path(__file__).parents[1]

@@ -44,7 +44,7 @@ def train_growth_controller(on_round: Callable[[Any], None]) -> None:
     """A round of `esper train`, with a few small networks on MNIST-1D."""
     from dataclasses import replace
 
-    from esper.simic.training.growth_training import GrowthTraining
+    from esper.simic.growth.growth_training import GrowthTraining
     from support.training_configs import NETWORKS
 
     hosts = replace(NETWORKS.host_batch, minibatches=5, validation_rows=50, episode_steps=10)

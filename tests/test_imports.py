@@ -13,16 +13,18 @@ SOURCE = Path(__file__).parents[1] / "src" / "esper"
 
 # package -> the packages it may import
 ALLOWED = {
-    "leyline": set(),
-    "kasmina": {"leyline"},
-    "tamiyo": {"leyline", "kernels"},
-    "nissa": {"leyline"},
-    "kernels": {"leyline", "kasmina", "tolaria"},
-    "tolaria": {"leyline", "kasmina", "kernels"},
-    "simic": {"leyline", "kasmina", "kernels", "tamiyo", "tolaria", "nissa"},
-    "growing": {"leyline", "kasmina", "tamiyo", "tolaria", "nissa"},
-    "adapting": {"leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing", "nissa"},
-    "cli": {"adapting", "leyline", "kasmina", "tamiyo", "tolaria", "simic", "growing", "nissa"},
+    "runtime": set(),
+    "leyline": {"runtime"},
+    "kasmina": {"runtime", "leyline"},
+    "tamiyo": {"runtime", "leyline", "kernels"},
+    "nissa": {"runtime", "leyline"},
+    "kernels": {"runtime", "leyline", "kasmina", "tolaria"},
+    "tolaria": {"runtime", "leyline", "kasmina", "kernels"},
+    "simic": {"runtime", "leyline", "kasmina", "kernels", "tamiyo", "tolaria", "nissa"},
+    "surgery": {"runtime", "leyline", "kasmina"},
+    "growing": {"runtime", "leyline", "kasmina", "tamiyo", "surgery", "nissa"},
+    "adapting": {"runtime", "leyline", "kasmina", "tamiyo", "surgery", "nissa"},
+    "cli": {"runtime", "leyline", "adapting", "growing", "surgery", "simic", "tolaria", "nissa"},
 }
 
 
@@ -59,7 +61,7 @@ def package_of(path: Path) -> str:
 
 def test_imports_follow_the_arrows():
     modules = [path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem == "cli"]
-    assert len(modules) > 5
+    assert {package_of(path) for path in modules} >= set(ALLOWED)
     for path in modules:
         package = package_of(path)
         stray = imported_packages(path) - ALLOWED[package] - {package}
@@ -68,7 +70,7 @@ def test_imports_follow_the_arrows():
 
 def test_the_package_does_not_import_the_lab():
     modules = [*SOURCE.rglob("*.py")]
-    assert len(modules) > 100
+    assert modules
     for path in modules:
         assert "adapt_practice" not in all_imports(path), path.relative_to(SOURCE)
 
@@ -95,7 +97,7 @@ def test_the_core_imports_only_torch_and_numpy():
         for path in (SOURCE / package).rglob("*.py")
         if path.stem != "__init__" and not {"numba", "triton"} & set(path.stem.split("_"))
     ]
-    assert len(modules) > 100
+    assert modules
     # torch itself may load optional packages; what it loads alone does not count against us
     code = (
         "import sys, importlib, torch, torch.utils.flop_counter\n"

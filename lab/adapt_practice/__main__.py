@@ -39,8 +39,8 @@ def practise(
         scenarios: practice scenarios of each architecture, in place of the preset's
     """
     from adapt_practice.training import PRESETS, compare_on_held_out, train_controller
-    from esper.leyline.devices import usable_device
-    from esper.leyline.ranks import join_ranks
+    from esper.runtime.devices import usable_device
+    from esper.runtime.ranks import join_ranks
 
     if join_ranks().size > 1:
         raise ValueError("adapt_practice runs in one process; start it without torchrun")

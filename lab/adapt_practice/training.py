@@ -34,13 +34,13 @@ from esper.adapting.controller import (
     choices_of,
     new_policy,
 )
-from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, MENU
-from esper.leyline.checks import require_at_least
-from esper.leyline.devices import usable_device
-from esper.leyline.ranks import ALONE, EnvShare
+from esper.adapting.signals import SIGNALS
+from esper.runtime.checks import require_at_least
+from esper.runtime.devices import usable_device
+from esper.runtime.ranks import ALONE, EnvShare
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.training.trainer import Outcome, PhaseClock, Trainer, TrainingEnvs
+from esper.simic.trainer import Outcome, PhaseClock, Trainer, TrainingEnvs
 from esper.tamiyo.policy.network import PolicyConfig
 
 BUDGETS = (torch.inf, torch.inf, 0.25, 0.1)  # parameters added, relative to the model

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from adapt_practice.fitting import fit, logits_of_many, over_models
 from adapt_practice.shifts import Rows, Shift
 from esper.adapting.adapted import Adapted, tuned_name
-from esper.adapting.evidence import measure
 from esper.adapting.plans import PLANS, RATES, Places, Plan, find_places
+from esper.adapting.signals import measure
 
 BATCH, RATE = 64, 4e-3  # to train models
 INITIALISATIONS = 16  # of a plan's change; replicas share them in turn

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from esper.adapting.result import Adaptation as Adaptation
     from esper.adapting.result import AdaptationResult as AdaptationResult
     from esper.adapting.result import load_adaptation as load_adaptation
-    from esper.growing.budget import Budget as Budget
     from esper.growing.callbacks import lightning_callback as lightning_callback
     from esper.growing.callbacks import trainer_callback as trainer_callback
     from esper.growing.growth import Growth as Growth
-    from esper.growing.page import write_page as write_page
     from esper.growing.run import GrowthResult as GrowthResult
     from esper.growing.run import grow as grow
-    from esper.growing.sites import find_sites as find_sites
     from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.hosts import host as host
+    from esper.leyline.budget import Budget as Budget
     from esper.leyline.factored_actions import FactoredActionSpace
     from esper.leyline.factored_actions import Head as Head
+    from esper.nissa.page import write_page as write_page
     from esper.simic.agent.ppo import PPOConfig as PPOConfig
-    from esper.simic.training.ppo_model import PPO as PPO
-    from esper.simic.training.ppo_model import GymConfig as GymConfig
-    from esper.simic.training.ppo_model import evaluate as evaluate
+    from esper.simic.gym.ppo_model import PPO as PPO
+    from esper.simic.gym.ppo_model import GymConfig as GymConfig
+    from esper.simic.gym.ppo_model import evaluate as evaluate
+    from esper.surgery.sites import find_sites as find_sites
     from esper.tamiyo.policy.network import PolicyConfig as PolicyConfig
     from esper.tolaria import tasks as tasks
     from esper.tolaria.population import Population as Population
@@ -48,17 +48,17 @@ _MODULES = {
     "adapting.adapt": ("adapt",),
     "adapting.controller": ("controllers",),
     "adapting.result": ("Adaptation", "AdaptationResult", "load_adaptation"),
-    "growing.budget": ("Budget",),
+    "leyline.budget": ("Budget",),
     "growing.callbacks": ("lightning_callback", "trainer_callback"),
     "growing.growth": ("Growth",),
-    "growing.page": ("write_page",),
+    "nissa.page": ("write_page",),
     "growing.run": ("GrowthResult", "grow"),
-    "growing.sites": ("find_sites",),
+    "surgery.sites": ("find_sites",),
     "kasmina.blueprints": ("blueprint",),
     "kasmina.hosts": ("host",),
     "leyline.factored_actions": ("Head",),
     "simic.agent.ppo": ("PPOConfig",),
-    "simic.training.ppo_model": ("GymConfig", "PPO", "evaluate"),
+    "simic.gym.ppo_model": ("GymConfig", "PPO", "evaluate"),
     "tamiyo.policy.network": ("PolicyConfig",),
     "tolaria.population": ("Population",),
     "tolaria.tasks": ("Task",),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adapt_practice.fitting import over_models
-from esper.adapting.evidence import measure
+from esper.adapting.signals import measure
 from support.adaptations import build
 
 

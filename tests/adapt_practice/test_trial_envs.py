@@ -15,8 +15,8 @@ from esper.adapting.controller import (
     choices_of,
     validation_criterion,
 )
-from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES
+from esper.adapting.signals import SIGNALS
 
 CHOICES = len(PLANS) * len(RATES)
 AS_IS = ANCHORS[0]

@@ -17,12 +17,12 @@ import esper
 from esper.adapting.adapt import _Work
 from esper.adapting.adapted import Adapted
 from esper.adapting.controller import ANCHORS, AdaptationController, _load, plan_and_rate
-from esper.adapting.evidence import MAX_ROWS, SIGNALS, logits_of
 from esper.adapting.plans import KNOWN_RULES, PLANS, RATES, HeadMode, Place, Plan, What, find_places
 from esper.adapting.result import fingerprint, load_adaptation
 from esper.adapting.rows import read_rows
-from esper.growing.ledger import Ledger
-from esper.leyline.files import UnreadableFile
+from esper.adapting.signals import MAX_ROWS, SIGNALS, logits_of
+from esper.nissa.ledger import Ledger
+from esper.runtime.files import UnreadableFile
 from support.adaptations import mlp, series_cnn
 from support.models import TokenEncoder, blobs
 
@@ -372,8 +372,8 @@ def test_the_page_is_written_while_plans_are_tried(seconds, model, shifted, tmp_
         running = [trial.plan for trial in ledger.trials if trial.seconds is None]
         pages.append((tried, running, now, ledger.summary()))
 
-    monkeypatch.setattr("esper.growing.page.write_page", write)
-    monkeypatch.setattr("esper.growing.page._REWRITE_S", seconds)
+    monkeypatch.setattr("esper.nissa.page.write_page", write)
+    monkeypatch.setattr("esper.nissa.page._REWRITE_S", seconds)
     plan = KNOWN_RULES["seeds everywhere"]
     esper.adapt(model, *shifted, controller=Fixed(plan), page=tmp_path / "p.html", **QUICK)
     plans = ["nothing", "head only", "LP-FT", "full fine-tuning", "seeds everywhere"]

@@ -18,9 +18,9 @@ from esper.adapting.controller import (
     new_policy,
     plan_and_rate,
 )
-from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import MENU, PLANS, RATES
-from esper.leyline.files import UnreadableFile
+from esper.adapting.signals import SIGNALS
+from esper.runtime.files import UnreadableFile
 from esper.tamiyo.policy.network import PolicyConfig
 
 

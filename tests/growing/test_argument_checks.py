@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from esper import Budget, Growth
-from esper.tamiyo.evidence import EvidenceConfig, EvidenceController
+from esper.tamiyo.growth_rules import EvidenceConfig, EvidenceController
 from support.growth_loops import X, Y, new_growth, train
 from support.models import Script, build, germinate, mlp
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import esper
 from esper.growing.callbacks import _validations
-from esper.growing.sites import count_params
+from esper.surgery.sites import count_params
 from support.models import Script, blobs, germinate, mlp
 
 EPOCHS = 6

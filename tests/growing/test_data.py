@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import esper
 from esper import Growth
-from esper.growing.inputs import LEAST_ROWS, USUAL_TRAIN_ROWS, DataFacts, count_rows
-from esper.tolaria.tasks import locality
+from esper.growing.data_facts import LEAST_ROWS, USUAL_TRAIN_ROWS, DataFacts, count_rows
+from esper.kasmina.locality import locality
 from support.models import Script, build
 
 SMOOTH = torch.randn(40, 1, 16, generator=torch.Generator().manual_seed(0)).cumsum(-1)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, OneCycleLR
 
 from esper import Budget, Growth
-from esper.growing.eval_mode import random_states, set_random_states
 from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.surgery.eval_mode import random_states, set_random_states
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import PolicyConfig

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import esper
-from esper.growing.inputs import rows_of
-from esper.leyline.ranks import ALONE, Ranks, join_ranks
+from esper.growing.ddp import rows_of
 from esper.leyline.stages import LifecycleOp
-from esper.tamiyo.evidence import EvidenceController
+from esper.runtime.ranks import ALONE, Ranks, join_ranks
+from esper.tamiyo.growth_rules import EvidenceController
 from esper.tamiyo.scripted import ConstantPlan, FixedSchedule
 from support.grow_calls import run
 from support.models import WAIT, Script, act, blobs, germinate, mlp

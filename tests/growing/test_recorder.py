@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from esper.growing.page import page_data
 from esper.leyline.stages import LifecycleOp
+from esper.nissa.page import page_data
 from support.growth_loops import new_growth, train
 from support.models import WAIT, Script, act, germinate
 

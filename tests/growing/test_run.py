@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 import esper
 from esper import Budget
-from esper.growing.ledger import Ledger
-from esper.growing.page import write_page
-from esper.leyline.interruption import stop_on_interrupt
 from esper.nissa.console import LINES
+from esper.nissa.ledger import Ledger
+from esper.nissa.page import write_page
+from esper.runtime.interruption import stop_on_interrupt
 from esper.tamiyo.scripted import FixedSchedule, RandomController
 from support.grow_calls import DECISIONS, STEPS, accuracy, adamw, plain_training, refused, run
 from support.models import Script, TokenEncoder, build, loaders, mlp
@@ -338,8 +338,8 @@ def test_the_page_is_written_after_every_decision_and_at_the_end(tmp_path, monke
         pages.append((len(ledger.steps), ledger.after is None, now))
         return write_page(ledger, path, now)
 
-    monkeypatch.setattr("esper.growing.page.write_page", write)
-    monkeypatch.setattr("esper.growing.page._REWRITE_S", math.inf)
+    monkeypatch.setattr("esper.nissa.page.write_page", write)
+    monkeypatch.setattr("esper.nissa.page._REWRITE_S", math.inf)
     result = run(Script(), page=tmp_path / "run.html")
     assert [done for done, *_ in pages] == list(range(1, len(result.ledger.steps) + 1))
     assert pages[0][1]
@@ -365,7 +365,7 @@ def test_a_page_that_is_not_written_later_does_not_end_the_run(tmp_path, monkeyp
     def write(ledger, path, now):
         raise OSError("no space left")
 
-    monkeypatch.setattr("esper.growing.page.write_page", write)
+    monkeypatch.setattr("esper.nissa.page.write_page", write)
     with pytest.warns(UserWarning, match=r"run\.html' was not written: no space left"):
         result = run(Script(), page=tmp_path / "run.html")
     assert result.growth.is_closed
@@ -409,13 +409,13 @@ def test_batches_of_another_form_are_unpacked():
 
 
 def test_the_name_is_the_function_and_the_package_can_still_be_imported():
-    import esper.growing.page as page
-    from esper.growing.sites import find_sites
+    import esper.nissa.page as page
+    from esper.surgery.sites import find_sites
 
     assert esper.grow.__name__ == "grow"
     assert callable(esper.grow)
     assert callable(find_sites)
-    assert esper.growing.page is page
+    assert esper.nissa.page is page
     assert callable(page.write_page)
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from esper.cli import main
-from esper.cli.watch import health_warnings
 from esper.nissa.run_view import compare, find_runs, view_run
+from esper.nissa.watch_server import health_warnings
 from support.training_configs import ORACLE, flags
 
 

@@ -11,7 +11,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.ppo_model import PPO, GymConfig
+from esper.simic.gym.ppo_model import PPO, GymConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector
 

@@ -11,12 +11,13 @@ import torch
 
 import esper
 from esper.cli import main, train
-from esper.leyline.plain_config import to_plain
+from esper.runtime.plain_config import to_plain
 from esper.simic.evaluation.evaluate import on_task, prepare
 from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
-from esper.simic.training.config import PRESETS, load_hosts, load_menu, load_task, training_hosts
-from esper.simic.training.growth_training import GrowthTraining
-from esper.simic.training.run_folder import RunFiles, RunFolder
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.hosts_and_data import load_hosts, load_menu, load_task, training_hosts
+from esper.simic.growth.run_folder import RunFiles, RunFolder
+from esper.simic.growth.train_config import PRESETS
 from esper.tolaria.augmentation import Augmentation
 from support.training_configs import NETWORKS
 

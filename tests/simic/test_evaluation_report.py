@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from esper.cli import main
-from esper.leyline.plain_config import to_plain
-from esper.leyline.ranks import join_ranks
+from esper.runtime.plain_config import to_plain
+from esper.runtime.ranks import join_ranks
 from esper.simic.evaluation import arms, claims
 from esper.simic.evaluation.claims import Estimate
 from esper.simic.evaluation.evaluate import evaluate_controllers, evaluate_run, on_task
 from esper.simic.evaluation.experiment import PRESETS
-from esper.simic.training.config import PRESETS as TRAINING
-from esper.simic.training.config import load_hosts, load_menu, load_task
+from esper.simic.growth.hosts_and_data import load_hosts, load_menu, load_task
+from esper.simic.growth.train_config import PRESETS as TRAINING
 from support.evaluations import MENU, SMALL, TRAINED, RestlessPolicy, make_controller
 from support.ranks import on_ranks
 

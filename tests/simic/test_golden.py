@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.growth_training import GrowthTraining
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.train_config import TrainConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from esper.leyline.files import UnreadableFile, write_file
 from esper.leyline.stages import LifecycleOp
+from esper.runtime.files import UnreadableFile, write_file
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.rewards import growth_score
-from esper.simic.training.growth_envs import GrowthEnvs
-from esper.simic.training.growth_training import GrowthTraining
+from esper.simic.growth.growth_envs import GrowthEnvs
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.rewards import growth_score
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.scripted import RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment

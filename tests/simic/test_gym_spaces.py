@@ -11,9 +11,9 @@ from gymnasium.spaces.utils import flatten
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from esper.leyline.factored_actions import Head
-from esper.leyline.plain_config import from_plain, to_plain
-from esper.simic.training.gym_spaces import GymSpaces
-from esper.simic.training.ppo_model import PPO, GymConfig
+from esper.runtime.plain_config import from_plain, to_plain
+from esper.simic.gym.gym_spaces import GymSpaces
+from esper.simic.gym.ppo_model import PPO, GymConfig
 
 NESTED = spaces.Dict(
     {

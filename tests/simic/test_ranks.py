@@ -18,11 +18,11 @@ import torch
 from esper.cli import main
 from esper.cli.gym import gym
 from esper.leyline.factored_actions import Head
-from esper.leyline.ranks import ALONE, RankLost, Ranks, _backend, join_ranks
+from esper.runtime.ranks import ALONE, RankLost, Ranks, _backend, join_ranks
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.training.growth_training import GrowthTraining
-from esper.simic.training.ppo_model import PPO, GymConfig
-from esper.simic.training.run_folder import RunFiles
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.run_folder import RunFiles
+from esper.simic.gym.ppo_model import PPO, GymConfig
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.host_batch import HostBatchConfig
 from support.gym_environments import BestActions, CueMemory, vector

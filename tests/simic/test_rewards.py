@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.simic.rewards import siblings_mean
+from esper.simic.growth.rewards import siblings_mean
 
 
 def test_each_env_is_compared_with_the_mean_of_the_others():

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
+from esper.kasmina.host_reports import seed_costs
 from esper.kasmina.lifecycle import remove_live_seeds
 from esper.leyline.stages import SeedStage
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.rewards import ROLLBACK_PENALTY, growth_score
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.growth_envs import GrowthEnvs
-from esper.simic.training.trainer import Trainer
+from esper.simic.growth.growth_envs import GrowthEnvs
+from esper.simic.growth.rewards import ROLLBACK_PENALTY, growth_score
+from esper.simic.growth.train_config import TrainConfig
+from esper.simic.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
-from esper.tolaria.reports import seed_costs
 from support.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, HOST_PARAMS, SyntheticHosts
 
 

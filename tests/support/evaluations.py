@@ -3,7 +3,7 @@
 import torch
 
 from esper.simic.evaluation.experiment import EvaluationConfig
-from esper.simic.training.config import TrainConfig
+from esper.simic.growth.train_config import TrainConfig
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig

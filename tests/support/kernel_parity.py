@@ -5,7 +5,7 @@ import torch
 from esper.kasmina import lifecycle
 from esper.kasmina.hosts import build_host
 from esper.leyline.factored_actions import tamiyo_action_space
-from esper.tolaria.evaluation import evaluate
+from esper.tolaria.host_validation import validate_hosts
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
 from support.legal_actions import legal_actions
@@ -53,7 +53,7 @@ def assert_agree(first, second, num_steps, shadow_training=False, atol=1e-9):
         torch.testing.assert_close(*weights, **close)
         grads = [population.parameter_table.grads.cpu() for population in (first, second)]
         torch.testing.assert_close(*grads, **close)
-        found = [evaluate(population) for population in (first, second)]
+        found = [validate_hosts(population) for population in (first, second)]
         torch.testing.assert_close(found[0].loss.cpu(), found[1].loss.cpu(), **close)
         worth = [f.contribution.cpu() * f.contribution_known.cpu() for f in found]
         torch.testing.assert_close(*worth, **close)

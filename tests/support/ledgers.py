@@ -1,7 +1,7 @@
 """Small runs for the tests of the ledger and its page."""
 
-from esper.growing.budget import Budget
-from esper.growing.ledger import (
+from esper.leyline.budget import Budget
+from esper.nissa.ledger import (
     BlockRecord,
     DecisionRecord,
     FateRecord,

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from esper.growing.sites import find_sites
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
+from esper.surgery.sites import find_sites
 
 
 class ResidualBlock(nn.Module):

@@ -42,7 +42,7 @@ def _fork(work: Callable[[], Any], variables: dict[str, Any], result: Path) -> i
     if process:
         return process
     try:
-        from esper.leyline.ranks import join_ranks
+        from esper.runtime.ranks import join_ranks
 
         os.environ |= {name: str(value) for name, value in variables.items()}
         join_ranks.cache_clear()

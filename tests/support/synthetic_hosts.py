@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from esper.cli import train
+from esper.kasmina.host_reports import HostFacts, StepMeasurements
 from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step
 from esper.leyline.constants import SiteKind
-from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.stages import SeedStage
-from esper.simic.training import growth_training
-from esper.simic.training.config import TrainConfig
-from esper.simic.training.run_folder import RunFiles, read_config
+from esper.runtime.ranks import ALONE, EnvShare, Ranks
+from esper.simic.growth import growth_training
+from esper.simic.growth.run_folder import RunFiles, read_config
+from esper.simic.growth.train_config import TrainConfig
 from esper.tolaria.governor import Rollback
-from esper.tolaria.reports import HostFacts, StepMeasurements
 from esper.tolaria.tasks import TASKS
 
 HOST_PARAMS, HOST_MACS = 858.0, 4000.0

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from esper.leyline.plain_config import to_plain
-from esper.simic.training.config import TrainConfig
+from esper.runtime.plain_config import to_plain
+from esper.simic.growth.train_config import TrainConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig

@@ -11,7 +11,7 @@ from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv, MixPositions, Norm, Relu
 from esper.kernels.hosts import fused
 from esper.leyline.constants import BlendStyle, SiteKind
-from esper.tolaria.evaluation import evaluate
+from esper.tolaria.host_validation import validate_hosts
 from esper.tolaria.population import Population, fastest_kernels
 from support.fused_on_cpu import allow_cpu, needs_compiler
 from support.kernel_parity import HOSTS, assert_agree, build
@@ -52,7 +52,7 @@ def assert_one_step_agrees(first, second, rows):
     for table in ("grads", "params"):
         tables = [getattr(population.parameter_table, table) for population in (first, second)]
         torch.testing.assert_close(*tables, **close)
-    found = [evaluate(population) for population in (first, second)]
+    found = [validate_hosts(population) for population in (first, second)]
     torch.testing.assert_close(found[0].loss, found[1].loss, **close)
     torch.testing.assert_close(found[0].contribution, found[1].contribution, **close)
 

@@ -9,8 +9,8 @@ from esper.kasmina import lifecycle
 from esper.kasmina.layers import Conv
 from esper.kernels.hosts.layer_table import has_kernels
 from esper.leyline.stages import SeedStage
-from esper.tolaria.evaluation import evaluate
 from esper.tolaria.governor import Governor
+from esper.tolaria.host_validation import validate_hosts
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.tasks import few_rows, mnist1d, stack
 from support import moves
@@ -67,7 +67,7 @@ def test_inputs_of_another_shape_are_refused(population):
 def test_more_validation_rows_than_there_are_is_an_error(population):
     for num_rows in (0, -5, 61):
         with pytest.raises(ValueError, match="1 to 60 rows"):
-            evaluate(population, num_rows)
+            validate_hosts(population, num_rows)
 
 
 def test_a_refused_birth_leaves_the_population_as_it_was(population):

@@ -8,7 +8,7 @@ from esper.kasmina.hosts import build_host
 from esper.kasmina.layers import Conv
 from esper.kernels.hosts import compiled
 from esper.leyline.constants import SiteKind
-from esper.tolaria.evaluation import evaluate
+from esper.tolaria.host_validation import validate_hosts
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import minibatch_indices
 from support.kernel_parity import HOSTS, assert_agree, build
@@ -53,7 +53,7 @@ def test_what_was_in_the_memory_before_changes_nothing(kind):
         compiled._threads.memory.fill(remains)
         population.train(minibatch_indices(0, population.host_ids, range(1, 3), batch, 60))
         compiled._threads.memory.fill(remains)
-        loss = evaluate(population, num_rows=11).loss
+        loss = validate_hosts(population, num_rows=11).loss
         populations.append((population.parameter_table.params, loss))
     assert torch.equal(*(params for params, _ in populations))
     assert torch.equal(*(loss for _, loss in populations))

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from esper.kasmina.blueprints import WIDENINGS, Site, blueprint_menu
+from esper.kasmina.host_reports import site_facts
 from esper.kasmina.hosts import HOSTS, build_host, host
 from esper.kasmina.layers import Conv, Flatten, Linear, Relu
 from esper.tolaria.population import Population
-from esper.tolaria.reports import site_facts
 from support.populations import BATCH, grow, logits, random_task, rows_for, take_step
 
 CASES = {

@@ -42,21 +42,21 @@ from esper.adapting.controller import (
     plan_and_rate,
     validation_criterion,
 )
-from esper.adapting.evidence import SIGNALS, logits_of, measure
 from esper.adapting.fitting import fit
 from esper.adapting.plans import MENU, RATES, HeadMode, Places, Plan, What, find_places
 from esper.adapting.result import AdaptationResult, conclude, reasons_for
 from esper.adapting.rows import LabelledRows, as_inputs, first_float, read_rows
-from esper.growing.controllers import controller_name
-from esper.growing.eval_mode import untouched_randomness
-from esper.growing.inputs import forward, tensors
-from esper.growing.ledger import Ledger, NetworkRecord, TrialRecord
-from esper.growing.page import check_page, try_write_page, with_page
-from esper.growing.preparation import check_not_sharded
-from esper.growing.sites import count_params
-from esper.growing.tracing import without_graphs
-from esper.leyline.checks import whole_number
+from esper.adapting.signals import SIGNALS, logits_of, measure
+from esper.leyline.protocols import controller_name
 from esper.nissa.console import Report, progress_bar
+from esper.nissa.ledger import Ledger, NetworkRecord, TrialRecord
+from esper.nissa.page import check_page, try_write_page, with_page
+from esper.runtime.checks import whole_number
+from esper.surgery.eval_mode import untouched_randomness
+from esper.surgery.inputs import forward, tensors
+from esper.surgery.sharding import check_not_sharded
+from esper.surgery.sites import count_params
+from esper.surgery.tracing import without_graphs
 
 MOST_SHARE = 4.0  # of the budget, in the size of the model
 AS_IS, *RIVALS = map(plan_and_rate, ANCHORS)  # the usual rules

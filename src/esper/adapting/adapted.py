@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from esper.adapting.plans import Argument, HeadMode, Places, Plan, What
-from esper.growing.sites import ModelSite
-from esper.growing.slots import new_seed, with_first
 from esper.kasmina.blueprints import Blueprint, Site
 from esper.kasmina.layers import Conv, Layer, Linear, Norm, Relu
 from esper.leyline.constants import SiteKind
+from esper.surgery.sites import ModelSite
+from esper.surgery.slots import new_seed, with_first
 
 MAX_RANK = 8
 

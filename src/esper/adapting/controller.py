@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper.adapting.evidence import SIGNALS
 from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES, HeadMode, Place, Plan, What
+from esper.adapting.signals import SIGNALS
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
-from esper.leyline.files import read_file, write_file
+from esper.runtime.files import read_file, write_file
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig
 from esper.tamiyo.policy.plain_heads import flat_policy
 

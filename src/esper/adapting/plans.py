@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from esper.growing.inputs import arguments
-from esper.growing.plain import kept_sites
-from esper.growing.sites import ModelSite, trace_sites
-from esper.growing.tracing import Run, trace
 from esper.leyline.constants import SiteKind
+from esper.surgery.inputs import arguments
+from esper.surgery.plain import kept_sites
+from esper.surgery.sites import ModelSite, trace_sites
+from esper.surgery.tracing import Run, trace
 
 
 class Place(IntEnum):

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from esper.adapting.adapted import Adapted, nested_encoders
 from esper.adapting.plans import SINGLE_PLACES, Argument, HeadMode, Place, Places, Plan, What
 from esper.adapting.rows import first_float
-from esper.growing.eval_mode import untouched_randomness
-from esper.growing.export import FORMATS, export
-from esper.growing.ledger import Ledger, Verdict
-from esper.growing.plain import ChangedSite
-from esper.growing.sites import ModelSite
-from esper.growing.tracing import without_graphs
 from esper.leyline.constants import SiteKind
-from esper.leyline.files import UnreadableFile, read_file, write_file
+from esper.nissa.ledger import Ledger, Verdict
+from esper.runtime.files import UnreadableFile, read_file, write_file
+from esper.surgery.eval_mode import untouched_randomness
+from esper.surgery.export import FORMATS, export
+from esper.surgery.plain import ChangedSite
+from esper.surgery.sites import ModelSite
+from esper.surgery.tracing import without_graphs
 
 _KIND, _VERSION = "adaptation", 2
 _SAVED_WEIGHTS = {"weights": What.TUNE, "layers": What.LORA, "biases": What.BIAS}

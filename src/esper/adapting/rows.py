@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from esper.growing.inputs import batch_size, tensors
+from esper.surgery.inputs import batch_size, tensors
 
 MIN_ROWS = 8
 MIN_ROWS_PER_CLASS = 3  # fewer warn

@@ -111,7 +111,7 @@ def _run(arguments: list[str]) -> None:
     import tyro  # after the help: with torch, it takes seconds
 
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        from esper.leyline.ranks import join_ranks
+        from esper.runtime.ranks import join_ranks
 
         if not join_ranks().is_first:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115

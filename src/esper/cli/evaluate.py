@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from esper.leyline.ranks import join_ranks
 from esper.nissa.console import ProgressSink
+from esper.runtime.ranks import join_ranks
 from esper.simic.evaluation.evaluate import evaluate_run
 from esper.simic.evaluation.report import EvaluationReport
 

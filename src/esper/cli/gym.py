@@ -8,13 +8,13 @@ from typing import Annotated
 import tyro
 
 from esper.cli import stop_after_signal, this_command
-from esper.leyline.checks import whole_number
-from esper.leyline.interruption import stop_on_interrupt
-from esper.leyline.ranks import join_ranks, was_restarted
 from esper.nissa.console import ProgressSink
+from esper.runtime.checks import whole_number
+from esper.runtime.interruption import stop_on_interrupt
+from esper.runtime.locked_folder import LockedFolder
+from esper.runtime.ranks import join_ranks, was_restarted
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.training.ppo_model import PPO, GymConfig, evaluate
-from esper.simic.training.run_folder import LockedFolder
+from esper.simic.gym.ppo_model import PPO, GymConfig, evaluate
 
 _DEFAULTS, _TOTAL_STEPS = GymConfig(), 100_000
 

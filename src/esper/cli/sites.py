@@ -10,8 +10,8 @@ import torch
 import tyro
 from torch import nn
 
-from esper.growing.plain import working_sites
-from esper.growing.sites import count_macs, count_params, site_table, trace_sites
+from esper.surgery.plain import working_sites
+from esper.surgery.sites import count_macs, count_params, site_table, trace_sites
 
 EXAMPLES = 2  # in the random batch for --shape
 

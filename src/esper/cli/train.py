@@ -15,28 +15,23 @@ import tyro
 from esper.cli import stop_after_signal, this_command
 from esper.cli.evaluate import PresetName, evaluate_with_bar
 from esper.cli.sites import function_named
-from esper.leyline.devices import machine_facts
-from esper.leyline.interruption import stop_on_interrupt
-from esper.leyline.plain_config import differences, to_plain
-from esper.leyline.ranks import join_ranks, was_restarted
 from esper.leyline.records import RoundRecord
 from esper.nissa.console import ProgressSink
 from esper.nissa.database import RunDatabase, reasons_if_all_rolled_back
 from esper.nissa.event_sink import EventSink
 from esper.nissa.run_view import SMOOTHED_ROUNDS
 from esper.nissa.tensorboard import TensorBoardSink, log_picture
+from esper.runtime.devices import machine_facts
+from esper.runtime.interruption import stop_on_interrupt
+from esper.runtime.plain_config import differences, to_plain
+from esper.runtime.ranks import join_ranks, was_restarted
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import prepare
 from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
-from esper.simic.training.config import (
-    PRESETS,
-    TrainConfig,
-    choice_labels,
-    host_kind,
-    with_checksum,
-)
-from esper.simic.training.growth_training import GrowthTraining
-from esper.simic.training.run_folder import RunFiles, RunFolder, read_config
+from esper.simic.growth.growth_training import GrowthTraining
+from esper.simic.growth.hosts_and_data import choice_labels, host_kind, with_checksum
+from esper.simic.growth.run_folder import RunFiles, RunFolder, read_config
+from esper.simic.growth.train_config import PRESETS, TrainConfig
 
 Sinks = Sequence[Callable[[], EventSink]]
 SHOWN: dict[str, Callable[[float], str]] = {

@@ -1,5 +1,5 @@
-"""growing: adoption -- your own nn.Module, grown within a budget and returned as a plain one.
+"""growing: adoption -- a run that grows your own nn.Module within a budget and returns a plain one.
 
-`run.py` is `esper.grow`, `growth.py` is `esper.Growth`. Sites are found by `tracing.py`, `sites.py`
-and `pairs.py`; seeds live in `slots.py` and `network.py`; `plain.py` and `export.py` return them.
+`run.py` is `esper.grow`, `growth.py` is `esper.Growth`. What is done to the model is in
+`esper.surgery`, and what is written down in `esper.nissa`.
 """

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from esper.growing.eval_mode import untouched_randomness
 from esper.growing.growth import Growth
-from esper.growing.inputs import moved
-from esper.leyline.ranks import join_ranks
+from esper.runtime.ranks import join_ranks
+from esper.surgery.eval_mode import untouched_randomness
+from esper.surgery.inputs import moved
 
 
 class _Decisions:

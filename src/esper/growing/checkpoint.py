@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, optim
 
 from esper.growing.controllers import STATEFUL
-from esper.growing.eval_mode import random_states, set_random_states
-from esper.growing.ledger import Ledger
-from esper.leyline.files import read_file, write_file
-from esper.leyline.plain_config import differences
+from esper.nissa.ledger import Ledger
+from esper.runtime.files import read_file, write_file
+from esper.runtime.plain_config import differences
+from esper.surgery.eval_mode import random_states, set_random_states
 
 if TYPE_CHECKING:
     from esper.growing.growth import Growth

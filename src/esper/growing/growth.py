@@ -24,25 +24,27 @@ import torch
 from torch import Tensor, nn, optim
 
 from esper.growing import checkpoint, controllers, preparation
-from esper.growing.budget import Budget
-from esper.growing.evidence import Evidence
-from esper.growing.export import FORMATS, TOLERANCE, export
-from esper.growing.inputs import DataFacts, batch_size
-from esper.growing.ledger import DecisionRecord, Ledger, StepRecord
+from esper.growing.data_facts import DataFacts
+from esper.growing.gradient_evidence import Evidence
 from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
-from esper.growing.plain import plain_model
 from esper.growing.recorder import Recorder, network_record
+from esper.growing.reporter import Reporter, add_measured_seeds
 from esper.growing.safe_points import SafePoint, SafePoints
-from esper.growing.sites import ModelSite, site_table
 from esper.growing.validation import Given, Measurement, Number, Score, Validator
+from esper.kasmina.host_reports import History
 from esper.kasmina.lifecycle import apply, begin_step, end_step
-from esper.leyline.protocols import Controller
-from esper.leyline.ranks import ALONE, Ranks
-from esper.tamiyo.evidence import EvidenceController
+from esper.leyline.budget import Budget
+from esper.leyline.protocols import Controller, controller_name
+from esper.nissa.ledger import DecisionRecord, Ledger, StepRecord
+from esper.runtime.ranks import ALONE, Ranks
+from esper.surgery.export import FORMATS, TOLERANCE, export
+from esper.surgery.inputs import batch_size
+from esper.surgery.plain import plain_model
+from esper.surgery.sites import ModelSite, site_table
+from esper.tamiyo.growth_rules import EvidenceController
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
-from esper.tolaria.reports import History
 
 DEFAULT_RENT = 0.02  # low: the budget is the limit, rent only keeps out seeds that gain nothing
 RAMP_PARTS = 2  # alphas move in the first of this many parts of the steps between two decisions
@@ -141,7 +143,7 @@ class Growth:
         ledger = Ledger(
             model=type(model).__name__,
             metric=metric,
-            controller=controllers.controller_name(controller),
+            controller=controller_name(controller),
             before=network_record(model, prepared),
             budget=self.budget,
             facts={"device": device, "torch": torch.__version__, "rng seed": str(rng_seed)},
@@ -150,7 +152,7 @@ class Growth:
         generator = torch.Generator().manual_seed(rng_seed)
         network = GrowingNetwork(model, optimizer, prepared, generator, scheduler, ranks)
         self._network = network
-        self._reporter = controllers.Reporter(network, self.budget, prepared, data)
+        self._reporter = Reporter(network, self.budget, prepared, data)
         self._history = History(1, len(network.slots), self._reporter.action_space.num_heads)
         self._recorder = Recorder(ledger, network, self._history)
         self._safe_points = SafePoints(network, self._recorder)
@@ -343,7 +345,7 @@ class Growth:
         broken = next(filter(None, self.ranks.gather(broken)), "")  # roll back on all ranks
         # measurements of a broken network say nothing about its seeds
         known = ({}, {}) if broken else (measured.contributions, self._gradients.norms)
-        controllers.add_measured_seeds(self._history, *known)
+        add_measured_seeds(self._history, *known)
         self._gradients.norms = {}
         self._record_step(measured)
         if broken:

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn, optim
 from torch.autograd import Variable
 
-from esper.growing.enlarging import Branch, new_branch
-from esper.growing.eval_mode import uncompiled, untouched_randomness, watch_hooks
 from esper.growing.optimizers import AnyScheduler, SeedGroups
-from esper.growing.pairs import units_of
 from esper.growing.preparation import PreparedModel
-from esper.growing.sites import ModelSite
-from esper.growing.slots import Seed, Slot, new_seed
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
-from esper.leyline.ranks import Ranks
 from esper.leyline.stages import SeedStage
+from esper.runtime.ranks import Ranks
+from esper.surgery.branches import Branch, new_branch
+from esper.surgery.eval_mode import uncompiled, untouched_randomness, watch_hooks
+from esper.surgery.pairs import units_of
+from esper.surgery.sites import ModelSite
+from esper.surgery.slots import Seed, Slot, new_seed
 
 # dtypes of running statistics
 _STATISTICS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from esper.growing.enlarging import Enlarged
-from esper.growing.slots import Slot
+from esper.surgery.branches import Enlarged
+from esper.surgery.slots import Slot
 
 AnyScheduler = LRScheduler | ReduceLROnPlateau
 

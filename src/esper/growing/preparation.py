@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from esper.growing.budget import Budget
-from esper.growing.inputs import tensors
-from esper.growing.plain import check_plain, working_sites
-from esper.growing.sites import MENU, ModelSite, SiteTrace, count_macs, count_params, trace_sites
-from esper.growing.slots import Slot, disable_nested_tensors
-from esper.growing.tracing import trace
 from esper.kasmina.blueprints import Blueprint
-from esper.leyline.checks import whole_number
-from esper.leyline.ranks import Ranks, join_ranks
+from esper.leyline.budget import Budget
+from esper.runtime.checks import whole_number
+from esper.runtime.ranks import Ranks, join_ranks
+from esper.surgery.inputs import tensors
+from esper.surgery.plain import check_plain, working_sites
+from esper.surgery.sharding import check_not_sharded
+from esper.surgery.sites import MENU, ModelSite, SiteTrace, count_macs, count_params, trace_sites
+from esper.surgery.slots import Slot, disable_nested_tensors
+from esper.surgery.tracing import trace
 
 
 def check_arguments(
@@ -84,14 +84,6 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
             "DistributedDataParallel model, not the module inside"
         )
     return model, ranks
-
-
-def check_not_sharded(model: nn.Module, remedy: str) -> None:
-    if any(isinstance(m, FSDPModule | FullyShardedDataParallel) for m in model.modules()):
-        raise ValueError(
-            "the model is sharded (fully_shard, FSDP), but a seed grows on whole weights; give "
-            f"{remedy}"
-        )
 
 
 class PreparedModel(NamedTuple):

@@ -4,14 +4,14 @@ from itertools import compress
 
 from torch import Tensor, nn
 
-from esper.growing import ledger as records
 from esper.growing.network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
-from esper.growing.sites import count_params
+from esper.kasmina.host_reports import History
 from esper.leyline.constants import BlendStyle
 from esper.leyline.factored_actions import OP_HEADS, ActionMasks, choice_names
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tolaria.reports import History
+from esper.nissa import ledger as records
+from esper.surgery.sites import count_params
 
 
 class Recorder:

@@ -17,23 +17,23 @@ import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from esper.growing.budget import Budget
-from esper.growing.export import FORMATS, TOLERANCE, export
+from esper.growing.data_facts import count_rows
 from esper.growing.growth import DEFAULT_RENT, Growth
-from esper.growing.inputs import count_rows
-from esper.growing.ledger import Ledger, Verdict
-from esper.growing.page import check_page, try_write_page, with_page
 from esper.growing.preparation import check_arguments, unwrapped
-from esper.growing.slots import disable_nested_tensors
-from esper.growing.tracing import is_composed
-from esper.growing.twin import Loss, Task, Twin, Unpack, copied
+from esper.growing.twin import Loss, Twin, TwinTask, Unpack, copied
 from esper.growing.validation import Metric, paired_difference
-from esper.leyline.checks import whole_number
+from esper.leyline.budget import Budget
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
-from esper.leyline.interruption import stop_on_interrupt
 from esper.leyline.protocols import Controller
-from esper.leyline.ranks import join_ranks
 from esper.nissa.console import Report, progress_bar
+from esper.nissa.ledger import Ledger, Verdict
+from esper.nissa.page import check_page, try_write_page, with_page
+from esper.runtime.checks import whole_number
+from esper.runtime.interruption import stop_on_interrupt
+from esper.runtime.ranks import join_ranks
+from esper.surgery.export import FORMATS, TOLERANCE, export
+from esper.surgery.slots import disable_nested_tensors
+from esper.surgery.tracing import is_composed
 
 Stop = Callable[[], bool]
 
@@ -133,7 +133,7 @@ def grow(
     check_page(page)
     copies = [copied(model, optimizer, scheduler) for _ in range(repeats - 1)]
     with stop_on_interrupt() as should_stop:  # before the loader starts workers: they inherit it
-        task = Task(model, train_loader, val_loader, loss, metric, unpack, autocast, ranks)
+        task = TwinTask(model, train_loader, val_loader, loss, metric, unpack, autocast, ranks)
         _set_train_mode(model)
         ungrown = Twin(*copied(model, optimizer)[:2], task) if twin else None
         growth = Growth(
@@ -235,7 +235,7 @@ def _set_train_mode(model: nn.Module) -> None:
 
 
 def _train(
-    growth: Growth, twin: Twin | None, task: Task, steps: int, report: Report, should_stop: Stop
+    growth: Growth, twin: Twin | None, task: TwinTask, steps: int, report: Report, should_stop: Stop
 ) -> None:
     """Train both models for all steps, or until Ctrl-C, with the decisions in between."""
     decisions = growth.decisions - 1  # the last one closes the run
@@ -260,7 +260,7 @@ def _train(
         warnings.warn(told, stacklevel=3)
 
 
-def _conclude(growth: Growth, twin: Twin | None, task: Task) -> GrowthResult:
+def _conclude(growth: Growth, twin: Twin | None, task: TwinTask) -> GrowthResult:
     """Compare both models at their best on the same validation batches."""
     if twin is None:
         return GrowthResult(growth.plain_model(), None, growth.ledger, None, growth)

@@ -14,20 +14,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from esper.growing import validation
 from esper.growing.checkpoint import group_settings
-from esper.growing.eval_mode import eval_mode, untouched_randomness
+from esper.growing.ddp import is_split, rows_of
 from esper.growing.growth import Growth
-from esper.growing.inputs import batch_size, forward, is_split, moved, rows_of, tensors
-from esper.growing.ledger import Ledger, TwinRecord
 from esper.growing.network import are_finite, average_gradients, finite_buffers
-from esper.growing.tracing import without_graphs
 from esper.growing.validation import Metric
-from esper.leyline.ranks import ALONE, Ranks
+from esper.nissa.ledger import Ledger, TwinRecord
+from esper.runtime.ranks import ALONE, Ranks
+from esper.surgery.eval_mode import eval_mode, untouched_randomness
+from esper.surgery.inputs import batch_size, forward, moved, tensors
+from esper.surgery.tracing import without_graphs
 
 Loss = Callable[[Any, Any], Tensor]  # (model output, target) -> mean loss of the batch
 Unpack = Callable[[Any], tuple[Any, Any]]  # a batch of the loader -> (inputs, target)
 
 
-class Task:
+class TwinTask:
     """What both networks share: data, loss, metric and device."""
 
     def __init__(
@@ -148,7 +149,7 @@ class Task:
 class Twin:
     """The ungrown copy of the model."""
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, task: Task):
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, task: TwinTask):
         self.model, self.optimizer = model, optimizer
         self._task = task
         self._finite_buffers = finite_buffers(model)

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.growing.eval_mode import eval_mode
-from esper.growing.inputs import is_split
-from esper.growing.ledger import StepRecord
+from esper.growing.ddp import is_split
 from esper.growing.network import GrowingNetwork
-from esper.leyline.ranks import ALONE, Ranks
+from esper.nissa.ledger import StepRecord
+from esper.runtime.ranks import ALONE, Ranks
+from esper.surgery.eval_mode import eval_mode
 
 # batch -> a score per example [n], 0 to 1, higher is better; optionally with the mean loss
 Score = Callable[[Any], Tensor | tuple[Tensor, Tensor]]

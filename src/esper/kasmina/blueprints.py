@@ -227,3 +227,8 @@ WIDENINGS = {
     for name, share in (("widen_quarter", 0.25), ("widen_half", 0.5), ("widen_full", 1.0))
 }
 BLUEPRINTS |= WIDENINGS
+
+
+def seed_programs(sites: Sequence[Site], menu: Sequence[Blueprint]) -> list[list[Program | None]]:
+    """What each blueprint would run at each site; None where it does not fit."""
+    return [[entry.program(site) if entry.fits(site) else None for entry in menu] for site in sites]

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from esper.leyline.devices import same_device
+from esper.runtime.devices import same_device
 
 ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are not aligned to it
 

@@ -31,8 +31,8 @@ from esper.leyline.constants import (
     AlphaCurve,
     BlendStyle,
 )
-from esper.leyline.devices import constant, same_device
 from esper.leyline.stages import LifecycleOp
+from esper.runtime.devices import constant, same_device
 
 # Sizes of the four independent heads of `audit_action_space`.
 NUM_SLOTS, NUM_BLUEPRINTS, NUM_BLENDS, NUM_OPS = 3, 5, 3, 4

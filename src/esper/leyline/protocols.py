@@ -1,5 +1,6 @@
 """Interfaces between packages: controllers, and the result of a step of growth."""
 
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -19,6 +20,13 @@ class Controller(Protocol):
     def decide(self, reports: Reports, masks: ActionMasks) -> Tensor:
         """Actions `[N, H]`, each legal under `masks`."""
         ...
+
+
+def controller_name(controller: object) -> str:
+    """What a ledger calls a controller: its path, its name or its class."""
+    if isinstance(controller, str | Path):
+        return str(controller)
+    return type(controller).__name__
 
 
 class StepOutcome(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.constants import MIN_PRUNE_AGE
-from esper.leyline.devices import DeviceConstant
+from esper.runtime.devices import DeviceConstant
 
 
 class SeedStage(IntEnum):

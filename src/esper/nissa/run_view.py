@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from esper.leyline.plain_config import flat
+from esper.runtime.plain_config import flat
 
 SMOOTHED_ROUNDS = 10  # hosts, data and rents differ from round to round
 _CURVES = {"lead": "episode/lead", "score": "episode/score", "accuracy": "episode/accuracy"}

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from esper.leyline.plain_config import flat
+from esper.runtime.plain_config import flat
 
 
 class TensorBoardSink:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
-from esper.leyline.files import read_file, write_file
 from esper.leyline.reports import Reports
+from esper.runtime.files import read_file, write_file
 from esper.tamiyo.policy.features import FeatureLayout, feature_list
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, RecurrentState
 from esper.tamiyo.policy.slot_heads import SlotHeads, tamiyo_policy

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline.checks import require_at_least
 from esper.leyline.constants import ALPHA_TARGETS, TEMPO_STEPS, AlphaCurve, BlendStyle
 from esper.leyline.factored_actions import ActionMasks
 from esper.leyline.protocols import Controller
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
+from esper.runtime.checks import require_at_least
 from esper.tamiyo.policy.distributions import choose_actions
 
 RAMP_STEPS = 2  # of a seed's alpha; one of TEMPO_STEPS

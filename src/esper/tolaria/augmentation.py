@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper.leyline.checks import require_at_least
+from esper.runtime.checks import require_at_least
 from esper.tolaria.randomness import uniform
 
 PURPOSE = -2  # first part of the keys; other keys start with a host id or -1

@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from esper.leyline.files import atomic_write
+from esper.runtime.files import atomic_write
 
 NAMES = ("x", "y", "x_val", "y_val", "x_test", "y_test")
 Arrays = dict[str, Any]  # arrays of these names; the splits may be missing

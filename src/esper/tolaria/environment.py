@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from esper.kasmina.host_reports import History, HostFacts, build_reports, seed_costs
 from esper.kasmina.lifecycle import apply
-from esper.leyline.checks import require_at_least
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.protocols import StepOutcome
 from esper.leyline.reports import Reports
 from esper.leyline.stages import SeedStage
+from esper.runtime.checks import require_at_least
 from esper.tolaria.host_batch import PopulationBatch
-from esper.tolaria.reports import History, HostFacts, build_reports, seed_costs
 
 
 @dataclass(frozen=True, kw_only=True)

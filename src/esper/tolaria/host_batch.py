@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.host_reports import HostFacts, StepMeasurements, site_facts
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step, remove_live_seeds
 from esper.leyline.arrays import copy_together
-from esper.leyline.checks import require_at_least
-from esper.leyline.ranks import ALONE, EnvShare, Ranks
+from esper.runtime.checks import require_at_least
+from esper.runtime.ranks import ALONE, EnvShare, Ranks
 from esper.tolaria.augmentation import NO_AUGMENTATION, Augmentation
-from esper.tolaria.evaluation import Evaluation, accuracy_on, evaluate
 from esper.tolaria.governor import Governor, Rollback
+from esper.tolaria.host_validation import HostValidation, accuracy_on, validate_hosts
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Kernels, Population
-from esper.tolaria.reports import HostFacts, StepMeasurements, site_facts
 from esper.tolaria.tasks import Task, minibatch_indices
 
 T = TypeVar("T")
@@ -302,9 +302,9 @@ class PopulationBatch:
         fallen = (self._step - start) / max(last - start, 1.0)
         return 1.0 - 0.98 * min(max(fallen, 0.0), 1.0)
 
-    def _evaluate(self, member: "_Member", transition: Transition) -> Evaluation:
+    def _evaluate(self, member: "_Member", transition: Transition) -> HostValidation:
         member.population.adopt(transition)
-        return evaluate(member.population, self.config.validation_rows)
+        return validate_hosts(member.population, self.config.validation_rows)
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class _Member:
 
 
 def _measurements(
-    member: _Member, evaluation: Evaluation, rollbacks: Sequence[Rollback]
+    member: _Member, evaluation: HostValidation, rollbacks: Sequence[Rollback]
 ) -> StepMeasurements:
     population = member.population
     rolled_back = torch.zeros(population.num_hosts, dtype=torch.bool)

@@ -10,17 +10,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from esper.kasmina.blueprints import Blueprint, Site
+from esper.kasmina.blueprints import Blueprint, seed_programs
 from esper.kasmina.hosts import Host
-from esper.kasmina.layers import Program
 from esper.tolaria.randomness import uniform
 
 ALIGNMENT = 8  # elements; matrix kernels are faster on aligned rows
-
-
-def seed_programs(sites: Sequence[Site], menu: Sequence[Blueprint]) -> list[list[Program | None]]:
-    """What each blueprint would run at each site; None where it does not fit."""
-    return [[entry.program(site) if entry.fits(site) else None for entry in menu] for site in sites]
 
 
 class TableLayout:

@@ -23,7 +23,7 @@ from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.kernels.hosts.compiled import CompiledSteps
 from esper.kernels.hosts.fused import FusedSteps, has_room
 from esper.kernels.hosts.layer_table import has_kernels
-from esper.leyline.checks import whole_number
+from esper.runtime.checks import whole_number
 from esper.tolaria.augmentation import NO_AUGMENTATION, PURPOSE, Augmentation
 from esper.tolaria.batched import BlendInputs, EagerSteps, Feed, TrainingSetup
 from esper.tolaria.optimizers import AdamW

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from esper.kasmina.locality import locality
 from esper.leyline.constants import SiteKind
 from esper.tolaria.data_files import mnist1d_rows, read_data, read_idx, split_rows
 from esper.tolaria.randomness import fold
@@ -29,8 +30,6 @@ DATA_DIR = Path("data")
 FASHION_MNIST_DIR = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
 
 PUBLISHED_RNG_SEED = 42  # of the published MNIST-1D
-
-MAX_VALUES = 2**22  # of the inputs that `locality` reads
 
 
 class HeldOut:
@@ -349,29 +348,6 @@ def _reading_order(rng_seed: int, host_ids: Tensor, positions: range, count: int
     ordered &= (1 << bits) - 1
     skipped = positions.start - first_epoch * count
     return ordered.flatten(1)[:, skipped : skipped + len(positions)]
-
-
-def locality(rows: Tensor) -> float:
-    """The mean correlation of neighbouring positions of inputs `[rows, channels, *positions]`.
-
-    Correlations are over the rows, for every pair of neighbours along every axis of positions, in
-    every channel: near 1 for smooth inputs, about 0 for inputs without order. Constant positions
-    are left out. Without any pair, such as for inputs without positions, the result is 0.
-    """
-    if rows.numel() == 0:
-        return 0.0
-    rows = rows[: max(2, MAX_VALUES // rows[0].numel())].double()
-    spread = rows.amax(dim=0) - rows.amin(dim=0)
-    varies = (spread > 0) & spread.isfinite()
-    centred = rows - rows.mean(dim=0)
-    units = torch.where(varies, centred / centred.norm(dim=0), 0.0)  # products are correlations
-    total, pairs = units.new_zeros(()), units.new_zeros(())
-    for axis in range(1, varies.dim()):
-        count = varies.shape[axis] - 1
-        near, far = units.narrow(axis + 1, 0, count), units.narrow(axis + 1, 1, count)
-        total += (near * far).sum()
-        pairs += (varies.narrow(axis, 0, count) & varies.narrow(axis, 1, count)).sum()
-    return float(total / pairs.clamp(min=1))
 
 
 def _renamed(task: Task, variant: str) -> Task:

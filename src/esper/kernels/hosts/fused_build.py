@@ -17,7 +17,7 @@ import torch
 from esper.kasmina.layers import NORM_EPSILON
 from esper.kernels.hosts.layer_table import Kind
 from esper.leyline.constants import BlendStyle
-from esper.leyline.files import atomic_write
+from esper.runtime.files import atomic_write
 
 THREADS = 512  # of a block
 NUM_PARTS = 2  # sums of a gradient that warps make side by side

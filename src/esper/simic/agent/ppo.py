@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_map_only
 
-from esper.leyline.checks import require_fraction, require_positive, require_whole
 from esper.leyline.constants import DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
-from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.sequences import SequenceLayout, SequenceParts
+from esper.runtime.checks import require_fraction, require_positive, require_whole
+from esper.runtime.ranks import ALONE, EnvShare, Ranks
 from esper.simic.agent.captured import Captured
 from esper.simic.agent.rollout_buffer import RolloutBatch, TamiyoRolloutBuffer
 from esper.tamiyo.policy.feature_scales import RunningNormalizer

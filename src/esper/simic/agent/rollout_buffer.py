@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from esper.leyline.arrays import TensorFields
-from esper.leyline.checks import require_at_least
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA, DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import FactoredActionSpace
-from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.sequences import SequenceLayout
+from esper.runtime.checks import require_at_least
+from esper.runtime.ranks import ALONE, Ranks
 from esper.simic.agent.gae import compute_gae
 
 ADVANTAGE_STD_FLOOR = 1e-8

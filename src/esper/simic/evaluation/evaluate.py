@@ -10,13 +10,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from esper.leyline.ranks import ALONE, Ranks
+from esper.runtime.ranks import ALONE, Ranks
 from esper.simic.evaluation.arms import plans_for, run_arms, search_plans, standard_arms
 from esper.simic.evaluation.claims import judge_claims
 from esper.simic.evaluation.experiment import PRESETS, EvaluationConfig, PairedExperiment
 from esper.simic.evaluation.report import EvaluationReport
-from esper.simic.training.config import TrainConfig, load_hosts, load_menu, load_task, with_checksum
-from esper.simic.training.run_folder import RunFiles
+from esper.simic.growth.hosts_and_data import load_hosts, load_menu, load_task, with_checksum
+from esper.simic.growth.run_folder import RunFiles
+from esper.simic.growth.train_config import TrainConfig
 from esper.tamiyo.learned import LearnedController
 from esper.tolaria.augmentation import NO_AUGMENTATION
 from esper.tolaria.optimizers import AdamW

@@ -19,12 +19,12 @@ from torch import Tensor
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.hosts import Host
 from esper.leyline.arrays import TensorFields
-from esper.leyline.checks import require_at_least, require_positive
 from esper.leyline.protocols import Controller
-from esper.leyline.ranks import ALONE, EnvShare, Ranks
 from esper.leyline.reports import Reports
 from esper.leyline.stages import SeedStage
-from esper.simic.rewards import growth_score
+from esper.runtime.checks import require_at_least, require_positive
+from esper.runtime.ranks import ALONE, EnvShare, Ranks
+from esper.simic.growth.rewards import growth_score
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch

@@ -7,12 +7,12 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.files import atomic_write
-from esper.leyline.plain_config import to_plain
+from esper.runtime.files import atomic_write
+from esper.runtime.plain_config import to_plain
 from esper.simic.evaluation.arms import LEARNED, ArmResult, Array
 from esper.simic.evaluation.claims import HELPS, Verdict, estimate
 from esper.simic.evaluation.experiment import EvaluationConfig, PairedExperiment
-from esper.simic.training.config import TrainConfig
+from esper.simic.growth.train_config import TrainConfig
 
 Rows = list[list[str]]  # of a table, header first
 _FIELDS = ("validation", "test", "added_params", "params", "macs", "training_flops", "rolled_back")

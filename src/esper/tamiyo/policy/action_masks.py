@@ -8,7 +8,6 @@ limit, and a new alpha target must differ from the current one.
 import torch
 
 from esper.leyline.constants import ALPHA_TARGETS
-from esper.leyline.devices import DeviceConstant
 from esper.leyline.factored_actions import (
     OP_HEADS,
     ActionMasks,
@@ -17,6 +16,7 @@ from esper.leyline.factored_actions import (
 )
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp, slot_accepts
+from esper.runtime.devices import DeviceConstant
 
 
 def compute_batch_masks(reports: Reports, action_space: FactoredActionSpace) -> ActionMasks:

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import hardtanh, softplus
 
-from esper.leyline.checks import DeferredChecks
-from esper.leyline.devices import DeviceConstant, constant
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
-from esper.leyline.ranks import noise
 from esper.leyline.sequences import SequenceLayout, SequenceParts
+from esper.runtime.checks import DeferredChecks
+from esper.runtime.devices import DeviceConstant, constant
+from esper.runtime.ranks import noise
 
 LARGEST_LOGIT = 1e29  # logits are clipped to this, up and down
 # far below any logit, and far enough above the lowest float that gradients times it are finite

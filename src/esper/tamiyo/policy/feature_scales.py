@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from esper.leyline.ranks import ALONE, Ranks
+from esper.runtime.ranks import ALONE, Ranks
 from esper.tamiyo.policy.features import FeatureLayout
 
 LEAST_STD = 0.1  # amplify a near-constant feature at most 10x

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from esper.leyline.constants import DEFAULT_EPISODE_LENGTH, SiteKind
-from esper.leyline.devices import DeviceConstant
 from esper.leyline.reports import ACCURACY_HISTORY, Reports
 from esper.leyline.stages import LifecycleOp, SeedStage
+from esper.runtime.devices import DeviceConstant
 
 
 @dataclass(frozen=True)

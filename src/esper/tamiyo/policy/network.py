@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from esper.leyline.checks import require_whole
 from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
-from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.sequences import SequenceLayout, SequenceParts
+from esper.runtime.checks import require_whole
+from esper.runtime.ranks import ALONE, Ranks
 from esper.tamiyo.policy.distributions import (
     ChoiceChecks,
     LegalChoices,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace
-from esper.leyline.ranks import ALONE, Ranks
+from esper.runtime.ranks import ALONE, Ranks
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import ActionMasks
-from esper.leyline.ranks import noise
+from esper.runtime.ranks import noise
 from esper.tamiyo.policy.distributions import MASKED
 from esper.tamiyo.policy.network import Decision, FactoredRecurrentActorCritic, RecurrentState
 from esper.tamiyo.policy.plain_heads import PlainHeads

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import tamiyo_action_space
-from esper.leyline.ranks import ALONE, Ranks
 from esper.leyline.stages import LifecycleOp
+from esper.runtime.ranks import ALONE, Ranks
 from esper.tamiyo.policy.feature_scales import FeatureScales
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp

@@ -1,0 +1,1 @@
+"""`esper train`: growing hosts as rows of a rollout, and the run that learns to grow them."""

@@ -1,0 +1,426 @@
+"""Gymnasium vector environments for the training loop, with one behaviour for all autoreset modes.
+
+    envs = GymEnvs(vector_env, GymSpaces.of(vector_env), rng_seed=0)
+    outcome = envs.step(choices)             # for the observation in envs.features, envs.masks
+
+Three modes, read from `metadata["autoreset_mode"]`:
+- NEXT_STEP: the step after an episode's end only resets, and its action is ignored. Such an
+  autoreset step is reported with `is_real_step` False.
+- SAME_STEP: the reset happens within the step that ends the episode.
+- DISABLED: the envs that have ended are reset here.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.leyline.factored_actions import ActionMasks
+from esper.runtime.ranks import ALONE, EnvShare, Ranks
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.gym.gym_spaces import Array, GymSpaces
+from esper.simic.gym.unread_masks import UnreadMasks
+from esper.simic.trainer import Outcome, PhaseClock
+
+if TYPE_CHECKING:
+    from gymnasium import Env
+    from gymnasium.vector import VectorEnv
+
+    AnyEnv = str | Env[Any, Any] | VectorEnv[Any, Any, Any]
+
+MaskOption = Literal["auto", "observation", "info", "method", "none"]
+
+_DEFAULT_KEY = "action_mask"
+RECENT_EPISODES = 100  # that the reported means are over
+
+
+class Episode(NamedTuple):
+    """An episode that has ended."""
+
+    env: int
+    total_reward: float
+    length: int
+
+
+class EpisodeLog:
+    """Returns and lengths of episodes."""
+
+    def __init__(self, num_envs: int, recent: Iterable[Episode] = ()):
+        self.total_rewards = np.zeros(num_envs)  # of the unfinished episodes, as are the lengths
+        self.lengths = np.zeros(num_envs, dtype=np.int64)
+        self.ended: list[Episode] = []  # by the last step
+        self.steps = 0
+        self.of_round: list[tuple[int, Episode]] = []  # ended in this round, with their last step
+        self.recent = deque(recent, maxlen=RECENT_EPISODES)  # before this round
+
+    def add(self, rewards: Array, ended: Array, is_real_step: Array) -> None:
+        self.total_rewards += rewards * is_real_step
+        self.lengths += is_real_step
+        self.steps += 1
+        self.ended = [
+            Episode(int(env), float(self.total_rewards[env]), int(self.lengths[env]))
+            for env in np.flatnonzero(ended)
+        ]
+        self.of_round += [(self.steps, episode) for episode in self.ended]
+        self.total_rewards[ended] = 0.0
+        self.lengths[ended] = 0
+
+
+class GymEnvs:
+    """N environments, each with a current observation and its masks.
+
+    With several ranks, every rank has N environments.
+    """
+
+    features: Tensor  # [N, F]
+    masks: ActionMasks
+    pending: Array  # [N] bool: the next step is an autoreset step
+    round_over = False  # episodes continue from one round to the next
+
+    def __init__(
+        self,
+        envs: "VectorEnv[Any, Any, Any]",
+        spaces: GymSpaces,
+        rng_seed: int,
+        mask_source: MaskOption = "auto",
+        mask_key: str = _DEFAULT_KEY,
+        ranks: Ranks = ALONE,
+    ):
+        spaces.require_same(envs)
+        ranks.require_same({"num_envs": envs.num_envs, **spaces.describe()})
+        self.share, self.ranks = EnvShare.split(envs.num_envs * ranks.size, ranks), ranks
+        self.spaces, self.num_envs = spaces, envs.num_envs
+        self.num_features, self.action_space = spaces.num_features, spaces.action_space
+        self.clock = PhaseClock()
+        self.vector_env: Any = envs
+        self._autoreset = _autoreset_mode(envs)
+        self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
+        self._mask_key = mask_key
+        self._unread_masks = UnreadMasks(mask_key, self.action_space)
+        self.rounds, self._where = 0, ""  # the round that errors name
+        observations, infos = self._reset(rng_seed)
+        self.mask_source = self._find_mask_source(infos, mask_source)
+        self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
+        self._observe(observations, infos)
+        if self._is_unmasked_by_chance and mask_key != _DEFAULT_KEY:
+            names = [name for name in infos if not name.startswith("_")]
+            raise ValueError(
+                f"mask_key={mask_key!r}: the first reset gave no such mask. The observation has "
+                f"{[*observations] if isinstance(observations, dict) else 'no names'}, info {names}. "
+                "Give the mask at every reset and step, or set masks='method' to use action_masks(), "
+                "or masks='none' to learn without masks"
+            )
+        given = [head.name for head in self.action_space if head.given]
+        if given and self._is_unmasked_by_chance:
+            warnings.warn(
+                f"heads {given} depend on earlier heads, but the environment gives no masks, so all "
+                f"choices are legal; give info[{mask_key!r}] at every reset and step, or set "
+                "masks='none'",
+                stacklevel=3,  # where the model is made
+            )
+
+    def _reset(self, rng_seed: int, recent: Iterable[Episode] = ()) -> tuple[Any, dict[str, Any]]:
+        """Start new episodes."""
+        _require_usable(self.vector_env)
+        self.log = EpisodeLog(self.num_envs, recent)
+        self.pending = np.zeros(self.num_envs, dtype=bool)
+        self._previous = np.zeros((self.num_envs, self.spaces.num_previous), dtype=np.float32)
+        first = int(self.share.ids[0])  # env i of a vector environment gets the seed plus i
+        found: tuple[Any, dict[str, Any]] = self.vector_env.reset(seed=rng_seed + first)
+        return found
+
+    def begin_round(self) -> Tensor:
+        _require_usable(self.vector_env)
+        self._where = f", round {self.rounds + 1}"
+        return torch.zeros(self.num_envs, dtype=torch.bool)
+
+    def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
+        self.rounds += 1
+        first = int(self.share.ids[0])
+        ended = [(step, e._replace(env=first + e.env)) for step, e in self.log.of_round]
+        every = sorted(entry for part in self.ranks.gather(ended) for entry in part)
+        self.log.recent.extend(episode for _, episode in every)
+        self.log.of_round = []
+
+    def step(self, choices: Tensor) -> Outcome:
+        """Take the heads' choices `[N, H]` in every env."""
+        was_pending = self.pending
+        actions = self.spaces.actions(choices)
+        observations, rewards, terminated, truncated, infos = self.vector_env.step(actions)
+        truncated = truncated & ~terminated
+        ended = terminated | truncated
+        rewards = rewards.astype(np.float32)
+        self._previous = self.spaces.previous(choices.cpu().numpy(), rewards)
+        final_features = reset_infos = None
+        if self._autoreset == "NEXT_STEP":
+            is_first, self.pending = was_pending, ended
+        else:
+            is_first = ended
+            if ended.any():
+                final_features = self.spaces.features(observations, self._previous)
+                if self._autoreset == "SAME_STEP":
+                    last = list(infos["final_obs"][ended])
+                    before = self._previous[ended]
+                    final = self.spaces.features(last, before, one_by_one=True)
+                    final_features[torch.from_numpy(ended)] = final
+                self.spaces.require_finite(final_features, self._where)
+                if self._autoreset == "DISABLED":
+                    options = {"reset_mask": ended.copy()}
+                    observations, reset_infos = self.vector_env.reset(options=options)
+        self._previous[is_first] = 0.0
+        self._observe(observations, infos, ended, reset_infos)
+        self.log.add(rewards, ended, ~was_pending)
+        self.clock.lap("env")
+        return Outcome(
+            rewards=torch.from_numpy(rewards),
+            terminated=torch.from_numpy(terminated),
+            truncated=torch.from_numpy(truncated),
+            is_real_step=torch.from_numpy(~was_pending),
+            is_first=torch.from_numpy(is_first),
+            final_features=self.features if final_features is None else final_features,
+        )
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        recent = self.log.recent
+        if not recent:
+            return {}
+        return {
+            "episode/return": float(np.mean([episode.total_reward for episode in recent])),
+            "episode/length": float(np.mean([episode.length for episode in recent])),
+        }
+
+    def _observe(
+        self,
+        observations: Any,
+        infos: dict[str, Any],
+        ended: Array | None = None,
+        reset_infos: dict[str, Any] | None = None,
+    ) -> None:
+        """Set the current observation and masks."""
+        self.features = self.spaces.features(observations, self._previous)
+        self.spaces.require_finite(self.features, self._where)
+        if self.mask_source == "none":
+            if self._is_unmasked_by_chance:
+                self._unread_masks.refuse_infos(infos)
+            self.masks = self._all_legal
+            return
+        if self.mask_source == "observation":
+            infos = {self._mask_key: observations[self._mask_key]}
+        # the last observation of an episode may allow nothing; no action is chosen for it
+        sources = [(infos, ~self.pending)]
+        if reset_infos is not None and ended is not None and self.mask_source == "info":
+            sources = [(infos, ~ended), (reset_infos, ended)]  # new episodes: with their reset
+        groups = [group.clone() for group in self._all_legal.groups]
+        for source, needed in sources:
+            if needed.any():
+                found = self.spaces.masks(_rows(self._given_masks(source, needed), needed))
+                for group, part in zip(groups, found.groups, strict=True):
+                    group[torch.from_numpy(needed)] = part
+        self.masks = ActionMasks(self.action_space, groups)
+
+    def _given_masks(self, infos: dict[str, Any], needed: Array) -> Any:
+        """The masks of all envs as the environment gives them; raises if a needed one is missing."""
+        if self.mask_source == "method":
+            return self.vector_env.unwrapped.call("action_masks")
+        key = self._mask_key
+        given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
+        if (needed & ~given).any():
+            raise ValueError(
+                f"envs {np.flatnonzero(needed & ~given).tolist()} gave no info[{key!r}]; "
+                "with masks from info, every reset and step must give one"
+            )
+        return infos[key]
+
+    def _find_mask_source(self, infos: dict[str, Any], asked: MaskOption) -> MaskOption:
+        """Where masks come from: as asked, or the first source that the environment offers."""
+        from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+        if asked in ("info", "none"):
+            return asked
+        if self.spaces.mask_entry is not None and asked != "method":
+            return "observation"
+        if asked == "observation":
+            raise ValueError(
+                f"the observation has no entry {self._mask_key!r} with the mask; use a Dict "
+                "observation that has it, or set mask_key"
+            )
+        if asked == "auto" and self._mask_key in infos:
+            return "info"
+        inner = self.vector_env.unwrapped
+        has_methods = isinstance(inner, SyncVectorEnv | AsyncVectorEnv)
+        has_masks = inner.call("has_wrapper_attr", "action_masks") if has_methods else [False]
+        if any(has_masks) and (asked == "method" or self._mask_key == _DEFAULT_KEY):
+            if without := [env for env, has in enumerate(has_masks) if not has]:
+                raise ValueError(
+                    f"envs {without} have no action_masks() method, but the others do; add it to "
+                    "all, or set masks='none' to learn without masks"
+                )
+            return "method"
+        if asked == "method":
+            raise ValueError(
+                f"{self.vector_env} has no sub-environments with an action_masks() method; give "
+                f"masks as info[{self._mask_key!r}] (masks='info')"
+            )
+        self._unread_masks.refuse_entries(self.spaces.observation)
+        self._unread_masks.refuse_methods(inner)
+        return "none"
+
+    @property
+    def kind(self) -> str:
+        """The class of the environments without their wrappers."""
+        return str(type(inner_envs(self.vector_env)[0]))
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    @property
+    def can_save_state(self) -> bool:
+        """Whether every sub-environment has `get_state()` and `set_state(state)`.
+
+        `get_state` returns all that the environment's future depends on, its random generator
+        included, as plain containers, numbers, strings and tensors. A wrapper may hold state too,
+        so it needs the two methods as well, unless `gymnasium.make` adds it.
+        """
+        from gymnasium.vector import SyncVectorEnv
+
+        is_sync = isinstance(self.vector_env, SyncVectorEnv)
+        return is_sync and all(map(_state_holders, self.vector_env.envs))
+
+    def state_dict(self) -> dict[str, Any]:
+        log, recent = self.log, [list(episode) for episode in self.log.recent]
+        state: dict[str, Any] = {"recent_episodes": recent, "rounds": self.rounds}
+        if not self.can_save_state:
+            return state
+        masks = {f"masks {number}": group for number, group in enumerate(self.masks.groups)}
+        own = masks | {
+            "features": self.features,
+            "pending": torch.from_numpy(self.pending),
+            "episode_rewards": torch.from_numpy(log.total_rewards),
+            "episode_lengths": torch.from_numpy(log.lengths),
+            "environments": [_state_of(env) for env in self.vector_env.envs],
+        }
+        every = self.share.join(self.ranks.gather((self.share.ids, own)))
+        return state | {"masks": [every.pop(name) for name in masks]} | every
+
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
+        """Without the environments' state, start new episodes: not those of the run's start."""
+        recent = [Episode(*episode) for episode in state["recent_episodes"]]
+        self.rounds = state["rounds"]
+        if "environments" not in state:
+            rng_seed = int(torch.randint(2**31, (), generator=generator))
+            self._observe(*self._reset(rng_seed, recent))
+            return
+        self.log = log = EpisodeLog(self.num_envs, recent)
+        ids = self.share.ids
+        self.features = state["features"][ids]
+        groups = [group[ids] for group in state["masks"]]
+        self.masks = ActionMasks(self.action_space, groups)
+        self.pending = state["pending"][ids].numpy()
+        log.total_rewards[:] = state["episode_rewards"][ids].numpy()
+        log.lengths[:] = state["episode_lengths"][ids].numpy()
+        for env, env_id in zip(self.vector_env.envs, ids.tolist(), strict=True):
+            saved, (*limits, inner) = state["environments"][env_id], _state_holders(env)
+            for limit, elapsed in zip(limits, saved["elapsed_steps"], strict=True):
+                limit._elapsed_steps = elapsed
+            inner.set_state(saved["environment"])
+        self.vector_env._autoreset_envs = self.pending.copy()  # its own record of pending resets
+
+
+def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
+    from gymnasium.vector import AutoresetMode
+
+    try:
+        return AutoresetMode(envs.metadata.get("autoreset_mode")).name
+    except ValueError as error:
+        raise ValueError(
+            f"{envs} does not declare how it resets; set metadata['autoreset_mode'] to a "
+            "gymnasium.vector.AutoresetMode"
+        ) from error
+
+
+def _require_usable(envs: "VectorEnv[Any, Any, Any]") -> None:
+    """Raise for an AsyncVectorEnv that an interruption or an error has left unusable."""
+    from gymnasium.vector import AsyncVectorEnv
+    from gymnasium.vector.async_vector_env import AsyncState
+
+    inner = envs.unwrapped
+    if not isinstance(inner, AsyncVectorEnv):
+        return
+    is_idle = inner._state == AsyncState.DEFAULT and None not in inner.parent_pipes
+    if inner.closed or not is_idle or not all(p.is_alive() for p in inner.processes):
+        what = "closed" if inner.closed else "interrupted or have failed"
+        raise ValueError(
+            f"the processes of {envs} were {what}, and cannot be used again; make new environments. "
+            "A model continues in them with model.save(path), then PPO.load(path, them)"
+        )
+
+
+def _rows(masks: Any, envs: Array) -> Any:
+    """The masks of some envs out of those of all."""
+    if isinstance(masks, Mapping):  # for each head, gymnasium adds which envs gave it as "_head"
+        return {name: _rows(m, envs) for name, m in masks.items() if not name.startswith("_")}
+    return [*compress(masks, envs)] if isinstance(masks, tuple | list) else np.asarray(masks)[envs]
+
+
+# -- state of one environment ---------------------------------------------------------------------
+
+
+def _state_holders(env: Any) -> list[Any]:
+    """Time limits, then the env below them with `get_state` and `set_state`; [] if there is none."""
+    from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+
+    limits = []
+    while not (hasattr(env, "get_state") and hasattr(env, "set_state")):
+        if isinstance(env, TimeLimit):
+            limits.append(env)
+        elif not isinstance(env, OrderEnforcing | PassiveEnvChecker):
+            return []
+        env = env.env
+    return [*limits, env]
+
+
+def _state_of(env: Any) -> dict[str, Any]:
+    *limits, inner = _state_holders(env)
+    elapsed = [limit._elapsed_steps for limit in limits]
+    return {"elapsed_steps": elapsed, "environment": inner.get_state()}
+
+
+# -- making and comparing environments ------------------------------------------------------------
+
+
+def vector_env(env: "AnyEnv", num_envs: int, ranks: Ranks = ALONE) -> "VectorEnv[Any, Any, Any]":
+    """A vector environment: this rank's part of `num_envs` of an id, or the given one alone."""
+    try:
+        import gymnasium
+        from gymnasium.vector import SyncVectorEnv, VectorEnv
+    except ModuleNotFoundError as error:
+        advice = f"esper.PPO needs {error.name}: pip install 'esper-lite[gym]'"
+        raise ModuleNotFoundError(advice) from error
+    if isinstance(env, VectorEnv):
+        return env
+    if isinstance(env, gymnasium.Env):
+        return SyncVectorEnv([lambda: env])
+    if not isinstance(env, str):
+        raise ValueError(
+            f"{env} is a {type(env).__name__}; use the id of an environment, a gymnasium.Env, or "
+            "a vector environment such as gymnasium.vector.SyncVectorEnv([make_env] * 8)"
+        )
+    own = len(EnvShare.split(num_envs, ranks).ids)
+    try:
+        return gymnasium.make_vec(env, num_envs=own, vectorization_mode="sync")
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"{env} cannot be made: {error}") from error
+
+
+def inner_envs(envs: "VectorEnv[Any, Any, Any]") -> list[Any]:
+    """The environments without their wrappers, or the vector environment that computes them."""
+    from gymnasium.vector import SyncVectorEnv
+
+    inner = envs.unwrapped
+    return [e.unwrapped for e in inner.envs] if isinstance(inner, SyncVectorEnv) else [inner]

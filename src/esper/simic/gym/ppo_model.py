@@ -1,0 +1,464 @@
+"""`esper.PPO`: recurrent, masked, factored PPO on Gymnasium environments.
+
+    model = esper.PPO("CartPole-v1")
+    model.learn(50_000)
+    print(esper.evaluate(model, "CartPole-v1", episodes=20).returns.mean())
+    model.save("cartpole.pt")
+
+docs/ppo.md lists the spaces and shows masks, choices that depend on earlier ones, images, mixed
+actions, evaluation, callbacks and resuming.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.leyline.factored_actions import ActionMasks, Head
+from esper.runtime.checks import require_whole, whole_number
+from esper.runtime.devices import usable_device
+from esper.runtime.files import read_file, write_file
+from esper.runtime.plain_config import from_plain, to_plain
+from esper.runtime.ranks import ALONE, Ranks, join_ranks
+from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.gym.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
+from esper.simic.gym.gym_spaces import Array, GymSpaces
+from esper.simic.trainer import Trainer, load_agent, zero_rows
+from esper.tamiyo.policy.layers import spread_time_constants
+from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
+from esper.tamiyo.policy.plain_heads import flat_policy
+
+if TYPE_CHECKING:
+    from gymnasium.vector import VectorEnv
+
+    from esper.simic.gym.gym_envs import AnyEnv
+
+_KIND, _VERSION = "PPO model", 3
+LONG_EPISODE = 100_000  # steps; an evaluation warns
+_OWN_ENVS = (
+    "these are the environments that the model learns in; evaluating there would break off its "
+    "episodes. Make others for evaluation, or pass the id of the environment"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymConfig:
+    """All settings of a PPO model; a saved model holds them."""
+
+    num_envs: int = 8
+    """Environments in parallel, if PPO is given the id of an environment."""
+    horizon: int = 128
+    """Steps per env between two updates."""
+    rng_seed: int = 0
+    """Seeds the weights, the sampling, the shuffling and the environments."""
+    device: str = "cpu"
+    """Where the policy acts and learns."""
+    masks: MaskOption = "auto"
+    """Legal actions: from the entry `mask_key` of a Dict observation, from info[mask_key], from the
+    environments' action_masks(), or all. "auto" takes the first of these that the environment
+    offers at its first reset."""
+    mask_key: str = "action_mask"
+    """The name of the mask in the observation or in info."""
+    previous_action: bool = True
+    """A policy with memory also sees its previous action."""
+    previous_reward: bool = False
+    """A policy with memory also sees the previous reward; `predict` then needs `reward`. It helps
+    where the reward tells what was right, such as in long tasks that repeat."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+
+    def __post_init__(self) -> None:
+        require_whole(self, 0, "rng_seed")
+        if self.rng_seed >= 2**63:
+            raise ValueError(f"rng_seed={self.rng_seed}; use less than 2**63")
+        require_whole(self, 1, "num_envs")
+        require_whole(self, 2, "horizon")  # with NEXT_STEP, 1 could be an autoreset step only
+        if self.masks not in get_args(MaskOption):
+            raise ValueError(f"masks={self.masks!r}; use one of {get_args(MaskOption)}")
+
+
+class PolicyState(NamedTuple):
+    """What `predict` keeps from one call to the next, for each env."""
+
+    h: Tensor  # of the LSTM, [N, L, hidden]
+    c: Tensor
+    choices: Tensor  # [N, H]: of the previous step
+    is_new: Tensor  # [N] bool: there was no previous step
+
+
+class PPO:
+    """A policy, and the environments that it learns in.
+
+    Args:
+        env: the id of an environment, one environment, or a vector environment; it is reset with
+            the config's `rng_seed`. Under torchrun the config's `num_envs` are split over the ranks,
+            and an environment that is given is that of one rank
+        heads: the choices of an action and what they depend on, such as
+            `(Head("row", 3), Head("column", 4, given=("row",)))`; by default independent
+        config: all settings
+        encoder: a custom module for the observation, `encoder(numbers, *images)` to `[B, width]`
+    """
+
+    def __init__(
+        self,
+        env: "AnyEnv",
+        heads: Iterable[Head] | None = None,
+        config: GymConfig | None = None,
+        *,
+        encoder: nn.Module | None = None,
+    ):
+        config = config or GymConfig()
+        if not isinstance(config, GymConfig):
+            raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
+        ranks = _ranks(env, config)
+        envs = vector_env(env, config.num_envs, ranks)
+        mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
+        spaces = GymSpaces.of(envs, heads, mask_entry)
+        if config.policy.memory:
+            action, reward = config.previous_action, config.previous_reward
+            spaces = replace(spaces, previous_action=action, previous_reward=reward)
+        world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key, ranks)
+        self._build(config, spaces, encoder, world)
+
+    def _build(
+        self,
+        config: GymConfig,
+        spaces: GymSpaces,
+        encoder: nn.Module | None,
+        world: GymEnvs | None = None,
+    ) -> None:
+        """`world` are the environments to learn in, if there are any."""
+        self.config, self.spaces = config, spaces
+        self.mask_source: MaskOption = world.mask_source if world else "auto"
+        with torch.random.fork_rng(devices=[]):  # weights depend on rng_seed alone
+            torch.manual_seed(config.rng_seed)
+            policy = flat_policy(
+                spaces.action_space,
+                spaces.num_features,
+                config.policy,
+                num_previous=spaces.num_previous,
+                images=spaces.images,
+                encoder=encoder,
+            )
+        spread_time_constants(policy.core, config.policy.memory_steps)
+        policy = policy.to(usable_device(config.device))
+        self.agent = PPOAgent(policy, config.ppo, world.ranks if world else ALONE)
+        settings = {"horizon": config.horizon, "rng_seed": config.rng_seed}
+        self._trainer = Trainer(world, self.agent, **settings) if world else None
+        self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
+        self._is_learning = False
+        self._loaded: dict[str, Any] = {}  # the file of a model without environments
+
+    # -- learning -----------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise ValueError("this model was loaded without environments; use PPO.load(path, env)")
+        return self._trainer
+
+    @property
+    def envs(self) -> GymEnvs:
+        return cast(GymEnvs, self.trainer.envs)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps learned from so far, of all environments together."""
+        return self.trainer.progress.steps
+
+    @property
+    def is_finished(self) -> bool:
+        progress = self.trainer.progress
+        return progress.round_steps == 0 and progress.steps >= self.total_steps
+
+    def learn(
+        self,
+        steps: int | None = None,
+        callback: Callable[[int, dict[str, float]], bool | None] | None = None,
+        eval_env: "AnyEnv | None" = None,
+        log_dir: str | Path | None = None,
+        *,
+        eval_every: int = 10,
+        eval_episodes: int = 10,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Self:
+        """Train for at least `steps` more steps, in whole rounds.
+
+        Args:
+            steps: of all environments together; None finishes a `learn` that was stopped
+            callback: called as `callback(steps, metrics)` after each round, on every rank; training
+                stops when one returns False. docs/metrics.md explains the metrics
+            eval_env: other environments than those to learn in, or an id: every `eval_every`
+                rounds `eval_episodes` are played, and the metrics hold "eval/return"
+            log_dir: folder for TensorBoard's curves of all metrics
+            should_stop: checked before each step; training stops when it returns True
+        """
+        trainer, progress = self.trainer, self.trainer.progress
+        trainer.ranks.require_same({"steps": steps})
+        if steps is not None:
+            steps = whole_number("steps", steps, 1)
+            self._first_step, self.total_steps = progress.steps, progress.steps + steps
+        elif not self.total_steps:
+            raise ValueError("there is no `learn` to finish; give steps, such as learn(50_000)")
+        whole_number("eval_every", eval_every, 1)
+        whole_number("eval_episodes", eval_episodes, 1)
+        if eval_env is not None:
+            eval_env = vector_env(eval_env, self.envs.num_envs)
+            if self._learns_in(eval_env):
+                raise ValueError(_OWN_ENVS)
+            try:
+                GymEnvs(eval_env, self.spaces, 0, self.mask_source, self.config.mask_key)
+            except ValueError as error:
+                raise ValueError(f"eval_env: {error}") from error
+        with ExitStack() as stack:
+            record: Callable[[int, dict[str, float]], None] = lambda *_: None  # noqa: E731
+            if log_dir is not None and trainer.ranks.is_first:
+                from esper.nissa.tensorboard import TensorBoardSink
+
+                sink = TensorBoardSink(log_dir, first_step=progress.steps + 1)
+                record = stack.enter_context(sink).record
+            self._is_learning = True
+            stack.callback(setattr, self, "_is_learning", False)
+            trainer.clock.start()
+            while not self.is_finished:
+                done = max(progress.steps_before_round - self._first_step, 0)
+                schedule = min(done / (self.total_steps - self._first_step), 1.0)
+                metrics = trainer.run_round(schedule, should_stop)
+                if metrics is None:
+                    break
+                if eval_env is not None and (progress.rounds % eval_every == 0 or self.is_finished):
+                    result = evaluate(self, eval_env, eval_episodes)
+                    metrics["eval/return"] = float(result.returns.mean())
+                    metrics["eval/length"] = float(result.lengths.mean())
+                record(progress.steps, metrics)
+                answer = None if callback is None else callback(progress.steps, metrics)
+                if trainer.ranks.any(isinstance(answer, bool | np.bool_) and not answer):
+                    break
+                trainer.clock.lap("telemetry")
+        return self
+
+    def _learns_in(self, envs: "VectorEnv[Any, Any, Any]") -> bool:
+        own = [] if self._trainer is None else inner_envs(self.envs.vector_env)
+        return bool({id(env) for env in own} & {id(env) for env in inner_envs(envs)})
+
+    # -- acting -------------------------------------------------------------------------------
+
+    def predict(
+        self,
+        observation: Any,
+        state: PolicyState | None = None,
+        episode_start: Any = None,
+        mask: Any = None,
+        deterministic: bool = True,
+        *,
+        reward: Any = None,
+    ) -> tuple[Any, PolicyState]:
+        """The action for an observation, and the policy's state for the next one.
+
+        Args:
+            observation: of one env, or of N envs `[N, ...]` (entries of a Dict alike), which
+                gives N actions
+            state: returned by the previous call; None starts an episode
+            episode_start: whether this observation is the first of an episode, bool `[N]`; the
+                state of those envs is set to zeros
+            mask: legal actions, `[N, ...]` for N envs; None takes the observation's mask entry,
+                or else allows all
+            deterministic: take the most likely action instead of sampling
+            reward: of the previous action, `[N]` for N envs; not needed at an episode's start
+        """
+        is_single = (num_rows := self.spaces.num_rows(observation)) is None
+        num_envs = 1 if num_rows is None else num_rows
+        if state is None:
+            choices = torch.zeros(num_envs, len(self.spaces.action_space.heads))
+            is_new = torch.ones(num_envs, dtype=torch.bool)
+            state = PolicyState(*self.agent.policy.initial_state(num_envs), choices, is_new)
+        is_state = isinstance(state, PolicyState)
+        if not is_state or len(state.h) != num_envs:
+            found = f"that of {len(state.h)} envs" if is_state else f"a {type(state).__name__}"
+            raise ValueError(
+                f"the state is {found}, the observation of {num_envs}; pass what predict returned "
+                "for the same envs, or state=None at the start of episodes"
+            )
+        if episode_start is not None:
+            is_first = torch.tensor(_per_env("episode_start", episode_start, num_envs, bool))
+            recurrent = zero_rows(RecurrentState(state.h, state.c), is_first)
+            state = PolicyState(*recurrent, state.choices, state.is_new | is_first)
+        previous = self._previous(state, reward)
+        observations = [observation] if is_single else observation
+        features = self.spaces.features(observations, previous, one_by_one=is_single)
+        self.spaces.require_finite(features)
+        if mask is None and (entry := self.spaces.mask_entry) is not None:
+            if entry not in observation:
+                raise ValueError(f"the observation has no mask {entry!r}; add it, or pass mask=")
+            mask = observation[entry]
+        if mask is None and self.mask_source in ("info", "method"):
+            warnings.warn(
+                "this model learned with masks, but predict got none, so all actions are legal; "
+                "pass mask=",
+                stacklevel=2,
+            )
+        if mask is None:
+            masks = ActionMasks.all_legal(self.spaces.action_space, num_envs)
+        else:
+            masks = self.spaces.masks([mask] if is_single else mask)
+        features, masks = features.to(self.agent.device), masks.to(self.agent.device)
+        recurrent = RecurrentState(state.h, state.c)
+        decision = self.agent.act(features, masks, recurrent, deterministic=deterministic)
+        actions = self.spaces.actions(decision.actions[0] if is_single else decision.actions)
+        is_new = torch.zeros(num_envs, dtype=torch.bool)
+        after = PolicyState(*decision.state, decision.actions.cpu(), is_new)
+        return actions, after
+
+    def _previous(self, state: PolicyState, reward: Any) -> Array:
+        """Features of the step before; zeros at the start of an episode."""
+        num_envs, is_new = len(state.h), state.is_new.numpy()
+        if reward is None and self.spaces.previous_reward and not is_new.all():
+            warnings.warn(
+                "this model learned with the previous reward, but predict got none, so 0 is used; "
+                "pass reward=",
+                stacklevel=3,
+            )
+        rewards = _per_env("reward", 0.0 if reward is None else reward, num_envs, np.float32)
+        previous = self.spaces.previous(state.choices.numpy(), rewards)
+        previous[is_new] = 0.0
+        return previous
+
+    # -- files --------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the model and its training run, as it was after its last round.
+
+        Under torchrun every rank calls it, and rank 0 writes; any number of ranks can resume it.
+        A resumed run collects the current round again: bit-exact if the environments have
+        `get_state()` and `set_state()`, else with new episodes.
+        """
+        contents = self._loaded or {
+            "spaces": to_plain(self.spaces),
+            "mask_source": self.mask_source,
+            "environment": self.envs.kind,
+            "learn": [self._first_step, self.total_steps],
+            "trainer": self.trainer.state_dict(),
+        }
+        contents = contents | {
+            "config": to_plain(self.config),
+            "has_encoder": self.agent.policy.heads.is_custom,
+        }
+        if self.agent.ranks.is_first:
+            write_file(path, _KIND, contents, version=_VERSION)
+        self.agent.ranks.broadcast(None)  # the others may read it next
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        env: "AnyEnv | None" = None,
+        *,
+        device: str | None = None,
+        encoder: nn.Module | None = None,
+    ) -> Self:
+        """A saved model: without `env` to predict, with `env` to continue its training.
+
+        With as many environments of the same kind, `learn()` finishes the saved run exactly. With
+        others of the same spaces, it starts new episodes there. On another kind of `device` than
+        the saved one, it continues with other random numbers. A custom `encoder` is passed again;
+        its weights are loaded.
+        """
+        saved = read_file(path, _KIND, version=_VERSION, resumes=env is not None)
+        if saved["has_encoder"] and encoder is None:
+            raise ValueError(f"{path} holds a model with a custom encoder; pass encoder=")
+        config = from_plain(GymConfig, saved["config"])
+        config = config if device is None else replace(config, device=device)
+        spaces, run = from_plain(GymSpaces, saved["spaces"]), saved["trainer"]
+        model = cls.__new__(cls)
+        if env is None:
+            model._build(config, spaces, encoder)
+            load_agent(model.agent, run["agent"], path)
+            model._loaded, model.mask_source = saved, saved["mask_source"]
+        else:
+            ranks, masks = _ranks(env, config), saved["mask_source"]
+            envs = vector_env(env, run["num_envs"], ranks)
+            world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
+            model._build(config, spaces, encoder, world)
+            total, is_lost = world.share.total, not world.can_save_state
+            is_other = (saved["environment"], run["num_envs"]) != (world.kind, total)
+            is_other = is_other or (is_lost and "environments" in run["envs"])
+            if is_other:
+                start = {"recent_episodes": [], "rounds": run["envs"]["rounds"]}
+                run |= {"num_envs": total, "envs": start, "state": None}
+            model.trainer.load_state_dict(run, path)
+        model._first_step, model.total_steps = saved["learn"]
+        return model
+
+
+def _per_env(name: str, value: Any, num_envs: int, dtype: Any) -> Array:
+    """A value for all envs, or one for each, as `[N]`."""
+    array = np.asarray(value, dtype=dtype)
+    if array.shape not in ((), (num_envs,)):
+        raise ValueError(f"{name}: got shape {array.shape}, expected ({num_envs},)")
+    return np.broadcast_to(array, num_envs)
+
+
+def _ranks(env: "AnyEnv", config: GymConfig) -> Ranks:
+    """The ranks of a run; raises if they were given other ids or settings."""
+    ranks = join_ranks()
+    env_id = env if isinstance(env, str) else "an environment"
+    ranks.require_same({"env": env_id, **to_plain(config)})
+    return ranks
+
+
+class EvaluationResult(NamedTuple):
+    """One entry per episode."""
+
+    returns: Array
+    lengths: Array
+
+
+def evaluate(
+    model: PPO, env: "AnyEnv", episodes: int = 20, *, rng_seed: int = 0, deterministic: bool = True
+) -> EvaluationResult:
+    """Play whole episodes without learning.
+
+    Every env plays the same number of episodes (to within one). Counting those that end first
+    would favour short episodes. After `learn`, `env` may be that which the model learned in: the
+    next `learn` then collects its current round again, as after `PPO.load`.
+
+    Args:
+        env: the id of an environment, one environment, or a vector environment
+        deterministic: take the most likely actions instead of sampling
+    """
+    whole_number("episodes", episodes, 1)
+    envs = vector_env(env, min(episodes, model.config.num_envs))
+    if model._learns_in(envs):
+        if model._is_learning:
+            raise ValueError(_OWN_ENVS)
+        model.trainer.abandon_round()
+    world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
+    agent, num_envs, act = model.agent, world.num_envs, model.agent.prepared_act()
+    generator = torch.Generator(agent.device).manual_seed(rng_seed)
+    state = agent.policy.initial_state(num_envs)
+    quota = np.full(num_envs, episodes // num_envs)
+    quota[: episodes % num_envs] += 1
+    counted: list[Episode] = []
+    while quota.any():
+        features, masks = world.features.to(agent.device), world.masks.to(agent.device)
+        decision = act(features, masks, state, generator=generator, deterministic=deterministic)
+        outcome = world.step(decision.actions)
+        state = zero_rows(decision.state, outcome.is_first)
+        if (world.log.lengths == LONG_EPISODE).any():
+            warnings.warn(
+                f"an episode has {LONG_EPISODE:,} steps and may never end; limit episodes with "
+                "gymnasium.wrappers.TimeLimit(env, max_episode_steps)",
+                stacklevel=2,
+            )
+        for episode in world.log.ended:
+            if quota[episode.env]:
+                quota[episode.env] -= 1
+                counted.append(episode)
+    _, returns, lengths = zip(*counted, strict=True)
+    return EvaluationResult(np.array(returns), np.array(lengths))
