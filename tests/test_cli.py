@@ -68,12 +68,13 @@ def test_a_signal_saves_and_prints_the_command_that_continues(tmp_path):
     arguments = ["gym", "CartPole-v1", *SMALL, "--out", str(tmp_path)]
     command = [sys.executable, "-m", "esper", *arguments, "--total-steps", "1000000"]
     with child_process(command, stdout=subprocess.PIPE, text=True) as run:
-        first = run.stdout.readline()
+        masks, run_line = run.stdout.readline(), run.stdout.readline()
         wait_until(lambda: any(tmp_path.glob("events*")), run)  # training is about to begin
         run.send_signal(signal.SIGTERM)
         rest, _ = run.communicate()
     assert run.returncode == 143
-    assert "4 envs" in first
+    assert masks == "masks: none found, all actions legal\n"
+    assert "4 envs" in run_line
     assert f"esper gym CartPole-v1 --out {tmp_path} --resume" in " ".join(rest.split())
     resumed = PPO.load(
         tmp_path / "checkpoint.pt", gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="sync")

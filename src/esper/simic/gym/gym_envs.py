@@ -24,7 +24,6 @@ from esper.leyline.factored_actions import ActionMasks
 from esper.runtime.ranks import ALONE, EnvShare, Ranks
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.gym.gym_spaces import Array, GymSpaces
-from esper.simic.gym.unread_masks import UnreadMasks
 from esper.simic.trainer import Outcome, PhaseClock
 
 if TYPE_CHECKING:
@@ -101,7 +100,6 @@ class GymEnvs:
         self._autoreset = _autoreset_mode(envs)
         self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
         self._mask_key = mask_key
-        self._unread_masks = UnreadMasks(mask_key, self.action_space)
         self.rounds, self._where = 0, ""  # the round that errors name
         observations, infos = self._reset(rng_seed)
         self.mask_source = self._find_mask_source(infos, mask_source)
@@ -205,8 +203,11 @@ class GymEnvs:
         self.features = self.spaces.features(observations, self._previous)
         self.spaces.require_finite(self.features, self._where)
         if self.mask_source == "none":
-            if self._is_unmasked_by_chance:
-                self._unread_masks.refuse_infos(infos)
+            if self._is_unmasked_by_chance and self._mask_key in infos:
+                raise ValueError(
+                    f"info has {self._mask_key!r}, but the first reset gave none: give it at every "
+                    "reset and step, or set masks='none' to learn without masks"
+                )
             self.masks = self._all_legal
             return
         if self.mask_source == "observation":
@@ -266,8 +267,6 @@ class GymEnvs:
                 f"{self.vector_env} has no sub-environments with an action_masks() method; give "
                 f"masks as info[{self._mask_key!r}] (masks='info')"
             )
-        self._unread_masks.refuse_entries(self.spaces.observation)
-        self._unread_masks.refuse_methods(inner)
         return "none"
 
     @property

@@ -62,7 +62,7 @@ class GymConfig:
     masks: MaskOption = "auto"
     """Legal actions: from the entry `mask_key` of a Dict observation, from info[mask_key], from the
     environments' action_masks(), or all. "auto" takes the first of these that the environment
-    offers at its first reset."""
+    offers at its first reset; where it finds no masks, a line says so."""
     mask_key: str = "action_mask"
     """The name of the mask in the observation or in info."""
     previous_action: bool = True
@@ -124,6 +124,8 @@ class PPO:
             action, reward = config.previous_action, config.previous_reward
             spaces = replace(spaces, previous_action=action, previous_reward=reward)
         world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key, ranks)
+        if config.masks == "auto" and world.mask_source == "none":
+            print("masks: none found, all actions legal")
         self._build(config, spaces, encoder, world)
 
     def _build(
