@@ -30,7 +30,7 @@ class SymbolEnvs:
 
     num_features = NUM_SYMBOLS
     action_space = FactoredActionSpace((Head("symbol", NUM_SYMBOLS),))
-    round_over = can_save_state = False  # episodes continue from one round to the next
+    round_over = False  # episodes continue from one round to the next
 
     def __init__(self, num_envs: int, device: str, rng_seed: int = 0):
         self.num_envs, self.device, self.clock = num_envs, device, PhaseClock()

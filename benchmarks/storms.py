@@ -201,7 +201,7 @@ def gym_job(total_steps: int = 256) -> Job:
         resume,
         lambda path: (path / "checkpoint.pt").exists(),
         lambda path: torch.load(path / "checkpoint.pt", weights_only=True),
-        is_exact=False,  # CartPole cannot save its state: a resumed run begins new episodes
+        is_exact=False,  # a resumed run begins new episodes
     )
 
 

@@ -36,14 +36,6 @@ class SmallEnv(gymnasium.Env):
         info = {"action_mask": self.masks()}
         return self.observation(), reward, False, self.elapsed >= self.limit, info
 
-    def get_state(self) -> dict[str, Any]:
-        generator = self.np_random.bit_generator.state
-        return {"scene": self.scene, "elapsed": self.elapsed, "generator": generator}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.scene, self.elapsed = list(state["scene"]), state["elapsed"]
-        self.np_random.bit_generator.state = state["generator"]
-
     def begin(self) -> None:
         """Draw the scene of an episode's first step."""
         raise NotImplementedError

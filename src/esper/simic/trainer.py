@@ -8,7 +8,6 @@
 Gymnasium environments and growing hosts use the same loop. Both meet it behind `TrainingEnvs`.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.nissa.health import HealthMonitor
-from esper.runtime.files import UnreadableFile, require_same_layout
+from esper.runtime.files import require_same_layout
 from esper.runtime.ranks import EnvShare
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
@@ -64,10 +63,7 @@ class PhaseClock:
 
 
 class TrainingEnvs(Protocol):
-    """N environments, each with a current observation that an action is chosen for.
-
-    Subclasses inherit what environments need that start new episodes in every round.
-    """
+    """N environments, each with a current observation that an action is chosen for."""
 
     num_envs: int
     share: EnvShare  # its envs among those of all ranks
@@ -94,17 +90,12 @@ class TrainingEnvs(Protocol):
         """Metrics of the episodes of a round that took so long, by the names in docs/metrics.md."""
         ...
 
-    @property
-    def can_save_state(self) -> bool:
-        """Whether a saved state has the current episodes; if not, new ones start."""
-        return False
-
     def state_dict(self) -> dict[str, Any]:
-        """What the next round depends on, of all ranks; every rank calls it between rounds."""
+        """What the next round needs, without the episodes that are going on."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
-        """Restore a state of all ranks; `generator` seeds episodes that have to start again."""
+        """Restore a state. Episodes start again; `generator` seeds them."""
         ...
 
 
@@ -153,7 +144,7 @@ class Trainer:
 
         A round is `horizon` steps, or fewer if the environments end it. Several ranks stop together:
         they check `STOP_CHECKS` times per round whether one of them is to stop. After an exception
-        the round is collected again.
+        the round is collected again, in new episodes.
         """
         try:
             return self._collect(should_stop, deterministic)
@@ -241,7 +232,7 @@ class Trainer:
         return metrics
 
     def abandon_round(self) -> None:
-        """Collect the current round again, as a resumed run does: its envs were used otherwise."""
+        """Collect the current round again, in new episodes, as a resumed run does."""
         self._is_abandoned = True
         vars(self.progress).update(self._round_start["progress"])
 
@@ -265,20 +256,17 @@ class Trainer:
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
         return {
-            "num_envs": self.envs.share.total,
             "agent": self.agent.state_dict(),
             **self._round_start,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
-        """Continue a saved run; errors name `path`."""
-        if (found := saved["num_envs"]) != (total := self.envs.share.total):
-            raise UnreadableFile(f"{path} holds a run of {found} envs; {total} were given")
+        """Continue a saved run with its next round; errors name `path`."""
         load_agent(self.agent, saved["agent"], path)
         self._restore(saved)
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
-        """Return to the start of a round; envs without saved state start new episodes."""
+        """Return to the start of a round, and start new episodes."""
         vars(self.progress).update(saved["progress"])
         self.shuffle_rng.set_state(saved["shuffle_rng"])
         if self.agent.device.type == saved["device"]:
@@ -287,26 +275,17 @@ class Trainer:
             self.action_rng.manual_seed(int(torch.randint(2**31, (), generator=self.shuffle_rng)))
         self.envs.load_state_dict(saved["envs"], self.shuffle_rng)
         self.state = self.agent.policy.initial_state(self.envs.num_envs)
-        if saved["state"] is not None:
-            ids, device = self.envs.share.ids, self.agent.device
-            self.state = RecurrentState(*(part[ids].to(device) for part in saved["state"]))
         self._in_round = self._is_abandoned = False
         self._mark_round_start()
 
     def _mark_round_start(self) -> None:
-        """Keep all that changes while a round is collected: a resumed run collects it again."""
-        envs, state, share = self.envs.state_dict(), None, self.envs.share
-        if self.envs.can_save_state:
-            envs = copy.deepcopy(envs)  # they may return what they use
-            own = {name: part.cpu() for name, part in self.state._asdict().items()}
-            state = list(share.join(self.ranks.gather((share.ids, own))).values())
+        """Keep what changes while a round is collected: a resumed run collects it again."""
         self._round_start: dict[str, Any] = {
             "progress": asdict(self.progress),
             "device": self.agent.device.type,
             "action_rng": self.action_rng.get_state(),
             "shuffle_rng": self.shuffle_rng.get_state(),
-            "envs": envs,
-            "state": state,
+            "envs": self.envs.state_dict(),
         }
 
 

@@ -276,57 +276,16 @@ class GymEnvs:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    @property
-    def can_save_state(self) -> bool:
-        """Whether every sub-environment has `get_state()` and `set_state(state)`.
-
-        `get_state` returns all that the environment's future depends on, its random generator
-        included, as plain containers, numbers, strings and tensors. A wrapper may hold state too,
-        so it needs the two methods as well, unless `gymnasium.make` adds it.
-        """
-        from gymnasium.vector import SyncVectorEnv
-
-        is_sync = isinstance(self.vector_env, SyncVectorEnv)
-        return is_sync and all(map(_state_holders, self.vector_env.envs))
-
     def state_dict(self) -> dict[str, Any]:
-        log, recent = self.log, [list(episode) for episode in self.log.recent]
-        state: dict[str, Any] = {"recent_episodes": recent, "rounds": self.rounds}
-        if not self.can_save_state:
-            return state
-        masks = {f"masks {number}": group for number, group in enumerate(self.masks.groups)}
-        own = masks | {
-            "features": self.features,
-            "pending": torch.from_numpy(self.pending),
-            "episode_rewards": torch.from_numpy(log.total_rewards),
-            "episode_lengths": torch.from_numpy(log.lengths),
-            "environments": [_state_of(env) for env in self.vector_env.envs],
-        }
-        every = self.share.join(self.ranks.gather((self.share.ids, own)))
-        return state | {"masks": [every.pop(name) for name in masks]} | every
+        recent = [list(episode) for episode in self.log.recent]
+        return {"recent_episodes": recent, "rounds": self.rounds}
 
     def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
-        """Without the environments' state, start new episodes: not those of the run's start."""
-        recent = [Episode(*episode) for episode in state["recent_episodes"]]
+        """Start new episodes, other ones than at the start of the run."""
         self.rounds = state["rounds"]
-        if "environments" not in state:
-            rng_seed = int(torch.randint(2**31, (), generator=generator))
-            self._observe(*self._reset(rng_seed, recent))
-            return
-        self.log = log = EpisodeLog(self.num_envs, recent)
-        ids = self.share.ids
-        self.features = state["features"][ids]
-        groups = [group[ids] for group in state["masks"]]
-        self.masks = ActionMasks(self.action_space, groups)
-        self.pending = state["pending"][ids].numpy()
-        log.total_rewards[:] = state["episode_rewards"][ids].numpy()
-        log.lengths[:] = state["episode_lengths"][ids].numpy()
-        for env, env_id in zip(self.vector_env.envs, ids.tolist(), strict=True):
-            saved, (*limits, inner) = state["environments"][env_id], _state_holders(env)
-            for limit, elapsed in zip(limits, saved["elapsed_steps"], strict=True):
-                limit._elapsed_steps = elapsed
-            inner.set_state(saved["environment"])
-        self.vector_env._autoreset_envs = self.pending.copy()  # its own record of pending resets
+        recent = [Episode(*episode) for episode in state["recent_episodes"]]
+        rng_seed = int(torch.randint(2**31, (), generator=generator))
+        self._observe(*self._reset(rng_seed, recent))
 
 
 def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:
@@ -363,29 +322,6 @@ def _rows(masks: Any, envs: Array) -> Any:
     if isinstance(masks, Mapping):  # for each head, gymnasium adds which envs gave it as "_head"
         return {name: _rows(m, envs) for name, m in masks.items() if not name.startswith("_")}
     return [*compress(masks, envs)] if isinstance(masks, tuple | list) else np.asarray(masks)[envs]
-
-
-# -- state of one environment ---------------------------------------------------------------------
-
-
-def _state_holders(env: Any) -> list[Any]:
-    """Time limits, then the env below them with `get_state` and `set_state`; [] if there is none."""
-    from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
-
-    limits = []
-    while not (hasattr(env, "get_state") and hasattr(env, "set_state")):
-        if isinstance(env, TimeLimit):
-            limits.append(env)
-        elif not isinstance(env, OrderEnforcing | PassiveEnvChecker):
-            return []
-        env = env.env
-    return [*limits, env]
-
-
-def _state_of(env: Any) -> dict[str, Any]:
-    *limits, inner = _state_holders(env)
-    elapsed = [limit._elapsed_steps for limit in limits]
-    return {"elapsed_steps": elapsed, "environment": inner.get_state()}
 
 
 # -- making and comparing environments ------------------------------------------------------------

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from esper.simic.gym.gym_envs import AnyEnv
 
-_KIND, _VERSION = "PPO model", 3
+_KIND, _VERSION = "PPO model", 4
 LONG_EPISODE = 100_000  # steps; an evaluation warns
 _OWN_ENVS = (
     "these are the environments that the model learns in; evaluating there would break off its "
@@ -337,13 +337,13 @@ class PPO:
         """Write the model and its training run, as it was after its last round.
 
         Under torchrun every rank calls it, and rank 0 writes; any number of ranks can resume it.
-        A resumed run collects the current round again: bit-exact if the environments have
-        `get_state()` and `set_state()`, else with new episodes.
+        It holds no environments: a resumed run continues with the next round, in new episodes.
         """
         contents = self._loaded or {
             "spaces": to_plain(self.spaces),
             "mask_source": self.mask_source,
             "environment": self.envs.kind,
+            "num_envs": self.envs.share.total,
             "learn": [self._first_step, self.total_steps],
             "trainer": self.trainer.state_dict(),
         }
@@ -366,12 +366,12 @@ class PPO:
     ) -> Self:
         """A saved model: without `env` to predict, with `env` to continue its training.
 
-        With as many environments of the same kind, `learn()` finishes the saved run exactly. With
-        others of the same spaces, it starts new episodes there. On another kind of `device` than
-        the saved one, it continues with other random numbers. A custom `encoder` is passed again;
-        its weights are loaded.
+        `env` may be any environments with the same spaces; they are reset, and `learn()` finishes
+        the saved run in them. An id makes as many as before. On another kind of `device` than the
+        saved one, it continues with other random numbers. A custom `encoder` is passed again; its
+        weights are loaded.
         """
-        saved = read_file(path, _KIND, version=_VERSION, resumes=env is not None)
+        saved = read_file(path, _KIND, version=_VERSION)
         if saved["has_encoder"] and encoder is None:
             raise ValueError(f"{path} holds a model with a custom encoder; pass encoder=")
         config = from_plain(GymConfig, saved["config"])
@@ -384,15 +384,11 @@ class PPO:
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
             ranks, masks = _ranks(env, config), saved["mask_source"]
-            envs = vector_env(env, run["num_envs"], ranks)
+            envs = vector_env(env, saved["num_envs"], ranks)
             world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
             model._build(config, spaces, encoder, world)
-            total, is_lost = world.share.total, not world.can_save_state
-            is_other = (saved["environment"], run["num_envs"]) != (world.kind, total)
-            is_other = is_other or (is_lost and "environments" in run["envs"])
-            if is_other:
-                start = {"recent_episodes": [], "rounds": run["envs"]["rounds"]}
-                run |= {"num_envs": total, "envs": start, "state": None}
+            if saved["environment"] != world.kind:
+                run["envs"]["recent_episodes"] = []  # their returns are of another task
             model.trainer.load_state_dict(run, path)
         model._first_step, model.total_steps = saved["learn"]
         return model
