@@ -39,7 +39,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-# learning runs and many ranks: minutes
+# learning runs, large cases and the site: minutes
 test-slow: setup
 	$(BIN)/pytest -m slow
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
-from esper.runtime.ranks import ALONE, EnvShare
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.trainer import Outcome, PhaseClock, Trainer
@@ -34,7 +33,6 @@ class SymbolEnvs:
 
     def __init__(self, num_envs: int, device: str, rng_seed: int = 0):
         self.num_envs, self.device, self.clock = num_envs, device, PhaseClock()
-        self.share = EnvShare.split(num_envs, ALONE)
         self._rng = torch.Generator(device).manual_seed(rng_seed)
         self._age = torch.randint(EPISODE_STEPS, (num_envs,), device=device, generator=self._rng)
         self._past = self._symbols((num_envs, LAG + 1))  # the newest last

@@ -12,7 +12,6 @@ Each case runs in a child process forked from this one, which has torch and Espe
 | full disk | a small tmpfs without space (needs the right to mount) | one-line error, last file intact |
 | races | five processes start in one folder | one runs, four are refused in one line |
 | signals | SIGINT, SIGTERM, SIGHUP | saved, exit status 128 + signal, resumes |
-| lost ranks | SIGKILL of one of two ranks | the other names it and stops; torchrun's restart ends as an unbroken run |
 | flags | wrong values for every flag of every command | one-line error or accepted, no traceback |
 
 Bars: 0 unreadable, 0 silently wrong, 0 tracebacks.
@@ -468,58 +467,6 @@ def signals(job: Job, folder: Path) -> Counter[str]:
     return counted
 
 
-# -- lost ranks -----------------------------------------------------------------------------------
-
-
-def lost_ranks(folder: Path) -> Counter[str]:
-    """Kill a rank after the first checkpoint, with and without a restart by torchrun."""
-    counted, whole = Counter[str](), folder / "ranks-whole"
-    assert torchrun(whole, restarts=0, killed=None).returncode == 0
-    expected = torch.load(whole / "checkpoint.pt", weights_only=True)
-    for killed in (0, 1):
-        path = folder / f"ranks-{killed}"
-        ended = torchrun(path, restarts=0, killed=killed)
-        is_named = f"rank {killed} (process" in ended.stderr and "has ended" in ended.stderr
-        counted["silently wrong"] += ended.returncode == 0 or not is_named
-        again = torchrun(folder / f"ranks-again-{killed}", restarts=1, killed=killed)
-        counted["cases"] += 2
-        counted["unreadable"] += again.returncode != 0
-        if again.returncode == 0:
-            found = torch.load(folder / f"ranks-again-{killed}/checkpoint.pt", weights_only=True)
-            counted["silently wrong"] += not same(found, expected)
-        if not is_named or again.returncode:
-            print(f"  rank {killed}: {ended.stderr[:1500]}\n  then: {again.stderr[:1500]}")
-    return counted
-
-
-def torchrun(path: Path, restarts: int, killed: int | None) -> "subprocess.CompletedProcess[str]":
-    """Train on two ranks; rank `killed` gets SIGKILL after the first checkpoint."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--max-restarts={restarts}"]  # fmt: skip
-    rounds = ["--rounds", "40", "--checkpoint-every", "4", "--out", str(path)]
-    process = subprocess.Popen(
-        [*launch, "-m", "esper", *TRAIN, *rounds], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "ESPER_TIMEOUT_S": "60"},
-    )  # fmt: skip
-    if killed is not None:
-        deadline = time.monotonic() + 2 * TIME_LIMIT_S
-        while not (path / "checkpoint.pt").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.kill(rank_process(process.pid, killed), signal.SIGKILL)
-    output, errors = process.communicate(timeout=4 * TIME_LIMIT_S)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
-def rank_process(parent: int, rank: int) -> int:
-    """The process id of a rank that torchrun, with process id `parent`, has started."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    variable = f"RANK={rank}".encode()
-    return next(
-        int(child)
-        for child in children
-        if variable in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-    )
-
-
 # -- flags ----------------------------------------------------------------------------------------
 
 WRONG = ("0", "-1", "nan", "inf", "-inf", "1e9", "1e30", "2.5", "x", "", "\u0663", "True", "../x")
@@ -635,8 +582,6 @@ def main() -> None:
         if asked.only in "signals":
             for job in (train_job(rounds=100), gym_job(total_steps=8192)):
                 table.add(f"signals, {job.name}", signals(job, folder))
-        if asked.only in "lost ranks":
-            table.add("lost ranks", lost_ranks(folder))
         if asked.only in "flags":
             table.add("flags", fuzz_flags(folder, fuzzed))
     print(json.dumps({"benchmark": "storms", "device": "cpu", "bars": table.bars()}))

@@ -504,7 +504,7 @@ def test_every_preset_can_be_asked_for(command, presets):
 
 def test_the_entropy_of_every_head_has_a_flag(tmp_path, monkeypatch):
     folders = []
-    monkeypatch.setattr(train, "GrowthTraining", lambda config, ranks: None)
+    monkeypatch.setattr(train, "GrowthTraining", lambda config: None)
     monkeypatch.setattr(train, "prepare", lambda config, settings: None)
     monkeypatch.setattr(train, "run_training", lambda folder, *_: folders.append(folder))
     main(["train", "--ppo.head-entropy-weights.op", "0.5", "--out", str(tmp_path / "run")])

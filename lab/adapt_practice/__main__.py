@@ -40,10 +40,7 @@ def practise(
     """
     from adapt_practice.training import PRESETS, compare_on_held_out, train_controller
     from esper.runtime.devices import usable_device
-    from esper.runtime.ranks import join_ranks
 
-    if join_ranks().size > 1:
-        raise ValueError("adapt_practice runs in one process; start it without torchrun")
     config = replace(PRESETS[preset], rng_seed=rng_seed, device=device)
     if scenarios is not None:
         config = replace(config, scenarios=scenarios)

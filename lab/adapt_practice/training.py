@@ -38,7 +38,6 @@ from esper.adapting.plans import KNOWN_RULES, MENU
 from esper.adapting.signals import SIGNALS
 from esper.runtime.checks import require_at_least
 from esper.runtime.devices import usable_device
-from esper.runtime.ranks import ALONE, EnvShare
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.trainer import Outcome, PhaseClock, Trainer, TrainingEnvs
 from esper.tamiyo.policy.network import PolicyConfig
@@ -193,7 +192,6 @@ class TrialEnvs(TrainingEnvs):
 
     def __init__(self, outcomes: Outcomes, num_envs: int, rng_seed: int = 0):
         self.outcomes, self.num_envs = outcomes, num_envs
-        self.share = EnvShare.split(num_envs, ALONE)
         self.num_features, self.action_space = Tries.num_features, ACTION_SPACE
         self.rng = torch.Generator().manual_seed(rng_seed)
         self.clock = PhaseClock()

@@ -24,7 +24,6 @@ from esper.kasmina.host_reports import HostFacts, StepMeasurements
 from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step
 from esper.leyline.constants import SiteKind
 from esper.leyline.stages import SeedStage
-from esper.runtime.ranks import ALONE, EnvShare, Ranks
 from esper.simic.growth import growth_training
 from esper.simic.growth.run_folder import RunFiles, read_config
 from esper.simic.growth.train_config import TrainConfig
@@ -74,15 +73,12 @@ class SyntheticHosts:
         *,
         siblings: int = 1,
         noise: float = 0.0,
-        ranks: Ranks = ALONE,
     ):
-        self.share = EnvShare.split(num_envs, ranks)
         if num_envs % siblings:
             raise ValueError(f"num_envs={num_envs} does not split into siblings={siblings}")
-        num_envs //= ranks.size
         self.num_envs, self.siblings, self.noise = num_envs, siblings, noise
         self.events: tuple[Rollback, ...] = ()  # synthetic hosts do not break
-        self.type_ids = self.share.ids // siblings % len(types)
+        self.type_ids = torch.arange(num_envs) // siblings % len(types)
         self.train_rows = torch.tensor([each.train_rows for each in types])
         self.locality = torch.tensor([each.locality for each in types])
         in_first_slot = torch.tensor([each.gains for each in types])
@@ -171,8 +167,7 @@ class SyntheticHosts:
         """The measured accuracy `[N]` for these effects of seeds `[N, S]`."""
         accuracy = HOST_ACCURACY + effect.sum(dim=-1)
         if self.noise:
-            noise = torch.randn(self.share.total, generator=self._generator)
-            accuracy += self.noise * noise[self.share.ids]
+            accuracy += self.noise * torch.randn(self.num_envs, generator=self._generator)
         return accuracy
 
     def _effect(self) -> Tensor:
@@ -205,9 +200,7 @@ if "known_gains" not in TASKS:
     TASKS["known_gains"] = known_gains
     growth_training.training_hosts = _unless_known_gains(
         growth_training.training_hosts,
-        lambda config, ranks: SyntheticHosts(
-            config.num_envs, siblings=config.host_batch.siblings, ranks=ranks
-        ),
+        lambda config: SyntheticHosts(config.num_envs, siblings=config.host_batch.siblings),
     )
     train.prepare = _unless_known_gains(train.prepare, lambda *_: None)
     evaluate_with_bar, train.evaluate_with_bar = train.evaluate_with_bar, _evaluate_networks

@@ -5,8 +5,6 @@ import re
 import shutil
 import signal
 import sys
-import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -26,8 +24,6 @@ _COMMANDS = {
 
 _EXTRAS = {"gymnasium": "gym"}  # module -> the extra that installs it
 _EXTRAS |= dict.fromkeys(("tyro", "rich", "tensorboard", "scipy", "sklearn", "mnist1d"), "train")
-
-RANK_DELAY_S = 3.0  # in which torchrun sees that rank 0 has failed
 
 # what torch says when a tensor cannot be allocated
 _TOO_LARGE = re.compile("allocat|out of memory|overflow|negative dimension", re.IGNORECASE)
@@ -50,12 +46,12 @@ def one_line_errors() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (name := (error.name or "").partition(".")[0]) not in _EXTRAS:
             raise
-        _exit(f"{name} is not installed; run: pip install 'esper-lite[{_EXTRAS[name]}]'")
+        sys.exit(f"esper: {name} is not installed; run: pip install 'esper-lite[{_EXTRAS[name]}]'")
     except (ValueError, OSError) as error:  # a user's mistake: no traceback
         message = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             message = f"{error.filename}: {error.strerror}"
-        _exit(message, is_alone=isinstance(error.__cause__ or error, ConnectionError))
+        sys.exit(f"esper: {message}")
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -63,19 +59,7 @@ def one_line_errors() -> Iterator[None]:
         if not (isinstance(error, MemoryError | OverflowError) or _TOO_LARGE.search(str(error))):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        _exit(f"a size is too large for this machine ({reason}); use smaller settings")
-
-
-def _exit(message: str, is_alone: bool = False) -> NoReturn:
-    """Print an error in one line and exit.
-
-    Ranks often fail alike. Then rank 0 prints, and torchrun ends the others before they do.
-    `is_alone`: another rank was lost, and torchrun is about to end this one.
-    """
-    if (rank := os.environ.get("RANK", "0")) != "0":
-        time.sleep(0.0 if is_alone else RANK_DELAY_S)
-        message = f"rank {rank}: {message}"
-    sys.exit(f"esper: {message}")
+        sys.exit(f"esper: a size is too large for this machine ({reason}); use smaller settings")
 
 
 def this_command() -> str:
@@ -110,12 +94,6 @@ def _run(arguments: list[str]) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     import tyro  # after the help: with torch, it takes seconds
 
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        from esper.runtime.ranks import join_ranks
-
-        if not join_ranks().is_first:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            warnings.simplefilter("ignore")
     module = import_module(f"esper.cli.{name}")
     # the defaults of `train` are those of its --preset
     command = module.command(arguments) if name == "train" else getattr(module, name)

@@ -12,7 +12,6 @@ from esper.nissa.console import ProgressSink
 from esper.runtime.checks import whole_number
 from esper.runtime.interruption import stop_on_interrupt
 from esper.runtime.locked_folder import LockedFolder
-from esper.runtime.ranks import join_ranks, was_restarted
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.gym.ppo_model import PPO, GymConfig, evaluate
 
@@ -44,7 +43,7 @@ def gym(
     for name, count in counts.items():
         whole_number(name, count, 1)
     out = out or Path("runs") / env_id.replace(":", "_").replace("/", "_")
-    checkpoint, ranks = out / "checkpoint.pt", join_ranks()
+    checkpoint = out / "checkpoint.pt"
     device = "" if config.device == _DEFAULTS.device else f" --device {config.device}"
     resume_command = f"{this_command()} gym {env_id}{device} --out {out} --resume"
     if resume and not checkpoint.exists():
@@ -52,10 +51,8 @@ def gym(
     others = replace(config, device=_DEFAULTS.device)
     if resume and (others, total_steps) != (_DEFAULTS, _TOTAL_STEPS):
         raise ValueError(f"--resume uses the settings in {checkpoint}; leave out other flags")
-    resume = resume or (was_restarted() and checkpoint.exists())
-    ranks.require_same(counts | {"env_id": env_id, "resume": resume})
     model = None if resume else PPO(env_id, config=config)
-    with LockedFolder(out, ranks):
+    with LockedFolder(out):
         if model is None:
             model = PPO.load(checkpoint, env_id, device=config.device)
         elif checkpoint.exists():
@@ -81,10 +78,9 @@ def gym(
         if stopped_by is not None:
             done = f"stopped after {model.num_steps:,} steps; resume with\n  {resume_command}"
             stop_after_signal(stopped_by, done)
-    if ranks.is_first:
-        returns = evaluate(model, env_id, episodes).returns
-        mean = f"return {returns.mean():.2f} +- {returns.std():.2f} over {episodes} episodes"
-        print(f"{mean}; agent saved as {out / 'agent.pt'}")
+    returns = evaluate(model, env_id, episodes).returns
+    mean = f"return {returns.mean():.2f} +- {returns.std():.2f} over {episodes} episodes"
+    print(f"{mean}; agent saved as {out / 'agent.pt'}")
 
 
 def describe(model: PPO, out: Path) -> str:
@@ -95,7 +91,7 @@ def describe(model: PPO, out: Path) -> str:
     sources |= {"method": "action_masks()", "none": "none, all legal"}
     heads = ", ".join(map(str, envs.action_space))
     return (
-        f"{envs.share.total} envs, {envs.num_features} features, heads {heads}, masks: "
+        f"{envs.num_envs} envs, {envs.num_features} features, heads {heads}, masks: "
         f"{sources[envs.mask_source]}; policy on {model.config.device}; writing to {out}"
     )
 
@@ -116,4 +112,4 @@ def _train(model: PPO, total_steps: int | None, out: Path, save_every: int) -> i
 
         model.learn(total_steps, callback, log_dir=out, should_stop=should_stop)
         model.save(out / "checkpoint.pt")
-        return max(join_ranks().gather(should_stop.signal or 0)) or None
+        return should_stop.signal

@@ -24,7 +24,6 @@ from esper.nissa.tensorboard import TensorBoardSink, log_picture
 from esper.runtime.devices import machine_facts
 from esper.runtime.interruption import stop_on_interrupt
 from esper.runtime.plain_config import differences, to_plain
-from esper.runtime.ranks import join_ranks, was_restarted
 from esper.simic.agent.ppo import TrainingFailed
 from esper.simic.evaluation.evaluate import prepare
 from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
@@ -63,7 +62,6 @@ def command(arguments: list[str]) -> Callable[..., None]:
             resume: the folder of a run to continue, bit-exact
             sink: classes that record the metrics too, as module:Class; see docs/metrics.md
         """
-        ranks = join_ranks()
         sinks = [function_named(name) for name in sink]
         if resume and (settings != PRESETS[chosen] or out is not None or config is not None):
             raise ValueError(
@@ -72,16 +70,13 @@ def command(arguments: list[str]) -> Callable[..., None]:
             )
         if resume is not None:
             RunFiles(resume).read_config()  # raises before a folder without a run is locked
-            run_training(RunFolder(resume, ranks), sinks=sinks)
+            run_training(RunFolder(resume), sinks=sinks)
             return
         settings = with_checksum(settings)
-        files = RunFiles(ranks.broadcast(out or _free_folder("config" if config else preset)))
-        if was_restarted() and files.config.exists() and files.read_config() == settings:
-            run_training(RunFolder(files.path, ranks), sinks=sinks)
-            return
-        training = GrowthTraining(settings, ranks)  # finds mistakes before the folder is made
+        folder = out or _free_folder("config" if config else preset)
+        training = GrowthTraining(settings)  # finds mistakes before the folder is made
         prepare(settings, EVALUATIONS["quick"])
-        run_training(RunFolder.create(files.path, settings, ranks), training, sinks)
+        run_training(RunFolder.create(folder, settings), training, sinks)
 
     return train
 
@@ -124,20 +119,18 @@ def run_training(
     if stopped_by is not None:
         done = f"stopped after {training.rounds_done} of {training.config.rounds} rounds"
         stop_after_signal(stopped_by, f"{done}; resume with\n  {resume_command}")
-    is_first = training.ranks.is_first
-    if is_first and (reasons := reasons_if_all_rolled_back(files.database)):
+    if reasons := reasons_if_all_rolled_back(files.database):
         raise ValueError(
             f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
             "a new run with other settings, such as a lower --host-learning-rate"
         )
     report = evaluate_with_bar([files.path], "quick")
-    if is_first:
-        report.save(files.path)
-        log_picture(files.path, "evaluation", report.figures())
-        print(report.brief())
-        print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
-        watch = f"{this_command()} watch {files.path}"
-        print(f"Everything is in {files.path}; look at it with: {watch}")
+    report.save(files.path)
+    log_picture(files.path, "evaluation", report.figures())
+    print(report.brief())
+    print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
+    watch = f"{this_command()} watch {files.path}"
+    print(f"Everything is in {files.path}; look at it with: {watch}")
 
 
 def describe(training: GrowthTraining, files: RunFiles) -> str:
@@ -145,7 +138,6 @@ def describe(training: GrowthTraining, files: RunFiles) -> str:
     config, hosts = training.config, training.environment.host_batch
     weights = sum(weight.numel() for weight in training.agent.policy.parameters())
     start = f"from round {training.rounds_done + 1} " if training.rounds_done else ""
-    ranks = f" on {training.ranks.size} ranks" if training.ranks.size > 1 else ""
     return (
         f"{config.data or config.task} on {hosts.task.device}, {hosts.kernels} kernels; "
         f"seeds: {', '.join(hosts.blueprint_names)}\n"
@@ -155,7 +147,7 @@ def describe(training: GrowthTraining, files: RunFiles) -> str:
         f"held out: {', '.join(config.held_out_widths)} and {', '.join(config.held_out_variants)}\n"
         f"controller: {weights:,} weights on {training.agent.device}, torch {torch.__version__}\n"
         f"{config.rounds} rounds {start}of {config.num_envs} hosts x {config.growth.num_steps} "
-        f"decisions x {config.host_batch.minibatches} minibatches{ranks}; writing to {files.path}"
+        f"decisions x {config.host_batch.minibatches} minibatches; writing to {files.path}"
     )
 
 
@@ -163,9 +155,6 @@ def _train(training: GrowthTraining, folder: RunFolder, more_sinks: Sinks = ()) 
     """Train to the last round or to a signal, then write the checkpoint; returns the signal."""
     config, files = training.config, folder.files
     with ExitStack() as stack, stop_on_interrupt() as should_stop:
-        if not training.ranks.is_first:
-            training.run(lambda record: None, should_stop=should_stop)
-            return max(training.ranks.gather(should_stop.signal or 0)) or None
         database = stack.enter_context(_open_database(training, files))
         done, window = training.rounds_done, SMOOTHED_ROUNDS
         curves = TensorBoardSink(files.path, first_step=done + 1, settings=to_plain(config))
@@ -188,7 +177,7 @@ def _train(training: GrowthTraining, folder: RunFolder, more_sinks: Sinks = ()) 
 
         training.run(on_round, should_stop=should_stop)
         save()
-        return max(training.ranks.gather(should_stop.signal or 0)) or None
+        return should_stop.signal
 
 
 def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
@@ -209,6 +198,6 @@ def _open_database(training: GrowthTraining, files: RunFiles) -> RunDatabase:
 
 
 def _free_folder(preset: str) -> Path:
-    """The first folder that does not exist; after a restart, the last that does."""
+    """The first folder that does not exist."""
     number = next(n for n in count(1) if not Path("runs", f"{preset}-{n}").exists())
-    return Path("runs") / f"{preset}-{max(1, number - was_restarted())}"
+    return Path("runs") / f"{preset}-{number}"

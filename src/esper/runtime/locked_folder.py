@@ -6,20 +6,17 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
-from esper.runtime.ranks import ALONE, Ranks
-
 LEAST_FREE_BYTES = 100 * 2**20  # that a run needs to start
 
 
 class LockedFolder(ExitStack):
-    """A writable folder, made if missing; rank 0 locks it against other processes."""
+    """A writable folder, made if missing and locked against other processes."""
 
-    def __init__(self, path: str | Path, ranks: Ranks = ALONE):
+    def __init__(self, path: str | Path):
         super().__init__()
-        if ranks.is_first:
-            self.callback(os.close, _locked(Path(path)))  # releases the lock
-            for unfinished in Path(path).glob(".*.partial"):  # left by a killed run
-                unfinished.unlink(missing_ok=True)
+        self.callback(os.close, _locked(Path(path)))  # releases the lock
+        for unfinished in Path(path).glob(".*.partial"):  # left by a killed run
+            unfinished.unlink(missing_ok=True)
 
 
 def _locked(path: Path) -> int:

@@ -21,12 +21,9 @@ from torch import Tensor
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.nissa.health import HealthMonitor
 from esper.runtime.files import require_same_layout
-from esper.runtime.ranks import EnvShare
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 from esper.tamiyo.policy.network import RecurrentState
-
-STOP_CHECKS = 8  # per round, with several ranks
 
 
 class Outcome(NamedTuple):
@@ -66,7 +63,6 @@ class TrainingEnvs(Protocol):
     """N environments, each with a current observation that an action is chosen for."""
 
     num_envs: int
-    share: EnvShare  # its envs among those of all ranks
     num_features: int
     action_space: FactoredActionSpace
     features: Tensor  # [N, F] of the current observation
@@ -120,8 +116,7 @@ class Trainer:
         hidden = config.lstm_hidden_dim, config.lstm_layers
         self.buffer = TamiyoRolloutBuffer(*sizes, envs.action_space, *hidden, agent.device)
         self.state = agent.policy.initial_state(envs.num_envs)
-        self.ranks = agent.ranks
-        self.action_rng = envs.share.generator(agent.device, rng_seed)
+        self.action_rng = torch.Generator(agent.device).manual_seed(rng_seed)
         self.shuffle_rng = torch.Generator().manual_seed(rng_seed)
         self.progress = Progress()
         self.clock = envs.clock
@@ -142,9 +137,8 @@ class Trainer:
     ) -> bool:
         """Fill the buffer with one round; False if `should_stop()`, checked before each step.
 
-        A round is `horizon` steps, or fewer if the environments end it. Several ranks stop together:
-        they check `STOP_CHECKS` times per round whether one of them is to stop. After an exception
-        the round is collected again, in new episodes.
+        A round is `horizon` steps, or fewer if the environments end it. After an exception the round
+        is collected again, in new episodes.
         """
         try:
             return self._collect(should_stop, deterministic)
@@ -153,7 +147,6 @@ class Trainer:
             raise
 
     def _collect(self, should_stop: Callable[[], bool], deterministic: bool) -> bool:
-        stride = 1 if self.ranks.size == 1 else max(1, self.horizon // STOP_CHECKS)
         envs, agent, lap, rng = self.envs, self.agent, self.clock.lap, self.action_rng
         act = agent.prepared_act()
         if self._is_abandoned:
@@ -164,7 +157,7 @@ class Trainer:
             self.state = zero_rows(self.state, envs.begin_round())
             self._in_round = True
         while self.progress.round_steps < self.horizon and not envs.round_over:
-            if self.progress.round_steps % stride == 0 and self.ranks.any(should_stop()):
+            if should_stop():
                 return False
             features, masks = envs.features.to(agent.device), envs.masks.to(agent.device)
             decision = act(features, masks, self.state, generator=rng, deterministic=deterministic)
@@ -205,16 +198,11 @@ class Trainer:
         last_values = None  # no row is unfinished
         if not envs.round_over:
             last_values = agent.value(envs.features.to(agent.device), self.state)
-        rng, share = self.shuffle_rng, envs.share
-        learned = agent.update(
-            self.buffer, last_values, progress=schedule, generator=rng, share=share
-        )
+        rng = self.shuffle_rng
+        learned = agent.update(self.buffer, last_values, progress=schedule, generator=rng)
         self.clock.lap("update")
-        steps, episodes = progress.steps_before_round, self._round_start["progress"]["episodes"]
-        own = progress.steps - steps, progress.episodes - episodes
-        num_steps, num_episodes = (int(count) for count in self.ranks.sums(*own))
-        progress.steps = progress.steps_before_round = steps + num_steps
-        progress.episodes = episodes + num_episodes
+        num_steps = progress.steps - progress.steps_before_round
+        progress.steps_before_round = progress.steps
         progress.rounds, progress.round_steps = progress.rounds + 1, 0
         self._mark_round_start()
         seconds = self.clock.take()
@@ -251,7 +239,7 @@ class Trainer:
     # -- files --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the run on all ranks, for a checkpoint; within a round, as it was at its start."""
+        """All of the run, for a checkpoint; within a round, as it was at its start."""
         for name, weight in self.agent.policy.named_parameters():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")

@@ -68,17 +68,15 @@ class GrowthEnvironment:
         self.host_batch = host_batch
         self.config = config or GrowthConfig()
         self.num_envs, self.siblings = host_batch.num_envs, host_batch.siblings
-        self.share = host_batch.share
         self.action_space = tamiyo_action_space(host_batch.num_slots, host_batch.num_blueprints)
         self.generator = torch.Generator().manual_seed(rng_seed)  # of hosts, views and rents
 
     def reset(self) -> None:
         config = self.config
         facts = self.host_batch.reset(self.generator)
-        # for all envs of the run, so that it does not depend on the ranks
-        uniform = torch.rand(self.share.total // self.siblings, generator=self.generator)
+        uniform = torch.rand(self.num_envs // self.siblings, generator=self.generator)
         rent = config.min_rent * (config.max_rent / config.min_rent) ** uniform
-        self.begin(facts, rent[self.share.ids // self.siblings])
+        self.begin(facts, rent.repeat_interleave(self.siblings))
 
     def begin(self, facts: HostFacts, rent: Tensor) -> None:
         """Start an episode with the present hosts, at these rents `[N]`."""

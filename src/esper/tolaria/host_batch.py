@@ -8,7 +8,6 @@ use and reused.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step, remove_live_seeds
 from esper.leyline.arrays import copy_together
 from esper.runtime.checks import require_at_least
-from esper.runtime.ranks import ALONE, EnvShare, Ranks
 from esper.tolaria.augmentation import NO_AUGMENTATION, Augmentation
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.host_validation import HostValidation, accuracy_on, validate_hosts
@@ -67,33 +65,11 @@ class HostBatchConfig:
                 f"controls={self.controls}; use 0 to siblings - 1 = {self.siblings - 1}"
             )
 
-    def split(self, ranks: Ranks) -> tuple["HostBatchConfig", EnvShare]:
-        """The settings of one rank's host batch, and its envs.
-
-        Every type is split over as many ranks as possible, because hosts of different types take
-        different times. Siblings stay together.
-        """
-        per_type, total = self.envs_per_type // self.siblings, self.num_types * self.envs_per_type
-        within = gcd(ranks.size, per_type)  # ranks that share a type
-        across = ranks.size // within
-        if self.num_types % across:
-            raise ValueError(
-                f"host_batch.num_types={self.num_types} x {per_type} groups of siblings do not split "
-                f"over {ranks.size} ranks; use a number of ranks that divides "
-                f"{self.num_types * per_type}"
-            )
-        types, envs = self.num_types // across, self.envs_per_type // within
-        first_type, first_env = ranks.rank // within * types, ranks.rank % within * envs
-        ids = torch.arange(total).view(self.num_types, self.envs_per_type)
-        here = ids[first_type : first_type + types, first_env : first_env + envs].flatten()
-        return replace(self, num_types=types, envs_per_type=envs), EnvShare(total, here)
-
 
 class PopulationBatch:
     """`num_types` populations; env n is host `n % envs_per_type` of type `n // envs_per_type`.
 
-    With several ranks it has this rank's envs of a host batch with the settings `config`. `host_ids`
-    `[N]` are the keys of the envs' random numbers, by default one per group of siblings of the run.
+    `host_ids` `[N]` are the keys of the envs' random numbers, by default one per group of siblings.
     Hosts with the same architecture, view and id start with the same weights and read the same
     rows in the same order.
     """
@@ -107,15 +83,12 @@ class PopulationBatch:
         *,
         optimizer: AdamW | None = None,
         host_ids: Tensor | None = None,
-        ranks: Ranks = ALONE,
     ):
         config = config or HostBatchConfig()
-        self._run_envs_per_type = config.envs_per_type
         if len(hosts) < config.num_types:
             raise ValueError(
                 f"{len(hosts)} hosts to choose from, but num_types={config.num_types} per episode"
             )
-        config, self.share = config.split(ranks)
         available = task.validation_y.shape[1]
         if config.validation_rows > available:
             raise ValueError(
@@ -127,7 +100,7 @@ class PopulationBatch:
         self.config, self.hosts, self.menu, self.task = config, tuple(hosts), tuple(menu), task
         self.optimizer = optimizer or AdamW()
         self.num_envs, self.siblings = config.num_types * config.envs_per_type, config.siblings
-        self._families = self.share.ids // config.siblings
+        self._families = torch.arange(self.num_envs) // config.siblings
         self.host_ids = self._families if host_ids is None else host_ids
         self.num_slots, self.num_blueprints = hosts[0].num_slots, len(menu)
         self.events: tuple[Rollback, ...] = ()  # rollbacks of the last step; `host` is the env
@@ -166,11 +139,10 @@ class PopulationBatch:
 
     def reset(self, generator: torch.Generator) -> HostFacts:
         order = torch.randperm(len(self.hosts), generator=generator)
-        families = self.share.total // self.siblings
+        families = self.num_envs // self.siblings
         views = torch.randint(self.task.num_views, (families,), generator=generator)
         rng_seed = int(torch.randint(2**31, (1,), generator=generator))
-        types = self.share.ids[:: self.config.envs_per_type] // self._run_envs_per_type
-        chosen = [self.hosts[i] for i in order[types].tolist()]
+        chosen = [self.hosts[i] for i in order[: self.config.num_types].tolist()]
         self.new_hosts(chosen, views[self._families], rng_seed)
         return self.facts()
 

@@ -7,16 +7,11 @@
 The rollout holds features as the environment gave them; acting and learning scale them with the
 same statistics, which change only at the end of an update. So every ratio is 1 before the first
 optimiser step.
-
-With several ranks, each holds the rollout of its own envs. All ranks shuffle the ids of all envs
-alike; minibatch k of the run is the union of the ranks' envs among its ids. Its loss is a mean over
-all its steps, so ranks divide by the run's counts and add up their gradients. A rank without envs
-in a minibatch adds zeros. Statistics and decisions are those of the whole run on every rank.
 """
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +24,6 @@ from esper.leyline.constants import DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.runtime.checks import require_fraction, require_positive, require_whole
-from esper.runtime.ranks import ALONE, EnvShare, Ranks
 from esper.simic.agent.captured import Captured
 from esper.simic.agent.rollout_buffer import RolloutBatch, TamiyoRolloutBuffer
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
@@ -110,13 +104,8 @@ class TrainingFailed(RuntimeError):
 class PPOAgent:
     """A policy with its optimiser and normalisers: acts, and learns from rollouts."""
 
-    def __init__(
-        self,
-        policy: FactoredRecurrentActorCritic,
-        config: PPOConfig | None = None,
-        ranks: Ranks = ALONE,
-    ):
-        self.policy, self.ranks = policy, ranks
+    def __init__(self, policy: FactoredRecurrentActorCritic, config: PPOConfig | None = None):
+        self.policy = policy
         self.config = config or PPOConfig()
         self._parameters = list(policy.parameters())
         self.device = policy.device
@@ -131,8 +120,8 @@ class PPOAgent:
         self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
         self._has_warned = False  # of ratios that are not 1
         self._metrics = [*_metric_names(policy.action_space), "gradient_norm"]  # of a minibatch
-        # a graph cannot hold what a user's encoder or another rank does
-        can_capture = self.device.type == "cuda" and ranks.size == 1 and not policy.heads.is_custom
+        # a graph cannot hold what a user's encoder does
+        can_capture = self.device.type == "cuda" and not policy.heads.is_custom
         self.captured = Captured(self._gradients, self._parameters) if can_capture else None
 
     # -- acting -------------------------------------------------------------------------------
@@ -170,19 +159,16 @@ class PPOAgent:
         *,
         progress: float = 0.0,
         generator: Rng = None,
-        share: EnvShare | None = None,
     ) -> dict[str, float]:
         """Learn from a rollout and return the metrics that docs/metrics.md lists.
 
-        `progress` (0 to 1) sets the schedules, `generator` (on the CPU) the minibatches, `share` the
-        ids of the buffer's envs among those of all ranks. An update with a loss or gradient that is
-        not finite is undone.
+        `progress` (0 to 1) sets the schedules, `generator` (on the CPU) the minibatches. An update
+        with a loss or gradient that is not finite is undone.
         """
-        config, ranks = self.config, self.ranks
-        share = share or EnvShare.split(buffer.num_envs, ALONE)
+        config = self.config
         self.policy.raise_on_bad_values()  # of the rollout
         buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
-        advantage = buffer.normalize_advantages(ranks)
+        advantage = buffer.normalize_advantages()
         batch, layout = buffer.get_batched_sequences(self.device), buffer.sequence_layout()
         if layout.num_rows == 0:
             raise ValueError("the rollout has no steps; add some before the update")
@@ -195,7 +181,7 @@ class PPOAgent:
         scaled = self.value_normalizer.normalize(batch.returns.unsqueeze(-1)).squeeze(-1)
         batch = replace(batch, returns=scaled)
         try:
-            passes, first_error, is_finite = self._run_epochs(batch, layout, generator, share)
+            passes, first_error, is_finite = self._run_epochs(batch, layout, generator)
             self.policy.raise_on_bad_values()
         except ValueError:  # the rollout has illegal actions: nothing may be learned from it
             self.load_state_dict(before)
@@ -203,17 +189,18 @@ class PPOAgent:
         if is_finite:
             self.failed_updates = 0
             if config.normalize_features:
-                self.policy.heads.update_scales(layout.gather(batch.states), ranks)
+                self.policy.heads.update_scales(layout.gather(batch.states))
         else:
             self._undo(before)
-        first_ratio_error = max(ranks.gather(float(first_error)))
+        first_ratio_error = float(first_error)
         if is_finite:
             self._check_first_ratios(first_ratio_error)
         errors = returns - layout.gather(batch.values)
-        _, means, (variance, unexplained) = ranks.moments(torch.stack([returns, errors], dim=1))
+        columns = torch.stack([returns, errors], dim=1)
+        (variance, unexplained), (mean_return, _) = torch.var_mean(columns, dim=0, correction=0)
         # 1: the critic predicts every return; 0: no better than their mean
         explained = torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
-        scalars = torch.stack([advantage.mean, advantage.std, means[0], explained]).tolist()
+        scalars = torch.stack([advantage.mean, advantage.std, mean_return, explained]).tolist()
         names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
         return {
             **dict(zip(self._metrics, torch.cat(passes).mean(dim=0).tolist(), strict=True)),
@@ -221,12 +208,12 @@ class PPOAgent:
             "first_ratio_error": first_ratio_error,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "ppo_epochs_run": float(len(passes)),
-            "rows": float(ranks.sums(layout.num_rows)[0]),
+            "rows": float(layout.num_rows),
             "update_undone": float(not is_finite),
         }
 
     def _run_epochs(
-        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng, share: EnvShare
+        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng
     ) -> tuple[list[Tensor], Tensor | float, bool]:
         """Train on the rollout.
 
@@ -237,10 +224,10 @@ class PPOAgent:
         first_error: Tensor | float = 0.0
         for _ in range(self.config.ppo_epochs):
             measured_rows: list[Tensor] = []
-            for minibatch in self._minibatches(rollout, layout, generator, share):
+            for minibatch in self._minibatches(rollout, layout, generator):
                 measured, log_ratios = self._backward(minibatch)
                 # before the first optimiser step every ratio is 1, unless `act` and `score` differ
-                if not passes and not measured_rows and log_ratios is not None:
+                if not passes and not measured_rows:
                     first_error = log_ratios.sum(dim=-1).expm1().abs().max()
                 norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
                 # With found_inf 1 the fused step does not change the weights, and needs no
@@ -257,60 +244,39 @@ class PPOAgent:
                 break
         return passes, first_error, bool(all_finite)
 
-    def _backward(self, minibatch: "_Minibatch") -> tuple[Tensor, Tensor | None]:
-        """Gradients of a minibatch on all ranks; returns its metrics and this rank's log-ratios."""
-        layout, steps, rows, totals = minibatch
+    def _backward(self, minibatch: "_Minibatch") -> tuple[Tensor, Tensor]:
+        """Gradients of a minibatch; returns its metrics and log-ratios."""
+        layout, steps, rows = minibatch
         for parameter in self._parameters:
             parameter.grad = None
-        measured, log_ratios = torch.zeros(len(self._metrics) - 1, device=self.device), None
-        if layout.num_rows:
-            inputs = (steps, rows, self._entropy_share * self._entropy_weights)
-            if self.captured is not None:
-                log_probs, measured = self.captured(inputs, layout)
-            else:
-                log_probs, measured = self._gradients(inputs, layout, totals)
-            self.policy.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
-            log_ratios = log_probs - rows.log_probs
-        if self.ranks.size > 1:
-            for weight in self._parameters:
-                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            gradients = [w.grad for w in self._parameters if w.grad is not None]
-            self.ranks.sum_together([*gradients, measured])
-        return measured, log_ratios
+        inputs = (steps, rows, self._entropy_share * self._entropy_weights)
+        compute = self._gradients if self.captured is None else self.captured
+        log_probs, measured = compute(inputs, layout)
+        self.policy.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
+        return measured, log_probs - rows.log_probs
 
     def _gradients(
-        self,
-        inputs: "tuple[StoredSteps, RolloutRows, Tensor]",
-        layout: SequenceLayout,
-        totals: "Totals | None" = None,
+        self, inputs: "tuple[StoredSteps, RolloutRows, Tensor]", layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
         """The backward pass; returns log-probs and metrics. No check: a graph may hold it."""
         steps, rows, entropy_weights = inputs
         evaluation, space = self.policy.score(steps, layout), self.policy.action_space
-        loss, measured = ppo_loss(evaluation, rows, space, entropy_weights, self.config, totals)
+        loss, measured = ppo_loss(evaluation, rows, space, entropy_weights, self.config)
         with full_precision(self.device):
             loss.backward()  # type: ignore[no-untyped-call]
         return evaluation.log_probs.detach(), torch.stack(list(measured.values()))
 
     def _minibatches(
-        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng, share: EnvShare
+        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng
     ) -> "Iterator[_Minibatch]":
         """Random minibatches of whole env rows; one gather per field for the whole pass."""
-        order, is_alone = torch.randperm(share.total, generator=generator), self.ranks.size == 1
-        chunks = order.chunk(self.config.num_minibatches)
-        pieces = (layout.select(share.local(ids)) for ids in chunks)
-        parts = SequenceParts(tuple(p for p in pieces if p.num_rows or not is_alone))
+        order = torch.randperm(layout.num_envs, generator=generator)
+        pieces = map(layout.select, order.chunk(self.config.num_minibatches))
+        parts = SequenceParts(tuple(piece for piece in pieces if piece.num_rows))
         initial = RecurrentState(rollout.initial_hidden_h, rollout.initial_hidden_c)
         steps = self.policy.gather(rollout.states, rollout.actions, rollout.masks, parts, initial)
         rows = zip(*map(parts.split_rows, rollout_rows(rollout, parts)), strict=True)
-        totals: Iterable[Totals | None] = [None] * len(steps)
-        if not is_alone:
-            counts = torch.tensor([float(piece.num_rows) for piece in parts.layouts])
-            decided = torch.stack([part.legal.has_choice.sum() for part in steps])
-            summed = self.ranks.sum(torch.stack([counts.to(decided), decided]))
-            shares = (counts / summed[0].cpu().clamp(min=1.0)).tolist()
-            totals = map(Totals, shares, summed[1])
-        return zip(parts.layouts, steps, map(RolloutRows._make, rows), totals, strict=True)
+        return zip(parts.layouts, steps, map(RolloutRows._make, rows), strict=True)
 
     def _check_first_ratios(self, error: float) -> None:
         if error > FIRST_RATIO_TOLERANCE and not self._has_warned:
@@ -333,7 +299,7 @@ class PPOAgent:
         """
         normalizer = self.value_normalizer
         old_mean, old_std, is_first = normalizer.mean.clone(), normalizer.std, normalizer.count == 0
-        normalizer.update(returns.unsqueeze(1), self.ranks)
+        normalizer.update(returns.unsqueeze(1))
         mean, std = normalizer.mean, normalizer.std
         factor = (old_std / std).masked_fill(is_first, 1.0)
         self.policy.rescale_value(factor, ((old_mean - mean) / std).masked_fill(is_first, 0.0))
@@ -376,13 +342,6 @@ class PPOAgent:
         return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
 
 
-class Totals(NamedTuple):
-    """Of a minibatch on all ranks."""
-
-    share: float  # of its steps that are on this rank
-    decided: Tensor  # steps with a choice
-
-
 class RolloutRows(NamedTuple):
     """The stored data of R steps that the loss needs."""
 
@@ -391,7 +350,7 @@ class RolloutRows(NamedTuple):
     returns: Tensor  # [R], normalised
 
 
-_Minibatch = tuple[SequenceLayout, StoredSteps, RolloutRows, Totals | None]  # None: one rank
+_Minibatch = tuple[SequenceLayout, StoredSteps, RolloutRows]
 
 
 def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
@@ -405,17 +364,12 @@ def ppo_loss(
     action_space: FactoredActionSpace,
     entropy_weights: Tensor,
     config: PPOConfig,
-    totals: Totals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a minibatch, and its metrics.
-
-    With `totals`, the part of this rank: loss and metrics of all ranks add up to the minibatch's.
-    """
+    """The loss of a minibatch, and its metrics."""
     legal = evaluation.distribution.legal
     # steps with a single legal action train the critic only
     has_choice = legal.has_choice
-    share, decided = totals or (1.0, has_choice.sum())
-    weights = has_choice / decided.clamp_min(1.0)  # mean over the steps with a choice
+    weights = has_choice / has_choice.sum().clamp_min(1.0)  # mean over the steps with a choice
 
     # 0 for heads with nothing to choose
     log_ratios = (evaluation.log_probs - rows.log_probs).sum(dim=-1)
@@ -428,7 +382,7 @@ def ppo_loss(
     policy_loss = -(weights @ surrogate)
     entropy_bonus = weights @ (evaluation.normalized_entropies @ entropy_weights)
     value_loss = 0.5 * mse_loss(evaluation.values, rows.returns)
-    loss = torch.add(policy_loss, value_loss, alpha=config.value_coefficient * share)
+    loss = torch.add(policy_loss, value_loss, alpha=config.value_coefficient)
     loss = torch.sub(loss, entropy_bonus, alpha=config.entropy_coefficient)
     with torch.no_grad():
         kl_k3 = log_ratios.expm1() - log_ratios  # Schulman's k3 estimate of the KL
@@ -437,8 +391,6 @@ def ppo_loss(
         has_choices = (legal.counts > 1).float()
         for values in (evaluation.entropies, evaluation.normalized_entropies, has_choices):
             of_steps += values.mean(dim=0).unbind()
-        if totals is not None:
-            of_steps = [mean * share for mean in of_steps]
         measured = (loss.detach(), policy_loss.detach(), kl, clip_fraction, *of_steps)
     return loss, dict(zip(_metric_names(action_space), measured, strict=True))
 

@@ -27,7 +27,6 @@ from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA, DEFAULT_L
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout
 from esper.runtime.checks import require_at_least
-from esper.runtime.ranks import ALONE, Ranks
 from esper.simic.agent.gae import compute_gae
 
 ADVANTAGE_STD_FLOOR = 1e-8
@@ -351,19 +350,18 @@ class TamiyoRolloutBuffer:
         self.returns.copy_(returns)
         self._advantage_statistics = None
 
-    def normalize_advantages(self, ranks: Ranks = ALONE) -> AdvantageStatistics:
+    def normalize_advantages(self) -> AdvantageStatistics:
         """Scale the advantages of the stored rows to mean 0 and standard deviation 1.
 
-        The statistics are those of all ranks. A second call changes nothing and returns the same statistics.
+        A second call changes nothing and returns the same statistics.
         """
         self._require_advantages()
         if self._advantage_statistics is None:
             advantages, valid = self.advantages, self.valid_mask
             exact = advantages.double()  # so that rounding does not spread equal advantages
-            # with one rank the number of steps is on the CPU: no synchronisation
-            total, count = ranks.sums(torch.where(valid, exact, 0.0).sum(), max(len(self), 1))
-            mean = total / count
-            (squares,) = ranks.sums(torch.where(valid, exact - mean, 0.0).square().sum())
+            count = max(len(self), 1)  # on the CPU: no synchronisation
+            mean = torch.where(valid, exact, 0.0).sum() / count
+            squares = torch.where(valid, exact - mean, 0.0).square().sum()
             std = (squares / count).sqrt().clamp_min(ADVANTAGE_STD_FLOOR)
             advantages.copy_(torch.where(valid, (exact - mean) / std, 0.0))
             self._advantage_statistics = AdvantageStatistics(mean.float(), std.float())

@@ -10,7 +10,6 @@ from esper.leyline.protocols import StepOutcome
 from esper.leyline.records import Episodes
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LifecycleOp
-from esper.runtime.ranks import ALONE, Ranks
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.growth.rewards import ROLLBACK_PENALTY, growth_score, siblings_mean
 from esper.simic.trainer import Outcome, PhaseClock, TrainingEnvs
@@ -30,7 +29,7 @@ class GrowthEnvs(TrainingEnvs):
     round: its steps are not real and are not stored.
     """
 
-    episodes: Episodes  # of the last round, on all ranks
+    episodes: Episodes  # of the last round
 
     def __init__(
         self,
@@ -39,12 +38,10 @@ class GrowthEnvs(TrainingEnvs):
         *,
         start_score: float = 0.0,
         controls: int = 0,
-        ranks: Ranks = ALONE,
     ):
         """`controls` envs of each group of siblings only wait: the others are compared with them."""
         space = environment.action_space
         self.environment, self.device = environment, device
-        self.share, self.ranks = environment.share, ranks
         self.num_envs, self.action_space = environment.num_envs, space
         self.layout = FeatureLayout(space.heads[1].size, space.heads[2].size)
         self.num_features = self.layout.width
@@ -86,8 +83,7 @@ class GrowthEnvs(TrainingEnvs):
         self.clock.lap("buffer")
         self._is_running = is_real_step & ~(result.terminated | result.truncated)
         self._lengths += is_real_step
-        # ranks take the same number of steps, so their generators stay alike
-        self.round_over = not self.ranks.any(bool(self._is_running.any()))
+        self.round_over = not bool(self._is_running.any())
         op, slot, blueprint = actions[:, :3].unbind(dim=-1)
         price = reports.cost_params[torch.arange(self.num_envs), slot, blueprint]
         cost = torch.where(op == LifecycleOp.GERMINATE, price, 0.0)
@@ -122,8 +118,7 @@ class GrowthEnvs(TrainingEnvs):
             buffer.mark_terminal_with_penalty(env, penalty)
         scores = torch.where(rolled_back, torch.nan, self.scores)
         facts = scores, reports.rent, reports.host_params, self._lengths, rolled_back
-        parts = self.ranks.gather((self.share.ids, Episodes(*facts, *rows)._asdict()))
-        self.episodes = Episodes(**self.share.join(parts))
+        self.episodes = Episodes(*facts, *rows)
 
     def _observe(self) -> None:
         self.reports = self.environment.observe()
@@ -138,7 +133,7 @@ class GrowthEnvs(TrainingEnvs):
 
     def metrics(self, seconds: float) -> dict[str, float]:
         episodes, finished = self.episodes, ~self.episodes.rolled_back
-        last = (torch.arange(self.share.total), episodes.lengths - 1)
+        last = (torch.arange(self.num_envs), episodes.lengths - 1)
         growth = episodes.added_params[last] / episodes.host_params
         lead = {"episode/lead": self._lead(episodes)} if self.environment.siblings > 1 else {}
         return {
@@ -149,7 +144,7 @@ class GrowthEnvs(TrainingEnvs):
             "episode/growth": _mean(growth[finished]),
             "episode/germinations": _mean((episodes.cost_params > 0).float().sum(dim=1)),
             "episode/rolled_back": _mean(episodes.rolled_back.float()),
-            "time/hosts_per_second": self.share.total / seconds,
+            "time/hosts_per_second": self.num_envs / seconds,
         }
 
     def _lead(self, episodes: Episodes) -> float:

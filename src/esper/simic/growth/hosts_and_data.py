@@ -8,7 +8,6 @@ from esper.kasmina.blueprints import BLUEPRINTS, WIDENINGS, Blueprint, blueprint
 from esper.kasmina.hosts import Host, build_host
 from esper.leyline.constants import SiteKind
 from esper.leyline.factored_actions import choice_names
-from esper.runtime.ranks import ALONE, Ranks
 from esper.simic.growth.train_config import TrainConfig
 from esper.tolaria.data_files import checksum
 from esper.tolaria.environment import GrowthEnvironment
@@ -22,14 +21,14 @@ _HOSTS = {SiteKind.VECTOR: "mlp", SiteKind.SERIES: "conv1d", SiteKind.IMAGE: "co
 _NOISE_RNG_SEED = 1
 
 
-def training_hosts(config: TrainConfig, ranks: Ranks = ALONE) -> PopulationBatch:
-    """Hosts and data to train a controller on; with several ranks, those of this rank."""
+def training_hosts(config: TrainConfig) -> PopulationBatch:
+    """Hosts and data to train a controller on."""
     base = _load_base(config)
     _check_rows(config, base)
     task = load_task(config, config.variants, base)
     optimizer = AdamW(learning_rate=config.host_learning_rate)
     hosts, menu = load_hosts(config, task, config.training_widths), load_menu(config, task)
-    return PopulationBatch(hosts, menu, task, config.host_batch, optimizer=optimizer, ranks=ranks)
+    return PopulationBatch(hosts, menu, task, config.host_batch, optimizer=optimizer)
 
 
 def with_checksum(config: TrainConfig) -> TrainConfig:

@@ -16,7 +16,6 @@ from typing import Self
 from esper.runtime.files import UnreadableFile, atomic_write
 from esper.runtime.locked_folder import LockedFolder
 from esper.runtime.plain_config import differences, from_plain, to_plain
-from esper.runtime.ranks import ALONE, Ranks
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.train_config import TrainConfig
 
@@ -53,19 +52,17 @@ def read_config(path: Path) -> TrainConfig:
 
 
 class RunFolder(LockedFolder):
-    """The folder of a run in this process. Of several ranks, rank 0 writes; others only read."""
+    """The folder of a run in this process."""
 
-    def __init__(self, path: str | Path, ranks: Ranks = ALONE):
-        super().__init__(path, ranks)
-        self.files, self._ranks = RunFiles(Path(path)), ranks
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self.files = RunFiles(Path(path))
         self._saved_round: int | None = None  # by this process
 
     @classmethod
-    def create(cls, path: str | Path, config: TrainConfig, ranks: Ranks = ALONE) -> Self:
+    def create(cls, path: str | Path, config: TrainConfig) -> Self:
         """A folder for a new run; raises if it already holds one."""
-        folder = cls(path, ranks)
-        if not ranks.is_first:
-            return folder
+        folder = cls(path)
         if folder.files.config.exists():
             folder.close()
             raise ValueError(
@@ -83,9 +80,9 @@ class RunFolder(LockedFolder):
         if not files.checkpoint.exists():
             if files.previous_checkpoint.exists() or files.controller.exists():
                 raise ValueError(f"{files.checkpoint} is missing; {self._advice()}")
-            return GrowthTraining(config, self._ranks)
+            return GrowthTraining(config)
         try:
-            training = GrowthTraining.resume(files.checkpoint, self._ranks)
+            training = GrowthTraining.resume(files.checkpoint)
         except UnreadableFile as error:
             raise ValueError(f"{error}; {self._advice()}") from error
         if changed := differences(to_plain(config), to_plain(training.config)):
@@ -108,7 +105,7 @@ class RunFolder(LockedFolder):
     def save(self, training: GrowthTraining) -> None:
         """Write checkpoint and controller; the previous checkpoint is kept."""
         files = self.files
-        if training.rounds_done == self._saved_round or not self._ranks.is_first:
+        if training.rounds_done == self._saved_round:
             return
         if files.checkpoint.exists():
             before = files.checkpoint.read_bytes()

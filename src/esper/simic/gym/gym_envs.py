@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
-from esper.runtime.ranks import ALONE, EnvShare, Ranks
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.gym.gym_spaces import Array, GymSpaces
 from esper.simic.trainer import Outcome, PhaseClock
@@ -53,28 +52,22 @@ class EpisodeLog:
         self.total_rewards = np.zeros(num_envs)  # of the unfinished episodes, as are the lengths
         self.lengths = np.zeros(num_envs, dtype=np.int64)
         self.ended: list[Episode] = []  # by the last step
-        self.steps = 0
-        self.of_round: list[tuple[int, Episode]] = []  # ended in this round, with their last step
-        self.recent = deque(recent, maxlen=RECENT_EPISODES)  # before this round
+        self.recent = deque(recent, maxlen=RECENT_EPISODES)
 
     def add(self, rewards: Array, ended: Array, is_real_step: Array) -> None:
         self.total_rewards += rewards * is_real_step
         self.lengths += is_real_step
-        self.steps += 1
         self.ended = [
             Episode(int(env), float(self.total_rewards[env]), int(self.lengths[env]))
             for env in np.flatnonzero(ended)
         ]
-        self.of_round += [(self.steps, episode) for episode in self.ended]
+        self.recent.extend(self.ended)
         self.total_rewards[ended] = 0.0
         self.lengths[ended] = 0
 
 
 class GymEnvs:
-    """N environments, each with a current observation and its masks.
-
-    With several ranks, every rank has N environments.
-    """
+    """N environments, each with a current observation and its masks."""
 
     features: Tensor  # [N, F]
     masks: ActionMasks
@@ -88,11 +81,8 @@ class GymEnvs:
         rng_seed: int,
         mask_source: MaskOption = "auto",
         mask_key: str = _DEFAULT_KEY,
-        ranks: Ranks = ALONE,
     ):
         spaces.require_same(envs)
-        ranks.require_same({"num_envs": envs.num_envs, **spaces.describe()})
-        self.share, self.ranks = EnvShare.split(envs.num_envs * ranks.size, ranks), ranks
         self.spaces, self.num_envs = spaces, envs.num_envs
         self.num_features, self.action_space = spaces.num_features, spaces.action_space
         self.clock = PhaseClock()
@@ -128,8 +118,8 @@ class GymEnvs:
         self.log = EpisodeLog(self.num_envs, recent)
         self.pending = np.zeros(self.num_envs, dtype=bool)
         self._previous = np.zeros((self.num_envs, self.spaces.num_previous), dtype=np.float32)
-        first = int(self.share.ids[0])  # env i of a vector environment gets the seed plus i
-        found: tuple[Any, dict[str, Any]] = self.vector_env.reset(seed=rng_seed + first)
+        # env i of a vector environment gets the seed plus i
+        found: tuple[Any, dict[str, Any]] = self.vector_env.reset(seed=rng_seed)
         return found
 
     def begin_round(self) -> Tensor:
@@ -139,11 +129,6 @@ class GymEnvs:
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
         self.rounds += 1
-        first = int(self.share.ids[0])
-        ended = [(step, e._replace(env=first + e.env)) for step, e in self.log.of_round]
-        every = sorted(entry for part in self.ranks.gather(ended) for entry in part)
-        self.log.recent.extend(episode for _, episode in every)
-        self.log.of_round = []
 
     def step(self, choices: Tensor) -> Outcome:
         """Take the heads' choices `[N, H]` in every env."""
@@ -327,8 +312,8 @@ def _rows(masks: Any, envs: Array) -> Any:
 # -- making and comparing environments ------------------------------------------------------------
 
 
-def vector_env(env: "AnyEnv", num_envs: int, ranks: Ranks = ALONE) -> "VectorEnv[Any, Any, Any]":
-    """A vector environment: this rank's part of `num_envs` of an id, or the given one alone."""
+def vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
+    """A vector environment: `num_envs` of an id, or the given one alone."""
     try:
         import gymnasium
         from gymnasium.vector import SyncVectorEnv, VectorEnv
@@ -344,9 +329,8 @@ def vector_env(env: "AnyEnv", num_envs: int, ranks: Ranks = ALONE) -> "VectorEnv
             f"{env} is a {type(env).__name__}; use the id of an environment, a gymnasium.Env, or "
             "a vector environment such as gymnasium.vector.SyncVectorEnv([make_env] * 8)"
         )
-    own = len(EnvShare.split(num_envs, ranks).ids)
     try:
-        return gymnasium.make_vec(env, num_envs=own, vectorization_mode="sync")
+        return gymnasium.make_vec(env, num_envs=num_envs, vectorization_mode="sync")
     except gymnasium.error.UnregisteredEnv as error:
         raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:

@@ -25,7 +25,6 @@ from esper.runtime.checks import require_whole, whole_number
 from esper.runtime.devices import usable_device
 from esper.runtime.files import read_file, write_file
 from esper.runtime.plain_config import from_plain, to_plain
-from esper.runtime.ranks import ALONE, Ranks, join_ranks
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.gym.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
 from esper.simic.gym.gym_spaces import Array, GymSpaces
@@ -97,8 +96,7 @@ class PPO:
 
     Args:
         env: the id of an environment, one environment, or a vector environment; it is reset with
-            the config's `rng_seed`. Under torchrun the config's `num_envs` are split over the ranks,
-            and an environment that is given is that of one rank
+            the config's `rng_seed`
         heads: the choices of an action and what they depend on, such as
             `(Head("row", 3), Head("column", 4, given=("row",)))`; by default independent
         config: all settings
@@ -116,14 +114,13 @@ class PPO:
         config = config or GymConfig()
         if not isinstance(config, GymConfig):
             raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
-        ranks = _ranks(env, config)
-        envs = vector_env(env, config.num_envs, ranks)
+        envs = vector_env(env, config.num_envs)
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
         spaces = GymSpaces.of(envs, heads, mask_entry)
         if config.policy.memory:
             action, reward = config.previous_action, config.previous_reward
             spaces = replace(spaces, previous_action=action, previous_reward=reward)
-        world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key, ranks)
+        world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key)
         if config.masks == "auto" and world.mask_source == "none":
             print("masks: none found, all actions legal")
         self._build(config, spaces, encoder, world)
@@ -150,7 +147,7 @@ class PPO:
             )
         spread_time_constants(policy.core, config.policy.memory_steps)
         policy = policy.to(usable_device(config.device))
-        self.agent = PPOAgent(policy, config.ppo, world.ranks if world else ALONE)
+        self.agent = PPOAgent(policy, config.ppo)
         settings = {"horizon": config.horizon, "rng_seed": config.rng_seed}
         self._trainer = Trainer(world, self.agent, **settings) if world else None
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
@@ -194,15 +191,14 @@ class PPO:
 
         Args:
             steps: of all environments together; None finishes a `learn` that was stopped
-            callback: called as `callback(steps, metrics)` after each round, on every rank; training
-                stops when one returns False. docs/metrics.md explains the metrics
+            callback: called as `callback(steps, metrics)` after each round; training stops when it
+                returns False. docs/metrics.md explains the metrics
             eval_env: other environments than those to learn in, or an id: every `eval_every`
                 rounds `eval_episodes` are played, and the metrics hold "eval/return"
             log_dir: folder for TensorBoard's curves of all metrics
             should_stop: checked before each step; training stops when it returns True
         """
         trainer, progress = self.trainer, self.trainer.progress
-        trainer.ranks.require_same({"steps": steps})
         if steps is not None:
             steps = whole_number("steps", steps, 1)
             self._first_step, self.total_steps = progress.steps, progress.steps + steps
@@ -220,7 +216,7 @@ class PPO:
                 raise ValueError(f"eval_env: {error}") from error
         with ExitStack() as stack:
             record: Callable[[int, dict[str, float]], None] = lambda *_: None  # noqa: E731
-            if log_dir is not None and trainer.ranks.is_first:
+            if log_dir is not None:
                 from esper.nissa.tensorboard import TensorBoardSink
 
                 sink = TensorBoardSink(log_dir, first_step=progress.steps + 1)
@@ -240,7 +236,7 @@ class PPO:
                     metrics["eval/length"] = float(result.lengths.mean())
                 record(progress.steps, metrics)
                 answer = None if callback is None else callback(progress.steps, metrics)
-                if trainer.ranks.any(isinstance(answer, bool | np.bool_) and not answer):
+                if isinstance(answer, bool | np.bool_) and not answer:
                     break
                 trainer.clock.lap("telemetry")
         return self
@@ -336,14 +332,13 @@ class PPO:
     def save(self, path: str | Path) -> None:
         """Write the model and its training run, as it was after its last round.
 
-        Under torchrun every rank calls it, and rank 0 writes; any number of ranks can resume it.
         It holds no environments: a resumed run continues with the next round, in new episodes.
         """
         contents = self._loaded or {
             "spaces": to_plain(self.spaces),
             "mask_source": self.mask_source,
             "environment": self.envs.kind,
-            "num_envs": self.envs.share.total,
+            "num_envs": self.envs.num_envs,
             "learn": [self._first_step, self.total_steps],
             "trainer": self.trainer.state_dict(),
         }
@@ -351,9 +346,7 @@ class PPO:
             "config": to_plain(self.config),
             "has_encoder": self.agent.policy.heads.is_custom,
         }
-        if self.agent.ranks.is_first:
-            write_file(path, _KIND, contents, version=_VERSION)
-        self.agent.ranks.broadcast(None)  # the others may read it next
+        write_file(path, _KIND, contents, version=_VERSION)
 
     @classmethod
     def load(
@@ -383,9 +376,8 @@ class PPO:
             load_agent(model.agent, run["agent"], path)
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
-            ranks, masks = _ranks(env, config), saved["mask_source"]
-            envs = vector_env(env, saved["num_envs"], ranks)
-            world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key, ranks)
+            envs, masks = vector_env(env, saved["num_envs"]), saved["mask_source"]
+            world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key)
             model._build(config, spaces, encoder, world)
             if saved["environment"] != world.kind:
                 run["envs"]["recent_episodes"] = []  # their returns are of another task
@@ -400,14 +392,6 @@ def _per_env(name: str, value: Any, num_envs: int, dtype: Any) -> Array:
     if array.shape not in ((), (num_envs,)):
         raise ValueError(f"{name}: got shape {array.shape}, expected ({num_envs},)")
     return np.broadcast_to(array, num_envs)
-
-
-def _ranks(env: "AnyEnv", config: GymConfig) -> Ranks:
-    """The ranks of a run; raises if they were given other ids or settings."""
-    ranks = join_ranks()
-    env_id = env if isinstance(env, str) else "an environment"
-    ranks.require_same({"env": env_id, **to_plain(config)})
-    return ranks
 
 
 class EvaluationResult(NamedTuple):

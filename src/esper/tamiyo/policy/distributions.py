@@ -27,7 +27,6 @@ from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.runtime.checks import DeferredChecks
 from esper.runtime.devices import DeviceConstant, constant
-from esper.runtime.ranks import noise
 
 LARGEST_LOGIT = 1e29  # logits are clipped to this, up and down
 # far below any logit, and far enough above the lowest float that gradients times it are finite
@@ -132,7 +131,7 @@ class MaskedFactoredCategorical:
         probs = self.probs.detach()
         # Of exponential clocks with rates p, choice i rings first with probability p_i. The bounds
         # keep p / clock at 0 for masked choices, and above 0 for the likeliest one.
-        clocks = noise(probs, "exponential_", generator).clamp_(1e-30, 1e3)
+        clocks = torch.empty_like(probs).exponential_(generator=generator).clamp_(1e-30, 1e3)
         choices = probs.div_(clocks).argmax(dim=-1)
         return self._insert(choices, lambda numbers: numbers.sample(generator))
 
@@ -201,7 +200,7 @@ class SquashedGaussians(NamedTuple):
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Samples before tanh, `[..., K]`."""
-        numbers = noise(self.mean, "normal_", generator)
+        numbers = torch.empty_like(self.mean).normal_(generator=generator)
         std = self.log_std.clamp(*LOG_STD_BOUNDS).exp()
         return torch.where(self.is_used, torch.addcmul(self.mean, std, numbers), 0.0)
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from esper.runtime.ranks import ALONE, Ranks
 from esper.tamiyo.policy.features import FeatureLayout
 
 LEAST_STD = 0.1  # amplify a near-constant feature at most 10x
@@ -45,15 +44,15 @@ class RunningNormalizer(nn.Module):
         self.register_load_state_dict_post_hook(_refresh)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def update(self, rows: Tensor, ranks: Ranks = ALONE) -> None:
-        """Merge the rows `[R, width]` of all ranks into the statistics (Chan et al. 1979)."""
-        count, batch_mean, batch_variance = ranks.moments(rows.double())
-        if count == 0:
+    def update(self, rows: Tensor) -> None:
+        """Merge the rows `[R, width]` into the statistics (Chan et al. 1979)."""
+        if len(rows) == 0:
             return
+        batch_variance, batch_mean = torch.var_mean(rows.double(), dim=0, correction=0)
         batch_variance[: self.uncentered] += batch_mean[: self.uncentered].square()
         batch_mean[: self.uncentered] = 0.0
-        total = self.count + count
-        share = count / total
+        total = self.count + len(rows)
+        share = len(rows) / total
         delta = batch_mean - self.mean
         spread = (1 - share) * self.variance + share * batch_variance
         self.variance.copy_(spread + share * (1 - share) * delta.square())
@@ -105,15 +104,15 @@ class FeatureScales(nn.Module):
         return tuple(((x - center) * scale).clamp_(-LIMIT, LIMIT) for x, center, scale in blocks)
 
     @torch.no_grad()
-    def fit(self, features: Tensor, ranks: Ranks = ALONE) -> None:
-        """Fit the scales to the features `[R, F]` of all ranks, without blueprints that do not fit."""
+    def fit(self, features: Tensor) -> None:
+        """Fit the scales to the features `[R, F]`, without blueprints that do not fit."""
         env, slots, blueprints = self.layout.split(features)
         rows = (env, slots.flatten(0, 1), blueprints[self.layout.blueprint_fits(blueprints)])
         is_flag = _ONE.is_flag().to(features.device)
         blocks = zip(rows, *map(_ONE.split, (self.center, self.scale, is_flag)), strict=True)
         for part, center, scale, flags in blocks:
-            count, mean, variance = ranks.moments(part)
-            if count:
+            if len(part):
+                variance, mean = torch.var_mean(part, dim=0, correction=0)
                 center.copy_(torch.where(flags, 0.0, mean))
                 scale.copy_(torch.where(flags, 1.0, 1 / variance.sqrt().clamp(min=LEAST_STD)))
         _ONE.split(self.center)[2].zero_()

@@ -29,7 +29,6 @@ from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.runtime.checks import require_whole
-from esper.runtime.ranks import ALONE, Ranks
 from esper.tamiyo.policy.distributions import (
     ChoiceChecks,
     LegalChoices,
@@ -57,8 +56,8 @@ class Heads(Protocol):
         """Logits `[B, choices]` of a head group after the first, given the earlier actions."""
         ...
 
-    def update_scales(self, features: Tensor, ranks: Ranks = ALONE) -> None:
-        """Adapt the scaling to the raw features `[R, F]` of a rollout on all ranks."""
+    def update_scales(self, features: Tensor) -> None:
+        """Adapt the scaling to the raw features `[R, F]` of a rollout."""
         ...
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace
-from esper.runtime.ranks import ALONE, Ranks
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene
@@ -130,8 +129,8 @@ class PlainHeads(nn.Module):
         return logits
 
     @torch.no_grad()
-    def update_scales(self, features: Tensor, ranks: Ranks = ALONE) -> None:
-        """Update the running statistics with features `[R, F]` of all ranks.
+    def update_scales(self, features: Tensor) -> None:
+        """Update the running statistics with features `[R, F]`.
 
         When the mean moves, the shift is folded into the encoder's first bias: the policy's output
         on a given observation does not change. Otherwise a policy that leans to one side would
@@ -140,12 +139,12 @@ class PlainHeads(nn.Module):
         features, *images = torch.split(features, self._sizes, dim=-1)
         for pixels, image_scales in self._pixels(images):
             if image_scales.count == 0:
-                image_scales.update(pixels.flatten(0, -2), ranks)
+                image_scales.update(pixels.flatten(0, -2))
         scales = self.scales
         if not self._sizes[0] or (self.is_custom and scales.count > 0):
             return  # a custom encoder has no first layer that is known: its scales stay
         old_mean, is_first = scales.mean.clone(), scales.count == 0
-        scales.update(features, ranks)
+        scales.update(features)
         shift = ((scales.mean - old_mean) / scales.std).masked_fill(is_first, 0.0)
         if not self.is_custom:
             weight, bias, *_ = self.encoder.parameters()

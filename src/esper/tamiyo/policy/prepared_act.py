@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import ActionMasks
-from esper.runtime.ranks import noise
 from esper.tamiyo.policy.distributions import MASKED
 from esper.tamiyo.policy.network import Decision, FactoredRecurrentActorCritic, RecurrentState
 from esper.tamiyo.policy.plain_heads import PlainHeads
@@ -108,7 +107,7 @@ class _PreparedAct:
         core, *after = numba_lstm.step(features.numpy(), *self.step_arguments, *before)
         clocks = features.new_empty(len(features), *self.grid)
         if not deterministic:
-            clocks = noise(clocks, "exponential_", generator).clamp_(1e-30, 1e3)
+            clocks.exponential_(generator=generator).clamp_(1e-30, 1e3)
         *chosen, is_ok = numba_lstm.choose(
             core,
             *self.readout,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp
-from esper.runtime.ranks import ALONE, Ranks
 from esper.tamiyo.policy.feature_scales import FeatureScales
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp
@@ -106,10 +105,10 @@ class SlotHeads(nn.Module):
         where = (self.where_core(core) + self.where_op(op) + self.where_slot(slot)).tanh()
         return torch.cat((self.blueprint_pointer(where, menu), self.readout(where)), dim=-1)
 
-    def update_scales(self, features: Tensor, ranks: Ranks = ALONE) -> None:
+    def update_scales(self, features: Tensor) -> None:
         """Fit the scales to features `[R, F]` the first time; later calls change nothing."""
         if not self.scales.is_fitted:
-            self.scales.fit(features, ranks)
+            self.scales.fit(features)
 
 
 def _largest(candidates: Tensor) -> Tensor:
