@@ -16,7 +16,7 @@ from esper.surgery.eval_mode import random_states, set_random_states
 if TYPE_CHECKING:
     from esper.growing.growth import Growth
 
-_KIND, _VERSION = "growth", 11
+_KIND, _VERSION = "growth", 12
 
 # attributes of a growth that are saved as they are
 _PLAIN = (

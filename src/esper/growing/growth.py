@@ -133,9 +133,9 @@ class Growth:
         self._rent, self._max_germinations = rent, max_germinations
         self._validator = Validator(val_loader, score)
         menu = controllers.blueprints_for(self.controller, blueprints)
-        enlarges = not isinstance(self.controller, LearnedController)  # it was trained without
+        widens = not isinstance(self.controller, LearnedController)  # it was trained without
         prepared = preparation.prepare_model(
-            model, (example, *other_examples), self.budget, sites, exclude, kind, menu, enlarges
+            model, (example, *other_examples), self.budget, sites, exclude, kind, menu, widens
         )
         self._validator.check(model)
         self.controller.begin(torch.zeros(1, dtype=torch.int64))

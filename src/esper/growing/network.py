@@ -22,7 +22,6 @@ from esper.leyline.stages import SeedStage
 from esper.runtime.ranks import Ranks
 from esper.surgery.branches import Branch, new_branch
 from esper.surgery.eval_mode import uncompiled, untouched_randomness, watch_hooks
-from esper.surgery.pairs import units_of
 from esper.surgery.sites import ModelSite
 from esper.surgery.slots import Seed, Slot, new_seed
 
@@ -198,12 +197,11 @@ class GrowingNetwork:
 
     def merge_branches(self) -> None:
         """Make committed branches part of the model's layers, with their optimiser state."""
-        modules = dict(self.model.named_modules())  # a copy changes the names of later blocks
         for slot in self.slots:
             if slot.is_committed and isinstance(slot.seed, Branch):
                 seed, alpha = slot.seed, slot.alpha
                 slot.clear()
-                self._groups.replace(seed.merge_into(modules.__getitem__, alpha))
+                self._groups.replace(seed.merge_into(self.model.get_submodule, alpha))
 
     def restore(self, state: NetworkState) -> None:
         """Restore a captured state, optimiser included; its settings (rates) stay as they are."""
@@ -237,11 +235,10 @@ class GrowingNetwork:
     def new_seed(
         self, blueprint: Blueprint, site: ModelSite, generator: torch.Generator
     ) -> Seed | Branch:
-        if site.part is None:
+        if site.pair is None:
             return new_seed(blueprint.program(site.seed_site), site, generator)
-        units, modules = units_of(site.part, blueprint), self.model.get_submodule
-        with self.without(range(len(self.slots))):  # a copy of a block has no hooks of growth
-            return new_branch(site.part, units, modules, generator)
+        units = site.units_of(blueprint)
+        return new_branch(site.pair, units, self.model.get_submodule, generator)
 
     def _add_seed(self, index: int) -> None:
         watch_hooks(self.model)
