@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.growing.network import GrowingNetwork, average_gradients
+from esper.growing.network import GrowingNetwork
 from esper.leyline.constants import BlendStyle, SiteKind
 from esper.surgery.branches import Branch
 from esper.surgery.eval_mode import uncompiled
@@ -79,8 +79,8 @@ class Evidence:
         elif self._probes and self.steps_left > 0:
             # of the rows of all ranks, as one process computes them
             ranks = self._network.ranks
-            average_gradients([w for probe in self._probes for w in probe.weights], ranks)
-            ranks.mean([probe.features for probe in self._probes])
+            ranks.average_gradients([w for probe in self._probes for w in probe.weights])
+            ranks.average(probe.features for probe in self._probes)
             for probe in self._probes:
                 probe.collect()
             self.steps_left -= 1

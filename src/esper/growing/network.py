@@ -5,21 +5,20 @@ network and optimiser, for a rollback or a checkpoint.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn, optim
-from torch.autograd import Variable
 
+from esper.growing.ddp import Ranks, SeedAverage
 from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.preparation import PreparedModel
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
-from esper.runtime.ranks import Ranks
 from esper.surgery.branches import Branch, new_branch
 from esper.surgery.eval_mode import uncompiled, untouched_randomness, watch_hooks
 from esper.surgery.sites import ModelSite
@@ -53,8 +52,9 @@ class GrowingNetwork:
         ranks: Ranks,
     ):
         self.model, self.optimizer = model, optimizer
-        self.ranks, self._is_queued = ranks, False
-        self._average_after(model)
+        self.ranks = ranks
+        self._average = SeedAverage(ranks, self._seed_weights)
+        self._average.follow(model)
         self.menu = prepared.menu
         self.slots = tuple(Slot(site, model) for site in prepared.sites)
         self.states = SlotStates.dormant(1, len(self.slots))
@@ -125,6 +125,9 @@ class GrowingNetwork:
     def _seeds(self) -> dict[str, nn.Module]:
         """The seeds by site."""
         return {slot.site.name: slot.seed for slot in self.slots if slot.seed is not None}
+
+    def _seed_weights(self) -> list[Tensor]:
+        return [weight for seed in self._seeds.values() for weight in seed.parameters()]
 
     def statistics(self) -> list[Tensor]:
         """Buffers that training changes, such as the statistics of norms; ranks differ in them."""
@@ -246,41 +249,9 @@ class GrowingNetwork:
         blueprint = self.menu[int(self.states.blueprint[0, index])]
         seed = self.new_seed(blueprint, slot.site, self.generator)
         slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
-        self._average_after(seed)
+        self._average.follow(seed)
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
         self._groups.join(self._owners[index], named)
-
-    def _average_after(self, module: nn.Module) -> None:
-        """Average the seeds' gradients after a backward pass through this module."""
-        for weight in module.parameters() if self.ranks.size > 1 else ():
-            if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self._queue_average)  # type: ignore[no-untyped-call]
-
-    def _queue_average(self, _: Tensor) -> None:
-        """Average the seeds' gradients over ranks, once, when the backward pass ends.
-
-        Any weight may start it: on some ranks, the model may skip the module before a seed.
-        `DistributedDataParallel` averages only the weights that it was made with. Averaging gradients
-        twice changes nothing, so they may accumulate.
-        """
-
-        def average() -> None:
-            self._is_queued = False
-            weights = [weight for seed in self._seeds.values() for weight in seed.parameters()]
-            average_gradients(weights, self.ranks)
-
-        if not self._is_queued:
-            self._is_queued = True
-            Variable._execution_engine.queue_callback(average)
-
-
-def average_gradients(weights: Sequence[Tensor], ranks: Ranks) -> None:
-    """Give weights the mean of their gradients over ranks; a rank may have skipped some."""
-    if ranks.size == 1:
-        return
-    gradients = ranks.mean_gradients(weights, [weight.grad for weight in weights])
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = gradient
 
 
 def finite_buffers(model: nn.Module) -> dict[str, torch.Size]:

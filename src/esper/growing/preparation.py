@@ -1,24 +1,19 @@
 """Before a run: check the arguments, and find the sites, the seeds that fit there and their costs."""
 
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 from esper.leyline.budget import Budget
 from esper.runtime.checks import whole_number
-from esper.runtime.ranks import Ranks, join_ranks
 from esper.surgery.inputs import tensors
 from esper.surgery.plain import check_plain, working_sites
-from esper.surgery.sharding import check_not_sharded
 from esper.surgery.sites import ModelSite, SiteTrace, count_macs, count_params, trace_sites
 from esper.surgery.slots import Slot, disable_nested_tensors
 from esper.surgery.tracing import trace
@@ -62,28 +57,6 @@ def check_arguments(
         raise ValueError(f"budget={budget!r}; give a Budget, such as Budget(params=20_000)")
     if not isinstance(rent, Real) or not 0 <= rent < math.inf:
         raise ValueError(f"rent={rent!r}; use 0 or more, such as 0.02")
-
-
-def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
-    """The model inside DistributedDataParallel, and the ranks that train it together."""
-    if isinstance(model, nn.Module):
-        check_not_sharded(model, "it in DistributedDataParallel instead")
-    if isinstance(model, DistributedDataParallel):
-        model, ranks = model.module, join_ranks()
-    is_connected = dist.is_available() and dist.is_initialized()
-    size = dist.get_world_size() if is_connected else 1
-    if not is_connected and os.environ.get("WORLD_SIZE", "1") != "1":
-        warnings.warn(
-            "torchrun has started several ranks that are not connected, so each grows its own model; "
-            "call torch.distributed.init_process_group and use DistributedDataParallel",
-            stacklevel=3,
-        )
-    if ranks.size == 1 < size:
-        raise ValueError(
-            f"{size} ranks are connected, but each would grow another model; give Growth the "
-            "DistributedDataParallel model, not the module inside"
-        )
-    return model, ranks
 
 
 class PreparedModel(NamedTuple):
