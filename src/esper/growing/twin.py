@@ -13,10 +13,10 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
 from esper.growing import validation
-from esper.growing.checkpoint import group_settings
 from esper.growing.ddp import ALONE, Ranks, is_split, rows_of
 from esper.growing.growth import Growth
 from esper.growing.network import are_finite, finite_buffers
+from esper.growing.optimizers import group_settings
 from esper.growing.validation import Metric
 from esper.nissa.ledger import Ledger, TwinRecord
 from esper.surgery.eval_mode import eval_mode, untouched_randomness
