@@ -38,7 +38,7 @@ def test_only_seeds_that_fit_into_the_budget_are_measured():
         (s, b): site.params_of(entry)
         for s, site in enumerate(sites)
         for b, entry in enumerate(menu)
-        if entry.fits(site.seed_site) and entry.program(site.seed_site).depth > 1
+        if site.fits(entry) and site.facts_of(entry).depth > 1
     }
     assert measured == {place for place, cost in costs.items() if cost <= room}
     assert 0 < len(measured) < len(costs)
@@ -138,75 +138,24 @@ def test_alpha_moves_at_every_optimiser_step_of_the_first_half():
     assert slot.alpha == 0.5
 
 
-class Rotated(nn.Module):
-    """Blocks that take a table of positions next to the batch."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 8)
-
-        def forward(self, x, table):
-            return x + self.out(self.norm(x) * table)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList([self.Block(), self.Block()]), nn.Linear(8, 3)
-
-    def forward(self, x):
-        table = torch.linspace(0, 1, x.shape[1]).unsqueeze(1).expand(-1, 8)
-        for block in self.blocks:
-            x = block(x, table)
-        return self.head(x)
-
-
-class SequenceFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, norm_first=True)
-        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):  # [examples, positions, 8]
-        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
-        padding[:, -2:] = True
-        return self.head(self.body(x.transpose(0, 1), src_key_padding_mask=padding)).mean(0)
-
-
-@pytest.mark.parametrize(
-    ("make", "shape", "used"),
-    [
-        (Rotated, (32, 32, 8), 32),
-        (Rotated, (32, 24, 8), ROWS),
-        (SequenceFirst, (4, 24, 8), 4),
-        (SequenceFirst, (24, 4, 8), 24),
-    ],
-)
-def test_copies_of_blocks_get_all_rows_where_these_are_not_clear(make, shape, used):
-    torch.manual_seed(0)
-    model, x = make(), torch.randn(shape)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    growth = Growth(
-        model, optimizer, example=x, decisions=10, blueprints=["deepen"], controller=Script()
-    )
-    before = model(x)
+def test_evidence_that_was_saved_is_complete_in_a_new_run():
+    growth = new_growth(Script())
     evidence = Evidence(growth._network, growth._reporter.may_grow)
     evidence.start(0)
-    assert torch.equal(model(x), before)
-    assert {probe.used for probe in evidence._probes} == {used}
     for _ in range(BATCHES):
-        model(x).square().mean().backward()
+        growth.model(X).square().mean().backward()
         evidence.after_step()
     gains = evidence.gains()
     assert gains.max() > 0
-    macs = evidence._probes[0].slot.site.macs_of(growth._network.menu[0])
-    assert evidence.macs == 2 * BATCHES * used * len(evidence._probes) * macs
+    menu = growth._network.menu
+    costs = [p.slot.site.macs_of(menu[next(iter(p.blueprints))]) for p in evidence._probes]
+    assert evidence.macs == 2 * BATCHES * ROWS * sum(costs)
     again = Evidence(growth._network, growth._reporter.may_grow)
     again.step, again.steps_left = evidence.step, evidence.steps_left
     again.load(evidence.measured())
     assert torch.equal(again.gains(), gains)
     assert again.macs == evidence.macs
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in growth.model.modules())
 
 
 def test_a_model_is_copied_and_saved_while_evidence_is_measured():

@@ -11,6 +11,9 @@ from torch import nn
 def model():
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
 
+def with_norm():
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+
 def with_example():
     return model(), torch.randn(3, 4)
 
@@ -55,6 +58,12 @@ def test_it_lists_the_sites_of_ones_own_model(module, arguments, capsys):
     assert shown.startswith("44 parameters, 36 multiply-adds")
     assert "1     ReLU    VECTOR  (6,)" in shown
     assert "dense 42" in shown
+
+
+@pytest.mark.usefixtures("module")
+def test_it_says_why_a_layer_cannot_get_wider(capsys):
+    main(["sites", "my_model:with_norm", "--shape", "4"])
+    assert "0 cannot get wider: LayerNorm follows it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ MODELS = {
 
 def block_sites(model, *examples):
     """The sites after modules, without the pairs of layers."""
-    return tuple(site for site in find_sites(model, *examples) if site.part is None)
+    return tuple(site for site in find_sites(model, *examples) if site.pair is None)
 
 
 def build(name: str, rng_seed: int = 0) -> tuple[nn.Module, Tensor]:

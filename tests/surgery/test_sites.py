@@ -202,7 +202,7 @@ def test_tokens_may_vary_in_number():
 
 def test_sites_are_chosen_and_excluded_by_name_or_by_what_is_above_them():
     trace = trace_sites(*build("residual"))
-    names = lambda *args: [s.name for s in trace.choose(*args) if s.part is None]  # noqa: E731
+    names = lambda *args: [s.name for s in trace.choose(*args) if s.pair is None]  # noqa: E731
     assert names(["layer1"], ()) == ["layer1.0", "layer1.1"]
     assert names(None, ["layer1"]) == ["stem.2", "layer2.0"]
     assert names(["layer1.0.conv1"], ()) == ["layer1.0.conv1"]  # possible, though not offered
@@ -349,7 +349,7 @@ class Frozen(nn.Module):
 
 def test_nothing_grows_where_no_gradient_comes():
     trace = trace_sites(Frozen(), torch.randn(4, 3, 8))
-    assert [site.name for site in trace.sites if site.part is None] == ["body"]
+    assert [site.name for site in trace.sites if site.pair is None] == ["body"]
     for name in ("encoder", "encoder.layers.1", "encoder.layers.1.norm1"):
         with pytest.raises(ValueError, match="calls it without gradients"):
             trace.choose([name], ())
@@ -365,10 +365,10 @@ def test_sites_are_keys_whatever_is_between_two_layers():
     assert "0->1" in {site: site.name for site in sites}.values()
 
 
-def test_pairs_of_one_width_are_different_parts():
+def test_pairs_of_one_width_are_different_sites():
     layers = [layer for _ in range(2) for layer in (nn.Linear(8, 8), nn.ReLU())]
     sites = find_sites(nn.Sequential(*layers, nn.Linear(8, 8)), torch.randn(2, 8))
-    first, second = (site.part for site in sites if site.part is not None)
+    first, second = (site.pair for site in sites if site.pair is not None)
     assert first.width == second.width
     assert first != second
     assert len({first, second}) == 2

@@ -148,7 +148,7 @@ class Places:
 
 def find_places(model: nn.Module, example: Any) -> Places:
     """Trace the model and find its places and its head."""
-    found = kept_sites(model, trace_sites(model, example, enlarges=False).sites, example)
+    found = kept_sites(model, trace_sites(model, example, widens=False).sites, example)
     run = trace(model, example)
     chosen = {}
     argument, first = first_argument(model, example)

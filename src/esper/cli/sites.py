@@ -30,8 +30,8 @@ def sites(factory: tyro.conf.Positional[str], shape: tuple[int, ...] = ()) -> No
     found = working_sites(model, chosen, example)
     print(f"{count_params(model):,} parameters, {count_macs(model, example):,} multiply-adds")
     print(site_table(found))
-    for name, why in trace.not_larger.items():
-        print(f"{name} {why}")
+    for name, why in trace.not_wider.items():
+        print(f"{name} cannot get wider: {why}")
     for site in chosen:
         if site not in found:
             print(f"{site.name}: other code of the model needs the size that it has")

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from esper.growing.ddp import connected_ranks
 from esper.growing.growth import Growth
-from esper.runtime.ranks import join_ranks
 from esper.surgery.eval_mode import untouched_randomness
 from esper.surgery.inputs import moved
 
@@ -41,7 +41,9 @@ class _Decisions:
             example = moved(inputs(next(iter(loader))), next(model.parameters()).device)
         options = {"example": example, "decisions": decisions, "metric": self._metric}
         options |= self._options
-        self.growth = Growth(model, optimizer, scheduler=scheduler, ranks=join_ranks(), **options)
+        self.growth = Growth(
+            model, optimizer, scheduler=scheduler, ranks=connected_ranks(), **options
+        )
 
     def _decide(self, metrics: Mapping[str, Any]) -> None:
         if self.growth is None or self.growth.is_closed:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, optim
 
 from esper.growing.controllers import STATEFUL
+from esper.growing.optimizers import group_settings
 from esper.nissa.ledger import Ledger
 from esper.runtime.files import read_file, write_file
 from esper.runtime.plain_config import differences
@@ -16,7 +16,7 @@ from esper.surgery.eval_mode import random_states, set_random_states
 if TYPE_CHECKING:
     from esper.growing.growth import Growth
 
-_KIND, _VERSION = "growth", 11
+_KIND, _VERSION = "growth", 12
 
 # attributes of a growth that are saved as they are
 _PLAIN = (
@@ -100,15 +100,3 @@ def _check_fit(path: str | Path, saved: dict[str, Any], growth: "Growth") -> Non
             f"{path} has a network of {params:,} parameters and {macs:,} multiply-adds, more than "
             f"{growth.budget}"
         )
-
-
-def group_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """Copies of each group's settings, such as its learning rate."""
-    return [
-        {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        }
-        for group in optimizer.param_groups
-    ]

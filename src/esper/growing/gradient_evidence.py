@@ -8,21 +8,16 @@ features have in common with what the model gets wrong.
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
-from esper.growing.network import GrowingNetwork, average_gradients
+from esper.growing.network import GrowingNetwork
 from esper.leyline.constants import BlendStyle, SiteKind
 from esper.surgery.branches import Branch
 from esper.surgery.eval_mode import uncompiled
-from esper.surgery.inputs import tensors
-from esper.surgery.pairs import units_of
-from esper.surgery.slots import Seed, Slot, with_first
+from esper.surgery.slots import Seed, Slot
 
 BATCHES = 8  # of each measurement
 ROWS = 16  # of each batch, on all ranks together, so that the seeds together cost little
@@ -50,34 +45,31 @@ class Evidence:
         self._probes = probes = self._make_probes()
         if not probes:
             return
-        model, stack = self._network.model, self._measuring
-        stack.enter_context(uncompiled(model))
-        note = partial(_note_examples, probes)
-        stack.enter_context(model.register_forward_pre_hook(note, with_kwargs=True))
+        self._measuring.enter_context(uncompiled(self._network.model))
         for probe in probes:
-            probe.attach(stack)
+            probe.attach(self._measuring)
 
     def _make_probes(self) -> "list[_Probe]":
         """A probe per site and blueprint; one for all sizes of a widening: its units are alike."""
-        network, probes = self._network, []
+        network, menu = self._network, self._network.menu
+        probes = []
         rows = max(1, ROWS // network.ranks.size)
         generator = torch.Generator().manual_seed(self.step)  # a resumed run makes the same probes
         # between two dense layers new units do more than a dense seed of the same cost
         inside = {n for slot in network.slots if slot.site.pair for n in slot.site.pair.inside}
         for index, (slot, fits) in enumerate(zip(network.slots, self._may_grow(), strict=True)):
-            site, place = slot.site, slot.site.seed_site
+            site = slot.site
             is_dense = site.kind in (SiteKind.VECTOR, SiteKind.TOKENS)
             if slot.seed is not None or (is_dense and site.name in inside):
                 continue
-            units = {
-                b: units_of(place, entry)
-                for b, entry in enumerate(network.menu)
-                # a seed of one layer is linear: it adds little to the linear layer that follows
-                if fits[b] and entry.program(place).depth > 1
-            }
-            for b in list(units)[:1] if site.pair else units:
-                scales = {o: n / units[b] for o, n in units.items()} if site.pair else {b: 1.0}
-                seed = network.new_seed(network.menu[b], site, generator)
+            # a seed of one layer is linear: it adds little to the linear layer that follows
+            deep = [b for b, entry in enumerate(menu) if fits[b] and site.facts_of(entry).depth > 1]
+            groups = [{b: 1.0} for b in deep]
+            if site.pair and deep:  # all widths share one probe: their units are alike
+                units = [site.units_of(menu[b]) for b in deep]
+                groups = [{b: count / units[0] for b, count in zip(deep, units, strict=True)}]
+            for scales in groups:
+                seed = network.new_seed(menu[next(iter(scales))], site, generator)
                 probes.append(_Probe(index, scales, Slot(site, network.model), seed, rows))
         return probes
 
@@ -86,9 +78,9 @@ class Evidence:
             self.start(self.step, self.steps_left - 1)
         elif self._probes and self.steps_left > 0:
             # of the rows of all ranks, as one process computes them
-            ranks, layers = self._network.ranks, (layer for p in self._probes for layer in p.zeros)
-            average_gradients([weight for layer in layers for weight in _weights(layer)], ranks)
-            ranks.mean([probe.features for probe in self._probes])
+            ranks = self._network.ranks
+            ranks.average_gradients([w for probe in self._probes for w in probe.weights])
+            ranks.average(probe.features for probe in self._probes)
             for probe in self._probes:
                 probe.collect()
             self.steps_left -= 1
@@ -96,7 +88,7 @@ class Evidence:
                 self.stop()
 
     def clear(self) -> None:
-        """Forget what was measured, and the copies of blocks."""
+        """Forget what was measured."""
         self.stop()
         self.steps_left, self._probes = 0, []
 
@@ -120,124 +112,82 @@ class Evidence:
         """Multiply-adds so far; the gradients of last layers count as much as forward passes."""
         seeds = ((p, self._network.menu[next(iter(p.blueprints))]) for p in self._probes)
         batches = BATCHES - self.steps_left  # without probes it does not matter
-        return 2 * batches * sum(p.used * p.slot.site.macs_of(seed) for p, seed in seeds)
+        return 2 * batches * sum(p.rows * p.slot.site.macs_of(seed) for p, seed in seeds)
 
-    def measured(self) -> list[Any]:
-        """What each probe has measured, for a file."""
-        # the weights of a copied block as it was copied; other seeds are drawn again
-        return [(p.sums, p.used, p.seed.state_dict() if p.is_block else {}) for p in self._probes]
+    def measured(self) -> list[tuple[float, float]]:
+        """What each probe has measured, for a file; its seed is drawn again."""
+        return [(probe.power, probe.power_of_features) for probe in self._probes]
 
-    def load(self, measured: list[Any]) -> None:
+    def load(self, measured: list[tuple[float, float]]) -> None:
         """Resume at the saved `step` and `steps_left`."""
         if measured:
             self._attach()
-        for probe, (sums, used, weights) in zip(self._probes, measured, strict=True):
-            probe.sums, probe.used = sums, used
-            if weights:
-                probe.seed.load_state_dict(weights)
+        for probe, sums in zip(self._probes, measured, strict=True):
+            probe.power, probe.power_of_features = sums
         if self.steps_left == 0:
             self.stop()
 
 
 class _Probe(nn.Module):
-    """A seed that takes part in the forward pass without a change of the output.
-
-    It is applied to some rows of a batch, or to all if it is not sure what they are.
-    """
+    """A seed that takes part in the forward pass of some rows without a change of the output."""
 
     def __init__(
         self, index: int, blueprints: dict[int, float], slot: Slot, seed: Seed | Branch, rows: int
     ):
         super().__init__()
         self.index, self.blueprints, self.slot, self.seed = index, blueprints, slot, seed
-        part = slot.site.part
-        self.is_of_module = part is not None and part.is_module
-        self.is_block = part is not None and part.is_block
+        self.rows = rows
         self.any_length = isinstance(seed, Seed) and seed.any_length
-        self.examples = 0  # in the model's last batch; 0: not known
-        self.rows = self.used = rows  # `used`: examples of the last pass
+        self.last_layer = seed.last_layer
         seed.requires_grad_(False)
-        self.zeros = seed.zero_layers
-        for weight in (weight for layer in self.zeros for weight in _weights(layer)):
+        for weight in self.weights:
             weight.requires_grad_(True)
-        # by layer: the mean square of its inputs in the last pass; 1 where torch does not call it
-        self.features = torch.ones(len(self.zeros), dtype=torch.float64)
-        # by layer: sums over batches of the squared gradient and of that mean square
-        self.sums = [(0.0, 0.0) for _ in self.zeros]
+        # the mean square of the last layer's inputs in the last pass
+        self.features = torch.ones((), dtype=torch.float64)
+        # sums over batches of the squared gradient and of that mean square
+        self.power = self.power_of_features = 0.0
         slot.add_seed(self, BlendStyle.ADD)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weights of the last layer; biases are few, and the model has some."""
+        named = self.last_layer.named_parameters(recurse=False)
+        return [weight for name, weight in named if name != "bias"]
 
     def attach(self, stack: ExitStack) -> None:
         """Take part until the stack is closed."""
         stack.enter_context(self.slot.with_alpha(1.0))
-        for number, layer in enumerate(self.zeros):
-            note = partial(self._note_features, number)
-            stack.enter_context(layer.register_forward_pre_hook(note))
+        stack.enter_context(self.last_layer.register_forward_pre_hook(self._note_features))
 
-    def _note_features(self, number: int, module: nn.Module, args: Any) -> None:
+    def _note_features(self, module: nn.Module, args: Any) -> None:
         # a norm makes its own features, of size 1
-        if not isinstance(module, _BatchNorm | nn.LayerNorm | nn.GroupNorm):
-            self.features[number] = float(args[0].detach().float().square().mean())
+        if not isinstance(module, nn.GroupNorm):
+            self.features.fill_(float(args[0].detach().float().square().mean()))
 
     def collect(self) -> None:
         """Add the gradients of the last step, if the seed was reached."""
-        for number, layer in enumerate(self.zeros):
-            gradients = [w.grad for w in _weights(layer) if w.grad is not None]
-            layer.zero_grad()
-            found = sum(float(gradient.double().square().sum()) for gradient in gradients)
-            if gradients and math.isfinite(found):
-                power, features = self.sums[number]
-                self.sums[number] = (power + found, features + float(self.features[number]))
+        gradients = [w.grad for w in self.weights if w.grad is not None]
+        self.last_layer.zero_grad()
+        power = sum(float(gradient.double().square().sum()) for gradient in gradients)
+        if gradients and math.isfinite(power):
+            self.power += power
+            self.power_of_features += float(self.features)
 
     @property
     def gain(self) -> float:
-        return sum(
-            math.sqrt(sum(w.numel() for w in _weights(layer)) * power / features)
-            for layer, (power, features) in zip(self.zeros, self.sums, strict=True)
-            if features
-        )
+        if not self.power_of_features:
+            return 0.0
+        size = sum(weight.numel() for weight in self.weights)
+        return math.sqrt(size * self.power / self.power_of_features)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = tensors((args, kwargs))
-        x, count = given[0], len(given[0])
-        rows = self.rows if self._are_rows(count, given) else count
-        self.used = rows if rows == self.rows else self.examples or count
-
-        def first(tensor: Tensor) -> Tensor:
-            # detached: through a zero layer the model gets no gradient
-            tensor = tensor.detach()
-            return tensor[:rows] if tensor.dim() and len(tensor) == count else tensor
-
-        args, kwargs = pytree.tree_map_only(Tensor, first, (args, kwargs))
-        found = self.seed(*args, **kwargs)
-        if self.is_block:  # it returns what it was given, or a tuple with it
-            return with_first(found, lambda y: torch.cat((x[:rows] + (y - args[0]), x[rows:])))
-        return torch.cat((found, found.new_zeros(count - len(found), *found.shape[1:])))
-
-    def _are_rows(self, count: int, given: list[Tensor]) -> bool:
-        """Whether the first axis of this size is that of examples, for a module of the user.
-
-        Of a sequence or of windows it is another axis, also in masks and tables of positions.
-        """
-        if not self.is_of_module:
-            return True
-        return count == self.examples and not any(count in t.shape[1:] for t in given)
+    def forward(self, x: Tensor) -> Tensor:
+        # detached: through a zero layer the model gets no gradient
+        found: Tensor = self.seed(x.detach()[: self.rows])
+        rest = found.new_zeros(len(x) - len(found), *found.shape[1:])
+        return torch.cat((found, rest))
 
     def train(self, mode: bool = True) -> "_Probe":
-        """No dropout in the seed: the model's randomness stays as it is."""
         super().train(mode)
-        if self.is_of_module:
-            self.seed.eval()
-        elif isinstance(self.seed, Branch):  # dropout between its layers; norms are as the model's
-            self.seed.body.training = False
+        # no dropout between the layers of a branch; its norms are as the model's
+        self.seed.training = False
         return self
-
-
-def _note_examples(probes: list[_Probe], model: nn.Module, args: Any, kwargs: Any) -> None:
-    count = next((len(t) for t in tensors((args, kwargs)) if t.dim()), 0)
-    for probe in probes:
-        probe.examples = count
-
-
-def _weights(layer: nn.Module) -> list[nn.Parameter]:
-    """A layer's own weights; biases are few, and the model has some."""
-    return [p for name, p in layer.named_parameters(recurse=False) if name != "bias"]

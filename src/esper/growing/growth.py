@@ -25,6 +25,7 @@ from torch import Tensor, nn, optim
 
 from esper.growing import checkpoint, controllers, preparation
 from esper.growing.data_facts import DataFacts
+from esper.growing.ddp import ALONE, Ranks, unwrapped, warn_if_not_connected
 from esper.growing.gradient_evidence import Evidence
 from esper.growing.network import GrowingNetwork
 from esper.growing.optimizers import AnyScheduler, SeedGradients
@@ -37,7 +38,6 @@ from esper.kasmina.lifecycle import apply, begin_step, end_step
 from esper.leyline.budget import Budget
 from esper.leyline.protocols import Controller, controller_name
 from esper.nissa.ledger import DecisionRecord, Ledger, StepRecord
-from esper.runtime.ranks import ALONE, Ranks
 from esper.surgery.export import FORMATS, TOLERANCE, export
 from esper.surgery.inputs import batch_size
 from esper.surgery.plain import plain_model
@@ -114,7 +114,8 @@ class Growth:
         frozen: bool = False,
         ranks: Ranks = ALONE,
     ):
-        model, ranks = preparation.unwrapped(model, ranks)
+        warn_if_not_connected()
+        model, ranks = unwrapped(model, ranks)
         preparation.check_arguments(model, optimizer, decisions, budget, rent, rng_seed)
         self.model, self.optimizer, self.example = model, optimizer, example
         self.ranks, self.is_closed = ranks, False
@@ -133,9 +134,9 @@ class Growth:
         self._rent, self._max_germinations = rent, max_germinations
         self._validator = Validator(val_loader, score)
         menu = controllers.blueprints_for(self.controller, blueprints)
-        enlarges = not isinstance(self.controller, LearnedController)  # it was trained without
+        widens = not isinstance(self.controller, LearnedController)  # it was trained without
         prepared = preparation.prepare_model(
-            model, (example, *other_examples), self.budget, sites, exclude, kind, menu, enlarges
+            model, (example, *other_examples), self.budget, sites, exclude, kind, menu, widens
         )
         self._validator.check(model)
         self.controller.begin(torch.zeros(1, dtype=torch.int64))
@@ -318,7 +319,8 @@ class Growth:
             raise ValueError("this growth has already started; load into a new one")
         self.ranks.broadcast(None)  # rank 0 may still write the file
         checkpoint.resume(self, path)
-        self.ranks.require_same({"saved run": [self.step, self.optimizer_steps, self.params]})
+        if len(set(self.ranks.gather((self.step, self.optimizer_steps, self.params)))) > 1:
+            raise ValueError(f"{path} is another file on another rank; give all ranks the same one")
 
     # ---- the parts of a decision
 
@@ -382,7 +384,7 @@ class Growth:
         losses, self._train_losses = self._train_losses, []
         loss = torch.stack(losses).mean() if losses else None
         if loss is not None:
-            self.ranks.mean([loss])
+            self.ranks.average([loss])
         self.ledger.steps.append(
             StepRecord(
                 step=self.step,

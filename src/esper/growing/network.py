@@ -5,24 +5,22 @@ network and optimiser, for a rollback or a checkpoint.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn, optim
-from torch.autograd import Variable
 
+from esper.growing.ddp import Ranks, SeedAverage
 from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.preparation import PreparedModel
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
-from esper.runtime.ranks import Ranks
 from esper.surgery.branches import Branch, new_branch
 from esper.surgery.eval_mode import uncompiled, untouched_randomness, watch_hooks
-from esper.surgery.pairs import units_of
 from esper.surgery.sites import ModelSite
 from esper.surgery.slots import Seed, Slot, new_seed
 
@@ -54,8 +52,9 @@ class GrowingNetwork:
         ranks: Ranks,
     ):
         self.model, self.optimizer = model, optimizer
-        self.ranks, self._is_queued = ranks, False
-        self._average_after(model)
+        self.ranks = ranks
+        self._average = SeedAverage(ranks, self._seed_weights)
+        self._average.follow(model)
         self.menu = prepared.menu
         self.slots = tuple(Slot(site, model) for site in prepared.sites)
         self.states = SlotStates.dormant(1, len(self.slots))
@@ -126,6 +125,9 @@ class GrowingNetwork:
     def _seeds(self) -> dict[str, nn.Module]:
         """The seeds by site."""
         return {slot.site.name: slot.seed for slot in self.slots if slot.seed is not None}
+
+    def _seed_weights(self) -> list[Tensor]:
+        return [weight for seed in self._seeds.values() for weight in seed.parameters()]
 
     def statistics(self) -> list[Tensor]:
         """Buffers that training changes, such as the statistics of norms; ranks differ in them."""
@@ -198,12 +200,11 @@ class GrowingNetwork:
 
     def merge_branches(self) -> None:
         """Make committed branches part of the model's layers, with their optimiser state."""
-        modules = dict(self.model.named_modules())  # a copy changes the names of later blocks
         for slot in self.slots:
             if slot.is_committed and isinstance(slot.seed, Branch):
                 seed, alpha = slot.seed, slot.alpha
                 slot.clear()
-                self._groups.replace(seed.merge_into(modules.__getitem__, alpha))
+                self._groups.replace(seed.merge_into(self.model.get_submodule, alpha))
 
     def restore(self, state: NetworkState) -> None:
         """Restore a captured state, optimiser included; its settings (rates) stay as they are."""
@@ -237,11 +238,10 @@ class GrowingNetwork:
     def new_seed(
         self, blueprint: Blueprint, site: ModelSite, generator: torch.Generator
     ) -> Seed | Branch:
-        if site.part is None:
+        if site.pair is None:
             return new_seed(blueprint.program(site.seed_site), site, generator)
-        units, modules = units_of(site.part, blueprint), self.model.get_submodule
-        with self.without(range(len(self.slots))):  # a copy of a block has no hooks of growth
-            return new_branch(site.part, units, modules, generator)
+        units = site.units_of(blueprint)
+        return new_branch(site.pair, units, self.model.get_submodule, generator)
 
     def _add_seed(self, index: int) -> None:
         watch_hooks(self.model)
@@ -249,41 +249,9 @@ class GrowingNetwork:
         blueprint = self.menu[int(self.states.blueprint[0, index])]
         seed = self.new_seed(blueprint, slot.site, self.generator)
         slot.add_seed(seed, BlendStyle(int(self.states.style[0, index])))
-        self._average_after(seed)
+        self._average.follow(seed)
         named = [(f"seed.{slot.site.name}.{name}", p) for name, p in seed.named_parameters()]
         self._groups.join(self._owners[index], named)
-
-    def _average_after(self, module: nn.Module) -> None:
-        """Average the seeds' gradients after a backward pass through this module."""
-        for weight in module.parameters() if self.ranks.size > 1 else ():
-            if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self._queue_average)  # type: ignore[no-untyped-call]
-
-    def _queue_average(self, _: Tensor) -> None:
-        """Average the seeds' gradients over ranks, once, when the backward pass ends.
-
-        Any weight may start it: on some ranks, the model may skip the module before a seed.
-        `DistributedDataParallel` averages only the weights that it was made with. Averaging gradients
-        twice changes nothing, so they may accumulate.
-        """
-
-        def average() -> None:
-            self._is_queued = False
-            weights = [weight for seed in self._seeds.values() for weight in seed.parameters()]
-            average_gradients(weights, self.ranks)
-
-        if not self._is_queued:
-            self._is_queued = True
-            Variable._execution_engine.queue_callback(average)
-
-
-def average_gradients(weights: Sequence[Tensor], ranks: Ranks) -> None:
-    """Give weights the mean of their gradients over ranks; a rank may have skipped some."""
-    if ranks.size == 1:
-        return
-    gradients = ranks.mean_gradients(weights, [weight.grad for weight in weights])
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = gradient
 
 
 def finite_buffers(model: nn.Module) -> dict[str, torch.Size]:

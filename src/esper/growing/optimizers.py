@@ -100,6 +100,18 @@ def _extend(scheduler: Any, num_groups: int) -> None:
             setattr(scheduler, name, [*values, *copy.deepcopy(list(values))])
 
 
+def group_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of each group's settings, such as its learning rate."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
+
+
 class SeedGradients:
     def __init__(self, optimizer: optim.Optimizer, slots: Sequence[Slot]):
         self.norms: dict[int, Tensor] = {}  # by slot: root mean square in the last step

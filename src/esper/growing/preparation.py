@@ -1,25 +1,20 @@
 """Before a run: check the arguments, and find the sites, the seeds that fit there and their costs."""
 
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
 
-from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint_menu
 from esper.leyline.budget import Budget
 from esper.runtime.checks import whole_number
-from esper.runtime.ranks import Ranks, join_ranks
 from esper.surgery.inputs import tensors
 from esper.surgery.plain import check_plain, working_sites
-from esper.surgery.sharding import check_not_sharded
-from esper.surgery.sites import MENU, ModelSite, SiteTrace, count_macs, count_params, trace_sites
+from esper.surgery.sites import ModelSite, SiteTrace, count_macs, count_params, trace_sites
 from esper.surgery.slots import Slot, disable_nested_tensors
 from esper.surgery.tracing import trace
 
@@ -64,28 +59,6 @@ def check_arguments(
         raise ValueError(f"rent={rent!r}; use 0 or more, such as 0.02")
 
 
-def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
-    """The model inside DistributedDataParallel, and the ranks that train it together."""
-    if isinstance(model, nn.Module):
-        check_not_sharded(model, "it in DistributedDataParallel instead")
-    if isinstance(model, DistributedDataParallel):
-        model, ranks = model.module, join_ranks()
-    is_connected = dist.is_available() and dist.is_initialized()
-    size = dist.get_world_size() if is_connected else 1
-    if not is_connected and os.environ.get("WORLD_SIZE", "1") != "1":
-        warnings.warn(
-            "torchrun has started several ranks that are not connected, so each grows its own model; "
-            "call torch.distributed.init_process_group and use DistributedDataParallel",
-            stacklevel=3,
-        )
-    if ranks.size == 1 < size:
-        raise ValueError(
-            f"{size} ranks are connected, but each would grow another model; give Growth the "
-            "DistributedDataParallel model, not the module inside"
-        )
-    return model, ranks
-
-
 class PreparedModel(NamedTuple):
     trace: SiteTrace
     sites: list[ModelSite]  # where seeds may grow
@@ -102,11 +75,11 @@ def prepare_model(
     exclude: Sequence[str],
     kind: Mapping[str, str] | None,
     blueprints: Sequence[str] | None,
-    enlarges: bool,
+    widens: bool,
 ) -> PreparedModel:
     """Find the sites and seeds for a run; raises if nothing can grow within the budget."""
     try:
-        trace = trace_sites(model, *examples, enlarges=enlarges, kind=kind)
+        trace = trace_sites(model, *examples, widens=widens, kind=kind)
     except (RuntimeError, TypeError, IndexError) as error:
         given = ", ".join(f"{x.dtype} of shape {tuple(x.shape)}" for x in tensors(examples[0]))
         raise ValueError(
@@ -122,7 +95,7 @@ def prepare_model(
         (f"{b.name} at {site.name!r}", site.params_of(b), site.macs_of(b))
         for site in chosen
         for b in menu
-        if b.fits(site.seed_site)
+        if site.fits(b)
     ]
     budget.check_room(params, macs, seeds)
     return PreparedModel(trace, chosen, menu, params, macs)
@@ -144,10 +117,8 @@ def freeze_all_but_head(model: nn.Module, example: Any) -> None:
 
 def _fitting_menu(sites: Sequence[ModelSite], names: Sequence[str] | None) -> tuple[Blueprint, ...]:
     """The blueprints with these names, or all, that fit at a site."""
-    if unknown := [name for name in names or () if name not in MENU]:
-        raise ValueError(f"no blueprints {unknown}; there are {list(MENU)}")
-    menu = [MENU[name] for name in (MENU if names is None else names)]
-    fitting = tuple(b for b in menu if any(b.fits(site.seed_site) for site in sites))
+    menu = blueprint_menu(*(BLUEPRINTS if names is None else names))
+    fitting = tuple(b for b in menu if any(site.fits(b) for site in sites))
     if not fitting:
         kinds = sorted({site.kind.name for site in sites})
         why = ", with other lengths in other batches" if any(s.varies for s in sites) else ""

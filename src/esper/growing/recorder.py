@@ -155,10 +155,10 @@ class Recorder:
 
 def network_record(model: nn.Module, prepared: PreparedModel) -> records.NetworkRecord:
     """The user's model: its sites, and the layers with weights outside of them."""
-    sites = {site.name for site in prepared.trace.sites if site.part is None}
+    sites = {site.name for site in prepared.trace.sites if site.pair is None}
     blocks = []
     for name, place in prepared.trace.candidates.items():
-        if place.part is not None:
+        if place.pair is not None:
             continue
         module, is_site = model.get_submodule(name), name in sites
         is_leaf, params = not any(True for _ in module.children()), count_params(module)

@@ -10,11 +10,10 @@ from torch import Tensor
 from esper.growing.data_facts import DataFacts
 from esper.growing.network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
-from esper.kasmina.host_reports import History, HostFacts, build_reports, seed_costs, site_facts
+from esper.kasmina.host_reports import History, HostFacts, build_reports, facts_of, seed_costs
 from esper.leyline.budget import Budget
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.reports import Reports
-from esper.surgery.pairs import Pair, units_of
 
 
 class Reporter:
@@ -28,22 +27,21 @@ class Reporter:
         self.train_rows, self.locality = data
         sites, menu = prepared.sites, prepared.menu
         self.action_space = tamiyo_action_space(len(sites), len(menu))
-        places = [site.seed_site for site in sites]
-        of_sites = site_facts(places, menu, [site.tokens for site in sites])
-        of_sites["site_kind"] = torch.tensor([int(site.kind) for site in sites])
+        seeds = [[site.facts_of(b) if site.fits(b) else None for b in menu] for site in sites]
+        of_sites = facts_of([site.kind for site in sites], [site.width for site in sites], seeds)
         self._of_sites = {name: fact.unsqueeze(0) for name, fact in of_sites.items()}
-        self._units = torch.tensor([[units_of(place, b) for b in menu] for place in places])
+        self._units = torch.tensor([[site.units_of(b) for b in menu] for site in sites])
         # pairs whose last layer is the first of another, and the costs of one unit in both
-        pairs = [(i, site.part) for i, site in enumerate(sites) if isinstance(site.part, Pair)]
+        pairs = [(i, site.pair) for i, site in enumerate(sites) if site.pair is not None]
         self._links = [
             (a, b, first.cross, first.cross_macs)
             for (a, first), (b, second) in product(pairs, pairs)
             if first.last == second.first
         ]
         self._inside = [
-            (pair, site)
-            for (pair, owner), (site, other) in product(enumerate(sites), enumerate(sites))
-            if owner.part is not None and other.name in owner.part.inside
+            (index, number)
+            for (index, pair), (number, site) in product(pairs, enumerate(sites))
+            if site.name in pair.inside
         ]
 
     @property

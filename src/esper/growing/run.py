@@ -18,8 +18,9 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from esper.growing.data_facts import count_rows
+from esper.growing.ddp import connected_ranks, unwrapped
 from esper.growing.growth import DEFAULT_RENT, Growth
-from esper.growing.preparation import check_arguments, unwrapped
+from esper.growing.preparation import check_arguments
 from esper.growing.twin import Loss, Twin, TwinTask, Unpack, copied
 from esper.growing.validation import Metric, paired_difference
 from esper.leyline.budget import Budget
@@ -30,7 +31,6 @@ from esper.nissa.ledger import Ledger, Verdict
 from esper.nissa.page import check_page, try_write_page, with_page
 from esper.runtime.checks import whole_number
 from esper.runtime.interruption import stop_on_interrupt
-from esper.runtime.ranks import join_ranks
 from esper.surgery.export import FORMATS, TOLERANCE, export
 from esper.surgery.slots import disable_nested_tensors
 from esper.surgery.tracing import is_composed
@@ -121,12 +121,12 @@ def grow(
     The twin is bit-exact the model that your own loop would have trained, if your data uses the
     generators of torch, numpy, Python or a DataLoader. Optimizer hooks are called for both models.
 
-    Under torchrun all ranks start from the weights and random numbers of rank 0 and train one model
-    (wrapped in DistributedDataParallel or not). Each takes its rows of every training batch, unless
-    the loader has a `DistributedSampler`. All return the same result.
+    In a process group all ranks start from the weights and random numbers of rank 0 and train one
+    model (wrapped in DistributedDataParallel or not). Each takes its rows of every training batch,
+    unless the loader has a `DistributedSampler`. All return the same result.
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "repeats")}
-    model, ranks = unwrapped(model, join_ranks())
+    model, ranks = unwrapped(model, connected_ranks())
     _check_call(options, repeats)
     check_arguments(model, optimizer, decisions + 1, budget, rent, rng_seed)
     page = page if ranks.is_first else None

@@ -13,13 +13,12 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
 from esper.growing import validation
-from esper.growing.checkpoint import group_settings
-from esper.growing.ddp import is_split, rows_of
+from esper.growing.ddp import ALONE, Ranks, is_split, rows_of
 from esper.growing.growth import Growth
-from esper.growing.network import are_finite, average_gradients, finite_buffers
+from esper.growing.network import are_finite, finite_buffers
+from esper.growing.optimizers import group_settings
 from esper.growing.validation import Metric
 from esper.nissa.ledger import Ledger, TwinRecord
-from esper.runtime.ranks import ALONE, Ranks
 from esper.surgery.eval_mode import eval_mode, untouched_randomness
 from esper.surgery.inputs import batch_size, forward, moved, tensors
 from esper.surgery.tracing import without_graphs
@@ -139,7 +138,7 @@ class TwinTask:
         loss = self.loss(model, batch)
         loss = loss if weight == 1.0 else weight * loss
         loss.backward()  # type: ignore[no-untyped-call]
-        average_gradients([p for p in model.parameters() if p.requires_grad], self.ranks)
+        self.ranks.average_gradients([p for p in model.parameters() if p.requires_grad])
         if isinstance(trained, Growth):
             trained.shadow_loss(lambda: weight * self.loss(model, batch))
         optimizer.step()

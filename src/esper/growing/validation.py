@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.growing.ddp import is_split
+from esper.growing.ddp import ALONE, Ranks, is_split
 from esper.growing.network import GrowingNetwork
 from esper.nissa.ledger import StepRecord
-from esper.runtime.ranks import ALONE, Ranks
 from esper.surgery.eval_mode import eval_mode
 
 # batch -> a score per example [n], 0 to 1, higher is better; optionally with the mean loss
@@ -157,9 +156,13 @@ def measure(
     per_example = {off: bounded(joined(collected, ranks)) for off, collected in scores.items()}
     whole = per_example[complete]
     differences = {slot: paired_difference(whole, per_example[slot,]) for slot in judged}
+    mean_loss = None
+    if losses:
+        total = torch.stack(losses).sum().cpu()  # of this rank's examples
+        mean_loss = float(torch.stack(ranks.gather(total)).sum() / len(whole))
     measured = Measurement(
         metric=float(whole.mean()),
-        loss=float(ranks.sums(torch.stack(losses).sum())[0] / len(whole)) if losses else None,
+        loss=mean_loss,
         contributions={s: known for s, known in differences.items() if not math.isnan(known[0])},
         committed_metric=float(per_example[uncommitted].mean()),
         rows=len(whole) * len(per_example),

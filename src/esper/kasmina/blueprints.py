@@ -218,12 +218,12 @@ BLUEPRINTS |= {
 # Seeds that widen a layer. They fit a place in a host, not a kind of site.
 
 
-def no_layers(site: Site) -> tuple[Layer, ...]:
-    raise AssertionError("a seed that enlarges a layer or a model is made of their own layers")
+def _no_layers(site: Site) -> tuple[Layer, ...]:
+    raise AssertionError("new units are layers of the host's own kinds")
 
 
 WIDENINGS = {
-    name: Widening(name, (), no_layers, share)
+    name: Widening(name, (), _no_layers, share)
     for name, share in (("widen_quarter", 0.25), ("widen_half", 0.5), ("widen_full", 1.0))
 }
 BLUEPRINTS |= WIDENINGS

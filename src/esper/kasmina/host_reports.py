@@ -3,11 +3,11 @@
     history.add_step(measured, states.has_seed)       # after every step of training
     reports = build_reports(facts, states, history, step=3, ...)
 
-Populations (`environment.py`) and a user's own model (`growing/controllers.py`) share this builder.
+Populations (`tolaria/environment.py`) and a user's own model (`growing/reporter.py`) share this builder.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from esper.kasmina.blueprints import Blueprint, Site, seed_programs
 from esper.kasmina.layers import Program
 from esper.kasmina.lifecycle import SlotStates
+from esper.leyline.constants import SiteKind
 from esper.leyline.reports import ACCURACY_HISTORY, Reports
 from esper.leyline.stages import LifecycleOp
 
@@ -24,29 +25,48 @@ from esper.leyline.stages import LifecycleOp
 HostFacts = dict[str, Tensor]
 
 
-def site_facts(
-    sites: Sequence[Site], menu: Sequence[Blueprint], tokens: Sequence[float] | None = None
+class SeedFacts(NamedTuple):
+    """What is known of a seed before it is grown."""
+
+    params: int
+    macs: int  # per example
+    depth: int  # layers that multiply by weights
+    reach: float  # share of the positions that one output sees
+
+    @classmethod
+    def of(cls, program: Program, tokens: float = 1.0) -> "SeedFacts":
+        """`tokens` is how many vectors of an example the seed works on."""
+        macs = round(program.macs * tokens)
+        reach = program.reach / max(1.0, tokens)
+        return cls(program.num_params, macs, program.depth, reach)
+
+
+def site_facts(sites: Sequence[Site], menu: Sequence[Blueprint]) -> HostFacts:
+    """The facts about the sites of one host and the seeds that fit there."""
+    seeds = [[SeedFacts.of(p) if p else None for p in row] for row in seed_programs(sites, menu)]
+    return facts_of([site.kind for site in sites], [site.width for site in sites], seeds)
+
+
+def facts_of(
+    kinds: Sequence[SiteKind], widths: Sequence[int], seeds: Sequence[Sequence[SeedFacts | None]]
 ) -> HostFacts:
-    """The facts about one host's sites, `[S]` or `[S, B]`; costs are int64.
+    """Facts about sites `[S]` and their seeds `[S, B]`, None where one does not fit.
 
-    `tokens` is how many vectors of an example each site's seeds work on, by default one.
+    Costs are int64.
     """
-    tokens = tokens or [1.0] * len(sites)
-    programs = seed_programs(sites, menu)
 
-    def per_choice(describe: Callable[[Program, float], float]) -> Tensor:
-        rows = zip(programs, tokens, strict=True)
-        return torch.tensor([[describe(p, n) if p else 0 for p in row] for row, n in rows])
+    def per_seed(name: str) -> Tensor:
+        return torch.tensor([[getattr(seed, name) if seed else 0 for seed in row] for row in seeds])
 
     return {
-        "site_kind": torch.tensor([int(site.kind) for site in sites]),
-        "site_width": torch.tensor([float(site.width) for site in sites]),
-        "site_depth": torch.linspace(0, 1, len(sites)),
-        "fits": torch.tensor([[p is not None for p in row] for row in programs]),
-        "cost_params": per_choice(lambda p, n: p.num_params),
-        "cost_macs": per_choice(lambda p, n: round(p.macs * n)),
-        "reach": per_choice(lambda p, n: p.reach / max(1.0, n)).float(),
-        "depth": per_choice(lambda p, n: p.depth).float(),
+        "site_kind": torch.tensor([int(kind) for kind in kinds]),
+        "site_width": torch.tensor([float(width) for width in widths]),
+        "site_depth": torch.linspace(0, 1, len(kinds)),
+        "fits": torch.tensor([[seed is not None for seed in row] for row in seeds]),
+        "cost_params": per_seed("params"),
+        "cost_macs": per_seed("macs"),
+        "reach": per_seed("reach").float(),
+        "depth": per_seed("depth").float(),
     }
 
 

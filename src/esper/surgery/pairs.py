@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from esper.kasmina.blueprints import Blueprint, Site
+from esper.kasmina.host_reports import SeedFacts
 from esper.surgery.inputs import tensors
 from esper.surgery.tracing import Op, Run
 
@@ -28,11 +28,11 @@ def is_transposed(module: Any) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-def is_layer(module: Any) -> bool:
+def _is_layer(module: Any) -> bool:
     return type(module) in LAYERS or is_transposed(module)
 
 
-def weight_of(layer: Any) -> Tensor:
+def _weight_of(layer: Any) -> Tensor:
     """The weight of a layer, [outputs, inputs, ...]."""
     weight: Tensor = layer.weight
     return weight.t() if is_transposed(layer) else weight
@@ -55,80 +55,47 @@ Step = str | Function  # between two layers: the name of a module with a weight 
 
 
 class Refused(Exception):
-    """The reason why a model cannot grow somewhere, or not in some way."""
+    """The reason why a model cannot grow somewhere, or a layer not get wider."""
 
 
-@dataclass(frozen=True, eq=False)
-class Part(Site):
-    """A part of the model, as the site of the seeds that enlarge it; no other blueprint fits.
-
-    Its width is that in units or heads. Costs are of one of them, or of the copy of a block.
-    """
-
-    name: str  # of its site
-    first: str
-    last: str  # the module whose output a seed changes
-    params: int
-    macs: float  # per example
-    inside: frozenset[str]  # modules after which no seed can grow as well
-    kind: Any = field(default=-1, kw_only=True)
-    is_block = False
-    # parts of one width are different sites, and their functions may hold what has no hash
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-    @property
-    def is_module(self) -> bool:
-        """Whether it is one module of the user's; else it is two layers and what is between them."""
-        return self.first == self.last
-
-    def widened(self, share: float) -> Any:
-        """New units or heads; for `deepen`, whose share is 0, a copy of a block."""
-        units = max(1, round(share * self.width))
-        return UnitsProgram(self, units) if self.is_block == (share == 0.0) else None
-
-
-@dataclass(frozen=True, eq=False)
-class Pair(Part):
-    """Two layers and what is between them."""
+@dataclass(frozen=True, eq=False)  # equal only to itself: its functions may hold tensors
+class LayerPair:
+    """Two layers between which new units can grow, and what is between them."""
 
     layers: tuple[str, ...]  # the first, those with a weight per unit, the last
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # from the first to the last
+    width: int  # units of the first layer
     features: int  # inputs of the last layer for each unit; more than 1 after a flatten
+    params: int  # of one unit
+    macs: float  # of one unit, per example
     cross: int  # weights of the last layer between a unit and one of its outputs
     cross_macs: float
-    size = 1  # outputs of the other layers for each unit
-
-
-@dataclass(frozen=True)
-class UnitsProgram:
-    """New units or heads, or a copy, with the costs that a controller sees."""
-
-    part: Part
-    units: int
-    depth = 2
-    reach = 0.0
+    inside: frozenset[str]  # modules after which no seed can grow as well
 
     @property
-    def num_params(self) -> int:
-        return self.units * self.part.params
+    def first(self) -> str:
+        return self.layers[0]
 
     @property
-    def macs(self) -> int:
-        return round(self.units * self.part.macs)
+    def last(self) -> str:
+        return self.layers[-1]
+
+    @property
+    def name(self) -> str:
+        return f"{self.first}->{self.last}"
+
+    def facts_of(self, units: int) -> SeedFacts:
+        """Of so many new units."""
+        # two layers; a unit sees what the first layer saw before
+        return SeedFacts(units * self.params, round(units * self.macs), depth=2, reach=0.0)
 
 
-def units_of(site: Site, blueprint: Blueprint) -> int:
-    """The units that a blueprint adds at a part of the model; 0 at other sites."""
-    program: Any = blueprint.program(site) if blueprint.fits(site) else None
-    return program.units if isinstance(program, UnitsProgram) else 0
-
-
-def pair_at(name: str, run: Run, macs: Mapping[str, float]) -> Pair | None:
+def pair_at(name: str, run: Run, macs: Mapping[str, float]) -> LayerPair | None:
     """The pair whose first layer has this name; None if it is not a layer."""
     first, modules = run.modules[name], run.modules
-    if not is_layer(first):
+    if not _is_layer(first):
         return None
-    check_layer(name, run)
+    _check_layer(name, run)
     if getattr(first, "groups", 1) > 1:
         raise Refused("its groups share no inputs, so units cannot be added one by one")
     start = run.tensors[name]
@@ -139,43 +106,40 @@ def pair_at(name: str, run: Run, macs: Mapping[str, float]) -> Pair | None:
         is_new = target is not source  # else the function worked in place, or did nothing
         end = run.makers.get(id(target), "") if is_new else ""
         maker = modules[end] if end else None
-        if is_layer(maker) and not _is_depthwise(maker):
+        if _is_layer(maker) and not _is_depthwise(maker):
             break
         step = _step(op, source, target, maker, run, channel)
         if _is_depthwise(maker) and isinstance(step, str):
-            check_layer(step, run)
+            _check_layer(step, run)
         steps.append(step)
         inside.append(target)
     else:
         raise Refused("its output reaches no other layer")
-    check_layer(end, run)
+    _check_layer(end, run)
     if getattr(modules[end], "groups", 1) > 1:
         raise Refused("the next layer is grouped")
-    weight, width = weight_of(modules[end]), start.shape[channel]
+    weight, width = _weight_of(modules[end]), start.shape[channel]
     features, rest = divmod(weight.shape[1], width)
     if rest:
         raise Refused("the next layer has other inputs")
     middle = [step for step in steps if isinstance(step, str)]
     per_unit = (p[0] for module in middle for p in modules[module].parameters())
-    params = weight_of(first)[0].numel() + (first.bias is not None)
+    params = _weight_of(first)[0].numel() + (first.bias is not None)
     wider = {id(tensor) for tensor in inside}
-    return Pair(
-        shape=(width,),
-        name=f"{name}->{end}",
-        first=name,
-        last=end,
+    return LayerPair(
         layers=(name, *middle, end),
         steps=tuple(steps),
+        width=width,
         features=features,
         params=params + sum(p.numel() for p in per_unit) + features * weight[:, 0].numel(),
         macs=sum(macs.get(layer, 0.0) for layer in (name, *middle, end)) / width,
-        inside=frozenset(n for n, tensor in run.tensors.items() if id(tensor) in wider),
         cross=features * weight[0, 0].numel(),
         cross_macs=macs.get(end, 0.0) / width / len(weight),
+        inside=frozenset(n for n, tensor in run.tensors.items() if id(tensor) in wider),
     )
 
 
-def check_layer(name: str, run: Run) -> None:
+def _check_layer(name: str, run: Run) -> None:
     layer, modules = run.modules[name], run.modules.values()
     uses = Counter(id(p) for m in modules for p in m._parameters.values() if p is not None)
     own, calls = list(layer._parameters.values()), len(run.calls.get(name, ()))

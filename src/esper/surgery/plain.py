@@ -71,7 +71,7 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
     Uncommitted seeds and all hooks of growth are left out.
     """
     live = [(slot, slot.alpha) for slot in slots if slot.is_committed]
-    committed = [entry for entry in live if entry[0].site.part is None]
+    committed = [entry for entry in live if entry[0].site.pair is None]
     committed.sort(key=lambda entry: len(list(entry[0].module.modules())))  # inner sites first
     copies = without_graphs(model)  # also replaces sites in lists and dicts of the model
     with ExitStack() as stack:
@@ -89,15 +89,15 @@ def plain_model(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
 
     for slot, alpha in live:
         if isinstance(slot.seed, Branch):
-            part = copy.deepcopy(slot.seed, without_graphs(slot.seed))
-            part.merge_into(layer, alpha)
+            branch = copy.deepcopy(slot.seed, without_graphs(slot.seed))
+            branch.merge_into(layer, alpha)
     return plain
 
 
 def working_sites(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
-    """The sites without those whose seeds the model's code cannot merge: it needs a fixed shape."""
-    kept = kept_sites(model, [site for site in sites if site.part is not None], example)
-    return [site for site in sites if site.part is None or site in kept]
+    """The sites without the pairs that cannot get wider: the model's code needs their width."""
+    kept = kept_sites(model, [site for site in sites if site.pair is not None], example)
+    return [site for site in sites if site.pair is None or site in kept]
 
 
 def kept_sites(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> list[ModelSite]:
@@ -113,7 +113,7 @@ def check_plain(model: nn.Module, sites: Sequence[ModelSite], example: Any) -> N
 
     This happens if the model checks the class of a module, or holds it in a way that is not copied.
     """
-    sites = [site for site in sites if site.part is None]
+    sites = [site for site in sites if site.pair is None]
     kept = kept_sites(model, sites, example)
     if names := [site.name for site in sites if site not in kept]:
         raise ValueError(
@@ -138,7 +138,7 @@ def _works_in_plain(model: nn.Module, slots: Sequence[Slot], example: Any) -> bo
             try:
                 got = forward(plain.eval(), example)
             except (RuntimeError, ValueError, TypeError):
-                return False  # the model's code needs the class, width or depth that it had
+                return False  # the model's code needs the class or the width that it had
     finally:
         for slot in slots:
             slot.clear()
@@ -159,15 +159,13 @@ def _shapes_in_training(model: nn.Module, example: Any) -> Any:
 
 
 def _test_seed(slot: Slot, model: nn.Module) -> nn.Module:
-    part, generator = slot.site.part, torch.Generator().manual_seed(0)
-    if part is None:
+    pair = slot.site.pair
+    if pair is None:
         return Seed(nn.Sequential(nn.Identity()), per_token=False)
-    branch = new_branch(part, part.width, model.get_submodule, generator)
-    if part.is_block:
-        branch.body.load_state_dict(slot.module.state_dict())
-        return branch
+    generator = torch.Generator().manual_seed(0)
+    branch = new_branch(pair, pair.width, model.get_submodule, generator)
     with torch.no_grad():
-        for weight in branch.layers[-1].parameters():
+        for weight in branch.last_layer.parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             weight.copy_(drawn / drawn[0].numel() ** 0.5)
     return branch

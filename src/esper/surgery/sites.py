@@ -6,13 +6,12 @@ not of a layer that its skip connection bypasses; the output of a transformer bl
 queries. Of a layer, its norm and its activation the last one is the site. The output layer is not
 a site: a seed after it could only change the answer's form.
 
-Pairs of layers that can get wider are sites too, named "first->last" (`pairs.py`), and blocks that
-can be copied, named "block->copy", and attention, "module->heads" (`enlarging.py`).
+Pairs of layers that can get wider are sites too, named "first->last" (`pairs.py`).
 """
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,23 +21,20 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site, Widening, no_layers
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, Site, Widening
+from esper.kasmina.host_reports import SeedFacts
 from esper.leyline.constants import SiteKind
-from esper.surgery.branches import copy_at, heads_at
 from esper.surgery.eval_mode import eval_mode
 from esper.surgery.inputs import batch_size, forward
-from esper.surgery.pairs import Part, Refused, pair_at
+from esper.surgery.pairs import LayerPair, Refused, pair_at
 from esper.surgery.tracing import Call, Run, is_composed, is_cut, trace
-
-# every seed that fits a model; `deepen` is a copy of a block
-MENU: Mapping[str, Blueprint] = BLUEPRINTS | {"deepen": Widening("deepen", (), no_layers, 0.0)}
 
 
 @dataclass(frozen=True)
 class ModelSite:
-    """A module after which a seed can grow, a pair that can get wider, or a block to copy."""
+    """A module after which a seed can grow, or a pair of layers that can get wider."""
 
-    name: str  # as in model.named_modules(); of a pair "first->last", of a copy "block->copy"
+    name: str  # as in model.named_modules(); of a pair "first->last"
     module_class: str
     kind: SiteKind
     shape: tuple[int, ...]  # of the output, without the batch
@@ -46,37 +42,47 @@ class ModelSite:
     weights: str  # last module with weights before it; seeds use its optimizer settings
     dtype: torch.dtype  # of those weights
     device: torch.device
-    part: Part | None = None  # of the model, that a seed enlarges
+    pair: LayerPair | None = None
     varies: bool = False  # its positions differ between batches
 
     @property
-    def pair(self) -> Part | None:
-        """The part, unless it is a block to copy."""
-        return None if self.part is None or self.part.is_block else self.part
-
-    @property
     def seed_site(self) -> Site:
-        """The input of a seed: at a TOKENS site the vector of one token."""
-        if self.part is not None:
-            return self.part
+        """The input of a seed, except at a pair: at a TOKENS site the vector of one token."""
         if self.kind == SiteKind.TOKENS:
             return Site(self.shape[-1:])
         return Site(self.shape, varies=self.varies)
 
     @property
     def width(self) -> int:
-        return self.seed_site.width
+        return self.seed_site.width if self.pair is None else self.pair.width
 
     def blueprints(self) -> tuple[Blueprint, ...]:
         """The blueprints that fit here."""
-        return tuple(entry for entry in MENU.values() if entry.fits(self.seed_site))
+        return tuple(entry for entry in BLUEPRINTS.values() if self.fits(entry))
+
+    def fits(self, blueprint: Blueprint) -> bool:
+        if self.pair is not None:
+            return isinstance(blueprint, Widening)
+        return blueprint.fits(self.seed_site)
+
+    def units_of(self, blueprint: Blueprint) -> int:
+        """New units of the first layer of a pair; 0 at other sites."""
+        if self.pair is None or not isinstance(blueprint, Widening):
+            return 0
+        return max(1, round(blueprint.share * self.pair.width))
+
+    def facts_of(self, blueprint: Blueprint) -> SeedFacts:
+        """Costs and extent of a seed that fits here."""
+        if self.pair is not None:
+            return self.pair.facts_of(self.units_of(blueprint))
+        return SeedFacts.of(blueprint.program(self.seed_site), self.tokens)
 
     def params_of(self, blueprint: Blueprint) -> int:
-        return blueprint.program(self.seed_site).num_params
+        return self.facts_of(blueprint).params
 
     def macs_of(self, blueprint: Blueprint) -> int:
         """Multiply-adds per example."""
-        return round(blueprint.program(self.seed_site).macs * self.tokens)
+        return self.facts_of(blueprint).macs
 
     def check(self, x: Tensor, *, any_length: bool) -> None:
         """Raise if the site's output has another shape than in the example.
@@ -139,7 +145,7 @@ def site_table(sites: Sequence[ModelSite]) -> str:
     rows = [("site", "module", "kind", "shape", "possible seeds (parameters)")]
     for site in sites:
         grows = ", ".join(f"{b.name} {site.params_of(b):,}" for b in site.blueprints())
-        kind = "PAIR" if site.pair else "BLOCK" if site.part else site.kind.name
+        kind = "PAIR" if site.pair else site.kind.name
         shape = f"({site.width}, any)" if site.varies else str(site.shape)
         rows.append((site.name, site.module_class, kind, shape, grows))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -156,7 +162,7 @@ class SiteTrace:
     sites: tuple[ModelSite, ...]  # offered by default
     candidates: dict[str, ModelSite]  # all possible ones, by name, in forward order
     refused: dict[str, str]  # the other modules, with the reason
-    not_larger: dict[str, str]  # layers that cannot get wider and blocks not to copy, with reasons
+    not_wider: dict[str, str]  # layers that cannot get wider, with the reason
 
     def choose(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[ModelSite]:
         """The offered sites, or those named in `include` or inside a module named there.
@@ -176,7 +182,7 @@ class SiteTrace:
     def _is_named(self, site: ModelSite, names: Sequence[str]) -> bool:
         if site in self.sites:
             return _is_in(site.name, names)
-        inner = (s.name for s in self.sites if s.part is None)
+        inner = (s.name for s in self.sites if s.pair is None)
         return site.name in names and not any(_is_in(name, [site.name]) for name in inner)
 
     def _check_name(self, name: str) -> None:
@@ -211,13 +217,12 @@ def trace_sites(
     model: nn.Module,
     example: Any,
     *others: Any,
-    enlarges: bool = True,
+    widens: bool = True,
     kind: Mapping[str, str] | None = None,
 ) -> SiteTrace:
     """Trace every example, the first one twice; sites must have the same shape in all traces.
 
-    `enlarges`: with sites whose seeds become part of the model's own layers. `kind`: as in
-    `find_sites`.
+    `widens`: with pairs of layers that can get wider. `kind`: as in `find_sites`.
     """
     if type(model).__module__.startswith("torch._dynamo"):  # torch.compile made it
         raise ValueError(
@@ -242,41 +247,43 @@ def trace_sites(
             refused[name] = str(why)
     uncalled = (name for name in first.modules if name and name not in first.calls)
     refused |= dict.fromkeys(uncalled, "it is not called in a forward pass")
-    larger, not_larger = _larger_sites(model, example, runs, batch) if enlarges else ({}, {})
-    offered = (*_offered(first, candidates), *larger.values())
-    return SiteTrace(offered, candidates | larger, refused, not_larger)
+    pairs, not_wider = _pair_sites(model, example, runs, batch) if widens else ({}, {})
+    offered = (*_offered(first, candidates), *pairs.values())
+    return SiteTrace(offered, candidates | pairs, refused, not_wider)
 
 
-def _larger_sites(
+def _pair_sites(
     model: nn.Module, example: Any, runs: Sequence[Run], batch: int
 ) -> tuple[dict[str, ModelSite], dict[str, str]]:
-    """The sites whose seeds become part of the model, and the reasons for other modules.
+    """The pairs of layers that can get wider, by name, and the reasons for other layers.
 
     A pair must be one in every trace.
     """
-    macs, sites, reasons = _macs_by_module(model, example), {}, {}
+    macs = _macs_by_module(model, example)
+    reasons: dict[str, str] = {}
 
-    def parts(find: Callable[..., Part | None], what: str, run: Run) -> Iterator[Part]:
+    def pairs_of(run: Run) -> dict[str, LayerPair]:
+        pairs = {}
         for name in run.calls:
             try:
-                if (part := find(name, run, macs)) is not None:
-                    yield part
+                pair = pair_at(name, run, macs)
             except Refused as why:
-                reasons[name] = f"{what}: {why}"
+                reasons[name] = str(why)
+                continue
+            if pair is not None:
+                pairs[pair.name] = pair
+        return pairs
 
-    others = [[p.name for p in parts(pair_at, _WIDER, run)] for run in runs[1:]]
-    found = [p for p in parts(pair_at, _WIDER, runs[0]) if all(p.name in names for names in others)]
-    found += parts(heads_at, "cannot have more heads", runs[0])
-    found += parts(copy_at, "cannot be copied", runs[0])
-    for part in found:
-        calls = [replace(call, weights=part.first) for call in runs[0].calls[part.first]]
-        with suppress(Refused):
-            site = _candidate(part.name, calls, batch)
-            sites[part.name] = replace(site, part=part, tokens=1.0)
+    first, *others = map(pairs_of, runs)
+    sites = {}
+    for name, pair in first.items():
+        if all(name in other for other in others):
+            calls = [replace(call, weights=pair.first) for call in runs[0].calls[pair.first]]
+            with suppress(Refused):
+                sites[name] = replace(_candidate(name, calls, batch), pair=pair, tokens=1.0)
     return sites, reasons
 
 
-_WIDER = "cannot get wider"
 _AXES = {SiteKind.VECTOR: 2, SiteKind.SERIES: 3, SiteKind.IMAGE: 4}  # of an output, with the batch
 
 

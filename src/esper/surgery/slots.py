@@ -35,9 +35,9 @@ class Seed(nn.Module):
         self.per_token, self.any_length = per_token, any_length
 
     @property
-    def zero_layers(self) -> list[nn.Module]:
-        """The layers that are zero in a new seed; only their gradients are not."""
-        return [self.layers[-1]]
+    def last_layer(self) -> nn.Module:
+        """The layer that is zero in a new seed; only its gradient is not."""
+        return self.layers[-1]
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_autocast_enabled(x.device.type):
@@ -99,14 +99,14 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Slot:
     """A site of the user's model, empty or with a seed.
 
-    At a pair of layers the seed is a branch from the input of the first to the output of the last. At
-    a block to copy it is another block after it, which is not blended: it is on or off.
+    At a pair of layers the seed is a branch from the input of the first to the output of the last.
     """
 
     def __init__(self, site: ModelSite, model: nn.Module):
-        self.site, part = site, site.part
-        self.module = model.get_submodule(part.last if part else site.name)
-        self.source = model.get_submodule(part.first) if part and not part.is_module else None
+        self.site = site
+        pair = site.pair
+        self.module = model.get_submodule(pair.last if pair else site.name)
+        self.source = model.get_submodule(pair.first) if pair else None
         self.seed: nn.Module | None = None
         self.style = BlendStyle.ADD
         self.is_committed = False
@@ -117,7 +117,7 @@ class Slot:
         self._has_been_called = False
         self._steps_active = 0
         self._hooks: list[RemovableHandle] = []
-        self._input: tuple[Any, ...] = ()  # of the first layer of a pair
+        self._input: Tensor | None = None  # of the first layer of a pair
 
     @property
     def alpha(self) -> float:
@@ -131,20 +131,20 @@ class Slot:
         if value == 0.0 or self.seed is None:
             for hook in self._hooks:
                 hook.remove()
-            self._hooks, self._input = [], ()
+            self._hooks, self._input = [], None
         elif not self._hooks:
             # new units are part of the last layer, so they come before a seed there
             is_first = self.site.pair is not None
-            hook = self.module.register_forward_hook(self, prepend=is_first, with_kwargs=True)
-            self._hooks = [hook]
+            self._hooks = [self.module.register_forward_hook(self, prepend=is_first)]
             if self.source is not None:
                 keep = self.source.register_forward_pre_hook(self._keep_input, with_kwargs=True)
                 self._hooks.append(keep)
 
     def add_seed(self, seed: nn.Module, style: BlendStyle) -> None:
         assert self.seed is None, f"site {self.site.name!r} has a seed"
+        self.seed = seed
         # units of a layer are added to the others, whatever the style of other seeds
-        self.seed, self.style = seed, BlendStyle.ADD if self.site.part is not None else style
+        self.style = style if self.site.pair is None else BlendStyle.ADD
         self._has_been_called, self._steps_active = False, 0
 
     def clear(self) -> None:
@@ -174,25 +174,22 @@ class Slot:
         finally:
             self.alpha, self.is_called = before, is_called
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """The forward hook: the site's output with the seed blended in, or a copy's output."""
-        seed, part = self.seed, self.site.part
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward hook: the site's output with the seed blended in."""
+        seed = self.seed
         assert seed is not None
         self.is_called = True
         # compiled code does not compare: it would be compiled for each of the seed's modes
         if torch.compiler.is_compiling() or seed.training != module.training:
             seed.train(module.training)  # for dropout and batch norm
-        x = output[0] if isinstance(output, tuple) else output
-        if part is not None and part.is_block:
-            return seed(x, *args[1:], **kwargs)
-        if part is None:
+        if self.source is None:
+            x = output[0] if isinstance(output, tuple) else output
             self.site.check(x, any_length=bool(seed.any_length))
-            args, kwargs = (x,), {}
-        elif self.source is not None:
-            args, kwargs, self._input = self._input, {}, ()
-        added = seed(*args, **kwargs)
+        else:
+            x, self._input = self._input, None
+        added = seed(x)
         alpha = self._alpha_tensor if torch.compiler.is_compiling() else self._alpha
         return with_first(output, lambda x: blend_one(x, added, alpha, self.style))
 
     def _keep_input(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._input = (*args, *kwargs.values())  # a layer has one
+        self._input = args[0] if args else next(iter(kwargs.values()))

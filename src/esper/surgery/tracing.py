@@ -28,7 +28,6 @@ class Call:
 
     order: int
     module: nn.Module
-    given: tuple[Any, Any, Any]  # arguments, keyword arguments and output
     output: Any  # its shape; or the type name, if it is not a float tensor
     dtype: torch.dtype  # of the weights before it; under autocast the output may have another
     device: torch.device
@@ -61,7 +60,6 @@ class Run(TorchFunctionMode):
         super().__init__()
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.calls: dict[str, list[Call]] = {}  # in the order of the first calls' ends
-        self.started: list[str] = []  # modules in the order of their calls' starts
         self.readers: dict[int, list[Op]] = {}  # by the id of a tensor they read
         self.tensors: dict[str, Tensor] = {}  # the output of each module
         self.makers: dict[int, str] = {}  # the innermost module, by id of its output
@@ -72,14 +70,9 @@ class Run(TorchFunctionMode):
         self.dtype: torch.dtype | None = None  # None: not a float dtype
         self.num_weight_calls = 0
 
-    def start(self, name: str) -> None:
-        self.started.append(name)
-        self.running.append(name)
-
-    def record(self, name: str, module: nn.Module, given: tuple[Any, Any, Any]) -> None:
+    def record(self, name: str, module: nn.Module, output: Any) -> None:
         self.running.pop()
-        own, output = _weights(module), given[-1]
-        if own:
+        if own := _weights(module):
             self.weights, self.prefers_last = name, not isinstance(module, _ConvNd)
             self.sizes = frozenset(size for p in own for size in p.shape)
             self.dtype = own[0].dtype if own[0].is_floating_point() else None
@@ -97,7 +90,6 @@ class Run(TorchFunctionMode):
         call = Call(
             order=sum(map(len, self.calls.values())),
             module=module,
-            given=given,
             output=tuple(tensor.shape) if is_tensor else type(output).__name__,
             dtype=self.dtype or (tensor.dtype if is_tensor else torch.float32),
             device=tensor.device if is_tensor else torch.device("cpu"),
@@ -129,10 +121,10 @@ def trace(model: nn.Module, inputs: Any) -> Run:
         for name, module in run.modules.items():
             # torch's parametrizations compute weights instead of activations
             if name and "parametrizations" not in name.split("."):
-                before = lambda *_, name=name: run.start(name)  # noqa: E731
-                after = lambda module, *given, name=name: run.record(name, module, given)  # noqa: E731
+                before = lambda *_, name=name: run.running.append(name)  # noqa: E731
+                after = lambda module, _, output, name=name: run.record(name, module, output)  # noqa: E731
                 hooks.enter_context(module.register_forward_pre_hook(before))
-                hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after))
         # float inputs become nodes of the autograd graph
         node = lambda x: x.detach().requires_grad_().clone() if x.is_floating_point() else x  # noqa: E731
         inputs = pytree.tree_map_only(Tensor, node, inputs)
