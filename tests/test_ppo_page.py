@@ -12,7 +12,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        names = run_page("ppo.md", num_blocks=13)
+        names = run_page("ppo.md", num_blocks=12)
     assert "'move': " in capsys.readouterr().out
     assert list((tmp_path / "curves").iterdir())
     assert names["model"].is_finished
