@@ -490,7 +490,7 @@ def test_a_run_of_another_version_is_not_sent_to_a_checkpoint_that_is_no_better(
     files = RunFiles(tmp_path / "run")
     for path in (files.checkpoint, files.previous_checkpoint):
         write_file(path, "growth run", {}, version=1)
-        with pytest.raises(SystemExit, match="reads version 3; start a new run in another folder"):
+        with pytest.raises(SystemExit, match=r"reads version \d+; start a new run"):
             main(["train", "--resume", str(files.path)])
 
 

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
         "host_batch": {"num_types": 2, "envs_per_type": 4},
     }
     contents = {"config": other, "trainer": training.trainer.state_dict()}
-    write_file(tmp_path / "other.pt", "growth run", contents, version=3)
+    write_file(tmp_path / "other.pt", "growth run", contents, version=4)
     with pytest.raises(UnreadableFile, match="policy.*expected float32"):
         GrowthTraining.resume(tmp_path / "other.pt")
 

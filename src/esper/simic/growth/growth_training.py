@@ -29,7 +29,7 @@ from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
 
-_KIND, _VERSION = "growth run", 3
+_KIND, _VERSION = "growth run", 4
 
 
 class GrowthTraining:

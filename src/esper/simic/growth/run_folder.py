@@ -20,7 +20,7 @@ from esper.runtime.ranks import ALONE, Ranks
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.train_config import TrainConfig
 
-_CONFIG_VERSION = 1
+_CONFIG_VERSION = 2
 
 
 class RunFiles:
