@@ -37,7 +37,7 @@ from esper.simic.growth.train_config import PRESETS as TRAININGS
 from esper.simic.gym.ppo_model import PPO
 from esper.simic.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
-from support.processes import Forked, child_process, wait_until
+from support.processes import Forked, child_process, wait_for_the_next_second, wait_until
 from support.training_configs import ORACLE, flags
 
 SMALL = [
@@ -275,6 +275,7 @@ def test_the_curves_of_a_resumed_gym_run_tell_each_round_once(tmp_path, monkeypa
              "--save-every", "2"]
         )  # fmt: skip
     monkeypatch.undo()
+    wait_for_the_next_second()
     main(["gym", "CartPole-v1", "--out", str(tmp_path), "--resume"])
     curve = EventAccumulator(str(tmp_path)).Reload().Scalars("progress/rounds")
     assert [event.value for event in curve] == list(range(1, len(curve) + 1))
@@ -369,6 +370,7 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
         saved = GrowthTraining.resume(RunFiles(folder).checkpoint).rounds_done
         assert saved >= told - 1  # at most what came since the last checkpoint is lost
         command = ["train", "--resume", str(folder)]
+        wait_for_the_next_second()
     main(command)
     rows = read_all(folder)
     assert len(rows) == 8 * 8
