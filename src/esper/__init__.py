@@ -4,7 +4,6 @@ Everything a user needs is imported from here; each name is loaded when it is fi
 `import esper` does not import torch.
 """
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
     from esper.tolaria.tasks import Task as Task
 
     ActionSpace = FactoredActionSpace
-
-# Idle OpenMP threads of torch sleep instead of spinning. On a busy machine, spinning made a small
-# CNN with two threads 3 to 5 times slower; it has no effect if torch was imported before.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.2.0"
 
