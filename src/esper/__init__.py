@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from esper.adapting.result import Adaptation as Adaptation
     from esper.adapting.result import AdaptationResult as AdaptationResult
     from esper.adapting.result import load_adaptation as load_adaptation
-    from esper.growing.callbacks import lightning_callback as lightning_callback
-    from esper.growing.callbacks import trainer_callback as trainer_callback
     from esper.growing.growth import Growth as Growth
     from esper.growing.run import GrowthResult as GrowthResult
     from esper.growing.run import grow as grow
@@ -44,7 +42,6 @@ _MODULES = {
     "adapting.controller": ("controllers",),
     "adapting.result": ("Adaptation", "AdaptationResult", "load_adaptation"),
     "leyline.budget": ("Budget",),
-    "growing.callbacks": ("lightning_callback", "trainer_callback"),
     "growing.growth": ("Growth",),
     "nissa.page": ("write_page",),
     "growing.run": ("GrowthResult", "grow"),
