@@ -99,8 +99,8 @@ def test_a_closed_pipe_is_not_an_error():
         (FileNotFoundError(2, "No such file", "a.json"), "esper: a.json: No such file"),
         (ModuleNotFoundError(name="gymnasium"), "esper: gymnasium is not installed; run: pip"),
         (ModuleNotFoundError(name="rich.console"), "esper: rich is not installed"),
-        (MemoryError(), "esper: a size is too large for this machine (MemoryError)"),
-        (RuntimeError("CUDA out of memory."), "esper: a size is too large for this machine (CUDA"),
+        (MemoryError(), "esper: out of memory (MemoryError); use smaller settings"),
+        (torch.OutOfMemoryError("CUDA: 2 GiB"), "esper: out of memory (CUDA: 2 GiB); use smaller"),
     ],
 )
 def test_errors_of_the_machine_are_one_line(monkeypatch, error, status):
@@ -115,10 +115,10 @@ def test_errors_of_the_machine_are_one_line(monkeypatch, error, status):
 
 def test_an_error_of_the_program_keeps_its_traceback(monkeypatch):
     def fail(_arguments):
-        raise RuntimeError("a defect")
+        raise RuntimeError("allocated twice")
 
     monkeypatch.setattr(cli, "_run", fail)
-    with pytest.raises(RuntimeError, match="a defect"):
+    with pytest.raises(RuntimeError, match="allocated twice"):
         main(["train"])
 
 
@@ -170,8 +170,6 @@ def test_an_unknown_flag_is_refused():
         ("CartPole-v1 --rng-seed -1", "rng_seed=-1; use 0 or more"),
         (f"CartPole-v1 --rng-seed {10**30}", "rng_seed=1000"),
         ("../x:Y", "../x:Y cannot be made"),
-        (f"CartPole-v1 --horizon {10**15}", "a size is too large for this machine"),
-        (f"CartPole-v1 --policy.lstm-hidden-dim {10**30}", "a size is too large"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(arguments, message, tmp_path, monkeypatch):
@@ -552,10 +550,6 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
         ("--host abc", "abc"),
         ("--held-out-variants --held-out-widths", "nothing was held out"),
         ("--menu nope", "nope"),
-        (
-            f"--task known_gains --import support.synthetic_hosts --policy.lstm-hidden-dim {10**15}",
-            "a size is too large",
-        ),
     ],
 )
 def test_mistakes_in_training_are_one_line_and_leave_nothing(arguments, message, tmp_path):

@@ -29,9 +29,6 @@ _EXTRAS |= dict.fromkeys(("tyro", "rich", "tensorboard", "scipy", "sklearn", "mn
 
 RANK_DELAY_S = 3.0  # in which torchrun sees that rank 0 has failed
 
-# what torch says when a tensor cannot be allocated
-_TOO_LARGE = re.compile("allocat|out of memory|overflow|negative dimension", re.IGNORECASE)
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command line; flags are generated from the fields of the configs."""
@@ -59,11 +56,13 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
-        if not (isinstance(error, MemoryError | OverflowError) or _TOO_LARGE.search(str(error))):
+    except (MemoryError, RuntimeError) as error:
+        from torch import OutOfMemoryError  # in an error only: the help does not import torch
+
+        if not isinstance(error, MemoryError | OutOfMemoryError):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        _exit(f"a size is too large for this machine ({reason}); use smaller settings")
+        _exit(f"out of memory ({reason}); use smaller settings")
 
 
 def _exit(message: str, is_alone: bool = False) -> NoReturn:
