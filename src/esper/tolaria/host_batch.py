@@ -155,9 +155,8 @@ class PopulationBatch:
     def untrained_accuracy(self) -> float:
         return 1.0 / self.task.num_classes
 
-    @property
-    def kernels(self) -> Kernels:
-        """The kernels that run the populations."""
+    def find_kernels(self) -> Kernels:
+        """The kernels that run the populations; builds the first population to find out."""
         (member,) = self._members_for(self.hosts[:1])
         return member.population.kernels
 
