@@ -1,4 +1,4 @@
-"""The conformance checks of `esper.testing`, on Esper and on the libraries that are installed.
+"""The conformance checks of `conformance_kit.py`, on Esper and on the libraries that are installed.
 
     pip install stable-baselines3 sb3-contrib torchrl
     python benchmarks/conformance.py
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from conformance_kit import conformance
 from torch import Tensor, nn
 
 import esper
@@ -24,7 +25,6 @@ from esper.simic.agent.gae import compute_gae
 from esper.simic.trainer import zero_rows
 from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
 from esper.tamiyo.policy.plain_heads import flat_policy
-from esper.testing import conformance
 
 ENV_ID = "CartPole-v1"
 

@@ -37,7 +37,7 @@ from esper.simic.growth.train_config import PRESETS as TRAININGS
 from esper.simic.gym.ppo_model import PPO
 from esper.simic.trainer import Trainer
 from esper.tamiyo.learned import LearnedController
-from support.processes import Forked, child_process, wait_until
+from support.processes import Forked, child_process, wait_for_the_next_second, wait_until
 from support.training_configs import ORACLE, flags
 
 SMALL = [
@@ -100,8 +100,8 @@ def test_a_closed_pipe_is_not_an_error():
         (FileNotFoundError(2, "No such file", "a.json"), "esper: a.json: No such file"),
         (ModuleNotFoundError(name="gymnasium"), "esper: gymnasium is not installed; run: pip"),
         (ModuleNotFoundError(name="rich.console"), "esper: rich is not installed"),
-        (MemoryError(), "esper: a size is too large for this machine (MemoryError)"),
-        (RuntimeError("CUDA out of memory."), "esper: a size is too large for this machine (CUDA"),
+        (MemoryError(), "esper: out of memory (MemoryError); use smaller settings"),
+        (torch.OutOfMemoryError("CUDA: 2 GiB"), "esper: out of memory (CUDA: 2 GiB); use smaller"),
     ],
 )
 def test_errors_of_the_machine_are_one_line(monkeypatch, error, status):
@@ -116,10 +116,10 @@ def test_errors_of_the_machine_are_one_line(monkeypatch, error, status):
 
 def test_an_error_of_the_program_keeps_its_traceback(monkeypatch):
     def fail(_arguments):
-        raise RuntimeError("a defect")
+        raise RuntimeError("allocated twice")
 
     monkeypatch.setattr(cli, "_run", fail)
-    with pytest.raises(RuntimeError, match="a defect"):
+    with pytest.raises(RuntimeError, match="allocated twice"):
         main(["train"])
 
 
@@ -171,8 +171,6 @@ def test_an_unknown_flag_is_refused():
         ("CartPole-v1 --rng-seed -1", "rng_seed=-1; use 0 or more"),
         (f"CartPole-v1 --rng-seed {10**30}", "rng_seed=1000"),
         ("../x:Y", "../x:Y cannot be made"),
-        (f"CartPole-v1 --horizon {10**15}", "a size is too large for this machine"),
-        (f"CartPole-v1 --policy.lstm-hidden-dim {10**30}", "a size is too large"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(arguments, message, tmp_path, monkeypatch):
@@ -276,6 +274,7 @@ def test_the_curves_of_a_resumed_gym_run_tell_each_round_once(tmp_path, monkeypa
              "--save-every", "2"]
         )  # fmt: skip
     monkeypatch.undo()
+    wait_for_the_next_second()
     main(["gym", "CartPole-v1", "--out", str(tmp_path), "--resume"])
     curve = EventAccumulator(str(tmp_path)).Reload().Scalars("progress/rounds")
     assert [event.value for event in curve] == list(range(1, len(curve) + 1))
@@ -370,6 +369,7 @@ def test_a_run_killed_at_any_moment_is_readable_and_resumes_to_the_same_numbers(
         saved = GrowthTraining.resume(RunFiles(folder).checkpoint).rounds_done
         assert saved >= told - 1  # at most what came since the last checkpoint is lost
         command = ["train", "--resume", str(folder)]
+        wait_for_the_next_second()
     main(command)
     rows = read_all(folder)
     assert len(rows) == 8 * 8
@@ -491,7 +491,7 @@ def test_a_run_of_another_version_is_not_sent_to_a_checkpoint_that_is_no_better(
     files = RunFiles(tmp_path / "run")
     for path in (files.checkpoint, files.previous_checkpoint):
         write_file(path, "growth run", {}, version=1)
-        with pytest.raises(SystemExit, match="reads version 4; start a new run in another folder"):
+        with pytest.raises(SystemExit, match=r"reads version \d+; start a new run"):
             main(["train", "--resume", str(files.path)])
 
 
@@ -551,10 +551,6 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
         ("--host abc", "abc"),
         ("--held-out-variants --held-out-widths", "nothing was held out"),
         ("--menu nope", "nope"),
-        (
-            f"--task known_gains --import support.synthetic_hosts --policy.lstm-hidden-dim {10**15}",
-            "a size is too large",
-        ),
     ],
 )
 def test_mistakes_in_training_are_one_line_and_leave_nothing(arguments, message, tmp_path):

@@ -123,7 +123,7 @@ def test_every_public_name_is_listed_and_resolves():
 @pytest.mark.parametrize(
     "code",
     [
-        "import esper",
+        "import os; before = dict(os.environ); import esper; assert os.environ == before",
         "from esper.cli import main; main(['--help'])",
         "from esper.cli import main; main([])",
     ],

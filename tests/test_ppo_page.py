@@ -12,7 +12,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        names = run_page("ppo.md", num_blocks=13)
+        names = run_page("ppo.md", num_blocks=12)
     printed = capsys.readouterr().out
     assert printed.startswith("masks: none found, all actions legal\n")
     assert "'move': " in printed

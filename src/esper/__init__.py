@@ -4,7 +4,6 @@ Everything a user needs is imported from here; each name is loaded when it is fi
 `import esper` does not import torch.
 """
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from esper.adapting.result import Adaptation as Adaptation
     from esper.adapting.result import AdaptationResult as AdaptationResult
     from esper.adapting.result import load_adaptation as load_adaptation
-    from esper.growing.callbacks import lightning_callback as lightning_callback
-    from esper.growing.callbacks import trainer_callback as trainer_callback
     from esper.growing.growth import Growth as Growth
     from esper.growing.run import GrowthResult as GrowthResult
     from esper.growing.run import grow as grow
@@ -37,10 +34,6 @@ if TYPE_CHECKING:
 
     ActionSpace = FactoredActionSpace
 
-# Idle OpenMP threads of torch sleep instead of spinning. On a busy machine, spinning made a small
-# CNN with two threads 3 to 5 times slower; it has no effect if torch was imported before.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 __version__ = "0.2.0"
 
 # module -> its public names
@@ -49,7 +42,6 @@ _MODULES = {
     "adapting.controller": ("controllers",),
     "adapting.result": ("Adaptation", "AdaptationResult", "load_adaptation"),
     "leyline.budget": ("Budget",),
-    "growing.callbacks": ("lightning_callback", "trainer_callback"),
     "growing.growth": ("Growth",),
     "nissa.page": ("write_page",),
     "growing.run": ("GrowthResult", "grow"),

@@ -69,6 +69,22 @@ def test_a_loop_with_a_few_skipped_steps_is_not_blamed(new_optimizer):
     growth.decide(0.5)
 
 
+def test_a_step_with_a_closure_uses_the_gradients():
+    growth = new_growth(Script(germinate(0, blueprint=1)))
+    growth.decide(0.5)
+
+    def closure():
+        growth.optimizer.zero_grad()
+        loss = F.cross_entropy(growth.model(X), Y)
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        growth.optimizer.step(closure)
+        growth.after_step()
+    growth.decide(0.5)
+
+
 def test_a_seed_that_is_not_felt_any_more_is_not_asked_for():
     """At the end of a slow prune it has no weight, so no gradient, and does not move."""
     slowly = act(LifecycleOp.PRUNE, 0, alpha_speed=1)

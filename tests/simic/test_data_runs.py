@@ -12,13 +12,11 @@ import torch
 import esper
 from esper.cli import main, train
 from esper.runtime.plain_config import to_plain
-from esper.simic.evaluation.evaluate import on_task, prepare
-from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
+from esper.simic.evaluation.evaluate import on_task
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.hosts_and_data import load_hosts, load_menu, load_task, training_hosts
 from esper.simic.growth.run_folder import RunFiles, RunFolder
 from esper.simic.growth.train_config import PRESETS
-from esper.tolaria.augmentation import Augmentation
 from support.training_configs import NETWORKS
 
 MODULE = """
@@ -59,12 +57,12 @@ def with_batch(config, **changes):
 
 @pytest.fixture
 def colour(tmp_path):
-    """A run on colour images with every augmentation, of two rounds."""
+    """A run on colour images, of two rounds."""
     config = on_data(write_rows(tmp_path / "mine.npz"), rounds=2)
-    return with_batch(config, validation_rows=12, augment=Augmentation(crop=1, flip=True))
+    return with_batch(config, validation_rows=12)
 
 
-def test_a_run_on_colour_images_with_augmentation_resumes_bit_exact(colour, tmp_path):
+def test_a_run_on_colour_images_resumes_bit_exact(colour, tmp_path):
     whole, half = GrowthTraining(colour), GrowthTraining(colour)
     whole.run()
     half.run(should_stop=lambda: half.rounds_done == 1)
@@ -75,23 +73,6 @@ def test_a_run_on_colour_images_with_augmentation_resumes_bit_exact(colour, tmp_
     assert torch.equal(resumed.envs.episodes.accuracy, whole.envs.episodes.accuracy)
     for name, weight in whole.agent.policy.state_dict().items():
         assert torch.equal(weight, resumed.agent.policy.state_dict()[name]), name
-
-
-def test_augmentation_changes_what_hosts_learn(colour):
-    with_it, without = (
-        GrowthTraining(config) for config in (colour, with_batch(colour, augment=Augmentation()))
-    )
-    for training in (with_it, without):
-        training.trainer.collect(deterministic=True)
-    accuracies = [training.envs.episodes.accuracy for training in (with_it, without)]
-    assert not torch.equal(*accuracies)
-
-
-def test_the_evaluation_augments_as_the_training_did(colour):
-    config = replace(colour, held_out_variants=("permuted:1",))
-    for settings in (EVALUATIONS["quick"], EVALUATIONS["full"]):
-        for experiment in prepare(config, replace(settings, training_widths=2))[:2]:
-            assert experiment.host_batch.augment == Augmentation(crop=1, flip=True)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +114,7 @@ def test_controllers_are_evaluated_on_a_users_data(colour, tmp_path):
     there = on_task(colour, "data", str(other))
     assert (there.task, there.host, there.menu) == ("data", "auto", ())
     assert there.data_checksum
-    training_hosts(there)  # not images, so they are not augmented
+    training_hosts(there)
     back = on_task(there, "mnist1d")
     assert (back.task, back.data, back.data_checksum) == ("mnist1d", "", "")
 
@@ -220,8 +201,8 @@ def test_a_run_starts_from_the_config_of_another(started, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 99}', "config of version 99; expected 1"),
-        ('{"version": 1, "roundz": 3}', "no setting 'roundz'; did you mean 'rounds'"),
+        ('{"version": 99}', "config of version 99; expected 2"),
+        ('{"version": 2, "roundz": 3}', "no setting 'roundz'; did you mean 'rounds'"),
         ('{"rounds": "many"}', "rounds='many'; expected int"),
         ("{", "is not the JSON of a config"),
         ("[1, 2]", "is not the JSON of a config"),
@@ -251,7 +232,6 @@ def test_a_config_that_cannot_be_read_is_one_line(text, message, tmp_path, monke
         ("--task no_such_task", "no task 'no_such_task'; there are data, mnist1d"),
         ("--import no_such_module", "module 'no_such_module' cannot be imported"),
         ("--import boom", "module 'boom' cannot be imported: KeyError: 'no such key'$"),
-        ("--host_batch.augment.flip", "augment.flip need images"),
     ],
 )
 def test_a_mistake_about_the_data_is_one_line_and_leaves_nothing(

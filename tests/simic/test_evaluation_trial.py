@@ -55,7 +55,7 @@ def test_hosts_run_one_by_one_in_compiled_code():
     used = []
 
     def examine(host_batch):
-        used.append(host_batch.kernels)
+        used.append(host_batch.find_kernels())
         return host_batch.view_ids.float()
 
     make_experiment(measure_test=examine).run([Arm("alone", WAIT)])

@@ -77,7 +77,7 @@ def test_lists_dicts_and_unions_are_decoded():
             "module 'no_such_module' cannot be imported: ModuleNotFoundError",
         ),
         ({"imports": [".relative"]}, "module '.relative' cannot be imported"),
-        ({"host_batch": {"augment": {"crop": -1}}}, "crop=-1; use 0 or more"),
+        ({"host_batch": {"batch_size": 0}}, "batch_size=0; use 1 or more"),
     ],
 )
 def test_what_a_config_does_not_know_is_refused_by_name(plain, message):

@@ -76,3 +76,11 @@ def wait_until(is_so: Callable[[], bool], process: "subprocess.Popen | Forked") 
         assert not has_ended, f"the process ended by itself: {process.returncode}"
         assert time.monotonic() < deadline, f"nothing in {DEADLINE_S} s"
         time.sleep(0.02)
+
+
+def wait_for_the_next_second() -> None:
+    """TensorBoard reads event files in the order of the seconds in which they were created.
+
+    A process that loads torch takes longer; one that is forked, or goes on, does not.
+    """
+    time.sleep(1 - time.time() % 1)

@@ -64,7 +64,7 @@ class SyntheticHosts:
     num_blueprints = len(BLUEPRINT_PARAMS)
     blueprint_names = tuple(f"seed {number}" for number in range(len(BLUEPRINT_PARAMS)))
     untrained_accuracy = HOST_ACCURACY
-    task, kernels = SimpleNamespace(device="no device", site_kind=SiteKind.SERIES), "no"
+    task = SimpleNamespace(device="no device", site_kind=SiteKind.SERIES)
 
     def __init__(
         self,
@@ -96,6 +96,9 @@ class SyntheticHosts:
     @property
     def view_ids(self) -> Tensor:
         return torch.zeros(self.num_envs, dtype=torch.int64)
+
+    def find_kernels(self) -> str:
+        return "no"
 
     def reset(self, generator: torch.Generator) -> HostFacts:
         self._states = SlotStates.dormant(self.num_envs, self.num_slots)

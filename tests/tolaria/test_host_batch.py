@@ -34,7 +34,9 @@ def make_environment(widths=WIDTHS, *, num_types=2, rng_seed=0, siblings=1, task
         HostBatchConfig(num_types=num_types, envs_per_type=EACH, siblings=siblings, minibatches=3, batch_size=20,
                      validation_rows=40, episode_steps=STEPS),
     )  # fmt: skip
-    assert host_batch.kernels == "compiled"  # host by host: equal to the bit whatever is beside it
+    assert (
+        host_batch.find_kernels() == "compiled"
+    )  # host by host: equal to the bit whatever is beside it
     return GrowthEnvironment(host_batch, GrowthConfig(num_steps=STEPS), rng_seed=rng_seed)
 
 
@@ -136,7 +138,7 @@ def test_hosts_of_one_name_and_view_live_alike_and_names_change_them():
                      validation_rows=40, episode_steps=STEPS),
         host_ids=torch.tensor([5, 6, 5, 5]),
     )  # fmt: skip
-    assert host_batch.kernels == "compiled"
+    assert host_batch.find_kernels() == "compiled"
     environment = GrowthEnvironment(host_batch, GrowthConfig(num_steps=STEPS))
     host_batch.new_hosts(hosts, torch.tensor([0, 0, 0, 1]), rng_seed=1)
     environment.begin(host_batch.facts(), torch.tensor([0.1, 0.1, 0.2, 0.1]))

@@ -139,7 +139,7 @@ def describe(training: GrowthTraining, files: RunFiles) -> str:
     weights = sum(weight.numel() for weight in training.agent.policy.parameters())
     start = f"from round {training.rounds_done + 1} " if training.rounds_done else ""
     return (
-        f"{config.data or config.task} on {hosts.task.device}, {hosts.kernels} kernels; "
+        f"{config.data or config.task} on {hosts.task.device}, {hosts.find_kernels()} kernels; "
         f"seeds: {', '.join(hosts.blueprint_names)}\n"
         f"trained on {len(config.training_widths)} {host_kind(config, hosts.task)} hosts with "
         f"{config.num_layers} layers of {', '.join(map(str, config.widths))} and "

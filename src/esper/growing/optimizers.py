@@ -118,9 +118,10 @@ class SeedGradients:
         self._slots = slots
         self._calls = self._uses = 0  # since the last check
         self._is_used = self._has_warned = False
-        optimizer.register_step_pre_hook(self._before_optimizer_step)
+        # after the step: a step with a closure computes the gradients itself
+        optimizer.register_step_post_hook(self._after_optimizer_step)
 
-    def _before_optimizer_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_optimizer_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._is_used |= any(self._gradients(slot) for slot in self._slots)
 
     def after_step(self) -> None:

@@ -11,14 +11,12 @@ import html
 import json
 import os
 import re
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cache
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
@@ -118,7 +116,6 @@ def page_data(ledger: Ledger, now: str = "") -> dict[str, Any]:
         "written": {
             "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "esper": esper.__version__,
-            **({"commit": commit} if (commit := _commit()) else {}),
         },
         "time": time.time(),
         "now": now,
@@ -132,16 +129,6 @@ def page_data(ledger: Ledger, now: str = "") -> dict[str, Any]:
         "rollbacks": [[entry.step, entry.to_step, entry.reason] for entry in ledger.rollbacks],
         "seeds": [_seed(ledger, record) for record in ledger.seeds],
     }
-
-
-@cache
-def _commit() -> str:
-    """Of the working directory; empty if it is no repository."""
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return run.stdout.strip()
-    return ""
 
 
 def _event(ledger: Ledger, decision: DecisionRecord) -> dict[str, Any]:

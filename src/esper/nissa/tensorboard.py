@@ -1,7 +1,5 @@
 """Metrics of a run as TensorBoard curves, its settings, and a picture of its evaluation."""
 
-import threading
-import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,12 +23,6 @@ class TensorBoardSink:
         settings: Mapping[str, Any] | None = None,
     ):
         """Purge events from `first_step` on; a resumed run logs them again."""
-        # files are read in the order of their names, which hold the second of their creation
-        names = (file.name for file in Path(folder).glob("events.out.tfevents.*"))
-        last = max((int(s) for name in names if (s := name.split(".")[3]).isdecimal()), default=0)
-        time.sleep(min(max(0.0, last + 1 - time.time()), 1.0))
-        self._excepthook = threading.excepthook
-        threading.excepthook = self._hide_writer_errors
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
         if settings:  # in the run's own file; add_hparams would write another one
             file_writer: Any = self._writer.file_writer
@@ -46,15 +38,7 @@ class TensorBoardSink:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._writer.close()
-        finally:
-            threading.excepthook = self._excepthook
-
-    def _hide_writer_errors(self, failure: threading.ExceptHookArgs) -> None:
-        """No traceback for a full disk: the next `record` or the end raises the same error."""
-        if not issubclass(failure.exc_type, OSError):
-            self._excepthook(failure)
+        self._writer.close()
 
 
 def log_picture(

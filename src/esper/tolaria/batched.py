@@ -19,13 +19,11 @@ from esper.kasmina.layers import Program
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
-from esper.tolaria.augmentation import Augmentation
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.parameter_table import ParameterTable
 from esper.tolaria.tasks import Task
 
 CHUNK = 32  # minibatches whose rows are on the device at a time
-MAX_AUGMENTED = 2**24  # values of the augmented inputs of a population
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,45 +57,23 @@ class BlendInputs:
 
 
 class Feed:
-    """Data `[V, N, ...]` in V views, and the rows of the next minibatches `[M, P, batch]`.
+    """Data `[V, N, ...]` in V views, and the rows of the next minibatches `[M, P, batch]`."""
 
-    With an augmentation, the kernels read changed copies of the loaded rows in place of the data.
-    """
-
-    def __init__(self, task: Task, num_hosts: int, batch_size: int, augmentation: Augmentation):
-        self.inputs, self.labels = self._data = task.train_x.flatten(0, 1), task.train_y.flatten()
-        self._rows_per_view, self._augmentation = task.train_y.shape[1], augmentation
-        self.is_augmented = augmentation.is_on(task.input_shape)
-        self.capacity, num_rows = CHUNK, num_hosts * batch_size  # minibatches; rows of each
-        # where each host's view begins in the data, and in what the kernels read
-        self.first_row = self._first_in_data = self.labels.new_zeros(num_hosts, 1)
-        if self.is_augmented:
-            most = MAX_AUGMENTED // (num_rows * self.inputs[0].numel())
-            self.capacity = max(1, min(CHUNK, most))
-            self.inputs = self.inputs.new_zeros(self.capacity * num_rows, *task.input_shape)
-            self.labels = self.labels.new_zeros(self.capacity * num_rows)
-            self.first_row = torch.zeros_like(self.first_row)
-        rows = torch.arange(self.capacity * num_rows, device=task.device)
-        self.rows = rows.view(self.capacity, num_hosts, batch_size)
-        self.losses = self.inputs.new_zeros(self.capacity, num_hosts)
+    def __init__(self, task: Task, num_hosts: int, batch_size: int):
+        self.inputs = task.train_x.flatten(0, 1)  # [V * N, *shape]
+        self.labels = task.train_y.flatten()  # [V * N]
+        self._rows_per_view = task.train_y.shape[1]
+        self.first_row = self.labels.new_zeros(num_hosts, 1)  # of each host's view
+        self.rows = self.labels.new_zeros(CHUNK, num_hosts, batch_size)
+        self.losses = self.inputs.new_zeros(CHUNK, num_hosts)
 
     def set_views(self, view_ids: Tensor) -> None:
         """Set the view `[P]` that each host reads from now on."""
-        self._first_in_data.copy_(view_ids.unsqueeze(1) * self._rows_per_view)
+        self.first_row.copy_(view_ids.unsqueeze(1) * self._rows_per_view)
 
-    def load(self, rows: Tensor, keys: Tensor | None = None) -> None:
-        """Load the rows of at most `capacity` minibatches; a host's rows are numbered in its view.
-
-        With an augmentation, examples have `keys` in the shape of `rows`.
-        """
-        if keys is None:
-            self.rows[: len(rows)].copy_(rows, non_blocking=True)
-        else:
-            inputs, labels = self._data
-            flat = (rows.to(labels.device) + self._first_in_data).flatten()
-            changed = self._augmentation.apply(inputs.index_select(0, flat), keys.flatten())
-            self.inputs[: len(flat)] = changed
-            self.labels[: len(flat)] = labels.index_select(0, flat)
+    def load(self, rows: Tensor) -> None:
+        """Load the rows of at most `CHUNK` minibatches; a host's rows are numbered in its view."""
+        self.rows[: len(rows)].copy_(rows, non_blocking=True)
 
     def minibatch(self, number: int) -> tuple[Tensor, Tensor]:
         """Inputs `[P, *shape, batch]` and labels `[P, batch]` of a loaded minibatch."""

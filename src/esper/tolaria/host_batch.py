@@ -19,7 +19,6 @@ from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step, remove_live_seeds
 from esper.leyline.arrays import copy_together
 from esper.runtime.checks import require_at_least
-from esper.tolaria.augmentation import NO_AUGMENTATION, Augmentation
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.host_validation import HostValidation, accuracy_on, validate_hosts
 from esper.tolaria.optimizers import AdamW
@@ -51,7 +50,6 @@ class HostBatchConfig:
     """Length of the learning-rate schedule: constant, then linear down to a fiftieth."""
     constant_share: float = 0.7
     """Share of the episode at the full learning rate."""
-    augment: Augmentation = NO_AUGMENTATION
 
     def __post_init__(self) -> None:
         counts = ("num_types", "envs_per_type", "siblings", "minibatches", "batch_size")
@@ -94,7 +92,6 @@ class PopulationBatch:
             raise ValueError(
                 f"validation_rows={config.validation_rows}, but {task.names} has {available}"
             )
-        config.augment.is_on(task.input_shape)  # raises if the inputs are not images
         if len({host.num_slots for host in hosts}) != 1:
             raise ValueError("hosts of one host batch must have the same number of slots")
         self.config, self.hosts, self.menu, self.task = config, tuple(hosts), tuple(menu), task
@@ -131,9 +128,8 @@ class PopulationBatch:
     def untrained_accuracy(self) -> float:
         return 1.0 / self.task.num_classes
 
-    @property
-    def kernels(self) -> Kernels:
-        """The kernels that run the populations."""
+    def find_kernels(self) -> Kernels:
+        """The kernels that run the populations; builds the first population to find out."""
         (member,) = self._members_for(self.hosts[:1])
         return member.population.kernels
 
@@ -249,7 +245,6 @@ class PopulationBatch:
                     num_hosts=config.envs_per_type,
                     batch_size=config.batch_size,
                     optimizer=self.optimizer,
-                    augmentation=config.augment,
                 )
                 stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
                 built = _Member(population, Governor(population), stream)

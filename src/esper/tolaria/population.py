@@ -24,11 +24,10 @@ from esper.kernels.hosts.compiled import CompiledSteps
 from esper.kernels.hosts.fused import FusedSteps, has_room
 from esper.kernels.hosts.layer_table import has_kernels
 from esper.runtime.checks import whole_number
-from esper.tolaria.augmentation import NO_AUGMENTATION, PURPOSE, Augmentation
-from esper.tolaria.batched import BlendInputs, EagerSteps, Feed, TrainingSetup
+from esper.tolaria.batched import CHUNK, BlendInputs, EagerSteps, Feed, TrainingSetup
 from esper.tolaria.optimizers import AdamW
 from esper.tolaria.parameter_table import ParameterTable
-from esper.tolaria.randomness import fold, hash64
+from esper.tolaria.randomness import fold
 from esper.tolaria.tasks import Task
 
 Kernels = Literal["eager", "compiled", "fused"]
@@ -70,7 +69,6 @@ class Population:
         host_ids: Tensor | None = None,
         view_ids: Tensor | None = None,
         kernels: Kernels | None = None,
-        augmentation: Augmentation = NO_AUGMENTATION,
     ):
         if (task.input_shape, task.num_classes) != (host.input_shape, host.num_classes):
             raise ValueError(
@@ -90,7 +88,7 @@ class Population:
         self.view_ids = torch.zeros(num_hosts, dtype=torch.int64)
         self.parameter_table = ParameterTable(host, self.menu, num_hosts, device, dtype)
         self.learning_rates = self.parameter_table.params.new_zeros(num_hosts)  # set by `reset`
-        self._feed = Feed(task, num_hosts, batch_size, augmentation)
+        self._feed = Feed(task, num_hosts, batch_size)
         self._blend_inputs = BlendInputs(self.parameter_table.params, host.num_slots)
         tensors = (self._blend_inputs, self._feed, self.learning_rates)
         setup = TrainingSetup(host, self.parameter_table, self.optimizer, *tensors)
@@ -115,7 +113,7 @@ class Population:
             self.view_ids = self._checked_views(view_ids)
             self._feed.set_views(self.view_ids)
         self.learning_rates.fill_(self.optimizer.learning_rate)
-        self._rng_seed, self._num_trained = rng_seed, 0  # minibatches
+        self._rng_seed = rng_seed
         self._num_germinated = torch.zeros(self.num_hosts, self.num_slots, dtype=torch.int64)
         self.states = SlotStates.dormant(self.num_hosts, self.num_slots)  # changed by `adopt`
         table = self.parameter_table
@@ -146,19 +144,11 @@ class Population:
         """Train on data rows `[M, P, batch]`, one optimiser step each; returns losses `[M, P]`."""
         self._check_rows(rows)
         losses = []
-        for chunk in torch.split(rows, self._feed.capacity):
-            self._feed.load(chunk, self._keys(chunk) if self._feed.is_augmented else None)
-            self._num_trained += len(chunk)
+        for chunk in torch.split(rows, CHUNK):
+            self._feed.load(chunk)
             self.steps.run(len(chunk))
             losses.append(self._feed.losses[: len(chunk)].clone())
         return torch.cat(losses)
-
-    def _keys(self, rows: Tensor) -> Tensor:
-        """Keys of the examples in the next minibatches, in the shape of their rows."""
-        numbers = self._num_trained + torch.arange(len(rows))
-        minibatch_keys = fold(self._rng_seed, PURPOSE, self.host_ids, numbers.unsqueeze(1))
-        examples = torch.arange(rows.shape[2], device=self.task.device)
-        return hash64(minibatch_keys.unsqueeze(2).to(self.task.device) + examples)
 
     def logits(self, x: Tensor) -> Tensor:
         """`[P, classes, batch]` on `x [P, *shape, batch]`."""

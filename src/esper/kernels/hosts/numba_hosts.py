@@ -15,7 +15,7 @@ import numpy as np
 
 from esper.kernels.hosts import numba_layers as layers
 from esper.kernels.hosts.layer_table import Kind
-from esper.kernels.numba_entry_points import entry_point
+from esper.kernels.numba_cache import cached_njit
 from esper.leyline.constants import BlendStyle
 
 CONV, DEPTHWISE, NORM, RELU, CODE, ATTEND = map(int, Kind)
@@ -79,7 +79,7 @@ class Workspace(NamedTuple):
 X, SEED, AUX, SEGMENT_END, SEED_END = range(5)
 
 
-@entry_point()
+@cached_njit()
 def train_hosts(first, last, tables, memory, weights, slots, data, rows, losses, optimizer):
     """Train hosts `first` to `last - 1` on minibatch rows `[M, P, batch]`; losses `[M, P]`."""
     batch = rows.shape[2]
@@ -107,7 +107,7 @@ def train_hosts(first, last, tables, memory, weights, slots, data, rows, losses,
             _update_parts(tables, weights, p, slots.blueprint[p], optimizer)
 
 
-@entry_point()
+@cached_njit()
 def logits_of_hosts(first, last, tables, memory, params, slots, inputs, ablated, out):
     """Logits `[P, classes, copies, batch]` on inputs `[P, features, batch]`.
 

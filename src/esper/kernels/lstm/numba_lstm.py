@@ -16,12 +16,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from esper.kernels.numba_entry_points import entry_point
+from esper.kernels.numba_cache import cached_njit
 from esper.leyline.sequences import SequenceLayout
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _compiled = njit(fastmath=_FAST, error_model="numpy")
-_entry_point = entry_point(fastmath=_FAST, error_model="numpy")
+_entry_point = cached_njit(fastmath=_FAST, error_model="numpy")
 
 _ONE, _HALF = np.float32(1), np.float32(0.5)
 MANY_SEQUENCES = 20  # mean rows per time step from which torch multiplies faster

@@ -19,7 +19,6 @@ from esper.simic.growth.hosts_and_data import load_hosts, load_menu, load_task, 
 from esper.simic.growth.run_folder import RunFiles
 from esper.simic.growth.train_config import TrainConfig
 from esper.tamiyo.learned import LearnedController
-from esper.tolaria.augmentation import NO_AUGMENTATION
 from esper.tolaria.optimizers import AdamW
 
 OnStep = Callable[[str, int, int], None]  # phase, and its steps that are done and in all
@@ -88,11 +87,10 @@ def evaluate_controllers(
 
 
 def on_task(config: TrainConfig, task: str, data: str = "") -> TrainConfig:
-    """The same widths and variants on other data, without augmentation."""
+    """The same widths and variants on other data."""
     if task == config.task and not data:
         return config
-    host_batch = replace(config.host_batch, augment=NO_AUGMENTATION)
-    config = replace(config, host="auto", menu=(), host_batch=host_batch)
+    config = replace(config, host="auto", menu=())
     return with_checksum(replace(config, task=task, data=data, data_checksum=""))
 
 
@@ -114,7 +112,7 @@ def prepare(
     spread = len(config.training_widths) / settings.training_widths
     trained_on = [config.training_widths[int(i * spread)] for i in range(settings.training_widths)]
     host_batch = settings.host_batch or config.host_batch
-    host_batch = replace(host_batch, siblings=1, controls=0, augment=config.host_batch.augment)
+    host_batch = replace(host_batch, siblings=1, controls=0)
     rows = min(host_batch.validation_rows, task.validation_y.shape[1])
     steps = config.growth.num_steps
     training = PairedExperiment(

@@ -19,7 +19,7 @@ from esper.runtime.plain_config import differences, from_plain, to_plain
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.train_config import TrainConfig
 
-_CONFIG_VERSION = 1
+_CONFIG_VERSION = 2
 
 
 class RunFiles:

@@ -1,7 +1,6 @@
-"""Conformance checks for PPO implementations, to run on your own: `benchmarks/conformance.py` shows
-how for other libraries.
+"""Conformance checks for PPO implementations; `conformance.py` runs them on several libraries.
 
-    conformance(gae=my_gae, masked_probs=my_probs)  # {"six rows": "pass", ...}
+conformance(gae=my_gae, masked_probs=my_probs)  # {"six rows": "pass", ...}
 """
 
 from collections.abc import Callable

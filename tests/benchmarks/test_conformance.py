@@ -4,9 +4,8 @@ import re
 
 import pytest
 import torch
+from conformance_kit import conformance
 from torch import nn
-
-from esper.testing import conformance
 
 
 def gae(rewards, values, terminated, truncated, nexts, gamma, lam, step_counts=None, mistake=""):
