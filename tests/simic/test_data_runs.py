@@ -12,8 +12,8 @@ import torch
 import esper
 from esper.cli import main, train
 from esper.runtime.plain_config import to_plain
-from esper.simic.evaluation.evaluate import on_task, prepare
-from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
+from esper.simic.growth.comparison import PRESETS as COMPARISONS
+from esper.simic.growth.comparison import on_task, prepare
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.hosts_and_data import load_hosts, load_menu, load_task, training_hosts
 from esper.simic.growth.run_folder import RunFiles, RunFolder
@@ -89,9 +89,9 @@ def test_augmentation_changes_what_hosts_learn(colour):
 
 def test_the_evaluation_augments_as_the_training_did(colour):
     config = replace(colour, held_out_variants=("permuted:1",))
-    for settings in (EVALUATIONS["quick"], EVALUATIONS["full"]):
-        for experiment in prepare(config, replace(settings, training_widths=2))[:2]:
-            assert experiment.host_batch.augment == Augmentation(crop=1, flip=True)
+    for hosts in prepare(config, COMPARISONS["quick"]):
+        host_batch = hosts.untrained([0.1]).host_batch
+        assert host_batch.config.augment == Augmentation(crop=1, flip=True)
 
 
 @pytest.mark.parametrize(

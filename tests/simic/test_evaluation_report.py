@@ -3,14 +3,11 @@
 import json
 import re
 from dataclasses import replace
-from io import StringIO
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from esper.cli import main
 from esper.runtime.plain_config import to_plain
 from esper.runtime.ranks import join_ranks
 from esper.simic.evaluation import arms, claims
@@ -127,42 +124,6 @@ def test_figures_have_every_arm_at_every_rent(report):
         assert set(bars) == set(report.arms)
         for name, (mean, _) in bars.items():
             assert mean == pytest.approx(100 * report.arms[name].scores[:, index].mean())
-
-
-def test_the_terminal_shows_every_arm_and_whole_verdicts(report, tmp_path):
-    from rich.console import Console
-
-    from esper.cli.evaluate import show
-
-    shown = StringIO()
-    show(report, tmp_path, Console(width=220, file=shown))
-    assert all(name in shown.getvalue() for name in report.arms)
-    assert all(str(verdict) in shown.getvalue() for verdict in report.verdicts)
-    assert report.headline() in shown.getvalue().replace("\n", " ")
-
-
-def test_the_command_shows_and_writes_it(report, tmp_path, monkeypatch, capsys):
-    asked = []
-
-    def evaluated(runs, preset, *, task, data, on_step, ranks):
-        asked.append((runs, preset, task, data))
-        for phase in ("searching", "growing"):
-            for step in range(20):
-                on_step(phase, step + 1, 20)
-        return report
-
-    monkeypatch.setattr("esper.cli.evaluate.evaluate_run", evaluated)
-    runs = str(tmp_path / "a"), str(tmp_path / "b")
-    flags = ["--preset", "full", "--task", "fashion_mnist", "--data", "folder"]
-    main(["evaluate", *runs, *flags, "--out", str(tmp_path)])
-    assert asked == [(tuple(map(Path, runs)), "full", "fashion_mnist", "folder")]
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "20 / 20 steps 0:00 searching growing 2 / 20 steps" in shown
-    assert "This is a small evaluation" in shown
-    assert report.headline() in shown
-    assert {p.name for p in tmp_path.iterdir()} == {"evaluation.json", "evaluation.md"}
-    with pytest.raises(SystemExit, match="no run given; name its folder"):
-        main(["evaluate"])
 
 
 def test_evaluation_on_two_ranks_is_that_of_one_process():
