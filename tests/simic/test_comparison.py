@@ -35,15 +35,12 @@ from esper.tolaria.tasks import HeldOut
 from support.evaluations import MENU, STEPS, TRAINED, make_controller
 from support.populations import random_task
 
-CONFIG = replace(
-    TRAINED, host_batch=replace(TRAINED.host_batch, minibatches=4, validation_rows=100)
-)
 RENTS = (0.05, 0.2)
 SMALL = ComparisonConfig(rents=RENTS, num_widths=2, repeats=2)
 RIVALS = ["random controller", "fixed schedule", "best constant", "heuristic"]
 
 
-def save_run(folder, config=CONFIG, controller=None):
+def save_run(folder, config=TRAINED, controller=None):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
     if controller is not None:
@@ -66,7 +63,7 @@ def compared(tmp_path_factory):
 
 
 def paired_hosts():
-    config = replace(CONFIG, num_layers=2, held_out_widths=(), menu=("conv", "conv_conv"))
+    config = replace(TRAINED, num_layers=2, held_out_widths=(), menu=("conv", "conv_conv"))
     task = random_task(num_views=2, num_rows=120, dtype=torch.float32)
     return PairedHosts(config, task, widths=[(4, 4), (8, 4)], view_ids=[1, 0], repeats=2)
 
@@ -288,17 +285,17 @@ def test_a_folder_without_a_controller_is_refused(tmp_path):
 
 def test_a_run_that_held_nothing_out_is_refused():
     with pytest.raises(ValueError, match="nothing was held out"):
-        prepare(replace(CONFIG, held_out_widths=(), held_out_variants=()), SMALL)
+        prepare(replace(TRAINED, held_out_widths=(), held_out_variants=()), SMALL)
 
 
 def test_plans_are_chosen_on_training_types_and_arms_compared_on_others():
-    training, held_out = prepare(CONFIG, SMALL)
+    training, held_out = prepare(TRAINED, SMALL)
     assert training.task is held_out.task
     assert [training.task.names[view] for view in training.view_ids] == ["mnist1d"]
     assert len(held_out.view_ids) == 2
     assert set(held_out.widths) == {(4, 8, 8), (8, 4, 4)}
     assert not set(held_out.widths) & set(training.widths)
-    only_data = prepare(replace(CONFIG, held_out_widths=()), SMALL)[1]
+    only_data = prepare(replace(TRAINED, held_out_widths=()), SMALL)[1]
     assert set(only_data.widths) <= set(only_data.config.training_widths)
     assert [only_data.task.names[view] for view in only_data.view_ids] != ["mnist1d"]
 
@@ -315,11 +312,11 @@ def test_other_data_are_another_task(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("trained", "task"), [("mnist1d", "digits"), ("digits", "mnist1d")])
 def test_other_data_get_hosts_that_fit_them(trained, task):
-    there = on_task(replace(CONFIG, task=trained), task)
+    there = on_task(replace(TRAINED, task=trained), task)
     data = load_task(there, ("plain",))
     assert load_hosts(there, data, ((4, 8, 8),))[0].num_slots == 3
     assert len(load_menu(there, data)) > len(MENU)
-    assert on_task(CONFIG, "mnist1d") is CONFIG
+    assert on_task(TRAINED, "mnist1d") is TRAINED
 
 
 def test_the_presets_compare_as_many_hosts_as_they_say():
