@@ -17,8 +17,8 @@ settings.load_profile("esper")
 
 
 # where networks of populations train: in tests/tolaria with float64, in these files with float32
-FLOAT32 = ("test_growth.py", "test_data_runs.py", "test_evaluation_report.py", "test_docs.py",
-           "test_evaluation_trial.py", "test_growth_training.py", "test_examples.py",
+FLOAT32 = ("test_comparison.py", "test_evaluation.py", "test_paired_experiment.py",
+           "test_data_runs.py", "test_docs.py", "test_growth_training.py", "test_examples.py",
            "test_goldens.py")  # fmt: skip
 
 

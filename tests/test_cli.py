@@ -30,7 +30,7 @@ from esper.runtime import locked_folder
 from esper.runtime.files import write_file
 from esper.runtime.locked_folder import LockedFolder
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
+from esper.simic.growth.comparison import PRESETS as COMPARISONS
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.run_folder import RunFiles, RunFolder
 from esper.simic.growth.train_config import PRESETS as TRAININGS
@@ -496,7 +496,7 @@ def test_a_run_of_another_version_is_not_sent_to_a_checkpoint_that_is_no_better(
 
 
 @pytest.mark.parametrize(
-    ("command", "presets"), [(train.PresetName, TRAININGS), (evaluate.PresetName, EVALUATIONS)]
+    ("command", "presets"), [(train.PresetName, TRAININGS), (evaluate.PresetName, COMPARISONS)]
 )
 def test_every_preset_can_be_asked_for(command, presets):
     assert get_args(command) == tuple(presets)
@@ -618,7 +618,7 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
 
 def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
     asked = []
-    bars = {"rent 0.05": {"host alone": (40.0, 1.0), "learned": (45.0, 2.0)}}
+    bars = {"rent 0.05": {"host alone": (0.40, 0.01), "learned": (0.45, 0.02)}}
     report = SimpleNamespace(save=asked.append, brief=lambda: "It helped.", figures=lambda: bars)
     monkeypatch.setattr(train, "evaluate_with_bar", lambda *given: asked.append(given) or report)
     main(
@@ -627,7 +627,7 @@ def test_training_on_networks_ends_with_the_arms(tmp_path, monkeypatch, capsys):
          "--host_batch.validation-rows=20", "--host_batch.episode-steps=3", "--growth.num-steps=3",
          "--policy.lstm-hidden-dim=8", f"--out={tmp_path / 'run'}"]
     )  # fmt: skip
-    assert asked == [([tmp_path / "run"], "quick"), tmp_path / "run"]
+    assert asked == [(tmp_path / "run", "quick"), tmp_path / "run"]
     printed = " ".join(capsys.readouterr().out.split())
     assert "mnist1d on" in printed
     assert "compiled kernels; seeds: depthwise7, separable" in printed

@@ -34,7 +34,7 @@ def test_settings_are_hparams_of_the_run_itself_and_pictures_are_logged(tmp_path
     settings = {"task": "mnist1d", "ppo": {"learning_rate": 0.1}, "widths": [4, 8]}
     with TensorBoardSink(tmp_path, settings=settings) as sink:
         sink.record(1, {"episode/score": 0.5})
-    bars = {"host alone": (40.0, 1.0), "learned": (45.0, 2.0)}
+    bars = {"host alone": (0.40, 0.01), "learned": (0.45, 0.02)}
     log_picture(tmp_path, "evaluation", {"rent 0.05": bars, "rent 0.15": bars})
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     events = EventAccumulator(str(tmp_path)).Reload()

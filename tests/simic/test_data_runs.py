@@ -12,7 +12,7 @@ import torch
 import esper
 from esper.cli import main, train
 from esper.runtime.plain_config import to_plain
-from esper.simic.evaluation.evaluate import on_task
+from esper.simic.growth.comparison import on_task
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.hosts_and_data import load_hosts, load_menu, load_task, training_hosts
 from esper.simic.growth.run_folder import RunFiles, RunFolder

@@ -2,7 +2,6 @@
 
 import torch
 
-from esper.simic.evaluation.experiment import EvaluationConfig
 from esper.simic.growth.train_config import TrainConfig
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
@@ -10,6 +9,7 @@ from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConf
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 from esper.tolaria.environment import GrowthConfig
 from esper.tolaria.host_batch import HostBatchConfig
+from growth_evaluation.settings import EvaluationConfig
 
 STEPS = 6
 MENU = ("conv", "conv_conv", "separable")
@@ -20,7 +20,9 @@ TRAINED = TrainConfig(
     held_out_widths=("4-8-8", "8-4-4"),
     menu=MENU,
     growth=GrowthConfig(num_steps=STEPS),
-    host_batch=HostBatchConfig(num_types=2, envs_per_type=4, episode_steps=STEPS),
+    host_batch=HostBatchConfig(
+        num_types=2, envs_per_type=4, episode_steps=STEPS, minibatches=4, validation_rows=100
+    ),
     policy=PolicyConfig(lstm_hidden_dim=8),
     device="cpu",
 )
@@ -32,7 +34,6 @@ SMALL = EvaluationConfig(
     training_repeats=1,
     num_plans=4,
     finalists=2,
-    host_batch=HostBatchConfig(minibatches=4, validation_rows=100),
 )
 
 

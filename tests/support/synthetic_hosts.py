@@ -13,6 +13,7 @@ its run resumed, in any process that finds it.
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step
 from esper.leyline.constants import SiteKind
 from esper.leyline.stages import SeedStage
 from esper.simic.growth import growth_training
-from esper.simic.growth.run_folder import RunFiles, read_config
+from esper.simic.growth.run_folder import RunFiles
 from esper.simic.growth.train_config import TrainConfig
 from esper.tolaria.governor import Rollback
 from esper.tolaria.tasks import TASKS
@@ -193,9 +194,9 @@ def _unless_known_gains(function: Callable[..., Any], otherwise: Callable[..., A
     return choose
 
 
-def _evaluate_networks(runs: Sequence[Any], *arguments: Any) -> Any:
-    if read_config(RunFiles(runs[0]).config).task != "known_gains":
-        return evaluate_with_bar(runs, *arguments)
+def _evaluate_networks(run: Path, *arguments: Any) -> Any:
+    if RunFiles(run).read_config().task != "known_gains":
+        return evaluate_with_bar(run, *arguments)
     return SimpleNamespace(save=lambda folder: None, brief=str, figures=dict)
 
 

@@ -25,8 +25,8 @@ from esper.runtime.devices import machine_facts
 from esper.runtime.interruption import stop_on_interrupt
 from esper.runtime.plain_config import differences, to_plain
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.evaluation.evaluate import prepare
-from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
+from esper.simic.growth.comparison import PRESETS as COMPARISONS
+from esper.simic.growth.comparison import prepare
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.hosts_and_data import choice_labels, host_kind, with_checksum
 from esper.simic.growth.run_folder import RunFiles, RunFolder, read_config
@@ -75,7 +75,7 @@ def command(arguments: list[str]) -> Callable[..., None]:
         settings = with_checksum(settings)
         folder = out or _free_folder("config" if config else preset)
         training = GrowthTraining(settings)  # finds mistakes before the folder is made
-        prepare(settings, EVALUATIONS["quick"])
+        prepare(settings, COMPARISONS["quick"])
         run_training(RunFolder.create(folder, settings), training, sinks)
 
     return train
@@ -124,10 +124,10 @@ def run_training(
             f"every host was rolled back in every round ({reasons}), so nothing was learned; start "
             "a new run with other settings, such as a lower --host-learning-rate"
         )
-    report = evaluate_with_bar([files.path], "quick")
-    report.save(files.path)
-    log_picture(files.path, "evaluation", report.figures())
-    print(report.brief())
+    comparison = evaluate_with_bar(files.path, "quick")
+    comparison.save(files.path)
+    log_picture(files.path, "evaluation", comparison.figures())
+    print(comparison.brief())
     print(f'Grow your model with it: esper.grow(..., controller="{files.controller}")')
     watch = f"{this_command()} watch {files.path}"
     print(f"Everything is in {files.path}; look at it with: {watch}")

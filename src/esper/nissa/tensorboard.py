@@ -44,7 +44,10 @@ class TensorBoardSink:
 def log_picture(
     folder: Path, name: str, panels: Mapping[str, Mapping[str, tuple[float, float]]]
 ) -> None:
-    """Log bars with intervals, a panel for each title; nothing if matplotlib is not installed."""
+    """Log bars of shares in percent, a panel for each title; nothing without matplotlib.
+
+    A bar is a mean and half its interval.
+    """
     if not panels or find_spec("matplotlib") is None:
         return
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,7 +57,7 @@ def log_picture(
     canvas: Any = FigureCanvasAgg(figure)
     for place, (title, bars) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), place, title=f"score, {title}")
-        means, halves = zip(*bars.values(), strict=True)
+        means, halves = (100 * np.array(values) for values in zip(*bars.values(), strict=True))
         colors = ["#1f7a4d" if arm == "learned" else "#a09c92" for arm in bars]
         axes.barh(list(bars), means, xerr=halves, color=colors)
         axes.set_xlim(min(means) - max(halves) - 2)

@@ -1,20 +1,23 @@
 """Verdicts follow from the interval; Holm's correction counts all of them."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from esper.simic.evaluation import arms
-from esper.simic.evaluation.claims import (
-    CLAIMS,
+from growth_evaluation import arms
+from growth_evaluation.claims import (
+    CONSTANT_PER_TYPE,
+    FRONTIERS,
     HELPS,
+    PUBLISHED,
     Claim,
-    Estimate,
     correct_for_number,
     decide,
     judge,
 )
+from growth_evaluation.estimates import Estimate
 
 
 def lead(low, high):
@@ -41,11 +44,16 @@ def test_the_whole_interval_decides(low, high, margin, decision):
     assert decide(lead(low, high), margin) == decision
 
 
-def test_claims_are_those_that_were_asked_for():
+def test_published_claims_are_those_that_were_asked_for():
     beaten = {arms.RANDOM, arms.SCHEDULE, arms.CONSTANT, arms.HEURISTIC}
-    assert {c.rival for c in CLAIMS if c.letter == "a"} == beaten
+    assert {c.rival for c in PUBLISHED if c.letter == "a"} == beaten
     assert HELPS.rival == arms.HOST_ALONE
-    assert all(c.margin == 0 for c in CLAIMS)
+    margins = {c.rival: c.margin for c in PUBLISHED}
+    assert margins[CONSTANT_PER_TYPE] == -0.005
+    assert {name: margins[rival] for rival, name in FRONTIERS.items()} == {
+        (kind, norm, size): 0.03 if size == "params" else 0.0
+        for kind, norm, size in product(("uniform", "own"), (False, True), ("params", "macs"))
+    }
 
 
 def test_a_verdict_reports_its_interval_and_its_note():

@@ -4,16 +4,20 @@ import json
 from dataclasses import replace
 from itertools import product
 
-import growth_claims as claims
 import numpy as np
 import pytest
 import torch
-from growth_evaluation import evaluate_fully
-from growth_searches import SearchConfig, StaticHost, candidate_widths, committed, widen
 
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.stages import SeedStage
-from esper.simic.evaluation import arms
+from esper.runtime.plain_config import to_plain
+from growth_evaluation import arms, claims
+from growth_evaluation.__main__ import shared_config
+from growth_evaluation.estimates import Estimate
+from growth_evaluation.evaluation import evaluate_fully, prepare
+from growth_evaluation.preset_seeds import committed
+from growth_evaluation.settings import SIZES, SearchConfig
+from growth_evaluation.static_hosts import StaticHost, candidate_widths, widen
 from support.evaluations import MENU, SMALL, TRAINED, RestlessPolicy, make_controller
 
 SEARCH = SearchConfig(
@@ -21,7 +25,7 @@ SEARCH = SearchConfig(
     heuristic_scales=(1.0, 4.0),
     frontier_widths=(4, 8),
     widening_factors=(1.0, 1.5),
-    width_search_share=0.03,
+    width_search_share=0.13,
 )
 
 
@@ -115,6 +119,76 @@ def test_the_report_has_all_tables_and_lines(report, tmp_path):
     assert "accuracy over their own hosts widened, with norm" not in text  # the run has none
 
 
+def test_an_arm_that_grows_nothing_is_the_host_alone(report):
+    alone = report.arms[arms.HOST_ALONE]
+    assert (alone.scores[:, 0] == alone.scores[:, 1]).all()  # no rent on nothing
+    for name in (arms.LEARNED, arms.RANDOM, arms.CONSTANT, claims.SAMPLED):
+        arm = report.arms[name]
+        bare = (arm.array("added_params") == 0) & (
+            arm.array("training_flops") <= alone.array("training_flops")
+        )
+        same = np.broadcast_to(alone.array("test"), bare.shape)
+        assert (arm.array("test")[bare] == same[bare]).all(), name
+
+
+def test_the_networks_of_a_search_are_counted(report):
+    assert report.arms[arms.CONSTANT].search_networks == (4 + 2 * 2) * 2  # plans, finals x rents
+    assert report.arms[arms.LEARNED].search_networks == TRAINED.rounds * 8
+
+
+def test_sizes_have_intervals_and_the_time_is_reported(report):
+    from scipy import stats
+
+    text = report.markdown()
+    macs = report.arms[arms.HOST_ALONE].array("macs")[0, 0]
+    low, high = stats.ttest_1samp(macs, 0).confidence_interval(0.95)
+    assert f" {macs.mean():,.0f} ± {(high - low) / 2:,.0f} " in text
+    assert "and other controllers trained in the same way" in text
+    assert f"{report.seconds:.0f} s on cpu" in text
+
+
+def test_verdicts_are_corrected_for_their_number(report):
+    assert len(report.verdicts) == len(claims.PUBLISHED) * 2
+    table = report.claim_table()
+    assert len(table) == 1 + len(claims.PUBLISHED)
+    assert table[1] == ["(a) beats the random controller", *map(str, report.verdicts[:2])]
+    alone = next(v for v in report.verdicts if v.claim == claims.HELPS)
+    lead = report.arms[arms.LEARNED].scores[:, 0] - report.arms[arms.HOST_ALONE].scores[:, 0]
+    assert alone.lead.mean == pytest.approx(lead.mean())
+    assert all(v.corrected_p >= v.p_value for v in report.verdicts)
+    assert min(v.corrected_p for v in report.verdicts) == pytest.approx(
+        min(1.0, len(report.verdicts) * min(v.p_value for v in report.verdicts))
+    )
+
+
+def test_files_hold_all_of_it(report, tmp_path):
+    as_json, as_markdown = report.save(tmp_path / "run")
+    plain = json.loads(as_json.read_text())
+    assert plain["arms"]["learned"]["axes"] == ["controller", "rent", "host"]
+    assert np.shape(plain["arms"]["learned"]["test"]) == (2, 2, 8)
+    assert plain["verdicts"][0]["claim"]["rival"] == arms.RANDOM
+    text = as_markdown.read_text()
+    assert all(f"| {name} |" in text for name in report.arms)
+    assert "This is a small evaluation" in text
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "evaluation.json", "evaluation.md",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.01, 0.03, "At rent 0.2 growing helped: +2.0 [+1.0, +3.0] points."),
+        (-0.03, -0.01, "At rent 0.2 growing did not help: -2.0 [-3.0, -1.0] points."),
+        (-0.01, 0.01, "At rent 0.2 it is undecided whether growing helped: +0.0 [-1.0, +1.0]"),
+    ],
+)
+def test_the_headline_reports_whether_growing_helped(report, low, high, words):
+    lead = Estimate((low + high) / 2, low, high, 0.01, 7.0)
+    changed = replace(report, verdicts=[claims.judge(claims.HELPS, 0.2, lead)])
+    assert changed.headline().startswith(words)
+
+
 def test_a_budget_buys_distinct_hosts_in_addition_to_the_frontiers():
     """By hand: 1-1, 2-2, 1-2 and 2-4 cost 2, 4, 3 and 6, with norm one more: 34. That leaves 2-1,
     which costs 3 and 4."""
@@ -139,10 +213,33 @@ def test_widths_are_widened_to_the_nearest_integer():
         evaluate_fully([], TRAINED, SMALL, close)
 
 
-def test_published_claims_are_those_that_were_asked_for():
-    margins = {c.rival: c.margin for c in claims.PUBLISHED}
-    assert margins[claims.CONSTANT_PER_TYPE] == -0.005
-    assert {name: margins[rival] for rival, name in claims.FRONTIERS.items()} == {
-        (kind, norm, size): 0.03 if size == "params" else 0.0
-        for kind, norm, size in product(("uniform", "own"), (False, True), ("params", "macs"))
-    }
+def test_hosts_of_training_types_choose_and_held_out_ones_are_compared():
+    training, held_out = prepare(TRAINED, SMALL)
+    assert training.test_rows is None
+    assert (training.num_hosts, held_out.num_hosts) == (2, 8)
+    assert not set(training.hosts.widths) & set(held_out.hosts.widths)
+    few = prepare(
+        replace(TRAINED, task="digits", menu=(), widths=(2, 4), held_out_widths=()), SMALL
+    )
+    rows = few[0].hosts.config.host_batch.validation_rows
+    assert rows == min(100, few[0].hosts.task.validation_y.shape[1])
+
+
+def test_runs_of_different_kinds_are_not_one_arm(tmp_path):
+    for name, changes in (("a", {}), ("b", {"rng_seed": 3}), ("c", {"rounds": 3})):
+        (tmp_path / name).mkdir()
+        config = to_plain(replace(TRAINED, **changes))
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert shared_config([tmp_path / "a", tmp_path / "b"]) == TRAINED
+    with pytest.raises(ValueError, match="differ in more than their rng_seed"):
+        shared_config([tmp_path / "a", tmp_path / "c"])
+
+
+def test_sizes_that_cannot_be_used_are_refused():
+    settings, _ = SIZES["quick"]
+    with pytest.raises(ValueError, match="repeats=1; use 2 or more"):
+        replace(settings, repeats=1)
+    with pytest.raises(ValueError, match="use one or more numbers of 0 or above"):
+        replace(settings, rents=())
+    with pytest.raises(ValueError, match="finalists=9; use 1 to num_plans=5"):
+        replace(settings, finalists=9)

@@ -1,14 +1,14 @@
 """Controllers with widening on their menu, against static networks of an earlier run.
 
-    python benchmarks/growth_widening.py --out runs/widening      # GPU: train two, judge on three tasks
-    python benchmarks/growth_widening.py --out runs/widening --train-seconds 0   # judge those in OUT
-    python benchmarks/growth_widening.py --out runs/plans --train-seconds 0 --tasks mnist1d --repeats 2
-    python benchmarks/growth_widening.py --quick                  # smoke test
+    python -m growth_evaluation.widening --out runs/widening      # GPU: train two, judge on three tasks
+    python -m growth_evaluation.widening --out runs/widening --train-seconds 0   # judge those in OUT
+    python -m growth_evaluation.widening --out runs/plans --train-seconds 0 --tasks mnist1d --repeats 2
+    python -m growth_evaluation.widening --quick                  # smoke test
 
 Trains controllers side by side with the preset `full`, then grows the held-out hosts of
-`growth.py` with them. The static networks (hosts widened, and the width search that spent what
+`python -m growth_evaluation` with them. The static networks (hosts widened, and the width search that spent what
 training a controller spends) are not trained again: they are read from the reports in
-`results/growth_h200*.json.gz`, which used the same hosts, data and training. The host alone is
+`benchmarks/results/growth_h200*.json.gz`, which used the same hosts, data and training. The host alone is
 trained again; compare it with the stored one to see whether anything else changed. If OUT has no
 controllers, only plans that widen every layer are compared: the last command, for a CPU.
 """
@@ -24,30 +24,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from growth import SIZES, TRAINED_ON
-from growth_claims import FRONTIERS, PUBLISHED, WIDTH_SEARCH, Results
-from growth_searches import StaticHost, StaticPool, frontier_lines, width_search
 
 from esper.kasmina.blueprints import BLUEPRINTS, WIDENINGS
-from esper.simic.evaluation import arms
-from esper.simic.evaluation.arms import ArmResult, run_arms
-from esper.simic.evaluation.claims import Verdict, correct_for_number, judge
-from esper.simic.evaluation.evaluate import on_task, prepare, with_test_rows
-from esper.simic.evaluation.experiment import Arm, ArmOutcome
-from esper.simic.evaluation.report import markdown_table
+from esper.simic.growth.comparison import on_task
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.train_config import PRESETS, TrainConfig
 from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.scripted import ConstantPlan
-from esper.tolaria.optimizers import AdamW
+from growth_evaluation import arms
+from growth_evaluation.arms import ArmResult, run_arms
+from growth_evaluation.claims import (
+    FRONTIERS,
+    PUBLISHED,
+    WIDTH_SEARCH,
+    Results,
+    Verdict,
+    correct_for_number,
+    judge,
+)
+from growth_evaluation.evaluation import prepare, with_test_rows
+from growth_evaluation.paired_experiment import Arm, ArmOutcome
+from growth_evaluation.report import markdown_table
+from growth_evaluation.settings import SIZES, TRAINED_ON
+from growth_evaluation.static_hosts import StaticHost, StaticPool, frontier_lines, width_search
+from growth_evaluation.tuning import with_learning_rate
 
 STORED = {
     "mnist1d": "growth_h200.json.gz",
     "digits": "growth_h200_digits.json.gz",
     "fashion_mnist": "growth_h200_fashion_mnist.json.gz",
 }
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # accuracy over the own host widened is asked at every rent, with any lead
 CLAIMS = tuple(
     replace(claim, margin=0.0)
@@ -95,10 +103,10 @@ def main() -> None:
 
 
 def side_by_side(commands: list[list[str]]) -> None:
-    """Run this file with each list of options, all at the same time; each prints when it is done."""
+    """Run this module with each list of options, all at the same time; each prints when it is done."""
     running = [
         subprocess.Popen(
-            [sys.executable, __file__, *options],
+            [sys.executable, "-m", "growth_evaluation.widening", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -128,16 +136,14 @@ def judge_on(
     settings, search = SIZES["full" if task == TRAINED_ON else task]
     config = replace(on_task(config, task), menu=config.menu)  # what fits is used
     settings = replace(settings, repeats=repeats or settings.repeats)
-    if quick:
-        settings = replace(settings, host_batch=config.host_batch)
     _, held_out = prepare(config, settings)
     statics = stored_statics(stored["statics"])
-    lines = frontier_lines(search.frontier_widths, held_out.hosts, search.widening_factors)
+    lines = frontier_lines(search.frontier_widths, held_out.hosts.widths, search.widening_factors)
     if (held_out.type_names, lines) != (tuple(stored["types"]), statics.lines):
         raise ValueError(f"{STORED[task]} has other hosts or data than {task} has now")
     tried, worth = stored["learning_rates"]["tried"], stored["learning_rates"]["worth"]
     rate = tried[worth.index(max(worth))]["learning_rate"]
-    held_out = with_test_rows(replace(held_out, optimizer=AdamW(learning_rate=rate)))
+    held_out = with_test_rows(with_learning_rate(held_out, rate))
     rents, device = settings.rents, config.resolved_device()
     files = sorted(out.glob("controller_*.pt"))
     controllers = [LearnedController.load(path, device).policy for path in files]
@@ -208,7 +214,7 @@ def stored_statics(stored: dict[str, Any]) -> StaticPool:
         kind: tuple(tuple(tuple(widths) for widths in line) for line in of_kind)
         for kind, of_kind in stored["lines"].items()
     }
-    return StaticPool(hosts, lines, networks)  # type: ignore[arg-type]
+    return StaticPool(hosts, lines, networks)
 
 
 def _lead_rows(verdicts: list[Verdict], rents: tuple[float, ...]) -> list[list[str]]:

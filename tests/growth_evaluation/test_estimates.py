@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from esper.simic.evaluation.claims import estimate, holm
+from growth_evaluation.estimates import estimate, estimate_over_groups, holm
 
 
 def test_a_p_value_is_that_of_the_paired_test():
@@ -71,3 +71,15 @@ def test_equal_values_have_no_interval():
 def test_one_host_is_no_sample():
     with pytest.raises(ValueError, match="two hosts"):
         estimate(np.array([0.1]))
+
+
+def test_groups_that_differ_do_not_widen_the_interval_of_their_mean():
+    rng = np.random.default_rng(3)
+    noise = rng.normal(0, 0.02, (3, 8))
+    values = noise + np.array([[0.2], [0.5], [0.9]])
+    found = estimate_over_groups(values)
+    variances = values.var(axis=1, ddof=1) / 8 / 9
+    degrees = variances.sum() ** 2 / (variances**2 / 7).sum()
+    half = stats.t.ppf(0.975, degrees) * variances.sum() ** 0.5
+    assert found.mean == pytest.approx(values.mean())
+    assert found.high - found.mean == pytest.approx(half, rel=1e-9)

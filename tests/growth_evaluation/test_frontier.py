@@ -1,49 +1,10 @@
-"""The frontier and the best of k, against formulas worked out otherwise."""
-
-from itertools import combinations
+"""The frontier, against formulas worked out otherwise."""
 
 import numpy as np
 import pytest
-from growth_statistics import Frontier, RandomSearch, estimate_over_groups
 from scipy import stats
 
-
-def test_groups_that_differ_do_not_widen_the_interval_of_their_mean():
-    rng = np.random.default_rng(3)
-    noise = rng.normal(0, 0.02, (3, 8))
-    values = noise + np.array([[0.2], [0.5], [0.9]])
-    found = estimate_over_groups(values)
-    variances = values.var(axis=1, ddof=1) / 8 / 9
-    degrees = variances.sum() ** 2 / (variances**2 / 7).sum()
-    half = stats.t.ppf(0.975, degrees) * variances.sum() ** 0.5
-    assert found.mean == pytest.approx(values.mean())
-    assert found.high - found.mean == pytest.approx(half, rel=1e-9)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_the_best_of_k_is_the_mean_over_all_subsets(k):
-    rng = np.random.default_rng(k)
-    choose_by, read = rng.normal(size=(5, 3)), rng.normal(size=(5, 3))
-    expected = np.zeros(3)
-    for host in range(3):
-        picks = [
-            read[max(chosen, key=lambda run: choose_by[run, host]), host]
-            for chosen in combinations(range(5), k)
-        ]
-        expected[host] = np.mean(picks)
-    np.testing.assert_allclose(RandomSearch(choose_by, read).best_of(k), expected)
-
-
-def test_a_search_matches_once_it_holds_a_run_as_good():
-    scores = np.tile(np.arange(1.0, 5.0)[:, None], (1, 6))  # every host: runs worth 1, 2, 3, 4
-    # the mean best of k of 1..4 is k * 5 / (k + 1): 2.5, 3.33, 3.75, 4
-    search = RandomSearch(scores, scores)
-    found = search.runs_to_match(np.full(6, 3.5))
-    assert (found.k, found.low, found.high, found.tried) == (3, 3, 3, 4)
-    assert search.runs_to_match(np.full(6, 4.5)).k is None
-    assert [search.best_of(k).mean() for k in (1, 2, 4)] == pytest.approx([2.5, 10 / 3, 4])
-    with pytest.raises(ValueError, match="k=5 runs; there are 4"):
-        search.best_of(5)
+from growth_evaluation.frontier import Frontier
 
 
 def test_the_frontier_is_straight_in_log_size_and_clamped():

@@ -1,9 +1,9 @@
 """What each setting of growth training is worth where types of data want different seeds.
 
-    PYTHONPATH=tests python benchmarks/growth_settings.py [--quick] [--only NAME ...] [--siblings 4 --noise 0.01]
+    PYTHONPATH=tests python -m growth_evaluation.training_settings [--quick] [--only NAME ...]
 
-The presets' settings, and the same without one of them at a time, in a host_batch whose gains are known
-by type of data. Frozen controllers are scored without noise, over all rents: 0 is what the best
+The presets' settings, and the same without one of them at a time, in a host batch whose gains are
+known by type of data; it is among what the tests share. Frozen controllers are scored without noise, over all rents: 0 is what the best
 constant plan for the rent scores, 1 is the best plan for the rent and the type of data. Growing
 nothing scores -0.5.
 """
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from esper.simic.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.layers import POLICY_GAIN, linear
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
-from esper.tamiyo.policy.slot_heads import tamiyo_policy
+from esper.tamiyo.policy.slot_heads import SlotHeads, tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
 from support.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, SyntheticHosts
 
@@ -60,9 +61,10 @@ class SumPointer(nn.Module):
 
 
 def with_sums(policy: FactoredRecurrentActorCritic) -> None:
-    config = policy.config
-    policy.heads.slot_pointer = SumPointer(config.lstm_hidden_dim, config.slot_dim)
-    policy.heads.blueprint_pointer = SumPointer(config.lstm_hidden_dim, config.blueprint_dim)
+    config, heads = policy.config, policy.heads
+    assert isinstance(heads, SlotHeads)
+    heads.slot_pointer = SumPointer(config.lstm_hidden_dim, config.slot_dim)  # type: ignore[assignment]
+    heads.blueprint_pointer = SumPointer(config.lstm_hidden_dim, config.blueprint_dim)  # type: ignore[assignment]
 
 
 def with_eager_prior(policy: FactoredRecurrentActorCritic) -> None:
@@ -73,7 +75,7 @@ def trainer_of(
     host_batch: SyntheticHosts,
     rng_seed: int,
     change: Callable[[FactoredRecurrentActorCritic], None] | None = None,
-    **ppo: object,
+    **ppo: Any,
 ) -> Trainer:
     """A trainer with the presets' settings, except for what is changed in the policy or in PPO."""
     environment = GrowthEnvironment(host_batch, CONFIG.growth, rng_seed=rng_seed)

@@ -1,81 +1,48 @@
-"""The main result: train controllers and compare them with their rivals.
+"""The main result: train controllers and judge the claims about them.
 
-    python benchmarks/growth.py --out runs/full                  # GPU: three controllers, three tasks
-    python benchmarks/growth.py --tasks --rng-seeds 2            # train one, evaluate none
-    python benchmarks/growth.py --controllers runs/growth/*.pt   # evaluate existing controllers
-    python benchmarks/growth.py --runs runs/a runs/b             # the same, from run folders
-    python benchmarks/growth.py --quick                          # smoke test
+    python -m growth_evaluation --out runs/full                  # GPU: three controllers, three tasks
+    python -m growth_evaluation --tasks --rng-seeds 2            # train one, evaluate none
+    python -m growth_evaluation --controllers runs/growth/*.pt   # evaluate existing controllers
+    python -m growth_evaluation --runs runs/a runs/b             # the same, from run folders
+    python -m growth_evaluation --quick                          # smoke test
 
-Controllers from files must have been trained with `--preset`. The task they trained on is evaluated
-with that preset; other tasks with fewer hosts and smaller searches.
+Controllers from files must have been trained with `--preset`; runs may differ only in `rng_seed`.
+The task they trained on is evaluated with that preset; other tasks with fewer hosts and smaller
+searches.
 
 Needs only torch, numpy, scipy and the data: MNIST-1D as data/mnist1d_5000_42.npz if its package is
 missing, Fashion-MNIST as four idx files. Writes one report per task to OUT. Draw a plot from its
-JSON with `frontier_plot.draw_frontier`, which needs matplotlib.
+JSON with `growth_evaluation.frontier_plot.draw_frontier`, which needs matplotlib.
 
 Several trainings share a GPU well, one process per rng seed (with NVIDIA's MPS running):
 
-    for seed in 0 1 2; do python benchmarks/growth.py --tasks --rng-seeds $seed & done; wait
+    for seed in 0 1 2; do python -m growth_evaluation --tasks --rng-seeds $seed & done; wait
 """
 
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from growth_evaluation import FullReport, evaluate_fully
-from growth_searches import SearchConfig
-
-from esper.simic.evaluation.experiment import PRESETS as EVALUATIONS
-from esper.simic.evaluation.experiment import EvaluationConfig
+from esper.cli import one_line_errors
 from esper.simic.growth.growth_training import GrowthTraining
 from esper.simic.growth.run_folder import RunFiles
 from esper.simic.growth.train_config import PRESETS, TrainConfig
 from esper.tamiyo.learned import LearnedController
+from growth_evaluation.evaluation import evaluate_fully
+from growth_evaluation.report import Report
+from growth_evaluation.settings import SIZES, TRAINED_ON, Sizes
 
-TRAINED_ON = "mnist1d"
-_OTHER_DATA = EvaluationConfig(
-    num_widths=4, repeats=3, training_repeats=1, num_plans=16, finalists=2
-)
-_OTHER_SEARCH = SearchConfig(
-    heuristic_scales=(1.0,),
-    frontier_widths=(4, 8, 12, 16, 24, 32, 40),
-    width_search_share=0.02,  # the controller's training was paid for on another task
-)
-Sizes = tuple[EvaluationConfig, SearchConfig]
-SIZES: dict[str, Sizes] = {
-    "quick": (
-        EVALUATIONS["quick"],
-        SearchConfig(
-            learning_rates=(1e-2, 2e-2),
-            heuristic_scales=(1.0,),
-            frontier_widths=(4, 6, 8, 12, 16),
-            widening_factors=(1.0, 1.5, 2.0),
-            width_search_share=0.05,
-        ),
-    ),
-    "full": (EVALUATIONS["full"], SearchConfig()),
-    # data that the controllers did not train on, 48 hosts per arm
-    "digits": (_OTHER_DATA, _OTHER_SEARCH),
-    # networks with a hundred times the multiply-adds, 32 hosts per arm
-    "fashion_mnist": (
-        replace(_OTHER_DATA, repeats=2, training_widths=3, num_plans=8),
-        replace(
-            _OTHER_SEARCH,
-            learning_rates=(1e-2, 2e-2, 4e-2),
-            frontier_widths=(4, 8, 12, 16, 24, 32),
-            widening_factors=(1.0, 1.25, 1.5, 1.75, 2.0),
-            width_search_share=0.0,
-        ),
-    ),
-}
 MOST_SECONDS = 180.0  # to train one controller
 MOST_OVERHEAD = 0.15  # of that which is not host training
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m growth_evaluation", description=__doc__.splitlines()[0]
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--runs", nargs="+", type=Path, help="run folders to evaluate")
     source.add_argument("--controllers", nargs="+", type=Path, help="controller files to evaluate")
@@ -97,8 +64,8 @@ def main() -> None:
     bars: dict[str, dict[str, object]] = {}
     files = asked.controllers or []
     if asked.runs:
-        runs = [RunFiles(path) for path in asked.runs]
-        config, files = runs[0].read_config(), [run.controller for run in runs]
+        config = shared_config(asked.runs)
+        files = [RunFiles(path).controller for path in asked.runs]
     device = config.resolved_device()
     if files:
         controllers = [LearnedController.load(path, device) for path in files]
@@ -111,12 +78,23 @@ def main() -> None:
     print(json.dumps({"benchmark": "growth", "device": str(device), "bars": bars}))
 
 
+def shared_config(runs: list[Path]) -> TrainConfig:
+    """The config of runs that differ only in `rng_seed`."""
+    first, *others = (RunFiles(path).read_config() for path in runs)
+    if any(replace(other, rng_seed=first.rng_seed) != first for other in others):
+        raise ValueError(
+            f"the runs {list(map(str, runs))} differ in more than their rng_seed; evaluate them "
+            "separately"
+        )
+    return first
+
+
 def train(
     config: TrainConfig, rng_seed: int, out: Path, bars: dict[str, dict[str, object]]
 ) -> LearnedController:
     """Train one controller, save it to OUT, and check its time against the bars."""
     training = GrowthTraining(replace(config, rng_seed=rng_seed))
-    rounds: list[dict[str, float]] = []
+    rounds: list[Mapping[str, float]] = []
     begun = time.perf_counter()
     training.run(lambda record: rounds.append(record.metrics))
     seconds = time.perf_counter() - begun
@@ -142,7 +120,7 @@ def evaluate(
     task: str,
     sizes: Sizes,
     out: Path,
-) -> FullReport:
+) -> Report:
     """Evaluate on a task; the report is saved to OUT."""
     begun = time.perf_counter()
 
@@ -155,7 +133,7 @@ def evaluate(
     return report
 
 
-def bars_of(report: FullReport, task: str) -> dict[str, dict[str, object]]:
+def bars_of(report: Report, task: str) -> dict[str, dict[str, object]]:
     """Every claim at every rent: the lead, its margin, and whether it holds."""
     return {
         f"{task}: ({verdict.claim.letter}) {verdict.claim.rival}, rent {verdict.rent:g}": _bar(
@@ -170,4 +148,5 @@ def _bar(value: object, bar: float, met: bool) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

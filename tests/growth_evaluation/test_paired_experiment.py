@@ -7,18 +7,15 @@ import pytest
 import torch
 
 from esper.kasmina.blueprints import menu_for
-from esper.kasmina.hosts import build_host
 from esper.leyline.constants import SiteKind
-from esper.simic.evaluation.arms import (
-    NEVER,
-    candidate_plans,
-    run_plans,
-    search_plans,
-)
-from esper.simic.evaluation.experiment import Arm, EnvLayout, PairedExperiment, play
-from esper.tamiyo.scripted import ConstantPlan, RandomController
+from esper.simic.growth.comparison import PairedHosts
+from esper.simic.growth.train_config import TrainConfig
+from esper.tamiyo.scripted import NEVER, ConstantPlan, RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
-from esper.tolaria.host_batch import HostBatchConfig
+from esper.tolaria.host_batch import HostBatchConfig, PopulationBatch
+from growth_evaluation.paired_experiment import Arm, PairedExperiment, play_arms
+from growth_evaluation.plan_search import candidate_plans, run_plans, search_plans
+from growth_evaluation.tuning import with_learning_rate
 from support.plans import planned
 from support.populations import random_task
 from support.synthetic_hosts import SyntheticHosts
@@ -26,40 +23,40 @@ from support.synthetic_hosts import SyntheticHosts
 STEPS, MINIBATCHES, BATCH = 6, 3, 20
 MENU = menu_for(SiteKind.SERIES)[:4]
 WAIT = ConstantPlan()
+TEST_ROWS = torch.zeros(1), torch.zeros(1)
 
 
 def make_experiment(**options):
-    hosts = [
-        build_host("conv1d", input_shape=(1, 20), num_classes=5, widths=widths)
-        for widths in ((4, 4), (8, 4))
-    ]
-    settings = dict(
-        hosts=tuple(hosts),
-        view_ids=(1, 0),
-        repeats=2,
-        task=random_task(num_views=2, num_rows=120, dtype=torch.float32),
-        menu=MENU,
-        host_batch=HostBatchConfig(minibatches=MINIBATCHES, batch_size=BATCH, validation_rows=40,
-                            episode_steps=STEPS),
+    config = TrainConfig(
+        num_layers=2,
+        held_out_widths=(),
+        menu=tuple(blueprint.name for blueprint in MENU),
+        host_batch=HostBatchConfig(
+            minibatches=MINIBATCHES, batch_size=BATCH, validation_rows=40, episode_steps=STEPS
+        ),
         growth=GrowthConfig(num_steps=STEPS),
-    )  # fmt: skip
-    return PairedExperiment(**(settings | options))
+        device="cpu",
+    )
+    task = random_task(num_views=2, num_rows=120, dtype=torch.float32)
+    hosts = PairedHosts(config, task, widths=[(4, 4), (8, 4)], view_ids=[1, 0], repeats=2)
+    return PairedExperiment(hosts=hosts, **options)
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """How many networks were measured on test rows; each has its view as its accuracy."""
+    asked = []
+
+    def accuracy_on(host_batch, x, labels):
+        asked.append(host_batch.num_envs)
+        return host_batch.view_ids.float()
+
+    monkeypatch.setattr(PopulationBatch, "accuracy_on", accuracy_on)
+    return asked
 
 
 def random_arm(rng_seed=0):
     return Arm("random", RandomController(torch.Generator().manual_seed(rng_seed)), (0.1, 0.2))
-
-
-def test_hosts_run_one_by_one_in_compiled_code():
-    """Bit-exact comparisons below rely on this: no host depends on the others."""
-    used = []
-
-    def examine(host_batch):
-        used.append(host_batch.find_kernels())
-        return host_batch.view_ids.float()
-
-    make_experiment(measure_test=examine).run([Arm("alone", WAIT)])
-    assert used == ["compiled"]
 
 
 def test_a_host_is_the_same_in_every_arm_whatever_grows_beside_it():
@@ -95,20 +92,16 @@ def test_hosts_lie_by_architecture_view_and_repeat():
         "4-4 on view 1", "4-4 on view 0", "8-4 on view 1", "8-4 on view 0",
     )  # fmt: skip
     (alone,) = experiment.run([Arm("alone", WAIT)])
-    expected = [experiment.hosts[0].num_params] * 4 + [experiment.hosts[1].num_params] * 4
-    assert alone.params[0].tolist() == expected
+    first, second = experiment.architectures
+    assert alone.params[0].tolist() == [first.num_params] * 4 + [second.num_params] * 4
+    assert experiment.type_of_host.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert experiment.view_of_host.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_every_finished_network_is_examined_once_on_its_own_view():
-    asked = []
-
-    def measure_test(host_batch):
-        asked.append(host_batch.num_envs)
-        return host_batch.view_ids.float()
-
-    experiment = make_experiment(measure_test=measure_test)
+def test_every_finished_network_is_examined_once_on_its_own_view(examined):
+    experiment = make_experiment(test_rows=TEST_ROWS)
     alone, grown = experiment.run([Arm("alone", WAIT), random_arm()])
-    assert asked == [3 * experiment.num_hosts]
+    assert examined == [3 * experiment.num_hosts]
     for lane in (*alone.test, *grown.test):
         assert lane.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
     (unread,) = make_experiment().run([Arm("alone", WAIT)])
@@ -120,7 +113,7 @@ def test_training_flops_count_a_seed_while_it_lives_and_every_look():
     late = planned((2, 0, 1), num_slots=2)
     alone, grown = experiment.run([Arm("alone", WAIT), Arm("late", late)])
     rows = STEPS * MINIBATCHES * BATCH
-    for number, host in enumerate(experiment.hosts):
+    for number, host in enumerate(experiment.architectures):
         seed = MENU[1].program(host.sites[0])
         hosts = slice(4 * number, 4 * number + 4)
         looks = (STEPS + 1) * 40 * 2 * host.macs  # after every step, and at the end
@@ -137,21 +130,20 @@ def test_training_flops_count_a_seed_while_it_lives_and_every_look():
         assert (grown.added_params[0, hosts] == seed.num_params).all()
 
 
-def test_scores_charge_the_rent_and_choosing_uses_validation():
-    experiment = make_experiment(
-        measure_test=lambda host_batch: torch.full((host_batch.num_envs,), 0.5)
-    )
+def test_scores_charge_the_rent_and_choosing_uses_validation(examined):
+    experiment = make_experiment(test_rows=TEST_ROWS)
     (grown,) = experiment.run([Arm("plan", planned((0, 0, 1), num_slots=2))])
     size = torch.log1p(grown.added_params / grown.host_params)
+    views = torch.tensor([[1.0, 1, 0, 0, 1, 1, 0, 0]]).double()
     torch.testing.assert_close(
-        grown.scores([0.1, 0.2]), torch.cat((0.5 - 0.1 * size, 0.5 - 0.2 * size))
+        grown.scores([0.1, 0.2]), torch.cat((views - 0.1 * size, views - 0.2 * size))
     )
     torch.testing.assert_close(grown.scores([0.1], "validation"), grown.validation - 0.1 * size)
 
 
 def test_larger_hosts_train_in_smaller_companies():
     experiment = make_experiment()
-    few = sum(host.macs for host in experiment.hosts) * 4  # hosts of each
+    few = sum(host.macs for host in experiment.architectures) * 4  # hosts of each
     assert [replace(experiment, max_macs=few * x).max_lanes for x in (0.5, 1.0, 2.9, 3.0)] == [
         1,
         1,
@@ -169,12 +161,12 @@ def every_plan():
 
 
 def grow_known(arms, num_hosts):
-    layout = EnvLayout(arms, num_hosts)
-    host_batch = SyntheticHosts(len(layout.rent))
+    rents = torch.tensor([rent for arm in arms for rent in arm.rents]).repeat(num_hosts)
+    host_batch = SyntheticHosts(len(rents))
     environment = GrowthEnvironment(host_batch)
-    environment.begin(host_batch.reset(torch.Generator()), layout.rent)
-    finished = play(environment, layout, 1, 1)
-    return host_batch, [finished.at(ids) for ids in layout.env_ids]
+    environment.begin(host_batch.reset(torch.Generator()), rents)
+    found = play_arms(arms, environment, num_hosts, training_rows=1, validation_rows=1)
+    return host_batch, found
 
 
 class KnownExperiment:
@@ -246,7 +238,7 @@ def test_a_pool_of_plans_is_the_same_in_one_wave_or_many():
     plans = candidate_plans(5, 2, len(MENU), STEPS, torch.Generator().manual_seed(0))
     one = run_plans(make_experiment(), plans, rng_seed=1)
     experiment = make_experiment()
-    hosts = sum(host.macs for host in experiment.hosts) * 4
+    hosts = sum(host.macs for host in experiment.architectures) * 4
     assert replace(experiment, max_macs=2.5 * hosts).max_lanes == 2
     many = run_plans(replace(experiment, max_macs=2.5 * hosts), plans, rng_seed=1)
     assert torch.equal(one.validation, many.validation)
@@ -283,9 +275,8 @@ def test_rents_reach_the_controllers_lane_by_lane():
     assert len(seen) == STEPS
 
 
-def test_an_optimizer_can_be_exchanged():
+def test_hosts_can_learn_at_another_rate():
     experiment = make_experiment()
     (first,) = experiment.run([Arm("alone", WAIT)])
-    slower = replace(experiment, optimizer=replace(experiment.optimizer, learning_rate=1e-5))
-    (second,) = slower.run([Arm("alone", WAIT)])
+    (second,) = with_learning_rate(experiment, 1e-5).run([Arm("alone", WAIT)])
     assert not torch.equal(first.validation, second.validation)

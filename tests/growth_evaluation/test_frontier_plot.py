@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from frontier_plot import draw_frontier
 from matplotlib.figure import Figure
+
+from growth_evaluation.frontier_plot import draw_frontier
 
 LINES = [
     {

@@ -1,1 +1,0 @@
-"""Does growing help? Compares a learned controller with its rivals on the same hosts."""
