@@ -26,7 +26,6 @@ from esper.tamiyo.heuristic import HeuristicController
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.scripted import ConstantPlan, FixedSchedule, RandomController
-from esper.tolaria.augmentation import NO_AUGMENTATION
 from esper.tolaria.environment import GrowthEnvironment
 from esper.tolaria.host_batch import PopulationBatch
 from esper.tolaria.optimizers import AdamW
@@ -101,11 +100,10 @@ def best_constant(hosts: "PairedHosts", rents: Sequence[float], num_hosts: int) 
 
 
 def on_task(config: TrainConfig, task: str, data: str = "") -> TrainConfig:
-    """The same widths and variants on other data, without augmentation."""
+    """The same widths and variants on other data."""
     if task == config.task and not data:
         return config
-    host_batch = replace(config.host_batch, augment=NO_AUGMENTATION)
-    config = replace(config, host="auto", menu=(), host_batch=host_batch)
+    config = replace(config, host="auto", menu=())
     return with_checksum(replace(config, task=task, data=data, data_checksum=""))
 
 
