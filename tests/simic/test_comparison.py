@@ -76,7 +76,7 @@ def test_hosts_lie_by_architecture_view_and_repeat():
     environment = hosts.untrained([0.1, 0.3])
     batch = environment.host_batch
     assert hosts.num_hosts == 8
-    assert batch.kernels == "compiled"  # host by host: the tests below ask for equal bits
+    assert batch.find_kernels() == "compiled"  # host by host: the tests below ask for equal bits
     assert batch.host_names == ("4-4",) * 8 + ("8-4",) * 8
     assert batch.view_ids.tolist() == ([1] * 4 + [0] * 4) * 2
     torch.testing.assert_close(environment.observe().rent, torch.tensor([0.1, 0.3] * 8))
