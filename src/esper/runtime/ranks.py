@@ -253,7 +253,7 @@ def join_ranks() -> Ranks:
         has_gloo = "gloo" in str(dist.get_backend_config())
         group = None if has_gloo else dist.new_group(backend="gloo")
         return _registered(Ranks(dist.get_rank(), dist.get_world_size(), store, group))
-    if _is_alone():
+    if (os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")) == ("1", "0"):
         return ALONE
     timeout, backend = _timeout(), _backend()
     try:
@@ -262,9 +262,12 @@ def join_ranks() -> Ranks:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConnectionError(f"the ranks could not be connected: {reason}") from error
+        raise ConnectionError(
+            f"the ranks could not be connected: {reason}; torchrun sets WORLD_SIZE, RANK, "
+            "MASTER_ADDR and MASTER_PORT"
+        ) from error
     atexit.register(dist.destroy_process_group)
     return _registered(Ranks(rank, size, store))
 
@@ -272,25 +275,6 @@ def join_ranks() -> Ranks:
 def was_restarted() -> bool:
     """Whether torchrun started this process again after a failure."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
-def _is_alone() -> bool:
-    """Whether there is one rank; raises for a variable of torchrun that cannot be right."""
-    size, rank = _number("WORLD_SIZE", "1"), _number("RANK", "0")
-    if size == 0:
-        raise ValueError("WORLD_SIZE=0; use the number of ranks, 1 or more")
-    if "WORLD_SIZE" in os.environ and rank >= size:
-        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}; use a rank from 0 to {size - 1}")
-    is_alone = size == 1 and rank == 0
-    if not is_alone:  # others may use the name MASTER_PORT for something else
-        _number("MASTER_PORT", "0")
-    return is_alone
-
-
-def _number(name: str, default: str) -> int:
-    if not (text := os.environ.get(name, default)).isdecimal():
-        raise ValueError(f"{name}={text!r}; use a whole number, as torchrun sets it")
-    return int(text)
 
 
 def _timeout() -> timedelta:
@@ -309,10 +293,8 @@ def _backend() -> str:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not num_gpus:
         return "gloo"
-    try:
-        local_rank, local_size = (int(os.environ[n]) for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{error}: LOCAL_RANK and LOCAL_WORLD_SIZE are set by torchrun") from error
+    # torchrun sets them
+    local_rank, local_size = (int(os.environ[n]) for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     torch.cuda.set_device(local_rank % num_gpus)
     return "gloo" if local_size > num_gpus else "cpu:gloo,cuda:nccl"
 
