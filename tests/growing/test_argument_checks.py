@@ -1,6 +1,7 @@
 """What cannot work is told when growth is made, before anything is touched."""
 
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,25 +21,52 @@ def refused(message, *, model=None, optimizer=None, **options):
         Growth(model, optimizer, **{"example": X, "decisions": 8, **options})
 
 
-def test_mistakes_are_told_at_once():
-    refused(r"Budget\(params=10, .*no room to grow: .* has 111 p.*", budget=Budget(params=10))
-    refused(r"Budget\(.*macs=10\) leaves no room .* and 84 multiply", budget=Budget(macs=10))
-    refused("did you mean '1'", sites=["11"])
-    refused("trains none of the model's", optimizer=torch.optim.SGD(mlp().parameters(), 0.1))
-    refused("decisions=1; use 2 or more", decisions=1)
-    refused("go together", val_loader=[(X, Y)])
-    refused("controller='heuristics'; give 'heuristic', the file", controller="heuristics")
-    refused("controller='runs/1/controller.pt': there is no", controller="runs/1/controller.pt")
-    refused("controller='runs/mine': there is no such file", controller=Path("runs/mine"))
-    refused(r"none of the blueprints \['conv'\] fits", blueprints=["conv"])
-    refused(r"no blueprints \['cnov'\]", blueprints=["cnov"])
-    refused("the optimizer is SGD; give an instance", optimizer=torch.optim.SGD)
-    refused(r"budget=1000; give a Budget", budget=1000)
-    refused("decisions=8.5; use a whole number", decisions=8.5)
-    refused("rng_seed='0'; use a whole number", rng_seed="0")
-    for rent in (math.nan, -0.1, math.inf, "a"):
-        refused(f"rent={rent!r}; use 0 or more", rent=rent)
-    refused("the optimizer has only frozen weights", model=mlp().requires_grad_(False))
+OTHER = torch.optim.SGD(mlp().parameters(), 0.1)  # of another model
+
+
+def traced():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of torch would have it gone
+        return torch.jit.trace(mlp().eval(), X)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(model=len, optimizer=OTHER), "the model is a builtin_.*; give an nn.Module"),
+        (dict(model=traced()), "a TopLevelTracedModule; give an nn.Module, neither"),
+        (dict(model=nn.DataParallel(mlp())), "DataParallel does not copy new weights"),
+        (dict(model=mlp().requires_grad_(False)), "the optimizer has only frozen weights"),
+        (dict(optimizer=torch.optim.SGD), "optimizer=<class .*SGD.*>; give an instance"),
+        (dict(optimizer=OTHER), "trains none of the model's"),
+        (
+            dict(example=X.double()),
+            r"does not accept a batch, torch.float64 of shape \(\d+, \d+\): ",
+        ),
+        (dict(train_rows=0), "train_rows=0; use 1 or more, or leave it out"),
+        (dict(sites=["11"]), "did you mean '1'"),
+        (dict(blueprints=["conv"]), r"none of the blueprints \['conv'\] fits"),
+        (dict(blueprints=["cnov"]), r"no blueprints \['cnov'\]"),
+        (dict(val_loader=[(X, Y)]), "go together"),
+        (dict(controller=None), "or an object with methods begin"),
+        (dict(controller=Script), "or an object with methods begin"),
+        (dict(controller="heuristics"), "controller='heuristics'; give 'heuristic', the file"),
+        (dict(controller="runs/1/controller.pt"), "controller='runs/1/controller.pt': there is no"),
+        (dict(controller=Path("runs/mine")), "controller='runs/mine': there is no such file"),
+        (dict(decisions=1), "decisions=1; use 2 or more"),
+        (dict(decisions=8.5), "decisions=8.5; use a whole number"),
+        (dict(rng_seed="0"), "rng_seed='0'; use a whole number"),
+        (dict(rent=math.nan), "rent=nan; use 0 or more"),
+        (dict(rent=-0.1), "rent=-0.1; use 0 or more"),
+        (dict(rent=math.inf), "rent=inf; use 0 or more"),
+        (dict(rent="a"), "rent='a'; use 0 or more"),
+        (dict(budget=1000), "budget=1000; give a Budget"),
+        (dict(budget=Budget(params=10)), r"Budget\(params=10, .*no room to grow: .* has 111 p.*"),
+        (dict(budget=Budget(macs=10)), r"Budget\(.*macs=10\) leaves no room .* and 84 multiply"),
+    ],
+)
+def test_mistakes_are_told_at_once(options, message):
+    refused(message, **options)
 
 
 def test_a_run_too_short_for_the_heuristic_is_refused():
@@ -67,16 +95,9 @@ def test_a_model_with_some_frozen_weights_can_grow():
     assert growth.sites
 
 
-def test_a_controller_that_is_none_is_refused_and_leaves_nothing_behind():
+def test_a_controller_that_fails_leaves_nothing_behind():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for controller in (None, Script):
-        refused(
-            "or an object with methods begin",
-            model=model,
-            optimizer=optimizer,
-            controller=controller,
-        )
 
     class Fails(Script):
         def begin(self, env_ids):
@@ -157,7 +178,3 @@ def test_a_seed_for_one_length_does_not_grow_where_lengths_differ():
         sites=["1"],
         blueprints=["mixer"],
     )
-
-
-def test_rows_that_the_model_does_not_accept_are_named():
-    refused(r"does not accept a batch, torch.float64 of shape \(\d+, \d+\): ", example=X.double())

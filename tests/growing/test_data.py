@@ -82,8 +82,6 @@ def test_a_loop_of_ones_own_says_how_many_rows_there_are():
     growth_on(SMOOTH, controller, train_rows=1234).decide(0.5)
     assert controller.reports[0].train_rows.tolist() == [1234]
     assert controller.reports[0].locality.tolist() == pytest.approx([locality(SMOOTH)])
-    with pytest.raises(ValueError, match="train_rows=0; use 1 or more, or leave it out"):
-        growth_on(SMOOTH, controller, train_rows=0)
 
 
 def test_a_run_goes_on_with_the_data_it_was_shown_whatever_the_new_example(tmp_path):

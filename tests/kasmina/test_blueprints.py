@@ -149,9 +149,6 @@ def test_a_blueprint_of_ones_own_takes_a_few_lines():
 
 
 def test_mistakes_are_told_at_registration_or_before_a_seed_is_built():
-    (conv,) = blueprint_menu("conv")
-    with pytest.raises(ValueError, match=r"'conv' fits \['SERIES', 'IMAGE'\], not the VECTOR"):
-        conv.program(Site((12,)))
     with pytest.raises(ValueError, match=r"no blueprints \['cnov'\]; there are"):
         blueprint_menu("conv", "cnov")
 

@@ -25,6 +25,7 @@ from support.per_host import SlotLife
 NUM_SLOTS, NUM_BLUEPRINTS = 3, 4
 SPACE = tamiyo_action_space(NUM_SLOTS, NUM_BLUEPRINTS)
 HOST, SLOT = torch.tensor([0]), torch.tensor([0])
+TWICE = torch.tensor([1, 0, 1])
 SEED = {
     "blueprint": 2,
     "style": BlendStyle.GATE,
@@ -41,15 +42,6 @@ REQUESTS = {
     LifecycleOp.FOSSILIZE: lambda s: moves.fossilize(s, HOST, SLOT),
     LifecycleOp.ADVANCE: lambda s: moves.advance(s, HOST, SLOT),
 }
-
-
-@pytest.mark.parametrize(("head", "choice"), [("slot", -1), ("slot", 3), ("tempo", -1), ("op", 6)])
-def test_an_action_out_of_range_is_refused(head, choice):
-    actions = torch.zeros(2, SPACE.num_heads, dtype=torch.int64)
-    actions[:, 0] = LifecycleOp.GERMINATE
-    actions[1, SPACE.index(head)] = choice
-    with pytest.raises(ValueError, match=f"host 1, head '{head}': choice {choice}; there are"):
-        lifecycle.apply(SlotStates.dormant(2, NUM_SLOTS), actions, SPACE)
 
 
 def one_slot(stage=SeedStage.DORMANT, **values) -> SlotStates:
@@ -125,25 +117,25 @@ def test_the_error_names_host_slot_stage_age_and_op():
         )
 
 
-@pytest.mark.parametrize(("host", "slot"), [(-1, 0), (1, 0), (0, -1), (0, NUM_SLOTS)])
-def test_a_host_or_slot_that_does_not_exist_is_an_error(host, slot):
-    states = SlotStates.dormant(1, NUM_SLOTS)
-    with pytest.raises(ValueError, match="; there are [13]: use 0 to [02]"):
-        moves.germinate(states, torch.tensor([host]), torch.tensor([slot]), **SEED)
-
-
-def test_a_slot_named_twice_in_one_call_is_an_error():
-    twice = torch.tensor([1, 0, 1])
-    with pytest.raises(ValueError, match="host 1, slot 1 is named more than once"):
-        moves.germinate(SlotStates.dormant(2, 2), twice, twice, **SEED)
-
-
 @pytest.mark.parametrize(
-    "wrong", [{"alpha_target": 0.0}, {"alpha_target": 1.5}, {"ramp_steps": 0}], ids=str
+    ("wrong", "message"),
+    [
+        ({"host_ids": torch.tensor([-1])}, r"host ids \[-1\]; there are 2: use 0 to 1"),
+        ({"host_ids": torch.tensor([2])}, r"host ids \[2\]; there are 2: use 0 to 1"),
+        ({"slot_ids": torch.tensor([3])}, r"slot ids \[3\]; there are 3: use 0 to 2"),
+        ({"host_ids": TWICE, "slot_ids": TWICE}, "host 1, slot 1 is named more than once"),
+        ({"alpha_target": 0.0}, "alpha_target=0.0"),
+        ({"alpha_target": 1.5}, "alpha_target=1.5"),
+        ({"ramp_steps": 0}, "ramp_steps=0"),
+        ({"blueprint": -1}, "blueprint=-1"),
+        ({"style": 7}, "style=7"),
+        ({"curve": 9}, "curve=9"),
+    ],
 )
-def test_impossible_values_are_errors(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        moves.germinate(SlotStates.dormant(1, 1), HOST, SLOT, **{**SEED, **wrong})
+def test_requests_out_of_range_are_refused(wrong, message):
+    request = {"host_ids": HOST, "slot_ids": SLOT, **SEED, **wrong}
+    with pytest.raises(ValueError, match=message):
+        moves.germinate(SlotStates.dormant(2, NUM_SLOTS), **request)
 
 
 def test_a_ramp_of_two_trains_at_half_and_then_at_the_whole_target():

@@ -109,6 +109,20 @@ def test_mistakes_are_found_at_construction(changes, message):
         replace(NETWORKS, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"siblings": 3}, "envs_per_type=4 does not split into siblings=3"),
+        ({"controls": 2}, "controls=2; use 0 to siblings - 1 = 1"),
+        ({"constant_share": 1.5}, "constant_share=1.5; use a number from 0 to 1"),
+        ({"constant_share": math.nan}, "constant_share=nan; use a number from 0 to 1"),
+    ],
+)
+def test_a_batch_of_hosts_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(NETWORKS.host_batch, **changes)
+
+
 @pytest.mark.parametrize("name", ["value_coefficient", "entropy_coefficient"])
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
 def test_coefficients_of_the_loss_are_finite(name, value):
@@ -123,6 +137,19 @@ def test_coefficients_of_the_loss_are_finite(name, value):
 def test_prices_and_budgets_are_not_negative(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}; use 0 or more"):
         GrowthConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("min_rent", "max_rent", "message"),
+    [
+        (0.0, 0.3, "min_rent=0.0; use a finite number above 0"),
+        (0.1, math.inf, "max_rent=inf; use a finite number above 0"),
+        (0.4, 0.3, "max_rent=0.3; use 0.4 or more"),
+    ],
+)
+def test_rents_are_an_interval(min_rent, max_rent, message):
+    with pytest.raises(ValueError, match=message):
+        GrowthConfig(min_rent=min_rent, max_rent=max_rent)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -179,7 +179,7 @@ def test_acting_and_scoring_agree_and_a_policy_without_numbers_has_no_spread():
         ((Head("x", 2, continuous=True),), "'x' is continuous; leave out size=2"),
         (
             (Head("x", continuous=True), Head("y", 2, given=("x",))),
-            r"'y' is given \['x'\], continuous; only choices can be",
+            r"'y' is given \['x'\]; the choices before it are \[\]",
         ),
     ],
 )

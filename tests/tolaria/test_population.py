@@ -233,11 +233,3 @@ def test_random_numbers_are_uniform_and_keys_are_apart():
     assert float(numbers.var()) == pytest.approx(1 / 12, abs=0.005)
     assert float(torch.corrcoef(numbers).fill_diagonal_(0).abs().max()) < 0.25
     assert torch.equal(uniform(keys[7:8], 10)[0], numbers[7, :10])
-
-
-def test_mistakes_are_told_at_construction():
-    with pytest.raises(ValueError, match="has inputs"):
-        small_population(task=random_task(input_shape=(1, 21)))
-    population = small_population()
-    with pytest.raises(ValueError, match=r"expected int64 \[minibatches, hosts, batch\]"):
-        population.train(rows_for(population)[:, :2])

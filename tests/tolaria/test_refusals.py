@@ -1,4 +1,4 @@
-"""What a population refuses before compiled code reads where there is nothing."""
+"""What a population and the tasks refuse; compiled code checks no bounds."""
 
 from dataclasses import replace
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from esper.kasmina import lifecycle
+from esper.kasmina.blueprints import blueprint_menu
 from esper.kasmina.layers import Conv
+from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.kernels.hosts.layer_table import has_kernels
-from esper.leyline.stages import SeedStage
-from esper.tolaria.governor import Governor
-from esper.tolaria.host_validation import validate_hosts
 from esper.tolaria.optimizers import AdamW
-from esper.tolaria.tasks import few_rows, mnist1d, stack
+from esper.tolaria.population import Population
+from esper.tolaria.tasks import few_rows, mnist1d, stack, task
 from support import moves
 from support.populations import grow, random_task, rows_for, small_population
 
@@ -30,6 +30,7 @@ def population():
         (dict(view_ids=torch.tensor([0])), "expected 3 numbers below 1"),
         (dict(host_ids=torch.tensor([0])), r"host_ids \(1,\)"),
         (dict(task=random_task(dtype=torch.float16)), "torch.float16"),
+        (dict(task=random_task(input_shape=(1, 21))), "has inputs"),
     ],
 )
 def test_bad_settings_are_named(options, message):
@@ -37,62 +38,39 @@ def test_bad_settings_are_named(options, message):
         small_population(**({"num_hosts": 3} | options))
 
 
-def test_rows_that_a_view_does_not_have_are_refused(population):
-    rows = rows_for(population)
-    for wrong, message in (
-        (rows + 5000, "its view has 60 rows"),
-        (rows - 100, "its view has 60 rows"),
-        (rows.float(), "torch.float32"),
-        (rows[:0], "at least one minibatch"),
-        (rows[:, :2], r"\[\.\., 3, 8\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            population.train(wrong)
-
-
-def test_padding_of_a_short_view_is_never_read():
+def of_views(num_rows):
+    """A population whose views are shorter than the table of rows."""
     task = random_task()
-    both = stack([few_rows(task, 20), task])
-    population = small_population(2, both, view_ids=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="host 0 is to read row .* its view has 20 rows"):
-        population.train(torch.full((1, 2, 8), 30))
-
-
-def test_inputs_of_another_shape_are_refused(population):
-    x, _ = population.task.held_out.open()
-    with pytest.raises(ValueError, match="expected torch.float64 .hosts"):
-        population.logits(x)
-
-
-def test_more_validation_rows_than_there_are_is_an_error(population):
-    for num_rows in (0, -5, 61):
-        with pytest.raises(ValueError, match="1 to 60 rows"):
-            validate_hosts(population, num_rows)
-
-
-def test_a_refused_birth_leaves_the_population_as_it_was(population):
-    before = population.states
-    with pytest.raises(ValueError, match="blueprint 99; use 0 to"):
-        grow(population, [0], [0], blueprint=99)
-    assert population.states is before
-    with pytest.raises(ValueError, match="expected"):
-        population.adopt(lifecycle.Transition.of(lifecycle.SlotStates.dormant(1, 3)))
+    both = stack([few_rows(task, num_rows), task])
+    return small_population(2, both, view_ids=torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("use", "message"),
     [
-        (dict(blueprint=-5), "host 1, slot 0: blueprint -5; use 0 to"),
-        (dict(blueprint=99), "host 1, slot 0: blueprint 99; use 0 to"),
+        (lambda p: p.train(rows_for(p) + 5000), "its view has 60 rows"),
+        (lambda p: p.train(rows_for(p) - 100), "its view has 60 rows"),
+        (lambda p: p.train(rows_for(p).float()), "torch.float32"),
+        (lambda p: p.train(rows_for(p)[:0]), "at least one minibatch"),
+        (lambda p: p.train(rows_for(p)[:, :2]), r"\[\.\., 3, 8\]"),
+        (lambda p: of_views(20).train(torch.full((1, 2, 8), 30)), "host 0 .* row .* has 20 rows"),
+        (lambda p: p.logits(p.task.held_out.open()[0]), "expected torch.float64 .hosts"),
+        (lambda p: grow(p, [0], [0], blueprint=99), "host 0, slot 0: blueprint 99; .0, 1, 2.* fit"),
+        (lambda p: p.adopt(Transition.of(SlotStates.dormant(1, 3))), r"states of \(1, 3\) hosts"),
     ],
 )
-def test_states_that_contradict_themselves_are_refused(population, change, message):
-    before, states = population.states, lifecycle.SlotStates.dormant(3, 3)
-    for name, value in ({"stage": int(SeedStage.HOLDING)} | change).items():
-        getattr(states, name)[1, 0] = value
+def test_what_a_population_cannot_use_leaves_it_as_it_was(population, use, message):
+    before = population.states
     with pytest.raises(ValueError, match=message):
-        population.adopt(lifecycle.Transition.of(states))
+        use(population)
     assert population.states is before
+
+
+def test_a_blueprint_that_does_not_fit_a_slot_is_refused():
+    menu = blueprint_menu("conv", "dense")
+    population = Population(small_population(2).host, menu, random_task(), num_hosts=2)
+    with pytest.raises(ValueError, match=r"host 1, slot 0: blueprint 1; \[0\] fit there"):
+        grow(population, [1], [0], blueprint=1)
 
 
 def test_a_slot_sown_again_between_two_calls_gets_a_new_seed(population):
@@ -110,23 +88,6 @@ def test_a_slot_sown_again_between_two_calls_gets_a_new_seed(population):
     assert population.parameter_table.steps[0, 1] == 0
     columns = population.parameter_table.layout.seed_columns(0)
     assert all(not moment[0, columns].any() for moment in population.parameter_table.moments)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(blueprint=-1), "blueprint=-1"),
-        (dict(style=7), "style=7"),
-        (dict(curve=9), "curve=9"),
-        (dict(host_ids=torch.tensor([-1])), r"host ids \[-1\]"),
-        (dict(slot_ids=torch.tensor([3])), r"slot ids \[3\]"),
-    ],
-)
-def test_requests_out_of_range_are_refused(change, message):
-    request = dict(host_ids=torch.tensor([0]), slot_ids=torch.tensor([0]), blueprint=0, style=0,
-                   ramp_steps=1, alpha_target=1.0, curve=0)  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        moves.germinate(lifecycle.SlotStates.dormant(3, 3), **(request | change))
 
 
 def test_a_reset_brings_the_learning_rate_back(population):
@@ -151,11 +112,16 @@ def test_subclasses_are_not_taken_for_what_they_come_from():
     assert not has_kernels(replace(program, layers=(OwnConv(4),)))
 
 
-def test_a_step_without_minibatches_is_an_error(population):
-    with pytest.raises(ValueError, match="losses is empty"):
-        Governor(population).check(torch.zeros(0, 3))
-
-
-def test_fresh_rows_that_are_the_training_rows_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="training rows again"):
-        mnist1d(data_dir=tmp_path, fresh_test_rows=100, fresh_rng_seed=42)
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: stack([random_task(), random_task((1, 21))]), "does not stack"),
+        (lambda: few_rows(random_task(), 61), "num_rows=61"),
+        (lambda: mnist1d(fresh_test_rows=100, fresh_rng_seed=42), "training rows again"),
+        (lambda: mnist1d(fresh_test_rows=55), "multiple of 10"),
+        (lambda: task(mnist1d), "task 'mnist1d' is registered already"),
+    ],
+)
+def test_tasks_that_cannot_be_made_are_refused(use, message):
+    with pytest.raises(ValueError, match=message):
+        use()

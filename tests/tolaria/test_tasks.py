@@ -65,8 +65,6 @@ def test_mnist1d_is_the_published_set_split_three_ways(mnist1d):
             dict(held_out=HeldOut(torch.zeros(1, 4, 1, 20), torch.full((1, 4), 9))),
             "test_y: label 9",
         ),
-        (dict(num_classes=1), "num_classes=1"),
-        (dict(num_classes=2.5), "num_classes=2.5"),
     ],
 )
 def test_a_task_that_kernels_would_read_out_of_bounds_is_refused(change, message):
@@ -109,8 +107,6 @@ def test_fresh_test_rows_are_new_and_like_the_old(mnist1d):
     assert torch.bincount(y[0]).tolist() == [50] * 10
     assert not torch.isin(x[0, :, 0, 0], old.train_x[0, :, 0, 0]).any()
     assert abs(x.std().item() - old.train_x.std().item()) < 0.05
-    with pytest.raises(ValueError, match="multiple of 10"):
-        mnist1d(fresh_test_rows=55)
 
 
 def test_permuting_moves_the_same_positions_in_every_split(mnist1d):
@@ -147,10 +143,6 @@ def test_variants_stack_as_views_of_one_task(mnist1d):
     assert torch.equal(task.train_x[1, :600], permuted(mnist1d(), 1).train_x[0, :600])
     assert (task.train_x[1, 600:] == 0).all()
     assert task.held_out.open()[0].shape == (3, 1000, 1, 40)
-    with pytest.raises(ValueError, match="does not stack"):
-        stack([mnist1d(), tasks.digits()])
-    with pytest.raises(ValueError, match="num_rows=4000"):
-        few_rows(mnist1d(), 4000)
 
 
 def test_each_view_has_the_locality_of_its_own_training_rows(mnist1d):
@@ -407,8 +399,6 @@ def test_a_task_is_registered_once(monkeypatch):
         return Task.from_arrays(ROWS, LABELS)
 
     assert list(tasks.TASKS) == ["mine"]
-    with pytest.raises(ValueError, match="task 'mine' is registered already"):
-        tasks.task(mine)
 
 
 def test_a_checksum_is_that_of_names_and_contents(tmp_path):

@@ -79,14 +79,10 @@ def function_named(factory: str) -> Callable[[], Any]:
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"{factory!r} cannot be found: {error}") from error
     except Exception as error:  # raised by the user's code
-        raise ValueError(f"{module_name!r} cannot be imported: {_line(error)}") from error
+        raise ValueError(f"{factory!r} cannot be imported: {_line(error)}") from error
     finally:
         sys.path.pop(0)
-    if not callable(function):
-        raise ValueError(f"{factory!r} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
 
 

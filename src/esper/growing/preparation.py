@@ -26,8 +26,6 @@ def check_arguments(
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         name = type(model).__name__
         raise ValueError(f"the model is a {name}; give an nn.Module, neither scripted nor traced")
-    if not any(True for _ in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no parameters, so nothing can be trained")
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             "DataParallel does not copy new weights to its replicas; use DistributedDataParallel "
@@ -39,10 +37,7 @@ def check_arguments(
             "optimizer again, or grow that growth's plain_model() with a new optimizer"
         )
     if not isinstance(optimizer, optim.Optimizer):
-        given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise ValueError(
-            f"the optimizer is {given}; give an instance, such as AdamW(model.parameters())"
-        )
+        raise ValueError(f"{optimizer=}; give an instance, such as AdamW(model.parameters())")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [parameter for parameter in model.parameters() if id(parameter) in held]
     if not trained:

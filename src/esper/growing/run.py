@@ -210,9 +210,6 @@ def _check_call(options: dict[str, Any], repeats: int) -> None:
         raise ValueError(f"decisions={decisions} for steps={steps}; use 1 to {steps} decisions")
     if repeats > 1 and not options["twin"]:
         raise ValueError(f"repeats={repeats} with twin=False; only a verdict uses the other runs")
-    for name, given in (("loss", options["loss"]), ("metric", options["metric"] or len)):
-        if not callable(given):
-            raise ValueError(f"{name}={given!r}; give a function of the model's output and target")
     if isinstance(options["scheduler"], ReduceLROnPlateau):
         raise ValueError("ReduceLROnPlateau needs a metric; use esper.Growth in your own loop")
 

@@ -106,17 +106,13 @@ class Blueprint:
         return not site.varies or self.program(Site(site.shape)).any_length
 
     def program(self, site: Site) -> Program:
-        """The seed's layers at a site, with their costs."""
+        """The seed's layers at a site that it fits, with their costs."""
         return _program(self, site)
 
 
 @cache
 def _program(blueprint: Blueprint, site: Site) -> Program:
-    if not blueprint.fits(site):
-        fitting = [kind.name for kind in blueprint.kinds]
-        raise ValueError(
-            f"blueprint {blueprint.name!r} fits {fitting}, not the {site.kind.name} {site.shape}"
-        )
+    assert blueprint.fits(site)
     program = Program(blueprint.build_layers(site), site.shape, silent=True)
     if program.output_shape != site.shape:
         raise ValueError(
@@ -137,11 +133,7 @@ class Widening(Blueprint):
 
     def program(self, site: Site) -> Program:
         program = site.widened(self.share)
-        if program is None:
-            raise ValueError(
-                f"blueprint {self.name!r} does not fit: no Conv or Linear before and after the "
-                f"slot with only Norm, Relu and Flatten between them"
-            )
+        assert program is not None, f"{self.name!r} does not fit"
         return program
 
 

@@ -114,25 +114,20 @@ class FactoredActionSpace:
         if not self.heads:
             raise ValueError("a FactoredActionSpace needs at least one head")
         for number, head in enumerate(self.heads):
-            earlier = {other.name: other for other in self.heads[:number]}
-            unknown = [name for name in head.given if name not in earlier]
-            numbers = [n for n in head.given if n in earlier and earlier[n].continuous]
-            is_size = type(head.size) is int and 1 <= head.size <= MOST_CHOICES
-            is_named = isinstance(head.name, str) and head.name
-            for is_right, problem in (
-                (is_named, f"has the name {head.name!r}; use a non-empty string"),
-                (head.name not in earlier, "appears twice; head names must differ"),
-                (is_size, f"has size {head.size}; use an int from 1 to {MOST_CHOICES}"),
-                (
-                    not head.continuous or head.size == 1,
-                    f"is continuous; leave out size={head.size}",
-                ),
-                (not unknown, f"is given {unknown}, not among the heads before it {[*earlier]}"),
-                (not numbers, f"is given {numbers}, continuous; only choices can be"),
-                (len({*head.given}) == len(head.given), f"names a head twice in {head.given}"),
-            ):
-                if not is_right:
-                    raise ValueError(f"head {head.name!r} {problem}")
+            earlier = self.heads[:number]
+            choices = [other.name for other in earlier if not other.continuous]
+            others = [name for name in head.given if name not in choices]
+            problem = ""
+            if head.name in [other.name for other in earlier]:
+                problem = "appears twice; head names must differ"
+            elif type(head.size) is not int or not 1 <= head.size <= MOST_CHOICES:
+                problem = f"has size {head.size}; use an int from 1 to {MOST_CHOICES}"
+            elif head.continuous and head.size != 1:
+                problem = f"is continuous; leave out size={head.size}"
+            elif others:
+                problem = f"is given {others}; the choices before it are {choices}"
+            if problem:
+                raise ValueError(f"head {head.name!r} {problem}")
 
     def __iter__(self) -> Iterator[Head]:
         return iter(self.heads)
@@ -164,12 +159,10 @@ class FactoredActionSpace:
 
     def view(self, packed: Tensor, name: str) -> Tensor:
         """One head's part of a packed tensor `[..., C]`, without a copy."""
-        self.check_packed(packed)
         return packed[..., self.slices[self.index(name)]]
 
     def split(self, packed: Tensor) -> dict[str, Tensor]:
         """Every head's part of a packed tensor `[..., C]`, by name, without a copy."""
-        self.check_packed(packed)
         return {h.name: packed[..., part] for h, part in zip(self.heads, self.slices, strict=True)}
 
     def check_names(self, parts: Mapping[str, object]) -> None:

@@ -77,11 +77,7 @@ class Reports(TensorFields):
             value = getattr(self, entry.name)
             shape = tuple(letters[letter] for letter in entry.metadata["shape"])
             dtype = entry.metadata["dtype"]
-            if tuple(value.shape) != shape or value.dtype != dtype:
-                raise ValueError(
-                    f"report {entry.name!r}: got {value.dtype} {tuple(value.shape)}, expected "
-                    f"{dtype} {shape} ([{', '.join(entry.metadata['shape'])}])"
-                )
+            assert (value.shape, value.dtype) == (shape, dtype), entry.name
 
     @property
     def num_envs(self) -> int:

@@ -116,8 +116,6 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Unfinished files that killed processes left for the same path are removed.
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; give the name of a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.partial")
     for name in os.listdir(path.parent):

@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from itertools import chain
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,6 @@ def export(
     """
     formats = (formats,) if isinstance(formats, str) else formats
     _check_formats(formats)
-    if not isinstance(tolerance, Real) or not 0 <= tolerance < 1:
-        raise ValueError(f"{tolerance=!r}; use a share of the largest output, such as 1e-5")
     plain = folded(model).cpu().eval()
     _check_names(plain)
     plain.register_forward_hook(_plain_output)
@@ -100,9 +97,6 @@ def _checked_folder(folder: Path) -> Iterator[Path]:
             yield Path(unchecked)
             for file in Path(unchecked).iterdir():
                 file.replace(folder / file.name)
-    except OSError as error:
-        reason = f"{folder} was not written ({error.strerror or error})"
-        raise OSError(error.errno, f"{reason}; free some space, or give another path") from error
     finally:
         if is_new:
             with contextlib.suppress(OSError):

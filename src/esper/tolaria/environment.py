@@ -21,7 +21,7 @@ from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.protocols import StepOutcome
 from esper.leyline.reports import Reports
 from esper.leyline.stages import SeedStage
-from esper.runtime.checks import require_at_least
+from esper.runtime.checks import require_at_least, require_positive
 from esper.tolaria.host_batch import PopulationBatch
 
 
@@ -50,10 +50,8 @@ class GrowthConfig:
         require_at_least(self, 1, "num_steps")
         require_at_least(self, 0, "compute_price", "params_budget", "macs_budget")
         require_at_least(self, 0, "max_germinations")
-        if not 0 < self.min_rent <= self.max_rent:
-            raise ValueError(
-                f"min_rent={self.min_rent}, max_rent={self.max_rent}; use 0 < min_rent <= max_rent"
-            )
+        require_positive(self, "min_rent", "max_rent")
+        require_at_least(self, self.min_rent, "max_rent")
 
 
 class GrowthEnvironment:
@@ -88,8 +86,7 @@ class GrowthEnvironment:
         self._history = History(num_envs, self.host_batch.num_slots, self.action_space.num_heads)
 
     def step(self, actions: Tensor) -> StepOutcome:
-        if self._step == self.config.num_steps:
-            raise ValueError(f"the episode is over after {self._step} steps; call reset()")
+        assert self._step < self.config.num_steps, "the episode is over; call reset()"
         actions = actions.cpu() * ~self._is_over.unsqueeze(-1)  # WAIT where the episode is over
         transition = apply(
             self.host_batch.states,

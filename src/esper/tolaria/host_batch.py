@@ -18,7 +18,7 @@ from esper.kasmina.host_reports import HostFacts, StepMeasurements, site_facts
 from esper.kasmina.hosts import Host
 from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step, remove_live_seeds
 from esper.leyline.arrays import copy_together
-from esper.runtime.checks import require_at_least
+from esper.runtime.checks import require_at_least, require_fraction
 from esper.tolaria.governor import Governor, Rollback
 from esper.tolaria.host_validation import HostValidation, accuracy_on, validate_hosts
 from esper.tolaria.optimizers import AdamW
@@ -54,6 +54,7 @@ class HostBatchConfig:
     def __post_init__(self) -> None:
         counts = ("num_types", "envs_per_type", "siblings", "minibatches", "batch_size")
         require_at_least(self, 1, *counts, "episode_steps", "validation_rows")
+        require_fraction(self, "constant_share")
         if self.envs_per_type % self.siblings:
             raise ValueError(
                 f"envs_per_type={self.envs_per_type} does not split into siblings={self.siblings}"
@@ -83,17 +84,6 @@ class PopulationBatch:
         host_ids: Tensor | None = None,
     ):
         config = config or HostBatchConfig()
-        if len(hosts) < config.num_types:
-            raise ValueError(
-                f"{len(hosts)} hosts to choose from, but num_types={config.num_types} per episode"
-            )
-        available = task.validation_y.shape[1]
-        if config.validation_rows > available:
-            raise ValueError(
-                f"validation_rows={config.validation_rows}, but {task.names} has {available}"
-            )
-        if len({host.num_slots for host in hosts}) != 1:
-            raise ValueError("hosts of one host batch must have the same number of slots")
         self.config, self.hosts, self.menu, self.task = config, tuple(hosts), tuple(menu), task
         self.optimizer = optimizer or AdamW()
         self.num_envs, self.siblings = config.num_types * config.envs_per_type, config.siblings
@@ -180,10 +170,6 @@ class PopulationBatch:
 
     def train_step(self, transition: Transition) -> StepMeasurements:
         """One step: every population trains, is checked by its governor and validated."""
-        if self._step == self.config.episode_steps:
-            raise ValueError(
-                f"all episode_steps={self._step} were run; call reset() or new_hosts()"
-            )
         # start all populations before waiting for the first
         losses = self._on_streams(lambda m: self._train(m, transition.at(m.env_ids)))
         ended = self._on_streams(

@@ -31,15 +31,13 @@ class HostValidation(NamedTuple):
 def validate_hosts(population: Population, num_rows: int | None = None) -> HostValidation:
     """Evaluate every host on the first `num_rows` validation rows of its view (default: all)."""
     task = population.task
-    available = task.validation_y.shape[1]
-    num_rows = available if num_rows is None else num_rows
-    if not 1 <= num_rows <= available:
-        raise ValueError(f"num_rows={num_rows}; the task has 1 to {available} rows to validate on")
+    rows = task.validation_x[:, :num_rows]
+    num_rows = rows.shape[1]
     weights = population.parameter_table.params
     loss, correct = weights.new_zeros(2, population.num_hosts).unbind()
     # sums of correct answers lost without a slot's seed, and of their squares
     gains = weights.new_zeros(2, population.num_hosts, population.num_slots)
-    for x, labels in _chunks(population, task.validation_x[:, :num_rows], task.validation_y):
+    for x, labels in _chunks(population, rows, task.validation_y):
         logits, slots = population.ablated_logits(x)
         loss += F.cross_entropy(logits[:, :, 0], labels, reduction="none").sum(1)
         is_correct = _is_correct(logits, labels.unsqueeze(1))  # [P, 1 + K, batch]

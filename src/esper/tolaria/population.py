@@ -244,14 +244,11 @@ class Population:
         hosts, slots = states.has_seed.nonzero(as_tuple=True)
         blueprint = states.blueprint[hosts, slots]
         is_known = (blueprint >= 0) & (blueprint < len(self.menu))
-        sizes = self.parameter_table.layout.seed_sizes
+        sizes = self.parameter_table.layout.seed_sizes  # 0 where a blueprint does not fit
         wrong = ~(is_known & (sizes[slots, blueprint * is_known] > 0))
         for host, slot, number in torch.stack((hosts, slots, blueprint), 1)[wrong].tolist():
-            if 0 <= number < len(self.menu):
-                self.menu[number].program(self.host.sites[slot])  # raises
-            raise ValueError(
-                f"host {host}, slot {slot}: blueprint {number}; use 0 to {len(self.menu) - 1}"
-            )
+            fitting = sizes[slot].nonzero().flatten().tolist()
+            raise ValueError(f"host {host}, slot {slot}: blueprint {number}; {fitting} fit there")
 
     def _prepare_steps(self) -> None:
         """Update what the next minibatch reads of the slots."""

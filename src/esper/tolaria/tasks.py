@@ -112,10 +112,6 @@ class Task:
 
     def __post_init__(self) -> None:
         """Bounds checks; the compiled kernels do none."""
-        if type(self.num_classes) is not int or self.num_classes < 2:
-            raise ValueError(f"num_classes={self.num_classes}; use an int of 2 or more")
-        if self.train_x.dim() not in (3, 4, 5):
-            raise ValueError(f"train_x is {tuple(self.train_x.shape)}; inputs have 1 to 3 axes")
         self._check_rows("train", self.train_x, self.train_y)
         self._check_rows("validation", self.validation_x, self.validation_y)
         if self.held_out.is_sealed:

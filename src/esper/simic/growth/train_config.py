@@ -95,8 +95,6 @@ class TrainConfig:
         require_at_least(self, 1, "num_layers", "rounds", "checkpoint_every")
         require_fraction(self, "observed_share")
         require_positive(self, "host_learning_rate")
-        require_fraction(self.host_batch, "constant_share")
-        require_positive(self.growth, "min_rent", "max_rent")
         if not 0 <= self.rng_seed < 2**63:
             raise ValueError(f"rng_seed={self.rng_seed}; use a number from 0 to 2**63 - 1")
         if self.growth.num_steps != self.host_batch.episode_steps:
