@@ -25,14 +25,20 @@ STEPS, NUM_ENVS, EPISODES, EVALUATION_SEED = 50_000, 8, 40, 10_000
 BAR = 490.0
 SETTINGS = {
     "defaults": GymConfig(),
-    "value .5": GymConfig(ppo=PPOConfig(value_coefficient=0.5)),
-    "lr 3e-3": GymConfig(ppo=PPOConfig(learning_rate=3e-3)),
-    "lr 3e-3, value .5": GymConfig(ppo=PPOConfig(learning_rate=3e-3, value_coefficient=0.5)),
-    "lr 3e-3, value .1": GymConfig(ppo=PPOConfig(learning_rate=3e-3, value_coefficient=0.1)),
-    "value .5, 20 passes": GymConfig(ppo=PPOConfig(value_coefficient=0.5, ppo_epochs=20)),
+    "value .5": GymConfig(ppo=PPOConfig(gae_lambda=0.9, value_coefficient=0.5)),
+    "lr 3e-3": GymConfig(ppo=PPOConfig(gae_lambda=0.9, learning_rate=3e-3)),
+    "lr 3e-3, value .5": GymConfig(
+        ppo=PPOConfig(gae_lambda=0.9, learning_rate=3e-3, value_coefficient=0.5)
+    ),
+    "lr 3e-3, value .1": GymConfig(
+        ppo=PPOConfig(gae_lambda=0.9, learning_rate=3e-3, value_coefficient=0.1)
+    ),
+    "value .5, 20 passes": GymConfig(
+        ppo=PPOConfig(gae_lambda=0.9, value_coefficient=0.5, ppo_epochs=20)
+    ),
     "value .5, lambda .98": GymConfig(ppo=PPOConfig(value_coefficient=0.5, gae_lambda=0.98)),
     "value .5, entropy .01": GymConfig(
-        ppo=PPOConfig(value_coefficient=0.5, entropy_coefficient=0.01)
+        ppo=PPOConfig(gae_lambda=0.9, value_coefficient=0.5, entropy_coefficient=0.01)
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The conformance checks of `conformance_kit.py`, on Esper and on the libraries that are installed.
+"""The conformance checks of `esper.testing`, on Esper and on the libraries that are installed.
 
     pip install stable-baselines3 sb3-contrib torchrl
     python benchmarks/conformance.py
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import esper
 from esper.leyline.factored_actions import ActionMasks
-from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.simic.agent.gae import compute_gae
 from esper.simic.trainer import zero_rows
-from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
+from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, Rows
+from esper.tamiyo.policy.network import Steps
 from esper.tamiyo.policy.plain_heads import flat_policy
 
 ENV_ID = "CartPole-v1"
@@ -49,23 +49,16 @@ def esper_functions() -> dict[str, Callable[..., Any]]:
         return decision.values.unsqueeze(-1), decision.state
 
     def unroll(observations: Tensor, starts: Tensor) -> Tensor:
-        num_steps, num_envs = starts.shape
-        ended = torch.zeros(num_envs, num_steps, dtype=torch.bool)
-        ended[:, :-1] = starts[1:].T
-        layout = SequenceLayout.from_flags(ended, torch.full((num_envs,), num_steps))
-        actions = torch.zeros(num_envs, num_steps, 1, dtype=torch.int64)
-        masks = torch.ones(num_envs, num_steps, 6, dtype=torch.bool)
-        (steps,) = policy.gather(
-            observations.transpose(0, 1).contiguous(),
-            actions,
-            masks,
-            SequenceParts((layout,)),
-            policy.initial_state(num_envs),
+        rows = starts.shape
+        steps = Steps(
+            observations,
+            torch.zeros(*rows, 1, dtype=torch.int64),
+            torch.ones(*rows, 6, dtype=torch.bool),
+            starts,
+            policy.initial_state(rows[1]),
+            Rows(torch.ones(rows, dtype=torch.bool), None),
         )
-        values = policy.evaluate(steps, layout).values.detach()
-        outputs = torch.empty(num_envs * num_steps)
-        outputs[layout.rows] = values
-        return outputs.view(num_envs, num_steps).T.unsqueeze(-1)
+        return policy.evaluate(steps).values.detach().unsqueeze(-1)
 
     def ratios() -> Tensor:
         errors: list[float] = []

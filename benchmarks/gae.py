@@ -3,6 +3,8 @@
     python benchmarks/gae.py [--device cpu|cuda] [--quick]
 
 CPU figures are for one thread; rivals are timed in turns in one process, and medians compared.
+"Ours" is what a rollout buffer does: views [N, T] of time-major storage, results written into it.
+"Fresh" is the same kernel with a row per env in memory, and new tensors for its results.
 """
 
 import argparse
@@ -32,7 +34,7 @@ CUDA_SIZES = [
 ]
 SB3_BARS = {(4, 25): 10.0, (16, 25): 10.0, (128, 150): 5.0, (4096, 128): 1.5}
 
-Way = Callable[[], object]
+Way = Callable[[], tuple[Tensor, Tensor]]
 Bar = dict[str, float | bool]
 
 
@@ -60,8 +62,15 @@ def rollout(num_envs: int, num_steps: int, device: str = "cpu") -> list[Tensor]:
     return [rewards, values, terminated, truncated, bootstraps]
 
 
-def ours(data: list[Tensor], kernel: str = "auto") -> tuple[Tensor, Tensor]:
+def fresh(data: list[Tensor], kernel: str = "auto") -> tuple[Tensor, Tensor]:
     return compute_gae(*data, gamma=GAMMA, gae_lambda=GAE_LAMBDA, kernel=kernel)
+
+
+def in_place(data: list[Tensor], kernel: str = "auto") -> Way:
+    """The call on time-major views, with results in memory that is there already."""
+    views = [x.t().contiguous().t() for x in data]
+    out = (torch.empty_like(views[0]), torch.empty_like(views[0]))
+    return partial(compute_gae, *views, gamma=GAMMA, gae_lambda=GAE_LAMBDA, kernel=kernel, out=out)
 
 
 def bar(value: float, limit: float, *, at_most: bool = False) -> Bar:
@@ -78,13 +87,14 @@ def on_cpu(budget_s: float) -> dict[str, Bar]:
     if not has_sb3:
         print("stable_baselines3 is not installed (extra `bench`): that rival is left out")
     bars = {}
-    print("\n| envs x steps | ours us | SB3 | torch loop over T | Python loop per env | vs SB3 |")
-    print("|---|---|---|---|---|---|")
+    print("\n| envs x steps | ours us | fresh | SB3 | loop over T | loop per env | vs SB3 |")
+    print("|---|---|---|---|---|---|---|")
     for num_envs, num_steps in CPU_SIZES:
         data = rollout(num_envs, num_steps)
         ways: dict[str, Way] = {
-            "ours": partial(ours, data),
-            "torch": partial(ours, data, "reference"),
+            "ours": in_place(data),
+            "fresh": partial(fresh, data),
+            "torch": in_place(data, "reference"),
         }
         if has_sb3:
             ways["sb3"] = sb3_way(data)
@@ -101,7 +111,7 @@ def on_cpu(budget_s: float) -> dict[str, Bar]:
     return bars | allocation_bars(cpu_allocations, "cpu")
 
 
-WAYS = ("ours", "sb3", "torch", "python")
+WAYS = ("ours", "fresh", "sb3", "torch", "python")
 
 
 def sb3_way(data: list[Tensor]) -> Way:
@@ -160,7 +170,7 @@ def check_agreement(data: list[Tensor], ways: dict[str, Way]) -> None:
     exact = [x.double() if x.is_floating_point() else x for x in data]
     truncation_free = [*exact[:3], torch.zeros_like(exact[3]), exact[4]]
     for name, way in ways.items():
-        expected = ours(truncation_free if name == "sb3" else exact, "reference")
+        expected = fresh(truncation_free if name == "sb3" else exact, "reference")
         torch.testing.assert_close(way(), expected, check_dtype=False, rtol=1e-4, atol=1e-4)
 
 
@@ -186,9 +196,14 @@ def interleaved_medians(ways: dict[str, Way], budget_s: float) -> dict[str, floa
 
 def allocation_bars(count: Callable[[Way], int], device: str) -> dict[str, Bar]:
     """Allocations of one call at 10 and at 1000 steps."""
-    few, many = (count(partial(ours, rollout(8, steps, device))) for steps in (10, 1000))
-    print(f"\nAllocations per call: {few} at 10 steps, {many} at 1000 steps")
-    return {"allocations_added_by_990_steps": bar(many - few, 0, at_most=True)}
+    data = [rollout(8, steps, device) for steps in (10, 1000)]
+    few, many = (count(partial(fresh, x)) for x in data)
+    given = max(count(in_place(x)) for x in data)
+    print(f"\nAllocations per call: {few} at 10 steps, {many} at 1000 steps; {given} with out=")
+    return {
+        "allocations_added_by_990_steps": bar(many - few, 0, at_most=True),
+        "allocations_with_out": bar(given, 0, at_most=True),
+    }
 
 
 def cpu_allocations(way: Way) -> int:
@@ -208,20 +223,22 @@ def on_cuda(budget_s: float) -> dict[str, Bar]:
     print(f"kernels: {available_kernels(torch.device('cuda'), torch.float32)}")
     bytes_per_s = copy_bandwidth()
     print(f"copy bandwidth {bytes_per_s / 1e12:.2f} TB/s")
-    print("\n| envs x steps | device us | call us | torch loop over T us | speed-up | of copy |")
-    print("|---|---|---|---|---|---|")
+    print("\n| envs x steps | device us | fresh | call | loop over T | speed-up | of copy |")
+    print("|---|---|---|---|---|---|---|")
     bars = {}
     for num_envs, num_steps in CUDA_SIZES:
         data = rollout(num_envs, num_steps, "cuda")
         check_on_cuda(data)
         # what fits the L2 cache is found there in practice too, and is too short for one event
         copies = 20 if data[0].nbytes < 4e6 else 1
-        device_s = device_seconds(partial(ours, data), copies)
-        loop_s = device_seconds(partial(ours, data, "reference"), repeats=3)
-        call_s = call_seconds(partial(ours, data), budget_s / 10)
+        ours = in_place(data)
+        device_s = device_seconds(ours, copies)
+        rows_s = device_seconds(partial(fresh, data), copies)
+        loop_s = device_seconds(in_place(data, "reference"), repeats=3)
+        call_s = call_seconds(ours, budget_s / 10)
         share = bytes_needed(data) / device_s / bytes_per_s
         print(
-            f"| {num_envs} x {num_steps} | {device_s * 1e6:.1f} | {call_s * 1e6:.1f} "
+            f"| {num_envs} x {num_steps} | {device_s * 1e6:.1f} | {rows_s * 1e6:.1f} | {call_s * 1e6:.1f} "
             f"| {loop_s * 1e6:.0f} | {loop_s / device_s:.0f}x | {share:.0%} |"
         )
         if (num_envs, num_steps) == (262144, 128):
@@ -243,8 +260,10 @@ def check_on_cuda(data: list[Tensor]) -> None:
     """Raise unless the GPU kernel agrees with the CPU kernel on the first 4096 envs in float64."""
     some = [x[:4096] for x in data]
     exact = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in some]
-    actual = tuple(x[:4096].cpu() for x in ours(data))
-    torch.testing.assert_close(actual, ours(exact), check_dtype=False, rtol=1e-4, atol=1e-4)
+    expected = fresh(exact)
+    for way in (in_place(data), partial(fresh, data)):
+        actual = tuple(x[:4096].cpu() for x in way())
+        torch.testing.assert_close(actual, expected, check_dtype=False, rtol=1e-4, atol=1e-4)
 
 
 def bytes_needed(data: list[Tensor]) -> int:

@@ -3,7 +3,7 @@
     python benchmarks/gpu_envs.py [--device cuda] [--num-envs 4096] [--rounds 20]
 
 The task needs memory and has masks: name the symbol of four steps ago, among the legal ones. The
-same trainer runs it as any other environments: `SymbolEnvs` follows the `TrainingEnvs` protocol.
+same trainer runs it as any other environments: `SymbolEnvs` follows the `Environments` protocol.
 """
 
 import argparse
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.trainer import Outcome, PhaseClock, Trainer
+from esper.simic.trainer import EnvSpec, Observed, Stepped, Trainer
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.plain_heads import flat_policy
 
@@ -27,53 +28,47 @@ NUM_SYMBOLS, LAG, EPISODE_STEPS = 8, 4, 52
 class SymbolEnvs:
     """N games in tensors; all results stay on the device."""
 
-    num_features = NUM_SYMBOLS
     action_space = FactoredActionSpace((Head("symbol", NUM_SYMBOLS),))
-    round_over = False  # episodes continue from one round to the next
 
     def __init__(self, num_envs: int, device: str, rng_seed: int = 0):
-        self.num_envs, self.device, self.clock = num_envs, device, PhaseClock()
+        self.spec = EnvSpec(num_envs, NUM_SYMBOLS, self.action_space)
+        self.device = device
         self._rng = torch.Generator(device).manual_seed(rng_seed)
         self._age = torch.randint(EPISODE_STEPS, (num_envs,), device=device, generator=self._rng)
         self._past = self._symbols((num_envs, LAG + 1))  # the newest last
-        self._always = torch.ones(num_envs, dtype=torch.bool, device=device)
+        self._starts = torch.ones(num_envs, dtype=torch.bool, device=device)
         self._correct = torch.zeros((), device=device)
         self._answers = 0
-        self._observe()
 
-    def step(self, actions: Tensor) -> Outcome:
-        is_correct = actions[:, 0].to(self.device) == self._past[:, 0]
-        rewards = torch.where(is_correct, 1.0, -1.0) * (self._age >= LAG)
-        self._correct += is_correct.sum()
-        self._answers += self.num_envs
-        self._age += 1
-        ended = self._age == EPISODE_STEPS
-        self._age.masked_fill_(ended, 0)
-        self._past = torch.cat([self._past[:, 1:], self._symbols((self.num_envs, 1))], dim=1)
-        self._observe()
-        self.clock.lap("env")
-        return Outcome(rewards, ended, ~self._always, self._always, ended, self.features)
+    def begin_round(self) -> None: ...
 
-    def _symbols(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randint(NUM_SYMBOLS, shape, device=self.device, generator=self._rng)
-
-    def _observe(self) -> None:
-        self.features = torch.nn.functional.one_hot(self._past[:, -1], NUM_SYMBOLS).float()
-        shape = (self.num_envs, NUM_SYMBOLS)
-        legal = torch.rand(shape, device=self.device, generator=self._rng) < 0.5
+    def observe(self, row: RolloutRow) -> Observed:
+        row.states.copy_(torch.nn.functional.one_hot(self._past[:, -1], NUM_SYMBOLS))
+        legal = torch.rand(row.masks.shape, device=self.device, generator=self._rng) < 0.5
         legal.scatter_(1, self._past[:, :1], True)
-        self.masks = ActionMasks(self.action_space, {"symbol": legal})
+        return Observed(ActionMasks(self.action_space, {"symbol": legal}), self._starts)
 
-    def begin_round(self) -> Tensor:
-        return ~self._always  # no env starts a new episode
+    def step(self, row: RolloutRow) -> Stepped:
+        is_correct = row.actions[:, 0] == self._past[:, 0]
+        row.rewards.copy_(torch.where(is_correct, 1.0, -1.0) * (self._age >= LAG))
+        self._correct += is_correct.sum()
+        self._answers += len(is_correct)
+        self._age += 1
+        self._starts = self._age == EPISODE_STEPS
+        self._age.masked_fill_(self._starts, 0)
+        row.terminated.copy_(self._starts)
+        row.truncated.fill_(False)
+        self._past = torch.cat([self._past[:, 1:], self._symbols((len(is_correct), 1))], dim=1)
+        return Stepped(None, None)
 
-    def end_round(self, buffer: TamiyoRolloutBuffer) -> None: ...
-
-    def metrics(self, seconds: float) -> dict[str, float]:
+    def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
         share = float(self._correct) / self._answers
         self._correct.zero_()
         self._answers = 0
         return {"episode/correct": share}
+
+    def _symbols(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(NUM_SYMBOLS, shape, device=self.device, generator=self._rng)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -104,8 +99,8 @@ def measured(arguments: argparse.Namespace, passes: int) -> float:
     """Steps per second over all rounds but the first two, which compile and allocate."""
     torch.manual_seed(0)
     envs = SymbolEnvs(arguments.num_envs, arguments.device)
-    policy = flat_policy(envs.action_space, envs.num_features, PolicyConfig())
-    config = PPOConfig(ppo_epochs=passes, target_kl=None)
+    policy = flat_policy(envs.action_space, NUM_SYMBOLS, PolicyConfig())
+    config = PPOConfig(ppo_epochs=passes, gae_lambda=0.9, target_kl=None)
     agent = PPOAgent(policy.to(arguments.device), config)
     trainer = Trainer(envs, agent, horizon=arguments.horizon)
     phases: dict[str, float] = {}

@@ -28,7 +28,7 @@ from hidden_cartpole import hidden_cartpole
 
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.gym.ppo_model import PPO, GymConfig, evaluate
+from esper.simic.gym.ppo_model import GYM_GAE_LAMBDA, PPO, GymConfig, evaluate
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
@@ -124,7 +124,7 @@ def rows() -> dict[str, list[Row]]:
     from support.gym_environments import RowThenColumn
 
     taxi = partial(gymnasium.make, "Taxi-v4")
-    short = GymConfig(horizon=16, ppo=PPOConfig(gamma=0.4))
+    short = GymConfig(horizon=16, ppo=PPOConfig(gamma=0.4, gae_lambda=GYM_GAE_LAMBDA))
     # budget and gamma of sb3-contrib's own performance test of these environments
     invalid = {"total_steps": 3_000, "config": short, "settings": "horizon 16, gamma 0.4"}
     cartpole = {"make": hidden_cartpole, "total_steps": 50_000}

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from adapt_practice.outcomes import Outcomes, choose_rates, outcomes_of, picked
 from adapt_practice.scenarios import (
@@ -39,7 +38,9 @@ from esper.adapting.signals import SIGNALS
 from esper.runtime.checks import require_at_least
 from esper.runtime.devices import usable_device
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.trainer import Outcome, PhaseClock, Trainer, TrainingEnvs
+from esper.simic.agent.rollout import RolloutRow
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.trainer import EnvSpec, Observed, Stepped, Trainer
 from esper.tamiyo.policy.network import PolicyConfig
 
 BUDGETS = (torch.inf, torch.inf, 0.25, 0.1)  # parameters added, relative to the model
@@ -181,7 +182,7 @@ def learn(outcomes: Outcomes, config: AdaptConfig, say: Say) -> AdaptationContro
     return AdaptationController(policy, low, high, facts)
 
 
-class TrialEnvs(TrainingEnvs):
+class TrialEnvs:
     """N episodes at a time over recorded outcomes; a round is one episode in every env.
 
     An episode is one scenario. A reward is the change in test accuracy of the leader, which is what
@@ -191,14 +192,12 @@ class TrialEnvs(TrainingEnvs):
     """
 
     def __init__(self, outcomes: Outcomes, num_envs: int, rng_seed: int = 0):
-        self.outcomes, self.num_envs = outcomes, num_envs
-        self.num_features, self.action_space = Tries.num_features, ACTION_SPACE
+        self.outcomes = outcomes
+        self.spec = EnvSpec(num_envs, Tries.num_features, ACTION_SPACE)
         self.rng = torch.Generator().manual_seed(rng_seed)
-        self.clock = PhaseClock()
-        self.round_over = True
 
-    def begin_round(self) -> Tensor:
-        num, rng = self.num_envs, self.rng
+    def begin_round(self) -> None:
+        num, rng = self.spec.num_envs, self.rng
         self._scenarios = torch.randint(len(self.outcomes.signals), (num,), generator=rng)
         budgets = torch.tensor(BUDGETS)[torch.randint(len(BUDGETS), (num,), generator=rng)]
         tries = torch.randint(1, MAX_TRIES + 1, (num,), generator=rng)
@@ -211,27 +210,27 @@ class TrialEnvs(TrainingEnvs):
         worth = worth.masked_fill(~self._tries.legal, torch.nan)
         self._worth = REWARD_SCALE * (worth - worth.nanmean(1, keepdim=True))
         self._worth_of_leader = torch.zeros(num)  # before the first step: the mean of all legal
-        self.round_over = False
-        self._observe()
-        return torch.ones(num, dtype=torch.bool)
+        self._starts = torch.ones(num, dtype=torch.bool)
 
-    def step(self, actions: Tensor) -> Outcome:
-        choices, tries = choices_of(actions), self._tries
+    def observe(self, row: RolloutRow) -> Observed:
+        row.states.copy_(self._tries.features())
+        return Observed(self._tries.masks(), self._starts)
+
+    def step(self, row: RolloutRow) -> Stepped:
+        choices, tries = choices_of(row.actions), self._tries
         is_running, is_last = tries.left >= 0, tries.left == 0
         # where the episode is over, a choice that was tried is noted again
         tries.record(choices, picked(self._validation, choices))
         before = self._worth_of_leader
         worth = picked(self._worth, torch.where(is_last, choices, tries.leader()[1]))
         self._worth_of_leader = torch.where(is_running, worth, before)
-        self.round_over = not bool((tries.left >= 0).any())
-        self._observe()
-        rewards, never = self._worth_of_leader - before, torch.zeros_like(is_last)
-        return Outcome(rewards, is_last, never, is_running, is_last, self.features)
+        self._starts = torch.zeros_like(is_running)
+        row.rewards.copy_(self._worth_of_leader - before)
+        row.terminated.copy_(is_last)
+        row.truncated.fill_(False)
+        return Stepped(is_running, None, round_over=not bool((tries.left >= 0).any()))
 
-    def _observe(self) -> None:
-        self.features, self.masks = self._tries.features(), self._tries.masks()
-
-    def metrics(self, seconds: float) -> dict[str, float]:
+    def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
         return {"adapt/lead": float(self._worth_of_leader.mean()) / REWARD_SCALE}
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Episodes over recorded outcomes: legal choices, rewards that add up, and learning."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from esper.adapting.controller import (
 )
 from esper.adapting.plans import KNOWN_RULES, MENU, PLANS, RATES
 from esper.adapting.signals import SIGNALS
+from support.rollouts import act_and_step, row_for
 
 CHOICES = len(PLANS) * len(RATES)
 AS_IS = ANCHORS[0]
@@ -58,19 +61,34 @@ def legal_actions(masks, rng):
     return torch.tensor(rows)
 
 
+class Taken(NamedTuple):
+    """A step of all envs."""
+
+    is_real: torch.Tensor
+    rewards: torch.Tensor
+    terminated: torch.Tensor
+
+
 class Watched:
     """Plays a round of random legal actions and keeps what happened in each env."""
 
     def __init__(self, found, num_envs=64, rng_seed=0):
         self.envs = TrialEnvs(found, num_envs, rng_seed)
         rng = torch.Generator().manual_seed(rng_seed)
-        assert self.envs.begin_round().all()
-        self.scenarios, self.first = self.envs._scenarios, self.envs.features
+        self.envs.begin_round()
+        row = row_for(self.envs)
+        observed = self.envs.observe(row)
+        assert observed.starts.all()
+        self.scenarios, self.first = self.envs._scenarios, row.states.clone()
         self.budgets, self.tries = self.envs._tries.budgets, self.envs._tries.left
         self.steps = []
-        while not self.envs.round_over:
-            actions = legal_actions(self.envs.masks, rng)
-            self.steps.append((choices_of(actions), self.envs.step(actions)))
+        round_over = False
+        while not round_over:
+            actions = legal_actions(self.envs.observe(row).masks, rng)
+            stepped, _ = act_and_step(self.envs, actions, row)
+            round_over = stepped.round_over
+            taken = Taken(stepped.is_real, row.rewards.clone(), row.terminated.clone())
+            self.steps.append((choices_of(actions), taken))
 
 
 def near_best(values, held_out):
@@ -86,7 +104,7 @@ def test_rewards_add_up_to_the_worth_of_the_kept_choice():
     found = outcomes()
     game = Watched(found)
     for env, scenario in enumerate(game.scenarios.tolist()):
-        *tried, kept = (int(choices[env]) for choices, step in game.steps if step.is_real_step[env])
+        *tried, kept = (int(choices[env]) for choices, step in game.steps if step.is_real[env])
         assert len(tried) == int(game.tries[env])
         legal = [c for c in CHOSEN if found.added[scenario, c] <= game.budgets[env]]
         known = {a for a in ANCHORS if a in legal}
@@ -107,8 +125,8 @@ def test_episodes_end_when_the_policy_has_decided_after_its_tries():
     assert len(game.steps) == MAX_TRIES + 1
     for number, (_, step) in enumerate(game.steps):
         assert torch.equal(step.terminated, game.tries == number)
-        assert torch.equal(step.is_real_step, game.tries >= number)
-        assert not step.rewards[~step.is_real_step].any()
+        assert torch.equal(step.is_real, game.tries >= number)
+        assert not step.rewards[~step.is_real].any()
 
 
 def allowed_choices(masks, env):

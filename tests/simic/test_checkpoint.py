@@ -12,6 +12,7 @@ from esper.simic.agent.ppo import PPOConfig
 from esper.simic.gym.ppo_model import PPO, GymConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector
+from support.rollouts import row_for, stored_fields
 
 NUM_ENVS, HORIZON = 4, 20
 CONFIG = GymConfig(
@@ -77,22 +78,28 @@ def test_a_run_with_conditional_masks_resumes(tmp_path):
     assert resumed.learn().is_finished  # the environments assert that every choice is legal
 
 
+def first_features(model):
+    row = row_for(model.envs)
+    model.envs.observe(row)
+    return row.states
+
+
 def test_a_resumed_run_collects_the_round_again_in_new_episodes(tmp_path):
     model = start()
-    first = model.envs.features
+    first = first_features(model)
     run_steps(model, HORIZON)
     progress, recent = vars(model.trainer.progress).copy(), list(model.envs.log.recent)
     run_steps(model, 15)
-    assert 0 < progress["episodes"] < model.trainer.progress.episodes
+    assert progress["episodes"] > 0
+    assert len(model.trainer.buffer) > 0
     model.save(tmp_path / "run.pt")
     resumed = PPO.load(tmp_path / "run.pt", vector(CueMemory, NUM_ENVS))
     assert vars(resumed.trainer.progress) == progress
     assert progress["rounds"] == 1
-    assert progress["round_steps"] == 0
     assert list(resumed.envs.log.recent) == recent
     assert len(resumed.trainer.buffer) == 0
     assert not resumed.envs.log.lengths.any()
-    assert not torch.equal(resumed.envs.features, first)  # not the first episodes again
+    assert not torch.equal(first_features(resumed), first)  # not the first episodes again
     resumed.learn()
     assert resumed.is_finished
 
@@ -124,14 +131,14 @@ def test_learning_after_an_interrupted_step_starts_new_episodes(mode):
     model = start(interrupted(ShowsItsAge), mode)
     with pytest.raises(KeyboardInterrupt):
         model.learn(TOTAL_STEPS)
-    assert model.num_steps == model.trainer.progress.steps_before_round > 0
+    assert model.num_steps == model.trainer.progress.steps > 0
     model.trainer.collect()  # the environments assert that every choice is legal
-    fields, counts = model.trainer.buffer.fields, model.trainer.buffer.step_counts
+    fields, counts = stored_fields(model.trainer.buffer), model.trainer.buffer.step_counts
     stored = torch.arange(HORIZON) < counts[:, None]
     age = (torch.arange(HORIZON) % CueMemory.limit).expand(NUM_ENVS, -1)
     assert torch.equal(fields["states"][..., -1][stored], age.float()[stored])
     assert torch.equal(fields["truncated"][stored], (age == CueMemory.limit - 1)[stored])
-    assert not fields["hidden_h"][:, 0].any()
+    assert not model.trainer.buffer.initial_hidden_h.any()
 
 
 @pytest.mark.parametrize("when", ["within a step", "between steps", "error in an environment"])
@@ -202,7 +209,7 @@ def test_a_run_continues_in_other_environments_with_new_episodes(tmp_path, make,
     model.save(tmp_path / "run.pt")
     moved = PPO.load(tmp_path / "run.pt", vector(make, num_envs))
     before, old = moved.trainer.progress, model.trainer.progress
-    assert (before.rounds, before.steps) == (1, old.steps_before_round)
+    assert (before.rounds, before.steps) == (1, old.steps)
     torch.testing.assert_close(moved.agent.state_dict(), model.agent.state_dict())
     assert len(moved.trainer.buffer) == 0
     assert not moved.trainer.state.h.any()

@@ -15,6 +15,7 @@ from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.scripted import RandomController
 from esper.tolaria.environment import GrowthConfig, GrowthEnvironment
 from esper.tolaria.governor import Breakage, Rollback
+from support.rollouts import act_and_step, row_for
 from support.synthetic_hosts import (
     BLUEPRINT_PARAMS,
     HOST_ACCURACY,
@@ -96,7 +97,7 @@ def test_features_are_not_scaled_by_an_update_that_is_undone():
     scales = agent.policy.heads.scales
     before = {name: value.clone() for name, value in scales.state_dict().items()}
     trainer.collect()
-    trainer.buffer.fields["log_probs"][0, 0] = -3e38  # the ratio is not finite
+    trainer.buffer.log_probs[0, 0] = -3e38  # the ratio is not finite
     assert trainer.learn()["ppo/update_undone"] == 1.0
     for name, value in scales.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -229,14 +230,18 @@ def test_controls_only_wait_and_the_others_lead_over_them_is_reported():
     envs = GrowthEnvs(environment, "cpu", controls=1)
     envs.begin_round()
     generator = torch.Generator().manual_seed(0)
-    while not envs.round_over:
-        legal = envs.masks["op"].sum(dim=1)
+    row = row_for(envs)
+    round_over = False
+    while not round_over:
+        masks = envs.observe(row).masks
+        legal = masks["op"].sum(dim=1)
         assert (legal[3::4] == 1).all()
         assert (legal[[0, 1, 2, 4, 5, 6]] > 1).all()
-        actions = RandomController(generator).decide(envs.reports, envs.masks)
+        actions = RandomController(generator).decide(envs.reports, masks)
         assert (actions[3::4, 0] == LifecycleOp.WAIT).all()
-        envs.step(actions)
-    envs.end_round(buffer=None)  # it is written to after a rollback only
+        stepped, _ = act_and_step(envs, actions, row)
+        round_over = stepped.round_over
+    metrics = envs.end_round(buffer=None)  # it is written to after a rollback only
     episodes = envs.episodes
     scores = episodes.scores.view(2, 4)
     is_ungrown = (episodes.cost_params.sum(dim=1) == 0).view(2, 4)
@@ -246,7 +251,7 @@ def test_controls_only_wait_and_the_others_lead_over_them_is_reported():
         [row[flags].mean() for row, flags in zip(scores, is_ungrown, strict=True)]
     )
     expected = (scores[:, :3].mean(dim=1) - ungrown).mean()
-    assert envs.metrics(1.0)["episode/lead"] == pytest.approx(float(expected))
+    assert metrics["episode/lead"] == pytest.approx(float(expected))
     with pytest.raises(ValueError, match="controls=4, but only 4 siblings"):
         GrowthEnvs(environment, "cpu", controls=4)
 
@@ -255,6 +260,6 @@ def test_the_probability_of_a_decision_is_that_of_all_its_choices():
     training = GrowthTraining(replace(ORACLE, rounds=1))
     (record,) = run(training)
     rollout = training.trainer.buffer.get_batched_sequences()
-    expected = rollout.log_probs.double().exp().prod(dim=-1).float()
+    expected = rollout["log_probs"].double().exp().prod(dim=-1).float()
     torch.testing.assert_close(record.probabilities, expected)
     assert ((record.probabilities > 0) & (record.probabilities <= 1)).all()

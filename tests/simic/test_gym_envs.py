@@ -12,13 +12,13 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.gym import ppo_model
 from esper.simic.gym.gym_envs import GymEnvs
 from esper.simic.gym.gym_spaces import GymSpaces
 from esper.simic.gym.ppo_model import PPO, GymConfig, PolicyState, evaluate
 from esper.tamiyo.policy.network import PolicyConfig
-from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector
+from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector, vector_of
+from support.rollouts import act_and_step, stored_fields
 
 CONFIG = GymConfig(
     horizon=16,
@@ -27,6 +27,9 @@ CONFIG = GymConfig(
     previous_action=False,  # features are the observation alone
     previous_reward=False,
 )
+
+
+MODES = [*AutoresetMode, None]  # None: environments that are stepped one by one
 
 
 def train(envs, total_steps, config=CONFIG, heads=None, callback=None):
@@ -58,20 +61,20 @@ class Counter(gymnasium.Env):
         return observation, float(self.count), over and self.terminates, over, {}
 
 
-def counters(mode: AutoresetMode) -> SyncVectorEnv:
+def counters(mode: AutoresetMode | None) -> SyncVectorEnv:
     makers = [
         lambda: Counter(3, terminates=False),
         lambda: Counter(4, terminates=True),
         lambda: Counter(1, terminates=False),
     ]
-    return SyncVectorEnv(makers, autoreset_mode=mode)
+    return vector_of(makers, mode)
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("mode", MODES)
 def test_a_rollout_holds_exactly_the_steps_taken_in_every_autoreset_mode(mode):
     trainer = PPO(counters(mode), config=CONFIG).trainer
     trainer.collect()
-    stored, counts = trainer.buffer.fields, trainer.buffer.step_counts
+    stored, counts = stored_fields(trainer.buffer), trainer.buffer.step_counts
     for env, length in enumerate((3, 4, 1)):
         # with NEXT_STEP one call in length + 1 is an autoreset step
         calls = np.arange(CONFIG.horizon)
@@ -84,14 +87,11 @@ def test_a_rollout_holds_exactly_the_steps_taken_in_every_autoreset_mode(mode):
         is_end = age == length - 1
         np.testing.assert_array_equal(stored["terminated"][env, rows], is_end & (env == 1))
         np.testing.assert_array_equal(stored["truncated"][env, rows], is_end & (env != 1))
-        begins = torch.from_numpy(age == 0)
-        hidden = stored["hidden_h"][env, rows].flatten(1)
-        assert bool((hidden[begins] == 0).all())
-        assert bool((hidden[~begins] != 0).any(dim=1).all())
+    trainer.learn()
     assert trainer.progress.steps == int(counts.sum())
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED, None])
 @pytest.mark.parametrize("make", [CueMemory, RowThenColumn])
 def test_every_autoreset_mode_stores_bit_exact_the_same_rows(make, mode):
     def collected(mode):
@@ -100,15 +100,12 @@ def test_every_autoreset_mode_stores_bit_exact_the_same_rows(make, mode):
         trainer = PPO(vector(make, 3, mode), heads, config).trainer
         trainer.collect(deterministic=True)
         buffer = trainer.buffer
-        fields = {n: v for n, v in buffer.fields.items() if n in TamiyoRolloutBuffer.__dict__}
-        return {"fields": fields, "step_counts": buffer.step_counts}
+        return {"fields": stored_fields(buffer), "step_counts": buffer.step_counts}
 
     rows, same_step = collected(mode), collected(AutoresetMode.SAME_STEP)
     assert int(same_step["fields"]["truncated"].sum()) >= 9
     for env, count in enumerate(rows["step_counts"].tolist()):
-        assert count == (
-            40 if mode == AutoresetMode.DISABLED else 36
-        )  # 4 of 40 are autoreset steps
+        assert count == (36 if mode == AutoresetMode.NEXT_STEP else 40)  # 4 of 40 are fillers
         for name, field in rows["fields"].items():
             expected = same_step["fields"][name][env, :count]
             if name == "bootstrap_values":  # asked for where a row was cut
@@ -121,11 +118,11 @@ def test_every_autoreset_mode_stores_bit_exact_the_same_rows(make, mode):
             )
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("mode", MODES)
 def test_a_cut_row_bootstraps_from_the_final_observation_and_the_state_that_saw_it(mode):
     model = PPO(counters(mode), config=CONFIG)
     model.trainer.collect()
-    stored, ppo = model.trainer.buffer.fields, model.agent
+    stored, ppo = stored_fields(model.trainer.buffer), model.agent
     # env 0, its first episode: rows 0 to 2; replay it from a zero state
     state = ppo.policy.initial_state(1)
     masks = model.spaces.masks(np.ones((1, 2)))
@@ -135,7 +132,7 @@ def test_a_cut_row_bootstraps_from_the_final_observation_and_the_state_that_saw_
     torch.testing.assert_close(stored["bootstrap_values"][0, 2], expected[0])
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("mode", MODES)
 def test_evaluation_counts_whole_episodes_of_every_env(mode):
     model = train(counters(AutoresetMode.SAME_STEP), 48)
     result = evaluate(model, counters(mode), episodes=7)
@@ -151,21 +148,21 @@ def test_an_episode_that_does_not_end_warns(monkeypatch):
         evaluate(model, Counter(4, terminates=True), episodes=1)
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("mode", MODES)
 def test_a_model_evaluated_in_its_own_environments_continues_with_new_episodes(mode):
     envs = counters(mode)
     model = PPO(envs, config=CONFIG)
     model.learn(100, should_stop=iter([False] * 20 + [True]).__next__)  # within the second round
-    steps, episodes = model.trainer.progress.steps_before_round, list(model.envs.log.recent)
+    steps, episodes = model.trainer.progress.steps, list(model.envs.log.recent)
     evaluate(model, envs, episodes=4)
     assert model.num_steps == steps
     assert list(model.envs.log.recent) == episodes
     trainer = model.trainer
     trainer.collect()
-    stored, counts = trainer.buffer.fields, trainer.buffer.step_counts
+    stored, counts = stored_fields(trainer.buffer), trainer.buffer.step_counts
     for env, count in enumerate(counts.tolist()):
         assert stored["states"][env, 0, 0] == 1
-        assert not stored["hidden_h"][env, 0].any()
+        assert not trainer.buffer.initial_hidden_h[env].any()
         # Counter pays the number that it shows
         assert torch.equal(stored["states"][env, :count, 0], stored["rewards"][env, :count])
 
@@ -216,7 +213,7 @@ def test_the_source_of_masks_is_found_at_the_first_reset(make, source):
     assert world_of(vector(make, 2)).mask_source == source
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [CueMemory, MethodMasks, BestActions])
 def test_masks_are_those_of_the_current_observation(make, mode):
     envs = vector(make, 5, mode)
@@ -230,7 +227,7 @@ def test_masks_are_those_of_the_current_observation(make, mode):
             ],
             dim=1,
         )
-        world.step(choices)
+        act_and_step(world, choices)
         expected = np.stack([env.masks() for env in envs.envs]).astype(bool)
         expected[world.pending] = True
         np.testing.assert_array_equal(world.masks.groups[0], expected)
@@ -291,7 +288,7 @@ def test_a_missing_mask_names_the_env():
         model.learn(100)
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("as_list", [False, True])
 def test_an_episodes_last_step_needs_no_mask(mode, as_list):
     class Lasts(CueMemory):
@@ -423,12 +420,12 @@ def test_predicting_for_one_env_or_for_many_is_the_same():
         torch.testing.assert_close(tuple(alone_state), tuple(part[row : row + 1] for part in state))
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("mode", MODES)
 def test_features_begin_with_the_previous_action_and_reward_within_an_episode(mode):
     config = replace(CONFIG, previous_action=True, previous_reward=True)
     trainer = PPO(counters(mode), config=config).trainer
     trainer.collect()
-    stored, lengths = trainer.buffer.fields, (3, 4, 1)
+    stored, lengths = stored_fields(trainer.buffer), (3, 4, 1)
     for env, length in enumerate(lengths):
         count = int(trainer.buffer.step_counts[env])
         states, actions = stored["states"][env, :count], stored["actions"][env, :count, 0]
@@ -441,13 +438,13 @@ def test_features_begin_with_the_previous_action_and_reward_within_an_episode(mo
             assert states[t, 3] == t % length + 1
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("mode", MODES)
 def test_a_cut_row_is_valued_with_the_action_and_reward_before_the_cut(mode):
     spaces_ = replace(GymSpaces.of(counters(mode)), previous_action=True, previous_reward=True)
     world = GymEnvs(counters(mode), spaces_, rng_seed=0)
-    outcome = world.step(torch.tensor([[1], [1], [1]]))  # cuts env 2 after its first step
-    assert outcome.truncated.tolist() == [False, False, True]
-    assert outcome.final_features[2].tolist() == [0.0, 1.0, 1.0, 2.0]
+    stepped, row = act_and_step(world, [[1], [1], [1]])  # cuts env 2 after its first step
+    assert row.truncated.tolist() == [False, False, True]
+    assert stepped.final_features[2].tolist() == [0.0, 1.0, 1.0, 2.0]
 
 
 def test_predict_sees_what_training_saw():

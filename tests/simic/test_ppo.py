@@ -1,4 +1,7 @@
-"""PPO: exact before the first step, right by the formulas, and undone when it goes wrong."""
+"""PPO: its loss by the formulas, rows that must not count, and updates that go wrong.
+
+That ratios are 1 before the first optimiser step is in test_numerics.py.
+"""
 
 import copy
 import math
@@ -8,104 +11,472 @@ from dataclasses import replace
 import pytest
 import torch
 
-from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
-from esper.leyline.sequences import SequenceParts
+from esper.leyline.factored_actions import ActionMasks
 from esper.simic.agent.ppo import (
     FIRST_RATIO_TOLERANCE,
     PPOAgent,
     PPOConfig,
     TrainingFailed,
+    metric_names,
     ppo_loss,
-    rollout_rows,
 )
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
-from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
+from esper.tamiyo.policy.network import Evaluation, PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
+from support.agents import (
+    NUMBERS,
+    SPACES,
+    collect,
+    episodes_of,
+    make_agent,
+    random_features,
+    rollout_of,
+    steps_of,
+)
+from support.rollouts import stored_fields
 
-FEATURES, NUM_ENVS, NUM_STEPS = 5, 4, 12
-SPACES = {
-    "one head": FactoredActionSpace((Head("move", 3),)),
-    "independent heads": FactoredActionSpace((Head("a", 3), Head("b", 2), Head("c", 4))),
-    "conditional heads": FactoredActionSpace(
-        (Head("op", 3), Head("slot", 2, given=("op",)), Head("kind", 4, given=("op", "slot")))
-    ),
-}
+NUM_ENVS = 4
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def make_agent(space, *, layers=1, floor=0.0, rng_seed=0, device="cpu", **settings):
-    torch.manual_seed(rng_seed)
-    policy = flat_policy(
-        space, FEATURES, PolicyConfig(lstm_hidden_dim=8, lstm_layers=layers, floor=floor)
+class KeepGradients:
+    """Stands in for the optimiser: keeps the gradients of each step, and changes nothing."""
+
+    def __init__(self, agent):
+        self.optimizer = agent.optimizer
+        self.steps = []
+        agent.optimizer = self
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+    def step(self):
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        self.steps.append([grad.clone() for grad in grads])
+
+
+def gradients_of(loss, policy):
+    """The gradient of every weight; zeros where the loss does not depend on it."""
+    policy.zero_grad()
+    loss.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in policy.parameters()]
+
+
+def fill_empty_rows(buffer):
+    """Put what cannot be right into every field of every row that holds no step."""
+    is_empty = ~buffer.valid_mask
+    assert is_empty.sum() > 4
+    for field in stored_fields(buffer).values():
+        if field.dtype == torch.bool:
+            field[is_empty] = True
+        else:
+            field[is_empty] = torch.nan if field.is_floating_point() else -7
+
+
+def append_empty_rows(buffer, num_steps):
+    """Let PPO learn from the buffer's rollout with rows at its end that hold no step."""
+    whole = buffer.rollout
+
+    def longer(device):
+        rollout = whole(device)
+        fields = {}
+        for name in ("states", "actions", "log_probs", "masks", "advantages", "returns", "values",
+                     "starts", "valid"):  # fmt: skip
+            field = getattr(rollout, name)
+            fields[name] = torch.cat([field, torch.zeros_like(field[:num_steps])])
+        return replace(rollout, **fields)
+
+    buffer.rollout = longer
+
+
+# -- the loss by its formulas, in float64, row by row ---------------------------------------------
+
+
+def loss_by_hand(evaluation, rollout, entropy_weights, config):
+    """The loss (Schulman et al. 2017, equations 7 and 9) and metrics, from loops over steps."""
+    surrogates, bonuses, squares, kls, clips = [], [], [], [], []
+    num_heads = evaluation.log_probs.shape[-1]
+    entropies = [[] for _ in range(num_heads)]
+    shares = [[] for _ in range(num_heads)]
+    steps = rollout.valid.nonzero().tolist()
+    for t, env in steps:
+        squares.append((evaluation.values[t, env] - rollout.returns[t, env].double()) ** 2)
+        log_ratio = 0.0  # of all heads together; a head without a choice has probability 1
+        bonus = 0.0
+        for h in range(num_heads):
+            log_ratio += evaluation.log_probs[t, env, h] - rollout.log_probs[t, env, h].double()
+            bonus += entropy_weights[h] * evaluation.normalized_entropies[t, env, h]
+        choosing = [h for h in range(num_heads) if evaluation.num_choices[t, env, h] > 1]
+        for h in choosing:
+            entropies[h].append(evaluation.entropies[t, env, h])
+            shares[h].append(evaluation.normalized_entropies[t, env, h])
+        if not choosing:
+            continue
+        ratio = torch.exp(log_ratio)
+        gain = rollout.advantages[t, env].double()
+        low, high = 1 - config.clip, 1 + config.clip
+        bounded = low if ratio < low else high if ratio > high else ratio
+        surrogates.append(torch.min(ratio * gain, bounded * gain))
+        bonuses.append(bonus)
+        kls.append(ratio - 1 - log_ratio)
+        clips.append(float(not low <= ratio <= high))
+
+    def mean(numbers):
+        return sum(numbers) / len(numbers)
+
+    policy_loss = -mean(surrogates)
+    value_loss = 0.5 * mean(squares)
+    loss = policy_loss + config.value_coefficient * value_loss
+    loss = loss - config.entropy_coefficient * mean(bonuses)
+    metrics = [loss, policy_loss, mean(kls), mean(clips), value_loss, len(clips) / len(steps)]
+    metrics += [mean(of_head) for of_head in entropies] + [mean(of_head) for of_head in shares]
+    metrics += [len(of_head) / len(steps) for of_head in entropies]
+    return loss, torch.stack([torch.as_tensor(metric).detach().double() for metric in metrics])
+
+
+SETTINGS = dict(entropy_coefficient=0.3, value_coefficient=0.7, clip=0.3)
+
+
+@pytest.mark.parametrize("name", ["plain", "optional", "mixed"])
+def test_loss_gradients_and_metrics_are_those_of_the_formulas(name):
+    agent = make_agent(name, **SETTINGS)
+    rollout = rollout_of(collect(agent, forced_env=2))
+    scored = agent.policy.evaluate(steps_of(rollout))
+    torch.manual_seed(0)
+    has_choice = scored.num_choices > 1
+    moved = scored.log_probs + torch.where(has_choice, torch.randn(has_choice.shape), 0.0)
+    leaves = (moved, scored.entropies, scored.normalized_entropies, scored.values)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    weights = torch.linspace(0.2, 1.0, has_choice.shape[-1])
+
+    loss, (sums, counts) = ppo_loss(
+        Evaluation(*leaves, scored.num_choices), rollout, weights, agent.config
     )
-    for parameter in policy.parameters():  # far from uniform, so that errors show
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return PPOAgent(policy.to(device), PPOConfig(**({"num_minibatches": 2} | settings)))
-
-
-def random_masks(space, num_envs):
-    """Masks that differ per env and row; conditional heads often have nothing to choose."""
-    masks = {}
-    for head in space:
-        mask = torch.rand(num_envs, *space.mask_shape(head.name)) < 0.6
-        if not head.given:
-            mask[torch.arange(num_envs), torch.randint(head.size, (num_envs,))] = True
-        masks[head.name] = mask
-    return ActionMasks(space, masks)
-
-
-def collect(agent, *, num_steps=NUM_STEPS, start_state=None, forced_env=None):
-    """A rollout with ragged rows, several episodes a row and both kinds of ends."""
-    space, config = agent.policy.action_space, agent.policy.config
-    buffer = TamiyoRolloutBuffer(
-        NUM_ENVS,
-        num_steps + 2,
-        FEATURES,
-        space,
-        config.lstm_hidden_dim,
-        config.lstm_layers,
-        agent.device,
+    expected, metrics = loss_by_hand(
+        Evaluation(*exact, scored.num_choices), rollout, weights, agent.config
     )
-    state = start_state or agent.policy.initial_state(NUM_ENVS)
-    for name in ("states", "values", "rewards", "log_probs"):
-        buffer.fields[name].fill_(torch.nan)  # padding may hold anything
-    for t in range(num_steps):
-        features = torch.randn(NUM_ENVS, FEATURES) * 3 + 1
-        masks = random_masks(space, NUM_ENVS)
-        if forced_env is not None:
-            for head in space:
-                masks[head.name][forced_env] = False
-                if not head.given:
-                    masks[head.name][forced_env, 0] = True
-        decision = agent.act(features.to(agent.device), masks.to(agent.device), state)
-        terminated, truncated = torch.rand(2, NUM_ENVS) < 0.15
-        step = TamiyoRolloutStep(features, decision.actions, decision.log_probs, decision.masks,
-                                 decision.values, torch.randn(NUM_ENVS), terminated, truncated,
-                                 torch.randn(NUM_ENVS), state.h, state.c)  # fmt: skip
-        stays = torch.arange(NUM_ENVS) <= t  # env 0 starts first: rows are ragged
-        env_ids = stays.nonzero()[:, 0]
-        buffer.add_batch(step.select(env_ids), env_ids)
-        ended = (terminated | truncated | ~stays)[:, None, None].to(agent.device)
-        state = RecurrentState(*(torch.where(ended, 0.0, s) for s in decision.state))
-    return buffer
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close((sums / counts).double(), metrics, rtol=1e-5, atol=1e-6)
+    assert 0.2 < metrics[3] < 0.9  # of the ratios are clipped, on both sides, for good and bad
+    if name != "mixed":  # where a number is always free to choose
+        assert metrics[5] < 1.0  # the forced env decides nothing
+    differentiable = (0, 2, 3)  # not the entropies in nats
+    got = torch.autograd.grad(loss, [leaves[i] for i in differentiable])
+    wanted = torch.autograd.grad(expected, [exact[i] for i in differentiable])
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-7)
 
 
-# -- exact before the first step ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),  # by hand, with clip 0.2; slope: d loss / d log ratio
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.5, 2.0, -2.4, 0.0),  # good, and far enough already
+        (0.5, 2.0, -1.0, -1.0),
+        (1.5, -2.0, 3.0, 3.0),
+        (0.5, -2.0, 1.6, 0.0),  # bad, and far enough already
+    ],
+)
+def test_a_ratio_is_clipped_only_where_the_step_is_far_enough_already(
+    ratio, advantage, loss, slope
+):
+    agent = make_agent("plain", value_coefficient=0.0)
+    rollout = rollout_of(collect(agent, (1,)))
+    rollout = replace(rollout, advantages=torch.full_like(rollout.advantages, advantage))
+    evaluation = agent.policy.evaluate(steps_of(rollout))
+    log_probs = rollout.log_probs.clone()
+    log_probs[..., 0] += math.log(ratio)
+    evaluation = evaluation._replace(
+        log_probs=log_probs.requires_grad_(), num_choices=torch.full((1, 1, 3), 2.0)
+    )
+    got, _ = ppo_loss(evaluation, rollout, torch.ones(3), agent.config)
+    got.backward()
+    assert got.item() == pytest.approx(loss, rel=1e-5)
+    assert log_probs.grad[0, 0].tolist() == pytest.approx([slope] * 3, rel=1e-5)
 
 
-@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_ratios_are_one_before_the_first_step(space, layers, floor):
-    agent = make_agent(space, layers=layers, floor=floor, ppo_epochs=1)
-    start = RecurrentState(*torch.randn(2, NUM_ENVS, layers, 8))
-    for _ in range(3):  # also once the normalisers have seen something
-        metrics = agent.update(collect(agent, start_state=start))
-        assert metrics["first_ratio_error"] < 1e-5
+def test_an_update_learns_from_the_gradient_of_the_formulas():
+    agent = make_agent("dependent", num_minibatches=1, ppo_epochs=1, max_grad_norm=1e9,
+                       head_entropy_weights={"slot": 0.5}, **SETTINGS)  # fmt: skip
+    buffer = collect(agent, forced_env=2)
+    chosen = buffer.log_probs < 0  # as from an older policy: some ratios are clipped
+    buffer.log_probs[chosen] += 0.4 * torch.randn(int(chosen.sum()))
+    before = copy.deepcopy(agent.policy)
+    kept = KeepGradients(agent)
+    with pytest.warns(UserWarning, match="first_ratio_error"):
+        metrics = agent.update(buffer)
+
+    rollout = rollout_of(buffer)
+    returns = rollout.returns[rollout.valid].double()
+    scaled = (rollout.returns.double() - returns.mean()) / returns.std(correction=0)
+    rollout = replace(rollout, returns=scaled)
+    loss, expected = loss_by_hand(
+        before.evaluate(steps_of(rollout)), rollout, [1.0, 0.5, 1.0, 1.0], agent.config
+    )
+    measured = [metrics[name] for name in metric_names(before)[:-1]]
+    assert measured == pytest.approx(expected.tolist(), abs=1e-5)
+    torch.testing.assert_close(kept.steps[0], gradients_of(loss, before), rtol=1e-4, atol=1e-6)
+
+
+# -- rows that must not count ---------------------------------------------------------------------
+
+CASES = [
+    dict(space="dependent"),
+    dict(space="mixed", layers=2, floor=0.1),
+    dict(space="plain", images=((3, 7, 7),)),
+    dict(space="tamiyo", memory=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_minibatches", [1, 3])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_rows_without_a_step_hold_changes_no_gradient(case, num_minibatches, device):
+    first, second = (
+        make_agent(**case, device=device, num_minibatches=num_minibatches, ppo_epochs=2)
+        for _ in range(2)
+    )
+    kept, expected = KeepGradients(first), KeepGradients(second)
+    clean, spoilt = collect(second, (9, 0, 12, 4)), collect(second, (9, 0, 12, 4))
+    fill_empty_rows(spoilt)
+    metrics = [
+        agent.update(buffer, generator=torch.Generator().manual_seed(0))
+        for agent, buffer in ((first, spoilt), (second, clean))
+    ]
+    close = 0.0 if device == "cpu" else 1e-5  # a GPU may sum in another order
+    assert metrics[0] == pytest.approx(metrics[1], rel=close, abs=close)
+    assert metrics[0]["update_undone"] == 0.0
+    assert len(kept.steps) == len(expected.steps) >= 2
+    torch.testing.assert_close(kept.steps, expected.steps, rtol=close, atol=close)
+    states = [agent.state_dict()["policy"] for agent in (first, second)]
+    torch.testing.assert_close(*map(dict, states), rtol=close, atol=close)  # with the scales
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tail_of_as_many_empty_rows_changes_no_metric_and_is_reported_once(case, capsys):
+    agents = [make_agent(**case, ppo_epochs=3) for _ in range(2)]
+    for rng_seed in range(2):
+        buffers = [collect(agents[0], (9, 9, 9, 9), rng_seed=rng_seed) for _ in agents]
+        append_empty_rows(buffers[1], 9)
+        metrics, printed = [], []
+        for agent, buffer in zip(agents, buffers, strict=True):
+            generator = torch.Generator().manual_seed(0)
+            metrics.append(agent.update(buffer, generator=generator))
+            printed.append(capsys.readouterr().out)
+        assert metrics[1] == pytest.approx(metrics[0], abs=1e-6, rel=1e-6, nan_ok=True)
+        assert printed[0] == ""
+        assert ("50% of the rollout's rows hold no step" in printed[1]) == (rng_seed == 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_episode_gives_the_same_loss_and_gradients_alone_as_inside_a_rollout(case):
+    agent = make_agent(**case, **SETTINGS)
+    policy = agent.policy
+    rollout = rollout_of(collect(agent, (9, 4, 12)))
+    weights = torch.ones(policy.action_space.num_heads)
+    with torch.no_grad():
+        rollout.log_probs.sub_(0.3 * torch.rand_like(rollout.log_probs))
+    episodes = [e for e in episodes_of(rollout) if e[2].num_rows > 1]
+    assert len(episodes) > 3
+    for rows, env, alone in episodes:
+        counted = torch.zeros_like(rollout.valid)
+        counted[rows, env] = True
+        inside = replace(rollout, valid=counted, num_rows=alone.num_rows)
+        found, expected = (
+            ppo_loss(policy.evaluate(steps_of(part)), part, weights, agent.config)
+            for part in (inside, alone)
+        )
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+        gradients = [gradients_of(loss, policy) for loss, _ in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_metrics_of_uneven_minibatches_are_weighted_by_their_rows():
+    def metrics_with(num_minibatches, **settings):
+        agent = make_agent("optional", num_minibatches=num_minibatches, ppo_epochs=1, **settings)
+        buffer = collect(agent, (9, 2, 0, 12, 5), forced_env=4)
+        kept = KeepGradients(agent)
+        metrics = agent.update(buffer, generator=torch.Generator().manual_seed(0))
+        for name in ("loss", "gradient_norm", "first_ratio_error"):  # not means over steps
+            del metrics[name]
+        return metrics, len(kept.steps)
+
+    expected, num_steps = metrics_with(1)
+    assert num_steps == 1
+    for num_minibatches, expected_steps in ((2, 2), (5, 4), (99, 4)):
+        metrics, num_steps = metrics_with(num_minibatches)
+        assert num_steps == expected_steps  # one for each env with steps at most
+        assert metrics == pytest.approx(expected, abs=1e-5)
+
+
+# -- scales of features and values ----------------------------------------------------------------
+
+
+def test_normalizers_use_stored_rows_only():
+    agent = make_agent("plain")
+    buffer = collect(agent)
+    fill_empty_rows(buffer)
+    agent.update(buffer)
+    rows = buffer.states[buffer.valid_mask].double()
+    scales = agent.policy.heads.scales
+    torch.testing.assert_close(scales.mean, rows.mean(dim=0))
+    torch.testing.assert_close(scales.variance, rows.var(dim=0, correction=0))
+    returns = buffer.returns[buffer.valid_mask].double()
+    torch.testing.assert_close(agent.value_normalizer.mean[0], returns.mean())
+    assert agent.value_normalizer.count == len(buffer)
+
+
+def observation(agent, dtype=torch.float32):
+    """Features, masks and a recurrent state of four envs."""
+    rng = torch.Generator().manual_seed(7)
+    features = random_features(agent.policy, NUM_ENVS, rng).to(dtype)
+    state = RecurrentState(*torch.randn(2, NUM_ENVS, 1, 8, generator=rng).to(dtype))
+    return features, ActionMasks.all_legal(agent.policy.action_space, NUM_ENVS), state
+
+
+def test_values_are_returned_in_units_of_the_reward_and_kept_when_their_scale_changes():
+    agent = make_agent("plain", ppo_epochs=1, normalize_features=False)
+    KeepGradients(agent)  # nothing changes but what scaling changes
+    features, masks, state = observation(agent)
+    values = agent.value(features, state)
+    for number, scale in enumerate((1.0, 100.0, 1e-3)):
+        buffer = collect(agent, rng_seed=number)
+        buffer.rewards.mul_(scale)
+        agent.update(buffer)
+        if number == 0:
+            # the first statistics are applied as they are: a new critic predicts the mean return
+            returns = buffer.returns[buffer.valid_mask]
+            values = values * returns.std(correction=0) + returns.mean()
+        torch.testing.assert_close(agent.value(features, state), values, rtol=1e-4, atol=1e-3)
+        decision = agent.act(features, masks, state)
+        torch.testing.assert_close(decision.values, values, rtol=1e-4, atol=1e-3)
+        assert agent.value_normalizer.std > (10 if number else 0)
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
+def test_what_is_learned_does_not_depend_on_the_scale_of_rewards(scale):
+    def learned(scale):
+        torch.manual_seed(0)
+        policy = flat_policy(SPACES["plain"], NUMBERS, PolicyConfig(lstm_hidden_dim=8))
+        agent = PPOAgent(policy, PPOConfig(num_minibatches=2))
+        for rng_seed in range(4):
+            buffer = collect(agent, rng_seed=rng_seed)
+            buffer.rewards.mul_(scale)
+            buffer.bootstrap_values.mul_(scale)
+            agent.update(buffer, generator=torch.Generator().manual_seed(rng_seed))
+        return agent.policy.state_dict()
+
+    plain = learned(1.0)
+    for name, weight in learned(scale).items():
+        torch.testing.assert_close(weight, plain[name], rtol=1e-2, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("name", ["plain", "dependent"])
+def test_a_new_mean_of_features_does_not_change_what_the_policy_makes_of_an_observation(name):
+    agent = make_agent(name)
+    agent.policy.double()
+    features, masks, state = observation(agent, torch.float64)
+    spread = torch.randn(50, NUMBERS, dtype=torch.float64)
+    spread = (spread - spread.mean(dim=0)) / spread.std(dim=0, correction=0)
+    agent.policy.heads.update_scales(spread * 3 + 1)
+
+    def made():
+        decision = agent.act(features, masks, state, deterministic=True)
+        return decision.log_probs, decision.values, agent.value(features, state), *decision.state
+
+    before = made()
+    # as many rows again, their mean elsewhere, their spread such that the scale of all stays at 3
+    distance = torch.tensor([3.0, -3.0, 1.0, 0.0, 4.0], dtype=torch.float64)
+    agent.policy.heads.update_scales(spread * (9 - distance.square() / 2).sqrt() + 1 + distance)
+    scales = agent.policy.heads.scales
+    torch.testing.assert_close(scales.mean, 1 + distance / 2)
+    torch.testing.assert_close(scales.std, torch.full_like(distance, 3))
+    for old, new in zip(before, made(), strict=True):
+        torch.testing.assert_close(new, old, check_dtype=False, rtol=1e-6, atol=1e-6)
+
+
+def test_the_first_statistics_move_what_the_encoder_reads_and_later_ones_only_scale_it():
+    agent = make_agent("plain", ppo_epochs=1)
+    KeepGradients(agent)  # nothing changes but what scaling changes
+    scales, encoder = agent.policy.heads.scales, agent.policy.heads.encoder
+    features, _, _ = observation(agent)
+    for number in range(3):
+        weight, bias = (p.detach().clone().double() for p in encoder.parameters())
+        old_mean = scales.mean.clone()
+        agent.update(collect(agent, rng_seed=number))
+        assert (scales.mean - old_mean).abs().min() > 1e-3
+        middle = scales.mean if number == 0 else old_mean
+        expected = torch.tanh((features - middle) / scales.std @ weight.T + bias)
+        encoded = agent.policy.heads.encode(features)[0].detach()
+        torch.testing.assert_close(encoded.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_running_statistics_do_not_depend_on_how_rows_arrive_and_survive_a_file():
+    rows = torch.randn(100, 3, dtype=torch.float64) * 5 + 7
+    normalizer, loaded = RunningNormalizer(3), RunningNormalizer(3)
+    tensors = normalizer.center, normalizer.scale, normalizer.bound
+    assert torch.equal(normalizer.normalize(rows), rows)  # no statistics yet, no limit
+    for piece in rows.split([1, 9, 50, 0, 40]):
+        normalizer.update(piece)
+    torch.testing.assert_close(normalizer.mean, rows.mean(dim=0))
+    torch.testing.assert_close(normalizer.variance, rows.var(dim=0, correction=0))
+    loaded.load_state_dict(normalizer.state_dict())
+    expected = (rows - rows.mean(dim=0)) / rows.std(dim=0, correction=0)
+    for scaled in (normalizer.normalize(rows), loaded.normalize(rows)):
+        torch.testing.assert_close(scaled, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loaded.denormalize(expected), rows, rtol=1e-5, atol=1e-5)
+    assert (loaded.normalize(rows + 1e6) == 10.0).all()  # far outliers are clipped
+    now = normalizer.center, normalizer.scale, normalizer.bound
+    assert all(a is b for a, b in zip(now, tensors, strict=True))  # they change in place
+
+
+# -- when it goes wrong ---------------------------------------------------------------------------
+
+
+def assert_same_state(agent, before):
+    after = agent.state_dict()
+    for key in ("policy", "value_normalizer"):
+        for name, tensor in before[key].items():
+            assert torch.equal(after[key][name], tensor), name
+    for index, moments in before["optimizer"]["state"].items():
+        for name, tensor in moments.items():
+            assert torch.equal(after["optimizer"]["state"][index][name], tensor), name
+
+
+@pytest.mark.parametrize("rng_seed", range(6))  # the bad env is in the first minibatch or the last
+def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several(rng_seed):
+    agent = make_agent("plain", max_failed_updates=2, rng_seed=rng_seed)
+    agent.update(collect(agent))
+    before = copy.deepcopy(agent.state_dict())
+    buffer = collect(agent, rng_seed=1)
+    buffer.log_probs[0, 0] = -3e38  # its ratio is not finite
+    settings = dict(generator=torch.Generator().manual_seed(rng_seed))
+    assert agent.update(buffer, **settings)["update_undone"] == 1.0
+    assert agent.failed_updates == 1
+    assert_same_state(agent, before)
+    with pytest.raises(TrainingFailed, match="2 updates in a row"):
+        agent.update(buffer, **settings)
+    assert_same_state(agent, before)
+    agent.failed_updates = 0
+    assert agent.update(collect(agent, rng_seed=2))["update_undone"] == 0.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_illegal_stored_action_is_named_and_leaves_the_agent_as_it_was(device):
+    agent = make_agent("plain", device=device, num_minibatches=3)
+    agent.update(collect(agent))
+    before = copy.deepcopy(agent.state_dict())
+    buffer = collect(agent, rng_seed=1)
+    buffer.actions[3, 5, 1] = 77
+    with pytest.raises(ValueError, match="env 3, step 5, head 'b': action 77 is not legal"):
+        agent.update(buffer)
+    assert_same_state(agent, before)
 
 
 def test_ratios_that_are_not_one_before_the_first_step_warn_once():
-    agent = make_agent(SPACES["one head"], ppo_epochs=1)
+    agent = make_agent("plain", ppo_epochs=1)
     buffer = collect(agent)
     assert bool((buffer.terminated | buffer.truncated).any())
     for field in (buffer.terminated, buffer.truncated, buffer.bootstrap_values):
@@ -116,418 +487,56 @@ def test_ratios_that_are_not_one_before_the_first_step_warn_once():
     assert len(caught) == 1
 
 
-def test_a_state_that_is_not_reset_is_refused():
-    agent = make_agent(SPACES["one head"], ppo_epochs=1)
+def test_an_empty_rollout_is_an_error():
+    agent = make_agent("plain")
     buffer = collect(agent)
-    env, _, end = buffer.episode_boundaries[0].tolist()
-    buffer.hidden_h[env, end] = 0.1
-    weights = copy.deepcopy(agent.policy.state_dict())
-    with pytest.raises(ValueError, match=f"env {env}, step {end}: the recurrent state was not"):
+    buffer.reset()
+    with pytest.raises(ValueError, match="no steps"):
         agent.update(buffer)
-    for name, weight in agent.policy.state_dict().items():
-        assert torch.equal(weight, weights[name])
 
 
-# -- the loss by its formulas, in float64, row by row ---------------------------------------------
-
-
-def sigmoid(x):
-    return 1 / (1 + torch.exp(-x))
-
-
-def slow_loss(agent, buffer, parameters):
-    """The PPO loss of a whole rollout from the formulas: plain loops, float64, no shared code."""
-    config, space = agent.config, agent.policy.action_space
-    field = {
-        name: view.double() for name, view in buffer.fields.items() if view.is_floating_point()
-    }
-    scales = agent.policy.heads.scales
-    mean, std = scales.mean, (scales.variance + 1e-8).sqrt()
-    value_mean = agent.value_normalizer.mean
-    value_std = (agent.value_normalizer.variance + 1e-8).sqrt()
-
-    def linear(name, x):
-        return parameters[f"{name}.weight"] @ x + parameters[f"{name}.bias"]
-
-    surrogates, entropy_terms, value_terms = [], [], []
-    for env in range(NUM_ENVS):
-        h, c = (field[f"hidden_{k}"][env, 0, 0] for k in "hc")
-        for t in range(int(buffer.step_counts[env])):
-            if t > 0 and (
-                buffer.fields["terminated"][env, t - 1] or buffer.fields["truncated"][env, t - 1]
-            ):
-                h, c = torch.zeros_like(h), torch.zeros_like(c)
-            x = ((field["states"][env, t] - mean) / std).clamp(-10, 10)
-            encoded = torch.tanh(linear("heads.encoder.0", x))
-            gates = (
-                parameters["core.weight_ih_l0"] @ encoded + parameters["core.bias_ih_l0"]
-                + parameters["core.weight_hh_l0"] @ h + parameters["core.bias_hh_l0"]
-            )  # fmt: skip
-            i, f, g, o = gates.chunk(4)
-            c = sigmoid(f) * c + sigmoid(i) * torch.tanh(g)
-            h = sigmoid(o) * torch.tanh(c)
-            core = encoded + h
-            both = linear("readout", core)
-            actions = buffer.fields["actions"][env, t].tolist()
-            mask = buffer.fields["masks"][env, t]
-            logits = {"op": both[:3]} if "op" in space.names else {"move": both[:3]}
-            if "op" in space.names:
-                slot = (
-                    linear("heads.groups.0.mix", core)
-                    + parameters["heads.groups.0.chosen.0.weight"][actions[0]]
-                )
-                logits["slot"] = linear("heads.groups.0.readout", torch.tanh(slot))
-                kind = (
-                    linear("heads.groups.1.mix", core)
-                    + parameters["heads.groups.1.chosen.0.weight"][actions[0]]
-                    + parameters["heads.groups.1.chosen.1.weight"][actions[1]]
-                )
-                logits["kind"] = linear("heads.groups.1.readout", torch.tanh(kind))
-            entropy = torch.zeros((), dtype=torch.float64)
-            log_ratios = []
-            had_a_choice = False
-            for index, head in enumerate(space):
-                legal = mask[space.slices[index]].nonzero()[:, 0].tolist()
-                if not legal:
-                    continue
-                odds = torch.stack([logits[head.name][k] for k in legal])
-                log_p = odds - torch.log(torch.exp(odds).sum())
-                log_ratios.append(
-                    log_p[legal.index(actions[index])] - field["log_probs"][env, t, index]
-                )
-                if len(legal) > 1:
-                    had_a_choice = True
-                    weight = config.head_entropy_weights.get(head.name, 1.0)
-                    entropy = entropy - weight * (torch.exp(log_p) * log_p).sum() / math.log(
-                        len(legal)
-                    )
-            if had_a_choice:
-                gain = field["advantages"][env, t]
-                ratio = torch.exp(sum(log_ratios))
-                clipped = torch.clamp(ratio, 1 - config.clip, 1 + config.clip)
-                surrogates.append(torch.minimum(ratio * gain, clipped * gain))
-                entropy_terms.append(entropy)
-            target = (field["returns"][env, t] - value_mean[0]) / value_std[0]
-            value_terms.append((both[3] - target) ** 2)
-    return (
-        -torch.stack(surrogates).sum() / len(entropy_terms)
-        + config.value_coefficient * 0.5 * torch.stack(value_terms).mean()
-        - config.entropy_coefficient * torch.stack(entropy_terms).mean()
-    )
-
-
-class KeepGradients:
-    """Stands in for the optimiser: keeps gradients and their weights, and changes nothing."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.kept, self.weights = optimizer, None, None
-
-    def __getattr__(self, name):
-        return getattr(self.optimizer, name)
-
-    def step(self):
-        named = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.kept = [p.grad.clone() for p in named]
-        self.weights = [p.detach().clone() for p in named]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("one head", {}),
-        ("conditional heads", dict(head_entropy_weights={"slot": 0.5})),
-    ],
-)
-def test_the_gradient_is_that_of_the_formulas(name, settings):
-    agent = make_agent(SPACES[name], num_minibatches=1, ppo_epochs=1, max_grad_norm=1e9,
-                       entropy_coefficient=0.3, **settings)  # fmt: skip
-    agent.update(collect(agent))  # normalisers have seen something
-    buffer = collect(agent, forced_env=2)
-    log_probs = buffer.fields["log_probs"]  # of an older policy: some ratios are clipped
-    log_probs += torch.where(log_probs < 0, 0.4 * torch.randn(log_probs.shape), 0.0)
-    frozen = copy.deepcopy(agent.policy.heads.scales)
-    agent.optimizer = KeepGradients(agent.optimizer)
-    with pytest.warns(UserWarning, match="first_ratio_error"):
-        metrics = agent.update(buffer)
-    assert 0.1 < metrics["clip_fraction"] < 0.9
-    assert 0.0 < metrics["decided_fraction"] < 1.0
-    agent.policy.heads.scales = frozen  # the update moved it afterwards, and the encoder with it
-    names = [name for name, _ in agent.policy.named_parameters()]
-    doubles = {
-        name: weight.double().requires_grad_()
-        for name, weight in zip(names, agent.optimizer.weights, strict=True)
-    }
-    loss = slow_loss(agent, buffer, doubles)
-    loss.backward()
-    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-    for parameter_name, kept in zip(names, agent.optimizer.kept, strict=True):
-        expected = doubles[parameter_name].grad
-        torch.testing.assert_close(
-            kept.double(), expected, rtol=1e-4, atol=1e-6, msg=parameter_name
-        )
-
-
-# -- rows that must not count ---------------------------------------------------------------------
-
-
-def test_steps_with_one_legal_action_teach_the_critic_only():
-    agent = make_agent(SPACES["independent heads"], num_minibatches=1)
-    buffer = collect(agent, forced_env=0)
-    agent.config = replace(agent.config, value_coefficient=0.0)
-    buffer.compute_advantages_and_returns()
-    batch, layout = buffer.get_batched_sequences(), buffer.sequence_layout()
-    initial = RecurrentState(batch.initial_hidden_h, batch.initial_hidden_c)
-    was_forced = layout.rows // layout.max_steps == 0
-    assert was_forced.any()
-
-    def gradients(change):
-        rows = rollout_rows(batch, layout)
-        rows = rows._replace(advantages=torch.where(was_forced, change, rows.advantages))
-        (steps,) = agent.policy.gather(
-            batch.states, batch.actions, batch.masks, SequenceParts((layout,)), initial
-        )
-        scores = agent.policy.evaluate(steps, layout)
-        loss, measured = ppo_loss(
-            scores, rows, agent.policy.action_space, torch.ones(3), agent.config
-        )
-        agent.policy.zero_grad()
-        loss.backward()
-        return [p.grad.clone() for p in agent.policy.parameters()], measured
-
-    some, measured = gradients(0.0)
-    assert measured["decided_fraction"] <= 1 - was_forced.float().mean()
-    others, _ = gradients(1e6)
-    for a, b in zip(some, others, strict=True):
-        torch.testing.assert_close(a, b)
-    assert max(g.abs().max() for g in some) > 1e-4
-
-
-def test_normalisers_see_stored_rows_only():
-    agent = make_agent(SPACES["one head"])
-    buffer = collect(agent)
-    agent.update(buffer)
-    rows = buffer.sequence_layout().gather(buffer.fields["states"]).double()
-    torch.testing.assert_close(agent.policy.heads.scales.mean, rows.mean(dim=0))
-    torch.testing.assert_close(agent.policy.heads.scales.variance, rows.var(dim=0, correction=0))
-    returns = buffer.sequence_layout().gather(buffer.fields["returns"]).double()
-    torch.testing.assert_close(agent.value_normalizer.mean[0], returns.mean())
-    assert agent.value_normalizer.count == len(buffer)
-
-
-def test_values_are_handed_out_in_units_of_the_reward():
-    agent = make_agent(SPACES["one head"])
-    agent.value_normalizer.update(torch.tensor([[100.0], [300.0]]))
-    masks = ActionMasks.all_legal(SPACES["one head"], NUM_ENVS)
-    features, state = torch.randn(NUM_ENVS, FEATURES), agent.policy.initial_state(NUM_ENVS)
-    raw = agent.policy.value(features, state)
-    expected = raw * 100 + 200
-    torch.testing.assert_close(agent.value(features, state), expected)
-    torch.testing.assert_close(agent.act(features, masks, state).values, expected)
-
-
-def test_a_new_scale_of_values_leaves_what_is_predicted():
-    agent = make_agent(SPACES["one head"])
-    features, state = torch.randn(NUM_ENVS, FEATURES), agent.policy.initial_state(NUM_ENVS)
-    masks = ActionMasks.all_legal(SPACES["one head"], NUM_ENVS)
-    raw = agent.value(features, state)
-    agent._rescale_values(torch.tensor([1.0, 2.0, 6.0]))
-    before = agent.value(features, state)
-    # the first statistics are taken as they come
-    torch.testing.assert_close(before, raw * (14 / 3) ** 0.5 + 3)
-    likely = agent.act(features, masks, state, deterministic=True)
-    for returns in (torch.tensor([100.0, 300.0, 320.0]), torch.tensor([-5.0, 900.0])):
-        agent._rescale_values(returns)
-        torch.testing.assert_close(agent.value(features, state), before, rtol=1e-4, atol=1e-3)
-    assert agent.value_normalizer.count == 8
-    after = agent.act(features, masks, state, deterministic=True)
-    assert torch.equal(after.log_probs, likely.log_probs)
-
-
-@pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
-def test_what_is_learned_does_not_depend_on_the_scale_of_rewards(scale):
-    def learned(scale):
-        torch.manual_seed(0)
-        policy = flat_policy(SPACES["one head"], FEATURES, PolicyConfig(lstm_hidden_dim=8))
-        agent = PPOAgent(policy, PPOConfig(num_minibatches=2))
-        for rng_seed in range(4):
-            torch.manual_seed(rng_seed)
-            buffer = collect(agent)
-            for name in ("rewards", "bootstrap_values"):
-                buffer.fields[name].mul_(scale)
-            agent.update(buffer, generator=torch.Generator().manual_seed(rng_seed))
-        return agent.policy.state_dict()
-
-    plain = learned(1.0)
-    for name, weight in learned(scale).items():
-        torch.testing.assert_close(weight, plain[name], rtol=1e-2, atol=1e-3, msg=name)
-
-
-@pytest.mark.parametrize("name", ["one head", "conditional heads"])
-def test_a_new_mean_of_features_leaves_what_is_made_of_an_observation(name):
-    agent = make_agent(SPACES[name])
-    agent.policy.double()
-    torch.manual_seed(1)
-    features = torch.randn(NUM_ENVS, FEATURES, dtype=torch.float64) * 3
-    state = RecurrentState(*torch.randn(2, NUM_ENVS, 1, 8, dtype=torch.float64))
-    masks = ActionMasks.all_legal(SPACES[name], NUM_ENVS)
-
-    def made():
-        decision = agent.act(features, masks, state, deterministic=True)
-        return decision.log_probs, decision.values, agent.value(features, state), *decision.state
-
-    spread = torch.randn(50, FEATURES, dtype=torch.float64)
-    spread = (spread - spread.mean(dim=0)) / spread.std(dim=0, correction=0)
-    agent.policy.heads.update_scales(spread * 3 + 1)
-    before = made()
-    # as many rows again, their mean elsewhere, their spread such that the scale of all stays at 3
-    distance = torch.tensor([3.0, -3.0, 1.0, 0.0, 4.0], dtype=torch.float64)
-    agent.policy.heads.update_scales(spread * (9 - distance.square() / 2).sqrt() + 1 + distance)
-    normalizer = agent.policy.heads.scales
-    torch.testing.assert_close(normalizer.mean, 1 + distance / 2)
-    torch.testing.assert_close(normalizer.std, torch.full_like(distance, 3))
-    for old, new in zip(before, made(), strict=True):
-        torch.testing.assert_close(new, old, check_dtype=False, rtol=1e-6, atol=1e-6)
-
-
-def test_the_first_statistics_move_what_the_encoder_reads_and_later_ones_only_scale_it():
-    agent = make_agent(SPACES["one head"], ppo_epochs=1)
-    agent.optimizer = KeepGradients(agent.optimizer)  # all that changes is what scaling changes
-    normalizer, encoder = agent.policy.heads.scales, agent.policy.heads.encoder
-    features = torch.randn(NUM_ENVS, FEATURES)
-    for is_first in (True, False, False):
-        weight, bias = (p.detach().clone().double() for p in encoder.parameters())
-        old_mean = normalizer.mean.clone()
-        agent.update(collect(agent))
-        assert (normalizer.mean - old_mean).abs().min() > 1e-3
-        middle = normalizer.mean if is_first else old_mean
-        expected = torch.tanh((features - middle) / normalizer.std @ weight.T + bias)
-        found = agent.policy.heads.encode(features)[0].detach()
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_running_statistics_do_not_depend_on_how_rows_arrive():
-    rows = torch.randn(100, 3, dtype=torch.float64) * 5 + 7
-    pieces = RunningNormalizer(3)
-    for piece in rows.split([1, 9, 50, 0, 40]):
-        pieces.update(piece)
-    torch.testing.assert_close(pieces.mean, rows.mean(dim=0))
-    torch.testing.assert_close(pieces.variance, rows.var(dim=0, correction=0))
-    torch.testing.assert_close(pieces.denormalize(pieces.normalize(rows)), rows)
-
-
-# -- when it goes wrong ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rng_seed", range(6))  # the bad env is in the first minibatch or the last
-def test_an_update_that_is_not_finite_is_undone_and_the_run_stops_after_several(rng_seed):
-    agent = make_agent(SPACES["one head"], max_failed_updates=2, rng_seed=rng_seed)
-    agent.update(collect(agent))
-    before = copy.deepcopy(agent.state_dict())
-    buffer = collect(agent)
-    buffer.fields["log_probs"][0, 0] = -3e38  # its ratio is not finite
-    metrics = agent.update(buffer)
-    assert metrics["update_undone"] == 1.0
-    after = agent.state_dict()
-    assert after["failed_updates"] == 1
-    for key in ("policy", "value_normalizer"):
-        for name, tensor in before[key].items():
-            assert torch.equal(after[key][name], tensor), name
-    for index, moments in before["optimizer"]["state"].items():
-        for name, tensor in moments.items():
-            assert torch.equal(after["optimizer"]["state"][index][name], tensor), name
-    with pytest.raises(TrainingFailed, match="2 updates in a row"):
-        agent.update(buffer)
-    agent.failed_updates = 0
-    assert agent.update(collect(agent))["update_undone"] == 0.0
-
-
-def test_a_rollout_that_cannot_be_scored_leaves_the_agent_as_it_was():
-    agent = make_agent(SPACES["one head"])
-    before = copy.deepcopy(agent.state_dict())
-    buffer = collect(agent)
-    buffer.fields["actions"][3, 0] = 77
-    with pytest.raises(ValueError, match="77"):
-        agent.update(buffer)
-    for name, tensor in before["policy"].items():
-        assert torch.equal(agent.state_dict()["policy"][name], tensor), name
-    assert agent.value_normalizer.count == 0
+# -- settings -------------------------------------------------------------------------------------
 
 
 def test_gradients_are_clipped_to_their_norm():
-    agent = make_agent(SPACES["one head"], num_minibatches=1, ppo_epochs=1, max_grad_norm=1e-3)
-    agent.optimizer = KeepGradients(agent.optimizer)
+    agent = make_agent("plain", num_minibatches=1, ppo_epochs=1, max_grad_norm=1e-3)
+    kept = KeepGradients(agent)
     metrics = agent.update(collect(agent))
-    norm = torch.stack([g.norm() for g in agent.optimizer.kept]).norm()
+    norm = torch.stack([gradient.norm() for gradient in kept.steps[0]]).norm()
     assert metrics["gradient_norm"] > 1e-2
-    torch.testing.assert_close(norm, torch.tensor(1e-3), rtol=1e-3, atol=0)
+    assert norm.item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_statistics_that_are_loaded_are_those_that_scale():
-    normalizer, other = RunningNormalizer(1), RunningNormalizer(1)
-    other.update(torch.tensor([[1.0], [5.0]]))
-    values = torch.tensor([[4.0]])
-    assert normalizer.normalize(values) == 4.0
-    normalizer.load_state_dict(other.state_dict())
-    torch.testing.assert_close(normalizer.normalize(values), torch.tensor([[0.5]]))
-    torch.testing.assert_close(normalizer.denormalize(values), torch.tensor([[11.0]]))
-    normalizer.update(torch.tensor([[3.0], [3.0]]))
-    torch.testing.assert_close(normalizer.denormalize(values), torch.tensor([[3 + 4 * 2**0.5]]))
+@pytest.mark.parametrize(("target_kl", "is_stopped"), [(0.01, True), (None, False)])
+def test_the_passes_stop_when_the_policy_has_moved_far_enough(target_kl, is_stopped):
+    agent = make_agent("plain", ppo_epochs=10, learning_rate=0.05, target_kl=target_kl)
+    kept = agent.update(collect(agent))
+    assert (kept["ppo_epochs_run"] < 10) == is_stopped
+    assert kept["kl"] > 0.0
 
 
-def test_far_outliers_are_clipped_once_there_are_statistics():
-    normalizer = RunningNormalizer(1, limit=10.0)
-    assert normalizer.normalize(torch.tensor([[50.0]])) == 50.0
-    normalizer.update(torch.tensor([[-1.0], [1.0]]))
-    assert normalizer.normalize(torch.tensor([[50.0]])) == 10.0
-
-
-def test_the_passes_stop_when_the_policy_has_moved_far_enough():
-    eager = make_agent(SPACES["one head"], ppo_epochs=10, learning_rate=0.05, target_kl=0.01)
-    assert eager.update(collect(eager))["ppo_epochs_run"] < 10
-    free = make_agent(SPACES["one head"], ppo_epochs=10, learning_rate=0.05, target_kl=None)
-    assert free.update(collect(free))["ppo_epochs_run"] == 10
-
-
-@pytest.mark.gpu
-def test_a_pass_waits_once_for_the_device_and_a_minibatch_never():
-    def waits(**settings):
-        agent = make_agent(
-            SPACES["conditional heads"],
-            device="cuda",
-            target_kl=None,
-            learning_rate=1e-5,
-            **settings,
-        )
-        for _ in range(2):  # the first compiles and allocates
-            buffer = collect(agent)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                agent.update(buffer)
-                torch.cuda.set_sync_debug_mode("default")
-        return len([w for w in caught if "synchronizing" in str(w.message)])
-
-    once = waits(ppo_epochs=2, num_minibatches=1)
-    assert waits(ppo_epochs=2, num_minibatches=4) == once
-    assert waits(ppo_epochs=5, num_minibatches=4) == once + 3
-
-
-def test_the_learning_rate_falls_to_zero():
-    agent = make_agent(SPACES["one head"], learning_rate=0.1, learning_rate_schedule="linear")
-    assert agent.update(collect(agent), progress=0.75)["learning_rate"] == pytest.approx(0.025)
-
-
-def test_an_entropy_bonus_that_falls_is_that_much_smaller():
+def test_schedules_scale_the_learning_rate_and_the_entropy_bonus():
     def weights_after(progress, **settings):
-        agent = make_agent(
-            SPACES["conditional heads"], learning_rate_schedule="constant", **settings
-        )
-        agent.update(collect(agent), progress=progress, generator=torch.Generator().manual_seed(0))
-        return torch.cat([weight.detach().flatten() for weight in agent.policy.parameters()])
+        agent = make_agent("dependent", **settings)
+        rate = agent.update(
+            collect(agent), progress=progress, generator=torch.Generator().manual_seed(0)
+        )["learning_rate"]
+        return rate, torch.cat([weight.detach().flatten() for weight in agent.policy.parameters()])
 
-    fallen = weights_after(0.75, entropy_coefficient=0.4, entropy_schedule="linear")
-    torch.testing.assert_close(fallen, weights_after(0.75, entropy_coefficient=0.1))
-    assert not torch.allclose(fallen, weights_after(0.75, entropy_coefficient=0.4))
+    constant = dict(learning_rate=0.002, learning_rate_schedule="constant")
+    linear = dict(learning_rate=0.008, learning_rate_schedule="linear")
+    entropy = dict(entropy_coefficient=0.1)
+    falling_entropy = dict(entropy_coefficient=0.4, entropy_schedule="linear")
+    rate, expected = weights_after(0.0, **constant, **entropy)
+    assert rate == pytest.approx(0.002)
+    for settings in (dict(**constant, **falling_entropy), dict(**linear, **falling_entropy)):
+        rate, weights = weights_after(0.75, **settings)
+        assert rate == pytest.approx(0.002)
+        torch.testing.assert_close(weights, expected)
+    _, weights = weights_after(0.0, **constant, **falling_entropy)
+    assert not torch.allclose(weights, expected)
+    with pytest.raises(ValueError, match=r"progress=1\.5"):
+        weights_after(1.5)
 
 
 @pytest.mark.parametrize(
@@ -545,15 +554,25 @@ def test_an_entropy_bonus_that_falls_is_that_much_smaller():
     ],
 )
 def test_mistakes_in_the_settings_are_named(settings, message):
-    def use():
-        agent = make_agent(SPACES["one head"], **settings)
-        agent.update(collect(agent))
-
     with pytest.raises(ValueError, match=message):
-        use()
+        make_agent("plain", **settings)
 
 
-def test_an_empty_rollout_is_an_error():
-    agent = make_agent(SPACES["one head"])
-    with pytest.raises(ValueError, match="no steps"):
-        agent.update(collect(agent, num_steps=0))
+@pytest.mark.gpu
+def test_a_pass_waits_once_for_the_device_and_a_minibatch_never():
+    def waits(**settings):
+        agent = make_agent(
+            "dependent", device="cuda", target_kl=None, learning_rate=1e-5, **settings
+        )
+        for _ in range(2):  # the first compiles and allocates
+            buffer = collect(agent)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                agent.update(buffer)
+                torch.cuda.set_sync_debug_mode("default")
+        return len([w for w in caught if "synchronizing" in str(w.message)])
+
+    once = waits(ppo_epochs=2, num_minibatches=1)
+    assert waits(ppo_epochs=2, num_minibatches=4) == once
+    assert waits(ppo_epochs=5, num_minibatches=4) == once + 3

@@ -15,107 +15,179 @@ from esper.leyline.factored_actions import (
     audit_action_space,
     tamiyo_action_space,
 )
+from esper.simic.agent.ppo import PPOConfig
+from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 
 STATE_DIM, LAYERS, HIDDEN = 6, 2, 4
-SPACES = {"audit": audit_action_space(), "tamiyo": tamiyo_action_space(3, 5)}
+SPACE = audit_action_space()
+SPACES = {
+    "audit": SPACE,
+    "tamiyo": tamiyo_action_space(3, 5),
+    "with a number": FactoredActionSpace((Head("gear", 3), Head("torque", continuous=True))),
+}
+ARGUMENTS = {  # of a step, by the buffer's field
+    "states": "state", "actions": "actions", "log_probs": "log_probs", "masks": "masks",
+    "values": "value", "rewards": "reward", "terminated": "terminated", "truncated": "truncated",
+    "bootstrap_values": "bootstrap_value",
+}  # fmt: skip
 
 
-def make_buffer(num_envs=3, max_steps=5, space=SPACES["tamiyo"], device="cpu"):
+def make_buffer(num_envs=3, max_steps=5, space=SPACE, device="cpu"):
     return TamiyoRolloutBuffer(num_envs, max_steps, STATE_DIM, space, HIDDEN, LAYERS, device)
 
 
-def random_step(space, num_envs, *, terminated=None, truncated=None, bootstrap=0.0, **given_fields):
-    """A step of random content for a batch, with masks that differ per row."""
+def random_step(num_envs, space=SPACE, **given_fields):
+    """A step of random content for a batch, with masks that differ per row; no episode ends."""
     masks = torch.rand(num_envs, space.num_choices) < 0.5
     for head in space.unconditional:  # at least one legal choice, in a place that differs
         start = space.slices[head].start
         masks[torch.arange(num_envs), start + torch.randint(space.sizes[head], (num_envs,))] = True
+    actions = torch.stack([torch.randint(size, (num_envs,)) for size in space.sizes], dim=1)
     none = torch.zeros(num_envs, dtype=torch.bool)
     values = dict(
         state=torch.randn(num_envs, STATE_DIM),
-        actions=torch.stack([torch.randint(size, (num_envs,)) for size in space.sizes], dim=1),
+        actions=actions.to(space.action_dtype),
         log_probs=-torch.rand(num_envs, space.num_heads),
         masks=masks,
         value=torch.randn(num_envs),
         reward=torch.randn(num_envs),
-        terminated=none if terminated is None else torch.tensor(terminated),
-        truncated=none if truncated is None else torch.tensor(truncated),
-        bootstrap_value=None if bootstrap is None else torch.full((num_envs,), bootstrap),
+        terminated=none,
+        truncated=none,
+        bootstrap_value=torch.randn(num_envs),
         hidden_h=torch.randn(num_envs, LAYERS, HIDDEN),
         hidden_c=torch.randn(num_envs, LAYERS, HIDDEN),
     )
-    return TamiyoRolloutStep(**(values | given_fields))
+    for name, value in given_fields.items():
+        values[name] = torch.tensor(value) if isinstance(value, list) else value
+    return TamiyoRolloutStep(**values)
 
 
-def row_of(step, i):
-    return TamiyoRolloutStep(*(None if x is None else x[i] for x in step))
+def steps_of(step, envs):
+    """The step of some envs, or of one."""
+    return TamiyoRolloutStep(*(None if x is None else x[envs] for x in step))
+
+
+NO_STATE = {part: torch.zeros(1, LAYERS, HIDDEN) for part in ("hidden_h", "hidden_c")}
+
+
+def filled(counts, terminated=None, truncated=None, max_steps=None):
+    """A buffer whose envs hold `counts` random steps, with flags `[N, T]`."""
+    flags = [x for x in (terminated, truncated) if x is not None]
+    max_steps = max_steps or (flags[0].shape[1] if flags else max(1, *counts))
+    none = torch.zeros(len(counts), max_steps, dtype=torch.bool)
+    terminated = none if terminated is None else terminated
+    truncated = none if truncated is None else truncated
+    buffer = make_buffer(len(counts), max_steps)
+    for env, count in enumerate(counts):
+        for t in range(count):
+            ends = dict(terminated=terminated[env, t, None], truncated=truncated[env, t, None])
+            buffer.add_batch(random_step(1, **ends, **NO_STATE), [env])
+    return buffer
 
 
 def stored(buffer):
-    """A copy of everything the buffer holds."""
-    fields = {name: view.clone() for name, view in buffer.fields.items()}
-    return fields | {"step_counts": buffer.step_counts.clone()}
+    """A copy of everything that adding steps changes."""
+    names = (*ARGUMENTS, "initial_hidden_h", "initial_hidden_c", "step_counts")
+    return {name: getattr(buffer, name).clone() for name in names}
 
 
-def assert_same_storage(a, b):
+def assert_same(a, b):
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@st.composite
+def ragged_flags(draw):
+    """Counts of some envs, and flags `[N, T]` that are set past the counts as well."""
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    max_steps = draw(st.integers(1, 6))
+    counts = draw(st.lists(st.integers(0, max_steps), min_size=1, max_size=4))
+    rate = draw(st.sampled_from([0.0, 0.2, 0.6]))
+    size = (len(counts), max_steps)
+    terminated, truncated = (torch.rand(size, generator=rng) < rate for _ in range(2))
+    return counts, terminated, truncated
 
 
 # -- storing ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_a_batch_comes_back_as_it_went_in(space):
-    buffer = make_buffer(space=space)
-    steps = [random_step(space, 3) for _ in range(5)]
-    for step in steps:
-        buffer.add_batch(step)
-    buffer.compute_advantages_and_returns()
-    batch = buffer.get_batched_sequences()
-    names = dict(states="state", actions="actions", log_probs="log_probs", masks="masks",
-                 values="value", rewards="reward", terminated="terminated", truncated="truncated",
-                 bootstrap_values="bootstrap_value", hidden_h="hidden_h", hidden_c="hidden_c")  # fmt: skip
-    for field, argument in names.items():
-        expected = torch.stack([getattr(step, argument) for step in steps], dim=1)
-        assert torch.equal(getattr(buffer, field), expected), field
-        if field in vars(batch):
-            assert torch.equal(getattr(batch, field), expected), field
-    assert torch.equal(batch.initial_hidden_h, steps[0].hidden_h)
-    assert torch.equal(batch.initial_hidden_c, steps[0].hidden_c)
-    assert batch.valid_mask.all()
-    assert len(buffer) == 15
+def test_every_way_to_write_stores_each_step_in_its_envs_next_row(space, ragged):
+    torch.manual_seed(0)
+    num_envs, num_turns = 4, 6
+    is_real = torch.rand(num_turns, num_envs) < (0.6 if ragged else 1.1)
+    turns = [random_step(num_envs, space) for _ in range(num_turns)]
+    rows = [
+        [steps_of(turn, env) for turn, real in zip(turns, is_real, strict=True) if real[env]]
+        for env in range(num_envs)
+    ]
+    buffers = {way: make_buffer(num_envs, num_turns, space) for way in ("add", "batch", "row")}
+    first_rows = [env_rows[0] for env_rows in rows]
+    initial = [torch.stack([getattr(r, f"hidden_{part}") for r in first_rows]) for part in "hc"]
+    buffers["row"].set_initial_state(*initial)
+
+    for turn, real in zip(turns, is_real, strict=True):
+        envs = real.nonzero().squeeze(1)
+        for env in reversed(envs.tolist()):
+            buffers["add"].add(env, steps_of(turn, env))
+        buffers["batch"].add_batch(steps_of(turn, envs), None if real.all() else envs)
+        row = buffers["row"].row()
+        for name, view in row._asdict().items():
+            view.copy_(getattr(turn, ARGUMENTS[name]))
+        buffers["row"].commit(row, real)
+
+    for way, buffer in buffers.items():
+        assert buffer.step_counts.tolist() == is_real.sum(dim=0).tolist(), way
+        assert len(buffer) == is_real.sum()
+        for env, env_rows in enumerate(rows):
+            assert buffer.valid_mask[env].sum() == len(env_rows)
+            assert buffer.valid_mask[env, : len(env_rows)].all()
+            for name, argument in ARGUMENTS.items():
+                expected = torch.stack([getattr(r, argument) for r in env_rows])
+                assert torch.equal(getattr(buffer, name)[env, : len(env_rows)], expected), name
+        assert torch.equal(buffer.initial_hidden_h, initial[0]), way
+        assert torch.equal(buffer.initial_hidden_c, initial[1]), way
+        buffer.compute_advantages_and_returns()  # conditional heads may have nothing to choose
 
 
-def test_add_is_add_batch_with_one_env():
-    one, many = make_buffer(), make_buffer()
-    for _ in range(3):
-        step = random_step(one.action_space, 3)
-        many.add_batch(step)
-        for env in (2, 0, 1):
-            one.add(env, row_of(step, env))
-    assert_same_storage(stored(one), stored(many))
+def test_rows_and_fields_are_views_of_one_time_major_arena():
+    buffer = make_buffer(num_envs=3, max_steps=5)
+    storage = buffer.states.untyped_storage().data_ptr()
+    row = buffer.row()
+    for name in RolloutRow._fields:
+        field = getattr(buffer, name)
+        assert field.shape[:2] == (3, 5), name
+        assert field.transpose(0, 1).is_contiguous(), name
+        assert field.untyped_storage().data_ptr() == storage, name
+        getattr(row, name).fill_(1)
+        assert (field[:, 0] == 1).all(), name
+        assert (field[:, 1] == 0).all(), name
+    buffer.commit(row)
+    assert buffer.row().states.data_ptr() == buffer.states[:, 1].data_ptr()
 
 
-def test_named_envs_advance_and_the_others_do_not():
-    buffer = make_buffer()
-    step = random_step(buffer.action_space, 2)
-    buffer.add_batch(step, env_ids=[2, 0])
-    buffer.add(2, row_of(step, 1))
-    assert buffer.step_counts.tolist() == [1, 0, 2]
-    assert torch.equal(buffer.fields["states"][2, 0], step.state[0])
-    assert torch.equal(buffer.fields["states"][0, 0], step.state[1])
-    assert torch.equal(buffer.fields["states"][2, 1], step.state[1])
+def test_a_bootstrap_of_an_earlier_round_is_never_used():
+    buffer = make_buffer(num_envs=1)
+    buffer.add_batch(random_step(1, truncated=[True]))
+    buffer.reset()
+    row = buffer.row()
+    row.masks.fill_(True)
+    row.truncated.fill_(True)
+    buffer.commit(row)
+    with pytest.raises(ValueError, match="env 0, step 0: a bootstrap value is needed"):
+        buffer.compute_advantages_and_returns()
 
 
 def test_step_counts_is_one_cpu_tensor_updated_in_place():
     buffer = make_buffer()
     counts = buffer.step_counts
     address = counts.data_ptr()
-    buffer.add_batch(random_step(buffer.action_space, 3))
-    buffer.add_batch(random_step(buffer.action_space, 3))
-    assert counts.tolist() == [2, 2, 2]
+    buffer.add_batch(random_step(3))
+    buffer.add_batch(random_step(2), env_ids=[2, 0])
+    buffer.commit(buffer.row())
+    assert counts.tolist() == [3, 2, 3]
     buffer.reset()
     assert buffer.step_counts is counts
     assert counts.data_ptr() == address
@@ -125,41 +197,36 @@ def test_step_counts_is_one_cpu_tensor_updated_in_place():
 
 def test_stored_tensors_carry_no_graph():
     buffer = make_buffer()
-    step = random_step(buffer.action_space, 3)
+    step = random_step(3)
     weight = torch.ones(1, requires_grad=True)
-    live = {
-        name: getattr(step, name) * weight
-        for name in (
-            "state",
-            "log_probs",
-            "value",
-            "reward",
-            "hidden_h",
-            "hidden_c",
-            "bootstrap_value",
-        )
-    }
+    live = {name: x * weight for name, x in step._asdict().items() if x.is_floating_point()}
     buffer.add_batch(step._replace(**live))
     buffer.compute_advantages_and_returns(last_values=torch.ones(3) * weight)
     buffer.normalize_advantages()
-    for name, tensor in [*vars(buffer.get_batched_sequences()).items(), *buffer.fields.items()]:
+    for name, tensor in buffer.get_batched_sequences().items():
         assert not tensor.requires_grad, name
 
 
-def test_lower_precision_is_stored_as_float32():
+@pytest.mark.parametrize(
+    ("argument", "given", "expected"),
+    [
+        ("reward", 1, 1.0),
+        ("reward", 0.5, 0.5),
+        ("reward", torch.tensor(2, dtype=torch.int32), 2.0),
+        ("value", torch.tensor(1.5, dtype=torch.bfloat16), 1.5),
+        ("value", torch.tensor(1.5, dtype=torch.float64), 1.5),
+        ("terminated", True, True),
+        ("actions", [2, 1, 0, 3], [2, 1, 0, 3]),
+        ("actions", torch.tensor([2, 1, 0, 3], dtype=torch.uint8), [2, 1, 0, 3]),
+    ],
+)
+def test_python_numbers_and_other_precisions_are_accepted(argument, given, expected):
     buffer = make_buffer()
-    step = random_step(buffer.action_space, 3)
-    buffer.add_batch(step._replace(value=step.value.bfloat16(), state=step.state.double()))
-    assert torch.equal(buffer.fields["values"][:, 0], step.value.bfloat16().float())
-    assert torch.equal(buffer.fields["states"][:, 0], step.state)
-
-
-def test_python_numbers_do_for_one_env():
-    buffer = make_buffer()
-    step = row_of(random_step(buffer.action_space, 3), 0)
-    buffer.add(1, step._replace(value=0.5, reward=1.0, terminated=True, truncated=False))
-    assert buffer.fields["rewards"][1, 0] == 1.0
-    assert buffer.fields["terminated"][1, 0]
+    dtypes = {name: getattr(buffer, name).dtype for name in ARGUMENTS}
+    buffer.add(1, steps_of(random_step(3), 1)._replace(**{argument: given}))
+    field = next(name for name, value in ARGUMENTS.items() if value == argument)
+    assert getattr(buffer, field)[1, 0].tolist() == expected
+    assert {name: getattr(buffer, name).dtype for name in ARGUMENTS} == dtypes
 
 
 class CountOps(TorchDispatchMode):
@@ -174,87 +241,48 @@ class CountOps(TorchDispatchMode):
 
 def test_the_number_of_operations_does_not_depend_on_the_number_of_envs():
     counts = []
-    for num_envs in (2, 64):
+    for num_envs in (3, 64):
         buffer = make_buffer(num_envs)
-        step = random_step(buffer.action_space, num_envs)
+        step = random_step(num_envs)
         with CountOps() as ops:
             buffer.add_batch(step)
+            buffer.add_batch(steps_of(step, slice(1, None)), range(1, num_envs))
+            buffer.commit(buffer.row())  # of a spare row: the next rows differ
         counts.append(len(ops.calls))
     assert counts[0] == counts[1]
-    assert counts[0] < 100
+    assert counts[0] < 250
 
 
-# -- moving --------------------------------------------------------------------------------
+# -- bad input: refused, and nothing written --------------------------------------------------
 
-
-def test_a_move_to_another_device_is_one_copy():
-    buffer = make_buffer()
-    buffer.add_batch(random_step(buffer.action_space, 3))
-    buffer.compute_advantages_and_returns(torch.zeros(3))
-    with CountOps() as ops:
-        here = buffer.get_batched_sequences("cpu")
-    assert torch.ops.aten._to_copy not in ops.calls
-    assert here.states.data_ptr() == buffer.fields["states"].data_ptr()
-    with CountOps() as ops:  # the meta device stands for a GPU: same path, no data
-        there = buffer.get_batched_sequences("meta")
-    assert ops.calls.count(torch.ops.aten._to_copy) == 1
-    for name, tensor in vars(there).items():
-        assert tensor.device.type == "meta", name
-        assert tensor.shape == getattr(here, name).shape
-        assert tensor.dtype == getattr(here, name).dtype
-
-
-# -- bad input: refused, and nothing written ----------------------------------------------------
-
-SPACE = SPACES["audit"]
-STEP = random_step(SPACE, 2)
+STEP = random_step(2)
 BAD_STEPS = {
     "short state": (dict(state=torch.zeros(2, STATE_DIM - 1)), r"state: got shape \(2, 5\), expected \(2, 6\)"),
     "actions of one head missing": (dict(actions=STEP.actions[:, :-1]), r"actions.*heads slot, blueprint, blend, op"),
     "mask too narrow": (dict(masks=STEP.masks[:, 1:]), r"masks: got shape \(2, 14\).*slot: 3, blueprint: 5"),
     "mask of integers": (dict(masks=STEP.masks.long()), "masks: got torch.int64, expected bool"),
     "float actions": (dict(actions=STEP.actions.float()), "actions: got torch.float32, expected integers"),
-    "integer reward": (dict(reward=torch.ones(2, dtype=torch.long)), "reward.*floating point"),
+    "reward of flags": (dict(reward=STEP.terminated), "reward: got torch.bool, expected numbers"),
     "integer flag": (dict(truncated=torch.zeros(2, dtype=torch.long)), "truncated.*bool"),
     "value with an extra axis": (dict(value=torch.zeros(2, 1)), r"value: got shape \(2, 1\)"),
-    "hidden state with the batch in the middle": (
-        dict(hidden_h=torch.zeros(LAYERS, 2, HIDDEN).expand(2, 2, HIDDEN)[:, :1]),
-        r"hidden_h: got shape \(2, 1, 4\), expected \(2, 2, 4\)",
-    ),
     "another device kind": (dict(state=STEP.state.to("meta")), "state is on meta, the buffer on cpu"),
     "last field wrong": (dict(hidden_c=torch.zeros(2, 1, HIDDEN)), "hidden_c"),
+    "state of three envs, layers first": (dict(hidden_h=torch.zeros(LAYERS, 3, HIDDEN)), r"hidden_h: got shape \(2, 3, 4\), expected \(2, 2, 4\)"),
     "no bootstrap shape": (dict(bootstrap_value=torch.zeros(3)), "bootstrap_value"),
     "no reward": (dict(reward=None), "reward: got NoneType, expected a tensor or numbers"),
     "text for actions": (dict(actions="wait"), "actions: got str"),
-    "a set of values": (dict(value={0.5, 1.5}), "value: got set"),
     "ragged state": (dict(state=[[1.0], [1.0, 2.0]]), "state: got list"),
 }  # fmt: skip
-ONE_ENV = row_of(STEP, 0)
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_STEPS.values(), ids=BAD_STEPS)
 def test_a_bad_step_is_refused_and_nothing_is_written(change, message):
-    buffer = make_buffer(space=SPACE)
-    buffer.add_batch(random_step(SPACE, 3))
+    buffer = make_buffer()
+    buffer.add_batch(random_step(3))
     before = stored(buffer)
     with pytest.raises(ValueError, match=message):
         buffer.add_batch(STEP._replace(**change), env_ids=[0, 1])
-    assert_same_storage(before, stored(buffer))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(state=None), "state: got NoneType"),
-        (dict(reward="1"), "reward: got str"),
-    ],
-)
-def test_a_bad_step_of_one_env_is_refused_and_nothing_is_written(change, message):
-    buffer = make_buffer(space=SPACE)
-    before = stored(buffer)
-    with pytest.raises(ValueError, match=message):
-        buffer.add(0, ONE_ENV._replace(**change))
-    assert_same_storage(before, stored(buffer))
+    assert_same(before, stored(buffer))
 
 
 @pytest.mark.parametrize(
@@ -268,43 +296,44 @@ def test_a_bad_step_of_one_env_is_refused_and_nothing_is_written(change, message
         ([0, 1, 2], r"state: got shape \(2, 6\), expected \(3, 6\)"),
         ({0, 1}, "env_ids: got set, expected a tensor or numbers"),
         ("01", "env_ids: got str"),
-        ([0, None], "env_ids: got list"),
     ],
 )
 def test_bad_env_ids_are_refused_and_nothing_is_written(env_ids, message):
-    buffer = make_buffer(space=SPACE)
+    buffer = make_buffer()
     before = stored(buffer)
     with pytest.raises(ValueError, match=message):
         buffer.add_batch(STEP, env_ids=env_ids)
-    assert_same_storage(before, stored(buffer))
+    assert_same(before, stored(buffer))
 
 
-def test_a_full_row_is_refused_for_the_whole_batch():
-    buffer = make_buffer(max_steps=1, space=SPACE)
-    buffer.add(2, row_of(STEP, 0))
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("part", ["hidden_h", "hidden_c"])
+def test_a_recurrent_state_of_one_env_has_no_axis_for_envs(layers, part):
+    """torch returns [layers, envs, hidden]: with one env, or as many envs as layers, it may fit."""
+    buffer = TamiyoRolloutBuffer(layers, 2, STATE_DIM, SPACE, HIDDEN, layers)
+    state = torch.zeros(layers, HIDDEN)
+    step = steps_of(random_step(1), 0)._replace(hidden_h=state, hidden_c=state)
+    for wrong in (state[:, None], state[None], state[:, None].expand(layers, layers, HIDDEN)):
+        with pytest.raises(ValueError, match=rf"{part}: got shape .*\[envs, L, h\]"):
+            buffer.add(0, step._replace(**{part: wrong}))
+    buffer.add(0, step)
+    assert len(buffer) == 1
+
+
+def test_a_full_env_is_refused_for_the_whole_batch():
+    buffer = make_buffer(max_steps=1)
+    buffer.add(2, steps_of(STEP, 0))
     before = stored(buffer)
-    with pytest.raises(ValueError, match=r"envs \[2\] already hold max_steps_per_env=1"):
-        buffer.add_batch(random_step(SPACE, 3))
-    assert_same_storage(before, stored(buffer))
-
-
-@pytest.mark.parametrize("head", SPACE.names)
-def test_an_unconditional_head_without_a_legal_choice_is_reported(head):
-    buffer = make_buffer(space=SPACE)
-    masks = torch.ones(2, SPACE.num_choices, dtype=torch.bool)
-    SPACE.view(masks, head)[1] = False
-    buffer.add_batch(STEP, env_ids=[0, 2])
-    buffer.add_batch(STEP._replace(masks=masks), env_ids=[0, 2])
-    with pytest.raises(ValueError, match=f"env 2, step 1: head '{head}' has no legal choice"):
-        buffer.compute_advantages_and_returns()
-
-
-def test_a_conditional_head_may_have_nothing_to_choose():
-    space = FactoredActionSpace((Head("op", 2), Head("slot", 3, given=("op",))))
-    buffer = make_buffer(space=space)
-    masks = torch.tensor([[True, False, False, False, False]]).expand(3, -1)
-    buffer.add_batch(random_step(space, 3, masks=masks))
-    assert len(buffer) == 3
+    for write in (
+        lambda: buffer.add_batch(random_step(3)),
+        lambda: buffer.commit(buffer.row()),
+    ):
+        with pytest.raises(ValueError, match=r"envs \[2\] already hold max_steps_per_env=1"):
+            write()
+        assert_same(before, stored(buffer))
+    buffer.commit(buffer.row(), torch.tensor([True, True, False]))
+    with pytest.raises(ValueError, match=r"envs \[0, 1, 2\] already hold.*reset"):
+        buffer.row()
 
 
 @pytest.mark.parametrize("size", ["num_envs", "max_steps_per_env", "state_dim", "lstm_hidden_dim", "lstm_layers"])  # fmt: skip
@@ -314,29 +343,433 @@ def test_sizes_below_one_are_refused(size):
         TamiyoRolloutBuffer(**(sizes | {size: 0}), action_space=SPACE)
 
 
-# -- fields by name ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (torch.tensor([1, 99, 1]), r"step_counts\[1\] is 99; expected 0 to 5"),
+        (torch.tensor([-1, 1, 1]), r"step_counts\[0\] is -1; expected 0 to 5"),
+        (torch.ones(4, dtype=torch.int64), r"torch.int64 \(4,\) on cpu; expected .* \(3,\)"),
+        (torch.ones(3, dtype=torch.int32), "torch.int32"),
+        ([1, 1, 1], "step_counts is a list"),
+    ],
+)
+def test_step_counts_that_were_tampered_with_are_reported(counts, message):
+    for read in (
+        lambda b: b.compute_advantages_and_returns(),
+        lambda b: b.mark_terminal_with_penalty(1, -1.0),
+        lambda b: b.rollout(),
+    ):
+        buffer = make_buffer()
+        buffer.add_batch(random_step(3))
+        buffer.compute_advantages_and_returns()
+        buffer.step_counts = counts
+        with pytest.raises(ValueError, match=f"{message}.*only through add and reset"):
+            read(buffer)
 
 
-def test_fields_are_read_only_attributes():
-    buffer = make_buffer(space=SPACE)
-    step = random_step(SPACE, 3)
-    buffer.add_batch(step)
-    assert torch.equal(buffer.hidden_h[0, 0], step.hidden_h[0])
-    for name in set(buffer.fields) - {"advantages", "returns"}:
-        assert getattr(buffer, name) is buffer.fields[name]
-    assert buffer.valid_mask.tolist() == [[True] + [False] * 4] * 3
-    with pytest.raises(AttributeError, match="states"):
-        buffer.states = step.state
-    with pytest.raises(ValueError, match="no advantages"):
-        _ = buffer.advantages
+# -- bad values: found before learning, in one pass -------------------------------------------
+
+
+BAD_VALUES = [  # of a step: the argument, the part of it, the value
+    *(("reward", ..., x, "the reward is not finite") for x in (torch.nan, torch.inf)),
+    *(("value", ..., x, "the value is not finite") for x in (torch.nan, torch.inf)),
+    ("state", -1, torch.nan, "the state is not finite"),
+    ("log_probs", -1, torch.nan, "a log-prob is not finite"),
+    *(
+        ("masks", part, False, f"head '{name}' has no legal choice")
+        for name, part in zip(SPACE.names, SPACE.slices, strict=True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("argument", "part", "bad", "reason"), BAD_VALUES)
+def test_a_bad_value_is_reported_with_env_and_step(argument, part, bad, reason):
+    buffer = make_buffer()
+    for t in range(3):
+        step = random_step(3)
+        if t == 1:
+            getattr(step, argument)[2][part] = bad
+        buffer.add_batch(step)
+    with pytest.raises(ValueError, match=f"rollout: env 2, step 1: {reason}$"):
+        buffer.compute_advantages_and_returns()
+
+
+@pytest.mark.parametrize("part", ["hidden_h", "hidden_c"])
+@pytest.mark.parametrize(
+    ("end", "value", "is_right"),
+    [
+        ("terminated", 0.0, True),
+        ("terminated", 0.1, False),
+        ("truncated", 0.1, False),
+        (None, 0.1, True),
+        (None, torch.nan, False),
+    ],
+)
+def test_a_recurrent_state_is_finite_and_zero_after_an_episodes_end(part, end, value, is_right):
+    buffer = make_buffer(num_envs=2)
+    buffer.add_batch(random_step(2, **({end: [False, True]} if end else {})))
+    state = {name: torch.zeros(2, LAYERS, HIDDEN) for name in ("hidden_h", "hidden_c")}
+    state[part][1, -1, -1] = value
+    buffer.add_batch(random_step(2, **state))
+    buffer.add_batch(random_step(2))
+    if is_right:
+        buffer.compute_advantages_and_returns()
+        return
+    with pytest.raises(ValueError, match="env 1, step 1: the recurrent.*not reset.*zero"):
+        buffer.compute_advantages_and_returns()
+    buffer.reset()
+    for _ in range(2):
+        row = buffer.row()
+        row.masks.fill_(True)
+        row.bootstrap_values.fill_(0.0)
+        buffer.commit(row)
     buffer.compute_advantages_and_returns()
-    assert buffer.advantages is buffer.fields["advantages"]
-    assert buffer.returns is buffer.fields["returns"]
+
+
+def test_layers_and_envs_swapped_are_found_at_an_episodes_end():
+    """[L, N, hidden], as torch returns it, has the shape of [N, L, hidden] if N equals L."""
+    buffer = make_buffer(num_envs=LAYERS)
+    buffer.add_batch(random_step(LAYERS, terminated=[True] + [False] * (LAYERS - 1)))
+    state = torch.rand(LAYERS, LAYERS, HIDDEN)
+    state[0] = 0.0  # env 0 starts an episode
+    swapped = state.transpose(0, 1)
+    buffer.add_batch(random_step(LAYERS, hidden_h=swapped, hidden_c=swapped))
+    with pytest.raises(ValueError, match=r"env 0, step 1: the recurrent state.*\[envs, layers"):
+        buffer.compute_advantages_and_returns()
+
+
+# -- advantages -------------------------------------------------------------------------------
+
+
+def fill_worked_case(buffer, env):
+    """Episode A is truncated after three rows with V(final) = 7; B, three rows, still runs."""
+    rewards = (1.0, 2.0, 3.0, 10.0, 20.0, 30.0)
+    values = (1.0, 1.5, 2.0, 40.0, 41.0, 42.0)
+    for t, (reward, value) in enumerate(zip(rewards, values, strict=True)):
+        ends = t == 2
+        step = random_step(1, reward=[reward], value=[value], truncated=[ends], **NO_STATE)
+        step = step._replace(bootstrap_value=torch.tensor([7.0]) if ends else None)
+        buffer.add_batch(step, [env])
+
+
+def test_a_truncated_episode_is_worked_out_by_hand():
+    buffer = make_buffer(num_envs=2, max_steps=8)
+    fill_worked_case(buffer, env=1)
+    buffer.compute_advantages_and_returns(torch.tensor([torch.nan, 50.0]), 0.9, 0.8)
+    expected = torch.tensor([6.790, 7.556, 7.300, 36.103, 40.560, 33.000, 0, 0])
+    torch.testing.assert_close(buffer.advantages[1], expected, rtol=0, atol=1e-3)
+    assert torch.equal(buffer.returns[1, :6], (buffer.advantages + buffer.values)[1, :6])
+    assert not buffer.advantages[0].any()
+
+
+@pytest.mark.parametrize(
+    ("terminated", "truncated", "expected"),
+    [
+        (False, True, 1 + 0.5 * 10),  # a limit: V of the final observation follows
+        (True, False, 1),  # the task ended: nothing follows
+        (True, True, 1),  # terminated wins
+        (False, False, 1 + 0.5 * 99),  # still running: what followed the rollout
+    ],
+)
+def test_termination_drops_the_bootstrap_and_truncation_uses_it(terminated, truncated, expected):
+    buffer = make_buffer(num_envs=1)
+    step = random_step(1, value=[0.0], reward=[1.0], bootstrap_value=[10.0],
+                       terminated=[terminated], truncated=[truncated])  # fmt: skip
+    buffer.add_batch(step)
+    buffer.compute_advantages_and_returns(torch.tensor([99.0]), gamma=0.5)
+    assert buffer.returns[0, 0] == expected
+    kept = 99.0 if expected == 1 + 0.5 * 99 else 10.0
+    assert buffer.bootstrap_values[0, 0] == kept
+
+
+def test_defaults_are_the_constants():
+    assert (DEFAULT_GAMMA, DEFAULT_GAE_LAMBDA) == (0.995, 0.97)
+    assert (PPOConfig().gamma, PPOConfig().gae_lambda) == (0.995, 0.97)
+    buffer = make_buffer(num_envs=1, max_steps=6)
+    fill_worked_case(buffer, env=0)
+    buffer.compute_advantages_and_returns(torch.tensor([50.0]))
+    by_default = buffer.advantages.clone()
+    buffer.compute_advantages_and_returns(torch.tensor([50.0]), gamma=0.995, gae_lambda=0.97)
+    assert torch.equal(by_default, buffer.advantages)
+    buffer.compute_advantages_and_returns(torch.tensor([50.0]), gamma=0.995, gae_lambda=0.95)
+    assert not torch.equal(by_default, buffer.advantages)
+
+
+def test_a_needed_bootstrap_that_was_never_given_is_an_error():
+    buffer = make_buffer(num_envs=2)
+    buffer.add_batch(random_step(2, bootstrap_value=None, truncated=[False, True]))
+    buffer.add_batch(random_step(1, bootstrap_value=None, **NO_STATE), [1])
+    needed = "a bootstrap value is needed"
+    with pytest.raises(ValueError, match=f"env 0, step 0: {needed}.*env 1, step 0.*env 1, step 1"):
+        buffer.compute_advantages_and_returns()
+    with pytest.raises(ValueError, match=f"rollout: env 1, step 0: {needed}[^;]*$"):
+        buffer.compute_advantages_and_returns(last_values=torch.zeros(2))  # of rows that still run
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), ()])
+def test_last_values_of_the_wrong_shape_are_refused(shape):
+    buffer = make_buffer(num_envs=2)
+    buffer.add_batch(random_step(2))
+    with pytest.raises(ValueError, match="last_values: got shape"):
+        buffer.compute_advantages_and_returns(last_values=torch.zeros(shape))
+
+
+@given(st.lists(st.integers(0, 4), min_size=3, max_size=3))
+def test_normalisation_is_over_stored_rows_only_and_idempotent(counts):
+    buffer = filled(counts)
+    buffer.compute_advantages_and_returns()
+    raw = [buffer.advantages[env, :count].double() for env, count in enumerate(counts)]
+    statistics = buffer.normalize_advantages()
+    once = buffer.advantages.clone()
+    if sum(counts) > 1:
+        rows = torch.cat(raw)
+        mean, std = rows.mean(), rows.std(correction=0)
+        torch.testing.assert_close(statistics.mean.double(), mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(statistics.std.double(), std, rtol=1e-4, atol=1e-5)
+        for env, count in enumerate(counts):
+            expected = ((raw[env] - mean) / std).float()
+            torch.testing.assert_close(once[env, :count], expected, rtol=1e-3, atol=1e-4)
+    assert not once[~buffer.valid_mask].any()
+    assert buffer.normalize_advantages() is statistics
+    assert torch.equal(buffer.advantages, once)
+    buffer.compute_advantages_and_returns()
+    buffer.normalize_advantages()
+    assert torch.equal(buffer.advantages, once)
+
+
+@pytest.mark.parametrize("reward", [1.0, 3.3333, 1000.1])
+def test_equal_advantages_normalise_to_zero(reward):
+    buffer = make_buffer()
+    rewards = torch.full((3,), reward)
+    buffer.add_batch(
+        random_step(3, reward=rewards, value=torch.zeros(3), terminated=[True, True, True])
+    )
+    buffer.compute_advantages_and_returns()
+    assert buffer.normalize_advantages().std > 0
+    assert buffer.advantages.abs().max() < 1e-4
+
+
+READERS = {
+    "advantages": lambda b: b.advantages,
+    "returns": lambda b: b.returns,
+    "normalize_advantages": lambda b: b.normalize_advantages(),
+    "get_batched_sequences": lambda b: b.get_batched_sequences(),
+    "rollout": lambda b: b.rollout(),
+}
+CHANGES = {
+    "add_batch": lambda b: b.add_batch(random_step(3)),
+    "commit": lambda b: b.commit(b.row()),
+    "penalty": lambda b: b.mark_terminal_with_penalty(0, -1.0),
+    "reset": lambda b: b.reset(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_advantages_of_an_older_rollout_are_never_handed_out(read, change):
+    buffer = make_buffer()
+    with pytest.raises(ValueError, match="call compute_advantages_and_returns"):
+        read(buffer)
+    buffer.add_batch(random_step(3))
+    buffer.compute_advantages_and_returns()
+    read(buffer)
+    change(buffer)
+    with pytest.raises(ValueError, match="call compute_advantages_and_returns"):
+        read(buffer)
+
+
+# -- episodes ---------------------------------------------------------------------------------
+
+
+@given(ragged_flags())
+def test_boundaries_are_those_of_a_loop_over_the_flags(rollout):
+    counts, terminated, truncated = rollout
+    expected = []
+    for env, count in enumerate(counts):
+        first = 0
+        for t in range(count):
+            if terminated[env, t] or truncated[env, t]:
+                expected.append([env, first, t + 1])
+                first = t + 1
+    buffer = filled(counts, terminated, truncated)
+    assert buffer.episode_boundaries.tolist() == expected
+    assert buffer.episode_boundaries.shape == (len(expected), 3)
+
+
+def test_a_penalty_terminates_the_episode_and_replaces_the_reward():
+    buffer = make_buffer(num_envs=3)
+    for t in range(3):  # env 2 is truncated: the penalty wins
+        ended = [False, False, t == 2]
+        buffer.add_batch(random_step(3, truncated=ended, bootstrap_value=torch.full((3,), 9.0)))
+    others = buffer.rewards.clone()
+    for env in (0, 2):
+        buffer.mark_terminal_with_penalty(env, -0.5)
+    buffer.compute_advantages_and_returns(last_values=torch.tensor([torch.nan, 1.0, torch.nan]))
+    assert buffer.rewards[[0, 2], 2].tolist() == [-0.5, -0.5]
+    torch.testing.assert_close(buffer.returns[[0, 2], 2], torch.tensor([-0.5, -0.5]))
+    assert buffer.terminated[[0, 2], 2].all()
+    assert not buffer.truncated.any()
+    assert buffer.episode_boundaries.tolist() == [[0, 0, 3], [2, 0, 3]]
+    buffer.rewards[[0, 2], 2] = others[[0, 2], 2]
+    assert torch.equal(buffer.rewards, others)
+
+
+@pytest.mark.parametrize(
+    ("env", "penalty", "message"),
+    [
+        (1, -0.5, "env 1 has no stored step"),
+        (3, -0.5, r"env_ids \[3\] are out of range"),
+        (0, float("nan"), "penalty=nan for env 0; use a finite number"),
+        (0, float("inf"), "penalty=inf for env 0"),
+    ],
+)
+def test_a_penalty_needs_a_step_and_a_finite_number(env, penalty, message):
+    buffer = filled([1, 0, 0])
+    before = stored(buffer)
+    with pytest.raises(ValueError, match=message):
+        buffer.mark_terminal_with_penalty(env, penalty)
+    assert_same(before, stored(buffer))
+
+
+def test_reset_keeps_the_storage_and_forgets_the_rollout():
+    buffer = filled([2, 2], terminated=torch.ones(2, 2, dtype=torch.bool))
+    states = buffer.states.clone()
+    address = buffer.states.data_ptr()
+    buffer.reset()
+    assert len(buffer) == len(buffer.episode_boundaries) == buffer.valid_mask.sum() == 0
+    assert torch.equal(buffer.states, states)  # nothing was zeroed
+    assert buffer.states.data_ptr() == address
+    step = random_step(2)  # the flags of the row before are those of an earlier round
+    buffer.add_batch(step)
+    buffer.compute_advantages_and_returns()
+    assert torch.equal(buffer.initial_hidden_h, step.hidden_h)
+
+
+# -- what learning reads ----------------------------------------------------------------------
+
+
+def test_batched_sequences_are_views_of_the_storage():
+    buffer = filled([3, 2, 2], max_steps=5)
+    buffer.compute_advantages_and_returns()
+    batch = buffer.get_batched_sequences()
+    by_step = dict.fromkeys([*ARGUMENTS, "advantages", "returns"], (3, 5))
+    by_step["states"] += (STATE_DIM,)
+    by_step["masks"] += (SPACE.num_choices,)
+    for name in ("actions", "log_probs"):
+        by_step[name] += (SPACE.num_heads,)
+    initial = dict.fromkeys(["initial_hidden_h", "initial_hidden_c"], (3, LAYERS, HIDDEN))
+    for name, shape in (by_step | initial).items():
+        field = getattr(buffer, name)
+        assert batch[name].shape == shape, name
+        assert batch[name].dtype == field.dtype, name
+        assert batch[name].data_ptr() == field.data_ptr(), name
+        assert batch[name].stride() == field.stride(), name
+    assert batch["valid_mask"].tolist() == [[t < count for t in range(5)] for count in (3, 2, 2)]
+    assert batch.keys() == {*by_step, *initial, "valid_mask"}
+
+
+def tensors_of(moved):
+    """The tensors of a `Rollout`, or of batched sequences, by name."""
+    items = moved if isinstance(moved, dict) else vars(moved)
+    return {name: x for name, x in items.items() if isinstance(x, torch.Tensor)}
+
+
+@pytest.mark.parametrize("method", ["get_batched_sequences", "rollout"])
+def test_all_fields_move_to_another_device_in_one_copy(method):
+    buffer = filled([3, 1, 2], max_steps=4)
+    buffer.compute_advantages_and_returns()
+    move = getattr(buffer, method)
+    with CountOps() as ops:
+        here = tensors_of(move("cpu"))
+    assert torch.ops.aten._to_copy not in ops.calls
+    assert here["states"].data_ptr() == buffer.states.data_ptr()
+    with CountOps() as ops:  # the meta device stands for a GPU: same path, no data
+        there = tensors_of(move("meta"))
+    assert ops.calls.count(torch.ops.aten._to_copy) == 1
+    for name, tensor in there.items():
+        assert tensor.device.type == "meta", name
+        assert tensor.shape == here[name].shape
+        assert tensor.dtype == here[name].dtype
+
+
+@given(ragged_flags())
+def test_a_rollout_is_cut_to_the_longest_row_and_says_where_episodes_start(rollout):
+    counts, terminated, truncated = rollout
+    num_steps = max(counts)
+    buffer = filled(counts, terminated, truncated)
+    buffer.compute_advantages_and_returns()
+    learned = buffer.rollout()
+    assert learned.num_rows == sum(counts)
+    assert torch.equal(learned.initial_h, buffer.initial_hidden_h)
+    for name in ("valid", "starts"):
+        assert getattr(learned, name).shape == (num_steps, len(counts))
+    stored_rows = []
+    for t in range(num_steps):
+        for env, count in enumerate(counts):
+            assert learned.valid[t, env] == (t < count)
+            follows_end = t > 0 and terminated[env, t - 1] | truncated[env, t - 1]
+            assert learned.starts[t, env] == (t < count and follows_end)
+            if t < count:
+                stored_rows.append((t, env))
+    for name in ("states", "actions", "log_probs", "masks", "advantages", "returns", "values"):
+        field = getattr(learned, name)
+        assert field.is_contiguous()
+        assert torch.equal(field, getattr(buffer, name)[:, :num_steps].transpose(0, 1)), name
+        expected = [field[place] for place in stored_rows]
+        assert learned.stored(field).tolist() == [x.tolist() for x in expected]
+
+
+def test_a_minibatch_has_all_rows_of_its_envs():
+    buffer = filled([4, 2, 1, 1])
+    buffer.set_initial_state(*torch.rand(2, 4, LAYERS, HIDDEN))
+    buffer.compute_advantages_and_returns()
+    rollout = buffer.rollout()
+    envs = torch.tensor([3, 1])
+    minibatch = rollout.of_envs(envs, num_rows=3)
+    for name, tensor in tensors_of(rollout).items():
+        axis = 0 if name.startswith("initial") else 1
+        assert torch.equal(getattr(minibatch, name), tensor.index_select(axis, envs)), name
+    assert minibatch.env_ids.tolist() == [3, 1]
+    expected = torch.cat([buffer.values[3, :1], buffer.values[1, :2]])
+    assert torch.equal(minibatch.stored(minibatch.values), expected)
+
+
+# -- empty rows -------------------------------------------------------------------------------
+
+
+def spoil_empty_rows(buffer, flag):
+    """NaN in every field of every row past `step_counts`; where none fits, a wrong action or flag."""
+    bad = {torch.float32: torch.nan, torch.int64: -(2**40), torch.bool: flag}
+    for name in ARGUMENTS:
+        field = getattr(buffer, name)
+        field[~buffer.valid_mask] = bad[field.dtype]
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@given(ragged_flags())
+def test_whatever_empty_rows_hold_changes_nothing(flag, flags):
+    results = []
+    for is_spoilt in (False, True):
+        torch.manual_seed(0)
+        buffer = filled(*flags)
+        if is_spoilt:
+            spoil_empty_rows(buffer, flag)
+        buffer.compute_advantages_and_returns()
+        raw = {"raw": buffer.advantages.clone(), "boundaries": buffer.episode_boundaries}
+        statistics = buffer.normalize_advantages()._asdict()
+        results.append(raw | statistics | tensors_of(buffer.rollout()))
+    clean, spoilt = results
+    assert_same(clean, spoilt)
+    for name in ("states", "actions", "log_probs", "masks", "values", "advantages", "returns"):
+        assert not spoilt[name][~clean["valid"]].any(), name
+
+
+# -- compilers --------------------------------------------------------------------------------
 
 
 def test_a_compiled_caller_runs():
-    buffer = make_buffer(space=SPACE)
-    buffer.add_batch(random_step(SPACE, 3))
+    buffer = make_buffer()
+    buffer.add_batch(random_step(3))
     compiled = []
 
     def keep_calls(graph, inputs):
@@ -346,282 +779,11 @@ def test_a_compiled_caller_runs():
     @torch.compile(backend=keep_calls)
     def learn(scale):
         buffer.compute_advantages_and_returns(gamma=0.5)
-        batch, layout = buffer.get_batched_sequences(), buffer.sequence_layout()
-        return batch.advantages * scale * layout.num_rows
+        batch, rollout = buffer.get_batched_sequences(), buffer.rollout()
+        return batch["advantages"] * scale * rollout.num_rows
 
     assert torch.equal(learn(torch.tensor(2.0)), buffer.advantages * 2 * 3)
     assert set(compiled) <= {operator.mul}  # the methods themselves are not traced
-
-
-# -- advantages -------------------------------------------------------------------------------
-
-
-def fill_worked_case(buffer, env=0, bootstrap=7.0):
-    """Two episodes in one row: the first truncated after three steps, the second still running."""
-    for t, (reward, value) in enumerate(
-        zip([1, 2, 3, 10, 20, 30], [1, 1.5, 2, 40, 41, 42], strict=True)
-    ):
-        step = random_step(buffer.action_space, 1, reward=torch.tensor([float(reward)]),
-                           value=torch.tensor([float(value)]), truncated=[t == 2],
-                           bootstrap=bootstrap if t == 2 else None)  # fmt: skip
-        if t == 3:  # the first step of an episode
-            step = step._replace(hidden_h=step.hidden_h * 0, hidden_c=step.hidden_c * 0)
-        buffer.add_batch(step, [env])
-
-
-def test_a_truncated_episode_is_worked_out_by_hand():
-    buffer = make_buffer(num_envs=2, max_steps=8)
-    fill_worked_case(buffer, env=1)
-    buffer.compute_advantages_and_returns(
-        torch.tensor([torch.nan, 50.0]), gamma=0.9, gae_lambda=0.8
-    )
-    expected = torch.tensor([6.790, 7.556, 7.300, 36.103, 40.560, 33.000, 0, 0])
-    batch = buffer.get_batched_sequences()
-    torch.testing.assert_close(batch.advantages[1], expected, rtol=0, atol=1e-3)
-    assert torch.equal(batch.returns[1, :6], (batch.advantages + batch.values)[1, :6])
-    assert not batch.advantages[0].any()
-    assert batch.valid_mask.sum(dim=1).tolist() == [0, 6]
-
-
-def test_termination_ignores_the_bootstrap_and_truncation_uses_it():
-    buffer = make_buffer(num_envs=2, space=SPACE)
-    step = random_step(SPACE, 2, value=torch.zeros(2), reward=torch.ones(2), bootstrap=10.0,
-                       terminated=[True, False], truncated=[False, True])  # fmt: skip
-    buffer.add_batch(step)
-    buffer.compute_advantages_and_returns(torch.full((2,), 99.0), gamma=0.5)
-    assert buffer.fields["returns"][:, 0].tolist() == [1.0, 6.0]
-
-
-def test_defaults_are_the_constants():
-    buffers = [make_buffer(num_envs=1, max_steps=6) for _ in range(2)]
-    for buffer, arguments in zip(buffers, [{}, dict(gamma=0.995, gae_lambda=0.97)], strict=True):
-        torch.manual_seed(0)
-        fill_worked_case(buffer)
-        buffer.compute_advantages_and_returns(torch.tensor([50.0]), **arguments)
-    assert (DEFAULT_GAMMA, DEFAULT_GAE_LAMBDA) == (0.995, 0.97)
-    assert_same_storage(stored(buffers[0]), stored(buffers[1]))
-
-
-def test_a_needed_bootstrap_that_was_never_given_is_an_error():
-    buffer = make_buffer(num_envs=2, space=SPACE)
-    buffer.add_batch(random_step(SPACE, 2, bootstrap=None, truncated=[False, True]))
-    with pytest.raises(
-        ValueError, match="env 0, step 0: a bootstrap value is needed.*env 1, step 0"
-    ):
-        buffer.compute_advantages_and_returns()
-    with pytest.raises(ValueError, match="rollout: env 1, step 0: a bootstrap value is needed"):
-        buffer.compute_advantages_and_returns(
-            last_values=torch.zeros(2)
-        )  # env 0's row has not ended
-
-
-def test_last_values_leave_the_bootstrap_of_an_ended_row_alone():
-    buffer = make_buffer(num_envs=2, space=SPACE)
-    buffer.add_batch(random_step(SPACE, 2, bootstrap=3.0, truncated=[False, True]))
-    buffer.compute_advantages_and_returns(last_values=torch.tensor([5.0, 5.0]))
-    assert buffer.fields["bootstrap_values"][:, 0].tolist() == [5.0, 3.0]
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 1), ()])
-def test_last_values_of_the_wrong_shape_are_refused(shape):
-    buffer = make_buffer(num_envs=2, space=SPACE)
-    buffer.add_batch(random_step(SPACE, 2))
-    with pytest.raises(ValueError, match="last_values: got shape"):
-        buffer.compute_advantages_and_returns(last_values=torch.zeros(shape))
-
-
-@pytest.mark.parametrize(
-    ("field", "word"),
-    [
-        ("rewards", "the reward"),
-        ("values", "the value"),
-        ("states", "the state"),
-        ("log_probs", "a log-prob"),
-        ("hidden_h", "the recurrent state"),
-        ("hidden_c", "the recurrent state"),
-    ],
-)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_value_that_is_not_finite_is_reported_with_env_and_step(field, word, bad):
-    buffer = make_buffer(space=SPACE)
-    for _ in range(3):
-        buffer.add_batch(random_step(SPACE, 3))
-    buffer.fields[field][2, 1] = bad
-    with pytest.raises(ValueError, match=f"env 2, step 1: {word} is not finite"):
-        buffer.compute_advantages_and_returns()
-
-
-def test_rows_past_the_stored_steps_may_hold_anything():
-    buffer = make_buffer(space=SPACE)
-    for name in ("rewards", "values", "bootstrap_values"):
-        buffer.fields[name].fill_(torch.nan)
-    buffer.fields["masks"].fill_(False)
-    buffer.add_batch(random_step(SPACE, 1), env_ids=[1])
-    buffer.compute_advantages_and_returns()
-    buffer.normalize_advantages()
-    assert buffer.get_batched_sequences().advantages.isfinite().all()
-
-
-@given(st.lists(st.integers(0, 4), min_size=3, max_size=3), st.integers(0, 2**31))
-def test_normalisation_is_over_stored_rows_only_and_idempotent(counts, rng_seed):
-    torch.manual_seed(rng_seed)
-    buffer = make_buffer(max_steps=4, space=SPACE)
-    for t in range(4):
-        envs = [env for env, count in enumerate(counts) if t < count]
-        if envs:
-            buffer.add_batch(random_step(SPACE, len(envs)), envs)
-    buffer.compute_advantages_and_returns()
-    raw = [buffer.fields["advantages"][env, :count].double() for env, count in enumerate(counts)]
-    statistics = buffer.normalize_advantages()
-    once = buffer.get_batched_sequences().advantages.clone()
-    if sum(counts) > 1:
-        rows = torch.cat(raw)
-        mean, std = rows.mean(), rows.std(correction=0)
-        torch.testing.assert_close(statistics.mean.double(), mean, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(statistics.std.double(), std, rtol=1e-4, atol=1e-5)
-        for env, count in enumerate(counts):
-            expected = ((raw[env] - mean) / std).float()
-            torch.testing.assert_close(once[env, :count], expected, rtol=1e-3, atol=1e-4)
-    assert buffer.normalize_advantages() is statistics
-    assert torch.equal(buffer.get_batched_sequences().advantages, once)
-
-
-@pytest.mark.parametrize("reward", [1.0, 3.3333, 1000.1])
-def test_equal_advantages_normalise_to_zero(reward):
-    buffer = make_buffer(space=SPACE)
-    rewards = torch.full((3,), reward)
-    buffer.add_batch(
-        random_step(SPACE, 3, reward=rewards, value=torch.zeros(3), terminated=[True] * 3)
-    )
-    buffer.compute_advantages_and_returns()
-    statistics = buffer.normalize_advantages()
-    assert statistics.std > 0
-    assert buffer.get_batched_sequences().advantages.abs().max() < 1e-4
-
-
-def test_advantages_computed_anew_are_normalised_anew():
-    buffer = make_buffer(space=SPACE)
-    buffer.add_batch(random_step(SPACE, 3))
-    results = []
-    for _ in range(2):
-        buffer.compute_advantages_and_returns(torch.ones(3))
-        buffer.normalize_advantages()
-        results.append(buffer.get_batched_sequences().advantages[:, 0].clone())
-    assert torch.equal(*results)
-    torch.testing.assert_close(results[1].std(correction=0), torch.tensor(1.0))
-
-
-def test_advantages_of_an_older_rollout_are_never_handed_out():
-    buffer = make_buffer(space=SPACE)
-    for use in (buffer.normalize_advantages, buffer.get_batched_sequences):
-        with pytest.raises(ValueError, match="compute_advantages_and_returns"):
-            use()
-    buffer.add_batch(random_step(SPACE, 3))
-    buffer.compute_advantages_and_returns()
-    buffer.get_batched_sequences()
-    buffer.add_batch(random_step(SPACE, 3))
-    with pytest.raises(ValueError, match="compute_advantages_and_returns"):
-        buffer.get_batched_sequences()
-
-
-# -- episodes ---------------------------------------------------------------------------------
-
-
-def test_boundaries_come_from_the_flags():
-    buffer = make_buffer(num_envs=2, max_steps=5, space=SPACE)
-    flags = [([False, True], [False, False]), ([True, False], [False, False]),
-             ([False, False], [False, True]), ([False, False], [False, False])]  # fmt: skip
-    for terminated, truncated in flags:
-        buffer.add_batch(random_step(SPACE, 2, terminated=terminated, truncated=truncated))
-    assert buffer.episode_boundaries.tolist() == [[0, 0, 2], [1, 0, 1], [1, 1, 3]]
-    layout = buffer.sequence_layout()
-    assert layout.lengths.tolist() == [2, 2, 1, 2, 1]  # the pieces still running count here
-    assert buffer.sequence_layout() is layout
-    buffer.add_batch(random_step(SPACE, 2))
-    assert buffer.sequence_layout().lengths.tolist() == [2, 3, 1, 2, 2]
-
-
-@pytest.mark.parametrize("part", ["hidden_h", "hidden_c"])
-@pytest.mark.parametrize("end", ["terminated", "truncated"])
-def test_a_recurrent_state_that_was_not_reset_is_refused(part, end):
-    buffer = make_buffer(num_envs=2, space=SPACE)
-    zeros = torch.zeros(2, LAYERS, HIDDEN)
-    buffer.add_batch(random_step(SPACE, 2, **{end: [False, True]}))
-    state = {"hidden_h": zeros.clone(), "hidden_c": zeros.clone()}
-    buffer.add_batch(random_step(SPACE, 2, **state))
-    buffer.compute_advantages_and_returns()
-    buffer.fields[part][1, 1, -1, -1] = 0.1
-    with pytest.raises(ValueError, match="env 1, step 1: the recurrent state was not reset.*zero"):
-        buffer.compute_advantages_and_returns()
-
-
-def test_a_state_with_layers_and_envs_swapped_is_refused():
-    """[L, N, hidden], as torch returns it, has the shape of [N, L, hidden] if N equals L."""
-    buffer = make_buffer(num_envs=LAYERS, space=SPACE)
-    buffer.add_batch(random_step(SPACE, LAYERS, terminated=[True] + [False] * (LAYERS - 1)))
-    state = torch.rand(LAYERS, LAYERS, HIDDEN)
-    state[0] = 0.0  # env 0 starts an episode
-    swapped = state.transpose(0, 1)
-    buffer.add_batch(random_step(SPACE, LAYERS, hidden_h=swapped, hidden_c=swapped))
-    with pytest.raises(ValueError, match=r"env 0, step 1: the recurrent state.*\[envs, layers"):
-        buffer.compute_advantages_and_returns()
-
-
-def test_a_penalty_ends_the_episode_and_replaces_the_reward():
-    buffer = make_buffer(num_envs=2, max_steps=5, space=SPACE)
-    for _ in range(3):
-        buffer.add_batch(random_step(SPACE, 2, bootstrap=None, truncated=[False, False]))
-    others = buffer.fields["rewards"][1].clone()
-    buffer.mark_terminal_with_penalty(0, -0.5)
-    buffer.compute_advantages_and_returns(last_values=torch.tensor([torch.nan, 1.0]))
-    batch = buffer.get_batched_sequences()
-    torch.testing.assert_close(batch.returns[0, 2], torch.tensor(-0.5))
-    assert batch.terminated[0].tolist() == [False, False, True, False, False]
-    assert buffer.episode_boundaries.tolist() == [[0, 0, 3]]
-    assert torch.equal(batch.rewards[1], others)
-
-
-def test_a_penalty_wins_over_a_truncation():
-    buffer = make_buffer(num_envs=1, space=SPACE)
-    buffer.add_batch(random_step(SPACE, 1, truncated=[True], bootstrap=9.0))
-    buffer.mark_terminal_with_penalty(0, -0.5)
-    assert not buffer.fields["truncated"].any()
-    buffer.compute_advantages_and_returns()
-    torch.testing.assert_close(buffer.get_batched_sequences().returns[0, 0], torch.tensor(-0.5))
-
-
-def test_a_penalty_for_an_env_without_rows_is_an_error():
-    buffer = make_buffer(space=SPACE)
-    with pytest.raises(ValueError, match="env 1 has no stored step"):
-        buffer.mark_terminal_with_penalty(1, -0.5)
-    with pytest.raises(ValueError, match=r"env_ids \[3\] are out of range"):
-        buffer.mark_terminal_with_penalty(3, -0.5)
-
-
-@pytest.mark.parametrize("penalty", [float("nan"), float("inf")])
-def test_a_penalty_that_is_not_finite_is_an_error(penalty):
-    buffer = make_buffer(space=SPACE)
-    buffer.add_batch(random_step(SPACE, 3))
-    with pytest.raises(ValueError, match=f"penalty={penalty} for env 0; use a finite number"):
-        buffer.mark_terminal_with_penalty(0, penalty)
-
-
-def test_reset_keeps_the_storage_and_forgets_the_rollout():
-    buffer = make_buffer(space=SPACE)
-    buffer.add_batch(random_step(SPACE, 3, terminated=[True] * 3))
-    buffer.compute_advantages_and_returns()
-    assert buffer.sequence_layout().num_rows == 3
-    before = buffer.fields["states"].clone()
-    buffer.reset()
-    assert len(buffer) == 0
-    assert len(buffer.episode_boundaries) == 0
-    assert buffer.sequence_layout().num_rows == 0
-    with pytest.raises(ValueError, match="compute_advantages_and_returns"):
-        buffer.get_batched_sequences()
-    assert torch.equal(buffer.fields["states"], before)  # nothing was zeroed
-    buffer.add_batch(random_step(SPACE, 3))
-    buffer.compute_advantages_and_returns()
-    assert buffer.get_batched_sequences().valid_mask.sum() == 3
 
 
 # -- on a GPU ---------------------------------------------------------------------------------
@@ -630,38 +792,42 @@ def test_reset_keeps_the_storage_and_forgets_the_rollout():
 @pytest.mark.gpu
 def test_collecting_on_a_gpu_never_waits_and_equals_the_cpu():
     torch.manual_seed(0)
-    steps = [random_step(SPACE, 3, truncated=[t == 1, False, False]) for t in range(4)]
+    steps = [random_step(3, truncated=[t == 1, False, False]) for t in range(4)]
     for hidden in (steps[2].hidden_h, steps[2].hidden_c):
         hidden[0] = 0.0  # the first step of an episode
-    buffers = [make_buffer(space=SPACE, device=device) for device in ("cpu", "cuda")]
+    buffers = [make_buffer(device=device) for device in ("cpu", "cuda")]
     for step in steps:
         buffers[0].add_batch(step)
     on_gpu = [TamiyoRolloutStep(*(x.cuda() for x in step)) for step in steps]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for step in on_gpu:
+        for step in on_gpu[:2]:
             buffers[1].add_batch(step)
+        for step in on_gpu[2:]:
+            row = buffers[1].row()
+            for name, view in row._asdict().items():
+                view.copy_(getattr(step, ARGUMENTS[name]))
+            buffers[1].commit(row)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for buffer in buffers:
         buffer.compute_advantages_and_returns()
         buffer.normalize_advantages()
-    expected, there = buffers[0].get_batched_sequences(), buffers[1].get_batched_sequences("cpu")
-    moved = buffers[0].get_batched_sequences("cuda")
-    for name, tensor in vars(expected).items():
-        torch.testing.assert_close(getattr(there, name), tensor, msg=name)
-        assert torch.equal(getattr(moved, name).cpu(), tensor)
-    assert (
-        buffers[1].get_batched_sequences("cuda").states.data_ptr()
-        == buffers[1].fields["states"].data_ptr()
-    )
+    for method in ("get_batched_sequences", "rollout"):
+        expected = tensors_of(getattr(buffers[0], method)())
+        there = tensors_of(getattr(buffers[1], method)("cpu"))
+        moved = tensors_of(getattr(buffers[0], method)("cuda"))
+        for name, tensor in expected.items():
+            torch.testing.assert_close(there[name], tensor, msg=name)
+            assert torch.equal(moved[name].cpu(), tensor), name
+    assert buffers[1].rollout("cuda").states.data_ptr() == buffers[1].states.data_ptr()
 
 
 @pytest.mark.gpu
 def test_bad_values_on_a_gpu_are_found_once_per_rollout():
-    buffer = make_buffer(space=SPACE, device="cuda")
+    buffer = make_buffer(device="cuda")
     masks = torch.ones(3, SPACE.num_choices, dtype=torch.bool)
     SPACE.view(masks, "op")[1] = False
-    buffer.add_batch(random_step(SPACE, 3, masks=masks, reward=torch.tensor([0.0, 0.0, torch.nan])))
+    buffer.add_batch(random_step(3, masks=masks, reward=[0.0, 0.0, torch.nan]))
     with pytest.raises(ValueError, match="env 1, step 0: head 'op'.*env 2, step 0: the reward"):
         buffer.compute_advantages_and_returns()

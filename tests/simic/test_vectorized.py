@@ -118,7 +118,7 @@ def committed_params(environment):
 def test_rewards_sum_to_the_score_of_the_committed_network():
     trainer = make_trainer(16)
     trainer.collect()
-    environment, rewards = trainer.envs.environment, trainer.buffer.fields["rewards"]
+    environment, rewards = trainer.envs.environment, trainer.buffer.rewards
     host_batch, committed = environment.host_batch, committed_params(environment)
     rent = trainer.envs.episodes.rent
     expected = growth_score(
@@ -126,8 +126,8 @@ def test_rewards_sum_to_the_score_of_the_committed_network():
     )
     torch.testing.assert_close(rewards.sum(dim=1), expected - HOST_ACCURACY)
     torch.testing.assert_close(trainer.envs.scores, expected)
-    assert trainer.buffer.fields["terminated"].sum(dim=1).tolist() == [1] * 16
-    assert trainer.buffer.fields["terminated"][:, -1].all()
+    assert trainer.buffer.terminated.sum(dim=1).tolist() == [1] * 16
+    assert trainer.buffer.terminated[:, -1].all()
 
 
 class BreaksAtStep(SyntheticHosts):
@@ -152,9 +152,7 @@ def test_a_rolled_back_env_pays_the_penalty_and_sits_out():
     scores = trainer.envs.episodes.scores
     assert scores.isnan().tolist() == [False, True, False, False]
     assert trainer.buffer.step_counts.tolist() == [25, 3, 25, 25]
-    torch.testing.assert_close(
-        trainer.buffer.fields["rewards"][1, 2], torch.tensor(ROLLBACK_PENALTY)
-    )
+    torch.testing.assert_close(trainer.buffer.rewards[1, 2], torch.tensor(ROLLBACK_PENALTY))
     assert trainer.buffer.episode_boundaries.tolist() == [[0, 0, 25], [1, 0, 3], [2, 0, 25], [3, 0, 25]]  # fmt: skip
     trainer.agent.update(trainer.buffer)
 
@@ -170,7 +168,7 @@ def test_an_env_is_compared_with_all_of_its_siblings_episode_even_if_its_own_end
     trainer.envs._rewards = remembered
     trainer.collect()
     own = torch.stack(own_rewards, 1)  # [N, T], on after the end of env 1
-    learned_from = trainer.buffer.fields["rewards"]
+    learned_from = trainer.buffer.rewards
     torch.testing.assert_close(learned_from[1, :3].sum(), own[1, :3].sum() - own[0].sum())
     torch.testing.assert_close(learned_from[0], own[0] - own[1])
     torch.testing.assert_close(learned_from[2], own[2] - own[3])
@@ -194,31 +192,6 @@ def test_a_budget_is_never_exceeded_and_compute_is_charged():
     used = environment._compute > 0
     assert used.any()
     assert (trainer.envs.scores[used] < uncharged[used]).all()
-
-
-class Truncating(GrowthEnvironment):
-    """Env 2 is cut off after step 4, the others end after 25 steps."""
-
-    def step(self, actions):
-        outcome = super().step(actions)
-        outcome.truncated[2] = self._step == 4
-        self._is_over = self._is_over | outcome.truncated
-        return outcome
-
-
-def test_a_truncated_env_bootstraps_from_its_final_reports_and_sits_out():
-    environment = Truncating(SyntheticHosts(4))
-    trainer = trainer_on(environment, PolicyConfig(lstm_hidden_dim=16), PPOConfig(gamma=1.0))
-    seen, value = [], trainer.agent.value
-    trainer.agent.value = lambda features, state: seen.append(features) or value(features, state)
-    trainer.collect()
-    stored = trainer.buffer._fields
-    assert trainer.buffer.step_counts.tolist() == [25, 25, 4, 25]
-    assert stored["truncated"][2, :4].tolist() == [False, False, False, True]
-    assert stored["bootstrap_values"][2, 3].isfinite()
-    (final,) = seen
-    torch.testing.assert_close(final[0], stored["states"][0, 4])
-    trainer.learn()
 
 
 def test_the_share_of_the_best_is_0_for_ungrown_hosts_and_1_for_the_best():

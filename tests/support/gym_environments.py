@@ -177,5 +177,16 @@ class RowThenColumn(SmallEnv):
         return float(row == self.scene[0] and is_legal)
 
 
-def vector(make: Any, num_envs: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP):
-    return SyncVectorEnv([make] * num_envs, autoreset_mode=mode)
+class BatchedEnvs(SyncVectorEnv):
+    """A vector environment that is stepped as a whole: the others' sub-environments are not."""
+
+
+def vector(make: Any, num_envs: int, mode: AutoresetMode | None = AutoresetMode.NEXT_STEP):
+    """Environments in an autoreset mode; None: stepped one by one."""
+    return vector_of([make] * num_envs, mode)
+
+
+def vector_of(makers: list[Any], mode: AutoresetMode | None):
+    if mode is None:
+        return SyncVectorEnv(makers)
+    return BatchedEnvs(makers, autoreset_mode=mode)

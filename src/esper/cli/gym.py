@@ -89,9 +89,9 @@ def describe(model: PPO, out: Path) -> str:
     key = model.config.mask_key
     sources = {"info": f"info[{key!r}]", "observation": f"observation[{key!r}]"}
     sources |= {"method": "action_masks()", "none": "none, all legal"}
-    heads = ", ".join(map(str, envs.action_space))
+    heads = ", ".join(map(str, envs.spec.action_space))
     return (
-        f"{envs.num_envs} envs, {envs.num_features} features, heads {heads}, masks: "
+        f"{envs.num_envs} envs, {envs.spec.num_features} features, heads {heads}, masks: "
         f"{sources[envs.mask_source]}; policy on {model.config.device}; writing to {out}"
     )
 

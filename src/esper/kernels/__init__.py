@@ -1,4 +1,4 @@
-"""kernels: speed -- hand-written fast paths for the three hot loops of Esper.
+"""kernels: speed -- hand-written fast paths for the hot loops of Esper.
 
 You do not need to read this package to change the system. Every kernel has a plain twin that
 defines what it computes, and a parity test that compares the two.
@@ -6,8 +6,8 @@ defines what it computes, and a parity test that compares the two.
 | kernel | plain twin | parity test |
 |---|---|---|
 | `gae/numba_cpu.py`, `gae/triton_cuda.py` | `gae/reference.py` | `tests/simic/test_gae.py` |
-| `lstm/numba_lstm.py`, `lstm/triton_lstm.py` | `torch.nn.LSTM` | `tests/tamiyo/test_packed_lstm.py` |
-| `step`, `choose` in `lstm/numba_lstm.py` | `FactoredRecurrentActorCritic.act` | `tests/tamiyo/test_network.py` |
+| `lstm/numba_lstm.py`, `lstm/triton_lstm.py` | `lstm_loop` in `tamiyo/policy/recurrence.py` | `tests/tamiyo/test_recurrence.py` |
+| `choices/numba_choices.py` | `choose_group` in `tamiyo/policy/distributions.py` | `tests/tamiyo/test_choices.py` |
 | `hosts/compiled.py`, `hosts/numba_*.py` (CPU) | `tolaria/batched.py` | `tests/tolaria/test_steps.py` |
 | `hosts/fused*.py`, `hosts/fused_*.cu` (CUDA) | `tolaria/batched.py` | `tests/tolaria/test_fused.py` |
 

@@ -37,10 +37,9 @@ def _signs(metrics: Mapping[str, float], ppo_epochs: int) -> Iterator[Sign]:
     for name, entropy in metrics.items():
         if name.startswith("ppo/normalized_entropy/"):
             head = name.rpartition("/")[2]
-            had_choice = metrics[f"ppo/choice_fraction/{head}"]  # both are means over all steps
             yield (
                 name,
-                had_choice > 0 and entropy / had_choice < ENTROPY_FLOOR,
+                entropy < ENTROPY_FLOOR,  # not a number if the head never had a choice
                 ROUNDS,
                 f"head {head!r} has made the same choices without exploring (entropy near 0); "
                 "unless the task is solved, raise entropy_coefficient or lower learning_rate",

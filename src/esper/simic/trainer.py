@@ -5,7 +5,7 @@
         trainer.collect()
         metrics = trainer.learn()
 
-Gymnasium environments and growing hosts use the same loop. Both meet it behind `TrainingEnvs`.
+Gymnasium environments and growing hosts use the same loop. Both meet it behind `Environments`.
 """
 
 from collections import defaultdict
@@ -22,19 +22,66 @@ from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.nissa.health import HealthMonitor
 from esper.runtime.files import require_same_layout
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
-from esper.tamiyo.policy.network import RecurrentState
+from esper.simic.agent.rollout import RolloutRow
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo.policy.distributions import draw_noise
+from esper.tamiyo.policy.network import Decision, RecurrentState
 
 
-class Outcome(NamedTuple):
-    """The result of one step. Flags are CPU tensors: reading them does not synchronise."""
+class EnvSpec(NamedTuple):
+    """What a policy and a rollout for these environments have to fit."""
 
-    rewards: Tensor  # [N] float32
-    terminated: Tensor  # [N] bool: the task ended
-    truncated: Tensor  # [N] bool: a limit cut the episode; never where terminated
-    is_real_step: Tensor  # [N] bool; False: the action was ignored and the step is not stored
-    is_first: Tensor  # [N] bool: the current observation is the first of an episode
-    final_features: Tensor  # [N, F] of the observation that followed, before any reset
+    num_envs: int
+    num_features: int
+    action_space: FactoredActionSpace
+
+
+class Observed(NamedTuple):
+    """What `Environments.observe` returns besides the features that it writes."""
+
+    masks: ActionMasks  # legal now
+    starts: Tensor  # [N] bool: the observation is the first of an episode
+
+
+class Stepped(NamedTuple):
+    """What `Environments.step` returns besides the rewards and flags that it writes."""
+
+    is_real: Tensor | None  # [N] bool, CPU; False: the action was ignored; None: all are real
+    final_features: Tensor | None  # [N, F]: where an episode was truncated, what followed it
+    round_over: bool = False  # no env has a step left in this round
+
+
+class Environments(Protocol):
+    """N environments on one device: rows in, rows out. A row is a row of the rollout.
+
+    What an environment does not give is not guessed: a truncated row needs `final_features`.
+    """
+
+    spec: EnvSpec
+
+    def begin_round(self) -> None:
+        """Called before a round."""
+        ...
+
+    def observe(self, row: RolloutRow) -> Observed:
+        """Write the features of the current observation to `row.states`."""
+        ...
+
+    def step(self, row: RolloutRow) -> Stepped:
+        """Take `row.actions`; write rewards, terminated and truncated (never both)."""
+        ...
+
+    def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
+        """Correct what only the whole round shows; returns metrics of its episodes."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next round depends on; called between rounds."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
+        """Restore a state; `generator` seeds episodes that have to start again."""
+        ...
 
 
 class PhaseClock:
@@ -55,44 +102,9 @@ class PhaseClock:
 
     def take(self) -> dict[str, float]:
         """The seconds of each phase since the last `take`."""
-        seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        seconds = dict(self.seconds)
+        self.seconds = defaultdict(float)
         return seconds
-
-
-class TrainingEnvs(Protocol):
-    """N environments, each with a current observation that an action is chosen for."""
-
-    num_envs: int
-    num_features: int
-    action_space: FactoredActionSpace
-    features: Tensor  # [N, F] of the current observation
-    masks: ActionMasks
-    round_over: bool  # whether no env has a step left in this round
-    clock: PhaseClock  # times the trainer's phases and those of the environments
-
-    def begin_round(self) -> Tensor:
-        """Called before a round; returns which envs start a new episode, `[N]` bool."""
-        ...
-
-    def step(self, actions: Tensor) -> Outcome:
-        """Take the heads' choices `[N, H]` (on the CPU) in every env."""
-        ...
-
-    def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
-        """Called after a round, to correct what only the whole round shows."""
-        return None
-
-    def metrics(self, seconds: float) -> dict[str, float]:
-        """Metrics of the episodes of a round that took so long, by the names in docs/metrics.md."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next round needs, without the episodes that are going on."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None:
-        """Restore a state. Episodes start again; `generator` seeds them."""
-        ...
 
 
 @dataclass
@@ -102,26 +114,45 @@ class Progress:
     steps: int = 0  # of all envs together, stored ones only
     rounds: int = 0
     episodes: int = 0
-    round_steps: int = 0  # calls of `envs.step` in this round
-    steps_before_round: int = 0
 
 
 class Trainer:
     """Environments, an agent and the rollout buffer between them."""
 
-    def __init__(self, envs: TrainingEnvs, agent: PPOAgent, *, horizon: int, rng_seed: int = 0):
+    def __init__(
+        self,
+        envs: Environments,
+        agent: PPOAgent,
+        *,
+        horizon: int,
+        rng_seed: int = 0,
+        clock: PhaseClock | None = None,
+    ):
+        """`clock` times the phases of a round; environments may share it."""
+        self.envs = envs
+        self.agent = agent
+        self.horizon = horizon
         config = agent.policy.config
-        self.envs, self.agent, self.horizon = envs, agent, horizon
-        sizes = envs.num_envs, horizon, envs.num_features
-        hidden = config.lstm_hidden_dim, config.lstm_layers
-        self.buffer = TamiyoRolloutBuffer(*sizes, envs.action_space, *hidden, agent.device)
-        self.state = agent.policy.initial_state(envs.num_envs)
+        self.buffer = TamiyoRolloutBuffer(
+            envs.spec.num_envs,
+            horizon,
+            envs.spec.num_features,
+            envs.spec.action_space,
+            config.lstm_hidden_dim,
+            config.lstm_layers,
+            agent.device,
+        )
+        self.state = agent.policy.initial_state(envs.spec.num_envs)
         self.action_rng = torch.Generator(agent.device).manual_seed(rng_seed)
         self.shuffle_rng = torch.Generator().manual_seed(rng_seed)
         self.progress = Progress()
-        self.clock = envs.clock
+        self.clock = clock or PhaseClock()
         self.health = HealthMonitor(agent.config.ppo_epochs)
-        self._in_round = self._is_abandoned = False
+        self._last_values: Tensor | None = None  # of the observations that followed the round
+        self._round_steps = 0  # calls of `envs.step` in this round
+        self._episode_metrics: dict[str, float] = {}
+        self._in_round = False
+        self._is_abandoned = False
         self._mark_round_start()
 
     # -- the loop -----------------------------------------------------------------------------
@@ -137,8 +168,8 @@ class Trainer:
     ) -> bool:
         """Fill the buffer with one round; False if `should_stop()`, checked before each step.
 
-        A round is `horizon` steps, or fewer if the environments end it. After an exception the round
-        is collected again, in new episodes.
+        A round is `horizon` steps, or fewer if the environments end it. After an exception the
+        round is collected again.
         """
         try:
             return self._collect(should_stop, deterministic)
@@ -147,68 +178,86 @@ class Trainer:
             raise
 
     def _collect(self, should_stop: Callable[[], bool], deterministic: bool) -> bool:
-        envs, agent, lap, rng = self.envs, self.agent, self.clock.lap, self.action_rng
-        act = agent.prepared_act()
         if self._is_abandoned:
             self._restore(self._round_start)
         if not self._in_round:
-            self.buffer.reset()
-            vars(self.progress).update(self._round_start["progress"])
-            self.state = zero_rows(self.state, envs.begin_round())
-            self._in_round = True
-        while self.progress.round_steps < self.horizon and not envs.round_over:
+            self._begin_round()
+        round_over = False
+        while self._round_steps < self.horizon and not round_over:
             if should_stop():
                 return False
-            features, masks = envs.features.to(agent.device), envs.masks.to(agent.device)
-            decision = act(features, masks, self.state, generator=rng, deterministic=deterministic)
-            actions = decision.actions.cpu()
-            lap("act")
-            outcome = envs.step(actions)
-            bootstrap = None
-            if outcome.truncated.cpu().numpy().any():
-                # V of the final observation, before the state is reset
-                bootstrap = agent.value(outcome.final_features.to(agent.device), decision.state)
-                lap("act")
-            step = TamiyoRolloutStep(
-                state=features,
-                actions=decision.actions,
-                log_probs=decision.log_probs,
-                masks=decision.masks,
-                value=decision.values,
-                reward=outcome.rewards,
-                terminated=outcome.terminated,
-                truncated=outcome.truncated,
-                bootstrap_value=bootstrap,
-                hidden_h=self.state.h,
-                hidden_c=self.state.c,
+            row = self.buffer.row()
+            masks = self._observe(row)
+            noise = None if deterministic else self._noise[self._round_steps]
+            decision = self.agent.act(
+                row.states, masks, self.state, noise=noise, deterministic=deterministic, out=row
             )
-            self._store(step, outcome.is_real_step)
-            self.state = zero_rows(decision.state, outcome.is_first)
-            lap("buffer")
-        envs.end_round(self.buffer)
+            self.clock.lap("act")
+            stepped = self.envs.step(row)
+            self._value_truncated_rows(row, stepped, decision)
+            self.buffer.commit(row, stepped.is_real)
+            self.state = decision.state
+            self._round_steps += 1
+            round_over = stepped.round_over
+            self.clock.lap("buffer")
+        self._last_values = None if round_over else self._values_after_round()
+        self._episode_metrics = self.envs.end_round(self.buffer)
         self._in_round = False
         return True
+
+    def _begin_round(self) -> None:
+        self.buffer.reset()
+        self.envs.begin_round()
+        self._round_steps = 0
+        self._has_initial_state = False
+        space = self.envs.spec.action_space
+        size = (self.horizon, self.envs.spec.num_envs)
+        self._noise = draw_noise(space, size, self.agent.device, self.action_rng)
+        self._in_round = True
+
+    def _observe(self, row: RolloutRow) -> ActionMasks:
+        """Let the environments write their features; the state is zero where episodes start."""
+        observed = self.envs.observe(row)
+        self.state = zero_rows(self.state, observed.starts)
+        if not self._has_initial_state:
+            self.buffer.set_initial_state(*self.state)
+            self._has_initial_state = True
+        return observed.masks
+
+    def _value_truncated_rows(self, row: RolloutRow, stepped: Stepped, decision: Decision) -> None:
+        """V of the final observations of truncated episodes, with the state before any reset."""
+        if stepped.final_features is None:
+            return
+        cut = row.truncated.nonzero().squeeze(1)
+        final_features = stepped.final_features.to(self.agent.device)[cut]
+        state = RecurrentState(decision.state.h[cut], decision.state.c[cut])
+        row.bootstrap_values[cut] = self.agent.value(final_features, state)
+
+    def _values_after_round(self) -> Tensor:
+        """V of the observations that follow the round; they are observed again in the next one."""
+        row = self.buffer.spare_row()
+        self._observe(row)
+        return self.agent.value(row.states, self.state)
 
     def learn(self, schedule: float = 0.0) -> dict[str, float]:
         """Update the agent from the round; returns metrics, by the names in docs/metrics.md.
 
         `schedule` is the share of training that is over, from 0 to 1.
         """
-        agent, envs, progress = self.agent, self.envs, self.progress
-        last_values = None  # no row is unfinished
-        if not envs.round_over:
-            last_values = agent.value(envs.features.to(agent.device), self.state)
-        rng = self.shuffle_rng
-        learned = agent.update(self.buffer, last_values, progress=schedule, generator=rng)
+        learned = self.agent.update(
+            self.buffer, self._last_values, progress=schedule, generator=self.shuffle_rng
+        )
         self.clock.lap("update")
-        num_steps = progress.steps - progress.steps_before_round
-        progress.steps_before_round = progress.steps
-        progress.rounds, progress.round_steps = progress.rounds + 1, 0
+        num_steps = len(self.buffer)
+        progress = self.progress
+        progress.steps += num_steps
+        progress.episodes += len(self.buffer.episode_boundaries)
+        progress.rounds += 1
         self._mark_round_start()
         seconds = self.clock.take()
         total = sum(seconds.values())
         metrics = {
-            **envs.metrics(total),
+            **self._episode_metrics,
             **{f"ppo/{name}": value for name, value in learned.items()},
             **{f"time/{phase}": s for phase, s in seconds.items()},
             **{f"time_share/{phase}": s / total for phase, s in seconds.items()},
@@ -220,21 +269,8 @@ class Trainer:
         return metrics
 
     def abandon_round(self) -> None:
-        """Collect the current round again, in new episodes, as a resumed run does."""
+        """Collect the current round again: its envs were used otherwise."""
         self._is_abandoned = True
-        vars(self.progress).update(self._round_start["progress"])
-
-    def _store(self, step: TamiyoRolloutStep, is_real_step: Tensor) -> None:
-        is_real = is_real_step.cpu().numpy()
-        if is_real.all():
-            self.buffer.add_batch(step)
-        else:
-            rows = is_real_step.nonzero().squeeze(1)
-            self.buffer.add_batch(step.select(rows), rows)
-        self.progress.round_steps += 1
-        self.progress.steps += int(is_real.sum())
-        ended = (step.terminated.cpu().numpy() | step.truncated.cpu().numpy()) & is_real
-        self.progress.episodes += int(ended.sum())
 
     # -- files --------------------------------------------------------------------------------
 
@@ -243,10 +279,7 @@ class Trainer:
         for name, weight in self.agent.policy.named_parameters():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
-        return {
-            "agent": self.agent.state_dict(),
-            **self._round_start,
-        }
+        return {"agent": self.agent.state_dict(), **self._round_start}
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
         """Continue a saved run with its next round; errors name `path`."""
@@ -255,15 +288,16 @@ class Trainer:
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         """Return to the start of a round, and start new episodes."""
-        vars(self.progress).update(saved["progress"])
+        self.progress = Progress(**saved["progress"])
         self.shuffle_rng.set_state(saved["shuffle_rng"])
         if self.agent.device.type == saved["device"]:
             self.action_rng.set_state(saved["action_rng"])
         else:  # generators of another kind of device have another state
             self.action_rng.manual_seed(int(torch.randint(2**31, (), generator=self.shuffle_rng)))
         self.envs.load_state_dict(saved["envs"], self.shuffle_rng)
-        self.state = self.agent.policy.initial_state(self.envs.num_envs)
-        self._in_round = self._is_abandoned = False
+        self.state = self.agent.policy.initial_state(self.envs.spec.num_envs)
+        self._in_round = False
+        self._is_abandoned = False
         self._mark_round_start()
 
     def _mark_round_start(self) -> None:
@@ -287,7 +321,7 @@ def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> N
 
 def zero_rows(state: RecurrentState, rows: Tensor) -> RecurrentState:
     """The recurrent state with zeros in `rows` `[N]` bool: every episode starts from zeros."""
-    if not rows.cpu().numpy().any():
-        return state
+    if rows.device.type == "cpu" and not rows.numpy().any():
+        return state  # on a GPU, asking would wait for it
     keep = ~rows.to(state.h.device)[:, None, None]
     return RecurrentState(torch.where(keep, state.h, 0.0), torch.where(keep, state.c, 0.0))

@@ -17,7 +17,7 @@ from esper.leyline.protocols import Controller
 from esper.leyline.reports import Reports
 from esper.leyline.stages import LIVE_STAGES, LifecycleOp, SeedStage
 from esper.runtime.checks import require_at_least
-from esper.tamiyo.policy.distributions import choose_actions
+from esper.tamiyo.policy.distributions import choose_actions, draw_noise
 
 RAMP_STEPS = 2  # of a seed's alpha; one of TEMPO_STEPS
 
@@ -35,7 +35,8 @@ class RandomController(Controller):
             num_choices = space.group_spaces[group].num_choices
             return torch.zeros(masks.num_envs, num_choices, device=masks.device)
 
-        return choose_actions(space, masks, uniform, generator=self.generator)[0]
+        noise = draw_noise(space, (masks.num_envs,), masks.device, self.generator)
+        return choose_actions(space, masks, uniform, noise=noise).actions
 
 
 NEVER = 1 << 30

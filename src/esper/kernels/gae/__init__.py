@@ -1,8 +1,8 @@
-"""Kernels behind `compute_gae`, one file each: `gae(inputs) -> (advantages, returns)`.
+"""Kernels behind `compute_gae`, one file each: `gae(inputs, advantages, returns)`.
 
-The shapes, dtypes and devices of the inputs have been checked. A kernel returns contiguous `[N, T]`
-tensors with exact zeros past `step_counts`. It masks padding with `where`: padding may contain NaN,
-so it must never be multiplied by 0.
+The shapes, dtypes and devices of the inputs have been checked, and all `[N, T]` tensors have the
+same strides, whatever they are. A kernel writes exact zeros past `step_counts`. It masks padding
+with `where`: padding may contain NaN, so it must never be multiplied by 0.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class GaeInputs(NamedTuple):
     gae_lambda: float
 
 
-GaeKernel = Callable[[GaeInputs], tuple[Tensor, Tensor]]
+GaeKernel = Callable[[GaeInputs, Tensor, Tensor], None]
 
 
 def check_step_counts(step_counts: Tensor, num_steps: int) -> None:

@@ -7,7 +7,7 @@ from esper.kernels.gae import GaeInputs, counts_on_device
 
 
 @torch.no_grad()
-def gae(inputs: GaeInputs) -> tuple[Tensor, Tensor]:
+def gae(inputs: GaeInputs, advantages: Tensor, returns: Tensor) -> None:
     rewards, values, terminated, truncated, bootstrap_values, _, gamma, gae_lambda = inputs
     num_envs, num_steps = rewards.shape
     step_counts = counts_on_device(inputs)
@@ -22,11 +22,9 @@ def gae(inputs: GaeInputs) -> tuple[Tensor, Tensor]:
     next_values = next_values.masked_fill_(terminated, 0.0)
     deltas = (rewards + gamma * next_values - values).masked_fill_(~stored, 0.0)
 
-    advantages = deltas.new_empty(num_envs, num_steps)
     running = deltas.new_zeros(num_envs)  # stays 0 until the first stored row, as the deltas do
     for t in reversed(range(num_steps)):
         running.masked_fill_(ended[:, t], 0.0)
         running.mul_(gamma * gae_lambda).add_(deltas[:, t])
         advantages[:, t] = running
-    returns = (advantages + values).masked_fill_(~stored, 0.0)
-    return advantages, returns
+    returns.copy_((advantages + values).masked_fill_(~stored, 0.0))

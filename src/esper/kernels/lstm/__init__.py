@@ -1,1 +1,1 @@
-"""LSTM kernels behind `tamiyo.policy.packed_lstm`; each is imported when it is first used."""
+"""LSTM kernels behind `tamiyo.policy.recurrence`; each is imported when it is first used."""

@@ -1,33 +1,39 @@
-"""The recurrence of an LSTM layer over sequences in packed order as two Triton kernels.
+"""The recurrence of an LSTM layer over dense sequences as two Triton kernels.
 
 A program runs 16 sequences through all their time steps: the state times the recurrent weights,
-then the gates. State and cell stay in registers. The recurrent weights do not fit into shared
-memory; they stream through it from the L2 cache at every step, a tile at a time.
+then the gates. State and cell stay in registers, and are zeroed where an episode starts. The
+recurrent weights do not fit into shared memory; they stream through it from the L2 cache at every
+step, a tile at a time.
 
 Products run on tensor cores, each as three products of TF32 parts, so the error is that of float32.
-A launch takes about as long as its longest sequence. Parity tests: tests/tamiyo/test_packed_lstm.py.
+Parity tests: tests/tamiyo/test_recurrence.py.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from esper.leyline.sequences import SequenceLayout
-
 _SEQUENCES = 16  # per program: the smallest tile of tensor cores
 
 
 def forward(
-    layout: SequenceLayout, gates: Tensor, h: Tensor, c: Tensor, weight: Tensor
+    gates: Tensor, starts: Tensor, h: Tensor, c: Tensor, weight: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Outputs, and the tensors that `backward` needs; `gates` is overwritten with gate values."""
-    num_episodes, hidden = h.shape
-    outputs, hs, cs = (gates.new_empty(len(gates), hidden) for _ in range(3))
+    """Outputs `[T, B, hidden]`, and the tensors that `backward` needs.
+
+    `gates` `[T, B, 4 * hidden]` holds the inputs' share and is overwritten with gate values.
+    """
+    num_steps, num_envs, _ = gates.shape
+    hidden = h.shape[1]
+    outputs, hs, cs = (gates.new_empty(num_steps, num_envs, hidden) for _ in range(3))
     with torch.cuda.device(gates.device):
-        _forward[(triton.cdiv(num_episodes, _SEQUENCES),)](
-            *layout.steps_on(gates.device),
-            num_episodes,
+        _forward[(triton.cdiv(num_envs, _SEQUENCES),)](
+            num_steps,
+            num_envs,
+            starts.contiguous(),
             h.contiguous(),
             c.contiguous(),
             weight.contiguous(),
@@ -41,30 +47,25 @@ def forward(
 
 
 def backward(
-    layout: SequenceLayout,
-    gates: Tensor,
-    kept: tuple[Tensor, ...],
-    weight: Tensor,
-    grad_output: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the gates' inputs and of the initial states."""
+    gates: Tensor, starts: Tensor, kept: Sequence[Tensor], weight: Tensor, grad_outputs: Tensor
+) -> Tensor:
+    """Gradients of the gates' inputs, `[T, B, 4 * hidden]`."""
     _, cs = kept
+    num_steps, num_envs, hidden = cs.shape
     grad_gates = torch.empty_like(gates)
-    grad_h, grad_c = (cs.new_empty(layout.num_episodes, cs.shape[1]) for _ in "hc")
     with torch.cuda.device(gates.device):
-        _backward[(triton.cdiv(layout.num_episodes, _SEQUENCES),)](
-            *layout.steps_on(gates.device),
-            layout.num_episodes,
+        _backward[(triton.cdiv(num_envs, _SEQUENCES),)](
+            num_steps,
+            num_envs,
+            starts.contiguous(),
             weight.t().contiguous(),
             gates,
             cs,
-            grad_output,
+            grad_outputs,
             grad_gates,
-            grad_h,
-            grad_c,
-            **_sizes(cs.shape[1]),
+            **_sizes(hidden),
         )
-    return grad_gates, grad_h, grad_c
+    return grad_gates
 
 
 def _sizes(hidden: int) -> dict[str, int]:
@@ -73,44 +74,41 @@ def _sizes(hidden: int) -> dict[str, int]:
     return {"HIDDEN": hidden, "WIDTH": width, "SEQUENCES": _SEQUENCES, "num_warps": 8}
 
 
-@triton.jit(do_not_specialize=["num_episodes"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_steps", "num_envs"])  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
-    step_starts,  # [steps]: the first row of each step
-    lengths,  # [episodes], descending
-    num_episodes,
-    initial_h,  # [episodes, HIDDEN]
+    num_steps,
+    num_envs,
+    starts,  # [T, B]: whether an episode starts
+    initial_h,  # [B, HIDDEN]
     initial_c,
     weights,  # [4 * HIDDEN, HIDDEN]
-    gates,  # [R, 4 * HIDDEN]: in: the inputs' share of the gates; out: gate values
-    hs,  # [R, HIDDEN]: states before each row
+    gates,  # [T, B, 4 * HIDDEN]: in: the inputs' share of the gates; out: gate values
+    hs,  # [T, B, HIDDEN]: states before each row
     cs,
-    outputs,  # [R, HIDDEN]: states after it
+    outputs,  # [T, B, HIDDEN]: states after it
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,  # HIDDEN rounded up to a power of two
     SEQUENCES: tl.constexpr,
 ):
-    first = tl.program_id(0) * SEQUENCES
-    episode = first + tl.arange(0, SEQUENCES)[:, None]
-    length = tl.load(lengths + episode, mask=episode < num_episodes, other=0)
+    # 64-bit positions: gates may have more than 2^31 entries
+    env = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)[:, None]
+    is_env = env < num_envs
     unit = tl.arange(0, WIDTH)[None, :]
     is_unit = unit < HIDDEN
+    is_real = is_env & is_unit
     COLUMNS: tl.constexpr = min(WIDTH, 32)  # of a weight tile
     column = tl.arange(0, COLUMNS)
-    state_at = episode.to(tl.int64) * HIDDEN + unit
-    is_state = (length > 0) & is_unit
-    h = tl.load(initial_h + state_at, mask=is_state, other=0.0)
-    c = tl.load(initial_c + state_at, mask=is_state, other=0.0)
-    num_steps = tl.load(lengths + first)
-    start = tl.load(step_starts)
+    h = tl.load(initial_h + env * HIDDEN + unit, mask=is_real, other=0.0)
+    c = tl.load(initial_c + env * HIDDEN + unit, mask=is_real, other=0.0)
     for step in range(num_steps):
-        row = start + episode
-        is_running = step < length
-        is_real = is_running & is_unit
+        row = step * num_envs + env
+        is_start = tl.load(starts + row, mask=is_env, other=0) != 0
+        h = tl.where(is_start, 0.0, h)
+        c = tl.where(is_start, 0.0, c)
         at = row * HIDDEN + unit
         tl.store(hs + at, h, mask=is_real)
         tl.store(cs + at, c, mask=is_real)
         # loaded early, used after the products
-        start = tl.load(step_starts + step + 1, mask=step + 1 < num_steps, other=0)
         gate_at = row * (4 * HIDDEN) + unit
         i = tl.load(gates + gate_at, mask=is_real, other=0.0)
         f = tl.load(gates + gate_at + HIDDEN, mask=is_real, other=0.0)
@@ -125,7 +123,7 @@ def _forward(  # type: ignore[no-untyped-def]
             source = k + column
             part = tl.load(
                 hs + row * HIDDEN + source[None, :],
-                mask=is_running & (source < HIDDEN)[None, :],
+                mask=is_env & (source < HIDDEN)[None, :],
                 other=0.0,
             )
             tile = weights + unit * HIDDEN + source[:, None]
@@ -147,36 +145,31 @@ def _forward(  # type: ignore[no-untyped-def]
         tl.store(outputs + at, h, mask=is_real)
 
 
-@triton.jit(do_not_specialize=["num_episodes"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_steps", "num_envs"])  # type: ignore[untyped-decorator]
 def _backward(  # type: ignore[no-untyped-def]
-    step_starts,
-    lengths,
-    num_episodes,
+    num_steps,
+    num_envs,
+    starts,
     weights,  # [HIDDEN, 4 * HIDDEN], transposed
     gates,
     cs,
-    grad_outputs,  # [R, HIDDEN]
-    grad_gates,  # [R, 4 * HIDDEN]: of the gates' inputs
-    grad_initial_h,  # [episodes, HIDDEN]
-    grad_initial_c,
+    grad_outputs,  # [T, B, HIDDEN]
+    grad_gates,  # [T, B, 4 * HIDDEN]: of the gates' inputs
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    first = tl.program_id(0) * SEQUENCES
-    episode = first + tl.arange(0, SEQUENCES)[:, None]
-    length = tl.load(lengths + episode, mask=episode < num_episodes, other=0)
+    env = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)[:, None]
+    is_env = env < num_envs
     unit = tl.arange(0, WIDTH)[None, :]
     is_unit = unit < HIDDEN
+    is_real = is_env & is_unit
     source = tl.arange(0, WIDTH)[:, None]
     tile = weights + unit * (4 * HIDDEN) + source
     inside = is_unit & (source < HIDDEN)
-    num_steps = tl.load(lengths + first)
-    # both stay 0 for sequences that have ended by this step: their gates are loaded as 0
     grad_h = tl.zeros([SEQUENCES, WIDTH], tl.float32)
     grad_c = tl.zeros([SEQUENCES, WIDTH], tl.float32)
-    row = tl.load(step_starts + num_steps - 1) + episode
-    is_real = (num_steps - 1 < length) & is_unit
+    row = (num_steps - 1) * num_envs + env
     gate_at = row * (4 * HIDDEN) + unit
     i = tl.load(gates + gate_at, mask=is_real, other=0.0)
     f = tl.load(gates + gate_at + HIDDEN, mask=is_real, other=0.0)
@@ -186,6 +179,7 @@ def _backward(  # type: ignore[no-untyped-def]
     grad_output = tl.load(grad_outputs + row * HIDDEN + unit, mask=is_real, other=0.0)
     for back in range(num_steps):
         step = num_steps - 1 - back
+        is_start = tl.load(starts + row, mask=is_env, other=0) != 0
         grad_h += grad_output
         tanh_c = _tanh(f * c + i * z)
         grad_c += grad_h * o * (1.0 - tanh_c * tanh_c)
@@ -193,13 +187,13 @@ def _backward(  # type: ignore[no-untyped-def]
         to_f = grad_c * c * f * (1.0 - f)
         to_z = grad_c * i * (1.0 - z * z)
         to_o = grad_h * tanh_c * o * (1.0 - o)
-        grad_c *= f
+        grad_c = tl.where(is_start, 0.0, grad_c * f)
         # load the inputs of the previous step while this step's products run
-        row = tl.load(step_starts + step - 1, mask=step > 0, other=0) + episode
-        is_real_before = (step > 0) & (step - 1 < length) & is_unit
+        row = (step - 1) * num_envs + env
+        is_before = (step > 0) & is_real
         gate_at_before = row * (4 * HIDDEN) + unit
-        c = tl.load(cs + row * HIDDEN + unit, mask=is_real_before, other=0.0)
-        grad_output = tl.load(grad_outputs + row * HIDDEN + unit, mask=is_real_before, other=0.0)
+        c = tl.load(cs + row * HIDDEN + unit, mask=is_before, other=0.0)
+        grad_output = tl.load(grad_outputs + row * HIDDEN + unit, mask=is_before, other=0.0)
         # a separate sum for each product of parts, so that they run independently
         high = tl.zeros([SEQUENCES, WIDTH], tl.float32)
         low = tl.zeros([SEQUENCES, WIDTH], tl.float32)
@@ -214,18 +208,13 @@ def _backward(  # type: ignore[no-untyped-def]
             lower = tl.dot(grad_low, weight_high, lower, input_precision="tf32")
             low = tl.dot(grad_high, weight_low, low, input_precision="tf32")
             high = tl.dot(grad_high, weight_high, high, input_precision="tf32")
-            before = tl.load(gates + gate_at_before + gate * HIDDEN, mask=is_real_before, other=0.0)
+            before = tl.load(gates + gate_at_before + gate * HIDDEN, mask=is_before, other=0.0)
             i = tl.where(gate == 0, before, i)
             f = tl.where(gate == 1, before, f)
             z = tl.where(gate == 2, before, z)
             o = tl.where(gate == 3, before, o)
-        grad_h = high + (low + lower)
+        grad_h = tl.where(is_start, 0.0, high + (low + lower))
         gate_at = gate_at_before
-        is_real = is_real_before
-    state_at = episode.to(tl.int64) * HIDDEN + unit
-    is_state = (length > 0) & is_unit
-    tl.store(grad_initial_h + state_at, grad_h, mask=is_state)
-    tl.store(grad_initial_c + state_at, grad_c, mask=is_state)
 
 
 @triton.jit

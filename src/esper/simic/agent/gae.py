@@ -36,8 +36,12 @@ def compute_gae(
     gamma: float = DEFAULT_GAMMA,
     gae_lambda: float = DEFAULT_GAE_LAMBDA,
     kernel: str = "auto",
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of a rollout, both `[N, T]`, contiguous and without gradient.
+    """Advantages and returns of a rollout, both `[N, T]` and without gradient.
+
+    The tensors may have any strides. A rollout buffer is time-major, so its `[N, T]` fields are not
+    contiguous; if all have the same strides, nothing is copied.
 
     Args:
         bootstrap_values: V of the observation that followed a row, before any reset. Read only
@@ -45,19 +49,24 @@ def compute_gae(
         step_counts: stored rows per env, int64 `[N]`, on the CPU or on the data's device; the
             rows past them may hold anything and come back 0. None: every row is stored.
         kernel: "auto" takes the fastest of `available_kernels`.
+        out: where to write advantages and returns; by default new tensors. Memory that the process
+            already has is several times faster than new pages.
 
     Under `torch.compile` the whole call is one opaque operator, so its caller has no graph break.
     """
     inputs = GaeInputs(
         rewards, values, terminated, truncated, bootstrap_values, step_counts, gamma, gae_lambda
     )
-    # Dispatching an operator costs as much as the whole kernel on a small rollout, so only
-    # compiled callers use it.
     if is_compiling():
+        # Dispatching an operator costs as much as the whole kernel on a small rollout, so only
+        # compiled callers use it.
         with torch.no_grad():
-            advantages, returns = _operator(*inputs, kernel)
-        return advantages, returns
-    return _kernel_for(inputs, kernel)(inputs)
+            fresh = _operator(*inputs, kernel)
+        if out is None:
+            advantages, returns = fresh
+            return advantages, returns
+        return out[0].copy_(fresh[0]), out[1].copy_(fresh[1])
+    return _run(inputs, kernel, out)
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
@@ -80,7 +89,7 @@ def available_kernels(device: torch.device, dtype: torch.dtype) -> tuple[str, ..
 )
 def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, kernel = GaeInputs(*arguments[:-1]), arguments[-1]
-    return _kernel_for(inputs, kernel)(inputs)
+    return _run(inputs, kernel, None)
 
 
 @_operator.register_fake
@@ -89,6 +98,29 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     _kernel_for(inputs, kernel)
     shape = inputs.rewards.shape
     return inputs.rewards.new_empty(shape), inputs.rewards.new_empty(shape)
+
+
+def _run(
+    inputs: GaeInputs, kernel: str, out: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    run = _kernel_for(inputs, kernel)
+    rewards = inputs.rewards
+    if out is None:
+        out = (torch.empty_like(rewards), torch.empty_like(rewards))
+    for name, given in zip(("advantages", "returns"), out, strict=True):
+        is_like = given.shape == rewards.shape and given.dtype == rewards.dtype
+        if not is_like or given.device != rewards.device:
+            raise _mismatch(name, given, rewards.dtype, list(rewards.shape), str(rewards.device))
+    tensors = (*inputs[:5], *out)
+    if all(tensor.stride() == rewards.stride() for tensor in tensors):
+        run(inputs, *out)
+        return out
+    copies = [tensor.contiguous() for tensor in inputs[:5]]
+    advantages = torch.empty_like(copies[0])
+    returns = torch.empty_like(copies[0])
+    contiguous = dict(zip(GaeInputs._fields[:5], copies, strict=True))
+    run(inputs._replace(**contiguous), advantages, returns)  # type: ignore[arg-type]
+    return out[0].copy_(advantages), out[1].copy_(returns)
 
 
 def _kernel_for(inputs: GaeInputs, kernel: str) -> GaeKernel:

@@ -11,39 +11,38 @@ optimiser step.
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_map_only
 
-from esper.leyline.constants import DEFAULT_GAMMA
-from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
-from esper.leyline.sequences import SequenceLayout, SequenceParts
+from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
+from esper.leyline.factored_actions import ActionMasks
 from esper.runtime.checks import require_fraction, require_positive, require_whole
-from esper.simic.agent.captured import Captured
-from esper.simic.agent.rollout_buffer import RolloutBatch, TamiyoRolloutBuffer
+from esper.simic.agent.rollout import Rollout, RolloutRow
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo.policy.distributions import Choices, Rows
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.network import (
     Decision,
     Evaluation,
     FactoredRecurrentActorCritic,
     RecurrentState,
-    StoredSteps,
+    Steps,
     full_precision,
 )
-from esper.tamiyo.policy.prepared_act import Act, prepared_act
 
 Rng = torch.Generator | None  # None: the global generator of torch
+MOSTLY_EMPTY = 1 / 3  # share of empty rows from which a line is printed
 FIRST_RATIO_TOLERANCE = 1e-2  # rounding alone stays below 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Hyper-parameters of the update; all published results use the defaults."""
+    """Hyper-parameters of the update; esper.PPO sets another lambda: see GymConfig."""
 
     learning_rate: float = 2e-3
     """Adam's step size at the start."""
@@ -51,7 +50,7 @@ class PPOConfig:
     """"linear" decays the learning rate to 0 at the end of training."""
     gamma: float = DEFAULT_GAMMA
     """Discount factor per step."""
-    gae_lambda: float = 0.9
+    gae_lambda: float = DEFAULT_GAE_LAMBDA
     """Lambda of generalised advantage estimation."""
     clip: float = 0.2
     """The joint ratio of all heads is clipped to 1 - clip .. 1 + clip."""
@@ -119,32 +118,37 @@ class PPOAgent:
         self._entropy_weights = weights
         self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
         self._has_warned = False  # of ratios that are not 1
-        self._metrics = [*_metric_names(policy.action_space), "gradient_norm"]  # of a minibatch
-        # a graph cannot hold what a user's encoder does
-        can_capture = self.device.type == "cuda" and not policy.heads.is_custom
-        self.captured = Captured(self._gradients, self._parameters) if can_capture else None
+        self._has_printed = False  # that many rows are empty
 
     # -- acting -------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def act(
         self,
         features: Tensor,
         masks: ActionMasks,
         state: RecurrentState,
         *,
+        noise: Tensor | None = None,
         generator: Rng = None,
         deterministic: bool = False,
+        out: RolloutRow | None = None,
     ) -> Decision:
-        """One decision per env; values are in units of the reward."""
+        """One decision per env, written to `out` if given; values are in units of the reward."""
+        choices = None if out is None else Choices(out.actions, out.log_probs, out.masks)
         decision = self.policy.act(
-            features, masks, state, generator=generator, deterministic=deterministic
+            features,
+            masks,
+            state,
+            noise=noise,
+            generator=generator,
+            deterministic=deterministic,
+            out=choices,
         )
-        return decision._replace(values=self._unscaled_values(decision.values))
-
-    def prepared_act(self) -> Act:
-        """`act` with the current weights; faster for many steps. Use it before the next update."""
-        scale = self.value_normalizer
-        return prepared_act(self.policy, scale.mean.float(), scale.std.float()) or self.act
+        values = self._unscaled_values(decision.values)
+        if out is not None:
+            values = out.values.copy_(values)
+        return decision._replace(values=values)
 
     def value(self, features: Tensor, state: RecurrentState) -> Tensor:
         """V of an observation `[N]`, in units of the reward: the bootstrap of a row cut there."""
@@ -166,117 +170,112 @@ class PPOAgent:
         with a loss or gradient that is not finite is undone.
         """
         config = self.config
+        if len(buffer) == 0:
+            raise ValueError("the rollout has no steps; add some before the update")
         self.policy.raise_on_bad_values()  # of the rollout
         buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
         advantage = buffer.normalize_advantages()
-        batch, layout = buffer.get_batched_sequences(self.device), buffer.sequence_layout()
-        if layout.num_rows == 0:
-            raise ValueError("the rollout has no steps; add some before the update")
+        rollout = buffer.rollout(self.device)
+        self._note_empty_rows(rollout)
 
         # `copy.deepcopy` takes ten times as long
         before = tree_map_only(Tensor, lambda value: value.detach().clone(), self.state_dict())
         self._set_schedules(progress)
-        returns = layout.gather(batch.returns)
+        returns = rollout.stored(rollout.returns)  # [R], in units of the reward
+        errors = returns - rollout.stored(rollout.values)
         self._rescale_values(returns)
-        scaled = self.value_normalizer.normalize(batch.returns.unsqueeze(-1)).squeeze(-1)
-        batch = replace(batch, returns=scaled)
+        scaled = self.value_normalizer.normalize(rollout.returns.unsqueeze(-1)).squeeze(-1)
+        rollout = replace(rollout, returns=scaled)
         try:
-            passes, first_error, is_finite = self._run_epochs(batch, layout, generator)
+            learned = self._run_passes(rollout, buffer.step_counts, generator)
             self.policy.raise_on_bad_values()
         except ValueError:  # the rollout has illegal actions: nothing may be learned from it
             self.load_state_dict(before)
             raise
-        if is_finite:
+        if learned.is_finite:
             self.failed_updates = 0
+            self._check_first_ratios(learned.first_ratio_error)
             if config.normalize_features:
-                self.policy.heads.update_scales(layout.gather(batch.states))
+                self.policy.heads.update_scales(rollout.stored(rollout.states))
         else:
             self._undo(before)
-        first_ratio_error = float(first_error)
-        if is_finite:
-            self._check_first_ratios(first_ratio_error)
-        errors = returns - layout.gather(batch.values)
-        columns = torch.stack([returns, errors], dim=1)
-        (variance, unexplained), (mean_return, _) = torch.var_mean(columns, dim=0, correction=0)
+        variance = returns.var(correction=0)
         # 1: the critic predicts every return; 0: no better than their mean
-        explained = torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
-        scalars = torch.stack([advantage.mean, advantage.std, mean_return, explained]).tolist()
+        explained = torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)
+        numbers = torch.stack([advantage.mean, advantage.std, returns.mean(), explained]).tolist()
         names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
         return {
-            **dict(zip(self._metrics, torch.cat(passes).mean(dim=0).tolist(), strict=True)),
-            **dict(zip(names, scalars, strict=True)),
-            "first_ratio_error": first_ratio_error,
+            **learned.metrics,
+            **dict(zip(names, numbers, strict=True)),
+            "first_ratio_error": learned.first_ratio_error,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "ppo_epochs_run": float(len(passes)),
-            "rows": float(layout.num_rows),
-            "update_undone": float(not is_finite),
+            "ppo_epochs_run": float(learned.num_passes),
+            "rows": float(rollout.num_rows),
+            "update_undone": float(not learned.is_finite),
         }
 
-    def _run_epochs(
-        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng
-    ) -> tuple[list[Tensor], Tensor | float, bool]:
-        """Train on the rollout.
-
-        Returns the metrics `[minibatches, metrics]` of each pass, the largest |ratio - 1| of the
-        first minibatch, and whether all losses and gradients were finite.
-        """
-        passes: list[Tensor] = []
-        first_error: Tensor | float = 0.0
-        for _ in range(self.config.ppo_epochs):
-            measured_rows: list[Tensor] = []
-            for minibatch in self._minibatches(rollout, layout, generator):
-                measured, log_ratios = self._backward(minibatch)
-                # before the first optimiser step every ratio is 1, unless `act` and `score` differ
-                if not passes and not measured_rows:
-                    first_error = log_ratios.sum(dim=-1).expm1().abs().max()
-                norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
-                # With found_inf 1 the fused step does not change the weights, and needs no
-                # synchronisation. They stay finite until the update is undone.
-                self.optimizer.found_inf = (~(norm < torch.inf)).float()  # type: ignore[attr-defined]
-                self.optimizer.step()
-                measured_rows.append(torch.cat([measured, norm.unsqueeze(0)]))
-            passes.append(torch.stack(measured_rows))
-            named = dict(zip(self._metrics, passes[-1].unbind(dim=1), strict=True))
-            is_finite = torch.stack([named["loss"], named["gradient_norm"]]).isfinite().all()
+    def _run_passes(self, rollout: Rollout, step_counts: Tensor, generator: Rng) -> "_Learned":
+        """Train on the rollout, pass after pass, until the policy has moved far enough."""
+        names = metric_names(self.policy)
+        totals = torch.zeros(2, len(names), device=self.device)  # sums and weights of the metrics
+        first_ratio_error = torch.zeros((), device=self.device)
+        for number in range(1, self.config.ppo_epochs + 1):
+            of_pass = torch.zeros_like(totals)
+            minibatches = self._minibatches(rollout, step_counts, generator)
+            for place, minibatch in enumerate(minibatches):
+                evaluation = self.policy.evaluate(_steps_of(minibatch, is_checked=number > 1))
+                weights = self._entropy_share * self._entropy_weights
+                loss, measured = ppo_loss(evaluation, minibatch, weights, self.config)
+                if number == 1 and place == 0:
+                    first_ratio_error = _largest_ratio_error(evaluation, minibatch)
+                norm = self._optimizer_step(loss)
+                of_pass += torch.cat(
+                    [measured, torch.stack([norm, torch.ones_like(norm)])[:, None]], 1
+                )
+            totals += of_pass
+            sums, counts = of_pass
             # the only synchronisation of a pass
-            kl, all_finite = torch.stack([named["kl"].mean(), is_finite]).tolist()
+            is_finite = sums.isfinite().all()
+            kl, all_finite = torch.stack([(sums / counts)[names.index("kl")], is_finite]).tolist()
             if not all_finite or (self.config.target_kl is not None and kl > self.config.target_kl):
                 break
-        return passes, first_error, bool(all_finite)
-
-    def _backward(self, minibatch: "_Minibatch") -> tuple[Tensor, Tensor]:
-        """Gradients of a minibatch; returns its metrics and log-ratios."""
-        layout, steps, rows = minibatch
-        for parameter in self._parameters:
-            parameter.grad = None
-        inputs = (steps, rows, self._entropy_share * self._entropy_weights)
-        compute = self._gradients if self.captured is None else self.captured
-        log_probs, measured = compute(inputs, layout)
-        self.policy.choice_checks.check_stored(steps.actions, log_probs, steps.masks, layout)
-        return measured, log_probs - rows.log_probs
-
-    def _gradients(
-        self, inputs: "tuple[StoredSteps, RolloutRows, Tensor]", layout: SequenceLayout
-    ) -> tuple[Tensor, Tensor]:
-        """The backward pass; returns log-probs and metrics. No check: a graph may hold it."""
-        steps, rows, entropy_weights = inputs
-        evaluation, space = self.policy.score(steps, layout), self.policy.action_space
-        loss, measured = ppo_loss(evaluation, rows, space, entropy_weights, self.config)
-        with full_precision(self.device):
-            loss.backward()  # type: ignore[no-untyped-call]
-        return evaluation.log_probs.detach(), torch.stack(list(measured.values()))
+        sums, counts = totals
+        metrics = dict(zip(names, (sums / counts).tolist(), strict=True))
+        return _Learned(metrics, float(first_ratio_error), number, bool(all_finite))
 
     def _minibatches(
-        self, rollout: RolloutBatch, layout: SequenceLayout, generator: Rng
-    ) -> "Iterator[_Minibatch]":
-        """Random minibatches of whole env rows; one gather per field for the whole pass."""
-        order = torch.randperm(layout.num_envs, generator=generator)
-        pieces = map(layout.select, order.chunk(self.config.num_minibatches))
-        parts = SequenceParts(tuple(piece for piece in pieces if piece.num_rows))
-        initial = RecurrentState(rollout.initial_hidden_h, rollout.initial_hidden_c)
-        steps = self.policy.gather(rollout.states, rollout.actions, rollout.masks, parts, initial)
-        rows = zip(*map(parts.split_rows, rollout_rows(rollout, parts)), strict=True)
-        return zip(parts.layouts, steps, map(RolloutRows._make, rows), strict=True)
+        self, rollout: Rollout, step_counts: Tensor, generator: Rng
+    ) -> Iterator[Rollout]:
+        """Random minibatches: all rows of some envs."""
+        order = torch.randperm(len(step_counts), generator=generator)
+        if self.config.num_minibatches == 1:
+            yield rollout
+            return
+        for env_ids in order.chunk(self.config.num_minibatches):
+            num_rows = int(step_counts[env_ids].sum())
+            if num_rows:
+                yield rollout.of_envs(env_ids.to(self.device, non_blocking=True), num_rows)
+
+    def _optimizer_step(self, loss: Tensor) -> Tensor:
+        """One step of the optimiser; returns the norm of the gradient before it was clipped."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with full_precision(self.device):
+            loss.backward()  # type: ignore[no-untyped-call]
+        norm = _clip_gradients(self._parameters, self.config.max_grad_norm)
+        # With found_inf 1 the fused step does not change the weights, and needs no synchronisation.
+        # They stay finite until the update is undone.
+        self.optimizer.found_inf = (~(norm < torch.inf)).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        return norm
+
+    def _note_empty_rows(self, rollout: Rollout) -> None:
+        share = 1 - rollout.num_rows / rollout.valid.numel()
+        if share > MOSTLY_EMPTY and not self._has_printed:
+            self._has_printed = True
+            print(
+                f"{share:.0%} of the rollout's rows hold no step and are computed for nothing: "
+                "episodes of very different lengths in one round; a shorter horizon helps"
+            )
 
     def _check_first_ratios(self, error: float) -> None:
         if error > FIRST_RATIO_TOLERANCE and not self._has_warned:
@@ -342,61 +341,96 @@ class PPOAgent:
         return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
 
 
-class RolloutRows(NamedTuple):
-    """The stored data of R steps that the loss needs."""
+class _Learned(NamedTuple):
+    """What the passes over a rollout gave."""
 
-    log_probs: Tensor  # [R, H]
-    advantages: Tensor  # [R]
-    returns: Tensor  # [R], normalised
-
-
-_Minibatch = tuple[SequenceLayout, StoredSteps, RolloutRows]
+    metrics: dict[str, float]
+    first_ratio_error: float
+    num_passes: int
+    is_finite: bool  # whether all losses and gradients were
 
 
-def rollout_rows(rollout: RolloutBatch, layout: SequenceLayout | SequenceParts) -> RolloutRows:
-    """The stored steps of a rollout, in packed order."""
-    return RolloutRows._make(layout.gather(getattr(rollout, name)) for name in RolloutRows._fields)
+def _steps_of(minibatch: Rollout, is_checked: bool) -> Steps:
+    """What the policy reads of a minibatch; the first pass checks all stored choices."""
+    return Steps(
+        minibatch.states,
+        minibatch.actions,
+        minibatch.masks,
+        minibatch.starts,
+        RecurrentState(minibatch.initial_h, minibatch.initial_c),
+        None if is_checked else Rows(minibatch.valid, minibatch.env_ids),
+    )
+
+
+def _clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before.
+
+    As `nn.utils.clip_grad_norm_`, whose checks take longer than the arithmetic of a small network.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _largest_ratio_error(evaluation: Evaluation, minibatch: Rollout) -> Tensor:
+    """Before the first optimiser step every ratio is 1, unless `act` and `evaluate` differ."""
+    log_ratios = (evaluation.log_probs.detach() - minibatch.log_probs).sum(dim=-1)
+    return torch.where(minibatch.valid, log_ratios, 0.0).expm1().abs().max()
 
 
 def ppo_loss(
-    evaluation: Evaluation,
-    rows: RolloutRows,
-    action_space: FactoredActionSpace,
-    entropy_weights: Tensor,
-    config: PPOConfig,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a minibatch, and its metrics."""
-    legal = evaluation.distribution.legal
-    # steps with a single legal action train the critic only
-    has_choice = legal.has_choice
-    weights = has_choice / has_choice.sum().clamp_min(1.0)  # mean over the steps with a choice
+    evaluation: Evaluation, minibatch: Rollout, entropy_weights: Tensor, config: PPOConfig
+) -> tuple[Tensor, Tensor]:
+    """The loss of a minibatch, and its metrics as sums and weights, `[2, metrics]`.
+
+    A metric is a mean over the steps that it is about: divide the sums of all minibatches by the
+    sums of their weights. `metric_names` names them.
+    """
+    valid = minibatch.valid  # [T, B]
+    has_choice = (evaluation.num_choices > 1) & valid.unsqueeze(-1)  # [T, B, H]
+    decides = has_choice.any(dim=-1)  # steps with a single legal action train the critic only
+    num_steps = valid.sum()
+    num_decided = decides.sum()
 
     # 0 for heads with nothing to choose
-    log_ratios = (evaluation.log_probs - rows.log_probs).sum(dim=-1)
-    ratios, advantages = log_ratios.exp(), rows.advantages
-    with torch.no_grad():
-        clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
-        is_unclipped = (ratios - clipped) * advantages <= 0  # min(ratio * A, clipped * A)
-    surrogate = torch.where(is_unclipped, ratios, clipped) * advantages
+    log_ratios = (evaluation.log_probs - minibatch.log_probs).sum(dim=-1)
+    log_ratios = torch.where(decides, log_ratios, 0.0)
+    ratios = log_ratios.exp()
+    clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
+    surrogate = torch.minimum(ratios * minibatch.advantages, clipped * minibatch.advantages)
+    policy_loss = -torch.where(decides, surrogate, 0.0).sum() / num_decided.clamp(min=1)
 
-    policy_loss = -(weights @ surrogate)
-    entropy_bonus = weights @ (evaluation.normalized_entropies @ entropy_weights)
-    value_loss = 0.5 * mse_loss(evaluation.values, rows.returns)
-    loss = torch.add(policy_loss, value_loss, alpha=config.value_coefficient)
-    loss = torch.sub(loss, entropy_bonus, alpha=config.entropy_coefficient)
+    bonus = evaluation.normalized_entropies @ entropy_weights
+    entropy_bonus = torch.where(decides, bonus, 0.0).sum() / num_decided.clamp(min=1)
+
+    squared_errors = (evaluation.values - minibatch.returns).square()
+    value_loss = 0.5 * torch.where(valid, squared_errors, 0.0).sum() / num_steps
+
+    loss = policy_loss + config.value_coefficient * value_loss
+    loss = loss - config.entropy_coefficient * entropy_bonus
     with torch.no_grad():
         kl_k3 = log_ratios.expm1() - log_ratios  # Schulman's k3 estimate of the KL
-        kl, clip_fraction = torch.stack([kl_k3, (ratios != clipped).float()]) @ weights
-        of_steps = [value_loss.detach(), has_choice.mean()]  # means over all steps
-        has_choices = (legal.counts > 1).float()
-        for values in (evaluation.entropies, evaluation.normalized_entropies, has_choices):
-            of_steps += values.mean(dim=0).unbind()
-        measured = (loss.detach(), policy_loss.detach(), kl, clip_fraction, *of_steps)
-    return loss, dict(zip(_metric_names(action_space), measured, strict=True))
+        is_clipped = (ratios != clipped).sum()
+        of_heads = has_choice.sum(dim=(0, 1))  # [H]: steps in which the head had a choice
+        entropies = torch.where(has_choice, evaluation.entropies, 0.0).sum(dim=(0, 1))
+        normalized = torch.where(has_choice, evaluation.normalized_entropies, 0.0).sum(dim=(0, 1))
+        sums = [loss * num_steps, policy_loss * num_decided, kl_k3.sum(), is_clipped]
+        sums += [value_loss * num_steps, decides.sum()]
+        weights = [num_steps, num_decided, num_decided, num_decided, num_steps, num_steps]
+        all_steps = num_steps.expand_as(of_heads)
+        measured = torch.stack(
+            [
+                torch.cat([torch.stack(sums), entropies, normalized, of_heads]),
+                torch.cat([torch.stack(weights), of_heads, of_heads, all_steps]),
+            ]
+        )
+    return loss, measured
 
 
-def _metric_names(action_space: FactoredActionSpace) -> list[str]:
-    kinds = ("entropy", "normalized_entropy", "choice_fraction")
-    of_heads = [f"{kind}/{name}" for kind in kinds for name in action_space.names]
-    first = ["loss", "policy_loss", "kl", "clip_fraction"]
-    return [*first, "value_loss", "decided_fraction", *of_heads]
+def metric_names(policy: FactoredRecurrentActorCritic) -> list[str]:
+    """The metrics of `ppo_loss`, then the gradient's norm."""
+    names = ["loss", "policy_loss", "kl", "clip_fraction", "value_loss", "decided_fraction"]
+    for kind in ("entropy", "normalized_entropy", "choice_fraction"):
+        names += [f"{kind}/{head}" for head in policy.action_space.names]
+    return [*names, "gradient_norm"]

@@ -1,45 +1,37 @@
 """Storage for a rollout, from collecting it to learning from it.
 
-Storage is `[num_envs, max_steps, ...]`, allocated once. Moving a rollout to another device is one
-copy of all fields but the per-step hidden states. Control data (`step_counts`, env ids, episode
-boundaries) is on the CPU, so adding a step never synchronises with a GPU.
-
-    buffer.add_batch(step)                            # one step of every env, or of some
+    row = buffer.row()                                # views of the next row; write into them
+    buffer.commit()
+    buffer.add_batch(step)                            # the same write, checked
     buffer.compute_advantages_and_returns(last_values)
     buffer.normalize_advantages()
-    batch = buffer.get_batched_sequences(device)      # [N, T, ...] and a valid_mask
-    layout = buffer.sequence_layout()                 # where each episode is stored
-    buffer.reset()
+    rollout = buffer.rollout(device)                  # [T, N, ...], what PPO learns from
+
+Storage is dense and time-major, `[T, N, ...]`, allocated once, in one arena: moving a rollout to
+another device is one copy, and layouts never change. Nothing is packed or sorted. A step of an env
+goes to that env's next row, so rows differ in length at their tails only: `step_counts` says how
+many rows of an env hold a step. Episodes are known from the flags alone.
+
+`step_counts` is on the CPU, so adding a step never synchronises with a GPU.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from esper.leyline.arrays import TensorFields
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA, DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import FactoredActionSpace
-from esper.leyline.sequences import SequenceLayout
 from esper.runtime.checks import require_at_least
 from esper.simic.agent.gae import compute_gae
+from esper.simic.agent.rollout import LEARNED_FROM, Arena, Rollout, RolloutRow
+from esper.simic.agent.rollout_fields import INTEGERS, RolloutField, as_tensor, rollout_fields
 
 ADVANTAGE_STD_FLOOR = 1e-8
-_DERIVED = ("advantages", "returns")
 PROBLEMS_SHOWN = 5  # bad values that one error message lists
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_ACCEPTED = {  # by a field that is stored in a dtype
-    torch.float32: ("floating point", _FLOATS),
-    torch.int64: ("integers", _INTEGERS),
-    torch.bool: ("bool", (torch.bool,)),
-}
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -61,33 +53,6 @@ class TamiyoRolloutStep(NamedTuple):
     hidden_h: Tensor  # [L, hidden]: the recurrent state before the step
     hidden_c: Tensor  # [L, hidden]
 
-    def select(self, envs: Tensor) -> "TamiyoRolloutStep":
-        """The step of some envs of a batch, by their indices in it."""
-        devices = {part.device for part in self if part is not None}
-        places = {device: envs.to(device, non_blocking=True) for device in devices}
-        parts = (None if part is None else part[places[part.device]] for part in self)
-        return TamiyoRolloutStep(*parts)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RolloutBatch(TensorFields):
-    """A rollout as tensors on one device; on the buffer's device they are its storage."""
-
-    states: Tensor  # [N, T, F]
-    actions: Tensor  # [N, T, H]
-    log_probs: Tensor  # [N, T, H]
-    masks: Tensor  # [N, T, C]
-    values: Tensor  # [N, T], like the fields below
-    rewards: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    bootstrap_values: Tensor
-    advantages: Tensor
-    returns: Tensor
-    valid_mask: Tensor  # [N, T]: True for stored steps
-    initial_hidden_h: Tensor  # [N, L, hidden]: the state before each env's first row
-    initial_hidden_c: Tensor
-
 
 class AdvantageStatistics(NamedTuple):
     """Mean and standard deviation before `normalize_advantages`, on the buffer's device."""
@@ -96,105 +61,18 @@ class AdvantageStatistics(NamedTuple):
     std: Tensor
 
 
-class _StepField(NamedTuple):
-    """How one field of a `TamiyoRolloutStep` is stored and checked."""
-
-    argument: str  # its name in the step
-    name: str  # its name in the buffer
-    dtype: torch.dtype
-    shape: tuple[int, ...] = ()  # of one env
-    axes: str = "[envs]"  # for errors
-
-    def checked(self, given: object, num_rows: int, device: torch.device) -> Tensor:
-        """The field of `num_rows` envs, with the dtype and on the device that it is stored in."""
-        expected = (num_rows, *self.shape)
-        value = _as_tensor(self.argument, given)
-        if value.requires_grad:
-            value = value.detach()
-        if value.shape == expected and value.dtype == self.dtype and value.device == device:
-            return value
-        if value.shape != expected:
-            raise ValueError(
-                f"{self.argument}: got shape {tuple(value.shape)}, expected {expected} = {self.axes}"
-            )
-        kind, accepted = _ACCEPTED[self.dtype]
-        if value.dtype not in accepted:
-            raise ValueError(f"{self.argument}: got {value.dtype}, expected {kind}")
-        if value.device.type not in ("cpu", device.type):
-            raise ValueError(
-                f"{self.argument} is on {value.device}, the buffer on {device}; "
-                "move it to the CPU or to the buffer's device"
-            )
-        # block for pinned memory: the caller may change it before a non-blocking copy has run
-        must_block = value.device != device and value.is_pinned()
-        return value.to(device, self.dtype, non_blocking=not must_block)
-
-
-def _step_fields(
-    action_space: FactoredActionSpace, state_dim: int, hidden: tuple[int, int]
-) -> tuple[_StepField, ...]:
-    """One row per field of `TamiyoRolloutStep`, in its order."""
-    number, flag = torch.float32, torch.bool
-    heads, choices = (action_space.num_heads,), (action_space.num_choices,)
-    of_heads = f"[envs, H], heads {', '.join(action_space.names)}"
-    sizes = ", ".join(f"{head.name}: {head.size}" for head in action_space)
-    of_layers = "[envs, L, h], L layers, h hidden units"
-    return (
-        _StepField("state", "states", number, (state_dim,), "[envs, F]"),
-        _StepField("actions", "actions", action_space.action_dtype, heads, of_heads),
-        _StepField("log_probs", "log_probs", number, heads, of_heads),
-        _StepField("masks", "masks", flag, choices, f"[envs, C], heads {sizes}"),
-        _StepField("value", "values", number),
-        _StepField("reward", "rewards", number),
-        _StepField("terminated", "terminated", flag),
-        _StepField("truncated", "truncated", flag),
-        _StepField("bootstrap_value", "bootstrap_values", number),
-        _StepField("hidden_h", "hidden_h", number, hidden, of_layers),
-        _StepField("hidden_c", "hidden_c", number, hidden, of_layers),
-    )
-
-
-def _as_tensor(name: str, value: object) -> Tensor:
-    """The value as a tensor; raises an error with its name if it is not one."""
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name}: got {type(value).__name__}, expected a tensor or numbers ({error})"
-        ) from error
-
-
 def _not_compiled(method: _Method) -> _Method:
     """Leave a method out of torch.compile: it runs once per rollout and needs the CPU."""
     return cast(_Method, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
 
 
-class _Field:
-    """A field of the storage as a read-only attribute."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, buffer: "TamiyoRolloutBuffer", owner: type) -> Tensor:
-        if self._name in _DERIVED:
-            buffer._require_advantages()
-        return buffer._fields[self._name]
-
-    def __set__(self, buffer: "TamiyoRolloutBuffer", value: object) -> None:
-        raise AttributeError(f"{self._name} cannot be replaced; use add_batch or copy_")
-
-
 class TamiyoRolloutBuffer:
-    """A fixed-size rollout of `num_envs` rows, each with its own number of stored steps.
+    """A rollout of `num_envs` envs and up to `max_steps_per_env` steps of each.
 
-    The fields are attributes `[N, T, ...]`: views of the storage, not copies. Where `valid_mask`
-    is False they may hold anything. Two threads may add steps at once, but not of the same env.
+    The fields are attributes `[N, T, ...]`: views of the time-major storage, not copies, and not
+    contiguous. Where `valid_mask` is False they may hold anything. `initial_hidden_h` and
+    `initial_hidden_c` `[N, L, hidden]` are the recurrent state before each env's first row.
     """
-
-    states, actions, log_probs, masks = _Field(), _Field(), _Field(), _Field()
-    values, rewards, terminated, truncated = _Field(), _Field(), _Field(), _Field()
-    bootstrap_values, hidden_h, hidden_c = _Field(), _Field(), _Field()
-    advantages, returns = _Field(), _Field()
 
     def __init__(
         self,
@@ -219,29 +97,54 @@ class TamiyoRolloutBuffer:
         self._all_envs = torch.arange(num_envs, device="cpu")
 
         hidden = (lstm_layers, lstm_hidden_dim)
-        self._step_fields = _step_fields(action_space, state_dim, hidden)
-        stored = [*self._step_fields, *(_StepField("", name, torch.float32) for name in _DERIVED)]
-        rows = (num_envs, max_steps_per_env)
-        self._fields = {
-            field.name: torch.zeros(*rows, *field.shape, dtype=field.dtype, device=self.device)
-            for field in stored
-        }
-        self._rows = {s.name: self._fields[s.name].flatten(0, 1) for s in self._step_fields}
-        self._columns: dict[int, list[Tensor]] = {}  # views of one step of every env, by step
+        self._step_fields = rollout_fields(action_space, state_dim, hidden)
+        self._row_fields = self._step_fields[: len(RolloutRow._fields)]
+        size = (max_steps_per_env, num_envs)
+        layout = {f.name: (f.dtype, (*size, *f.shape)) for f in self._row_fields}
+        layout |= dict.fromkeys(("advantages", "returns"), (torch.float32, size))
+        layout["valid"] = (torch.bool, size)
+        layout["initial_h"] = layout["initial_c"] = (torch.float32, (num_envs, *hidden))
+        self._arena = Arena.zeros(layout, self.device)
+        self._tensors = self._arena.tensors
+        by_time = [self._tensors[f.name] for f in self._row_fields]
+        self._rows = [RolloutRow(*(field[t] for field in by_time)) for t in range(size[0])]
+        # where policy and environments write while the envs' next rows differ
+        self._spare = RolloutRow(*(torch.zeros_like(field[0]) for field in by_time))
         self._no_bootstraps = torch.full((num_envs,), torch.nan, device=self.device)
 
-        self._layout: SequenceLayout | None = None
-        self._has_advantages = False
+        self.states = self._by_env("states")
+        self.actions = self._by_env("actions")
+        self.log_probs = self._by_env("log_probs")
+        self.masks = self._by_env("masks")
+        self.values = self._by_env("values")
+        self.rewards = self._by_env("rewards")
+        self.terminated = self._by_env("terminated")
+        self.truncated = self._by_env("truncated")
+        self.bootstrap_values = self._by_env("bootstrap_values")
+        self.initial_hidden_h = self._tensors["initial_h"]
+        self.initial_hidden_c = self._tensors["initial_c"]
+
         self._advantage_statistics: AdvantageStatistics | None = None
+        # rows with a recurrent state that cannot be right: see `_check_recurrent_state`
+        self._bad_state = torch.zeros(size, dtype=torch.bool, device=self.device)
+        self._forget_derived()
+
+    def _by_env(self, name: str) -> Tensor:
+        return self._tensors[name].transpose(0, 1)
 
     def __len__(self) -> int:
         """Stored steps of all envs together."""
         return int(self.step_counts.sum())
 
     @property
-    def fields(self) -> Mapping[str, Tensor]:
-        """Every field by name, `[N, T, ...]`: the storage itself, not a copy."""
-        return MappingProxyType(self._fields)
+    def advantages(self) -> Tensor:
+        self._require_advantages()
+        return self._by_env("advantages")
+
+    @property
+    def returns(self) -> Tensor:
+        self._require_advantages()
+        return self._by_env("returns")
 
     @property
     def valid_mask(self) -> Tensor:
@@ -251,10 +154,57 @@ class TamiyoRolloutBuffer:
 
     # -- collecting ---------------------------------------------------------------------------
 
+    def row(self) -> RolloutRow:
+        """The row that every env fills next: views of the storage, or of a spare row if they differ.
+
+        Write all of it, then `commit`. A bootstrap that is not written is NaN.
+        """
+        counts = self.step_counts.numpy()
+        first = int(counts[0])
+        if first == self.max_steps_per_env and (counts == first).all():
+            raise self._is_full(self._all_envs.tolist())
+        row = self._rows[first] if (counts == first).all() else self._spare
+        row.bootstrap_values.fill_(torch.nan)
+        return row
+
+    def spare_row(self) -> RolloutRow:
+        """A row outside the rollout, for an observation that no action follows."""
+        return self._spare
+
+    def commit(self, row: RolloutRow, is_real: Tensor | None = None) -> None:
+        """Count a row that was written; with `is_real` `[N]` (CPU), only for those envs."""
+        counts = self.step_counts.numpy()
+        real = None if is_real is None or bool(is_real.all()) else is_real
+        if row is not self._spare:
+            if real is None:
+                counts += 1
+            else:
+                counts += real.numpy()
+        else:
+            envs = self._all_envs if real is None else real.nonzero().squeeze(1)
+            self._require_room(envs)
+            places = self._places(self.step_counts[envs], envs)
+            for field, values in zip(self._row_fields, row, strict=True):
+                self._tensors[field.name].index_put_(places, values[places[1]])
+            counts[envs.numpy()] += 1
+        self._forget_derived()
+
+    def _places(self, steps: Tensor, envs: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and envs as indices into the storage, on its device."""
+        return (
+            steps.to(self.device, non_blocking=True),
+            envs.to(self.device, non_blocking=True),
+        )
+
+    def set_initial_state(self, h: Tensor, c: Tensor) -> None:
+        """The recurrent state `[N, L, hidden]` before the first row of every env."""
+        self.initial_hidden_h.copy_(h)
+        self.initial_hidden_c.copy_(c)
+
     def add(self, env_id: int, step: TamiyoRolloutStep) -> None:
         """Store one env's next step."""
         batched = (
-            None if x is None else _as_tensor(name, x).unsqueeze(0)
+            None if x is None else as_tensor(name, x).unsqueeze(0)
             for name, x in zip(step._fields, step, strict=True)
         )
         self.add_batch(TamiyoRolloutStep(*batched), [env_id])  # type: ignore[arg-type]
@@ -262,42 +212,55 @@ class TamiyoRolloutBuffer:
     def add_batch(
         self, step: TamiyoRolloutStep, env_ids: Tensor | Sequence[int] | None = None
     ) -> None:
-        """Store the next step of every env, or of `env_ids` only: one write per field.
+        """Store the next step of every env, or of `env_ids` only.
 
         The inputs may be on the CPU or on the buffer's device. Shapes, dtypes and devices are
-        checked before anything is written.
+        checked before anything is written. Of the recurrent states, those before an env's first row
+        are stored; learning computes the others again, from zeros at the start of an episode.
         """
         envs = self._checked_env_ids(env_ids)
-        counts = self.step_counts.numpy()  # far quicker than torch for a few numbers
-        steps = counts if envs is self._all_envs else counts[envs.numpy()]
-        if (steps >= self.max_steps_per_env).any():
-            full = envs.numpy()[steps >= self.max_steps_per_env].tolist()
-            raise ValueError(
-                f"envs {full} already hold max_steps_per_env={self.max_steps_per_env} steps; "
-                "call reset() first or make the buffer longer"
-            )
+        self._require_room(envs)
         if step.bootstrap_value is None:  # NaN: `_raise_on_bad_values` reports it if it is needed
             step = step._replace(bootstrap_value=self._no_bootstraps[: len(envs)])
         values = [
-            spec.checked(value, len(envs), self.device)
-            for spec, value in zip(self._step_fields, step, strict=True)
+            field.checked(value, len(envs), self.device)
+            for field, value in zip(self._step_fields, step, strict=True)
         ]
-
+        *of_row, hidden_h, hidden_c = values
+        counts = self.step_counts
+        steps = counts[envs]
+        places = self._places(steps, envs)
+        self._check_recurrent_state(places, hidden_h, hidden_c)
         first = int(steps[0]) if len(steps) else 0
-        if steps is counts and (steps == first).all():
-            if first not in self._columns:
-                self._columns[first] = [self._fields[s.name][:, first] for s in self._step_fields]
-            torch._foreach_copy_(self._columns[first], values)
+        if envs is self._all_envs and bool((steps == first).all()):
+            torch._foreach_copy_(list(self._rows[first]), of_row)
         else:
-            rows = envs * self.max_steps_per_env + torch.from_numpy(steps)
-            rows = rows.to(self.device, non_blocking=True)
-            for spec, value in zip(self._step_fields, values, strict=True):
-                self._rows[spec.name].index_put_((rows,), value)
-        counts[envs.numpy()] = steps + 1
+            for field, value in zip(self._row_fields, of_row, strict=True):
+                self._tensors[field.name].index_put_(places, value)
+        is_first = places[0] == 0
+        for stored, hidden in (
+            (self.initial_hidden_h, hidden_h),
+            (self.initial_hidden_c, hidden_c),
+        ):
+            kept = torch.where(is_first[:, None, None], hidden, stored[places[1]])
+            stored.index_put_((places[1],), kept)
+        counts.numpy()[envs.numpy()] += 1
         self._forget_derived()
+
+    def _check_recurrent_state(
+        self, places: tuple[Tensor, Tensor], hidden_h: Tensor, hidden_c: Tensor
+    ) -> None:
+        """Note states that are not finite, or not zero after an episode's end; raised later."""
+        steps, envs = places
+        ended = (self._tensors["terminated"] | self._tensors["truncated"])[(steps - 1, envs)]
+        follows_end = (steps > 0) & ended
+        # 0 only if all are 0, not finite if any is not
+        size = torch.maximum(*(part.abs().amax(dim=(1, 2)) for part in (hidden_h, hidden_c)))
+        self._bad_state[places] = (follows_end & (size != 0)) | ~size.isfinite()
 
     def mark_terminal_with_penalty(self, env_id: int, penalty: float) -> None:
         """Mark the env's last stored row as terminated, with the penalty as its reward."""
+        self._check_step_counts()
         (env,) = self._checked_env_ids([env_id]).tolist()
         count = int(self.step_counts[env])
         if count == 0:
@@ -310,8 +273,9 @@ class TamiyoRolloutBuffer:
         self._forget_derived()
 
     def reset(self) -> None:
-        """Empty the buffer. Only `step_counts` is zeroed; rows past it are never read."""
+        """Empty the buffer. Rows past `step_counts` are never read."""
         self.step_counts.zero_()
+        self._bad_state.zero_()
         self._forget_derived()
 
     # -- learning -----------------------------------------------------------------------------
@@ -332,10 +296,12 @@ class TamiyoRolloutBuffer:
         or a state, log-prob, reward, value, recurrent state or needed bootstrap that is not finite.
         The recurrent state of the row after an episode end must be zero.
         """
+        self._check_step_counts()
         if last_values is not None:
             self._store_last_values(last_values)
         self._raise_on_bad_values()
-        advantages, returns = compute_gae(
+        self._tensors["valid"].copy_(self.valid_mask.t())
+        compute_gae(
             self.rewards,
             self.values,
             self.terminated,
@@ -344,10 +310,9 @@ class TamiyoRolloutBuffer:
             step_counts=self.step_counts,
             gamma=gamma,
             gae_lambda=gae_lambda,
+            out=(self._by_env("advantages"), self._by_env("returns")),
         )
         self._has_advantages = True
-        self.advantages.copy_(advantages)
-        self.returns.copy_(returns)
         self._advantage_statistics = None
 
     def normalize_advantages(self) -> AdvantageStatistics:
@@ -357,9 +322,10 @@ class TamiyoRolloutBuffer:
         """
         self._require_advantages()
         if self._advantage_statistics is None:
-            advantages, valid = self.advantages, self.valid_mask
+            advantages = self.advantages
+            valid = self.valid_mask
+            count = max(len(self), 1)
             exact = advantages.double()  # so that rounding does not spread equal advantages
-            count = max(len(self), 1)  # on the CPU: no synchronisation
             mean = torch.where(valid, exact, 0.0).sum() / count
             squares = torch.where(valid, exact - mean, 0.0).square().sum()
             std = (squares / count).sqrt().clamp_min(ADVANTAGE_STD_FLOOR)
@@ -368,45 +334,70 @@ class TamiyoRolloutBuffer:
         return self._advantage_statistics
 
     @_not_compiled
-    def get_batched_sequences(self, device: torch.device | str | None = None) -> RolloutBatch:
-        """The rollout on `device` (default: the buffer's device, without a copy).
+    def get_batched_sequences(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Every field `[N, T, ...]` on `device` (default: the buffer's device, without a copy).
 
-        On another device it is one copy; on the buffer's device the tensors are its storage,
-        valid until `reset()`. Of the hidden states, only the first of each env is included.
+        On another device it is one copy; on the buffer's device the tensors are views of its
+        storage, valid until `reset()`. With them come `valid_mask` `[N, T]`, and the recurrent
+        states before the envs' first rows.
         """
         self._require_advantages()
-        batch = RolloutBatch(
-            **{n: v for n, v in self._fields.items() if n not in ("hidden_h", "hidden_c")},
-            valid_mask=self.valid_mask,
-            initial_hidden_h=self.hidden_h[:, 0],
-            initial_hidden_c=self.hidden_c[:, 0],
-        )
-        return batch.to(self.device if device is None else device)
+        arena = self._arena.to(self.device if device is None else torch.device(device))
+        initial = {f"initial_hidden_{part}": arena.tensors[f"initial_{part}"] for part in "hc"}
+        by_env = {
+            name: field.transpose(0, 1)
+            for name, field in arena.tensors.items()
+            if not name.startswith("initial")
+        }
+        by_env["valid_mask"] = by_env.pop("valid")
+        return by_env | initial
 
     @_not_compiled
-    def sequence_layout(self) -> SequenceLayout:
-        """Where each episode is stored, on the CPU. Cached: one synchronisation per rollout."""
-        if self._layout is None:
-            ended = self.terminated | self.truncated
-            self._layout = SequenceLayout.from_flags(ended, self.step_counts)
-        return self._layout
+    def rollout(self, device: torch.device | str | None = None) -> Rollout:
+        """What PPO learns from, `[T, N, ...]`, cut to the longest row.
+
+        Rows that hold no step get features, actions and masks of 0: whatever a loss selects, 0
+        times NaN is NaN in the gradient of a weight.
+        """
+        self._require_advantages()
+        self._check_step_counts()
+        counts = self.step_counts
+        num_steps = int(counts.max())
+        if int(counts.min()) < num_steps:
+            empty = ~self.valid_mask.t()
+            for name in ("states", "actions", "log_probs", "masks"):
+                self._tensors[name].masked_fill_(empty.unsqueeze(-1), 0)
+            self._tensors["values"].masked_fill_(empty, 0)
+        arena = self._arena.to(self.device if device is None else torch.device(device))
+        fields = {name: arena.tensors[name][:num_steps] for name in LEARNED_FROM}
+        ended = arena.tensors["terminated"] | arena.tensors["truncated"]
+        starts = torch.zeros_like(ended[:num_steps])
+        starts[1:] = ended[: max(num_steps - 1, 0)] & fields["valid"][1:]
+        return Rollout(
+            **fields,
+            starts=starts,
+            initial_h=arena.tensors["initial_h"],
+            initial_c=arena.tensors["initial_c"],
+            num_rows=len(self),
+        )
 
     @property
     def episode_boundaries(self) -> Tensor:
         """The episodes that have ended, CPU int64 `[episodes, 3]`: env, first step, end (exclusive)."""
-        layout = self.sequence_layout()
-        ended = (self.terminated | self.truncated).cpu()
-        ends = layout.starts + layout.lengths
-        boundaries = torch.stack([layout.env_ids, layout.starts, ends], dim=1)
-        return boundaries[ended[layout.env_ids, ends - 1]]
+        ended = (self.terminated | self.truncated) & self.valid_mask
+        env_ids, last_steps = ended.cpu().nonzero(as_tuple=True)  # by env, then by step
+        first_steps = torch.zeros_like(last_steps)
+        same_env = env_ids[1:] == env_ids[:-1]
+        first_steps[1:] = torch.where(same_env, last_steps[:-1] + 1, 0)
+        return torch.stack([env_ids, first_steps, last_steps + 1], dim=1)
 
     # -- checks -------------------------------------------------------------------------------
 
     def _checked_env_ids(self, env_ids: Tensor | Sequence[int] | None) -> Tensor:
         if env_ids is None:
             return self._all_envs
-        envs = _as_tensor("env_ids", env_ids)
-        if envs.ndim != 1 or (envs.numel() and envs.dtype not in _INTEGERS):
+        envs = as_tensor("env_ids", env_ids)
+        if envs.ndim != 1 or (envs.numel() and envs.dtype not in INTEGERS):
             raise ValueError(
                 f"env_ids: got {envs.dtype} {tuple(envs.shape)}, expected integers of shape [K]"
             )
@@ -419,50 +410,73 @@ class TamiyoRolloutBuffer:
             raise ValueError(f"env_ids {repeated} appear more than once in one batch")
         return envs
 
+    def _require_room(self, envs: Tensor) -> None:
+        is_full = self.step_counts[envs] >= self.max_steps_per_env
+        if bool(is_full.any()):
+            raise self._is_full(envs[is_full].tolist())
+
+    def _is_full(self, envs: list[int]) -> ValueError:
+        return ValueError(
+            f"envs {envs} already hold max_steps_per_env={self.max_steps_per_env} steps; "
+            "call reset() first or make the buffer longer"
+        )
+
+    def _check_step_counts(self) -> None:
+        """Raise if `step_counts` was replaced or overwritten with what cannot be."""
+        counts = self.step_counts
+        if not isinstance(counts, Tensor):
+            raise ValueError(
+                f"step_counts is a {type(counts).__name__}; change it only through add and reset"
+            )
+        if counts.shape != (self.num_envs,) or counts.dtype != torch.int64 or counts.is_cuda:
+            raise ValueError(
+                f"step_counts is {counts.dtype} {tuple(counts.shape)} on {counts.device}; expected "
+                f"torch.int64 ({self.num_envs},) on cpu. Change it only through add and reset"
+            )
+        is_wrong = (counts < 0) | (counts > self.max_steps_per_env)
+        if bool(is_wrong.any()):
+            env = int(is_wrong.nonzero()[0])
+            raise ValueError(
+                f"step_counts[{env}] is {int(counts[env])}; expected 0 to {self.max_steps_per_env}. "
+                "Change it only through add and reset"
+            )
+
     def _store_last_values(self, last_values: Tensor) -> None:
-        spec = _StepField("last_values", "bootstrap_values", torch.float32)
-        last_values = spec.checked(last_values, self.num_envs, self.device)
+        """Keep V of what followed each env's last row, where the episode has not ended."""
+        field = RolloutField("last_values", "last_values", torch.float32)
+        last_values = field.checked(last_values, self.num_envs, self.device)
         envs = self.step_counts.nonzero().squeeze(1)
-        rows = envs * self.max_steps_per_env + self.step_counts[envs] - 1
-        envs, rows = (index.to(self.device, non_blocking=True) for index in (envs, rows))
-        ended = self._rows["terminated"][rows] | self._rows["truncated"][rows]
-        bootstraps = self._rows["bootstrap_values"]
-        bootstraps.index_put_((rows,), torch.where(ended, bootstraps[rows], last_values[envs]))
+        places = self._places(self.step_counts[envs] - 1, envs)
+        envs = places[1]
+        ended = self._tensors["terminated"][places] | self._tensors["truncated"][places]
+        bootstraps = self._tensors["bootstrap_values"]
+        bootstraps.index_put_(places, torch.where(ended, bootstraps[places], last_values[envs]))
 
     def _raise_on_bad_values(self) -> None:
         """Check all values that learning uses, with one synchronisation."""
-        valid = self.valid_mask
+        fields = self._tensors
+        valid = self.valid_mask.t()  # [T, N]
         is_last = valid.clone()
-        is_last[:, :-1] &= ~valid[:, 1:]
-        needs_bootstrap = ~self.terminated & (self.truncated | is_last)
-        follows_end = torch.zeros_like(valid)
-        follows_end[:, 1:] = (self.terminated | self.truncated)[:, :-1]
-        # the largest magnitude of a row's state: 0 only if all are 0, not finite if any is not
-        h, c = (
-            torch.linalg.vector_norm(part, ord=torch.inf, dim=(-2, -1))
-            for part in (self.hidden_h, self.hidden_c)
-        )
-        hidden = torch.maximum(h, c)
+        is_last[:-1] &= ~valid[1:]
+        needs_bootstrap = ~fields["terminated"] & (fields["truncated"] | is_last)
         bad = {
-            "the state is not finite": ~self.states.isfinite().all(dim=-1),
-            "a log-prob is not finite": ~self.log_probs.isfinite().all(dim=-1),
-            "the reward is not finite": ~self.rewards.isfinite(),
-            "the value is not finite": ~self.values.isfinite(),
+            "the state is not finite": ~fields["states"].isfinite().all(dim=-1),
+            "a log-prob is not finite": ~fields["log_probs"].isfinite().all(dim=-1),
+            "the reward is not finite": ~fields["rewards"].isfinite(),
+            "the value is not finite": ~fields["values"].isfinite(),
             "a bootstrap value is needed, but none was given or it is not finite": needs_bootstrap
-            & ~self.bootstrap_values.isfinite(),
-            "the recurrent state is not finite": ~hidden.isfinite(),
-            "the recurrent state was not reset after the episode that ended one step before; zero "
-            "hidden_h and hidden_c [envs, layers, hidden] at episode ends": follows_end
-            & (hidden != 0),
+            & ~fields["bootstrap_values"].isfinite(),
+            "the recurrent state is not finite, or was not reset after an episode that ended; zero "
+            "hidden_h and hidden_c [envs, layers, hidden] at episode ends": self._bad_state,
         }
         for head in self.action_space.unconditional:
-            part = self.masks[..., self.action_space.slices[head]]
+            part = fields["masks"][..., self.action_space.slices[head]]
             name = self.action_space.names[head]
             bad[f"head {name!r} has no legal choice"] = ~part.any(dim=-1)
         problems = torch.stack(list(bad.values())) & valid
         if not bool(problems.any()):
             return
-        found = problems.permute(1, 2, 0).nonzero().tolist()
+        found = problems.permute(2, 1, 0).nonzero().tolist()  # by env, then by step
         reasons = list(bad)
         shown = [f"env {e}, step {t}: {reasons[r]}" for e, t, r in found[:PROBLEMS_SHOWN]]
         if len(found) > PROBLEMS_SHOWN:
@@ -477,6 +491,5 @@ class TamiyoRolloutBuffer:
             )
 
     def _forget_derived(self) -> None:
-        self._layout = None
         self._has_advantages = False
         self._advantage_statistics = None

@@ -10,7 +10,7 @@ it is resumed.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from esper.simic.agent.ppo import PPOAgent
 from esper.simic.growth.growth_envs import GrowthEnvs
 from esper.simic.growth.hosts_and_data import training_hosts, with_checksum
 from esper.simic.growth.train_config import TrainConfig
-from esper.simic.trainer import Trainer
+from esper.simic.trainer import PhaseClock, Trainer
 from esper.tamiyo.learned import LearnedController
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
@@ -43,14 +43,21 @@ class GrowthTraining:
             layout = FeatureLayout(host_batch.num_slots, host_batch.num_blueprints)
             policy = tamiyo_policy(layout, config.policy)
         self.agent = PPOAgent(policy.to(config.resolved_device()), config.ppo)
+        clock = PhaseClock()
         self.envs = GrowthEnvs(
             self.environment,
             self.agent.device,
             start_score=host_batch.untrained_accuracy,
             controls=config.host_batch.controls,
+            clock=clock,
         )
-        steps, rng_seed = config.growth.num_steps, config.rng_seed
-        self.trainer = Trainer(self.envs, self.agent, horizon=steps, rng_seed=rng_seed)
+        self.trainer = Trainer(
+            self.envs,
+            self.agent,
+            horizon=config.growth.num_steps,
+            rng_seed=config.rng_seed,
+            clock=clock,
+        )
 
     @property
     def rounds_done(self) -> int:
@@ -72,6 +79,7 @@ class GrowthTraining:
             metrics = self.trainer.run_round(self.rounds_done / self.config.rounds, should_stop)
             if metrics is None:
                 return
+            metrics["time/hosts_per_second"] = self.envs.num_envs / _seconds(metrics)
             if on_round is not None:
                 on_round(self._record(metrics))
             clock.lap("telemetry")
@@ -84,8 +92,9 @@ class GrowthTraining:
     # -- telemetry ----------------------------------------------------------------------------
 
     def _record(self, metrics: dict[str, float]) -> RoundRecord:
-        rollout = self.trainer.buffer.get_batched_sequences()
-        host_batch, num_envs = self.environment.host_batch, self.envs.num_envs
+        rollout = self.trainer.buffer.get_batched_sequences("cpu")
+        host_batch = self.environment.host_batch
+        num_envs = self.envs.num_envs
         count = math.ceil(self.config.observed_share * num_envs)  # envs take turns
         observed = (self.rounds_done * count + torch.arange(count)) % num_envs
         return RoundRecord(
@@ -93,15 +102,15 @@ class GrowthTraining:
             metrics=metrics,
             hosts=host_batch.host_names,
             variants=[self.config.variants[view] for view in host_batch.view_ids.tolist()],
-            episodes=self.envs.episodes,
             rollback_reasons=tuple(self.envs.rollback_reasons),
-            actions=rollout.actions.to("cpu", copy=True),
-            legal=rollout.masks.to("cpu", copy=True),
-            probabilities=rollout.log_probs.sum(dim=-1).exp().cpu(),
-            rewards=rollout.rewards.to("cpu", copy=True),
-            values=rollout.values.to("cpu", copy=True),
+            episodes=self.envs.episodes,
+            actions=rollout["actions"].clone(),
+            legal=rollout["masks"].clone(),
+            rewards=rollout["rewards"].clone(),
+            values=rollout["values"].clone(),
+            probabilities=rollout["log_probs"].sum(dim=-1).exp(),
             observed_envs=observed,
-            observations=rollout.states[observed.to(rollout.states.device)].cpu(),
+            observations=rollout["states"][observed],
         )
 
     # -- files --------------------------------------------------------------------------------
@@ -118,3 +127,12 @@ class GrowthTraining:
         training = cls(from_plain(TrainConfig, saved["config"]))
         training.trainer.load_state_dict(saved["trainer"], path)
         return training
+
+
+def _seconds(metrics: Mapping[str, float]) -> float:
+    """The time of a round, all phases together."""
+    return sum(
+        value
+        for name, value in metrics.items()
+        if name.startswith("time/") and name != "time/steps_per_second"
+    )

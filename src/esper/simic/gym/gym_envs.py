@@ -1,13 +1,17 @@
 """Gymnasium vector environments for the training loop, with one behaviour for all autoreset modes.
 
     envs = GymEnvs(vector_env, GymSpaces.of(vector_env), rng_seed=0)
-    outcome = envs.step(choices)             # for the observation in envs.features, envs.masks
+    observed = envs.observe(row)             # features into a row of the rollout, and masks
+    stepped = envs.step(row)                 # its actions; rewards and flags into the row
 
 Three modes, read from `metadata["autoreset_mode"]`:
-- NEXT_STEP: the step after an episode's end only resets, and its action is ignored. Such an
-  autoreset step is reported with `is_real_step` False.
+- NEXT_STEP: the step after an episode's end only resets, and its action is ignored. Such a filler
+  is no real step, and is not stored.
 - SAME_STEP: the reset happens within the step that ends the episode.
 - DISABLED: the envs that have ended are reset here.
+
+The environments of a `SyncVectorEnv` without wrappers are stepped directly and reset when they end:
+the same episodes, without fillers (`DirectEnvs`).
 """
 
 import warnings
@@ -21,9 +25,11 @@ import torch
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
+from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.gym.direct_envs import DirectEnvs
 from esper.simic.gym.gym_spaces import Array, GymSpaces
-from esper.simic.trainer import Outcome, PhaseClock
+from esper.simic.trainer import EnvSpec, Observed, PhaseClock, Stepped
 
 if TYPE_CHECKING:
     from gymnasium import Env
@@ -52,7 +58,7 @@ class EpisodeLog:
         self.total_rewards = np.zeros(num_envs)  # of the unfinished episodes, as are the lengths
         self.lengths = np.zeros(num_envs, dtype=np.int64)
         self.ended: list[Episode] = []  # by the last step
-        self.recent = deque(recent, maxlen=RECENT_EPISODES)
+        self.recent = deque(recent, maxlen=RECENT_EPISODES)  # before this round
 
     def add(self, rewards: Array, ended: Array, is_real_step: Array) -> None:
         self.total_rewards += rewards * is_real_step
@@ -69,10 +75,8 @@ class EpisodeLog:
 class GymEnvs:
     """N environments, each with a current observation and its masks."""
 
-    features: Tensor  # [N, F]
-    masks: ActionMasks
-    pending: Array  # [N] bool: the next step is an autoreset step
-    round_over = False  # episodes continue from one round to the next
+    masks: ActionMasks  # of the current observation
+    pending: Array  # [N] bool: the next step is a filler that only resets
 
     def __init__(
         self,
@@ -81,94 +85,102 @@ class GymEnvs:
         rng_seed: int,
         mask_source: MaskOption = "auto",
         mask_key: str = _DEFAULT_KEY,
+        clock: PhaseClock | None = None,
     ):
         spaces.require_same(envs)
-        self.spaces, self.num_envs = spaces, envs.num_envs
-        self.num_features, self.action_space = spaces.num_features, spaces.action_space
-        self.clock = PhaseClock()
+        self.spaces = spaces
+        self.num_envs = envs.num_envs
+        self.spec = EnvSpec(envs.num_envs, spaces.num_features, spaces.action_space)
+        self.clock = clock or PhaseClock()
         self.vector_env: Any = envs
         self._autoreset = _autoreset_mode(envs)
-        self._all_legal = ActionMasks.all_legal(self.action_space, self.num_envs)
+        self._stepped: Any = envs
+        if type(self.vector_env) is _sync_vector_env():
+            self._stepped = DirectEnvs(self.vector_env, mask_key)
+            self._autoreset = "SAME_STEP"
+        self._features = np.zeros((envs.num_envs, spaces.num_features), dtype=np.float32)
+        self._all_legal = ActionMasks.all_legal(spaces.action_space, envs.num_envs)
         self._mask_key = mask_key
-        self.rounds, self._where = 0, ""  # the round that errors name
+        self.rounds = 0
+        self._where = ""  # the round that errors name
         observations, infos = self._reset(rng_seed)
         self.mask_source = self._find_mask_source(infos, mask_source)
         self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
-        self._observe(observations, infos)
-        if self._is_unmasked_by_chance and mask_key != _DEFAULT_KEY:
+        self._note(observations, infos)
+        self._check_masks(observations, infos)
+
+    def _check_masks(self, observations: Any, infos: dict[str, Any]) -> None:
+        """Raise or warn where masks were probably meant, and none were found."""
+        if self._is_unmasked_by_chance and self._mask_key != _DEFAULT_KEY:
             names = [name for name in infos if not name.startswith("_")]
+            first = observations[0] if isinstance(observations, list) else observations
             raise ValueError(
-                f"mask_key={mask_key!r}: the first reset gave no such mask. The observation has "
-                f"{[*observations] if isinstance(observations, dict) else 'no names'}, info {names}. "
+                f"mask_key={self._mask_key!r}: the first reset gave no such mask. The observation has "
+                f"{[*first] if isinstance(first, dict) else 'no names'}, info {names}. "
                 "Give the mask at every reset and step, or set masks='method' to use action_masks(), "
                 "or masks='none' to learn without masks"
             )
-        given = [head.name for head in self.action_space if head.given]
+        given = [head.name for head in self.spec.action_space if head.given]
         if given and self._is_unmasked_by_chance:
             warnings.warn(
                 f"heads {given} depend on earlier heads, but the environment gives no masks, so all "
-                f"choices are legal; give info[{mask_key!r}] at every reset and step, or set "
+                f"choices are legal; give info[{self._mask_key!r}] at every reset and step, or set "
                 "masks='none'",
-                stacklevel=3,  # where the model is made
+                stacklevel=4,  # where the model is made
             )
 
     def _reset(self, rng_seed: int, recent: Iterable[Episode] = ()) -> tuple[Any, dict[str, Any]]:
-        """Start new episodes."""
+        """Start new episodes; env i gets the seed plus i."""
         _require_usable(self.vector_env)
         self.log = EpisodeLog(self.num_envs, recent)
         self.pending = np.zeros(self.num_envs, dtype=bool)
+        self._starts = np.ones(self.num_envs, dtype=bool)
         self._previous = np.zeros((self.num_envs, self.spaces.num_previous), dtype=np.float32)
-        # env i of a vector environment gets the seed plus i
-        found: tuple[Any, dict[str, Any]] = self.vector_env.reset(seed=rng_seed)
+        found: tuple[Any, dict[str, Any]] = self._stepped.reset(seed=rng_seed)
         return found
 
-    def begin_round(self) -> Tensor:
+    # -- a round ------------------------------------------------------------------------------
+
+    def begin_round(self) -> None:
         _require_usable(self.vector_env)
         self._where = f", round {self.rounds + 1}"
-        return torch.zeros(self.num_envs, dtype=torch.bool)
 
-    def end_round(self, buffer: TamiyoRolloutBuffer) -> None:
-        self.rounds += 1
+    def observe(self, row: RolloutRow) -> Observed:
+        row.states.copy_(torch.from_numpy(self._features))
+        masks = self.masks.to(row.states.device)
+        return Observed(masks, torch.from_numpy(self._starts))
 
-    def step(self, choices: Tensor) -> Outcome:
-        """Take the heads' choices `[N, H]` in every env."""
+    def step(self, row: RolloutRow) -> Stepped:
+        choices = row.actions.cpu()
         was_pending = self.pending
         actions = self.spaces.actions(choices)
-        observations, rewards, terminated, truncated, infos = self.vector_env.step(actions)
+        observations, rewards, terminated, truncated, infos = self._stepped.step(actions)
         truncated = truncated & ~terminated
         ended = terminated | truncated
-        rewards = rewards.astype(np.float32)
-        self._previous = self.spaces.previous(choices.cpu().numpy(), rewards)
-        final_features = reset_infos = None
+        rewards = np.asarray(rewards, dtype=np.float32)
+        self._previous = self.spaces.previous(choices.numpy(), rewards)
+        final_features = self._final_features(observations, infos, ended, truncated)
+        reset_infos = None
         if self._autoreset == "NEXT_STEP":
-            is_first, self.pending = was_pending, ended
+            self._starts = was_pending
+            self.pending = ended
         else:
-            is_first = ended
-            if ended.any():
-                final_features = self.spaces.features(observations, self._previous)
-                if self._autoreset == "SAME_STEP":
-                    last = list(infos["final_obs"][ended])
-                    before = self._previous[ended]
-                    final = self.spaces.features(last, before, one_by_one=True)
-                    final_features[torch.from_numpy(ended)] = final
-                self.spaces.require_finite(final_features, self._where)
-                if self._autoreset == "DISABLED":
-                    options = {"reset_mask": ended.copy()}
-                    observations, reset_infos = self.vector_env.reset(options=options)
-        self._previous[is_first] = 0.0
-        self._observe(observations, infos, ended, reset_infos)
+            self._starts = ended
+            if self._autoreset == "DISABLED" and ended.any():
+                options = {"reset_mask": ended.copy()}
+                observations, reset_infos = self._stepped.reset(options=options)
+        self._previous[self._starts] = 0.0
+        self._note(observations, infos, ended, reset_infos)
         self.log.add(rewards, ended, ~was_pending)
+        row.rewards.copy_(torch.from_numpy(rewards))
+        row.terminated.copy_(torch.from_numpy(terminated))
+        row.truncated.copy_(torch.from_numpy(truncated))
         self.clock.lap("env")
-        return Outcome(
-            rewards=torch.from_numpy(rewards),
-            terminated=torch.from_numpy(terminated),
-            truncated=torch.from_numpy(truncated),
-            is_real_step=torch.from_numpy(~was_pending),
-            is_first=torch.from_numpy(is_first),
-            final_features=self.features if final_features is None else final_features,
-        )
+        is_real = torch.from_numpy(~was_pending) if was_pending.any() else None
+        return Stepped(is_real, final_features)
 
-    def metrics(self, seconds: float) -> dict[str, float]:
+    def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
+        self.rounds += 1
         recent = self.log.recent
         if not recent:
             return {}
@@ -177,16 +189,35 @@ class GymEnvs:
             "episode/length": float(np.mean([episode.length for episode in recent])),
         }
 
-    def _observe(
+    def _final_features(
+        self, observations: Any, infos: dict[str, Any], ended: Array, truncated: Array
+    ) -> Tensor | None:
+        """Features `[N, F]` of what followed the step, before any reset; None if nothing was cut."""
+        if not truncated.any():
+            return None
+        if self._autoreset != "SAME_STEP":
+            final = self.spaces.features(observations, self._previous)
+        else:
+            final = torch.zeros(self._features.shape)
+            last = list(infos["final_obs"][ended])
+            before = self._previous[ended]
+            final[torch.from_numpy(ended)] = self.spaces.features(last, before, one_by_one=True)
+        self.spaces.require_finite(final, self._where)
+        return final
+
+    def _note(
         self,
         observations: Any,
         infos: dict[str, Any],
         ended: Array | None = None,
         reset_infos: dict[str, Any] | None = None,
     ) -> None:
-        """Set the current observation and masks."""
-        self.features = self.spaces.features(observations, self._previous)
-        self.spaces.require_finite(self.features, self._where)
+        """Set the current features and masks."""
+        one_by_one = isinstance(self._stepped, DirectEnvs)
+        features = self.spaces.features(
+            observations, self._previous, one_by_one=one_by_one, out=self._features
+        )
+        self.spaces.require_finite(features, self._where)
         if self.mask_source == "none":
             if self._is_unmasked_by_chance and self._mask_key in infos:
                 raise ValueError(
@@ -196,7 +227,9 @@ class GymEnvs:
             self.masks = self._all_legal
             return
         if self.mask_source == "observation":
-            infos = {self._mask_key: observations[self._mask_key]}
+            key = self._mask_key
+            entries = [o[key] for o in observations] if one_by_one else observations[key]
+            infos = {key: entries}
         # the last observation of an episode may allow nothing; no action is chosen for it
         sources = [(infos, ~self.pending)]
         if reset_infos is not None and ended is not None and self.mask_source == "info":
@@ -207,7 +240,7 @@ class GymEnvs:
                 found = self.spaces.masks(_rows(self._given_masks(source, needed), needed))
                 for group, part in zip(groups, found.groups, strict=True):
                     group[torch.from_numpy(needed)] = part
-        self.masks = ActionMasks(self.action_space, groups)
+        self.masks = ActionMasks(self.spec.action_space, groups)
 
     def _given_masks(self, infos: dict[str, Any], needed: Array) -> Any:
         """The masks of all envs as the environment gives them; raises if a needed one is missing."""
@@ -270,7 +303,13 @@ class GymEnvs:
         self.rounds = state["rounds"]
         recent = [Episode(*episode) for episode in state["recent_episodes"]]
         rng_seed = int(torch.randint(2**31, (), generator=generator))
-        self._observe(*self._reset(rng_seed, recent))
+        self._note(*self._reset(rng_seed, recent))
+
+
+def _sync_vector_env() -> type:
+    from gymnasium.vector import SyncVectorEnv
+
+    return SyncVectorEnv
 
 
 def _autoreset_mode(envs: "VectorEnv[Any, Any, Any]") -> str:

@@ -124,20 +124,29 @@ class GymSpaces:
         return None if np.ndim(array) == len(first.shape) else len(array)
 
     def features(
-        self, observations: Any, previous: Array | None = None, *, one_by_one: bool = False
+        self,
+        observations: Any,
+        previous: Array | None = None,
+        *,
+        one_by_one: bool = False,
+        out: Array | None = None,
     ) -> Tensor:
         """Observations of N envs as float32 `[N, F]`; a copy, because envs reuse their arrays.
 
         They are batched, or `one_by_one`: a sequence with one for each env. `previous` `[N, P]` is
-        what `previous` returned for the step before; None in a first step.
+        what `previous` returned for the step before; None in a first step. Written to `out` if given.
         """
         arrays = [
-            np.stack([_at(observation, e.path) for observation in observations])
+            np.array([_at(observation, e.path) for observation in observations])
             if one_by_one
             else np.asarray(_at(observations, e.path))
             for e in self.observation
         ]
-        features = np.zeros((len(arrays[0]), self.num_features), dtype=np.float32)
+        if out is None:
+            features = np.zeros((len(arrays[0]), self.num_features), dtype=np.float32)
+        else:
+            features = out
+            features[:] = 0.0
         start = self.num_previous
         features[:, :start] = 0.0 if previous is None else previous
         for entry, array in zip(self.observation, arrays, strict=True):

@@ -26,6 +26,8 @@ from esper.runtime.devices import usable_device
 from esper.runtime.files import read_file, write_file
 from esper.runtime.plain_config import from_plain, to_plain
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.agent.rollout import RolloutRow
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.gym.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
 from esper.simic.gym.gym_spaces import Array, GymSpaces
 from esper.simic.trainer import Trainer, load_agent, zero_rows
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from esper.simic.gym.gym_envs import AnyEnv
 
 _KIND, _VERSION = "PPO model", 4
+GYM_GAE_LAMBDA = 0.9
 LONG_EPISODE = 100_000  # steps; an evaluation warns
 _OWN_ENVS = (
     "these are the environments that the model learns in; evaluating there would break off its "
@@ -70,7 +73,9 @@ class GymConfig:
     """A policy with memory also sees the previous reward; `predict` then needs `reward`. It helps
     where the reward tells what was right, such as in long tasks that repeat."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    ppo: PPOConfig = field(default_factory=PPOConfig)
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(gae_lambda=GYM_GAE_LAMBDA))
+    """Its default has a shorter trace than `PPOConfig`, gae_lambda=0.9: it helps all tasks in
+    benchmarks/results/memory_2core-cpu.md."""
 
     def __post_init__(self) -> None:
         require_whole(self, 0, "rng_seed")
@@ -134,6 +139,7 @@ class PPO:
     ) -> None:
         """`world` are the environments to learn in, if there are any."""
         self.config, self.spaces = config, spaces
+        self._has_encoder = encoder is not None
         self.mask_source: MaskOption = world.mask_source if world else "auto"
         with torch.random.fork_rng(devices=[]):  # weights depend on rng_seed alone
             torch.manual_seed(config.rng_seed)
@@ -148,8 +154,15 @@ class PPO:
         spread_time_constants(policy.core, config.policy.memory_steps)
         policy = policy.to(usable_device(config.device))
         self.agent = PPOAgent(policy, config.ppo)
-        settings = {"horizon": config.horizon, "rng_seed": config.rng_seed}
-        self._trainer = Trainer(world, self.agent, **settings) if world else None
+        self._trainer: Trainer | None = None
+        if world is not None:
+            self._trainer = Trainer(
+                world,
+                self.agent,
+                horizon=config.horizon,
+                rng_seed=config.rng_seed,
+                clock=world.clock,
+            )
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
         self._is_learning = False
         self._loaded: dict[str, Any] = {}  # the file of a model without environments
@@ -174,7 +187,7 @@ class PPO:
     @property
     def is_finished(self) -> bool:
         progress = self.trainer.progress
-        return progress.round_steps == 0 and progress.steps >= self.total_steps
+        return progress.steps >= self.total_steps
 
     def learn(
         self,
@@ -191,8 +204,8 @@ class PPO:
 
         Args:
             steps: of all environments together; None finishes a `learn` that was stopped
-            callback: called as `callback(steps, metrics)` after each round; training stops when it
-                returns False. docs/metrics.md explains the metrics
+            callback: called as `callback(steps, metrics)` after each round; training
+                stops when one returns False. docs/metrics.md explains the metrics
             eval_env: other environments than those to learn in, or an id: every `eval_every`
                 rounds `eval_episodes` are played, and the metrics hold "eval/return"
             log_dir: folder for TensorBoard's curves of all metrics
@@ -225,7 +238,7 @@ class PPO:
             stack.callback(setattr, self, "_is_learning", False)
             trainer.clock.start()
             while not self.is_finished:
-                done = max(progress.steps_before_round - self._first_step, 0)
+                done = max(progress.steps - self._first_step, 0)
                 schedule = min(done / (self.total_steps - self._first_step), 1.0)
                 metrics = trainer.run_round(schedule, should_stop)
                 if metrics is None:
@@ -344,7 +357,7 @@ class PPO:
         }
         contents = contents | {
             "config": to_plain(self.config),
-            "has_encoder": self.agent.policy.heads.is_custom,
+            "has_encoder": self._has_encoder,
         }
         write_file(path, _KIND, contents, version=_VERSION)
 
@@ -376,8 +389,8 @@ class PPO:
             load_agent(model.agent, run["agent"], path)
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
-            envs, masks = vector_env(env, saved["num_envs"]), saved["mask_source"]
-            world = GymEnvs(envs, spaces, config.rng_seed, masks, config.mask_key)
+            envs = vector_env(env, saved["num_envs"])
+            world = GymEnvs(envs, spaces, config.rng_seed, saved["mask_source"], config.mask_key)
             model._build(config, spaces, encoder, world)
             if saved["environment"] != world.kind:
                 run["envs"]["recent_episodes"] = []  # their returns are of another task
@@ -421,17 +434,27 @@ def evaluate(
             raise ValueError(_OWN_ENVS)
         model.trainer.abandon_round()
     world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
-    agent, num_envs, act = model.agent, world.num_envs, model.agent.prepared_act()
+    agent = model.agent
+    num_envs = world.num_envs
     generator = torch.Generator(agent.device).manual_seed(rng_seed)
     state = agent.policy.initial_state(num_envs)
+    row = _row_for(world, agent)
     quota = np.full(num_envs, episodes // num_envs)
     quota[: episodes % num_envs] += 1
     counted: list[Episode] = []
     while quota.any():
-        features, masks = world.features.to(agent.device), world.masks.to(agent.device)
-        decision = act(features, masks, state, generator=generator, deterministic=deterministic)
-        outcome = world.step(decision.actions)
-        state = zero_rows(decision.state, outcome.is_first)
+        observed = world.observe(row)
+        state = zero_rows(state, observed.starts)
+        decision = agent.act(
+            row.states,
+            observed.masks,
+            state,
+            generator=generator,
+            deterministic=deterministic,
+            out=row,
+        )
+        state = decision.state
+        world.step(row)
         if (world.log.lengths == LONG_EPISODE).any():
             warnings.warn(
                 f"an episode has {LONG_EPISODE:,} steps and may never end; limit episodes with "
@@ -444,3 +467,12 @@ def evaluate(
                 counted.append(episode)
     _, returns, lengths = zip(*counted, strict=True)
     return EvaluationResult(np.array(returns), np.array(lengths))
+
+
+def _row_for(world: GymEnvs, agent: PPOAgent) -> RolloutRow:
+    """A row that is not part of a rollout: to play without learning."""
+    spec = world.spec
+    buffer = TamiyoRolloutBuffer(
+        spec.num_envs, 1, spec.num_features, spec.action_space, device=agent.device
+    )
+    return buffer.spare_row()

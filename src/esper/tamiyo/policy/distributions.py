@@ -15,8 +15,9 @@ Arithmetic is float32 for logits of any dtype.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import hardtanh, softplus
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
-from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.runtime.checks import DeferredChecks
 from esper.runtime.devices import DeviceConstant, constant
 
@@ -36,9 +36,12 @@ _NOT_FINITE = "logits are not finite, log-prob"
 
 LOG_STD_BOUNDS = (-5.0, 2.0)  # of squashed Gaussians
 _LOG_SQRT_2_PI = 0.5 * math.log(2.0 * math.pi)
-_nodes, _weights = np.polynomial.hermite_e.hermegauss(32)
-_NODES = DeviceConstant(torch.tensor(_nodes, dtype=torch.float32))
-_WEIGHTS = DeviceConstant(torch.tensor(_weights / _weights.sum(), dtype=torch.float32))
+# a trapezoid rule over a standard normal: it converges for a wide Gaussian too, where
+# Gauss-Hermite nodes are too far apart to see the bend of tanh
+_points = torch.linspace(-5.0, 5.0, 65, dtype=torch.float64)
+_density = torch.exp(-0.5 * _points.square())
+_NODES = DeviceConstant(_points.float())
+_WEIGHTS = DeviceConstant((_density / _density.sum()).float())
 
 
 class MaskedFactoredCategorical:
@@ -83,9 +86,9 @@ class MaskedFactoredCategorical:
         if action_space.continuous:
             assert log_std is not None, "continuous heads need log_std"
             self._numbers = action_space.continuous_on(logits.device)
-            starts = tuple(action_space.slices[head].start for head in action_space.continuous)
-            columns = constant(starts, logits.device)
-            means, is_used = bounded.index_select(-1, columns), masks.index_select(-1, columns)
+            self._columns = _columns_of_numbers(action_space, logits.device)
+            means = bounded.index_select(-1, self._columns)
+            is_used = masks.index_select(-1, self._columns)
             self._gaussians = SquashedGaussians(means, log_std, is_used)
 
     @property
@@ -126,14 +129,19 @@ class MaskedFactoredCategorical:
             self._legal = LegalChoices.from_masks(self.masks, self.action_space)
         return self._legal
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """A sample of every head, `[..., H]`; never a masked choice. Numbers are before tanh."""
-        probs = self.probs.detach()
-        # Of exponential clocks with rates p, choice i rings first with probability p_i. The bounds
-        # keep p / clock at 0 for masked choices, and above 0 for the likeliest one.
-        clocks = torch.empty_like(probs).exponential_(generator=generator).clamp_(1e-30, 1e3)
-        choices = probs.div_(clocks).argmax(dim=-1)
-        return self._insert(choices, lambda numbers: numbers.sample(generator))
+    def sample(self, noise: Tensor) -> Tensor:
+        """A sample of every head, `[..., H]`; never a masked choice. Numbers are before tanh.
+
+        `noise` `[..., C]` is from `draw_noise`. Of exponential clocks with rates p, choice i rings
+        first with probability p_i.
+        """
+        clocks = _grid(self.action_space).of(noise)
+        choices = self.probs.detach().div_(clocks).argmax(dim=-1)
+
+        def numbers(gaussians: SquashedGaussians) -> Tensor:
+            return gaussians.sample(noise.index_select(-1, self._columns))
+
+        return self._insert(choices, numbers)
 
     def mode(self) -> Tensor:
         """The likeliest choice of every head, `[..., H]`; the median of a continuous head."""
@@ -175,8 +183,8 @@ class SquashedGaussians(NamedTuple):
     densities of a: log p(a) = log N(u; mean, std) - log(1 - tanh(u)^2).
 
     The entropy of a has no closed form. It is the Gaussian's entropy plus the mean of
-    log(1 - tanh(u)^2), computed by Gauss-Hermite quadrature with 32 nodes: no random numbers, and
-    an error below 1e-3 nats for std up to 1.5 and means up to 3.
+    log(1 - tanh(u)^2), computed with 65 nodes: no random numbers, and an error below 1e-3 nats for
+    every std within `LOG_STD_BOUNDS`.
     """
 
     mean: Tensor  # [..., K], before tanh
@@ -198,11 +206,10 @@ class SquashedGaussians(NamedTuple):
         entropy = log_std + 0.5 + _LOG_SQRT_2_PI + _log_slope(points) @ _WEIGHTS.on(device)
         return torch.where(self.is_used, entropy, 0.0)
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """Samples before tanh, `[..., K]`."""
-        numbers = torch.empty_like(self.mean).normal_(generator=generator)
+    def sample(self, noise: Tensor) -> Tensor:
+        """Samples before tanh, `[..., K]`, from standard normal `noise` `[..., K]`."""
         std = self.log_std.clamp(*LOG_STD_BOUNDS).exp()
-        return torch.where(self.is_used, torch.addcmul(self.mean, std, numbers), 0.0)
+        return torch.where(self.is_used, torch.addcmul(self.mean, std, noise), 0.0)
 
     def median(self) -> Tensor:
         """The medians before tanh, `[..., K]`."""
@@ -214,43 +221,159 @@ def _log_slope(samples: Tensor) -> Tensor:
     return 2.0 * (math.log(2.0) - samples - softplus(-2.0 * samples))
 
 
+def draw_noise(
+    action_space: FactoredActionSpace,
+    shape: tuple[int, ...],
+    device: torch.device,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Random numbers `[*shape, C]` for `choose_actions`: exponential, and normal for numbers.
+
+    The bounds keep p / clock at 0 for masked choices, and above 0 for the likeliest one.
+    """
+    noise = torch.empty(*shape, action_space.num_choices, device=device)
+    noise.exponential_(generator=generator).clamp_(1e-30, 1e3)
+    if action_space.continuous:
+        columns = _columns_of_numbers(action_space, device)
+        normal = torch.empty(*shape, len(columns), device=device).normal_(generator=generator)
+        noise.index_copy_(-1, columns, normal)
+    return noise
+
+
+def _columns_of_numbers(action_space: FactoredActionSpace, device: torch.device) -> Tensor:
+    """The columns of `[..., C]` that belong to continuous heads."""
+    starts = tuple(action_space.slices[head].start for head in action_space.continuous)
+    return constant(starts, device)
+
+
+class Choices(NamedTuple):
+    """What `choose_actions` returns."""
+
+    actions: Tensor  # [N, H]; numbers are before tanh
+    log_probs: Tensor  # [N, H]
+    masks: Tensor  # [N, C]: the mask rows that applied
+
+    @classmethod
+    def empty(
+        cls, action_space: FactoredActionSpace, num_envs: int, device: torch.device
+    ) -> "Choices":
+        heads, choices = action_space.num_heads, action_space.num_choices
+        return cls(
+            torch.empty(num_envs, heads, dtype=action_space.action_dtype, device=device),
+            torch.empty(num_envs, heads, device=device),
+            torch.empty(num_envs, choices, dtype=torch.bool, device=device),
+        )
+
+
 def choose_actions(
     action_space: FactoredActionSpace,
     masks: ActionMasks,
     logits_of: Callable[[int, Tensor], Tensor],
     *,
-    generator: torch.Generator | None = None,
-    deterministic: bool = False,
+    noise: Tensor | None,
     floor: float = 0.0,
     log_std: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices `[N, H]`, their log-probs `[N, H]` and the mask rows that applied `[N, C]`.
+    checks: "ChoiceChecks | None" = None,
+    out: Choices | None = None,
+) -> Choices:
+    """The choice of every head, in order, one of `action_space.head_groups` at a time.
 
-    Heads are chosen in order, one of `action_space.head_groups` at a time:
-    `logits_of(group, actions)` returns the logits `[N, choices of the group]` given the choices
-    made so far, `[N, heads before the group]`. `log_std` is that of all continuous heads.
+    `logits_of(group, actions)` returns the logits `[N, choices of the group]`, given the actions
+    `[N, H]` in which the heads before the group are filled in. `noise` `[N, C]` is from
+    `draw_noise`; None takes the likeliest choices. `log_std` is that of all continuous heads. `checks`
+    collects logits that are not finite, and heads without a legal choice.
     """
-    actions = torch.empty(masks.num_envs, 0, dtype=torch.int64, device=masks.device)
-    chosen, log_probs, rows, first = [], [], [], 0
-    for group, (heads, space) in enumerate(
-        zip(action_space.head_groups, action_space.group_spaces, strict=True)
-    ):
-        row = masks.rows(heads, actions)
-        end = first + len(space.continuous)
-        head = MaskedFactoredCategorical(
-            space,
-            logits_of(group, actions),
-            row,
-            floor=floor,
-            log_std=None if log_std is None else log_std[first:end],
-        )
-        first = end
-        chosen.append(head.mode() if deterministic else head.sample(generator))
-        log_probs.append(head.log_prob(chosen[-1]))
-        rows.append(row)
-        actions = _join(chosen)
-    # a single row is the caller's own mask, which the caller may change later
-    return actions, _join(log_probs), rows[0].clone() if len(rows) == 1 else _join(rows)
+    if out is None:
+        out = Choices.empty(action_space, masks.num_envs, masks.device)
+    are_right = True
+    for group in range(len(action_space.head_groups)):
+        logits = logits_of(group, out.actions)
+        if logits.device.type == "cpu" and logits.dtype == torch.float32:
+            are_right &= _choose_group_compiled(
+                action_space, group, logits, masks.groups[group], noise, floor, log_std, out
+            )
+        else:
+            choose_group(action_space, group, logits, masks, noise, floor, log_std, out)
+            are_right = False  # not known
+    if checks is not None and not are_right:
+        checks.check_fresh(*out)
+    return out
+
+
+def choose_group(
+    action_space: FactoredActionSpace,
+    group: int,
+    logits: Tensor,
+    masks: ActionMasks,
+    noise: Tensor | None,
+    floor: float,
+    log_std: Tensor | None,
+    out: Choices,
+) -> None:
+    """The choices of one head group, written to `out`: the plain twin of the compiled kernel."""
+    heads = action_space.head_groups[group]
+    space = action_space.group_spaces[group]
+    columns = slice(action_space.slices[heads.start].start, action_space.slices[heads[-1]].stop)
+    if log_std is not None:
+        before = sum(head < heads.start for head in action_space.continuous)
+        log_std = log_std[before : before + len(space.continuous)]
+    rows = masks.rows(heads, out.actions)
+    head = MaskedFactoredCategorical(space, logits, rows, floor=floor, log_std=log_std)
+    chosen = head.mode() if noise is None else head.sample(noise[:, columns])
+    out.actions[:, heads.start : heads.stop] = chosen
+    out.log_probs[:, heads.start : heads.stop] = head.log_prob(chosen)
+    out.masks[:, columns] = rows
+
+
+def _choose_group_compiled(
+    action_space: FactoredActionSpace,
+    group: int,
+    logits: Tensor,
+    legal: Tensor,
+    noise: Tensor | None,
+    floor: float,
+    log_std: Tensor | None,
+    out: Choices,
+) -> bool:
+    from esper.kernels.choices.numba_choices import choose
+
+    heads = action_space.head_groups[group]
+    table = _table(action_space)
+    log_stds = np.zeros(len(table), dtype=np.float32)
+    if log_std is not None:
+        log_stds[list(action_space.continuous)] = log_std.detach().clamp(*LOG_STD_BOUNDS).numpy()
+    is_sampled = noise is not None
+    clocks = (
+        out.log_probs.new_empty(len(logits), action_space.num_choices) if noise is None else noise
+    )
+    are_right: bool = choose(
+        logits.detach().numpy(),
+        legal.reshape(len(logits), -1, logits.shape[1]).numpy(),
+        clocks.numpy(),
+        table,
+        (heads.start, heads.stop),
+        log_stds,
+        np.float32(floor),
+        is_sampled,
+        out.actions.numpy(),
+        out.log_probs.numpy(),
+        out.masks.numpy(),
+    )
+    return are_right
+
+
+@cache
+def _table(action_space: FactoredActionSpace) -> "np.ndarray[Any, Any]":
+    """The heads as rows that the compiled kernel reads: columns, kind, strides of given heads."""
+    num_heads = action_space.num_heads
+    table = np.zeros((num_heads, 3 + num_heads), dtype=np.int64)
+    for head, columns in enumerate(action_space.slices):
+        table[head, :3] = columns.start, columns.stop, head in action_space.continuous
+        stride = 1
+        for earlier in reversed(action_space.given_indices[head]):
+            table[head, 3 + earlier] = stride
+            stride *= action_space.sizes[earlier]
+    return table
 
 
 class ChoiceChecks:
@@ -279,46 +402,39 @@ class ChoiceChecks:
 
         self.deferred.require(ok, describe)
 
-    def in_range(self, actions: Tensor, masks: Tensor, parts: SequenceParts) -> Tensor:
-        """Stored choices `[R, H]` clamped to their range; those outside it fail the check."""
-        safe = actions.clamp(*self._range.on(actions.device)).nan_to_num()
-        self._require(safe == actions, actions, masks, parts.layouts)
-        return safe
+    def in_range(self, actions: Tensor) -> Tensor:
+        """Stored choices `[..., H]` clamped to their range, so that they can be looked up."""
+        return actions.clamp(*self._range.on(actions.device)).nan_to_num()
 
-    def check_stored(
-        self, actions: Tensor, log_probs: Tensor, masks: Tensor, layout: SequenceLayout
-    ) -> None:
-        """Check stored choices: each is legal (or 0 if none is), and its log-prob is a number."""
+    def check_stored(self, actions: Tensor, log_probs: Tensor, masks: Tensor, rows: "Rows") -> None:
+        """Check stored choices `[T, B, H]`: in range, legal (or 0 if none is), log-prob a number."""
         log_probs = log_probs.detach()
-        self._require(log_probs > _IMPOSSIBLE, actions, masks, (layout,), log_probs)
+        is_scored = (log_probs > _IMPOSSIBLE) & (self.in_range(actions) == actions)
+        ok = is_scored | ~rows.valid.unsqueeze(-1)
 
-    def _require(
-        self,
-        ok: Tensor,
-        actions: Tensor,
-        masks: Tensor,
-        layouts: tuple[SequenceLayout, ...],
-        log_probs: Tensor | None = None,
-    ) -> None:
-        """Check choices that are stored where `layouts` say."""
-
-        def describe(row: int, head: int) -> str:
-            rows = torch.cat([layout.rows for layout in layouts])
-            env, step = divmod(int(rows[row]), layouts[0].max_steps)
-            where = f"row {row} (env {env}, step {step}), head {self.action_space.names[head]!r}"
-            if log_probs is not None and log_probs[row, head].isnan():
-                return f"{where}: {_NOT_FINITE} {log_probs[row, head]}"
-            if head in self.action_space.continuous:
-                return f"{where}: the number {float(actions[row, head])} cannot be scored"
-            legal = masks[row, self.action_space.slices[head]].nonzero()[:, 0].tolist()
-            action = int(actions[row, head])
+        def describe(step: int, place: int, head: int) -> str:
+            env = place if rows.env_ids is None else int(rows.env_ids[place])
+            where = f"env {env}, step {step}, head {self.action_space.names[head]!r}"
+            is_number = head in self.action_space.continuous
+            number = float(actions[step, place, head])
+            if is_number and not math.isfinite(number):
+                return f"{where}: the number {number} cannot be scored"
+            if log_probs[step, place, head].isnan():
+                return f"{where}: {_NOT_FINITE} {log_probs[step, place, head]}"
+            if is_number:
+                return f"{where}: the number {number} cannot be scored"
+            legal = masks[step, place, self.action_space.slices[head]].nonzero()[:, 0].tolist()
+            action = int(actions[step, place, head])
             return f"{where}: action {action} is not legal; legal here: {legal or 'only 0'}"
 
         self.deferred.require(ok, describe)
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+class Rows(NamedTuple):
+    """Which rows of a rollout a minibatch has."""
+
+    valid: Tensor  # [T, B]: whether a step is stored there
+    env_ids: Tensor | None  # [B]; None: all envs
 
 
 def _mix_with_uniform(filled: Tensor, log_probs: Tensor, floor: float) -> Tensor:

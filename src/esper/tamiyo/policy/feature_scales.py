@@ -46,13 +46,14 @@ class RunningNormalizer(nn.Module):
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
         """Merge the rows `[R, width]` into the statistics (Chan et al. 1979)."""
-        if len(rows) == 0:
+        count = len(rows)
+        if count == 0:
             return
         batch_variance, batch_mean = torch.var_mean(rows.double(), dim=0, correction=0)
         batch_variance[: self.uncentered] += batch_mean[: self.uncentered].square()
         batch_mean[: self.uncentered] = 0.0
-        total = self.count + len(rows)
-        share = len(rows) / total
+        total = self.count + count
+        share = count / total
         delta = batch_mean - self.mean
         spread = (1 - share) * self.variance + share * batch_variance
         self.variance.copy_(spread + share * (1 - share) * delta.square())

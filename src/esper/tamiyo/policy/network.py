@@ -1,12 +1,8 @@
 """A recurrent actor-critic for factored actions: `act` on one step, `evaluate` whole rollouts.
 
-    policy = flat_policy(action_space, num_features=17)                    # plain_heads.py
-    decision = policy.act(features, masks, state)                          # one step of N envs
-    for steps, part in zip(policy.gather(..., parts, initial), parts.layouts):
-        evaluation = policy.evaluate(steps, part)                          # stored rollouts
-
-`gather` reads the parts of a rollout at once, with all that does not depend on the weights;
-`evaluate` scores one part, as often as needed.
+    policy = flat_policy(action_space, num_features=17)           # plain_heads.py
+    decision = policy.act(features, masks, state)                 # one step of N envs
+    evaluation = policy.evaluate(steps)                           # T stored steps of B envs
 
 Features pass an encoder, then the core (an LSTM). Heads and value read the core state: the LSTM's
 output plus its input. So the current observation reaches them from the first update on, and the
@@ -27,17 +23,18 @@ from torch import Tensor, nn
 
 from esper.leyline.constants import DEFAULT_LSTM_HIDDEN_DIM
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
-from esper.leyline.sequences import SequenceLayout, SequenceParts
 from esper.runtime.checks import require_whole
 from esper.tamiyo.policy.distributions import (
     ChoiceChecks,
-    LegalChoices,
+    Choices,
     MaskedFactoredCategorical,
+    Rows,
     check_floor,
     choose_actions,
+    draw_noise,
 )
 from esper.tamiyo.policy.layers import POLICY_GAIN, init_lstm, linear
-from esper.tamiyo.policy.packed_lstm import packed_lstm
+from esper.tamiyo.policy.recurrence import finish_cell, lstm_over_rollout
 
 Scene = tuple[Tensor, ...]  # what heads look up besides the core state; empty for plain heads
 
@@ -46,7 +43,6 @@ class Heads(Protocol):
     """Encoder and heads of a policy, an `nn.Module` that owns the scaling of its features."""
 
     feature_size: int  # F
-    is_custom: bool  # True: with a user's encoder, which may do anything
 
     def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
         """The core's input `[B, hidden]` from raw features `[B, F]`."""
@@ -97,24 +93,25 @@ class Decision(NamedTuple):
     state: RecurrentState  # after the step
 
 
-class StoredSteps(NamedTuple):
-    """Steps of a rollout as `evaluate` reads them, in the order of `SequenceLayout.rows`."""
+class Steps(NamedTuple):
+    """Stored steps of a rollout, as `evaluate` reads them: T rows of B envs."""
 
-    features: Tensor  # [R, F]
-    actions: Tensor  # [R, H], all in range
-    masks: Tensor  # [R, C]
-    legal: LegalChoices
-    initial: RecurrentState  # of the packed episodes, [episodes, L, hidden]
+    features: Tensor  # [T, B, F]
+    actions: Tensor  # [T, B, H]
+    masks: Tensor  # [T, B, C]: the mask rows that applied
+    starts: Tensor  # [T, B] bool: the row begins an episode
+    initial: RecurrentState  # before the first row, [B, L, hidden]
+    rows: Rows | None  # which rows hold a step; None: the choices were checked before
 
 
 class Evaluation(NamedTuple):
-    """Stored steps scored with the current weights, in the order of `SequenceLayout.rows`."""
+    """Stored steps scored with the current weights."""
 
-    log_probs: Tensor  # [R, H]
-    entropies: Tensor  # [R, H], in nats
-    normalized_entropies: Tensor  # [R, H], 0 to 1
-    values: Tensor  # [R]
-    distribution: MaskedFactoredCategorical
+    log_probs: Tensor  # [T, B, H]
+    entropies: Tensor  # [T, B, H], in nats
+    normalized_entropies: Tensor  # [T, B, H], 0 to 1
+    values: Tensor  # [T, B]
+    num_choices: Tensor  # [T, B, H]: legal choices of each head; 2 for a number that is used
 
 
 class FactoredRecurrentActorCritic(nn.Module):
@@ -166,11 +163,21 @@ class FactoredRecurrentActorCritic(nn.Module):
         masks: ActionMasks,
         state: RecurrentState,
         *,
+        noise: Tensor | None = None,
         generator: torch.Generator | None = None,
         deterministic: bool = False,
+        out: Choices | None = None,
     ) -> Decision:
-        """One step for N envs from features `[N, F]`."""
+        """One step for N envs from features `[N, F]`.
+
+        `noise` `[N, C]` is from `draw_noise`; without it, random numbers are drawn here. The choices
+        are written to `out`, such as a row of a rollout, or to new tensors.
+        """
         self.check_step(features, state, masks)
+        if deterministic:
+            noise = None
+        elif noise is None:
+            noise = draw_noise(self.action_space, (len(features),), self.device, generator)
         with full_precision(self.device):
             core, scene, next_state = self._step(features, state)
             first_logits, values = self._read(core)
@@ -180,17 +187,17 @@ class FactoredRecurrentActorCritic(nn.Module):
                     return first_logits
                 return self.heads.logits(group, core, scene, actions)
 
-            actions, log_probs, rows = choose_actions(
+            choices = choose_actions(
                 self.action_space,
                 masks,
                 logits_of,
-                generator=generator,
-                deterministic=deterministic,
+                noise=noise,
                 floor=self.config.floor,
                 log_std=self.log_std,
+                checks=self.choice_checks,
+                out=out,
             )
-        self.choice_checks.check_fresh(actions, log_probs, rows)
-        return Decision(actions, log_probs, rows, values, next_state)
+        return Decision(*choices, values, next_state)
 
     @torch.no_grad()
     def value(self, features: Tensor, state: RecurrentState) -> Tensor:
@@ -207,64 +214,44 @@ class FactoredRecurrentActorCritic(nn.Module):
         weight.mul_(factor)
         bias.mul_(factor).add_(shift)
 
-    def gather(
-        self,
-        features: Tensor,
-        actions: Tensor,
-        masks: Tensor,
-        parts: SequenceParts,
-        initial: RecurrentState,
-    ) -> tuple[StoredSteps, ...]:
-        """The steps of each part of a rollout `[N, T, ...]`, ready for `evaluate`.
-
-        Only the rows of `parts` are read. An episode that began before the rollout starts from its
-        env's `initial` state `[N, L, hidden]`, every other one from zeros. `masks` `[N, T, C]` are
-        the rows that applied; later heads are given the stored choices.
-        """
-        taken, masks = parts.gather(actions), parts.gather(masks)
-        actions = self.choice_checks.in_range(taken, masks, parts)
-        legal = LegalChoices.from_masks(masks, self.action_space)
-        states = (parts.initial(state) for state in initial)
-        return tuple(
-            map(
-                StoredSteps,
-                *map(parts.split_rows, (parts.gather(features), actions, masks)),
-                map(LegalChoices, *map(parts.split_rows, legal)),
-                map(RecurrentState, *map(parts.split_episodes, states)),
-            )
-        )
-
-    def evaluate(self, steps: StoredSteps, layout: SequenceLayout) -> Evaluation:
-        """Log-probs, entropies and values of stored steps; `layout` is their part's."""
-        scores = self.score(steps, layout)
-        self.choice_checks.check_stored(steps.actions, scores.log_probs, steps.masks, layout)
-        return scores
-
-    def score(self, steps: StoredSteps, layout: SequenceLayout) -> Evaluation:
-        """`evaluate` without its check, so that a CUDA graph can hold it."""
+    def evaluate(self, steps: Steps) -> Evaluation:
+        """Log-probs, entropies and values of stored steps; later heads are given stored choices."""
+        num_steps, num_envs, _ = steps.features.shape
+        actions = self.choice_checks.in_range(steps.actions)
+        flat_actions = actions.flatten(0, 1)  # [T * B, H]
         with full_precision(self.device):
-            encoded, scene = self.heads.encode(steps.features)
-            core = encoded
+            encoded, scene = self.heads.encode(steps.features.flatten(0, 1))
+            core = encoded  # [T * B, hidden]
             if self.config.memory:
-                h, c = (state.transpose(0, 1).contiguous() for state in steps.initial)
-                core = encoded + packed_lstm(self.core, encoded, layout, (h, c))
+                rollout = encoded.view(num_steps, num_envs, -1)
+                h, c = (part.transpose(0, 1).contiguous() for part in steps.initial)
+                remembered = lstm_over_rollout(self.core, rollout, steps.starts, (h, c))
+                core = encoded + remembered.flatten(0, 1)
             first_logits, values = self._read(core)
             later_logits = [
-                self.heads.logits(group, core, scene, steps.actions)
+                self.heads.logits(group, core, scene, flat_actions)
                 for group in range(1, len(self.action_space.head_groups))
             ]
         distribution = MaskedFactoredCategorical(
             self.action_space,
             torch.cat([first_logits, *later_logits], dim=-1) if later_logits else first_logits,
-            steps.masks,
-            legal=steps.legal,
+            steps.masks.flatten(0, 1),
             floor=self.config.floor,
             log_std=self.log_std,
         )
-        log_probs = distribution.log_prob(steps.actions)
+        size = (num_steps, num_envs, self.action_space.num_heads)
+        log_probs = distribution.log_prob(flat_actions).view(size)
         entropies = distribution.entropy()
         normalized = distribution.normalize(entropies)
-        return Evaluation(log_probs, entropies, normalized, values, distribution)
+        if steps.rows is not None:
+            self.choice_checks.check_stored(steps.actions, log_probs, steps.masks, steps.rows)
+        return Evaluation(
+            log_probs,
+            entropies.view(size),
+            normalized.view(size),
+            values.view(num_steps, num_envs),
+            distribution.legal.counts.view(size),
+        )
 
     def _step(
         self, features: Tensor, state: RecurrentState
@@ -273,12 +260,15 @@ class FactoredRecurrentActorCritic(nn.Module):
         encoded, scene = self.heads.encode(features)
         if not self.config.memory:
             return encoded, scene, state
-        below, h, c = encoded, [], []
+        below = encoded
+        next_state = RecurrentState(torch.empty_like(state.h), torch.empty_like(state.c))
         for layer, weights in enumerate(self.core.all_weights):
-            below, cell = torch.lstm_cell(below, (state.h[:, layer], state.c[:, layer]), *weights)
-            h.append(below)
-            c.append(cell)
-        return encoded + below, scene, RecurrentState(_by_layer(h), _by_layer(c))
+            weight_ih, weight_hh, bias_ih, bias_hh = weights
+            gates = torch.addmm(bias_ih + bias_hh, below, weight_ih.t())  # [N, 4 * hidden]
+            gates.addmm_(state.h[:, layer], weight_hh.t())
+            below = next_state.h[:, layer]
+            _finish_step(gates, state.c[:, layer], below, next_state.c[:, layer])
+        return encoded + below, scene, next_state
 
     def _read(self, core: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the first head group `[B, choices]` and values `[B]`."""
@@ -310,9 +300,16 @@ class FactoredRecurrentActorCritic(nn.Module):
             raise ValueError(f"masks are for {masks.num_envs} envs, features for {num_envs}")
 
 
-def _by_layer(states: list[Tensor]) -> Tensor:
-    """States `[N, hidden]` of each layer as `[N, L, hidden]`; one layer is not copied."""
-    return states[0].unsqueeze(1) if len(states) == 1 else torch.stack(states, dim=1)
+def _finish_step(gates: Tensor, c: Tensor, next_h: Tensor, next_c: Tensor) -> None:
+    """Write the state after an LSTM step, whose products are in `gates` `[N, 4 * hidden]`."""
+    if gates.device.type == "cpu" and gates.dtype == torch.float32:
+        from esper.kernels.lstm.numba_lstm import finish_step
+
+        finish_step(gates, c, next_h, next_c)
+        return
+    output, cell = finish_cell(gates, c)
+    next_h.copy_(output)
+    next_c.copy_(cell)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ policy = flat_policy(action_space, num_features=17)
 import copy
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -165,13 +166,13 @@ def _copy_of(encoder: nn.Module) -> nn.Module:
 
 
 class _ImageEncoder(nn.Module):
-    """An MLP for the flat features, and three convolutions for each image."""
+    """An MLP for the flat features, and convolutions for each image; see `_PICTURES`."""
 
     def __init__(self, num_numbers: int, images: tuple[ImageShape, ...], config: PolicyConfig):
         super().__init__()
         width = config.lstm_hidden_dim
         self.numbers = mlp(num_numbers, width, config.encoder_layers) if num_numbers else None
-        self.images = nn.ModuleList(_convolutions(shape, width) for shape in images)
+        self.images = nn.ModuleList(_convolutions(shape) for shape in images)
 
     def forward(self, numbers: Tensor, *images: Tensor) -> Tensor:
         parts = [encode(image) for encode, image in zip(self.images, images, strict=True)]
@@ -180,18 +181,35 @@ class _ImageEncoder(nn.Module):
         return torch.cat(parts, dim=-1)
 
 
-def _convolutions(shape: ImageShape, width: int) -> nn.Sequential:
-    """Images of any size `[B, channels, height, width]` to `[B, width]`."""
+class _Pictures(NamedTuple):
+    """The layers for pictures up to a size: (filters, kernel, stride) each, then one linear layer."""
+
+    largest_side: float
+    convolutions: tuple[tuple[int, int, int], ...]
+    width: int
+
+
+_PICTURES = (
+    _Pictures(11, ((16, 3, 1), (32, 3, 1)), 128),  # such as MiniGrid's 7 x 7
+    _Pictures(32, ((16, 3, 2), (32, 3, 2)), 128),
+    # "Human-level control through deep reinforcement learning" (Mnih et al. 2015)
+    _Pictures(math.inf, ((32, 8, 4), (64, 4, 2), (64, 3, 1)), 256),
+)
+
+
+def _convolutions(shape: ImageShape) -> nn.Sequential:
+    """Layers for pictures of one shape, `[B, channels, height, width]` to `[B, 128 or 256]`."""
     channels, *sides = shape
+    pictures = next(row for row in _PICTURES if max(sides) <= row.largest_side)
     layers: list[nn.Module] = []
-    for filters in (32, 64, 64):
-        stride = 4 if min(sides) >= 48 else 2 if min(sides) >= 10 else 1
-        kernel = max(3, 2 * stride)
-        padding = (kernel - stride + 1) // 2
+    for filters, kernel, stride in pictures.convolutions:
+        padding = max(
+            0, -(-(kernel - min(sides)) // 2)
+        )  # of a side that is shorter than the kernel
         layers += [nn.Conv2d(channels, filters, kernel, stride, padding), nn.ReLU()]
         sides = [(side + 2 * padding - kernel) // stride + 1 for side in sides]
         channels = filters
-    return nn.Sequential(*layers, nn.Flatten(), mlp(channels * math.prod(sides), width, 1))
+    return nn.Sequential(*layers, nn.Flatten(), mlp(channels * math.prod(sides), pictures.width, 1))
 
 
 class _PlainGroup(nn.Module):

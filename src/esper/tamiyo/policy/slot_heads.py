@@ -56,8 +56,6 @@ class SlotHeads(nn.Module):
     Features are scaled by `FeatureScales`, fitted to the first rollout and then frozen.
     """
 
-    is_custom = False
-
     def __init__(self, layout: FeatureLayout, config: PolicyConfig):
         super().__init__()
         self.layout = layout

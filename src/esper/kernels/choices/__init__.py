@@ -1,0 +1,1 @@
+"""Choices of a factored action, for one step of acting."""
