@@ -1,4 +1,4 @@
-"""The conformance checks of `esper.testing`, on Esper and on the libraries that are installed.
+"""The conformance checks of `conformance_kit.py`, on Esper and on the libraries that are installed.
 
     pip install stable-baselines3 sb3-contrib torchrl
     python benchmarks/conformance.py

@@ -104,15 +104,11 @@ def _run(
     inputs: GaeInputs, kernel: str, out: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     run = _kernel_for(inputs, kernel)
-    rewards = inputs.rewards
     if out is None:
-        out = (torch.empty_like(rewards), torch.empty_like(rewards))
-    for name, given in zip(("advantages", "returns"), out, strict=True):
-        is_like = given.shape == rewards.shape and given.dtype == rewards.dtype
-        if not is_like or given.device != rewards.device:
-            raise _mismatch(name, given, rewards.dtype, list(rewards.shape), str(rewards.device))
-    tensors = (*inputs[:5], *out)
-    if all(tensor.stride() == rewards.stride() for tensor in tensors):
+        out = (torch.empty_like(inputs.rewards), torch.empty_like(inputs.rewards))
+    else:
+        _check_out(out, inputs.rewards)
+    if _have_one_layout(inputs, out):
         run(inputs, *out)
         return out
     copies = [tensor.contiguous() for tensor in inputs[:5]]
@@ -121,6 +117,26 @@ def _run(
     contiguous = dict(zip(GaeInputs._fields[:5], copies, strict=True))
     run(inputs._replace(**contiguous), advantages, returns)  # type: ignore[arg-type]
     return out[0].copy_(advantages), out[1].copy_(returns)
+
+
+def _check_out(out: tuple[Tensor, Tensor], rewards: Tensor) -> None:
+    for name, given in zip(("advantages", "returns"), out, strict=True):
+        is_like = given.shape == rewards.shape and given.dtype == rewards.dtype
+        if not is_like or given.device != rewards.device:
+            raise _mismatch(name, given, rewards.dtype, list(rewards.shape), str(rewards.device))
+
+
+def _have_one_layout(inputs: GaeInputs, out: tuple[Tensor, Tensor]) -> bool:
+    """Whether all `[N, T]` tensors have the same strides; written out, because it is called often."""
+    strides = inputs.rewards.stride()
+    return (
+        inputs.values.stride() == strides
+        and inputs.terminated.stride() == strides
+        and inputs.truncated.stride() == strides
+        and inputs.bootstrap_values.stride() == strides
+        and out[0].stride() == strides
+        and out[1].stride() == strides
+    )
 
 
 def _kernel_for(inputs: GaeInputs, kernel: str) -> GaeKernel:
