@@ -31,8 +31,8 @@ from esper.leyline.constants import AlphaCurve, BlendStyle
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp
 from esper.tolaria.governor import Governor
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.host_validation import validate_hosts
-from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Kernels, Population
 from esper.tolaria.tasks import HeldOut, Task, minibatch_indices
 from support.legal_actions import legal_actions

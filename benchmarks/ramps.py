@@ -22,7 +22,7 @@ from esper.kasmina.blueprints import blueprint_menu
 from esper.kasmina.hosts import build_host
 from esper.leyline.constants import AlphaCurve, BlendStyle
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tolaria.optimizers import AdamW
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import DATA_DIR, Task, minibatch_indices, mnist1d
 

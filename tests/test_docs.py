@@ -150,3 +150,12 @@ def test_the_site_builds_without_a_warning(tmp_path):
 def test_the_version_is_the_same_everywhere():
     assert f"version: {esper.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {esper.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["ppo.md", "rollout-buffer.md"])
+def test_tests_that_guard_a_detail_exist(page):
+    """A page that names the test of each detail names tests that there are."""
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / page).read_text()))
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    missing = {name for name in named if f"def {name}(" not in sources}
+    assert not missing

@@ -26,8 +26,8 @@ from esper.simic.growth.growth_envs import GrowthEnvs
 from esper.simic.growth.train_config import TrainConfig
 from esper.simic.trainer import Trainer
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.layers import POLICY_GAIN, linear
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic
+from esper.tamiyo.policy.policy_layers import POLICY_GAIN, linear
 from esper.tamiyo.policy.slot_heads import SlotHeads, tamiyo_policy
 from esper.tolaria.environment import GrowthEnvironment
 from support.synthetic_hosts import FOUR_TYPES, HOST_ACCURACY, SyntheticHosts

@@ -5,7 +5,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedules
 
-from esper.growing.optimizers import SeedGroups
+from esper.growing.seed_groups import SeedGroups
 
 
 def optimizer_with_two_groups(kind=optim.SGD, **settings):

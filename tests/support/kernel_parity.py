@@ -5,8 +5,8 @@ import torch
 from esper.kasmina import lifecycle
 from esper.kasmina.hosts import build_host
 from esper.leyline.factored_actions import tamiyo_action_space
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.host_validation import validate_hosts
-from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Population
 from support.legal_actions import legal_actions
 from support.populations import BATCH, full_menu, random_task, rows_for

@@ -10,7 +10,7 @@ from esper.kasmina.hosts import build_host
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp, SeedStage
-from esper.tolaria.optimizers import AdamW
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import minibatch_indices
 from support.fused_on_cpu import allow_cpu, needs_compiler

@@ -10,7 +10,7 @@ from esper.kasmina.blueprints import blueprint_menu
 from esper.kasmina.layers import Conv
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.kernels.hosts.layer_table import has_kernels
-from esper.tolaria.optimizers import AdamW
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.population import Population
 from esper.tolaria.tasks import few_rows, mnist1d, stack, task
 from support import moves

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from esper.growing.controllers import STATEFUL
-from esper.growing.optimizers import group_settings
+from esper.growing.seed_groups import group_settings
 from esper.nissa.ledger import Ledger
 from esper.runtime.files import read_file, write_file
 from esper.runtime.plain_config import differences

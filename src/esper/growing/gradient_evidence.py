@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.growing.network import GrowingNetwork
+from esper.growing.growing_network import GrowingNetwork
 from esper.leyline.constants import BlendStyle, SiteKind
 from esper.surgery.branches import Branch
 from esper.surgery.eval_mode import uncompiled

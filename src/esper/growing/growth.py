@@ -27,11 +27,11 @@ from esper.growing import checkpoint, controllers, preparation
 from esper.growing.data_facts import DataFacts
 from esper.growing.ddp import ALONE, Ranks, unwrapped, warn_if_not_connected
 from esper.growing.gradient_evidence import Evidence
-from esper.growing.network import GrowingNetwork
-from esper.growing.optimizers import AnyScheduler, SeedGradients
+from esper.growing.growing_network import GrowingNetwork
 from esper.growing.recorder import Recorder, network_record
 from esper.growing.reporter import Reporter, add_measured_seeds
 from esper.growing.safe_points import SafePoint, SafePoints
+from esper.growing.seed_groups import AnyScheduler, SeedGradients
 from esper.growing.validation import Given, Measurement, Number, Score, Validator
 from esper.kasmina.host_reports import History
 from esper.kasmina.lifecycle import apply, begin_step, end_step

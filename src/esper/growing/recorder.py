@@ -4,7 +4,7 @@ from itertools import compress
 
 from torch import Tensor, nn
 
-from esper.growing.network import GrowingNetwork
+from esper.growing.growing_network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
 from esper.kasmina.host_reports import History
 from esper.leyline.constants import BlendStyle

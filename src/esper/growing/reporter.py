@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from esper.growing.data_facts import DataFacts
-from esper.growing.network import GrowingNetwork
+from esper.growing.growing_network import GrowingNetwork
 from esper.growing.preparation import PreparedModel
 from esper.kasmina.host_reports import History, HostFacts, build_reports, facts_of, seed_costs
 from esper.leyline.budget import Budget

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 import torch
 
-from esper.growing.network import GrowingNetwork, NetworkState
+from esper.growing.growing_network import GrowingNetwork, NetworkState
 from esper.growing.recorder import Recorder
 from esper.growing.validation import Measurement
 from esper.kasmina.lifecycle import SlotStates, Transition, remove_live_seeds

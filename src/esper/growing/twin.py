@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from esper.growing import validation
 from esper.growing.ddp import ALONE, Ranks, is_split, rows_of
+from esper.growing.growing_network import are_finite, finite_buffers
 from esper.growing.growth import Growth
-from esper.growing.network import are_finite, finite_buffers
-from esper.growing.optimizers import group_settings
+from esper.growing.seed_groups import group_settings
 from esper.growing.validation import Metric
 from esper.nissa.ledger import Ledger, TwinRecord
 from esper.surgery.eval_mode import eval_mode, untouched_randomness

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.growing.ddp import ALONE, Ranks, is_split
-from esper.growing.network import GrowingNetwork
+from esper.growing.growing_network import GrowingNetwork
 from esper.nissa.ledger import StepRecord
 from esper.surgery.eval_mode import eval_mode
 

@@ -19,7 +19,7 @@ from esper.kasmina.layers import Program
 from esper.kasmina.lifecycle import SlotStates
 from esper.leyline.constants import BlendStyle
 from esper.leyline.stages import SeedStage
-from esper.tolaria.optimizers import AdamW
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.parameter_table import ParameterTable
 from esper.tolaria.tasks import Task
 

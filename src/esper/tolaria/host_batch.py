@@ -20,8 +20,8 @@ from esper.kasmina.lifecycle import SlotStates, Transition, begin_step, end_step
 from esper.leyline.arrays import copy_together
 from esper.runtime.checks import require_at_least, require_fraction
 from esper.tolaria.governor import Governor, Rollback
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.host_validation import HostValidation, accuracy_on, validate_hosts
-from esper.tolaria.optimizers import AdamW
 from esper.tolaria.population import Kernels, Population
 from esper.tolaria.tasks import Task, minibatch_indices
 

@@ -25,7 +25,7 @@ from esper.kernels.hosts.fused import FusedSteps, has_room
 from esper.kernels.hosts.layer_table import has_kernels
 from esper.runtime.checks import whole_number
 from esper.tolaria.batched import CHUNK, BlendInputs, EagerSteps, Feed, TrainingSetup
-from esper.tolaria.optimizers import AdamW
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.parameter_table import ParameterTable
 from esper.tolaria.randomness import fold
 from esper.tolaria.tasks import Task

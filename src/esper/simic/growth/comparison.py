@@ -28,7 +28,7 @@ from esper.tamiyo.policy.action_masks import compute_batch_masks
 from esper.tamiyo.scripted import ConstantPlan, FixedSchedule, RandomController
 from esper.tolaria.environment import GrowthEnvironment
 from esper.tolaria.host_batch import PopulationBatch
-from esper.tolaria.optimizers import AdamW
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.tasks import Task
 
 HOST_ALONE, LEARNED = "host alone", "learned"

@@ -12,7 +12,7 @@ from esper.simic.growth.train_config import TrainConfig
 from esper.tolaria.data_files import checksum
 from esper.tolaria.environment import GrowthEnvironment
 from esper.tolaria.host_batch import PopulationBatch
-from esper.tolaria.optimizers import AdamW
+from esper.tolaria.host_optimizer import AdamW
 from esper.tolaria.tasks import TASKS, Task, few_rows, noisy, permuted, stack
 
 _HOSTS = {SiteKind.VECTOR: "mlp", SiteKind.SERIES: "conv1d", SiteKind.IMAGE: "conv2d"}

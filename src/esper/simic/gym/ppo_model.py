@@ -31,9 +31,9 @@ from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.gym.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
 from esper.simic.gym.gym_spaces import Array, GymSpaces
 from esper.simic.trainer import Trainer, load_agent, zero_rows
-from esper.tamiyo.policy.layers import spread_time_constants
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
+from esper.tamiyo.policy.policy_layers import spread_time_constants
 
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv

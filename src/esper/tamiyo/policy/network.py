@@ -33,7 +33,7 @@ from esper.tamiyo.policy.distributions import (
     choose_actions,
     draw_noise,
 )
-from esper.tamiyo.policy.layers import POLICY_GAIN, init_lstm, linear
+from esper.tamiyo.policy.policy_layers import POLICY_GAIN, init_lstm, linear
 from esper.tamiyo.policy.recurrence import finish_cell, lstm_over_rollout
 
 Scene = tuple[Tensor, ...]  # what heads look up besides the core state; empty for plain heads

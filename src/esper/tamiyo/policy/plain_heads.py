@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
-from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene
+from esper.tamiyo.policy.policy_layers import POLICY_GAIN, embedding, linear, mlp
 
 ImageShape = tuple[int, int, int]  # channels, height, width
 

@@ -18,8 +18,8 @@ from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp
 from esper.tamiyo.policy.feature_scales import FeatureScales
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.layers import POLICY_GAIN, embedding, linear, mlp
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene
+from esper.tamiyo.policy.policy_layers import POLICY_GAIN, embedding, linear, mlp
 
 # Initial logits of the ops: grow seeds now and then, leave them alone, commit them. Uniform ops
 # would prune or stop most seeds before their worth shows, and would fill every slot at once, so

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from esper.growing.ddp import Ranks, SeedAverage
-from esper.growing.optimizers import AnyScheduler, SeedGroups
 from esper.growing.preparation import PreparedModel
+from esper.growing.seed_groups import AnyScheduler, SeedGroups
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.lifecycle import SlotStates, Transition
 from esper.leyline.constants import BlendStyle
