@@ -542,3 +542,113 @@ def test_every_logged_name_is_explained_in_the_docs():
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     for name in {name for metrics in rounds for name in metrics}:
         assert f"`{name.replace('/action', '/HEAD')}`" in page, name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_episodes_that_end_with_the_round_leave_no_state_to_the_next(mode):
+    """With NEXT_STEP, the next round then begins with a filler."""
+    errors = []
+    envs = vector(CueMemory, 4, mode)
+    model = PPO(envs, config=replace(CONFIG, horizon=CueMemory.limit))
+    for part in model.agent.policy.core.parameters():
+        part.data.mul_(3.0)
+    model.learn(200, lambda _, metrics: errors.append(metrics["ppo/first_ratio_error"]))
+    assert len(errors) > 3
+    assert max(errors) < 1e-5
+
+
+class KeepsItsAction(gymnasium.Env):
+    """Pays the distance of an action from the one before, which it keeps and then spoils."""
+
+    observation_space = spaces.Box(0, 1, (1,))
+    action_space = spaces.MultiDiscrete([5])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.elapsed, self.kept = 0, np.zeros(1, np.int64)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        reward = float(abs(action - self.kept)[0])
+        self.kept[:] = action
+        action[:] = 0
+        self.elapsed += 1
+        return np.zeros(1, np.float32), reward, False, self.elapsed == 8, {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_environment_may_keep_and_change_its_actions(mode):
+    model = PPO(vector(KeepsItsAction, 3, mode), config=CONFIG)
+    model.trainer.collect()
+    stored = stored_fields(model.trainer.buffer)
+    for env, count in enumerate(model.trainer.buffer.step_counts.tolist()):
+        actions = stored["actions"][env, :count, 0]
+        before = torch.cat([actions.new_zeros(1), actions[:-1]])
+        before[::8] = 0  # an episode's first step
+        assert torch.equal(stored["rewards"][env, :count], (actions - before).abs().float())
+    assert actions.unique().numel() > 1
+
+
+class Loose(gymnasium.Env):
+    """Observations as lists, with an entry that is in no space."""
+
+    observation_space = spaces.Dict(
+        {"a": spaces.Tuple([spaces.Box(0, 9, (2,)), spaces.Discrete(3)])}
+    )
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.elapsed = 0
+        return self.observe(), {}
+
+    def observe(self):
+        return {"a": [np.full(2, self.elapsed, np.float32), 1], "extra": [[1], [2, 3]]}
+
+    def step(self, action):
+        self.elapsed += 1
+        return self.observe(), 1.0, False, self.elapsed == 3, {}
+
+
+def test_final_observations_may_be_lists_and_hold_more_than_their_space():
+    model = PPO(SyncVectorEnv([Loose] * 2), config=CONFIG).learn(40)
+    assert model.trainer.buffer.truncated.any()
+
+
+def test_a_round_without_any_choice_has_metrics_of_0():
+    class OneWay(BestActions):
+        def masks(self):
+            return np.concatenate([np.arange(size) == 0 for size in self.sizes]).astype(np.int8)
+
+        def reward(self, action):
+            return 1.0
+
+    seen = []
+    PPO(vector(OneWay, 2), config=CONFIG).learn(20, lambda _, metrics: seen.append(metrics))
+    assert seen[0]["ppo/decided_fraction"] == 0
+    for name in ("policy_loss", "kl", "clip_fraction"):
+        assert seen[0][f"ppo/{name}"] == 0
+
+
+def test_an_interrupted_update_leaves_the_weights_and_the_round_is_collected_again(monkeypatch):
+    model = train(vector(CueMemory, 4), 64)
+    before = {name: part.clone() for name, part in model.agent.policy.state_dict().items()}
+    steps = model.num_steps
+    calls = iter(range(100))
+
+    def interrupted(loss):
+        norm = step(loss)
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return norm
+
+    step = model.agent._optimizer_step
+    monkeypatch.setattr(model.agent, "config", replace(model.agent.config, ppo_epochs=3))
+    monkeypatch.setattr(model.agent, "_optimizer_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.learn(64)
+    torch.testing.assert_close(model.agent.policy.state_dict(), before, rtol=0, atol=0)
+    monkeypatch.undo()
+    assert model.num_steps == steps
+    model.trainer.collect()
+    assert not model.trainer.buffer.initial_hidden_h.any()  # in new episodes

@@ -209,7 +209,6 @@ class Trainer:
         self.buffer.reset()
         self.envs.begin_round()
         self._round_steps = 0
-        self._has_initial_state = False
         space = self.envs.spec.action_space
         size = (self.horizon, self.envs.spec.num_envs)
         self._noise = draw_noise(space, size, self.agent.device, self.action_rng)
@@ -219,9 +218,7 @@ class Trainer:
         """Let the environments write their features; the state is zero where episodes start."""
         observed = self.envs.observe(row)
         self.state = zero_rows(self.state, observed.starts)
-        if not self._has_initial_state:
-            self.buffer.set_initial_state(*self.state)
-            self._has_initial_state = True
+        self.buffer.set_initial_state(*self.state)
         return observed.masks
 
     def _value_truncated_rows(self, row: RolloutRow, stepped: Stepped, decision: Decision) -> None:
@@ -244,9 +241,13 @@ class Trainer:
 
         `schedule` is the share of training that is over, from 0 to 1.
         """
-        learned = self.agent.update(
-            self.buffer, self._last_values, progress=schedule, generator=self.shuffle_rng
-        )
+        try:
+            learned = self.agent.update(
+                self.buffer, self._last_values, progress=schedule, generator=self.shuffle_rng
+            )
+        except BaseException:  # KeyboardInterrupt too: nothing was learned from this round
+            self.abandon_round()
+            raise
         self.clock.lap("update")
         num_steps = len(self.buffer)
         progress = self.progress

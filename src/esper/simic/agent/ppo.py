@@ -189,7 +189,7 @@ class PPOAgent:
         try:
             learned = self._run_passes(rollout, buffer.step_counts, generator)
             self.policy.raise_on_bad_values()
-        except ValueError:  # the rollout has illegal actions: nothing may be learned from it
+        except BaseException:  # illegal actions, or Ctrl-C: nothing may be half learned
             self.load_state_dict(before)
             raise
         if learned.is_finite:
@@ -240,7 +240,10 @@ class PPOAgent:
             if not all_finite or (self.config.target_kl is not None and kl > self.config.target_kl):
                 break
         sums, counts = totals
-        metrics = dict(zip(names, (sums / counts).tolist(), strict=True))
+        # of a head that never had a choice there is no entropy; all else is 0 without a step
+        none = torch.tensor([torch.nan if "entropy/" in name else 0.0 for name in names])
+        means = torch.where(counts > 0, sums / counts, none.to(self.device))
+        metrics = dict(zip(names, means.tolist(), strict=True))
         return _Learned(metrics, float(first_ratio_error), number, bool(all_finite))
 
     def _minibatches(

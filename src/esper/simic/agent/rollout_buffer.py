@@ -197,9 +197,17 @@ class TamiyoRolloutBuffer:
         )
 
     def set_initial_state(self, h: Tensor, c: Tensor) -> None:
-        """The recurrent state `[N, L, hidden]` before the first row of every env."""
-        self.initial_hidden_h.copy_(h)
-        self.initial_hidden_c.copy_(c)
+        """The recurrent state `[N, L, hidden]` before the next row, of envs whose first row it is."""
+        is_first = self.step_counts == 0
+        if not bool(is_first.any()):
+            return
+        if bool(is_first.all()):
+            self.initial_hidden_h.copy_(h)
+            self.initial_hidden_c.copy_(c)
+            return
+        envs = is_first.nonzero().squeeze(1).to(self.device)
+        self.initial_hidden_h[envs] = h[envs]
+        self.initial_hidden_c[envs] = c[envs]
 
     def add(self, env_id: int, step: TamiyoRolloutStep) -> None:
         """Store one env's next step."""

@@ -4,7 +4,7 @@ What `SyncVectorEnv` does besides is not needed here: it checks, copies and batc
 spends a step on every reset. The episodes are the same.
 """
 
-from collections.abc import Mapping
+import copy
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class DirectEnvs:
             terminated[place] = is_terminated
             truncated[place] = is_truncated
             if is_terminated or is_truncated:
-                final[place] = _copied(observation)
+                final[place] = copy.deepcopy(observation)  # environments reuse their arrays
                 observation, info = env.reset()
             observations.append(observation)
             infos.append(info)
@@ -66,12 +66,3 @@ class DirectEnvs:
         if not is_given.any():
             return {}
         return {key: [info.get(key) for info in infos], f"_{key}": is_given}
-
-
-def _copied(observation: Any) -> Any:
-    """A copy, because environments reuse their arrays."""
-    if isinstance(observation, Mapping):
-        return {name: _copied(part) for name, part in observation.items()}
-    if isinstance(observation, tuple):
-        return tuple(map(_copied, observation))
-    return np.array(observation)

@@ -159,7 +159,7 @@ class GymEnvs:
         ended = terminated | truncated
         rewards = np.asarray(rewards, dtype=np.float32)
         self._previous = self.spaces.previous(choices.numpy(), rewards)
-        final_features = self._final_features(observations, infos, ended, truncated)
+        final_features = self._final_features(observations, infos, truncated)
         reset_infos = None
         if self._autoreset == "NEXT_STEP":
             self._starts = was_pending
@@ -190,7 +190,7 @@ class GymEnvs:
         }
 
     def _final_features(
-        self, observations: Any, infos: dict[str, Any], ended: Array, truncated: Array
+        self, observations: Any, infos: dict[str, Any], truncated: Array
     ) -> Tensor | None:
         """Features `[N, F]` of what followed the step, before any reset; None if nothing was cut."""
         if not truncated.any():
@@ -199,9 +199,10 @@ class GymEnvs:
             final = self.spaces.features(observations, self._previous)
         else:
             final = torch.zeros(self._features.shape)
-            last = list(infos["final_obs"][ended])
-            before = self._previous[ended]
-            final[torch.from_numpy(ended)] = self.spaces.features(last, before, one_by_one=True)
+            last = list(infos["final_obs"][truncated])
+            before = self._previous[truncated]
+            cut = torch.from_numpy(truncated)
+            final[cut] = self.spaces.features(last, before, one_by_one=True)
         self.spaces.require_finite(final, self._where)
         return final
 

@@ -205,7 +205,8 @@ class GymSpaces:
             elif any(entry.low):
                 part = part + np.array(entry.low)
             shape = (*flat.shape[:-1], *entry.shape)
-            part = part.astype(entry.dtype, copy=False).reshape(shape)
+            # a copy: an environment may keep or change its action, and rows are written again
+            part = part.astype(entry.dtype).reshape(shape)
             parts[entry.path] = part[()]  # a scalar, where it has no axes
             start = end
         return _nest(parts)

@@ -138,8 +138,8 @@ class PlainHeads(nn.Module):
         move the mean, and lean further with every update. The first update is applied as is.
         """
         features, *images = torch.split(features, self._sizes, dim=-1)
-        for pixels, image_scales in self._pixels(images):
-            if image_scales.count == 0:
+        if any(scales.count == 0 for scales in self.image_scales):
+            for pixels, image_scales in self._pixels(images):
                 image_scales.update(pixels.flatten(0, -2))
         scales = self.scales
         if not self._sizes[0] or (self.is_custom and scales.count > 0):
