@@ -101,6 +101,7 @@ def test_a_closed_pipe_is_not_an_error():
         (ModuleNotFoundError(name="gymnasium"), "esper: gymnasium is not installed; run: pip"),
         (ModuleNotFoundError(name="rich.console"), "esper: rich is not installed"),
         (MemoryError(), "esper: out of memory (MemoryError); use smaller settings"),
+        (RuntimeError("DefaultCPUAllocator: 8 GB"), "esper: out of memory (DefaultCPUAllocator: 8"),
         (torch.OutOfMemoryError("CUDA: 2 GiB"), "esper: out of memory (CUDA: 2 GiB); use smaller"),
     ],
 )

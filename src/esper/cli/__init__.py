@@ -55,7 +55,9 @@ def one_line_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         from torch import OutOfMemoryError  # in an error only: the help does not import torch
 
-        if not isinstance(error, MemoryError | OutOfMemoryError):
+        # on a CPU torch raises a plain RuntimeError
+        is_out_of_memory = isinstance(error, MemoryError | OutOfMemoryError)
+        if not is_out_of_memory and "DefaultCPUAllocator" not in str(error):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         sys.exit(f"esper: out of memory ({reason}); use smaller settings")
