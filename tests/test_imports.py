@@ -25,7 +25,7 @@ ALLOWED = {
     "surgery": {"runtime", "leyline", "kasmina"},
     "growing": {"runtime", "leyline", "kasmina", "tamiyo", "surgery", "nissa"},
     "adapting": {"runtime", "leyline", "kasmina", "tamiyo", "surgery", "nissa"},
-    "cli": {"runtime", "leyline", "adapting", "growing", "surgery", "simic", "tolaria", "nissa"},
+    "cli": {"runtime", "leyline", "surgery", "simic", "nissa"},
 }
 
 
