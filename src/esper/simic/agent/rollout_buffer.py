@@ -1,7 +1,7 @@
 """Storage for a rollout, from collecting it to learning from it.
 
     row = buffer.row()                                # views of the next row; write into them
-    buffer.commit()
+    buffer.commit(row)
     buffer.add_batch(step)                            # the same write, checked
     buffer.compute_advantages_and_returns(last_values)
     buffer.normalize_advantages()
