@@ -17,9 +17,8 @@ from esper.simic.agent.ppo import (
     PPOAgent,
     PPOConfig,
     TrainingFailed,
-    metric_names,
-    ppo_loss,
 )
+from esper.simic.agent.ppo_loss import loss_names, plain_loss, ppo_loss
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.network import Evaluation, PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
@@ -54,6 +53,12 @@ class KeepGradients:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self.steps.append([grad.clone() for grad in grads])
+
+
+def loss_of(agent, rollout, entropy_weights):
+    steps = steps_of(rollout)
+    outputs = agent.policy.outputs(steps)
+    return ppo_loss(agent.policy, outputs, steps, rollout, entropy_weights, agent.config)
 
 
 def gradients_of(loss, policy):
@@ -151,7 +156,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_formulas(name):
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     weights = torch.linspace(0.2, 1.0, has_choice.shape[-1])
 
-    loss, (sums, counts) = ppo_loss(
+    loss, (sums, counts), _ = plain_loss(
         Evaluation(*leaves, scored.num_choices), rollout, weights, agent.config
     )
     expected, metrics = loss_by_hand(
@@ -191,7 +196,7 @@ def test_a_ratio_is_clipped_only_where_the_step_is_far_enough_already(
     evaluation = evaluation._replace(
         log_probs=log_probs.requires_grad_(), num_choices=torch.full((1, 1, 3), 2.0)
     )
-    got, _ = ppo_loss(evaluation, rollout, torch.ones(3), agent.config)
+    got = plain_loss(evaluation, rollout, torch.ones(3), agent.config).loss
     got.backward()
     assert got.item() == pytest.approx(loss, rel=1e-5)
     assert log_probs.grad[0, 0].tolist() == pytest.approx([slope] * 3, rel=1e-5)
@@ -215,7 +220,7 @@ def test_an_update_learns_from_the_gradient_of_the_formulas():
     loss, expected = loss_by_hand(
         before.evaluate(steps_of(rollout)), rollout, [1.0, 0.5, 1.0, 1.0], agent.config
     )
-    measured = [metrics[name] for name in metric_names(before)[:-1]]
+    measured = [metrics[name] for name in loss_names(before.action_space)]
     assert measured == pytest.approx(expected.tolist(), abs=1e-5)
     torch.testing.assert_close(kept.steps[0], gradients_of(loss, before), rtol=1e-4, atol=1e-6)
 
@@ -286,12 +291,9 @@ def test_an_episode_gives_the_same_loss_and_gradients_alone_as_inside_a_rollout(
         counted = torch.zeros_like(rollout.valid)
         counted[rows, env] = True
         inside = replace(rollout, valid=counted, num_rows=alone.num_rows)
-        found, expected = (
-            ppo_loss(policy.evaluate(steps_of(part)), part, weights, agent.config)
-            for part in (inside, alone)
-        )
-        torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
-        gradients = [gradients_of(loss, policy) for loss, _ in (found, expected)]
+        found, expected = (loss_of(agent, part, weights) for part in (inside, alone))
+        torch.testing.assert_close(found.measured, expected.measured, rtol=1e-5, atol=1e-5)
+        gradients = [gradients_of(part.loss, policy) for part in (found, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 

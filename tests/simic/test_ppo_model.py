@@ -155,13 +155,13 @@ def test_any_number_of_envs_learns_from_every_row(num_envs):
     seen = []
     config = replace(CONFIG, ppo=esper.PPOConfig(ppo_epochs=2))
     model = esper.PPO(vector(CueMemory, num_envs), config=config)
-    evaluate = model.agent.policy.evaluate
+    outputs = model.agent.policy.outputs
 
     def watched(steps):
         seen.append(steps.features.shape[1])  # envs
-        return evaluate(steps)
+        return outputs(steps)
 
-    model.agent.policy.evaluate = watched
+    model.agent.policy.outputs = watched
     model.learn(1)
     assert sum(seen) == 2 * num_envs
     assert len(seen) >= 2 * min(num_envs, 3)

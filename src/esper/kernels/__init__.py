@@ -8,6 +8,7 @@ defines what it computes, and a parity test that compares the two.
 | `gae/numba_cpu.py`, `gae/triton_cuda.py` | `gae/reference.py` | `tests/simic/test_gae.py` |
 | `lstm/numba_lstm.py`, `lstm/triton_lstm.py` | `lstm_loop` in `tamiyo/policy/recurrence.py` | `tests/tamiyo/test_recurrence.py` |
 | `choices/numba_choices.py` | `choose_group` in `tamiyo/policy/distributions.py` | `tests/tamiyo/test_choices.py` |
+| `loss/numba_loss.py` | `plain_loss` in `simic/agent/ppo_loss.py` | `tests/simic/test_ppo_loss.py` |
 | `hosts/compiled.py`, `hosts/numba_*.py` (CPU) | `tolaria/batched.py` | `tests/tolaria/test_steps.py` |
 | `hosts/fused*.py`, `hosts/fused_*.cu` (CUDA) | `tolaria/batched.py` | `tests/tolaria/test_fused.py` |
 

@@ -23,9 +23,10 @@ def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             dispatcher: Any = njit(nogil=True, cache=True, **options)(function)
         except RuntimeError:  # no folder for numba's cache can be written
             return njit(nogil=True, **options)(function)
-        # a change of any file beside it compiles again; numba itself looks at the function's file
-        folder = Path(function.__code__.co_filename).parent
-        sources = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
+        # kernels call functions of other files; numba itself looks at the function's own file
+        folders = (Path(__file__).parent, Path(function.__code__.co_filename).parent)
+        files = (file for folder in folders for file in sorted(folder.glob("*.py")))
+        sources = b"".join(file.read_bytes() for file in files)
         dispatcher._cache._cache_file._source_stamp = sha256(sources).hexdigest()
         return dispatcher
 

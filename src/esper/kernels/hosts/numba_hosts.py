@@ -16,11 +16,12 @@ import numpy as np
 from esper.kernels.hosts import numba_layers as layers
 from esper.kernels.hosts.layer_table import Kind
 from esper.kernels.numba_cache import cached_njit
+from esper.kernels.numba_math import compiled
 from esper.leyline.constants import BlendStyle
 
 CONV, DEPTHWISE, NORM, RELU, CODE, ATTEND = map(int, Kind)
 KIND, PARAMS, WIDTH, RECTIFIES = layers.KIND, layers.PARAMS, layers.WIDTH, layers.RECTIFIES
-compiled, inlined, copy, fill = layers.compiled, layers.inlined, layers.copy, layers.fill
+inlined, copy, fill = layers.inlined, layers.copy, layers.fill
 # as arguments; numba compiles a function again for each literal that it is called with
 ZERO, YES, NO = np.int64(0), np.bool_(True), np.bool_(False)
 ADD, MULTIPLY = int(BlendStyle.ADD), int(BlendStyle.MULTIPLY)

@@ -16,9 +16,8 @@ from numba import njit
 
 from esper.kasmina.layers import NORM_EPSILON
 from esper.kernels.hosts.layer_table import Row
+from esper.kernels.numba_math import FAST, compiled
 
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-compiled = njit(fastmath=FAST, error_model="numpy")
 # inline thin functions: numba optimises every level of calls again, with all levels below it
 inlined = njit(fastmath=FAST, error_model="numpy", inline="always")
 ROW_POSITIONS = 8  # in one row of memory; nine rows of them fit a first-level cache

@@ -4,9 +4,7 @@ With few sequences, torch spends its time between operations: here one call runs
 through all their steps. With many, torch multiplies and a call does the rest of a step.
 `finish_step` is that rest for one step of acting.
 
-Float32 only; exp is written out, because a library call per element would not be vectorised.
-`reassoc` lets sums be reordered into vectors; infinities and NaN keep their meaning.
-Parity tests: tests/tamiyo/test_recurrence.py.
+Float32 only. Parity tests: tests/tamiyo/test_recurrence.py.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,call-arg,assignment"
@@ -15,16 +13,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from esper.kernels.numba_cache import cached_njit
+from esper.kernels.numba_math import FAST, compiled, sigmoid, tanh
 
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-_compiled = njit(fastmath=FAST, error_model="numpy")
 _entry_point = cached_njit(fastmath=FAST, error_model="numpy")
 
-_ONE, _HALF = np.float32(1), np.float32(0.5)
+_ONE = np.float32(1)
 MANY_SEQUENCES = 20  # from which torch multiplies faster
 
 
@@ -122,7 +118,7 @@ def _finish_step(gates, cells, next_hs, next_cs):
         _finish_one(gates[b], cells[b], next_cs[b], next_hs[b], next_hs[b])
 
 
-@_compiled
+@compiled
 def _finish_one(gate, c, next_c, tanh_c, output):
     """One sequence; gates are in torch's order: input, forget, cell, output."""
     hidden = c.size
@@ -130,7 +126,7 @@ def _finish_one(gate, c, next_c, tanh_c, output):
     for n in range(hidden):
         next_c[n] = gate[n + hidden] * c[n] + gate[n] * gate[n + 2 * hidden]
     for n in range(hidden):
-        tanh_c[n] = _tanh(next_c[n])
+        tanh_c[n] = tanh(next_c[n])
     for n in range(hidden):
         output[n] = gate[n + 3 * hidden] * tanh_c[n]
 
@@ -164,7 +160,7 @@ def _row_gradients(step, gates, cs, tanh_cs, grad_outputs, grad_gates, grad_h, g
         )  # fmt: skip
 
 
-@_compiled
+@compiled
 def _one_gradient(gate, c, tanh_c, grad_output, grad_gate, later_h, later_c):
     # few arrays, indexed by offsets: with one for each gate, LLVM gives up checking that they do
     # not overlap, and the loop is not vector code
@@ -180,7 +176,7 @@ def _one_gradient(gate, c, tanh_c, grad_output, grad_gate, later_h, later_c):
         later_c[n] = to_c * f
 
 
-@_compiled
+@compiled
 def _add_product(y, x, w):
     """y `[rows, n]` += x `[rows, m]` @ w `[m, n]`, eight rows of w at a time.
 
@@ -202,37 +198,12 @@ def _add_product(y, x, w):
                 y[row, n] += factor * w[k, n]
 
 
-@_compiled
+@compiled
 def _squash(gate, hidden):
     """Gate values from their inputs: tanh for the cell gate, the third, else sigmoid."""
     for n in range(2 * hidden):
-        gate[n] = _sigmoid(gate[n])
+        gate[n] = sigmoid(gate[n])
     for n in range(2 * hidden, 3 * hidden):
-        gate[n] = _tanh(gate[n])
+        gate[n] = tanh(gate[n])
     for n in range(3 * hidden, 4 * hidden):
-        gate[n] = _sigmoid(gate[n])
-
-
-@_compiled
-def _sigmoid(x):
-    return _ONE / (_ONE + _exp(-x))
-
-
-@_compiled
-def _tanh(x):
-    e = _exp(np.float32(-2) * abs(x))
-    y = (_ONE - e) / (_ONE + e)
-    return y if x >= 0 else -y
-
-
-@_compiled
-def _exp(x):
-    """e^x = 2^k e^r with |r| <= log(2) / 2; relative error 2e-7."""
-    x = min(max(x, np.float32(-87)), np.float32(87))  # x is the first argument, so NaN stays NaN
-    k = np.floor(x * np.float32(1.44269504) + _HALF)
-    r = x - k * np.float32(0.693359375)
-    r = r + k * np.float32(2.12194440e-4)  # the rest of log(2)
-    p = (np.float32(1 / 5040) * r + np.float32(1 / 720)) * r + np.float32(1 / 120)
-    p = ((p * r + np.float32(1 / 24)) * r + np.float32(1 / 6)) * r + _HALF
-    p = (p * r + _ONE) * r + _ONE
-    return p * np.int32((np.int32(k) + np.int32(127)) << np.int32(23)).view(np.float32)
+        gate[n] = sigmoid(gate[n])

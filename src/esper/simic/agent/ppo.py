@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_map_only
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks
 from esper.runtime.checks import require_fraction, require_positive, require_whole
+from esper.simic.agent.ppo_loss import loss_names, ppo_loss
 from esper.simic.agent.rollout import Rollout, RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.distributions import Choices, Rows
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.network import (
     Decision,
-    Evaluation,
     FactoredRecurrentActorCritic,
     RecurrentState,
     Steps,
@@ -216,18 +216,21 @@ class PPOAgent:
 
     def _run_passes(self, rollout: Rollout, step_counts: Tensor, generator: Rng) -> "_Learned":
         """Train on the rollout, pass after pass, until the policy has moved far enough."""
-        names = metric_names(self.policy)
+        names = [*loss_names(self.policy.action_space), "gradient_norm"]
         totals = torch.zeros(2, len(names), device=self.device)  # sums and weights of the metrics
+        entropy_weights = self._entropy_share * self._entropy_weights
         first_ratio_error = torch.zeros((), device=self.device)
         for number in range(1, self.config.ppo_epochs + 1):
             of_pass = torch.zeros_like(totals)
             minibatches = self._minibatches(rollout, step_counts, generator)
             for place, minibatch in enumerate(minibatches):
-                evaluation = self.policy.evaluate(_steps_of(minibatch, is_checked=number > 1))
-                weights = self._entropy_share * self._entropy_weights
-                loss, measured = ppo_loss(evaluation, minibatch, weights, self.config)
+                steps = _steps_of(minibatch, is_checked=number > 1)
+                outputs = self.policy.outputs(steps)
+                loss, measured, ratio_error = ppo_loss(
+                    self.policy, outputs, steps, minibatch, entropy_weights, self.config
+                )
                 if number == 1 and place == 0:
-                    first_ratio_error = _largest_ratio_error(evaluation, minibatch)
+                    first_ratio_error = ratio_error
                 norm = self._optimizer_step(loss)
                 of_pass += torch.cat(
                     [measured, torch.stack([norm, torch.ones_like(norm)])[:, None]], 1
@@ -374,66 +377,3 @@ def _clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-def _largest_ratio_error(evaluation: Evaluation, minibatch: Rollout) -> Tensor:
-    """Before the first optimiser step every ratio is 1, unless `act` and `evaluate` differ."""
-    log_ratios = (evaluation.log_probs.detach() - minibatch.log_probs).sum(dim=-1)
-    return torch.where(minibatch.valid, log_ratios, 0.0).expm1().abs().max()
-
-
-def ppo_loss(
-    evaluation: Evaluation, minibatch: Rollout, entropy_weights: Tensor, config: PPOConfig
-) -> tuple[Tensor, Tensor]:
-    """The loss of a minibatch, and its metrics as sums and weights, `[2, metrics]`.
-
-    A metric is a mean over the steps that it is about: divide the sums of all minibatches by the
-    sums of their weights. `metric_names` names them.
-    """
-    valid = minibatch.valid  # [T, B]
-    has_choice = (evaluation.num_choices > 1) & valid.unsqueeze(-1)  # [T, B, H]
-    decides = has_choice.any(dim=-1)  # steps with a single legal action train the critic only
-    num_steps = valid.sum()
-    num_decided = decides.sum()
-
-    # 0 for heads with nothing to choose
-    log_ratios = (evaluation.log_probs - minibatch.log_probs).sum(dim=-1)
-    log_ratios = torch.where(decides, log_ratios, 0.0)
-    ratios = log_ratios.exp()
-    clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
-    surrogate = torch.minimum(ratios * minibatch.advantages, clipped * minibatch.advantages)
-    policy_loss = -torch.where(decides, surrogate, 0.0).sum() / num_decided.clamp(min=1)
-
-    bonus = evaluation.normalized_entropies @ entropy_weights
-    entropy_bonus = torch.where(decides, bonus, 0.0).sum() / num_decided.clamp(min=1)
-
-    squared_errors = (evaluation.values - minibatch.returns).square()
-    value_loss = 0.5 * torch.where(valid, squared_errors, 0.0).sum() / num_steps
-
-    loss = policy_loss + config.value_coefficient * value_loss
-    loss = loss - config.entropy_coefficient * entropy_bonus
-    with torch.no_grad():
-        kl_k3 = log_ratios.expm1() - log_ratios  # Schulman's k3 estimate of the KL
-        is_clipped = (ratios != clipped).sum()
-        of_heads = has_choice.sum(dim=(0, 1))  # [H]: steps in which the head had a choice
-        entropies = torch.where(has_choice, evaluation.entropies, 0.0).sum(dim=(0, 1))
-        normalized = torch.where(has_choice, evaluation.normalized_entropies, 0.0).sum(dim=(0, 1))
-        sums = [loss * num_steps, policy_loss * num_decided, kl_k3.sum(), is_clipped]
-        sums += [value_loss * num_steps, decides.sum()]
-        weights = [num_steps, num_decided, num_decided, num_decided, num_steps, num_steps]
-        all_steps = num_steps.expand_as(of_heads)
-        measured = torch.stack(
-            [
-                torch.cat([torch.stack(sums), entropies, normalized, of_heads]),
-                torch.cat([torch.stack(weights), of_heads, of_heads, all_steps]),
-            ]
-        )
-    return loss, measured
-
-
-def metric_names(policy: FactoredRecurrentActorCritic) -> list[str]:
-    """The metrics of `ppo_loss`, then the gradient's norm."""
-    names = ["loss", "policy_loss", "kl", "clip_fraction", "value_loss", "decided_fraction"]
-    for kind in ("entropy", "normalized_entropy", "choice_fraction"):
-        names += [f"{kind}/{head}" for head in policy.action_space.names]
-    return [*names, "gradient_norm"]

@@ -240,6 +240,12 @@ def draw_noise(
     return noise
 
 
+@cache
+def normal_nodes() -> "np.ndarray[Any, Any]":
+    """The nodes of the trapezoid rule and their weights, `[2, 65]`, for the compiled loss."""
+    return np.stack([_NODES.on(torch.device("cpu")), _WEIGHTS.on(torch.device("cpu"))])
+
+
 def _columns_of_numbers(action_space: FactoredActionSpace, device: torch.device) -> Tensor:
     """The columns of `[..., C]` that belong to continuous heads."""
     starts = tuple(action_space.slices[head].start for head in action_space.continuous)
@@ -338,7 +344,7 @@ def _choose_group_compiled(
     from esper.kernels.choices.numba_choices import choose
 
     heads = action_space.head_groups[group]
-    table = _table(action_space)
+    table = heads_table(action_space)
     log_stds = np.zeros(len(table), dtype=np.float32)
     if log_std is not None:
         log_stds[list(action_space.continuous)] = log_std.detach().clamp(*LOG_STD_BOUNDS).numpy()
@@ -363,7 +369,7 @@ def _choose_group_compiled(
 
 
 @cache
-def _table(action_space: FactoredActionSpace) -> "np.ndarray[Any, Any]":
+def heads_table(action_space: FactoredActionSpace) -> "np.ndarray[Any, Any]":
     """The heads as rows that the compiled kernel reads: columns, kind, strides of given heads."""
     num_heads = action_space.num_heads
     table = np.zeros((num_heads, 3 + num_heads), dtype=np.int64)

@@ -104,6 +104,13 @@ class Steps(NamedTuple):
     rows: Rows | None  # which rows hold a step; None: the choices were checked before
 
 
+class Outputs(NamedTuple):
+    """What the network gives for stored steps with its current weights."""
+
+    logits: Tensor  # [T, B, C], each head's given the stored choices before it
+    values: Tensor  # [T, B]
+
+
 class Evaluation(NamedTuple):
     """Stored steps scored with the current weights."""
 
@@ -216,9 +223,11 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def evaluate(self, steps: Steps) -> Evaluation:
         """Log-probs, entropies and values of stored steps; later heads are given stored choices."""
+        return self.score(self.outputs(steps), steps)
+
+    def outputs(self, steps: Steps) -> Outputs:
+        """Logits and values of stored steps."""
         num_steps, num_envs, _ = steps.features.shape
-        actions = self.choice_checks.in_range(steps.actions)
-        flat_actions = actions.flatten(0, 1)  # [T * B, H]
         with full_precision(self.device):
             encoded, scene = self.heads.encode(steps.features.flatten(0, 1))
             core = encoded  # [T * B, hidden]
@@ -227,30 +236,35 @@ class FactoredRecurrentActorCritic(nn.Module):
                 h, c = (part.transpose(0, 1).contiguous() for part in steps.initial)
                 remembered = lstm_over_rollout(self.core, rollout, steps.starts, (h, c))
                 core = encoded + remembered.flatten(0, 1)
-            first_logits, values = self._read(core)
-            later_logits = [
-                self.heads.logits(group, core, scene, flat_actions)
-                for group in range(1, len(self.action_space.head_groups))
-            ]
+            logits, values = self._read(core)
+            if len(self.action_space.head_groups) > 1:
+                actions = self.choice_checks.in_range(steps.actions).flatten(0, 1)
+                later = (
+                    self.heads.logits(group, core, scene, actions)
+                    for group in range(1, len(self.action_space.head_groups))
+                )
+                logits = torch.cat([logits, *later], dim=-1)
+        return Outputs(
+            logits.view(num_steps, num_envs, -1),
+            values.view(num_steps, num_envs),
+        )
+
+    def score(self, outputs: Outputs, steps: Steps) -> Evaluation:
+        """What the outputs say of the stored choices, which are checked unless they were before."""
         distribution = MaskedFactoredCategorical(
             self.action_space,
-            torch.cat([first_logits, *later_logits], dim=-1) if later_logits else first_logits,
-            steps.masks.flatten(0, 1),
+            outputs.logits,
+            steps.masks,
             floor=self.config.floor,
             log_std=self.log_std,
         )
-        size = (num_steps, num_envs, self.action_space.num_heads)
-        log_probs = distribution.log_prob(flat_actions).view(size)
+        log_probs = distribution.log_prob(self.choice_checks.in_range(steps.actions))
         entropies = distribution.entropy()
         normalized = distribution.normalize(entropies)
         if steps.rows is not None:
             self.choice_checks.check_stored(steps.actions, log_probs, steps.masks, steps.rows)
         return Evaluation(
-            log_probs,
-            entropies.view(size),
-            normalized.view(size),
-            values.view(num_steps, num_envs),
-            distribution.legal.counts.view(size),
+            log_probs, entropies, normalized, outputs.values, distribution.legal.counts
         )
 
     def _step(

@@ -1,0 +1,1 @@
+"""PPO's loss and its gradient in one pass over the rows of a minibatch, on a CPU."""

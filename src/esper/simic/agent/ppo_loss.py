@@ -1,0 +1,195 @@
+"""PPO's clipped loss of a minibatch, and what is measured beside it.
+
+    outputs = policy.outputs(steps)
+    loss, measured, ratio_error = ppo_loss(policy, outputs, steps, minibatch, weights, config)
+
+`plain_loss` is the loss in torch. On a CPU one kernel computes the loss and its gradients for logits
+and values: `kernels/loss/numba_loss.py`.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from esper.leyline.factored_actions import FactoredActionSpace
+from esper.simic.agent.rollout import Rollout
+from esper.tamiyo.policy.distributions import LOG_STD_BOUNDS, heads_table, normal_nodes
+from esper.tamiyo.policy.network import (
+    Evaluation,
+    FactoredRecurrentActorCritic,
+    Outputs,
+    Steps,
+)
+
+if TYPE_CHECKING:
+    from esper.simic.agent.ppo import PPOConfig
+
+
+class MinibatchLoss(NamedTuple):
+    """The loss of a minibatch and its metrics, as sums and weights.
+
+    A metric is a mean over the steps that it is about: divide the sums of all minibatches by the
+    sums of their weights. `loss_names` names them.
+    """
+
+    loss: Tensor
+    measured: Tensor  # [2, metrics]
+    ratio_error: Tensor  # the largest |ratio - 1| of a step
+
+
+def loss_names(action_space: FactoredActionSpace) -> list[str]:
+    """The metrics of a loss."""
+    names = ["loss", "policy_loss", "kl", "clip_fraction", "value_loss", "decided_fraction"]
+    for kind in ("entropy", "normalized_entropy", "choice_fraction"):
+        names += [f"{kind}/{head}" for head in action_space.names]
+    return names
+
+
+def ppo_loss(
+    policy: FactoredRecurrentActorCritic,
+    outputs: Outputs,
+    steps: Steps,
+    minibatch: Rollout,
+    entropy_weights: Tensor,
+    config: "PPOConfig",
+) -> MinibatchLoss:
+    """The loss of what `policy` made of the steps of a minibatch.
+
+    Stored choices that cannot be scored are reported, unless they were checked before.
+    """
+    if outputs.logits.device.type == "cpu" and outputs.logits.dtype == torch.float32:
+        return _compiled_loss(policy, outputs, steps, minibatch, entropy_weights, config)
+    return plain_loss(policy.score(outputs, steps), minibatch, entropy_weights, config)
+
+
+def plain_loss(
+    evaluation: Evaluation, minibatch: Rollout, entropy_weights: Tensor, config: "PPOConfig"
+) -> MinibatchLoss:
+    """The loss in torch, on any device: what the kernel is compared with."""
+    valid = minibatch.valid  # [T, B]
+    has_choice = (evaluation.num_choices > 1) & valid.unsqueeze(-1)  # [T, B, H]
+    decides = has_choice.any(dim=-1)  # steps with a single legal action train the critic only
+    num_steps = valid.sum()
+    num_decided = decides.sum()
+
+    # 0 for heads with nothing to choose
+    all_log_ratios = (evaluation.log_probs - minibatch.log_probs).sum(dim=-1)
+    log_ratios = torch.where(decides, all_log_ratios, 0.0)
+    ratios = log_ratios.exp()
+    clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
+    surrogate = torch.minimum(ratios * minibatch.advantages, clipped * minibatch.advantages)
+    policy_loss = -torch.where(decides, surrogate, 0.0).sum() / num_decided.clamp(min=1)
+
+    bonus = evaluation.normalized_entropies @ entropy_weights
+    entropy_bonus = torch.where(decides, bonus, 0.0).sum() / num_decided.clamp(min=1)
+
+    squared_errors = (evaluation.values - minibatch.returns).square()
+    value_loss = 0.5 * torch.where(valid, squared_errors, 0.0).sum() / num_steps
+
+    loss = policy_loss + config.value_coefficient * value_loss
+    loss = loss - config.entropy_coefficient * entropy_bonus
+    with torch.no_grad():
+        ratio_error = torch.where(valid, all_log_ratios, 0.0).expm1().abs().max()
+        kl_k3 = log_ratios.expm1() - log_ratios  # Schulman's k3 estimate of the KL
+        is_clipped = (ratios != clipped).sum()
+        of_heads = has_choice.sum(dim=(0, 1))  # [H]: steps in which the head had a choice
+        entropies = torch.where(has_choice, evaluation.entropies, 0.0).sum(dim=(0, 1))
+        normalized = torch.where(has_choice, evaluation.normalized_entropies, 0.0).sum(dim=(0, 1))
+        sums = [loss * num_steps, policy_loss * num_decided, kl_k3.sum(), is_clipped]
+        sums += [value_loss * num_steps, decides.sum()]
+        weights = [num_steps, num_decided, num_decided, num_decided, num_steps, num_steps]
+        all_steps = num_steps.expand_as(of_heads)
+        measured = torch.stack(
+            [
+                torch.cat([torch.stack(sums), entropies, normalized, of_heads]),
+                torch.cat([torch.stack(weights), of_heads, of_heads, all_steps]),
+            ]
+        )
+    return MinibatchLoss(loss, measured, ratio_error)
+
+
+def _compiled_loss(
+    policy: FactoredRecurrentActorCritic,
+    outputs: Outputs,
+    steps: Steps,
+    minibatch: Rollout,
+    entropy_weights: Tensor,
+    config: "PPOConfig",
+) -> MinibatchLoss:
+    from esper.kernels.loss.numba_loss import loss_and_gradients
+
+    space = policy.action_space
+    logits = outputs.logits.detach().reshape(-1, space.num_choices)
+    values = outputs.values.detach().reshape(-1)
+    numbers = list(space.continuous)
+    log_stds = np.zeros(space.num_heads, dtype=np.float32)
+    if policy.log_std is not None:
+        log_stds[numbers] = policy.log_std.detach().clamp(*LOG_STD_BOUNDS).numpy()
+    rows = (
+        _rows(minibatch.valid, 0),
+        _rows(minibatch.masks, 1),
+        _rows(minibatch.actions, 1),
+        _rows(minibatch.log_probs, 1),
+        _rows(minibatch.advantages, 0),
+        _rows(minibatch.returns, 0),
+    )
+    settings = (
+        config.clip,
+        config.value_coefficient,
+        config.entropy_coefficient,
+        policy.config.floor,
+    )
+    to_logits, to_values = torch.empty_like(logits), torch.empty_like(values)
+    to_log_stds = torch.empty(space.num_heads)
+    measured = np.empty((2, len(loss_names(space))))
+    ratio_error, are_scored = loss_and_gradients(
+        logits.numpy(),
+        values.numpy(),
+        rows,
+        heads_table(space),
+        log_stds,
+        normal_nodes(),
+        entropy_weights.numpy(),
+        tuple(map(np.float32, settings)),
+        to_logits.numpy(),
+        to_values.numpy(),
+        to_log_stds.numpy(),
+        measured,
+    )
+    if not are_scored:
+        policy.score(outputs, steps)  # reports the choice
+    inputs = [outputs.logits, outputs.values]
+    gradients = [to_logits.view_as(outputs.logits), to_values.view_as(outputs.values)]
+    if policy.log_std is not None:
+        is_within = policy.log_std.detach() == policy.log_std.detach().clamp(*LOG_STD_BOUNDS)
+        inputs.append(policy.log_std)
+        gradients.append(to_log_stds[numbers] * is_within)
+    loss = torch.tensor(measured[0, 0] / measured[1, 0], dtype=torch.float32)
+    return MinibatchLoss(
+        _WithGradients.apply(loss, gradients, *inputs),  # type: ignore[no-untyped-call]
+        torch.from_numpy(measured).float(),
+        torch.tensor(ratio_error),
+    )
+
+
+def _rows(field: Tensor, num_axes: int) -> "np.ndarray[Any, Any]":
+    """A field `[T, B, ...]` with one axis for its rows."""
+    return field.reshape(-1, *field.shape[field.ndim - num_axes :]).numpy()
+
+
+class _WithGradients(torch.autograd.Function):
+    """A number whose gradients for its inputs are known."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, gradients: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return number.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_number: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(to_number * gradient for gradient in ctx.saved_tensors)
