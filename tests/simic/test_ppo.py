@@ -156,19 +156,18 @@ def test_loss_gradients_and_metrics_are_those_of_the_formulas(name):
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     weights = torch.linspace(0.2, 1.0, has_choice.shape[-1])
 
-    loss, (sums, counts), _ = plain_loss(
-        Evaluation(*leaves, scored.num_choices), rollout, weights, agent.config
-    )
+    found = plain_loss(Evaluation(*leaves, scored.num_choices), rollout, weights, agent.config)
+    sums, counts = found.measured
     expected, metrics = loss_by_hand(
         Evaluation(*exact, scored.num_choices), rollout, weights, agent.config
     )
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close((sums / counts).double(), metrics, rtol=1e-5, atol=1e-6)
     assert 0.2 < metrics[3] < 0.9  # of the ratios are clipped, on both sides, for good and bad
     if name != "mixed":  # where a number is always free to choose
         assert metrics[5] < 1.0  # the forced env decides nothing
     differentiable = (0, 2, 3)  # not the entropies in nats
-    got = torch.autograd.grad(loss, [leaves[i] for i in differentiable])
+    got = torch.autograd.grad(found.roots, [leaves[i] for i in differentiable])
     wanted = torch.autograd.grad(expected, [exact[i] for i in differentiable])
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-7)
@@ -196,9 +195,9 @@ def test_a_ratio_is_clipped_only_where_the_step_is_far_enough_already(
     evaluation = evaluation._replace(
         log_probs=log_probs.requires_grad_(), num_choices=torch.full((1, 1, 3), 2.0)
     )
-    got = plain_loss(evaluation, rollout, torch.ones(3), agent.config).loss
+    got = plain_loss(evaluation, rollout, torch.ones(3), agent.config)
     got.backward()
-    assert got.item() == pytest.approx(loss, rel=1e-5)
+    assert got.loss.item() == pytest.approx(loss, rel=1e-5)
     assert log_probs.grad[0, 0].tolist() == pytest.approx([slope] * 3, rel=1e-5)
 
 
@@ -293,7 +292,7 @@ def test_an_episode_gives_the_same_loss_and_gradients_alone_as_inside_a_rollout(
         inside = replace(rollout, valid=counted, num_rows=alone.num_rows)
         found, expected = (loss_of(agent, part, weights) for part in (inside, alone))
         torch.testing.assert_close(found.measured, expected.measured, rtol=1e-5, atol=1e-5)
-        gradients = [gradients_of(part.loss, policy) for part in (found, expected)]
+        gradients = [gradients_of(part, policy) for part in (found, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 

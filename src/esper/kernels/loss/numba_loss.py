@@ -59,10 +59,13 @@ def loss_and_gradients(
     num_clipped = 0
     largest_error = _ZERO
     are_scored = True
-    measured[:] = 0
+    sums = np.zeros(measured.shape[1], dtype=np.float64)
+    log_counts = np.log(np.arange(1, logits.shape[1] + 3).astype(np.float32))  # of 1 and more
+    log_counts[0] = log_counts[1]  # one legal choice has no entropy: the divisor does not matter
     grad_log_stds[:] = 0
     for row in range(len(values)):
-        grad_logits[row] = 0
+        for column in range(logits.shape[1]):
+            grad_logits[row, column] = 0
         grad_values[row] = 0
         if not valid[row]:
             continue
@@ -80,34 +83,35 @@ def loss_and_gradients(
                 )
             else:
                 log_probs[head], entropies[head] = _score_choice(
-                    logits[row, start:stop], masks[row, start:stop], actions[row, head],
-                    counts[row, head], floor, shares[start:stop], log_shares[start:stop],
+                    logits, masks, row, start, stop, actions[row, head], counts[row, head], floor,
+                    shares, log_shares,
                 )  # fmt: skip
-                normalized[head] = entropies[head] / np.log(np.float32(max(counts[row, head], 2)))
+                normalized[head] = entropies[head] / log_counts[max(counts[row, head], 1) - 1]
             are_scored = are_scored and np.isfinite(log_probs[head])
             log_ratio += log_probs[head] - old_log_probs[row, head]
             decides = decides or counts[row, head] > 1
-        distance = abs(np.expm1(log_ratio))
+        change = np.expm1(log_ratio)
+        distance = abs(change)
         if distance > largest_error or distance != distance:
             largest_error = distance
         if not decides:
             continue
 
-        ratio = np.exp(log_ratio)
+        ratio = change + _ONE
         bounded = min(max(ratio, _ONE - clip), _ONE + clip)
         advantage = advantages[row]
         surrogate = min(ratio * advantage, bounded * advantage)
         surrogate_sum += surrogate
-        kl_sum += np.expm1(log_ratio) - log_ratio
+        kl_sum += change - log_ratio
         num_clipped += ratio != bounded
         is_cut = (ratio - bounded) * advantage > _ZERO
         to_log_prob = _ZERO if is_cut else -per_decided * ratio * advantage
         for head in range(num_heads):
             if counts[row, head] > 1:
                 at = OF_HEADS + head
-                measured[SUMS, at] += entropies[head]
-                measured[SUMS, at + num_heads] += normalized[head]
-                measured[SUMS, at + 2 * num_heads] += 1
+                sums[at] += entropies[head]
+                sums[at + num_heads] += normalized[head]
+                sums[at + 2 * num_heads] += 1
             weight = entropy_weights[head]
             bonus_sum += weight * normalized[head]
             to_bonus = -entropy_coefficient * per_decided * weight
@@ -120,28 +124,28 @@ def loss_and_gradients(
                 grad_logits[row, start] = to_mean
                 grad_log_stds[head] += to_log_std
             elif counts[row, head] > 0:
+                to_entropy = to_bonus / log_counts[counts[row, head] - 1]
                 _choice_gradients(
-                    logits[row, start:stop], masks[row, start:stop], int(actions[row, head]),
-                    shares[start:stop], log_shares[start:stop], floor, to_log_prob,
-                    to_bonus / np.log(np.float32(max(counts[row, head], 2))),
-                    grad_logits[row, start:stop],
+                    logits, masks, row, start, stop, int(actions[row, head]), shares, log_shares,
+                    floor, to_log_prob, to_entropy, grad_logits,
                 )  # fmt: skip
 
     value_loss = 0.5 * value_sum / num_steps
     policy_loss = -surrogate_sum / max(num_decided, 1)
     bonus = bonus_sum / max(num_decided, 1)
     loss = policy_loss + value_coefficient * value_loss - entropy_coefficient * bonus
-    measured[SUMS, LOSS] = loss * num_steps
-    measured[SUMS, POLICY_LOSS] = policy_loss * num_decided
-    measured[SUMS, KL] = kl_sum
-    measured[SUMS, CLIPPED] = num_clipped
-    measured[SUMS, VALUE_LOSS] = value_loss * num_steps
-    measured[SUMS, DECIDED] = num_decided
+    sums[LOSS] = loss * num_steps
+    sums[POLICY_LOSS] = policy_loss * num_decided
+    sums[KL] = kl_sum
+    sums[CLIPPED] = num_clipped
+    sums[VALUE_LOSS] = value_loss * num_steps
+    sums[DECIDED] = num_decided
+    measured[SUMS] = sums
     measured[WEIGHTS, :OF_HEADS] = num_steps
     measured[WEIGHTS, POLICY_LOSS : CLIPPED + 1] = num_decided
     for head in range(num_heads):
         at = OF_HEADS + head
-        chosen = measured[SUMS, at + 2 * num_heads]
+        chosen = sums[at + 2 * num_heads]
         measured[WEIGHTS, at] = measured[WEIGHTS, at + num_heads] = chosen
         measured[WEIGHTS, at + 2 * num_heads] = num_steps
     return largest_error, are_scored
@@ -167,61 +171,64 @@ def _count(valid, masks, table, counts):
 
 
 @compiled
-def _score_choice(logits, is_legal, action, count, floor, shares, log_shares):
+def _score_choice(logits, masks, row, start, stop, action, count, floor, shares, log_shares):
     """Log-prob of the stored choice, NaN if it cannot have been made, and the entropy.
 
-    Leaves probabilities before the floor in `shares`, log-probs with it in `log_shares`.
+    Leaves probabilities before the floor in `shares`, log-probs with it in `log_shares`. Columns are
+    indexed in whole arrays: a slice for each row would take longer than its arithmetic.
     """
-    chosen = int(action)
     if count == 0:
         return (_ZERO if action == 0 else np.float32(np.nan)), _ZERO
     largest = -_LARGEST_LOGIT
-    for i in range(logits.size):
-        if is_legal[i]:
-            largest = max(_bounded(logits[i]), largest)  # the logit first: NaN stays NaN
+    for i in range(start, stop):
+        if masks[row, i]:
+            largest = max(_bounded(logits[row, i]), largest)  # the logit first: NaN stays NaN
     total = _ZERO
-    for i in range(logits.size):
-        shares[i] = np.exp(_bounded(logits[i]) - largest) if is_legal[i] else _ZERO
+    for i in range(start, stop):
+        shares[i] = np.exp(_bounded(logits[row, i]) - largest) if masks[row, i] else _ZERO
         total += shares[i]
     log_total = np.log(total)
     entropy = _ZERO
-    for i in range(logits.size):
-        if not is_legal[i]:
+    for i in range(start, stop):
+        if not masks[row, i]:
             continue
         shares[i] /= total
         share = shares[i]
-        log_shares[i] = _bounded(logits[i]) - largest - log_total
+        log_shares[i] = _bounded(logits[row, i]) - largest - log_total
         if floor > _ZERO:
             share = (_ONE - floor) * share + floor / np.float32(count)
             log_shares[i] = np.log(share)
         entropy -= share * log_shares[i]
-    if not 0 <= chosen < logits.size or not is_legal[chosen]:
+    chosen = start + int(action)
+    if not start <= chosen < stop or not masks[row, chosen]:
         return np.float32(np.nan), entropy
     return log_shares[chosen], entropy
 
 
 @compiled
 def _choice_gradients(
-    logits, is_legal, chosen, shares, log_shares, floor, to_log_prob, to_entropy, gradients
-):
-    """Adds the gradients of log-prob and entropy, times those of the loss for them.
+    logits, masks, row, start, stop, action, shares, log_shares, floor, to_log_prob, to_entropy,
+    gradients,
+):  # fmt: skip
+    """Writes the gradients of log-prob and entropy, times those of the loss for them.
 
     With shares s and the floor f: d log p'[a] / dz[i] = (1 - f) s[a] / p'[a] ((i == a) - s[i]), and
     dH / dz[i] = (1 - f) s[i] (mean of log p' under s - log p'[i]).
     """
     mean_log = _ZERO
-    for i in range(logits.size):
-        if is_legal[i]:
+    for i in range(start, stop):
+        if masks[row, i]:
             mean_log += shares[i] * log_shares[i]
+    chosen = start + action
     kept = _ONE - floor
     of_chosen = to_log_prob
     if floor > _ZERO:
         of_chosen *= kept * shares[chosen] / np.exp(log_shares[chosen])
-    for i in range(logits.size):
-        if is_legal[i] and abs(logits[i]) < _LARGEST_LOGIT:
+    for i in range(start, stop):
+        if masks[row, i] and abs(logits[row, i]) < _LARGEST_LOGIT:
             one = _ONE if i == chosen else _ZERO
-            gradients[i] = of_chosen * (one - shares[i])
-            gradients[i] += to_entropy * kept * shares[i] * (mean_log - log_shares[i])
+            gradients[row, i] = of_chosen * (one - shares[i])
+            gradients[row, i] += to_entropy * kept * shares[i] * (mean_log - log_shares[i])
 
 
 @compiled

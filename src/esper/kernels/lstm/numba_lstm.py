@@ -72,9 +72,12 @@ def backward(
     return grad_gates
 
 
-def finish_step(gates: Tensor, c: Tensor, next_h: Tensor, next_c: Tensor) -> None:
-    """The state after one step of acting; `gates` `[N, 4 * hidden]` hold all products."""
-    _finish_step(gates.numpy(), c.numpy(), next_h.numpy(), next_c.numpy())
+def finish_step(layer: int, gates: Tensor, c: Tensor, next_h: Tensor, next_c: Tensor) -> None:
+    """A layer's state `[N, L, hidden]` after one step of acting.
+
+    `gates` `[N, 4 * hidden]` hold all products.
+    """
+    _finish_step(layer, gates.numpy(), c.numpy(), next_h.numpy(), next_c.numpy())
 
 
 @_entry_point
@@ -113,9 +116,10 @@ def _finish_row(step, gates, hs, cs, tanh_cs, outputs):
 
 
 @_entry_point
-def _finish_step(gates, cells, next_hs, next_cs):
+def _finish_step(layer, gates, cells, next_hs, next_cs):
     for b in range(cells.shape[0]):
-        _finish_one(gates[b], cells[b], next_cs[b], next_hs[b], next_hs[b])
+        next_h = next_hs[b, layer]
+        _finish_one(gates[b], cells[b, layer], next_cs[b, layer], next_h, next_h)
 
 
 @compiled

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks
 from esper.runtime.checks import require_fraction, require_positive, require_whole
-from esper.simic.agent.ppo_loss import loss_names, ppo_loss
+from esper.simic.agent.ppo_loss import MinibatchLoss, loss_names, ppo_loss
 from esper.simic.agent.rollout import Rollout, RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.distributions import Choices, Rows
@@ -122,7 +122,6 @@ class PPOAgent:
 
     # -- acting -------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def act(
         self,
         features: Tensor,
@@ -145,10 +144,12 @@ class PPOAgent:
             deterministic=deterministic,
             out=choices,
         )
-        values = self._unscaled_values(decision.values)
-        if out is not None:
-            values = out.values.copy_(values)
-        return decision._replace(values=values)
+        scales = self.value_normalizer
+        values = None if out is None else out.values
+        values = torch.addcmul(scales.center, decision.values, scales.scale, out=values)
+        return Decision(
+            decision.actions, decision.log_probs, decision.masks, values, decision.state
+        )
 
     def value(self, features: Tensor, state: RecurrentState) -> Tensor:
         """V of an observation `[N]`, in units of the reward: the bootstrap of a row cut there."""
@@ -226,15 +227,15 @@ class PPOAgent:
             for place, minibatch in enumerate(minibatches):
                 steps = _steps_of(minibatch, is_checked=number > 1)
                 outputs = self.policy.outputs(steps)
-                loss, measured, ratio_error = ppo_loss(
+                loss = ppo_loss(
                     self.policy, outputs, steps, minibatch, entropy_weights, self.config
                 )
                 if number == 1 and place == 0:
-                    first_ratio_error = ratio_error
+                    first_ratio_error = loss.ratio_error
                 norm = self._optimizer_step(loss)
-                of_pass += torch.cat(
-                    [measured, torch.stack([norm, torch.ones_like(norm)])[:, None]], 1
-                )
+                of_pass[:, :-1] += loss.measured
+                of_pass[0, -1] += norm
+                of_pass[1, -1] += 1
             totals += of_pass
             sums, counts = of_pass
             # the only synchronisation of a pass
@@ -262,11 +263,12 @@ class PPOAgent:
             if num_rows:
                 yield rollout.of_envs(env_ids.to(self.device, non_blocking=True), num_rows)
 
-    def _optimizer_step(self, loss: Tensor) -> Tensor:
+    def _optimizer_step(self, loss: MinibatchLoss) -> Tensor:
         """One step of the optimiser; returns the norm of the gradient before it was clipped."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         with full_precision(self.device):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         norm = _clip_gradients(self._parameters, self.config.max_grad_norm)
         # With found_inf 1 the fused step does not change the weights, and needs no synchronisation.
         # They stay finite until the update is undone.

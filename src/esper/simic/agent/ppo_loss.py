@@ -7,13 +7,11 @@
 and values: `kernels/loss/numba_loss.py`.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.simic.agent.rollout import Rollout
@@ -29,8 +27,12 @@ if TYPE_CHECKING:
     from esper.simic.agent.ppo import PPOConfig
 
 
+_OF_STEPS = ("loss", "policy_loss", "kl", "clip_fraction", "value_loss", "decided_fraction")
+_OF_HEADS = ("entropy", "normalized_entropy", "choice_fraction")
+
+
 class MinibatchLoss(NamedTuple):
-    """The loss of a minibatch and its metrics, as sums and weights.
+    """The loss of a minibatch, with its metrics as sums and weights.
 
     A metric is a mean over the steps that it is about: divide the sums of all minibatches by the
     sums of their weights. `loss_names` names them.
@@ -39,14 +41,18 @@ class MinibatchLoss(NamedTuple):
     loss: Tensor
     measured: Tensor  # [2, metrics]
     ratio_error: Tensor  # the largest |ratio - 1| of a step
+    roots: tuple[Tensor, ...]  # where the backward pass starts
+    gradients: tuple[Tensor | None, ...]  # of the loss, for each root; None: it is the loss
+
+    def backward(self) -> None:
+        """Add the gradients of the loss to those of the policy's weights."""
+        torch.autograd.backward(self.roots, self.gradients)
 
 
 def loss_names(action_space: FactoredActionSpace) -> list[str]:
     """The metrics of a loss."""
-    names = ["loss", "policy_loss", "kl", "clip_fraction", "value_loss", "decided_fraction"]
-    for kind in ("entropy", "normalized_entropy", "choice_fraction"):
-        names += [f"{kind}/{head}" for head in action_space.names]
-    return names
+    of_heads = [f"{kind}/{head}" for kind in _OF_HEADS for head in action_space.names]
+    return [*_OF_STEPS, *of_heads]
 
 
 def ppo_loss(
@@ -109,7 +115,7 @@ def plain_loss(
                 torch.cat([torch.stack(weights), of_heads, of_heads, all_steps]),
             ]
         )
-    return MinibatchLoss(loss, measured, ratio_error)
+    return MinibatchLoss(loss.detach(), measured, ratio_error, (loss,), (None,))
 
 
 def _compiled_loss(
@@ -123,12 +129,8 @@ def _compiled_loss(
     from esper.kernels.loss.numba_loss import loss_and_gradients
 
     space = policy.action_space
-    logits = outputs.logits.detach().reshape(-1, space.num_choices)
+    logits = outputs.logits.detach().view(-1, space.num_choices)
     values = outputs.values.detach().reshape(-1)
-    numbers = list(space.continuous)
-    log_stds = np.zeros(space.num_heads, dtype=np.float32)
-    if policy.log_std is not None:
-        log_stds[numbers] = policy.log_std.detach().clamp(*LOG_STD_BOUNDS).numpy()
     rows = (
         _rows(minibatch.valid, 0),
         _rows(minibatch.masks, 1),
@@ -137,15 +139,20 @@ def _compiled_loss(
         _rows(minibatch.advantages, 0),
         _rows(minibatch.returns, 0),
     )
+    numbers = list(space.continuous)
+    log_stds = np.zeros(space.num_heads, dtype=np.float32)
+    if policy.log_std is not None:
+        log_stds[numbers] = policy.log_std.detach().clamp(*LOG_STD_BOUNDS).numpy()
     settings = (
-        config.clip,
-        config.value_coefficient,
-        config.entropy_coefficient,
-        policy.config.floor,
+        np.float32(config.clip),
+        np.float32(config.value_coefficient),
+        np.float32(config.entropy_coefficient),
+        np.float32(policy.config.floor),
     )
-    to_logits, to_values = torch.empty_like(logits), torch.empty_like(values)
-    to_log_stds = torch.empty(space.num_heads)
-    measured = np.empty((2, len(loss_names(space))))
+    to_logits = torch.empty_like(logits)
+    to_values = torch.empty_like(values)
+    to_log_stds = np.empty_like(log_stds)
+    measured = torch.empty(2, len(_OF_STEPS) + len(_OF_HEADS) * space.num_heads)
     ratio_error, are_scored = loss_and_gradients(
         logits.numpy(),
         values.numpy(),
@@ -154,42 +161,28 @@ def _compiled_loss(
         log_stds,
         normal_nodes(),
         entropy_weights.numpy(),
-        tuple(map(np.float32, settings)),
+        settings,
         to_logits.numpy(),
         to_values.numpy(),
-        to_log_stds.numpy(),
-        measured,
+        to_log_stds,
+        measured.numpy(),
     )
     if not are_scored:
         policy.score(outputs, steps)  # reports the choice
-    inputs = [outputs.logits, outputs.values]
+    roots = [outputs.logits, outputs.values]
     gradients = [to_logits.view_as(outputs.logits), to_values.view_as(outputs.values)]
     if policy.log_std is not None:
-        is_within = policy.log_std.detach() == policy.log_std.detach().clamp(*LOG_STD_BOUNDS)
-        inputs.append(policy.log_std)
-        gradients.append(to_log_stds[numbers] * is_within)
-    loss = torch.tensor(measured[0, 0] / measured[1, 0], dtype=torch.float32)
+        log_std = policy.log_std.detach()
+        is_within = log_std == log_std.clamp(*LOG_STD_BOUNDS)
+        roots.append(policy.log_std)
+        gradients.append(torch.from_numpy(to_log_stds[numbers]) * is_within)
+    loss = measured[0, 0] / measured[1, 0]
     return MinibatchLoss(
-        _WithGradients.apply(loss, gradients, *inputs),  # type: ignore[no-untyped-call]
-        torch.from_numpy(measured).float(),
-        torch.tensor(ratio_error),
+        loss, measured, torch.as_tensor(ratio_error), tuple(roots), tuple(gradients)
     )
 
 
 def _rows(field: Tensor, num_axes: int) -> "np.ndarray[Any, Any]":
     """A field `[T, B, ...]` with one axis for its rows."""
-    return field.reshape(-1, *field.shape[field.ndim - num_axes :]).numpy()
-
-
-class _WithGradients(torch.autograd.Function):
-    """A number whose gradients for its inputs are known."""
-
-    @staticmethod
-    def forward(ctx: Any, number: Tensor, gradients: Sequence[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*gradients)
-        return number.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, to_number: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(to_number * gradient for gradient in ctx.saved_tensors)
+    array: np.ndarray[Any, Any] = field.numpy()
+    return array.reshape(-1, *array.shape[array.ndim - num_axes :])

@@ -127,7 +127,7 @@ class TamiyoRolloutBuffer:
         self._advantage_statistics: AdvantageStatistics | None = None
         # rows with a recurrent state that cannot be right: see `_check_recurrent_state`
         self._bad_state = torch.zeros(size, dtype=torch.bool, device=self.device)
-        self._forget_derived()
+        self.reset()
 
     def _by_env(self, name: str) -> Tensor:
         return self._tensors[name].transpose(0, 1)
@@ -163,9 +163,10 @@ class TamiyoRolloutBuffer:
         first = int(counts[0])
         if first == self.max_steps_per_env and (counts == first).all():
             raise self._is_full(self._all_envs.tolist())
-        row = self._rows[first] if (counts == first).all() else self._spare
-        row.bootstrap_values.fill_(torch.nan)
-        return row
+        if (counts == first).all():
+            return self._rows[first]
+        self._spare.bootstrap_values.fill_(torch.nan)
+        return self._spare
 
     def spare_row(self) -> RolloutRow:
         """A row outside the rollout, for an observation that no action follows."""
@@ -198,9 +199,9 @@ class TamiyoRolloutBuffer:
 
     def set_initial_state(self, h: Tensor, c: Tensor) -> None:
         """The recurrent state `[N, L, hidden]` before the next row, of envs whose first row it is."""
-        is_first = self.step_counts == 0
-        if not bool(is_first.any()):
+        if self.step_counts.numpy().all():
             return
+        is_first = self.step_counts == 0
         if bool(is_first.all()):
             self.initial_hidden_h.copy_(h)
             self.initial_hidden_c.copy_(c)
@@ -283,6 +284,7 @@ class TamiyoRolloutBuffer:
     def reset(self) -> None:
         """Empty the buffer. Rows past `step_counts` are never read."""
         self.step_counts.zero_()
+        self._tensors["bootstrap_values"].fill_(torch.nan)
         self._bad_state.zero_()
         self._forget_derived()
 

@@ -19,12 +19,14 @@ class RunningNormalizer(nn.Module):
     the first update values stay as they are.
     """
 
-    bound: Tensor
     mean: Tensor
     variance: Tensor
     count: Tensor
+    bound: Tensor
+    lower_bound: Tensor
     center: Tensor
     scale: Tensor
+    factor: Tensor
 
     def __init__(
         self, width: int, *, limit: float = 10.0, epsilon: float = 1e-8, uncentered: int = 0
@@ -38,9 +40,11 @@ class RunningNormalizer(nn.Module):
         self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        # mean and std in float32; CUDA graphs may read these tensors, so they change in place
+        # what scaling reads, in float32; CUDA graphs may read these tensors, so they change in place
+        self.register_buffer("lower_bound", -self.bound, persistent=False)
         self.register_buffer("center", torch.zeros(width), persistent=False)
         self.register_buffer("scale", self.std.float(), persistent=False)
+        self.register_buffer("factor", 1.0 / self.scale, persistent=False)
         self.register_load_state_dict_post_hook(_refresh)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -68,7 +72,8 @@ class RunningNormalizer(nn.Module):
         return (self.variance + self.epsilon).sqrt()
 
     def normalize(self, values: Tensor) -> Tensor:
-        return ((values - self.center) / self.scale).clamp(-self.bound, self.bound)
+        centered = values - self.center
+        return centered.mul_(self.factor).clamp_(self.lower_bound, self.bound)
 
     def denormalize(self, values: Tensor) -> Tensor:
         return torch.addcmul(self.center, values, self.scale)
@@ -76,8 +81,11 @@ class RunningNormalizer(nn.Module):
 
 def _refresh(normalizer: nn.Module, _: object = None) -> None:
     assert isinstance(normalizer, RunningNormalizer)
+    std = normalizer.std
     normalizer.center.copy_(normalizer.mean)
-    normalizer.scale.copy_(normalizer.std)
+    normalizer.scale.copy_(std)
+    normalizer.factor.copy_(1.0 / std)
+    normalizer.lower_bound.copy_(-normalizer.bound)
 
 
 class FeatureScales(nn.Module):

@@ -14,7 +14,7 @@ CPU they raise at once.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -280,8 +280,8 @@ class FactoredRecurrentActorCritic(nn.Module):
             weight_ih, weight_hh, bias_ih, bias_hh = weights
             gates = torch.addmm(bias_ih + bias_hh, below, weight_ih.t())  # [N, 4 * hidden]
             gates.addmm_(state.h[:, layer], weight_hh.t())
+            _finish_step(layer, gates, state.c, next_state)
             below = next_state.h[:, layer]
-            _finish_step(gates, state.c[:, layer], below, next_state.c[:, layer])
         return encoded + below, scene, next_state
 
     def _read(self, core: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,29 +314,30 @@ class FactoredRecurrentActorCritic(nn.Module):
             raise ValueError(f"masks are for {masks.num_envs} envs, features for {num_envs}")
 
 
-def _finish_step(gates: Tensor, c: Tensor, next_h: Tensor, next_c: Tensor) -> None:
-    """Write the state after an LSTM step, whose products are in `gates` `[N, 4 * hidden]`."""
+def _finish_step(layer: int, gates: Tensor, c: Tensor, next_state: RecurrentState) -> None:
+    """Write a layer's state after a step; its products are in `gates` `[N, 4 * hidden]`."""
     if gates.device.type == "cpu" and gates.dtype == torch.float32:
         from esper.kernels.lstm.numba_lstm import finish_step
 
-        finish_step(gates, c, next_h, next_c)
+        finish_step(layer, gates, c, *next_state)
         return
-    output, cell = finish_cell(gates, c)
-    next_h.copy_(output)
-    next_c.copy_(cell)
+    output, cell = finish_cell(gates, c[:, layer])
+    next_state.h[:, layer] = output
+    next_state.c[:, layer] = cell
 
 
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Compute float32 products in full float32 inside the block: no TF32 on a GPU.
 
     PPO takes the ratio of old and new probabilities. They come from `act` and `evaluate`, which use
     different kernels, so both have to be exact. Run the backward pass inside as well: cuDNN reads
     the setting again there.
     """
-    if device.type != "cuda":
-        yield
-        return
+    return _without_tf32() if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn  # torch sets its attributes at run time
     before = matmul.fp32_precision, cudnn.rnn.fp32_precision, cudnn.conv.fp32_precision
