@@ -22,7 +22,7 @@ import esper
 from esper.leyline.factored_actions import ActionMasks
 from esper.simic.agent.gae import compute_gae
 from esper.simic.trainer import zero_rows
-from esper.tamiyo.policy.distributions import MaskedFactoredCategorical, Rows
+from esper.tamiyo.policy.distributions import MaskedFactoredCategorical
 from esper.tamiyo.policy.network import Steps
 from esper.tamiyo.policy.plain_heads import flat_policy
 
@@ -56,7 +56,6 @@ def esper_functions() -> dict[str, Callable[..., Any]]:
             torch.ones(*rows, 6, dtype=torch.bool),
             starts,
             policy.initial_state(rows[1]),
-            Rows(torch.ones(rows, dtype=torch.bool), None),
         )
         return policy.evaluate(steps).values.detach().unsqueeze(-1)
 

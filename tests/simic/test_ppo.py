@@ -17,6 +17,7 @@ from esper.simic.agent.ppo import (
     PPOAgent,
     PPOConfig,
     TrainingFailed,
+    steps_of,
 )
 from esper.simic.agent.ppo_loss import loss_names, plain_loss, ppo_loss
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
@@ -30,7 +31,6 @@ from support.agents import (
     make_agent,
     random_features,
     rollout_of,
-    steps_of,
 )
 from support.rollouts import stored_fields
 
@@ -156,10 +156,10 @@ def test_loss_gradients_and_metrics_are_those_of_the_formulas(name):
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     weights = torch.linspace(0.2, 1.0, has_choice.shape[-1])
 
-    found = plain_loss(Evaluation(*leaves, scored.num_choices), rollout, weights, agent.config)
+    found = plain_loss(Evaluation(*leaves, *scored[4:]), rollout, weights, agent.config)
     sums, counts = found.measured
     expected, metrics = loss_by_hand(
-        Evaluation(*exact, scored.num_choices), rollout, weights, agent.config
+        Evaluation(*exact, *scored[4:]), rollout, weights, agent.config
     )
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close((sums / counts).double(), metrics, rtol=1e-5, atol=1e-6)

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from esper.simic.agent.ppo import steps_of
 from esper.simic.agent.ppo_loss import plain_loss, ppo_loss
-from support.agents import SPACES, collect, make_agent, rollout_of, steps_of
+from support.agents import SPACES, collect, make_agent, rollout_of
 
 SETTINGS = dict(entropy_coefficient=0.3, value_coefficient=0.7, clip=0.3)
 
@@ -19,7 +20,7 @@ def both_losses(agent, rollout, outputs, entropy_weights):
     policy = agent.policy
     outputs = type(outputs)(*(part.detach().requires_grad_() for part in outputs))
     inputs = [*outputs] + ([] if policy.log_std is None else [policy.log_std])
-    steps = steps_of(rollout)._replace(rows=None)  # NaN logits are not reported
+    steps = steps_of(rollout)
     compiled = ppo_loss(policy, outputs, steps, rollout, entropy_weights, agent.config)
     plain = plain_loss(policy.score(outputs, steps), rollout, entropy_weights, agent.config)
     return [

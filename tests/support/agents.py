@@ -9,9 +9,8 @@ from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Hea
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout import Rollout
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
-from esper.tamiyo.policy.distributions import Rows
 from esper.tamiyo.policy.features import FeatureLayout
-from esper.tamiyo.policy.network import PolicyConfig, RecurrentState, Steps
+from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
 
@@ -164,18 +163,6 @@ def rollout_of(buffer) -> Rollout:
     buffer.compute_advantages_and_returns()
     buffer.normalize_advantages()
     return buffer.rollout()
-
-
-def steps_of(rollout) -> Steps:
-    """What the policy evaluates of a rollout."""
-    return Steps(
-        rollout.states,
-        rollout.actions,
-        rollout.masks,
-        rollout.starts,
-        RecurrentState(rollout.initial_h, rollout.initial_c),
-        Rows(rollout.valid, rollout.env_ids),
-    )
 
 
 def episodes_of(rollout):

@@ -8,8 +8,9 @@ import torch
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
 from esper.leyline.stages import LifecycleOp
+from esper.simic.agent.ppo import steps_of
 from esper.tamiyo.policy.action_masks import compute_batch_masks
-from esper.tamiyo.policy.distributions import Choices, Rows
+from esper.tamiyo.policy.distributions import Choices
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import (
     PolicyConfig,
@@ -28,7 +29,6 @@ from support.agents import (
     random_features,
     random_masks,
     rollout_of,
-    steps_of,
     stir,
 )
 from support.random_reports import random_reports
@@ -51,14 +51,9 @@ def scored_rollout(agent):
     return rollout, agent.policy.evaluate(steps_of(rollout))
 
 
-def evaluate_and_look(policy, rollout):
-    policy.evaluate(steps_of(rollout))
-    policy.raise_on_bad_values()
-
-
-def act_and_look(policy, features, masks):
-    policy.act(features, masks, policy.initial_state(len(features)))
-    policy.raise_on_bad_values()
+def act_and_check(policy, features, masks):
+    """On a CPU `act` checks; on a GPU, whoever reads the decision."""
+    policy.check(policy.act(features, masks, policy.initial_state(len(features))))
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -198,7 +193,6 @@ def probabilities(policy, features, slot, op=1):
             torch.ones(1, num_rows, space.num_choices, dtype=torch.bool),
             torch.zeros(1, num_rows, dtype=torch.bool),
             policy.initial_state(num_rows),
-            Rows(torch.ones(1, num_rows, dtype=torch.bool), None),
         )
     )
     log_probs = evaluation.log_probs.detach().view(num_envs, space.num_choices, -1)
@@ -257,11 +251,11 @@ def test_envs_without_a_legal_choice_and_logits_that_are_nan_are_named(device):
     masks = ActionMasks.all_legal(policy.action_space, 3, device=device)
     masks["when"][1] = False
     with pytest.raises(ValueError, match="env 1, head 'when': no legal choice"):
-        act_and_look(policy, features, masks)
+        act_and_check(policy, features, masks)
     masks["when"][1] = True
     features[2, 1] = torch.nan
     with pytest.raises(ValueError, match="env 2, head 'op': logits are not finite, log-prob nan"):
-        act_and_look(policy, features, masks)
+        act_and_check(policy, features, masks)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -284,9 +278,10 @@ def test_stored_steps_that_cannot_be_scored_are_named(device, field, entry, valu
     masks["kind"][3, 2] = False
     rollout.actions[3, 2, 1:3] = 0
     getattr(rollout, field)[entry] = value
-    minibatch = rollout.of_envs(torch.tensor([0, 2], device=device), 12)
     with pytest.raises(ValueError, match=f"env 2, step 3, .*{message}"):
-        evaluate_and_look(agent.policy, minibatch)
+        agent.policy.check_stored(steps_of(rollout), rollout.valid)
+    rollout.valid[3, 2] = False
+    agent.policy.check_stored(steps_of(rollout), rollout.valid)
 
 
 @pytest.mark.parametrize("number", [1e30, torch.inf, torch.nan])
@@ -295,7 +290,7 @@ def test_a_stored_number_that_cannot_be_scored_is_named(number):
     rollout = rollout_of(collect(agent, (6, 6)))
     rollout.actions[3, 1, 1] = number
     with pytest.raises(ValueError, match="env 1, step 3, head 'speed': the number .* cannot be"):
-        agent.policy.evaluate(steps_of(rollout))
+        agent.policy.check_stored(steps_of(rollout), rollout.valid)
 
 
 def test_wrong_shapes_and_configurations_are_refused():
@@ -344,4 +339,3 @@ def test_nothing_waits_for_the_device(name):
         (evaluation.log_probs.sum() + evaluation.values.sum()).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    policy.raise_on_bad_values()

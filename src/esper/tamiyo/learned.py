@@ -70,7 +70,7 @@ class LearnedController:
             generator=self.generator,
             deterministic=self.deterministic,
         )
-        policy.raise_on_bad_values()
+        policy.check(decision)
         self._state = decision.state
         return decision.actions.to(reports.device)
 

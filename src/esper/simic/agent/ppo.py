@@ -25,7 +25,7 @@ from esper.runtime.checks import require_fraction, require_positive, require_who
 from esper.simic.agent.ppo_loss import MinibatchLoss, loss_names, ppo_loss
 from esper.simic.agent.rollout import Rollout, RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tamiyo.policy.distributions import Choices, Rows
+from esper.tamiyo.policy.distributions import Choices
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.network import (
     Decision,
@@ -173,7 +173,6 @@ class PPOAgent:
         config = self.config
         if len(buffer) == 0:
             raise ValueError("the rollout has no steps; add some before the update")
-        self.policy.raise_on_bad_values()  # of the rollout
         buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
         advantage = buffer.normalize_advantages()
         rollout = buffer.rollout(self.device)
@@ -189,10 +188,12 @@ class PPOAgent:
         rollout = replace(rollout, returns=scaled)
         try:
             learned = self._run_passes(rollout, buffer.step_counts, generator)
-            self.policy.raise_on_bad_values()
-        except BaseException:  # illegal actions, or Ctrl-C: nothing may be half learned
+        except BaseException:  # such as Ctrl-C: nothing may be half learned
             self.load_state_dict(before)
             raise
+        if not learned.are_scored:
+            self.load_state_dict(before)
+            self.policy.check_stored(steps_of(rollout), rollout.valid)
         if learned.is_finite:
             self.failed_updates = 0
             self._check_first_ratios(learned.first_ratio_error)
@@ -221,17 +222,19 @@ class PPOAgent:
         totals = torch.zeros(2, len(names), device=self.device)  # sums and weights of the metrics
         entropy_weights = self._entropy_share * self._entropy_weights
         first_ratio_error = torch.zeros((), device=self.device)
+        are_scored = torch.ones((), dtype=torch.bool, device=self.device)
         for number in range(1, self.config.ppo_epochs + 1):
             of_pass = torch.zeros_like(totals)
             minibatches = self._minibatches(rollout, step_counts, generator)
             for place, minibatch in enumerate(minibatches):
-                steps = _steps_of(minibatch, is_checked=number > 1)
+                steps = steps_of(minibatch)
                 outputs = self.policy.outputs(steps)
                 loss = ppo_loss(
                     self.policy, outputs, steps, minibatch, entropy_weights, self.config
                 )
                 if number == 1 and place == 0:
                     first_ratio_error = loss.ratio_error
+                are_scored &= loss.are_scored
                 norm = self._optimizer_step(loss)
                 of_pass[:, :-1] += loss.measured
                 of_pass[0, -1] += norm
@@ -239,7 +242,7 @@ class PPOAgent:
             totals += of_pass
             sums, counts = of_pass
             # the only synchronisation of a pass
-            is_finite = sums.isfinite().all()
+            is_finite = sums.isfinite().all() & are_scored
             kl, all_finite = torch.stack([(sums / counts)[names.index("kl")], is_finite]).tolist()
             if not all_finite or (self.config.target_kl is not None and kl > self.config.target_kl):
                 break
@@ -248,7 +251,9 @@ class PPOAgent:
         none = torch.tensor([torch.nan if "entropy/" in name else 0.0 for name in names])
         means = torch.where(counts > 0, sums / counts, none.to(self.device))
         metrics = dict(zip(names, means.tolist(), strict=True))
-        return _Learned(metrics, float(first_ratio_error), number, bool(all_finite))
+        return _Learned(
+            metrics, float(first_ratio_error), number, bool(all_finite), bool(are_scored)
+        )
 
     def _minibatches(
         self, rollout: Rollout, step_counts: Tensor, generator: Rng
@@ -356,17 +361,17 @@ class _Learned(NamedTuple):
     first_ratio_error: float
     num_passes: int
     is_finite: bool  # whether all losses and gradients were
+    are_scored: bool  # whether all stored choices can have been made
 
 
-def _steps_of(minibatch: Rollout, is_checked: bool) -> Steps:
-    """What the policy reads of a minibatch; the first pass checks all stored choices."""
+def steps_of(rollout: Rollout) -> Steps:
+    """What the policy reads of a rollout or a minibatch."""
     return Steps(
-        minibatch.states,
-        minibatch.actions,
-        minibatch.masks,
-        minibatch.starts,
-        RecurrentState(minibatch.initial_h, minibatch.initial_c),
-        None if is_checked else Rows(minibatch.valid, minibatch.env_ids),
+        rollout.states,
+        rollout.actions,
+        rollout.masks,
+        rollout.starts,
+        RecurrentState(rollout.initial_h, rollout.initial_c),
     )
 
 

@@ -41,6 +41,7 @@ class MinibatchLoss(NamedTuple):
     loss: Tensor
     measured: Tensor  # [2, metrics]
     ratio_error: Tensor  # the largest |ratio - 1| of a step
+    are_scored: Tensor  # bool: every stored choice can have been made
     roots: tuple[Tensor, ...]  # where the backward pass starts
     gradients: tuple[Tensor | None, ...]  # of the loss, for each root; None: it is the loss
 
@@ -63,12 +64,9 @@ def ppo_loss(
     entropy_weights: Tensor,
     config: "PPOConfig",
 ) -> MinibatchLoss:
-    """The loss of what `policy` made of the steps of a minibatch.
-
-    Stored choices that cannot be scored are reported, unless they were checked before.
-    """
+    """The loss of what `policy` made of the steps of a minibatch."""
     if outputs.logits.device.type == "cpu" and outputs.logits.dtype == torch.float32:
-        return _compiled_loss(policy, outputs, steps, minibatch, entropy_weights, config)
+        return _compiled_loss(policy, outputs, minibatch, entropy_weights, config)
     return plain_loss(policy.score(outputs, steps), minibatch, entropy_weights, config)
 
 
@@ -115,13 +113,13 @@ def plain_loss(
                 torch.cat([torch.stack(weights), of_heads, of_heads, all_steps]),
             ]
         )
-    return MinibatchLoss(loss.detach(), measured, ratio_error, (loss,), (None,))
+    are_scored = (evaluation.is_scored | ~valid.unsqueeze(-1)).all()
+    return MinibatchLoss(loss.detach(), measured, ratio_error, are_scored, (loss,), (None,))
 
 
 def _compiled_loss(
     policy: FactoredRecurrentActorCritic,
     outputs: Outputs,
-    steps: Steps,
     minibatch: Rollout,
     entropy_weights: Tensor,
     config: "PPOConfig",
@@ -167,8 +165,6 @@ def _compiled_loss(
         to_log_stds,
         measured.numpy(),
     )
-    if not are_scored:
-        policy.score(outputs, steps)  # reports the choice
     roots = [outputs.logits, outputs.values]
     gradients = [to_logits.view_as(outputs.logits), to_values.view_as(outputs.values)]
     if policy.log_std is not None:
@@ -178,7 +174,12 @@ def _compiled_loss(
         gradients.append(torch.from_numpy(to_log_stds[numbers]) * is_within)
     loss = measured[0, 0] / measured[1, 0]
     return MinibatchLoss(
-        loss, measured, torch.as_tensor(ratio_error), tuple(roots), tuple(gradients)
+        loss,
+        measured,
+        torch.as_tensor(ratio_error),
+        torch.as_tensor(are_scored),
+        tuple(roots),
+        tuple(gradients),
     )
 
 

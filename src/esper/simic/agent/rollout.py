@@ -53,7 +53,6 @@ class Rollout:
     initial_h: Tensor  # [N, L, hidden]: the recurrent state before the first row
     initial_c: Tensor
     num_rows: int  # rows that hold a step
-    env_ids: Tensor | None = None  # [N] of a minibatch; None: all envs
 
     def of_envs(self, env_ids: Tensor, num_rows: int) -> "Rollout":
         """All rows of some envs, `num_rows` of which hold a step: a minibatch."""
@@ -63,7 +62,6 @@ class Rollout:
             initial_h=self.initial_h.index_select(0, env_ids),
             initial_c=self.initial_c.index_select(0, env_ids),
             num_rows=num_rows,
-            env_ids=env_ids,
         )
 
     def stored(self, field: Tensor) -> Tensor:

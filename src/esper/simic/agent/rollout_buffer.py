@@ -471,7 +471,6 @@ class TamiyoRolloutBuffer:
         needs_bootstrap = ~fields["terminated"] & (fields["truncated"] | is_last)
         bad = {
             "the state is not finite": ~fields["states"].isfinite().all(dim=-1),
-            "a log-prob is not finite": ~fields["log_probs"].isfinite().all(dim=-1),
             "the reward is not finite": ~fields["rewards"].isfinite(),
             "the value is not finite": ~fields["values"].isfinite(),
             "a bootstrap value is needed, but none was given or it is not finite": needs_bootstrap
@@ -479,6 +478,9 @@ class TamiyoRolloutBuffer:
             "the recurrent state is not finite, or was not reset after an episode that ended; zero "
             "hidden_h and hidden_c [envs, layers, hidden] at episode ends": self._bad_state,
         }
+        for head, name in enumerate(self.action_space.names):
+            is_bad = ~fields["log_probs"][..., head].isfinite()
+            bad[f"head {name!r}: the log-prob is not finite, so its logits were not"] = is_bad
         for head in self.action_space.unconditional:
             part = fields["masks"][..., self.action_space.slices[head]]
             name = self.action_space.names[head]

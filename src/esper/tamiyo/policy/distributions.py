@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import hardtanh, softplus
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
-from esper.runtime.checks import DeferredChecks
 from esper.runtime.devices import DeviceConstant, constant
 
 LARGEST_LOGIT = 1e29  # logits are clipped to this, up and down
@@ -286,12 +285,14 @@ def choose_actions(
 
     `logits_of(group, actions)` returns the logits `[N, choices of the group]`, given the actions
     `[N, H]` in which the heads before the group are filled in. `noise` `[N, C]` is from
-    `draw_noise`; None takes the likeliest choices. `log_std` is that of all continuous heads. `checks`
-    collects logits that are not finite, and heads without a legal choice.
+    `draw_noise`; None takes the likeliest choices. `log_std` is that of all continuous heads.
+
+    On a CPU `checks` raises for logits that are not finite and heads without a legal choice. On a
+    GPU that would wait for it: check a whole rollout instead.
     """
     if out is None:
         out = Choices.empty(action_space, masks.num_envs, masks.device)
-    are_right = True
+    is_known, are_right = True, True
     for group in range(len(action_space.head_groups)):
         logits = logits_of(group, out.actions)
         if logits.device.type == "cpu" and logits.dtype == torch.float32:
@@ -300,8 +301,8 @@ def choose_actions(
             )
         else:
             choose_group(action_space, group, logits, masks, noise, floor, log_std, out)
-            are_right = False  # not known
-    if checks is not None and not are_right:
+            is_known = False
+    if checks is not None and out.actions.device.type == "cpu" and not (is_known and are_right):
         checks.check_fresh(*out)
     return out
 
@@ -383,11 +384,10 @@ def heads_table(action_space: FactoredActionSpace) -> "np.ndarray[Any, Any]":
 
 
 class ChoiceChecks:
-    """Checks of the choices of one action space; failures are collected in `deferred`."""
+    """Checks of the choices of one action space."""
 
     def __init__(self, action_space: FactoredActionSpace):
         self.action_space = action_space
-        self.deferred = DeferredChecks()
         largest = torch.finfo(torch.float32).max  # a number may be anything finite
         firsts = [-largest if head.continuous else 0 for head in action_space]
         lasts = [largest if head.continuous else head.size - 1 for head in action_space]
@@ -396,51 +396,49 @@ class ChoiceChecks:
         self._conditional = DeviceConstant(torch.tensor([bool(h.given) for h in action_space]))
 
     def check_fresh(self, actions: Tensor, log_probs: Tensor, masks: Tensor) -> None:
-        """Check new choices: finite logits, and a legal choice for heads given no other head."""
+        """Raise for new choices `[N, H]` from logits that are not finite, or without a legal one.
+
+        A head that is given no other head needs a legal choice.
+        """
         columns = self.action_space.choices(actions) + self._offsets.on(actions.device)
         has_legal = masks.gather(-1, columns) | self._conditional.on(actions.device)
-        ok = (log_probs > _IMPOSSIBLE) & has_legal
-
-        def describe(env: int, head: int) -> str:
-            is_bad = not log_probs[env, head] > _IMPOSSIBLE
-            problem = f"{_NOT_FINITE} {log_probs[env, head]}" if is_bad else "no legal choice"
-            return f"env {env}, head {self.action_space.names[head]!r}: {problem}"
-
-        self.deferred.require(ok, describe)
+        wrong = (~((log_probs > _IMPOSSIBLE) & has_legal)).nonzero()
+        if not len(wrong):
+            return
+        env, head = wrong[0].tolist()
+        is_bad = not log_probs[env, head] > _IMPOSSIBLE
+        problem = f"{_NOT_FINITE} {log_probs[env, head]}" if is_bad else "no legal choice"
+        raise ValueError(f"env {env}, head {self.action_space.names[head]!r}: {problem}")
 
     def in_range(self, actions: Tensor) -> Tensor:
         """Stored choices `[..., H]` clamped to their range, so that they can be looked up."""
         return actions.clamp(*self._range.on(actions.device)).nan_to_num()
 
-    def check_stored(self, actions: Tensor, log_probs: Tensor, masks: Tensor, rows: "Rows") -> None:
-        """Check stored choices `[T, B, H]`: in range, legal (or 0 if none is), log-prob a number."""
-        log_probs = log_probs.detach()
-        is_scored = (log_probs > _IMPOSSIBLE) & (self.in_range(actions) == actions)
-        ok = is_scored | ~rows.valid.unsqueeze(-1)
+    def is_scored(self, actions: Tensor, log_probs: Tensor) -> Tensor:
+        """Whether stored choices `[..., H]` are in range, legal (or 0 if none is) and a number."""
+        is_possible = log_probs.detach() > _IMPOSSIBLE
+        return is_possible & (self.in_range(actions) == actions)
 
-        def describe(step: int, place: int, head: int) -> str:
-            env = place if rows.env_ids is None else int(rows.env_ids[place])
-            where = f"env {env}, step {step}, head {self.action_space.names[head]!r}"
-            is_number = head in self.action_space.continuous
-            number = float(actions[step, place, head])
-            if is_number and not math.isfinite(number):
-                return f"{where}: the number {number} cannot be scored"
-            if log_probs[step, place, head].isnan():
-                return f"{where}: {_NOT_FINITE} {log_probs[step, place, head]}"
-            if is_number:
-                return f"{where}: the number {number} cannot be scored"
-            legal = masks[step, place, self.action_space.slices[head]].nonzero()[:, 0].tolist()
-            action = int(actions[step, place, head])
-            return f"{where}: action {action} is not legal; legal here: {legal or 'only 0'}"
-
-        self.deferred.require(ok, describe)
-
-
-class Rows(NamedTuple):
-    """Which rows of a rollout a minibatch has."""
-
-    valid: Tensor  # [T, B]: whether a step is stored there
-    env_ids: Tensor | None  # [B]; None: all envs
+    def check_stored(
+        self, actions: Tensor, log_probs: Tensor, masks: Tensor, valid: Tensor
+    ) -> None:
+        """Raise for stored choices `[T, N, H]` that `is_scored` refuses, in rows that hold a step."""
+        wrong = (~self.is_scored(actions, log_probs) & valid.unsqueeze(-1)).nonzero()
+        if not len(wrong):
+            return
+        step, env, head = wrong[0].tolist()
+        where = f"env {env}, step {step}, head {self.action_space.names[head]!r}"
+        log_prob = log_probs[step, env, head]
+        if head in self.action_space.continuous:
+            is_bad = log_prob.isnan() and actions[step, env, head].isfinite()
+            number = float(actions[step, env, head])
+            if not is_bad:
+                raise ValueError(f"{where}: the number {number} cannot be scored")
+        if log_prob.isnan():
+            raise ValueError(f"{where}: {_NOT_FINITE} {log_prob}")
+        legal = masks[step, env, self.action_space.slices[head]].nonzero()[:, 0].tolist()
+        action = int(actions[step, env, head])
+        raise ValueError(f"{where}: action {action} is not legal; legal here: {legal or 'only 0'}")
 
 
 def _mix_with_uniform(filled: Tensor, log_probs: Tensor, floor: float) -> Tensor:

@@ -8,9 +8,8 @@ Features pass an encoder, then the core (an LSTM). Heads and value read the core
 output plus its input. So the current observation reaches them from the first update on, and the
 LSTM only has to learn what the past adds. Encoder and heads are injected (`Heads`).
 
-Values on a GPU are checked without a synchronisation: `act` and `evaluate` record failures on the
-device. Call `policy.raise_on_bad_values()` at the end of a rollout or an update to raise them. On a
-CPU they raise at once.
+On a CPU `act` raises for logits that are not finite and heads without a legal choice. On a GPU that
+would wait for it: the rollout is checked as a whole, or call `policy.check(decision)`.
 """
 
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ from esper.tamiyo.policy.distributions import (
     ChoiceChecks,
     Choices,
     MaskedFactoredCategorical,
-    Rows,
     check_floor,
     choose_actions,
     draw_noise,
@@ -101,7 +99,6 @@ class Steps(NamedTuple):
     masks: Tensor  # [T, B, C]: the mask rows that applied
     starts: Tensor  # [T, B] bool: the row begins an episode
     initial: RecurrentState  # before the first row, [B, L, hidden]
-    rows: Rows | None  # which rows hold a step; None: the choices were checked before
 
 
 class Outputs(NamedTuple):
@@ -119,6 +116,7 @@ class Evaluation(NamedTuple):
     normalized_entropies: Tensor  # [T, B, H], 0 to 1
     values: Tensor  # [T, B]
     num_choices: Tensor  # [T, B, H]: legal choices of each head; 2 for a number that is used
+    is_scored: Tensor  # [T, B, H] bool: the stored choice can have been made
 
 
 class FactoredRecurrentActorCritic(nn.Module):
@@ -150,9 +148,15 @@ class FactoredRecurrentActorCritic(nn.Module):
         if action_space.continuous:
             self.log_std = nn.Parameter(torch.zeros(len(action_space.continuous)))
 
-    def raise_on_bad_values(self) -> None:
-        """Raise the first failed check since the last call; synchronises with a GPU once."""
-        self.choice_checks.deferred.raise_if_failed()
+    def check(self, decision: Decision) -> None:
+        """Raise for logits that are not finite or a head without a legal choice; waits for a GPU."""
+        self.choice_checks.check_fresh(decision.actions, decision.log_probs, decision.masks)
+
+    def check_stored(self, steps: Steps, valid: Tensor) -> None:
+        """Raise for a stored choice that cannot be scored, in rows that hold a step."""
+        with torch.no_grad():
+            evaluation = self.evaluate(steps)
+        self.choice_checks.check_stored(steps.actions, evaluation.log_probs, steps.masks, valid)
 
     @property
     def device(self) -> torch.device:
@@ -250,7 +254,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         )
 
     def score(self, outputs: Outputs, steps: Steps) -> Evaluation:
-        """What the outputs say of the stored choices, which are checked unless they were before."""
+        """What the outputs say of the stored choices."""
         distribution = MaskedFactoredCategorical(
             self.action_space,
             outputs.logits,
@@ -261,10 +265,13 @@ class FactoredRecurrentActorCritic(nn.Module):
         log_probs = distribution.log_prob(self.choice_checks.in_range(steps.actions))
         entropies = distribution.entropy()
         normalized = distribution.normalize(entropies)
-        if steps.rows is not None:
-            self.choice_checks.check_stored(steps.actions, log_probs, steps.masks, steps.rows)
         return Evaluation(
-            log_probs, entropies, normalized, outputs.values, distribution.legal.counts
+            log_probs,
+            entropies,
+            normalized,
+            outputs.values,
+            distribution.legal.counts,
+            self.choice_checks.is_scored(steps.actions, log_probs),
         )
 
     def _step(
