@@ -20,6 +20,7 @@ from esper.simic.agent.ppo import (
     steps_of,
 )
 from esper.simic.agent.ppo_loss import loss_names, plain_loss, ppo_loss
+from esper.simic.agent.rollout import LEARNED_FROM
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.network import Evaluation, PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
@@ -86,11 +87,10 @@ def append_empty_rows(buffer, num_steps):
     def longer(device):
         rollout = whole(device)
         fields = {}
-        for name in ("states", "actions", "log_probs", "masks", "advantages", "returns", "values",
-                     "starts", "valid"):  # fmt: skip
+        for name in LEARNED_FROM:
             field = getattr(rollout, name)
             fields[name] = torch.cat([field, torch.zeros_like(field[:num_steps])])
-        return replace(rollout, **fields)
+        return replace(rollout, **fields, is_full=False)
 
     buffer.rollout = longer
 
@@ -106,7 +106,7 @@ def loss_by_hand(evaluation, rollout, entropy_weights, config):
     shares = [[] for _ in range(num_heads)]
     steps = rollout.valid.nonzero().tolist()
     for t, env in steps:
-        squares.append((evaluation.values[t, env] - rollout.returns[t, env].double()) ** 2)
+        squares.append((evaluation.values[t, env] - rollout.targets[t, env].double()) ** 2)
         log_ratio = 0.0  # of all heads together; a head without a choice has probability 1
         bonus = 0.0
         for h in range(num_heads):
@@ -215,7 +215,7 @@ def test_an_update_learns_from_the_gradient_of_the_formulas():
     rollout = rollout_of(buffer)
     returns = rollout.returns[rollout.valid].double()
     scaled = (rollout.returns.double() - returns.mean()) / returns.std(correction=0)
-    rollout = replace(rollout, returns=scaled)
+    rollout = replace(rollout, targets=scaled)
     loss, expected = loss_by_hand(
         before.evaluate(steps_of(rollout)), rollout, [1.0, 0.5, 1.0, 1.0], agent.config
     )
@@ -284,12 +284,12 @@ def test_an_episode_gives_the_same_loss_and_gradients_alone_as_inside_a_rollout(
     weights = torch.ones(policy.action_space.num_heads)
     with torch.no_grad():
         rollout.log_probs.sub_(0.3 * torch.rand_like(rollout.log_probs))
-    episodes = [e for e in episodes_of(rollout) if e[2].num_rows > 1]
+    episodes = [e for e in episodes_of(rollout) if len(e[2].valid) > 1]
     assert len(episodes) > 3
     for rows, env, alone in episodes:
         counted = torch.zeros_like(rollout.valid)
         counted[rows, env] = True
-        inside = replace(rollout, valid=counted, num_rows=alone.num_rows)
+        inside = replace(rollout, valid=counted, is_full=False)
         found, expected = (loss_of(agent, part, weights) for part in (inside, alone))
         torch.testing.assert_close(found.measured, expected.measured, rtol=1e-5, atol=1e-5)
         gradients = [gradients_of(part, policy) for part in (found, expected)]

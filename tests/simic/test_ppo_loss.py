@@ -83,5 +83,5 @@ def test_a_row_that_decides_nothing_trains_the_critic_only():
         outputs = agent.policy.outputs(steps_of(rollout))
     ((_, (to_logits, to_values)), _) = both_losses(agent, rollout, outputs, torch.ones(3))
     assert (to_logits == 0).all()
-    errors = outputs.values - rollout.returns
+    errors = outputs.values - rollout.targets
     torch.testing.assert_close(to_values, 0.7 * errors / 5)

@@ -699,7 +699,7 @@ def test_a_rollout_is_cut_to_the_longest_row_and_says_where_episodes_start(rollo
     buffer = filled(counts, terminated, truncated)
     buffer.compute_advantages_and_returns()
     learned = buffer.rollout()
-    assert learned.num_rows == sum(counts)
+    assert learned.is_full == (min(counts) == num_steps)
     assert torch.equal(learned.initial_h, buffer.initial_hidden_h)
     for name in ("valid", "starts"):
         assert getattr(learned, name).shape == (num_steps, len(counts))
@@ -725,7 +725,7 @@ def test_a_minibatch_has_all_rows_of_its_envs():
     buffer.compute_advantages_and_returns()
     rollout = buffer.rollout()
     envs = torch.tensor([3, 1])
-    minibatch = rollout.of_envs(envs, num_rows=3)
+    minibatch = rollout.of_envs(envs)
     for name, tensor in tensors_of(rollout).items():
         axis = 0 if name.startswith("initial") else 1
         assert torch.equal(getattr(minibatch, name), tensor.index_select(axis, envs)), name
@@ -779,7 +779,7 @@ def test_a_compiled_caller_runs():
     def learn(scale):
         buffer.compute_advantages_and_returns(gamma=0.5)
         batch, rollout = buffer.get_batched_sequences(), buffer.rollout()
-        return batch["advantages"] * scale * rollout.num_rows
+        return batch["advantages"] * scale * rollout.valid.sum()
 
     assert torch.equal(learn(torch.tensor(2.0)), buffer.advantages * 2 * 3)
     assert set(compiled) <= {operator.mul}  # the methods themselves are not traced

@@ -162,7 +162,9 @@ def force(masks, env):
 def rollout_of(buffer) -> Rollout:
     buffer.compute_advantages_and_returns()
     buffer.normalize_advantages()
-    return buffer.rollout()
+    rollout = buffer.rollout()
+    rollout.targets.copy_(rollout.returns)  # an update scales them
+    return rollout
 
 
 def episodes_of(rollout):
@@ -180,7 +182,7 @@ def episodes_of(rollout):
             keeps = 1.0 if first == 0 else 0.0
             fields = {
                 name: getattr(rollout, name)[rows, env : env + 1]
-                for name in ("states", "actions", "log_probs", "masks", "advantages", "returns",
+                for name in ("states", "actions", "log_probs", "masks", "advantages", "returns", "targets",
                              "values", "valid")
             }  # fmt: skip
             alone = Rollout(
@@ -188,7 +190,6 @@ def episodes_of(rollout):
                 starts=torch.zeros_like(fields["valid"]),
                 initial_h=keeps * rollout.initial_h[env : env + 1],
                 initial_c=keeps * rollout.initial_c[env : env + 1],
-                num_rows=end - first,
             )
             episodes.append((rows, env, alone))
     return episodes

@@ -30,7 +30,7 @@ SUMS, WEIGHTS = 0, 1
 def loss_and_gradients(
     logits,  # [R, C]
     values,  # [R]
-    rows,  # valid [R], masks [R, C], actions [R, H], log-probs [R, H], advantages [R], returns [R]
+    rows,  # valid [R], masks [R, C], actions [R, H], log-probs [R, H], advantages [R], targets [R]
     table,  # [H, 3 or more]: first and last column, whether a number
     log_stds,  # [H]: of numbers, within their bounds
     nodes,  # [K]: of a standard normal, and their weights
@@ -42,7 +42,7 @@ def loss_and_gradients(
     measured,  # [2, 6 + 3 H]: sums and weights of the metrics
 ):
     """Returns the largest |ratio - 1|, and whether every stored choice could be scored."""
-    valid, masks, actions, old_log_probs, advantages, returns = rows
+    valid, masks, actions, old_log_probs, advantages, targets = rows
     clip, value_coefficient, entropy_coefficient, floor = settings
     num_heads = len(table)
     counts = np.empty((len(values), num_heads), dtype=np.int64)
@@ -69,7 +69,7 @@ def loss_and_gradients(
         grad_values[row] = 0
         if not valid[row]:
             continue
-        error = values[row] - returns[row]
+        error = values[row] - targets[row]
         value_sum += error * error
         grad_values[row] = value_coefficient * per_step * error
 

@@ -12,7 +12,7 @@ optimiser step.
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_map_only
 from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks
 from esper.runtime.checks import require_fraction, require_positive, require_whole
+from esper.simic.agent.cuda_graphs import AgentGraphs, CannotCapture
 from esper.simic.agent.ppo_loss import MinibatchLoss, loss_names, ppo_loss
 from esper.simic.agent.rollout import Rollout, RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tamiyo.policy.distributions import Choices
+from esper.tamiyo.policy.distributions import Choices, draw_noise
 from esper.tamiyo.policy.feature_scales import RunningNormalizer
 from esper.tamiyo.policy.network import (
     Decision,
@@ -109,14 +110,22 @@ class PPOAgent:
         self._parameters = list(policy.parameters())
         self.device = policy.device
         rate = self.config.learning_rate
-        self.optimizer = torch.optim.Adam(self._parameters, lr=rate, eps=1e-5, fused=True)
+        is_cuda = self.device.type == "cuda"
+        self.optimizer = torch.optim.Adam(
+            self._parameters,
+            lr=torch.tensor(rate, device=self.device) if is_cuda else rate,
+            eps=1e-5,
+            fused=True,
+            capturable=is_cuda,
+        )
+        self.graphs = AgentGraphs(self) if is_cuda else None  # None: every operation is launched
         self.value_normalizer = RunningNormalizer(1, limit=float("inf")).to(self.device)
         self.failed_updates = 0
         weights = torch.ones(policy.action_space.num_heads, device=self.device)
         for head, weight in self.config.head_entropy_weights.items():
             weights[policy.action_space.index(head)] = weight
-        self._entropy_weights = weights
-        self._entropy_share = 1.0  # factor of the entropy bonus, set by the schedule
+        self._relative_entropy_weights = weights
+        self._entropy_weights = weights.clone()  # times what the schedule says
         self._has_warned = False  # of ratios that are not 1
         self._has_printed = False  # that many rows are empty
 
@@ -133,7 +142,41 @@ class PPOAgent:
         deterministic: bool = False,
         out: RolloutRow | None = None,
     ) -> Decision:
-        """One decision per env, written to `out` if given; values are in units of the reward."""
+        """One decision per env, written to `out` if given; values are in units of the reward.
+
+        On a GPU, with `out`, it is one CUDA graph, and the next call overwrites the returned state.
+        """
+        if self.graphs is not None and out is not None:
+            if noise is None and not deterministic:
+                noise = draw_noise(
+                    self.policy.action_space, (len(features),), self.device, generator
+                )
+            try:
+                return self.graphs.act(features, masks, state, noise, out)
+            except CannotCapture as error:
+                self._run_without_graphs("act", error)
+        return self.act_eagerly(
+            features,
+            masks,
+            state,
+            noise=noise,
+            generator=generator,
+            deterministic=deterministic,
+            out=out,
+        )
+
+    def act_eagerly(
+        self,
+        features: Tensor,
+        masks: ActionMasks,
+        state: RecurrentState,
+        *,
+        noise: Tensor | None = None,
+        generator: Rng = None,
+        deterministic: bool = False,
+        out: RolloutRow | None = None,
+    ) -> Decision:
+        """As `act`, operation by operation."""
         choices = None if out is None else Choices(out.actions, out.log_probs, out.masks)
         decision = self.policy.act(
             features,
@@ -150,6 +193,10 @@ class PPOAgent:
         return Decision(
             decision.actions, decision.log_probs, decision.masks, values, decision.state
         )
+
+    def _run_without_graphs(self, work: str, error: Exception) -> None:
+        self.graphs = None
+        print(f"{work} cannot be captured as a CUDA graph, so it is slower: {error}")
 
     def value(self, features: Tensor, state: RecurrentState) -> Tensor:
         """V of an observation `[N]`, in units of the reward: the bootstrap of a row cut there."""
@@ -171,12 +218,13 @@ class PPOAgent:
         with a loss or gradient that is not finite is undone.
         """
         config = self.config
-        if len(buffer) == 0:
+        num_steps = len(buffer)
+        if num_steps == 0:
             raise ValueError("the rollout has no steps; add some before the update")
         buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
         advantage = buffer.normalize_advantages()
         rollout = buffer.rollout(self.device)
-        self._note_empty_rows(rollout)
+        self._note_empty_rows(num_steps, rollout)
 
         # `copy.deepcopy` takes ten times as long
         before = tree_map_only(Tensor, lambda value: value.detach().clone(), self.state_dict())
@@ -184,8 +232,8 @@ class PPOAgent:
         returns = rollout.stored(rollout.returns)  # [R], in units of the reward
         errors = returns - rollout.stored(rollout.values)
         self._rescale_values(returns)
-        scaled = self.value_normalizer.normalize(rollout.returns.unsqueeze(-1)).squeeze(-1)
-        rollout = replace(rollout, returns=scaled)
+        targets = self.value_normalizer.normalize(rollout.returns.unsqueeze(-1)).squeeze(-1)
+        rollout.targets.copy_(targets)
         try:
             learned = self._run_passes(rollout, buffer.step_counts, generator)
         except BaseException:  # such as Ctrl-C: nothing may be half learned
@@ -210,9 +258,9 @@ class PPOAgent:
             **learned.metrics,
             **dict(zip(names, numbers, strict=True)),
             "first_ratio_error": learned.first_ratio_error,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
             "ppo_epochs_run": float(learned.num_passes),
-            "rows": float(rollout.num_rows),
+            "rows": float(num_steps),
             "update_undone": float(not learned.is_finite),
         }
 
@@ -220,25 +268,17 @@ class PPOAgent:
         """Train on the rollout, pass after pass, until the policy has moved far enough."""
         names = [*loss_names(self.policy.action_space), "gradient_norm"]
         totals = torch.zeros(2, len(names), device=self.device)  # sums and weights of the metrics
-        entropy_weights = self._entropy_share * self._entropy_weights
         first_ratio_error = torch.zeros((), device=self.device)
         are_scored = torch.ones((), dtype=torch.bool, device=self.device)
         for number in range(1, self.config.ppo_epochs + 1):
             of_pass = torch.zeros_like(totals)
-            minibatches = self._minibatches(rollout, step_counts, generator)
-            for place, minibatch in enumerate(minibatches):
-                steps = steps_of(minibatch)
-                outputs = self.policy.outputs(steps)
-                loss = ppo_loss(
-                    self.policy, outputs, steps, minibatch, entropy_weights, self.config
-                )
+            minibatches = self._minibatches(step_counts, generator)
+            for place, env_ids in enumerate(minibatches):
+                learned = self._learn_from_envs(rollout, env_ids)
                 if number == 1 and place == 0:
-                    first_ratio_error = loss.ratio_error
-                are_scored &= loss.are_scored
-                norm = self._optimizer_step(loss)
-                of_pass[:, :-1] += loss.measured
-                of_pass[0, -1] += norm
-                of_pass[1, -1] += 1
+                    first_ratio_error = learned.ratio_error.clone()
+                are_scored &= learned.are_scored
+                of_pass += learned.measured
             totals += of_pass
             sums, counts = of_pass
             # the only synchronisation of a pass
@@ -255,18 +295,34 @@ class PPOAgent:
             metrics, float(first_ratio_error), number, bool(all_finite), bool(are_scored)
         )
 
-    def _minibatches(
-        self, rollout: Rollout, step_counts: Tensor, generator: Rng
-    ) -> Iterator[Rollout]:
-        """Random minibatches: all rows of some envs."""
+    def _minibatches(self, step_counts: Tensor, generator: Rng) -> Iterator[Tensor]:
+        """Random minibatches: the ids of envs that hold steps, all of whose rows it has."""
         order = torch.randperm(len(step_counts), generator=generator)
         if self.config.num_minibatches == 1:
-            yield rollout
-            return
+            order = torch.arange(len(step_counts))
         for env_ids in order.chunk(self.config.num_minibatches):
-            num_rows = int(step_counts[env_ids].sum())
-            if num_rows:
-                yield rollout.of_envs(env_ids.to(self.device, non_blocking=True), num_rows)
+            if step_counts[env_ids].any():
+                yield env_ids
+
+    def _learn_from_envs(self, rollout: Rollout, env_ids: Tensor) -> "LearnedMinibatch":
+        if self.graphs is not None:
+            try:
+                return self.graphs.learn(rollout, env_ids)
+            except CannotCapture as error:
+                self._run_without_graphs("learning", error)
+        if len(env_ids) == rollout.valid.shape[1]:
+            return self.learn_from(rollout)
+        return self.learn_from(rollout.of_envs(env_ids.to(self.device, non_blocking=True)))
+
+    def learn_from(self, minibatch: Rollout) -> "LearnedMinibatch":
+        """One step of the optimiser on a minibatch."""
+        steps = steps_of(minibatch)
+        outputs = self.policy.outputs(steps)
+        loss = ppo_loss(self.policy, outputs, steps, minibatch, self._entropy_weights, self.config)
+        norm = self._optimizer_step(loss)
+        of_norm = torch.stack([norm, torch.ones_like(norm)]).unsqueeze(1)
+        measured = torch.cat([loss.measured, of_norm], dim=1)
+        return LearnedMinibatch(measured, loss.ratio_error, loss.are_scored)
 
     def _optimizer_step(self, loss: MinibatchLoss) -> Tensor:
         """One step of the optimiser; returns the norm of the gradient before it was clipped."""
@@ -281,8 +337,8 @@ class PPOAgent:
         self.optimizer.step()
         return norm
 
-    def _note_empty_rows(self, rollout: Rollout) -> None:
-        share = 1 - rollout.num_rows / rollout.valid.numel()
+    def _note_empty_rows(self, num_steps: int, rollout: Rollout) -> None:
+        share = 1 - num_steps / rollout.valid.numel()
         if share > MOSTLY_EMPTY and not self._has_printed:
             self._has_printed = True
             print(
@@ -320,9 +376,17 @@ class PPOAgent:
         if not 0.0 <= progress <= 1.0:
             raise ValueError(f"progress={progress}; use a number from 0 to 1")
         share = {"constant": 1.0, "linear": 1.0 - progress}
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * share[self.config.learning_rate_schedule]
-        self._entropy_share = share[self.config.entropy_schedule]
+        rate_share = share[self.config.learning_rate_schedule]
+        self._set_learning_rate(self.config.learning_rate * rate_share)
+        entropy_share = share[self.config.entropy_schedule]
+        torch.mul(self._relative_entropy_weights, entropy_share, out=self._entropy_weights)
+
+    def _set_learning_rate(self, rate: float) -> None:
+        (group,) = self.optimizer.param_groups
+        if isinstance(group["lr"], Tensor):  # a CUDA graph reads it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
     def _undo(self, before: dict[str, Any]) -> None:
         self.load_state_dict(before)
@@ -346,12 +410,37 @@ class PPOAgent:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.policy.load_state_dict(state["policy"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        moments, (saved_settings,) = state["optimizer"].values()
+        # the others are those of this agent: they differ between devices
+        settings = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": settings})
+        self._set_learning_rate(float(saved_settings["lr"]))
         self.value_normalizer.load_state_dict(state["value_normalizer"])
         self.failed_updates = state["failed_updates"]
 
+    def tensors_of_acting(self) -> list[Tensor]:
+        """All that acting reads besides what it is given."""
+        modules = (self.policy, self.value_normalizer)
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        return [*self._parameters, *buffers]
+
+    def tensors_of_learning(self) -> list[Tensor]:
+        """All that learning from a minibatch reads or changes besides the rollout."""
+        moments = [value for part in self.optimizer.state.values() for value in part.values()]
+        return [*self.policy.parameters(), *self.policy.buffers(), *moments]
+
     def _unscaled_values(self, values: Tensor) -> Tensor:
         return self.value_normalizer.denormalize(values.unsqueeze(-1)).squeeze(-1)
+
+
+class LearnedMinibatch(NamedTuple):
+    """What a step of the optimiser gave."""
+
+    measured: (
+        Tensor  # [2, metrics]: sums and weights, those of `loss_names` and the gradient's norm
+    )
+    ratio_error: Tensor  # the largest |ratio - 1| of a step
+    are_scored: Tensor  # bool: every stored choice can have been made
 
 
 class _Learned(NamedTuple):

@@ -91,7 +91,7 @@ def plain_loss(
     bonus = evaluation.normalized_entropies @ entropy_weights
     entropy_bonus = torch.where(decides, bonus, 0.0).sum() / num_decided.clamp(min=1)
 
-    squared_errors = (evaluation.values - minibatch.returns).square()
+    squared_errors = (evaluation.values - minibatch.targets).square()
     value_loss = 0.5 * torch.where(valid, squared_errors, 0.0).sum() / num_steps
 
     loss = policy_loss + config.value_coefficient * value_loss
@@ -135,7 +135,7 @@ def _compiled_loss(
         _rows(minibatch.actions, 1),
         _rows(minibatch.log_probs, 1),
         _rows(minibatch.advantages, 0),
-        _rows(minibatch.returns, 0),
+        _rows(minibatch.targets, 0),
     )
     numbers = list(space.continuous)
     log_stds = np.zeros(space.num_heads, dtype=np.float32)

@@ -15,8 +15,8 @@ _ALIGNMENT = 64  # bytes, of each field in an arena
 
 # the fields of the storage that are fields of a `Rollout`
 LEARNED_FROM = (
-    *("states", "actions", "log_probs", "masks"),
-    *("advantages", "returns", "values", "valid"),
+    *("states", "actions", "log_probs", "masks", "starts"),
+    *("advantages", "returns", "targets", "values", "valid"),
 )
 
 
@@ -47,26 +47,25 @@ class Rollout:
     masks: Tensor  # [T, N, C]
     advantages: Tensor  # [T, N]
     returns: Tensor  # [T, N]
+    targets: Tensor  # [T, N]: the returns as the critic learns them, of mean 0 and variance 1
     values: Tensor  # [T, N]
     starts: Tensor  # [T, N] bool: the row begins an episode, so the state before it is zero
     valid: Tensor  # [T, N] bool: the row holds a step
     initial_h: Tensor  # [N, L, hidden]: the recurrent state before the first row
     initial_c: Tensor
-    num_rows: int  # rows that hold a step
+    is_full: bool = False  # known to hold a step in every row
 
-    def of_envs(self, env_ids: Tensor, num_rows: int) -> "Rollout":
-        """All rows of some envs, `num_rows` of which hold a step: a minibatch."""
-        by_time = (*LEARNED_FROM, "starts")
+    def of_envs(self, env_ids: Tensor) -> "Rollout":
+        """All rows of some envs: a minibatch."""
         return Rollout(
-            **{name: getattr(self, name).index_select(1, env_ids) for name in by_time},
+            **{name: getattr(self, name).index_select(1, env_ids) for name in LEARNED_FROM},
             initial_h=self.initial_h.index_select(0, env_ids),
             initial_c=self.initial_c.index_select(0, env_ids),
-            num_rows=num_rows,
         )
 
     def stored(self, field: Tensor) -> Tensor:
         """The entries `[R, ...]` of a field `[T, N, ...]` in rows that hold a step."""
-        if self.num_rows == self.valid.numel():
+        if self.is_full:
             return field.flatten(0, 1)
         return field[self.valid]
 

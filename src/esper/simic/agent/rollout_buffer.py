@@ -101,8 +101,8 @@ class TamiyoRolloutBuffer:
         self._row_fields = self._step_fields[: len(RolloutRow._fields)]
         size = (max_steps_per_env, num_envs)
         layout = {f.name: (f.dtype, (*size, *f.shape)) for f in self._row_fields}
-        layout |= dict.fromkeys(("advantages", "returns"), (torch.float32, size))
-        layout["valid"] = (torch.bool, size)
+        layout |= dict.fromkeys(("advantages", "returns", "targets"), (torch.float32, size))
+        layout |= dict.fromkeys(("valid", "starts"), (torch.bool, size))
         layout["initial_h"] = layout["initial_c"] = (torch.float32, (num_envs, *hidden))
         self._arena = Arena.zeros(layout, self.device)
         self._tensors = self._arena.tensors
@@ -357,14 +357,14 @@ class TamiyoRolloutBuffer:
         by_env = {
             name: field.transpose(0, 1)
             for name, field in arena.tensors.items()
-            if not name.startswith("initial")
+            if not name.startswith("initial") and name not in ("starts", "targets")
         }
         by_env["valid_mask"] = by_env.pop("valid")
         return by_env | initial
 
     @_not_compiled
     def rollout(self, device: torch.device | str | None = None) -> Rollout:
-        """What PPO learns from, `[T, N, ...]`, cut to the longest row.
+        """What PPO learns from, `[T, N, ...]`, cut to the longest row; its `targets` are not set.
 
         Rows that hold no step get features, actions and masks of 0: whatever a loss selects, 0
         times NaN is NaN in the gradient of a weight.
@@ -378,17 +378,16 @@ class TamiyoRolloutBuffer:
             for name in ("states", "actions", "log_probs", "masks"):
                 self._tensors[name].masked_fill_(empty.unsqueeze(-1), 0)
             self._tensors["values"].masked_fill_(empty, 0)
+        starts, valid = self._tensors["starts"], self._tensors["valid"]
+        ended = self._tensors["terminated"] | self._tensors["truncated"]
+        starts[0] = False
+        starts[1:] = ended[:-1] & valid[1:]
         arena = self._arena.to(self.device if device is None else torch.device(device))
-        fields = {name: arena.tensors[name][:num_steps] for name in LEARNED_FROM}
-        ended = arena.tensors["terminated"] | arena.tensors["truncated"]
-        starts = torch.zeros_like(ended[:num_steps])
-        starts[1:] = ended[: max(num_steps - 1, 0)] & fields["valid"][1:]
         return Rollout(
-            **fields,
-            starts=starts,
+            **{name: arena.tensors[name][:num_steps] for name in LEARNED_FROM},
             initial_h=arena.tensors["initial_h"],
             initial_c=arena.tensors["initial_c"],
-            num_rows=len(self),
+            is_full=int(counts.min()) == num_steps,
         )
 
     @property
