@@ -76,7 +76,8 @@ def fill_empty_rows(buffer):
         if field.dtype == torch.bool:
             field[is_empty] = True
         else:
-            field[is_empty] = torch.nan if field.is_floating_point() else -7
+            bad = {torch.uint8: 255, torch.int64: -7}
+            field[is_empty] = bad.get(field.dtype, torch.nan)
 
 
 def append_empty_rows(buffer, num_steps):
@@ -86,8 +87,8 @@ def append_empty_rows(buffer, num_steps):
     def longer(device):
         rollout = whole(device)
         fields = {}
-        for name in ("states", "actions", "log_probs", "masks", "advantages", "returns", "values",
-                     "starts", "valid"):  # fmt: skip
+        for name in ("states", "frames", "actions", "log_probs", "masks", "advantages", "returns",
+                     "values", "starts", "valid"):  # fmt: skip
             field = getattr(rollout, name)
             fields[name] = torch.cat([field, torch.zeros_like(field[:num_steps])])
         return replace(rollout, **fields)

@@ -129,6 +129,7 @@ class PPOAgent:
         masks: ActionMasks,
         state: RecurrentState,
         *,
+        frames: Tensor | None = None,
         noise: Tensor | None = None,
         generator: Rng = None,
         deterministic: bool = False,
@@ -140,6 +141,7 @@ class PPOAgent:
             features,
             masks,
             state,
+            frames=frames,
             noise=noise,
             generator=generator,
             deterministic=deterministic,
@@ -150,9 +152,11 @@ class PPOAgent:
             values = out.values.copy_(values)
         return decision._replace(values=values)
 
-    def value(self, features: Tensor, state: RecurrentState) -> Tensor:
+    def value(
+        self, features: Tensor, state: RecurrentState, frames: Tensor | None = None
+    ) -> Tensor:
         """V of an observation `[N]`, in units of the reward: the bootstrap of a row cut there."""
-        return self._unscaled_values(self.policy.value(features, state))
+        return self._unscaled_values(self.policy.value(features, state, frames))
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -196,7 +200,9 @@ class PPOAgent:
             self.failed_updates = 0
             self._check_first_ratios(learned.first_ratio_error)
             if config.normalize_features:
-                self.policy.heads.update_scales(rollout.stored(rollout.states))
+                self.policy.heads.update_scales(
+                    rollout.stored(rollout.states), rollout.stored(rollout.frames)
+                )
         else:
             self._undo(before)
         variance = returns.var(correction=0)
@@ -365,6 +371,7 @@ def _steps_of(minibatch: Rollout, is_checked: bool) -> Steps:
         minibatch.starts,
         RecurrentState(minibatch.initial_h, minibatch.initial_c),
         None if is_checked else Rows(minibatch.valid, minibatch.env_ids),
+        minibatch.frames,
     )
 
 
