@@ -163,6 +163,10 @@ class PPO:
                 rng_seed=config.rng_seed,
                 clock=world.clock,
             )
+        if self.agent.device.type == "cpu":
+            from esper.kernels.numba_cache import announce_compilation
+
+            announce_compilation()
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
         self._is_learning = False
         self._loaded: dict[str, Any] = {}  # the file of a model without environments
