@@ -56,7 +56,7 @@ POLICIES: dict[str, Callable[[], FactoredRecurrentActorCritic]] = {
     "four heads": lambda: flat_policy(audit_action_space(), 32),
     "dependent heads": lambda: flat_policy(DEPENDENT, 32),
     "Box": lambda: flat_policy(BOX, 32),
-    "picture": lambda: flat_policy(audit_action_space(), 32 + 147, images=(PICTURE,)),
+    "picture": lambda: flat_policy(audit_action_space(), 32, images=(PICTURE,)),
     "Tamiyo, 3 slots": lambda: tamiyo_policy(FeatureLayout(3, 8)),
 }
 EVALUATED = ("four heads", "Tamiyo, 3 slots")
@@ -260,11 +260,12 @@ def measure_act(device: str, budget_s: float) -> dict[int, dict[str, float]]:
 def one_step(policy: FactoredRecurrentActorCritic, num_envs: int) -> Callable[[], object]:
     space = policy.action_space
     features = torch.rand(num_envs, policy.feature_size, device=policy.device)
+    frames = torch.randint(256, (num_envs, policy.frame_size), device=policy.device).byte()
     masks = ActionMasks.all_legal(space, num_envs, policy.device)
     state = policy.initial_state(num_envs)
     noise = draw_noise(space, (num_envs,), policy.device)
     row = Choices.empty(space, num_envs, policy.device)
-    return lambda: policy.act(features, masks, state, noise=noise, out=row)
+    return lambda: policy.act(features, masks, state, frames=frames, noise=noise, out=row)
 
 
 # -- time -----------------------------------------------------------------------------------------

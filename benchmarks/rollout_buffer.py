@@ -68,7 +68,8 @@ def compare_writes(device: str, quick: bool) -> dict[str, dict[str, float | bool
 
 
 WAYS = ("row", "add_batch", "per_field", "bare_copy")
-FIELDS = dict(zip(RolloutRow._fields, TamiyoRolloutStep._fields, strict=False))
+ROW = RolloutRow._fields[:-1]  # without pictures
+FIELDS = dict(zip(ROW, TamiyoRolloutStep._fields, strict=False))
 
 
 def measure_writes(num_envs: int, device: str, repeats: int) -> dict[str, float]:
@@ -91,8 +92,8 @@ def measure_writes(num_envs: int, device: str, repeats: int) -> dict[str, float]
         by_row.set_initial_state(steps[0].hidden_h, steps[0].hidden_c)
         for values in of_rows:
             row = by_row.row()
-            for view, value in zip(row, values, strict=True):
-                view.copy_(value)
+            for name, value in zip(ROW, values, strict=True):
+                getattr(row, name).copy_(value)
             by_row.commit(row)
 
     def write_batches() -> None:

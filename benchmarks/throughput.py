@@ -16,13 +16,17 @@ times, the figure is the median of the turns' ratios. The same Python environmen
 | pictures | 7 x 7 x 3 pictures, against SB3's PPO with the same network |
 
 Besides: `act_*` is the time of `act` for other policies, as a multiple of a plain one's, and
-`us_per_env_512` what a step costs beyond the bare environment, in 512 envs.
+`us_per_env_512` what a step costs beyond the bare environment, in 512 envs. A full run also prints
+the seconds until a new process has made its first update (`first_update`).
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -100,13 +104,19 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     turns = 2 if arguments.quick else 9
-    chosen = arguments.only.split(",") if arguments.only else [*COMPARISONS, "act", "many_envs"]
+    chosen = [*COMPARISONS, "act", "many_envs"]
+    if not arguments.quick:
+        chosen.append("first_update")
+    if arguments.only:
+        chosen = arguments.only.split(",")
     bars = {}
     for name in chosen:
         if name == "act":
             bars |= act_times(50 if arguments.quick else 500)
         elif name == "many_envs":
             bars |= many_envs()
+        elif name == "first_update":
+            first_update()
         else:
             make_ours, make_rival, bar = COMPARISONS[name]
             ratio = compare(name, make_ours(), make_rival(), turns)
@@ -315,6 +325,24 @@ def many_envs(num_envs: int = 512, horizon: int = 16) -> dict[str, Any]:
     print(f"512 envs: {ours:.1f} us per env and step, the bare environment {environment:.1f}")
     value = ours - environment
     return {"us_per_env_512": {"value": round(value, 1), "bar": 6.0, "met": value <= 6.0}}
+
+
+FIRST_UPDATE = "import esper; esper.PPO('CartPole-v1').learn(1)"
+
+
+def first_update() -> None:
+    """Print the seconds that a new process takes, until its first update is done."""
+    with tempfile.TemporaryDirectory() as folder:
+        for kernels in ("compiled", "read from disk"):
+            start = time.perf_counter()
+            subprocess.run(
+                [sys.executable, "-c", FIRST_UPDATE],
+                env=os.environ | {"NUMBA_CACHE_DIR": folder},
+                check=True,
+                capture_output=True,
+            )
+            seconds = time.perf_counter() - start
+            print(f"first update, kernels {kernels}: {seconds:.1f} s after the start", flush=True)
 
 
 if __name__ == "__main__":

@@ -71,13 +71,43 @@ multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daem
     run_script(tmp_path, code, {"NUMBA_CACHE_DIR": str(tmp_path / "cache")})
 
 
+def test_a_model_says_once_that_kernels_are_compiled_and_only_if_they_are(tmp_path):
+    code = """
+import sys, esper, torch
+from numba import njit
+from esper.kernels.lstm.numba_lstm import finish_step
+for _ in range(2):
+    esper.PPO("CartPole-v1", config=esper.GymConfig(masks="none"))
+print(njit(lambda x: x + 1)(2), file=sys.stderr, flush=True)  # a user's own is not announced
+finish_step(0, torch.zeros(1, 8), *torch.zeros(3, 1, 1, 2))
+"""
+    kept = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    blocked = tmp_path / "a file, not a folder"
+    blocked.touch()
+    not_kept = {
+        "NUMBA_CACHE_DIR": str(blocked / "cache"),
+        "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator",
+    }
+    text = "compiling kernels, up to half a minute"
+    for environment, expected in (
+        (kept, [f"{text} (once)"]),
+        (kept, []),
+        (not_kept, [f"{text} (in every process; set NUMBA_CACHE_DIR to keep them)"]),
+    ):
+        assert run_script(tmp_path, code, environment).splitlines() == ["3", *expected]
+
+
 def run_script(folder, code, environment):
+    """Run the code in a new process; returns what it wrote to stderr."""
     (folder / "kernels.py").write_text(KERNELS)
     (folder / "neighbour_of_kernels.py").write_text("FACTOR = 2")
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", f"import numpy as np, kernels\n{code}"],
-        check=True,
         env=os.environ | environment,
         cwd=folder,
         timeout=120,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+    assert done.returncode == 0, done.stderr
+    return done.stderr

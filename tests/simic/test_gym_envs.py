@@ -17,6 +17,7 @@ from esper.simic.gym.gym_envs import GymEnvs
 from esper.simic.gym.gym_spaces import GymSpaces
 from esper.simic.gym.ppo_model import PPO, GymConfig, PolicyState, evaluate
 from esper.tamiyo.policy.network import PolicyConfig
+from support.agents import stir
 from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector, vector_of
 from support.rollouts import act_and_step, stored_fields
 
@@ -130,6 +131,59 @@ def test_a_cut_row_bootstraps_from_the_final_observation_and_the_state_that_saw_
         state = ppo.act(torch.tensor([[age + 1.0]]), masks, state).state
     expected = ppo.value(torch.tensor([[4.0]]), state)
     torch.testing.assert_close(stored["bootstrap_values"][0, 2], expected[0])
+
+
+class Camera(gymnasium.Env):
+    """Shows pictures that no other step shows, and nothing else; remembers them by episode."""
+
+    observation_space = spaces.Box(0, 255, (5, 4, 3), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length: int, shown: list):
+        self.length, self.shown = length, shown
+
+    def observe(self):
+        picture = self.np_random.integers(256, size=(5, 4, 3), dtype=np.uint8)
+        self.shown[-1].append(picture)
+        return picture
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.shown.append([])
+        return self.observe(), {}
+
+    def step(self, action):
+        picture = self.observe()
+        return picture, 1.0, False, len(self.shown[-1]) == self.length + 1, {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pictures_are_stored_and_valued_as_the_bytes_that_the_environment_shows(mode):
+    lengths = (3, 1)
+    shown = [[] for _ in lengths]  # a list of each episode's pictures, the final one last
+    makers = [lambda env=env: Camera(lengths[env], shown[env]) for env in range(len(lengths))]
+    config = replace(CONFIG, policy=replace(CONFIG.policy, memory=False))
+    model = PPO(vector_of(makers, mode), config=config)
+    trainer, agent = model.trainer, model.agent
+    stir(agent.policy)  # V would be 0
+    assert trainer.envs.spec.num_features == 0
+    trainer.collect()
+    fields, counts = stored_fields(trainer.buffer), trainer.buffer.step_counts.tolist()
+    assert fields["frames"].dtype == torch.uint8
+    for env, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        episodes = [np.moveaxis(np.stack(pictures), -1, 1) for pictures in shown[env]]
+        decided = np.concatenate([pictures[:length] for pictures in episodes])[:count]
+        stored = fields["frames"][env, :count]
+        np.testing.assert_array_equal(stored, decided.reshape(count, -1))
+        cut = fields["truncated"][env, :count]
+        final = [pictures[length] for pictures in episodes[: int(cut.sum())]]
+        followed = torch.from_numpy(np.stack([*final, episodes[-1][-1]])).flatten(1)
+        state = agent.policy.initial_state(len(followed))
+        expected = agent.value(torch.zeros(len(followed), 0), state, followed)
+        assert expected.std() > 1e-3
+        torch.testing.assert_close(fields["bootstrap_values"][env, :count][cut], expected[:-1])
+        torch.testing.assert_close(trainer._last_values[env], expected[-1])
+    trainer.learn()
 
 
 @pytest.mark.parametrize("mode", MODES)

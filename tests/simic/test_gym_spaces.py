@@ -74,8 +74,8 @@ def test_features_are_gymnasiums_own_flattening(space):
     alone = [space.sample() for _ in range(3)]
     layout = GymSpaces.of(envs)
     expected = np.stack([flatten(space, o) for o in alone]).astype(np.float32)
-    np.testing.assert_array_equal(layout.features(alone, one_by_one=True), expected)
-    assert layout.features(observations).shape == expected.shape
+    np.testing.assert_array_equal(layout.read(alone, one_by_one=True).features, expected)
+    assert layout.read(observations).features.shape == expected.shape
     assert layout.num_rows(alone[0]) is None
     assert layout.num_rows(observations) == 3
 
@@ -85,23 +85,21 @@ def test_batched_observations_are_flattened_like_single_ones():
     observations, _ = envs.reset(seed=0)
     layout = GymSpaces.of(envs)
     alone = list(gymnasium.vector.utils.iterate(envs.observation_space, observations))
-    torch.testing.assert_close(
-        layout.features(observations), layout.features(alone, one_by_one=True)
-    )
+    torch.testing.assert_close(layout.read(observations), layout.read(alone, one_by_one=True))
 
 
 def test_a_list_of_a_tuples_entries_is_read_like_the_tuple():
     box = spaces.Box(-9, 9, (2,))
     model = PPO(envs_of(spaces.Tuple((box, box))))
     entries = [np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[5.0, 6.0], [7.0, 8.0]])]
-    rows = model.spaces.features(entries)[:, -4:]
+    rows = model.spaces.read(entries).features[:, -4:]
     assert rows.tolist() == [[1, 2, 5, 6], [3, 4, 7, 8]]
     (actions, _), (expected, _) = model.predict(entries), model.predict(tuple(entries))
     assert (actions == expected).all()
 
 
 @pytest.mark.parametrize("shape", [(7, 5, 3), (3, 7, 5), (7, 7, 9), (9, 7, 7)])
-def test_images_are_channels_first_after_the_numbers(shape):
+def test_images_are_bytes_channels_first_beside_the_numbers(shape):
     image = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     space = spaces.Dict({"a": spaces.Box(0, 255, shape, np.uint8), "b": spaces.Box(0, 1, (2,))})
     layout = GymSpaces.of(envs_of(space))
@@ -109,10 +107,42 @@ def test_images_are_channels_first_after_the_numbers(shape):
     axis = shape.index(channels)
     (found,) = layout.images
     assert found == (channels, *(side for i, side in enumerate(shape) if i != axis))
-    features = layout.features([{"a": image, "b": np.array([0.25, 0.5])}], one_by_one=True)[0]
-    assert features[:2].tolist() == [0.25, 0.5]
-    expected = np.moveaxis(image, axis, 0).astype(np.float32)
-    np.testing.assert_array_equal(features[2:].reshape(found), expected)
+    shown = [{"a": image, "b": np.array([0.25, 0.5])}]
+    features, frames = layout.read(shown, one_by_one=True)
+    assert features.tolist() == [[0.25, 0.5]]
+    assert frames.dtype == torch.uint8
+    assert (layout.num_features, layout.frame_size) == (2, image.size)
+    np.testing.assert_array_equal(frames[0].reshape(found), np.moveaxis(image, axis, 0))
+
+
+def test_several_images_follow_one_another_in_the_order_of_their_shapes():
+    space = spaces.Dict(
+        {
+            "far": spaces.Box(0, 255, (4, 5, 1), np.uint8),
+            "level": spaces.Discrete(2),
+            "near": spaces.Box(0, 255, (2, 6, 6), np.uint8),
+        }
+    )
+    layout = GymSpaces.of(envs_of(space))
+    assert layout.images == ((1, 4, 5), (2, 6, 6))
+    space.seed(0)
+    shown = [space.sample() for _ in range(3)]
+    features, frames = layout.read(shown, one_by_one=True)
+    assert features.tolist() == np.eye(2)[[o["level"] for o in shown]].tolist()
+    for row, observation in zip(frames.numpy(), shown, strict=True):
+        np.testing.assert_array_equal(row[:20], observation["far"].flatten())
+        np.testing.assert_array_equal(row[20:], observation["near"].flatten())
+
+
+@pytest.mark.parametrize("bad", [0.5, -1.0, 256.0, np.nan])
+def test_pixels_that_are_no_bytes_are_refused_and_whole_numbers_are_taken(bad):
+    layout = GymSpaces.of(envs_of(spaces.Dict({"eye": spaces.Box(0, 255, (2, 2, 1), np.uint8)})))
+    image = np.array([0.0, 1.0, 7.0, 255.0])
+    frames = layout.read({"eye": image.reshape(1, 2, 2, 1)}).frames
+    assert frames.tolist() == [[0, 1, 7, 255]]
+    image[2] = bad
+    with pytest.raises(ValueError, match=rf"observations\['eye'\] holds {bad}; the pixels of an"):
+        layout.read({"eye": image.reshape(1, 2, 2, 1)})
 
 
 def test_the_mask_entry_is_no_feature():
@@ -185,7 +215,7 @@ def test_a_stack_of_images_is_an_image_with_all_their_channels(channels_last):
     shown = np.moveaxis(frames, 2, -1) if channels_last else frames
     layout = GymSpaces.of(envs_of(spaces.Box(0, 255, shown.shape[1:], np.uint8)))
     assert layout.images == ((12, 8, 9),)
-    np.testing.assert_array_equal(layout.features(shown), frames.reshape(2, -1))
+    np.testing.assert_array_equal(layout.read(shown).frames, frames.reshape(2, -1))
 
 
 # -- refusals, and that their remedies work -----------------------------------------------------

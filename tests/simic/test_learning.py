@@ -82,9 +82,9 @@ def play(model: PPO, env, episodes: int = 16) -> tuple[float, np.ndarray]:
             if state is not None:
                 choices, rewards = state.choices.numpy(), np.array([reward])
                 previous = model.spaces.previous(choices, rewards)
-                features = model.spaces.features(np.asarray(observation)[None], previous)
+                features, frames = model.spaces.read(np.asarray(observation)[None], previous)
                 recurrent = RecurrentState(state.h, state.c)
-                foreseen.append(model.agent.value(features, recurrent).item())
+                foreseen.append(model.agent.value(features, recurrent, frames).item())
             mask = info["action_mask"]
             action, state = model.predict(observation, state, mask=mask, reward=reward)
             observation, reward, _, truncated, info = env.step(action)

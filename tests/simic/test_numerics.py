@@ -14,6 +14,7 @@ from support.agents import (
     episodes_of,
     make_agent,
     random_features,
+    random_frames,
     random_masks,
     rollout_of,
 )
@@ -101,9 +102,10 @@ def test_compiled_kernels_agree_with_plain_code_in_float64(case, device):
     states = [state, RecurrentState(state.h.double(), state.c.double())]
     for step in range(4):
         features = random_features(fast, num_envs, rng).to(device)
+        frames = random_frames(fast, num_envs, rng).to(device)
         masks = random_masks(fast.action_space, num_envs, rng).to(device)
         noise = draw_noise(fast.action_space, (num_envs,), agent.device) if step else None
-        settings = dict(noise=noise, deterministic=noise is None)
+        settings = dict(frames=frames, noise=noise, deterministic=noise is None)
         mine = fast.act(features, masks, states[0], **settings)
         theirs = plain.act(features.double(), masks, states[1], **settings)
         assert torch.equal(mine.masks, theirs.masks)

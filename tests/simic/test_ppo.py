@@ -77,7 +77,8 @@ def fill_empty_rows(buffer):
         if field.dtype == torch.bool:
             field[is_empty] = True
         else:
-            field[is_empty] = torch.nan if field.is_floating_point() else -7
+            bad = {torch.uint8: 255, torch.int64: -7}
+            field[is_empty] = bad.get(field.dtype, torch.nan)
 
 
 def append_empty_rows(buffer, num_steps):

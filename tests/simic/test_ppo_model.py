@@ -12,6 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import esper
+from esper.leyline.factored_actions import ActionMasks
+from esper.tamiyo.policy import plain_heads
 from support.gym_environments import CueMemory, vector
 from support.rollouts import stored_fields
 
@@ -78,6 +80,57 @@ def test_a_strangers_environment_trains_from_five_lines(tmp_path):
     (first, _), (second, _) = model.predict(observation), loaded.predict(observation)
     np.testing.assert_equal(first, second)
     assert env.action_space.contains(first)
+
+
+class Corner(gymnasium.Env):
+    """Sees a picture and nothing else. Right is to name its bright corner."""
+
+    observation_space = spaces.Box(0, 255, (7, 7, 3), np.uint8)
+    action_space = spaces.Discrete(4)
+
+    def observe(self):
+        self.corner = int(self.np_random.integers(4))
+        picture = np.zeros((7, 7, 3), np.uint8)
+        picture[6 * (self.corner // 2), 6 * (self.corner % 2)] = 255
+        return picture
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.age = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        is_right = action == self.corner
+        self.age += 1
+        return self.observe(), float(is_right), False, self.age == 10, {}
+
+
+def test_an_observation_of_a_picture_alone_is_learned_saved_and_evaluated(tmp_path):
+    policy = replace(CONFIG.policy, memory=False)
+    config = replace(CONFIG, policy=policy, ppo=esper.PPOConfig(), horizon=64)
+    model = esper.PPO(vector(Corner, 8), config=config).learn(6_000)
+    assert model.trainer.buffer.states.shape[-1] == 0
+    model.save(tmp_path / "model.pt")
+    loaded = esper.PPO.load(tmp_path / "model.pt")
+    returns = [esper.evaluate(m, vector(Corner, 4), 8).returns for m in (model, loaded)]
+    assert returns[0].mean() > 9  # of 10; at random 2.5
+    np.testing.assert_array_equal(*returns)
+    env = Corner()
+    pictures, corners = zip(*((env.reset(seed=n)[0], env.corner) for n in range(5)), strict=True)
+    assert [loaded.predict(picture)[0] for picture in pictures] == [*corners]
+    assert loaded.predict(np.stack(pictures))[0].tolist() == [*corners]
+
+
+def test_a_policy_that_sees_pictures_says_when_it_gets_none_or_others():
+    agent = esper.PPO(vector(Corner, 2), config=CONFIG).agent
+    masks = ActionMasks.all_legal(agent.policy.action_space, 2)
+    features = torch.zeros(2, 4)  # the previous action
+    state = agent.policy.initial_state(2)
+    with pytest.raises(ValueError, match="sees pictures; pass them as frames=, uint8 147 bytes"):
+        agent.act(features, masks, state)
+    for frames in (torch.zeros(2, 147), torch.zeros(2, 146, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=r"frames: got .* torch.uint8 \(2, 147\) \(N, P\)"):
+            agent.value(features, state, frames)
 
 
 def test_ratios_are_one_before_the_first_step_with_images_and_mixed_actions():
@@ -296,13 +349,17 @@ def test_predicting_without_the_mask_entry_says_what_to_pass():
     assert model.predict(observation, mask=mask)[0]["move"] < 2
 
 
-def test_the_scale_of_pixels_is_taken_from_the_first_rollout_and_kept():
+def test_the_scale_of_pixels_is_taken_from_the_first_rollout_and_kept(monkeypatch):
+    monkeypatch.setattr(plain_heads, "_ROWS_AS_FLOATS", 5)  # at a time
     model = esper.PPO(Stranger(), config=CONFIG).learn(1)
     (scales,) = model.agent.policy.heads.image_scales
     (mean, std), count = (scales.mean.clone(), scales.std.clone()), scales.count.clone()
-    pixels = model.trainer.buffer.states[model.trainer.buffer.valid_mask][:, -432:] / 255
-    by_channel = pixels.double().unflatten(-1, (3, -1)).movedim(1, 0).flatten(1)
+    assert count == 16 * 144
+    pixels = model.trainer.buffer.frames[model.trainer.buffer.valid_mask].double() / 255
+    by_channel = pixels.unflatten(-1, (3, -1)).movedim(1, 0).flatten(1)
     torch.testing.assert_close(mean, by_channel.mean(1), atol=1e-6, rtol=1e-5)
+    expected = (by_channel.var(1, correction=0) + 1e-5).sqrt()
+    torch.testing.assert_close(std, expected, atol=1e-6, rtol=1e-5)
     model.learn(64)
     assert scales.count == count
     torch.testing.assert_close((scales.mean, scales.std), (mean, std), rtol=0, atol=0)
@@ -315,8 +372,8 @@ def test_every_autoreset_mode_stores_dict_observations_with_their_masks(mode):
     trainer.collect()
     stored, counts = stored_fields(trainer.buffer), trainer.buffer.step_counts
     for env, count in enumerate(counts.tolist()):
-        fuel = 1 - (torch.arange(count) % 8) / 8  # before 432 pixels
-        torch.testing.assert_close(stored["states"][env, :count, -433], fuel)
+        fuel = 1 - (torch.arange(count) % 8) / 8
+        torch.testing.assert_close(stored["states"][env, :count, -1], fuel)
         ends = torch.arange(count) % 8 == 7
         assert torch.equal(stored["truncated"][env, :count], ends)
         assert stored["bootstrap_values"][env, :count][ends].isfinite().all()

@@ -16,10 +16,10 @@ from esper.leyline.factored_actions import (
     tamiyo_action_space,
 )
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.agent.rollout import RolloutRow
+from esper.simic.agent.rollout import LEARNED_FROM, RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 
-STATE_DIM, LAYERS, HIDDEN = 6, 2, 4
+STATE_DIM, LAYERS, HIDDEN, FRAME = 6, 2, 4, 12
 SPACE = audit_action_space()
 SPACES = {
     "audit": SPACE,
@@ -29,12 +29,13 @@ SPACES = {
 ARGUMENTS = {  # of a step, by the buffer's field
     "states": "state", "actions": "actions", "log_probs": "log_probs", "masks": "masks",
     "values": "value", "rewards": "reward", "terminated": "terminated", "truncated": "truncated",
-    "bootstrap_values": "bootstrap_value",
+    "bootstrap_values": "bootstrap_value", "frames": "frames",
 }  # fmt: skip
 
 
 def make_buffer(num_envs=3, max_steps=5, space=SPACE, device="cpu"):
-    return TamiyoRolloutBuffer(num_envs, max_steps, STATE_DIM, space, HIDDEN, LAYERS, device)
+    sizes = (STATE_DIM, space, HIDDEN, LAYERS, device, FRAME)
+    return TamiyoRolloutBuffer(num_envs, max_steps, *sizes)
 
 
 def random_step(num_envs, space=SPACE, **given_fields):
@@ -57,6 +58,7 @@ def random_step(num_envs, space=SPACE, **given_fields):
         bootstrap_value=torch.randn(num_envs),
         hidden_h=torch.randn(num_envs, LAYERS, HIDDEN),
         hidden_c=torch.randn(num_envs, LAYERS, HIDDEN),
+        frames=torch.randint(256, (num_envs, FRAME), dtype=torch.uint8),
     )
     for name, value in given_fields.items():
         values[name] = torch.tensor(value) if isinstance(value, list) else value
@@ -266,7 +268,10 @@ BAD_STEPS = {
     "integer flag": (dict(truncated=torch.zeros(2, dtype=torch.long)), "truncated.*bool"),
     "value with an extra axis": (dict(value=torch.zeros(2, 1)), r"value: got shape \(2, 1\)"),
     "another device kind": (dict(state=STEP.state.to("meta")), "state is on meta, the buffer on cpu"),
-    "last field wrong": (dict(hidden_c=torch.zeros(2, 1, HIDDEN)), "hidden_c"),
+    "hidden state of one layer": (dict(hidden_c=torch.zeros(2, 1, HIDDEN)), "hidden_c"),
+    "pictures as floats": (dict(frames=torch.zeros(2, FRAME)), "frames: got torch.float32, expected torch.uint8, 0 to 255"),
+    "pictures of another size": (dict(frames=STEP.frames[:, 1:]), r"frames: got shape \(2, 11\), expected \(2, 12\) = \[envs, P\], bytes"),
+    "no pictures": (dict(frames=None), "frames: got NoneType"),
     "state of three envs, layers first": (dict(hidden_h=torch.zeros(LAYERS, 3, HIDDEN)), r"hidden_h: got shape \(2, 3, 4\), expected \(2, 2, 4\)"),
     "no bootstrap shape": (dict(bootstrap_value=torch.zeros(3)), "bootstrap_value"),
     "no reward": (dict(reward=None), "reward: got NoneType, expected a tensor or numbers"),
@@ -312,7 +317,7 @@ def test_a_recurrent_state_of_one_env_has_no_axis_for_envs(layers, part):
     """torch returns [layers, envs, hidden]: with one env, or as many envs as layers, it may fit."""
     buffer = TamiyoRolloutBuffer(layers, 2, STATE_DIM, SPACE, HIDDEN, layers)
     state = torch.zeros(layers, HIDDEN)
-    step = steps_of(random_step(1), 0)._replace(hidden_h=state, hidden_c=state)
+    step = steps_of(random_step(1), 0)._replace(hidden_h=state, hidden_c=state, frames=None)
     for wrong in (state[:, None], state[None], state[:, None].expand(layers, layers, HIDDEN)):
         with pytest.raises(ValueError, match=rf"{part}: got shape .*\[envs, L, h\]"):
             buffer.add(0, step._replace(**{part: wrong}))
@@ -334,6 +339,44 @@ def test_a_full_env_is_refused_for_the_whole_batch():
     buffer.commit(buffer.row(), torch.tensor([True, True, False]))
     with pytest.raises(ValueError, match=r"envs \[0, 1, 2\] already hold.*reset"):
         buffer.row()
+
+
+@pytest.mark.parametrize("frame_size", [0, FRAME])
+def test_without_pictures_or_numbers_a_rollout_has_a_field_of_width_0(frame_size):
+    state_dim = 0 if frame_size else STATE_DIM
+    sizes = dict(lstm_hidden_dim=HIDDEN, lstm_layers=LAYERS, frame_size=frame_size)
+    buffer = TamiyoRolloutBuffer(2, 3, state_dim, SPACE, **sizes)
+    given = {} if frame_size else {"frames": None}
+    steps = [random_step(2, state=torch.randn(2, state_dim), **given) for _ in range(3)]
+    for step in steps[:2]:
+        buffer.add_batch(step)
+    buffer.add(1, steps_of(steps[2], 1))
+    row = buffer.row()  # a spare row: the next rows differ
+    row.masks.fill_(True)
+    row.frames.fill_(7)
+    buffer.commit(row, torch.tensor([True, False]))
+    buffer.compute_advantages_and_returns(torch.zeros(2))
+    rollout = buffer.rollout()
+    assert rollout.states.shape == (3, 2, state_dim)
+    assert rollout.frames.shape == (3, 2, frame_size)
+    assert rollout.frames.dtype == torch.uint8
+    if frame_size:
+        assert torch.equal(rollout.frames[1], steps[1].frames)
+        assert torch.equal(rollout.frames[2, 1], steps[2].frames[1])
+        assert (rollout.frames[2, 0] == 7).all()
+    buffer.reset()
+    with pytest.raises(ValueError, match="frames: got shape"):
+        buffer.add_batch(steps[0]._replace(frames=torch.zeros(2, 5, dtype=torch.uint8)))
+
+
+def test_pictures_take_a_quarter_of_the_memory_of_floats():
+    pixels = 84 * 84 * 4
+    sizes = [dict(state_dim=pixels), dict(state_dim=0, frame_size=pixels)]
+    as_floats, as_bytes = (
+        TamiyoRolloutBuffer(4, 8, action_space=SPACE, **size).states.untyped_storage().nbytes()
+        for size in sizes
+    )
+    assert as_bytes == pytest.approx(as_floats / 4, rel=0.01)
 
 
 @pytest.mark.parametrize("size", ["num_envs", "max_steps_per_env", "state_dim", "lstm_hidden_dim", "lstm_layers"])  # fmt: skip
@@ -654,6 +697,7 @@ def test_batched_sequences_are_views_of_the_storage():
     batch = buffer.get_batched_sequences()
     by_step = dict.fromkeys([*ARGUMENTS, "advantages", "returns"], (3, 5))
     by_step["states"] += (STATE_DIM,)
+    by_step["frames"] += (FRAME,)
     by_step["masks"] += (SPACE.num_choices,)
     for name in ("actions", "log_probs"):
         by_step[name] += (SPACE.num_heads,)
@@ -711,7 +755,7 @@ def test_a_rollout_is_cut_to_the_longest_row_and_says_where_episodes_start(rollo
             assert learned.starts[t, env] == (t < count and follows_end)
             if t < count:
                 stored_rows.append((t, env))
-    for name in ("states", "actions", "log_probs", "masks", "advantages", "returns", "values"):
+    for name in {*LEARNED_FROM} - {"valid", "starts", "targets"}:
         field = getattr(learned, name)
         assert field.is_contiguous()
         assert torch.equal(field, getattr(buffer, name)[:, :num_steps].transpose(0, 1)), name
@@ -738,7 +782,7 @@ def test_a_minibatch_has_all_rows_of_its_envs():
 
 def spoil_empty_rows(buffer, flag):
     """NaN in every field of every row past `step_counts`; where none fits, a wrong action or flag."""
-    bad = {torch.float32: torch.nan, torch.int64: -(2**40), torch.bool: flag}
+    bad = {torch.float32: torch.nan, torch.int64: -(2**40), torch.bool: flag, torch.uint8: 255}
     for name in ARGUMENTS:
         field = getattr(buffer, name)
         field[~buffer.valid_mask] = bad[field.dtype]
@@ -759,7 +803,7 @@ def test_whatever_empty_rows_hold_changes_nothing(flag, flags):
         results.append(raw | statistics | tensors_of(buffer.rollout()))
     clean, spoilt = results
     assert_same(clean, spoilt)
-    for name in ("states", "actions", "log_probs", "masks", "values", "advantages", "returns"):
+    for name in LEARNED_FROM:
         assert not spoilt[name][~clean["valid"]].any(), name
 
 
@@ -779,7 +823,7 @@ def test_a_compiled_caller_runs():
     def learn(scale):
         buffer.compute_advantages_and_returns(gamma=0.5)
         batch, rollout = buffer.get_batched_sequences(), buffer.rollout()
-        return batch["advantages"] * scale * rollout.valid.sum()
+        return batch["advantages"] * scale * len(rollout.valid)
 
     assert torch.equal(learn(torch.tensor(2.0)), buffer.advantages * 2 * 3)
     assert set(compiled) <= {operator.mul}  # the methods themselves are not traced

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.agent.rollout import Rollout
+from esper.simic.agent.rollout import LEARNED_FROM, Rollout
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, TamiyoRolloutStep
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
@@ -58,8 +58,7 @@ def make_agent(space="plain", *, device="cpu", rng_seed=0, images=(), encoder=No
     if space == "tamiyo":
         policy = tamiyo_policy(TAMIYO, config)
     else:
-        width = NUMBERS + sum(torch.Size(shape).numel() for shape in images)
-        policy = flat_policy(SPACES[space], width, config, images=images, encoder=encoder)
+        policy = flat_policy(SPACES[space], NUMBERS, config, images=images, encoder=encoder)
     stir(policy, 0.1 if images or hidden >= 64 else 0.3)
     return PPOAgent(policy.to(device), PPOConfig(**({"num_minibatches": 2} | settings)))
 
@@ -84,12 +83,14 @@ def random_masks(space, num_envs, rng):
 
 
 def random_features(policy, num_rows, rng):
-    """Numbers around 1; an image's pixels are 0 to 255."""
-    features = 3 * torch.randn(num_rows, policy.feature_size, generator=rng) + 1
-    num_pixels = policy.feature_size - NUMBERS
-    if getattr(policy.heads, "images", ()):
-        features[:, NUMBERS:] = torch.randint(256, (num_rows, num_pixels), generator=rng)
-    return features
+    """Numbers around 1."""
+    return 3 * torch.randn(num_rows, policy.feature_size, generator=rng) + 1
+
+
+def random_frames(policy, num_rows, rng):
+    """Pixels from 0 to 255, of all images."""
+    shape = (num_rows, policy.frame_size)
+    return torch.randint(256, shape, generator=rng, dtype=torch.uint8)
 
 
 def collect(agent, step_counts=(9, 4, 12, 11), *, rng_seed=0, forced_env=None):
@@ -114,15 +115,23 @@ def collect(agent, step_counts=(9, 4, 12, 11), *, rng_seed=0, forced_env=None):
         config.lstm_hidden_dim,
         config.lstm_layers,
         device,
+        policy.frame_size,
     )
     state = RecurrentState(*(torch.randn(size, generator=rng).to(device) for _ in "hc"))
     initial = state
     for t in range(num_steps):
         features = random_features(policy, num_envs, rng)
+        frames = random_frames(policy, num_envs, rng)
         masks = random_masks(space, num_envs, rng)
         if forced_env is not None:
             force(masks, forced_env)
-        decision = agent.act(features.to(device), masks.to(device), state, generator=draws)
+        decision = agent.act(
+            features.to(device),
+            masks.to(device),
+            state,
+            frames=frames.to(device),
+            generator=draws,
+        )
         terminated = torch.rand(num_envs, generator=rng) < 0.15
         truncated = (torch.rand(num_envs, generator=rng) < 0.15) & ~terminated
         step = TamiyoRolloutStep(
@@ -136,6 +145,7 @@ def collect(agent, step_counts=(9, 4, 12, 11), *, rng_seed=0, forced_env=None):
             truncated,
             torch.randn(num_envs, generator=rng),
             *state,
+            frames,
         )
         has_begun = t >= num_steps - counts
         envs = has_begun.nonzero()[:, 0]
@@ -182,9 +192,9 @@ def episodes_of(rollout):
             keeps = 1.0 if first == 0 else 0.0
             fields = {
                 name: getattr(rollout, name)[rows, env : env + 1]
-                for name in ("states", "actions", "log_probs", "masks", "advantages", "returns", "targets",
-                             "values", "valid")
-            }  # fmt: skip
+                for name in LEARNED_FROM
+                if name != "starts"
+            }
             alone = Rollout(
                 **fields,
                 starts=torch.zeros_like(fields["valid"]),

@@ -17,7 +17,9 @@ def stored_fields(buffer: TamiyoRolloutBuffer) -> dict[str, Tensor]:
 def row_for(envs) -> RolloutRow:
     """A row that is not part of a rollout."""
     spec = envs.spec
-    buffer = TamiyoRolloutBuffer(spec.num_envs, 1, spec.num_features, spec.action_space)
+    buffer = TamiyoRolloutBuffer(
+        spec.num_envs, 1, spec.num_features, spec.action_space, frame_size=spec.frame_size
+    )
     return buffer.spare_row()
 
 

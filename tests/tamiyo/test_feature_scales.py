@@ -13,6 +13,7 @@ from esper.tamiyo.policy.feature_scales import (
 from esper.tamiyo.policy.features import FEATURES, FeatureLayout
 from esper.tamiyo.policy.plain_heads import flat_policy
 from esper.tamiyo.policy.slot_heads import tamiyo_policy
+from support.agents import random_features, random_frames
 from support.feature_positions import positions
 from support.random_reports import random_reports
 
@@ -104,9 +105,10 @@ def test_columns_of_the_previous_step_keep_their_zeros():
 def test_a_policy_starts_without_an_opinion_on_the_previous_step():
     space = FactoredActionSpace((Head("action", 3),))
     for options in ({}, {"encoder": torch.nn.Linear(4, 5)}, {"images": ((1, 8, 8),)}):
-        size = 5 + 4 + (64 if "images" in options else 0)
-        policy = flat_policy(space, size, num_previous=5, **options)
-        features = torch.randn(6, size, generator=torch.Generator().manual_seed(0))
+        policy = flat_policy(space, 5 + 4, num_previous=5, **options)
+        rng = torch.Generator().manual_seed(0)
+        features, frames = random_features(policy, 6, rng), random_frames(policy, 6, rng)
         other = features.clone()
         other[:, :5] = 0.0
-        torch.testing.assert_close(policy.heads.encode(features), policy.heads.encode(other))
+        expected = policy.heads.encode(other, frames)
+        torch.testing.assert_close(policy.heads.encode(features, frames), expected)

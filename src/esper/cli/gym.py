@@ -90,8 +90,10 @@ def describe(model: PPO, out: Path) -> str:
     sources = {"info": f"info[{key!r}]", "observation": f"observation[{key!r}]"}
     sources |= {"method": "action_masks()", "none": "none, all legal"}
     heads = ", ".join(map(str, envs.spec.action_space))
+    seen = [f"{envs.spec.num_features} features"]
+    seen += [f"an image of {' x '.join(map(str, shape))}" for shape in envs.spaces.images]
     return (
-        f"{envs.num_envs} envs, {envs.spec.num_features} features, heads {heads}, masks: "
+        f"{envs.num_envs} envs, {', '.join(seen)}, heads {heads}, masks: "
         f"{sources[envs.mask_source]}; policy on {model.config.device}; writing to {out}"
     )
 

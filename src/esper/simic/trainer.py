@@ -34,6 +34,7 @@ class EnvSpec(NamedTuple):
     num_envs: int
     num_features: int
     action_space: FactoredActionSpace
+    frame_size: int = 0  # bytes of an observation's pictures
 
 
 class Observed(NamedTuple):
@@ -49,6 +50,7 @@ class Stepped(NamedTuple):
     is_real: Tensor | None  # [N] bool, CPU; False: the action was ignored; None: all are real
     final_features: Tensor | None  # [N, F]: where an episode was truncated, what followed it
     round_over: bool = False  # no env has a step left in this round
+    final_frames: Tensor | None = None  # [N, P]: with `final_features`, if there are pictures
 
 
 class Environments(Protocol):
@@ -64,7 +66,7 @@ class Environments(Protocol):
         ...
 
     def observe(self, row: RolloutRow) -> Observed:
-        """Write the features of the current observation to `row.states`."""
+        """Write the features of the current observation to `row.states`, pictures to `row.frames`."""
         ...
 
     def step(self, row: RolloutRow) -> Stepped:
@@ -141,6 +143,7 @@ class Trainer:
             config.lstm_hidden_dim,
             config.lstm_layers,
             agent.device,
+            envs.spec.frame_size,
         )
         self.state = agent.policy.initial_state(envs.spec.num_envs)
         self.action_rng = torch.Generator(agent.device).manual_seed(rng_seed)
@@ -190,7 +193,13 @@ class Trainer:
             masks = self._observe(row)
             noise = None if deterministic else self._noise[self._round_steps]
             decision = self.agent.act(
-                row.states, masks, self.state, noise=noise, deterministic=deterministic, out=row
+                row.states,
+                masks,
+                self.state,
+                frames=row.frames,
+                noise=noise,
+                deterministic=deterministic,
+                out=row,
             )
             self.clock.lap("act")
             stepped = self.envs.step(row)
@@ -227,14 +236,17 @@ class Trainer:
             return
         cut = row.truncated.nonzero().squeeze(1)
         final_features = stepped.final_features.to(self.agent.device)[cut]
+        final_frames = stepped.final_frames
+        if final_frames is not None:
+            final_frames = final_frames.to(self.agent.device)[cut]
         state = RecurrentState(decision.state.h[cut], decision.state.c[cut])
-        row.bootstrap_values[cut] = self.agent.value(final_features, state)
+        row.bootstrap_values[cut] = self.agent.value(final_features, state, final_frames)
 
     def _values_after_round(self) -> Tensor:
         """V of the observations that follow the round; they are observed again in the next one."""
         row = self.buffer.spare_row()
         self._observe(row)
-        return self.agent.value(row.states, self.state)
+        return self.agent.value(row.states, self.state, row.frames)
 
     def learn(self, schedule: float = 0.0) -> dict[str, float]:
         """Update the agent from the round; returns metrics, by the names in docs/metrics.md.

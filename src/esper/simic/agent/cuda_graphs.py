@@ -83,10 +83,25 @@ class ActInputs(NamedTuple):
     """What acting reads besides the weights: tensors that stay where they are."""
 
     features: Tensor
+    frames: Tensor | None
     groups: tuple[Tensor, ...]  # of the masks
     h: Tensor
     c: Tensor
     noise: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        given = [self.features, self.frames, *self.groups, self.h, self.c, self.noise]
+        return [tensor for tensor in given if tensor is not None]
+
+    def clone(self) -> "ActInputs":
+        return ActInputs(
+            self.features.clone(),
+            None if self.frames is None else self.frames.clone(),
+            tuple(group.clone() for group in self.groups),
+            self.h.clone(),
+            self.c.clone(),
+            None if self.noise is None else self.noise.clone(),
+        )
 
 
 class AgentGraphs:
@@ -100,18 +115,19 @@ class AgentGraphs:
     def act(
         self,
         features: Tensor,
+        frames: Tensor | None,
         masks: ActionMasks,
         state: RecurrentState,
         noise: Tensor | None,
         out: RolloutRow,
     ) -> Decision:
         """As `PPOAgent.act`; the state that it returns is overwritten by the next call."""
-        given = ActInputs(features, tuple(masks.groups), *state, noise)
+        given = ActInputs(features, frames, masks.groups, *state, noise)
         key = (len(features), noise is None)
         if key not in self._act:
             self._act[key] = self._capture_act(given)
         fixed, graph = self._act[key]
-        torch._foreach_copy_(_flat(fixed), _flat(given))
+        torch._foreach_copy_(fixed.tensors(), given.tensors())
         decision = graph.run()
         torch._foreach_copy_(
             [out.actions, out.log_probs, out.masks, out.values],
@@ -121,18 +137,17 @@ class AgentGraphs:
 
     def _capture_act(self, given: ActInputs) -> tuple[ActInputs, Captured[Decision]]:
         agent = self._agent
-        fixed = ActInputs(
-            given.features.clone(),
-            tuple(group.clone() for group in given.groups),
-            given.h.clone(),
-            given.c.clone(),
-            None if given.noise is None else given.noise.clone(),
-        )
+        fixed = given.clone()
         masks = ActionMasks(agent.policy.action_space, fixed.groups)
 
         def work() -> Decision:
             return agent.act_eagerly(
-                fixed.features, masks, RecurrentState(fixed.h, fixed.c), noise=fixed.noise
+                fixed.features,
+                masks,
+                RecurrentState(fixed.h, fixed.c),
+                frames=fixed.frames,
+                noise=fixed.noise,
+                deterministic=fixed.noise is None,
             )
 
         return fixed, Captured(work, agent.tensors_of_acting, lambda: ())
@@ -170,8 +185,3 @@ class _MinibatchGraph:
     def _reads(self) -> list[Tensor]:
         values = vars(self._rollout).values()
         return [*self._agent.tensors_of_learning(), *(v for v in values if isinstance(v, Tensor))]
-
-
-def _flat(inputs: ActInputs) -> list[Tensor]:
-    tensors = [inputs.features, *inputs.groups, inputs.h, inputs.c]
-    return tensors if inputs.noise is None else [*tensors, inputs.noise]

@@ -137,6 +137,7 @@ class PPOAgent:
         masks: ActionMasks,
         state: RecurrentState,
         *,
+        frames: Tensor | None = None,
         noise: Tensor | None = None,
         generator: Rng = None,
         deterministic: bool = False,
@@ -152,13 +153,14 @@ class PPOAgent:
                     self.policy.action_space, (len(features),), self.device, generator
                 )
             try:
-                return self.graphs.act(features, masks, state, noise, out)
+                return self.graphs.act(features, frames, masks, state, noise, out)
             except CannotCapture as error:
                 self._run_without_graphs("act", error)
         return self.act_eagerly(
             features,
             masks,
             state,
+            frames=frames,
             noise=noise,
             generator=generator,
             deterministic=deterministic,
@@ -171,6 +173,7 @@ class PPOAgent:
         masks: ActionMasks,
         state: RecurrentState,
         *,
+        frames: Tensor | None = None,
         noise: Tensor | None = None,
         generator: Rng = None,
         deterministic: bool = False,
@@ -182,6 +185,7 @@ class PPOAgent:
             features,
             masks,
             state,
+            frames=frames,
             noise=noise,
             generator=generator,
             deterministic=deterministic,
@@ -198,9 +202,11 @@ class PPOAgent:
         self.graphs = None
         print(f"{work} cannot be captured as a CUDA graph, so it is slower: {error}")
 
-    def value(self, features: Tensor, state: RecurrentState) -> Tensor:
+    def value(
+        self, features: Tensor, state: RecurrentState, frames: Tensor | None = None
+    ) -> Tensor:
         """V of an observation `[N]`, in units of the reward: the bootstrap of a row cut there."""
-        return self._unscaled_values(self.policy.value(features, state))
+        return self._unscaled_values(self.policy.value(features, state, frames))
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -246,7 +252,9 @@ class PPOAgent:
             self.failed_updates = 0
             self._check_first_ratios(learned.first_ratio_error)
             if config.normalize_features:
-                self.policy.heads.update_scales(rollout.stored(rollout.states))
+                self.policy.heads.update_scales(
+                    rollout.stored(rollout.states), rollout.stored(rollout.frames)
+                )
         else:
             self._undo(before)
         variance = returns.var(correction=0)
@@ -461,6 +469,7 @@ def steps_of(rollout: Rollout) -> Steps:
         rollout.masks,
         rollout.starts,
         RecurrentState(rollout.initial_h, rollout.initial_c),
+        rollout.frames,
     )
 
 

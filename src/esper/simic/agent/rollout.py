@@ -15,7 +15,7 @@ _ALIGNMENT = 64  # bytes, of each field in an arena
 
 # the fields of the storage that are fields of a `Rollout`
 LEARNED_FROM = (
-    *("states", "actions", "log_probs", "masks", "starts"),
+    *("states", "frames", "actions", "log_probs", "masks", "starts"),
     *("advantages", "returns", "targets", "values", "valid"),
 )
 
@@ -32,16 +32,19 @@ class RolloutRow(NamedTuple):
     terminated: Tensor
     truncated: Tensor
     bootstrap_values: Tensor
+    frames: Tensor  # [N, P] uint8: pictures
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
     """What PPO learns from, on one device: T rows of N envs, or of the envs of a minibatch.
 
-    Rows that hold no step have features, actions and masks of 0, and may be read but not counted.
+    Rows that hold no step have features, pictures, actions and masks of 0, and may be read but not
+    counted.
     """
 
     states: Tensor  # [T, N, F]
+    frames: Tensor  # [T, N, P] uint8: pictures; P is 0 without
     actions: Tensor  # [T, N, H]
     log_probs: Tensor  # [T, N, H]
     masks: Tensor  # [T, N, C]

@@ -38,7 +38,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 class TamiyoRolloutStep(NamedTuple):
     """One transition of one env, or of a batch of envs with a leading axis.
 
-    Shapes are those of one env; F features, H heads, C choices, L LSTM layers.
+    Shapes are those of one env; F features, H heads, C choices, L LSTM layers, P bytes.
     """
 
     state: Tensor  # [F]
@@ -52,6 +52,7 @@ class TamiyoRolloutStep(NamedTuple):
     bootstrap_value: Tensor | None  # [] V(final observation); None if it is not known yet
     hidden_h: Tensor  # [L, hidden]: the recurrent state before the step
     hidden_c: Tensor  # [L, hidden]
+    frames: Tensor | None = None  # [P] uint8: all pictures of an observation; None: there are none
 
 
 class AdvantageStatistics(NamedTuple):
@@ -83,13 +84,18 @@ class TamiyoRolloutBuffer:
         lstm_hidden_dim: int = DEFAULT_LSTM_HIDDEN_DIM,
         lstm_layers: int = 1,
         device: torch.device | str = "cpu",
+        frame_size: int = 0,
     ):
+        """`frame_size` is the bytes of an observation's pictures; only with them `state_dim` may be 0."""
         self.num_envs = num_envs
         self.max_steps_per_env = max_steps_per_env
         self.state_dim = state_dim
+        self.frame_size = frame_size
         self.lstm_hidden_dim = lstm_hidden_dim
         self.lstm_layers = lstm_layers
-        require_at_least(self, 1, "num_envs", "max_steps_per_env", "state_dim")
+        require_at_least(self, 1, "num_envs", "max_steps_per_env")
+        require_at_least(self, 0, "frame_size")
+        require_at_least(self, 0 if frame_size else 1, "state_dim")
         require_at_least(self, 1, "lstm_hidden_dim", "lstm_layers")
         self.action_space = action_space
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
@@ -97,8 +103,9 @@ class TamiyoRolloutBuffer:
         self._all_envs = torch.arange(num_envs, device="cpu")
 
         hidden = (lstm_layers, lstm_hidden_dim)
-        self._step_fields = rollout_fields(action_space, state_dim, hidden)
-        self._row_fields = self._step_fields[: len(RolloutRow._fields)]
+        self._step_fields = rollout_fields(action_space, state_dim, frame_size, hidden)
+        self._row_fields = [f for f in self._step_fields if f.name in RolloutRow._fields]
+        self._used = [f.name for f in self._row_fields if 0 not in f.shape]  # hold anything
         size = (max_steps_per_env, num_envs)
         layout = {f.name: (f.dtype, (*size, *f.shape)) for f in self._row_fields}
         layout |= dict.fromkeys(("advantages", "returns", "targets"), (torch.float32, size))
@@ -121,6 +128,7 @@ class TamiyoRolloutBuffer:
         self.terminated = self._by_env("terminated")
         self.truncated = self._by_env("truncated")
         self.bootstrap_values = self._by_env("bootstrap_values")
+        self.frames = self._by_env("frames")
         self.initial_hidden_h = self._tensors["initial_h"]
         self.initial_hidden_c = self._tensors["initial_c"]
 
@@ -185,8 +193,9 @@ class TamiyoRolloutBuffer:
             envs = self._all_envs if real is None else real.nonzero().squeeze(1)
             self._require_room(envs)
             places = self._places(self.step_counts[envs], envs)
-            for field, values in zip(self._row_fields, row, strict=True):
-                self._tensors[field.name].index_put_(places, values[places[1]])
+            for name in self._used:
+                values = getattr(row, name)
+                self._tensors[name].index_put_(places, values[places[1]])
             counts[envs.numpy()] += 1
         self._forget_derived()
 
@@ -231,11 +240,14 @@ class TamiyoRolloutBuffer:
         self._require_room(envs)
         if step.bootstrap_value is None:  # NaN: `_raise_on_bad_values` reports it if it is needed
             step = step._replace(bootstrap_value=self._no_bootstraps[: len(envs)])
+        if step.frames is None and not self.frame_size:
+            step = step._replace(frames=self._spare.frames[: len(envs)])  # of width 0
         values = [
             field.checked(value, len(envs), self.device)
             for field, value in zip(self._step_fields, step, strict=True)
         ]
-        *of_row, hidden_h, hidden_c = values
+        *of_row, hidden_h, hidden_c, frames = values
+        of_row.append(frames)
         counts = self.step_counts
         steps = counts[envs]
         places = self._places(steps, envs)
@@ -366,8 +378,8 @@ class TamiyoRolloutBuffer:
     def rollout(self, device: torch.device | str | None = None) -> Rollout:
         """What PPO learns from, `[T, N, ...]`, cut to the longest row; its `targets` are not set.
 
-        Rows that hold no step get features, actions and masks of 0: whatever a loss selects, 0
-        times NaN is NaN in the gradient of a weight.
+        Rows that hold no step get features, pictures, actions and masks of 0: whatever a loss
+        selects, 0 times NaN is NaN in the gradient of a weight.
         """
         self._require_advantages()
         self._check_step_counts()
@@ -375,7 +387,7 @@ class TamiyoRolloutBuffer:
         num_steps = int(counts.max())
         if int(counts.min()) < num_steps:
             empty = ~self.valid_mask.t()
-            for name in ("states", "actions", "log_probs", "masks"):
+            for name in ("states", "frames", "actions", "log_probs", "masks"):
                 self._tensors[name].masked_fill_(empty.unsqueeze(-1), 0)
             self._tensors["values"].masked_fill_(empty, 0)
         starts, valid = self._tensors["starts"], self._tensors["valid"]

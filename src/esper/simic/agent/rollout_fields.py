@@ -13,6 +13,7 @@ _ACCEPTED = {  # by a field that is stored in a dtype
     torch.float32: ("numbers", _FLOATS + INTEGERS),
     torch.int64: ("integers", INTEGERS),
     torch.bool: ("bool", (torch.bool,)),
+    torch.uint8: ("torch.uint8, 0 to 255", (torch.uint8,)),
 }
 
 
@@ -51,9 +52,9 @@ class RolloutField(NamedTuple):
 
 
 def rollout_fields(
-    action_space: FactoredActionSpace, state_dim: int, hidden: tuple[int, int]
+    action_space: FactoredActionSpace, state_dim: int, frame_size: int, hidden: tuple[int, int]
 ) -> tuple[RolloutField, ...]:
-    """One row for each field of a step, in the order of `RolloutRow`; then the recurrent state."""
+    """One row for each field of a step, in the order of `TamiyoRolloutStep`."""
     number, flag = torch.float32, torch.bool
     heads, choices = (action_space.num_heads,), (action_space.num_choices,)
     of_heads = f"[envs, H], heads {', '.join(action_space.names)}"
@@ -71,6 +72,9 @@ def rollout_fields(
         RolloutField("bootstrap_values", "bootstrap_value", number),
         RolloutField("hidden_h", "hidden_h", number, hidden, of_layers),
         RolloutField("hidden_c", "hidden_c", number, hidden, of_layers),
+        RolloutField(
+            "frames", "frames", torch.uint8, (frame_size,), "[envs, P], bytes of pictures"
+        ),
     )
 
 

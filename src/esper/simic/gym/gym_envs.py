@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.gym.direct_envs import DirectEnvs
-from esper.simic.gym.gym_spaces import Array, GymSpaces
+from esper.simic.gym.gym_spaces import Array, GymSpaces, PolicyInput
 from esper.simic.trainer import EnvSpec, Observed, PhaseClock, Stepped
 
 if TYPE_CHECKING:
@@ -90,7 +89,9 @@ class GymEnvs:
         spaces.require_same(envs)
         self.spaces = spaces
         self.num_envs = envs.num_envs
-        self.spec = EnvSpec(envs.num_envs, spaces.num_features, spaces.action_space)
+        self.spec = EnvSpec(
+            envs.num_envs, spaces.num_features, spaces.action_space, spaces.frame_size
+        )
         self.clock = clock or PhaseClock()
         self.vector_env: Any = envs
         self._autoreset = _autoreset_mode(envs)
@@ -98,7 +99,7 @@ class GymEnvs:
         if type(self.vector_env) is _sync_vector_env():
             self._stepped = DirectEnvs(self.vector_env, mask_key)
             self._autoreset = "SAME_STEP"
-        self._features = np.zeros((envs.num_envs, spaces.num_features), dtype=np.float32)
+        self._current = spaces.empty_input(envs.num_envs)
         self._all_legal = ActionMasks.all_legal(spaces.action_space, envs.num_envs)
         self._mask_key = mask_key
         self.rounds = 0
@@ -146,7 +147,9 @@ class GymEnvs:
         self._where = f", round {self.rounds + 1}"
 
     def observe(self, row: RolloutRow) -> Observed:
-        row.states.copy_(torch.from_numpy(self._features))
+        row.states.copy_(self._current.features)
+        if self.spec.frame_size:
+            row.frames.copy_(self._current.frames)
         masks = self.masks.to(row.states.device)
         return Observed(masks, torch.from_numpy(self._starts))
 
@@ -159,7 +162,7 @@ class GymEnvs:
         ended = terminated | truncated
         rewards = np.asarray(rewards, dtype=np.float32)
         self._previous = self.spaces.previous(choices.numpy(), rewards)
-        final_features = self._final_features(observations, infos, truncated)
+        final = self._final_input(observations, infos, truncated)
         reset_infos = None
         if self._autoreset == "NEXT_STEP":
             self._starts = was_pending
@@ -177,7 +180,9 @@ class GymEnvs:
         row.truncated.copy_(torch.from_numpy(truncated))
         self.clock.lap("env")
         is_real = torch.from_numpy(~was_pending) if was_pending.any() else None
-        return Stepped(is_real, final_features)
+        if final is None:
+            return Stepped(is_real, None)
+        return Stepped(is_real, final.features, final_frames=final.frames)
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
         self.rounds += 1
@@ -189,21 +194,23 @@ class GymEnvs:
             "episode/length": float(np.mean([episode.length for episode in recent])),
         }
 
-    def _final_features(
+    def _final_input(
         self, observations: Any, infos: dict[str, Any], truncated: Array
-    ) -> Tensor | None:
-        """Features `[N, F]` of what followed the step, before any reset; None if nothing was cut."""
+    ) -> PolicyInput | None:
+        """What followed the step, before any reset, of N envs; None if nothing was cut."""
         if not truncated.any():
             return None
         if self._autoreset != "SAME_STEP":
-            final = self.spaces.features(observations, self._previous)
+            final = self.spaces.read(observations, self._previous)
         else:
-            final = torch.zeros(self._features.shape)
+            final = self.spaces.empty_input(self.num_envs)
             last = list(infos["final_obs"][truncated])
             before = self._previous[truncated]
             cut = torch.from_numpy(truncated)
-            final[cut] = self.spaces.features(last, before, one_by_one=True)
-        self.spaces.require_finite(final, self._where)
+            of_cut = self.spaces.read(last, before, one_by_one=True)
+            final.features[cut] = of_cut.features
+            final.frames[cut] = of_cut.frames
+        self.spaces.require_finite(final.features, self._where)
         return final
 
     def _note(
@@ -213,12 +220,10 @@ class GymEnvs:
         ended: Array | None = None,
         reset_infos: dict[str, Any] | None = None,
     ) -> None:
-        """Set the current features and masks."""
+        """Set the current features, pictures and masks."""
         one_by_one = isinstance(self._stepped, DirectEnvs)
-        features = self.spaces.features(
-            observations, self._previous, one_by_one=one_by_one, out=self._features
-        )
-        self.spaces.require_finite(features, self._where)
+        self.spaces.read(observations, self._previous, one_by_one=one_by_one, out=self._current)
+        self.spaces.require_finite(self._current.features, self._where)
         if self.mask_source == "none":
             if self._is_unmasked_by_chance and self._mask_key in infos:
                 raise ValueError(

@@ -1,7 +1,7 @@
 """Conversion between Gymnasium spaces and the policy: observations to features, choices to actions.
 
     spaces = GymSpaces.of(vector_env)
-    spaces.features(observations)            # [N, F]: previous step, flat entries, images
+    spaces.read(observations)                # features [N, F], and pictures [N, P] as bytes
     spaces.actions(choices)                  # of N envs, as `vector_env.step` takes them
 
 Dict and Tuple spaces are flattened to their entries, as `gymnasium.spaces.utils.flatten` does.
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def width(self) -> int:
-        """Features of an observation's entry: choices are one-hot."""
+        """Columns of an observation's entry: choices are one-hot."""
         return sum(self.sizes) if self.kind == "choices" else math.prod(self.shape)
 
     @property
@@ -55,6 +55,13 @@ class Entry:
     def __str__(self) -> str:
         parts = (_name(self.path), self.kind, self.shape, self.sizes, self.low, self.high)
         return " ".join(str(part) for part in parts if part not in ("", ()))
+
+
+class PolicyInput(NamedTuple):
+    """Observations of N envs as a policy reads them."""
+
+    features: Tensor  # [N, F] float32: previous step, flat entries
+    frames: Tensor  # [N, P] uint8: all images, each flattened with its channels first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +105,13 @@ class GymSpaces:
 
     @property
     def num_features(self) -> int:
-        return self.num_previous + sum(entry.width for entry in self.observation)
+        flat = sum(entry.width for entry in self.observation if entry.kind != "image")
+        return self.num_previous + flat
+
+    @property
+    def frame_size(self) -> int:
+        """Bytes of an observation's images."""
+        return sum(entry.width for entry in self.observation if entry.kind == "image")
 
     @property
     def num_previous(self) -> int:
@@ -123,18 +136,26 @@ class GymSpaces:
         array = _at(observations, first.path)
         return None if np.ndim(array) == len(first.shape) else len(array)
 
-    def features(
+    def empty_input(self, num_envs: int) -> PolicyInput:
+        """Zeros for N envs, such as an `out` of `read`."""
+        return PolicyInput(
+            torch.zeros(num_envs, self.num_features),
+            torch.zeros(num_envs, self.frame_size, dtype=torch.uint8),
+        )
+
+    def read(
         self,
         observations: Any,
         previous: Array | None = None,
         *,
         one_by_one: bool = False,
-        out: Array | None = None,
-    ) -> Tensor:
-        """Observations of N envs as float32 `[N, F]`; a copy, because envs reuse their arrays.
+        out: PolicyInput | None = None,
+    ) -> PolicyInput:
+        """Observations of N envs as a policy reads them; a copy, because envs reuse their arrays.
 
-        They are batched, or `one_by_one`: a sequence with one for each env. `previous` `[N, P]` is
-        what `previous` returned for the step before; None in a first step. Written to `out` if given.
+        They are batched, or `one_by_one`: a sequence with one for each env. `previous` is what the
+        method `previous` returned for the step before; None in a first step. Written to `out` if
+        given.
         """
         arrays = [
             np.array([_at(observation, e.path) for observation in observations])
@@ -142,25 +163,29 @@ class GymSpaces:
             else np.asarray(_at(observations, e.path))
             for e in self.observation
         ]
-        if out is None:
-            features = np.zeros((len(arrays[0]), self.num_features), dtype=np.float32)
-        else:
-            features = out
-            features[:] = 0.0
+        read = self.empty_input(len(arrays[0])) if out is None else out
+        features: Array = read.features.numpy()
+        features[:] = 0.0
         start = self.num_previous
         features[:, :start] = 0.0 if previous is None else previous
+        first_byte = 0
         for entry, array in zip(self.observation, arrays, strict=True):
             if array.shape != (len(features), *entry.shape):
                 raise ValueError(
                     f"observations{_name(entry.path)}: got shape {array.shape}, expected "
                     f"(envs, {', '.join(map(str, entry.shape))})"
                 )
-            _write(features[:, start : start + entry.width], entry, array)
-            start += entry.width
-        return torch.from_numpy(features)
+            if entry.kind == "image":
+                frames = read.frames[:, first_byte : first_byte + entry.width]
+                _write_image(frames.numpy(), entry, array)
+                first_byte += entry.width
+            else:
+                _write(features[:, start : start + entry.width], entry, array)
+                start += entry.width
+        return read
 
     def previous(self, choices: Array, rewards: Array) -> Array:
-        """The choices `[N, H]` and rewards `[N]` of a step as features of the next one, `[N, P]`."""
+        """The choices `[N, H]` and rewards `[N]` of a step as features of the next one, `[N, num_previous]`."""
         columns = np.zeros((len(rewards), self.num_previous), dtype=np.float32)
         start, heads = 0, self.action_space.heads if self.previous_action else ()
         for head, choice in zip(heads, choices.T, strict=False):
@@ -424,8 +449,6 @@ def _default_heads(entry: Entry) -> Iterator[Head]:
 
 def _write(features: Array, entry: Entry, array: Array) -> None:
     """Write an entry's observations `[N, ...]` to its columns `[N, width]`, which are 0."""
-    if entry.kind == "image" and not entry.is_channels_first:
-        array = np.moveaxis(array, -1, -3)
     if entry.kind != "choices":
         features[:] = array.reshape(features.shape)
         return
@@ -437,6 +460,23 @@ def _write(features: Array, entry: Entry, array: Array) -> None:
             f"{', '.join(map(str, first))} to {', '.join(map(str, first + sizes - 1))}"
         )
     features[np.arange(len(array))[:, None], np.cumsum(sizes) - sizes + index] = 1.0
+
+
+def _write_image(frames: Array, entry: Entry, array: Array) -> None:
+    """Write images `[N, ...]` to their columns `[N, width]`, channels first."""
+    if array.dtype != np.uint8:
+        with np.errstate(invalid="ignore"):  # NaN
+            pixels = array.astype(np.uint8)
+        if (pixels != array).any():
+            value = array[pixels != array].flat[0]
+            raise ValueError(
+                f"observations{_name(entry.path)} holds {value}; the pixels of an image are whole "
+                "numbers from 0 to 255 (uint8)"
+            )
+        array = pixels
+    if not entry.is_channels_first:
+        array = np.moveaxis(array, -1, -3)
+    frames[:] = array.reshape(frames.shape)
 
 
 def _mask_array(what: str, masks: Any, expected: tuple[int, ...]) -> Array:

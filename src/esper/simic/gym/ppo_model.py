@@ -163,6 +163,10 @@ class PPO:
                 rng_seed=config.rng_seed,
                 clock=world.clock,
             )
+        if self.agent.device.type == "cpu":
+            from esper.kernels.numba_cache import announce_compilation
+
+            announce_compilation()
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
         self._is_learning = False
         self._loaded: dict[str, Any] = {}  # the file of a model without environments
@@ -302,7 +306,7 @@ class PPO:
             state = PolicyState(*recurrent, state.choices, state.is_new | is_first)
         previous = self._previous(state, reward)
         observations = [observation] if is_single else observation
-        features = self.spaces.features(observations, previous, one_by_one=is_single)
+        features, frames = self.spaces.read(observations, previous, one_by_one=is_single)
         self.spaces.require_finite(features)
         if mask is None and (entry := self.spaces.mask_entry) is not None:
             if entry not in observation:
@@ -318,9 +322,15 @@ class PPO:
             masks = ActionMasks.all_legal(self.spaces.action_space, num_envs)
         else:
             masks = self.spaces.masks([mask] if is_single else mask)
-        features, masks = features.to(self.agent.device), masks.to(self.agent.device)
+        device = self.agent.device
         recurrent = RecurrentState(state.h, state.c)
-        decision = self.agent.act(features, masks, recurrent, deterministic=deterministic)
+        decision = self.agent.act(
+            features.to(device),
+            masks.to(device),
+            recurrent,
+            frames=frames.to(device),
+            deterministic=deterministic,
+        )
         actions = self.spaces.actions(decision.actions[0] if is_single else decision.actions)
         is_new = torch.zeros(num_envs, dtype=torch.bool)
         after = PolicyState(*decision.state, decision.actions.cpu(), is_new)
@@ -449,6 +459,7 @@ def evaluate(
             row.states,
             observed.masks,
             state,
+            frames=row.frames,
             generator=generator,
             deterministic=deterministic,
             out=row,
@@ -473,6 +484,11 @@ def _row_for(world: GymEnvs, agent: PPOAgent) -> RolloutRow:
     """A row that is not part of a rollout: to play without learning."""
     spec = world.spec
     buffer = TamiyoRolloutBuffer(
-        spec.num_envs, 1, spec.num_features, spec.action_space, device=agent.device
+        spec.num_envs,
+        1,
+        spec.num_features,
+        spec.action_space,
+        device=agent.device,
+        frame_size=spec.frame_size,
     )
     return buffer.spare_row()

@@ -41,17 +41,18 @@ class Heads(Protocol):
     """Encoder and heads of a policy, an `nn.Module` that owns the scaling of its features."""
 
     feature_size: int  # F
+    frame_size: int  # P: bytes of an observation's pictures; 0 without
 
-    def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
-        """The core's input `[B, hidden]` from raw features `[B, F]`."""
+    def encode(self, features: Tensor, frames: Tensor | None = None) -> tuple[Tensor, Scene]:
+        """The core's input `[B, hidden]` from raw features `[B, F]` and pictures `[B, P]`."""
         ...
 
     def logits(self, group: int, core: Tensor, scene: Scene, actions: Tensor) -> Tensor:
         """Logits `[B, choices]` of a head group after the first, given the earlier actions."""
         ...
 
-    def update_scales(self, features: Tensor) -> None:
-        """Adapt the scaling to the raw features `[R, F]` of a rollout."""
+    def update_scales(self, features: Tensor, frames: Tensor | None = None) -> None:
+        """Adapt the scaling to the raw features `[R, F]` and pictures `[R, P]` of a rollout."""
         ...
 
 
@@ -99,6 +100,7 @@ class Steps(NamedTuple):
     masks: Tensor  # [T, B, C]: the mask rows that applied
     starts: Tensor  # [T, B] bool: the row begins an episode
     initial: RecurrentState  # before the first row, [B, L, hidden]
+    frames: Tensor | None = None  # [T, B, P] uint8: pictures, if the policy sees any
 
 
 class Outputs(NamedTuple):
@@ -135,6 +137,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.choice_checks = ChoiceChecks(action_space)
         self.heads = heads
         self.feature_size = heads.feature_size
+        self.frame_size = heads.frame_size
         width = config.lstm_hidden_dim
         self.core = nn.LSTM(width, width, config.lstm_layers)
         init_lstm(self.core)
@@ -174,23 +177,24 @@ class FactoredRecurrentActorCritic(nn.Module):
         masks: ActionMasks,
         state: RecurrentState,
         *,
+        frames: Tensor | None = None,
         noise: Tensor | None = None,
         generator: torch.Generator | None = None,
         deterministic: bool = False,
         out: Choices | None = None,
     ) -> Decision:
-        """One step for N envs from features `[N, F]`.
+        """One step for N envs from features `[N, F]`, and pictures `[N, P]` uint8 if it sees any.
 
         `noise` `[N, C]` is from `draw_noise`; without it, random numbers are drawn here. The choices
         are written to `out`, such as a row of a rollout, or to new tensors.
         """
-        self.check_step(features, state, masks)
+        self.check_step(features, state, masks, frames)
         if deterministic:
             noise = None
         elif noise is None:
             noise = draw_noise(self.action_space, (len(features),), self.device, generator)
         with full_precision(self.device):
-            core, scene, next_state = self._step(features, state)
+            core, scene, next_state = self._step(features, frames, state)
             first_logits, values = self._read(core)
 
             def logits_of(group: int, actions: Tensor) -> Tensor:
@@ -211,11 +215,13 @@ class FactoredRecurrentActorCritic(nn.Module):
         return Decision(*choices, values, next_state)
 
     @torch.no_grad()
-    def value(self, features: Tensor, state: RecurrentState) -> Tensor:
-        """V(s) `[N]` of features `[N, F]`; the state is read, not advanced."""
-        self.check_step(features, state)
+    def value(
+        self, features: Tensor, state: RecurrentState, frames: Tensor | None = None
+    ) -> Tensor:
+        """V(s) `[N]` of features `[N, F]` and pictures `[N, P]`; the state is read, not advanced."""
+        self.check_step(features, state, frames=frames)
         with full_precision(self.device):
-            core, _, _ = self._step(features, state)
+            core, _, _ = self._step(features, frames, state)
             return self._read(core)[1]
 
     @torch.no_grad()
@@ -232,8 +238,9 @@ class FactoredRecurrentActorCritic(nn.Module):
     def outputs(self, steps: Steps) -> Outputs:
         """Logits and values of stored steps."""
         num_steps, num_envs, _ = steps.features.shape
+        frames = None if steps.frames is None else steps.frames.flatten(0, 1)
         with full_precision(self.device):
-            encoded, scene = self.heads.encode(steps.features.flatten(0, 1))
+            encoded, scene = self.heads.encode(steps.features.flatten(0, 1), frames)
             core = encoded  # [T * B, hidden]
             if self.config.memory:
                 rollout = encoded.view(num_steps, num_envs, -1)
@@ -275,10 +282,10 @@ class FactoredRecurrentActorCritic(nn.Module):
         )
 
     def _step(
-        self, features: Tensor, state: RecurrentState
+        self, features: Tensor, frames: Tensor | None, state: RecurrentState
     ) -> tuple[Tensor, Scene, RecurrentState]:
         """Core state `[N, hidden]`, the heads' scene, and the LSTM's next state."""
-        encoded, scene = self.heads.encode(features)
+        encoded, scene = self.heads.encode(features, frames)
         if not self.config.memory:
             return encoded, scene, state
         below = encoded
@@ -297,7 +304,11 @@ class FactoredRecurrentActorCritic(nn.Module):
         return logits, values.squeeze(-1)
 
     def check_step(
-        self, features: Tensor, state: RecurrentState, masks: ActionMasks | None = None
+        self,
+        features: Tensor,
+        state: RecurrentState,
+        masks: ActionMasks | None = None,
+        frames: Tensor | None = None,
     ) -> None:
         """Raise if shapes are not those that `act` reads."""
         num_envs = len(features)
@@ -309,6 +320,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         ):
             if tensor.shape != shape:
                 raise ValueError(f"{name}: got {tuple(tensor.shape)}, expected {shape} ({letters})")
+        self._check_frames(frames, num_envs)
         if masks is None:
             return
         if masks.action_space != self.action_space:
@@ -319,6 +331,22 @@ class FactoredRecurrentActorCritic(nn.Module):
             )
         if masks.num_envs != num_envs:
             raise ValueError(f"masks are for {masks.num_envs} envs, features for {num_envs}")
+
+    def _check_frames(self, frames: Tensor | None, num_envs: int) -> None:
+        """Raise if the pictures are not those that the encoder reads."""
+        if frames is None:
+            if self.frame_size:
+                raise ValueError(
+                    f"this policy sees pictures; pass them as frames=, uint8 {self.frame_size} bytes "
+                    "for each env"
+                )
+            return
+        if frames.shape != (num_envs, self.frame_size) or frames.dtype != torch.uint8:
+            raise ValueError(
+                f"frames: got {frames.dtype} {tuple(frames.shape)}, expected torch.uint8 "
+                f"{(num_envs, self.frame_size)} (N, P): all pictures of an env, each flattened with "
+                "its channels first"
+            )
 
 
 def _finish_step(layer: int, gates: Tensor, c: Tensor, next_state: RecurrentState) -> None:

@@ -5,7 +5,7 @@ policy = flat_policy(action_space, num_features=17)
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConf
 from esper.tamiyo.policy.policy_layers import POLICY_GAIN, embedding, linear, mlp
 
 ImageShape = tuple[int, int, int]  # channels, height, width
+_ROWS_AS_FLOATS = 1024  # of pictures at a time, while their statistics are taken
 
 
 def flat_policy(
@@ -28,7 +29,9 @@ def flat_policy(
     images: tuple[ImageShape, ...] = (),
     encoder: nn.Module | None = None,
 ) -> FactoredRecurrentActorCritic:
-    """A policy for any action space and features `[B, F]`: previous step, numbers, images.
+    """A policy for any action space, features `[B, F]` (previous step, numbers) and images.
+
+    All images of an observation are frames `[B, P]` uint8: each flattened, channels first.
 
     A custom `encoder(numbers, *images)` returns `[B, any width]`. It gets the scaled flat features
     `[B, numbers]` without those of the previous step, and each image `[B, channels, height, width]`,
@@ -59,10 +62,10 @@ class PlainHeads(nn.Module):
         super().__init__()
         self.feature_size = feature_size
         self.images = images
-        sizes = [math.prod(shape) for shape in images]
-        self._sizes = [feature_size - sum(sizes), *sizes]
+        self._image_sizes = [math.prod(shape) for shape in images]
+        self.frame_size = sum(self._image_sizes)
         # in an episode's first step there is no previous one: its features are 0, and stay 0
-        self.scales = RunningNormalizer(self._sizes[0], uncentered=num_previous)
+        self.scales = RunningNormalizer(feature_size, uncentered=num_previous)
         self.image_scales = nn.ModuleList(
             RunningNormalizer(channels, epsilon=1e-5) for channels, _, _ in images
         )
@@ -73,7 +76,7 @@ class PlainHeads(nn.Module):
         if encoder is not None:
             self.encoder = _copy_of(encoder)
         elif images:
-            self.encoder = _ImageEncoder(self._sizes[0], images, config)
+            self.encoder = _ImageEncoder(feature_size, images, config)
         else:
             self.encoder = mlp(feature_size, width, config.encoder_layers)
         if self.is_custom or images:
@@ -87,23 +90,22 @@ class PlainHeads(nn.Module):
             for heads, space in later
         )
 
-    def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
+    def encode(self, features: Tensor, frames: Tensor | None = None) -> tuple[Tensor, Scene]:
         """The core's input `[B, width]`."""
         if not self.images and not self.is_custom:
             encoded: Tensor = self.encoder(self.scales.normalize(features))
             return encoded, ()
-        numbers, *images = torch.split(features, self._sizes, dim=-1)
         scaled = [
-            scales.normalize(pixels).movedim(-1, 1) for pixels, scales in self._pixels(images)
+            scales.normalize(pixels).movedim(-1, 1) for pixels, scales in self._pixels(frames)
         ]
-        numbers = self.scales.normalize(numbers)
+        numbers = self.scales.normalize(features)
         unseen, seen = numbers[:, : self._unseen], numbers[:, self._unseen :]
         return self.join(torch.cat((unseen, self.encoder(seen, *scaled)), dim=-1)), ()
 
     @torch.no_grad()
     def _encoded_width(self) -> int:
         """The width of the encoder's output, found with zeros."""
-        numbers = (self._sizes[0] - self._unseen,)
+        numbers = (self.feature_size - self._unseen,)
         inputs = [torch.zeros(2, *shape) for shape in (numbers, *self.images)]
         try:
             encoded = self.encoder(*inputs)
@@ -118,8 +120,12 @@ class PlainHeads(nn.Module):
             raise ValueError(f"the encoder returned {got} for 2 rows; expected a tensor (2, width)")
         return encoded.shape[1]
 
-    def _pixels(self, images: Iterable[Tensor]) -> Iterator[tuple[Tensor, RunningNormalizer]]:
-        """Flat images `[B, pixels]` as `[B, height, width, channels]`, 0 to 1, and their scales."""
+    def _pixels(self, frames: Tensor | None) -> Iterator[tuple[Tensor, RunningNormalizer]]:
+        """Images as floats `[B, height, width, channels]`, 0 to 1, and their scales."""
+        if not self.images:
+            return
+        assert frames is not None
+        images = torch.split(frames, self._image_sizes, dim=-1)
         for image, shape, scales in zip(images, self.images, self.image_scales, strict=True):
             assert isinstance(scales, RunningNormalizer)
             yield image.reshape(-1, *shape).movedim(1, -1) / 255.0, scales
@@ -130,19 +136,19 @@ class PlainHeads(nn.Module):
         return logits
 
     @torch.no_grad()
-    def update_scales(self, features: Tensor) -> None:
-        """Update the running statistics with features `[R, F]`.
+    def update_scales(self, features: Tensor, frames: Tensor | None = None) -> None:
+        """Update the running statistics with features `[R, F]` and pictures `[R, P]`.
 
         When the mean moves, the shift is folded into the encoder's first bias: the policy's output
         on a given observation does not change. Otherwise a policy that leans to one side would
         move the mean, and lean further with every update. The first update is applied as is.
         """
-        features, *images = torch.split(features, self._sizes, dim=-1)
-        if any(scales.count == 0 for scales in self.image_scales):
-            for pixels, image_scales in self._pixels(images):
-                image_scales.update(pixels.flatten(0, -2))
+        if frames is not None and any(scales.count == 0 for scales in self.image_scales):
+            for some in torch.split(frames, _ROWS_AS_FLOATS):
+                for pixels, image_scales in self._pixels(some):
+                    image_scales.update(pixels.flatten(0, -2))
         scales = self.scales
-        if not self._sizes[0] or (self.is_custom and scales.count > 0):
+        if not self.feature_size or (self.is_custom and scales.count > 0):
             return  # a custom encoder has no first layer that is known: its scales stay
         old_mean, is_first = scales.mean.clone(), scales.count == 0
         scales.update(features)

@@ -56,6 +56,8 @@ class SlotHeads(nn.Module):
     Features are scaled by `FeatureScales`, fitted to the first rollout and then frozen.
     """
 
+    frame_size = 0  # no pictures: `frames` holds nothing
+
     def __init__(self, layout: FeatureLayout, config: PolicyConfig):
         super().__init__()
         self.layout = layout
@@ -78,7 +80,7 @@ class SlotHeads(nn.Module):
         plain_choices = space.group_spaces[2].num_choices - layout.num_blueprints
         self.readout = linear(width, plain_choices, gain=POLICY_GAIN)
 
-    def encode(self, features: Tensor) -> tuple[Tensor, Scene]:
+    def encode(self, features: Tensor, frames: Tensor | None = None) -> tuple[Tensor, Scene]:
         """The core's input `[B, width]`, and the embeddings of slots and blueprints."""
         env, slots, blueprints = self.scales(features)
         # no bias: a blueprint that does not fit has features 0, stays 0 and is never the maximum
@@ -103,7 +105,7 @@ class SlotHeads(nn.Module):
         where = (self.where_core(core) + self.where_op(op) + self.where_slot(slot)).tanh()
         return torch.cat((self.blueprint_pointer(where, menu), self.readout(where)), dim=-1)
 
-    def update_scales(self, features: Tensor) -> None:
+    def update_scales(self, features: Tensor, frames: Tensor | None = None) -> None:
         """Fit the scales to features `[R, F]` the first time; later calls change nothing."""
         if not self.scales.is_fitted:
             self.scales.fit(features)
