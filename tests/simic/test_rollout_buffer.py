@@ -823,7 +823,7 @@ def test_a_compiled_caller_runs():
     def learn(scale):
         buffer.compute_advantages_and_returns(gamma=0.5)
         batch, rollout = buffer.get_batched_sequences(), buffer.rollout()
-        return batch["advantages"] * scale * len(rollout.valid)
+        return batch["advantages"] * scale * len(rollout.initial_h)
 
     assert torch.equal(learn(torch.tensor(2.0)), buffer.advantages * 2 * 3)
     assert set(compiled) <= {operator.mul}  # the methods themselves are not traced
