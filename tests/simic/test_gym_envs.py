@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from esper.leyline.factored_actions import ActionMasks
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.gym import ppo_model
 from esper.simic.gym.gym_envs import GymEnvs
@@ -126,7 +127,7 @@ def test_a_cut_row_bootstraps_from_the_final_observation_and_the_state_that_saw_
     stored, ppo = stored_fields(model.trainer.buffer), model.agent
     # env 0, its first episode: rows 0 to 2; replay it from a zero state
     state = ppo.policy.initial_state(1)
-    masks = model.spaces.masks(np.ones((1, 2)))
+    masks = ActionMasks.all_legal(model.spaces.action_space, 1)
     for age in range(3):
         state = ppo.act(torch.tensor([[age + 1.0]]), masks, state).state
     expected = ppo.value(torch.tensor([[4.0]]), state)
@@ -547,7 +548,7 @@ def test_continuous_choices_come_back_as_numbers_between_minus_one_and_one():
 
     envs = SyncVectorEnv([lambda: Mixed(3, terminates=True)] * 2)
     found = replace(GymSpaces.of(envs), previous_action=True)
-    columns = found.previous(np.array([[1.0, 0.5], [0.0, -30.0]]), np.zeros(2))
+    columns = found.previous(torch.tensor([[1.0, 0.5], [0.0, -30.0]]), torch.zeros(2))
     np.testing.assert_allclose(columns, [[0, 1, np.tanh(0.5)], [1, 0, -1]], rtol=1e-6)
 
 
@@ -577,7 +578,7 @@ def test_an_observation_of_another_space_is_refused():
         model.predict(np.zeros(4))
     model = train(vector(BestActions, 2), 32)
     for outside in (-1, 3):
-        with pytest.raises(ValueError, match=rf"\[{outside}\] are not all within 0 to 2"):
+        with pytest.raises(ValueError, match="env 0: the observation is not within 0 to 2"):
             model.predict(outside)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode
 
 from esper.simic.agent.ppo import PPOConfig
@@ -80,8 +81,7 @@ def play(model: PPO, env, episodes: int = 16) -> tuple[float, np.ndarray]:
         state, truncated, total, reward = None, False, 0.0, None
         while not truncated:
             if state is not None:
-                choices, rewards = state.choices.numpy(), np.array([reward])
-                previous = model.spaces.previous(choices, rewards)
+                previous = model.spaces.previous(state.choices, torch.tensor([reward]))
                 features, frames = model.spaces.read(np.asarray(observation)[None], previous)
                 recurrent = RecurrentState(state.h, state.c)
                 foreseen.append(model.agent.value(features, recurrent, frames).item())

@@ -154,6 +154,7 @@ class AgentGraphs:
 
     def learn(self, rollout: Rollout, env_ids: Tensor) -> "LearnedMinibatch":
         """As `PPOAgent.learn_from` the rows of these envs."""
+        self._agent.prepare_optimizer()
         key = (*rollout.states.shape, len(env_ids))
         if key not in self._learn:
             if len(self._learn) == _MOST_LAYOUTS:

@@ -389,6 +389,16 @@ class PPOAgent:
         entropy_share = share[self.config.entropy_schedule]
         torch.mul(self._relative_entropy_weights, entropy_share, out=self._entropy_weights)
 
+    def prepare_optimizer(self) -> None:
+        """Give the optimiser the moments of no step, which a graph's warm-up can return to."""
+        if self.optimizer.state:
+            return
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()  # by 0
+        for moments in self.optimizer.state.values():
+            moments["step"].zero_()
+
     def _set_learning_rate(self, rate: float) -> None:
         (group,) = self.optimizer.param_groups
         if isinstance(group["lr"], Tensor):  # a CUDA graph reads it

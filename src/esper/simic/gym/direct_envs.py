@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from esper.simic.gym.gym_spaces import Array
+from esper.simic.gym.entries import Array
 
 
 class DirectEnvs:

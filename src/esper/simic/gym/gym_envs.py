@@ -1,33 +1,38 @@
-"""Gymnasium vector environments for the training loop, with one behaviour for all autoreset modes.
+"""Vector environments for the training loop, with one behaviour for all autoreset modes.
 
     envs = GymEnvs(vector_env, GymSpaces.of(vector_env), rng_seed=0)
     observed = envs.observe(row)             # features into a row of the rollout, and masks
     stepped = envs.step(row)                 # its actions; rewards and flags into the row
 
+Environments speak NumPy or torch, on a CPU or a GPU: what the first reset gives says which. Tensors
+stay on their device, and on a GPU nothing waits for it before the round's end.
+
 Three modes, read from `metadata["autoreset_mode"]`:
 - NEXT_STEP: the step after an episode's end only resets, and its action is ignored. Such a filler
   is no real step, and is not stored.
 - SAME_STEP: the reset happens within the step that ends the episode.
-- DISABLED: the envs that have ended are reset here.
+- DISABLED: the envs that have ended are reset here, which asks a GPU at every step whether any has.
 
 The environments of a `SyncVectorEnv` without wrappers are stepped directly and reset when they end:
 the same episodes, without fillers (`DirectEnvs`).
 """
 
 import warnings
-from collections import deque
-from collections.abc import Iterable, Mapping
-from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.gym.direct_envs import DirectEnvs
-from esper.simic.gym.gym_spaces import Array, GymSpaces, PolicyInput
+from esper.simic.gym.entries import at, to_tensor
+from esper.simic.gym.episode_log import Episode, EpisodeLog
+from esper.simic.gym.gym_masks import DEFAULT_KEY, MaskOption, MaskReader, merged_masks
+from esper.simic.gym.gym_spaces import CPU, GymSpaces, PolicyInput
+from esper.simic.gym.round_checks import RoundChecks
 from esper.simic.trainer import EnvSpec, Observed, PhaseClock, Stepped
 
 if TYPE_CHECKING:
@@ -36,46 +41,13 @@ if TYPE_CHECKING:
 
     AnyEnv = str | Env[Any, Any] | VectorEnv[Any, Any, Any]
 
-MaskOption = Literal["auto", "observation", "info", "method", "none"]
-
-_DEFAULT_KEY = "action_mask"
-RECENT_EPISODES = 100  # that the reported means are over
-
-
-class Episode(NamedTuple):
-    """An episode that has ended."""
-
-    env: int
-    total_reward: float
-    length: int
-
-
-class EpisodeLog:
-    """Returns and lengths of episodes."""
-
-    def __init__(self, num_envs: int, recent: Iterable[Episode] = ()):
-        self.total_rewards = np.zeros(num_envs)  # of the unfinished episodes, as are the lengths
-        self.lengths = np.zeros(num_envs, dtype=np.int64)
-        self.ended: list[Episode] = []  # by the last step
-        self.recent = deque(recent, maxlen=RECENT_EPISODES)  # before this round
-
-    def add(self, rewards: Array, ended: Array, is_real_step: Array) -> None:
-        self.total_rewards += rewards * is_real_step
-        self.lengths += is_real_step
-        self.ended = [
-            Episode(int(env), float(self.total_rewards[env]), int(self.lengths[env]))
-            for env in np.flatnonzero(ended)
-        ]
-        self.recent.extend(self.ended)
-        self.total_rewards[ended] = 0.0
-        self.lengths[ended] = 0
-
 
 class GymEnvs:
     """N environments, each with a current observation and its masks."""
 
     masks: ActionMasks  # of the current observation
-    pending: Array  # [N] bool: the next step is a filler that only resets
+    pending: Tensor  # [N] bool: the next step is a filler that only resets
+    device: torch.device  # of the environments' tensors
 
     def __init__(
         self,
@@ -83,7 +55,7 @@ class GymEnvs:
         spaces: GymSpaces,
         rng_seed: int,
         mask_source: MaskOption = "auto",
-        mask_key: str = _DEFAULT_KEY,
+        mask_key: str = DEFAULT_KEY,
         clock: PhaseClock | None = None,
     ):
         spaces.require_same(envs)
@@ -99,22 +71,25 @@ class GymEnvs:
         if type(self.vector_env) is _sync_vector_env():
             self._stepped = DirectEnvs(self.vector_env, mask_key)
             self._autoreset = "SAME_STEP"
-        self._current = spaces.empty_input(envs.num_envs)
-        self._all_legal = ActionMasks.all_legal(spaces.action_space, envs.num_envs)
+        self._is_direct = isinstance(self._stepped, DirectEnvs)
         self._mask_key = mask_key
+        self.checks = RoundChecks()
+        self._has_printed = False  # that final observations are not given
         self.rounds = 0
         self._where = ""  # the round that errors name
-        observations, infos = self._reset(rng_seed)
-        self.mask_source = self._find_mask_source(infos, mask_source)
-        self._is_unmasked_by_chance = self.mask_source == "none" != mask_source
-        self._note(observations, infos)
-        self._check_masks(observations, infos)
+        self.log = EpisodeLog(self.num_envs)
+        infos = self._reset(rng_seed)
+        self._mask_reader = MaskReader(envs, spaces, mask_source, mask_key, infos)
+        self.mask_source = self._mask_reader.source
+        self._check_masks(infos)
+        self._read_masks((infos, None))
 
-    def _check_masks(self, observations: Any, infos: dict[str, Any]) -> None:
+    def _check_masks(self, infos: dict[str, Any]) -> None:
         """Raise or warn where masks were probably meant, and none were found."""
-        if self._is_unmasked_by_chance and self._mask_key != _DEFAULT_KEY:
+        is_by_chance = self._mask_reader.is_unmasked_by_chance
+        if is_by_chance and self._mask_key != DEFAULT_KEY:
             names = [name for name in infos if not name.startswith("_")]
-            first = observations[0] if isinstance(observations, list) else observations
+            first = self._observations[0] if self._is_direct else self._observations
             raise ValueError(
                 f"mask_key={self._mask_key!r}: the first reset gave no such mask. The observation has "
                 f"{[*first] if isinstance(first, dict) else 'no names'}, info {names}. "
@@ -122,7 +97,7 @@ class GymEnvs:
                 "or masks='none' to learn without masks"
             )
         given = [head.name for head in self.spec.action_space if head.given]
-        if given and self._is_unmasked_by_chance:
+        if given and is_by_chance:
             warnings.warn(
                 f"heads {given} depend on earlier heads, but the environment gives no masks, so all "
                 f"choices are legal; give info[{self._mask_key!r}] at every reset and step, or set "
@@ -130,168 +105,168 @@ class GymEnvs:
                 stacklevel=4,  # where the model is made
             )
 
-    def _reset(self, rng_seed: int, recent: Iterable[Episode] = ()) -> tuple[Any, dict[str, Any]]:
-        """Start new episodes; env i gets the seed plus i."""
+    def _reset(self, rng_seed: int) -> dict[str, Any]:
+        """Start new episodes; env i gets the seed plus i. Returns the infos."""
         _require_usable(self.vector_env)
-        self.log = EpisodeLog(self.num_envs, recent)
-        self.pending = np.zeros(self.num_envs, dtype=bool)
-        self._starts = np.ones(self.num_envs, dtype=bool)
-        self._previous = np.zeros((self.num_envs, self.spaces.num_previous), dtype=np.float32)
-        found: tuple[Any, dict[str, Any]] = self._stepped.reset(seed=rng_seed)
-        return found
+        infos: dict[str, Any]
+        self._observations, infos = self._stepped.reset(seed=rng_seed)
+        first = self._observations
+        if not self._is_direct:
+            first = at(self._observations, self.spaces.observation[0].path)
+        self.is_torch = isinstance(first, Tensor)
+        self.device = first.device if isinstance(first, Tensor) else CPU
+        self.pending = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        self._starts = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        self._previous = torch.zeros(self.num_envs, self.spaces.num_previous, device=self.device)
+        self._lacks_final = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.checks.start()
+        return infos
 
     # -- a round ------------------------------------------------------------------------------
 
     def begin_round(self) -> None:
         _require_usable(self.vector_env)
         self._where = f", round {self.rounds + 1}"
+        self.checks.start()
 
     def observe(self, row: RolloutRow) -> Observed:
-        row.states.copy_(self._current.features)
-        if self.spec.frame_size:
-            row.frames.copy_(self._current.frames)
-        masks = self.masks.to(row.states.device)
-        return Observed(masks, torch.from_numpy(self._starts))
+        """Write the current observation to the row."""
+        if row.states.device == self.device:
+            self._read(self._observations, PolicyInput(row.states, row.frames))
+        else:
+            read = self._read(self._observations)
+            row.states.copy_(read.features)
+            row.frames.copy_(read.frames)
+        if self.device.type == "cpu":  # of others the whole round is looked at, at its end
+            self._require_finite(row.states)
+        return Observed(self.masks.to(row.states.device), self._starts)
 
     def step(self, row: RolloutRow) -> Stepped:
-        choices = row.actions.cpu()
+        choices = row.actions.to(self.device)
+        actions = self.spaces.actions(choices, as_tensors=self.is_torch)
+        observations, *outcome, infos = self._stepped.step(actions)
+        rewards, terminated, truncated = self._checked_outcome(*outcome)
         was_pending = self.pending
-        actions = self.spaces.actions(choices)
-        observations, rewards, terminated, truncated, infos = self._stepped.step(actions)
         truncated = truncated & ~terminated
         ended = terminated | truncated
-        rewards = np.asarray(rewards, dtype=np.float32)
-        self._previous = self.spaces.previous(choices.numpy(), rewards)
-        final = self._final_input(observations, infos, truncated)
-        reset_infos = None
+        if self.spaces.num_previous:
+            self._previous = self.spaces.previous(choices, rewards)
+        row.rewards.copy_(rewards)
+        row.terminated.copy_(terminated)
+        row.truncated.copy_(truncated)
+        final = self._final_input(observations, infos, row, truncated)
+
+        masked_infos: list[tuple[dict[str, Any], Tensor | None]] = [(infos, None)]
         if self._autoreset == "NEXT_STEP":
             self._starts = was_pending
             self.pending = ended
+            # the last observation of an episode may allow nothing; no action is chosen for it
+            masked_infos = [(infos, ~ended)]
         else:
             self._starts = ended
             if self._autoreset == "DISABLED" and ended.any():
-                options = {"reset_mask": ended.copy()}
-                observations, reset_infos = self._stepped.reset(options=options)
-        self._previous[self._starts] = 0.0
-        self._note(observations, infos, ended, reset_infos)
-        self.log.add(rewards, ended, ~was_pending)
-        row.rewards.copy_(torch.from_numpy(rewards))
-        row.terminated.copy_(torch.from_numpy(terminated))
-        row.truncated.copy_(torch.from_numpy(truncated))
+                mask = ended.clone() if self.is_torch else ended.numpy().copy()
+                observations, reset_infos = self._stepped.reset(options={"reset_mask": mask})
+                if self.mask_source == "info":
+                    masked_infos = [(infos, ~ended), (reset_infos, ended)]
+        if self.spaces.num_previous:
+            self._previous.masked_fill_(self._starts.unsqueeze(1), 0.0)
+        self._observations = observations
+        self.checks.step += 1
+        self._read_masks(*masked_infos)
         self.clock.lap("env")
-        is_real = torch.from_numpy(~was_pending) if was_pending.any() else None
+        is_real = None
+        if self._autoreset == "NEXT_STEP" and (self.device.type != "cpu" or was_pending.any()):
+            is_real = ~was_pending
         if final is None:
             return Stepped(is_real, None)
         return Stepped(is_real, final.features, final_frames=final.frames)
 
+    def _checked_outcome(self, rewards: Any, terminated: Any, truncated: Any) -> list[Tensor]:
+        """Rewards and flags as tensors `[N]`."""
+        outcome = []
+        for name, value in (
+            ("reward", rewards),
+            ("terminated", terminated),
+            ("truncated", truncated),
+        ):
+            tensor = to_tensor(name, value)
+            if tensor.shape != (self.num_envs,):
+                raise ValueError(
+                    f"{name}: got shape {tuple(tensor.shape)}, expected (envs,) = ({self.num_envs},)"
+                )
+            if name == "reward":
+                tensor = tensor.float()
+            elif tensor.dtype != torch.bool:
+                raise ValueError(f"{name} is {tensor.dtype}; the environment must give bools")
+            outcome.append(tensor.to(self.device))
+        return outcome
+
     def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
+        self.checks.finish()
+        if self.device.type != "cpu":
+            is_stored = buffer.valid_mask.t().unsqueeze(-1)
+            stored = torch.where(is_stored, buffer.states.transpose(0, 1), 0.0)  # [T, N, F]
+            self._require_finite(stored)
+        if not self._has_printed and bool(self._lacks_final):
+            self._has_printed = True
+            print(
+                "final observations: not given where a time limit cut an episode, so the value of "
+                "the last observation is used; give info['final_obs'] (Isaac Lab: "
+                "compute_final_obs=True)"
+            )
         self.rounds += 1
-        recent = self.log.recent
-        if not recent:
-            return {}
-        return {
-            "episode/return": float(np.mean([episode.total_reward for episode in recent])),
-            "episode/length": float(np.mean([episode.length for episode in recent])),
-        }
+        self.log.add_round(buffer)
+        return self.log.means()
 
     def _final_input(
-        self, observations: Any, infos: dict[str, Any], truncated: Array
+        self, observations: Any, infos: dict[str, Any], row: RolloutRow, truncated: Tensor
     ) -> PolicyInput | None:
         """What followed the step, before any reset, of N envs; None if nothing was cut."""
-        if not truncated.any():
+        if self.device.type == "cpu" and not truncated.any():
             return None
         if self._autoreset != "SAME_STEP":
-            final = self.spaces.read(observations, self._previous)
+            final = self._read(observations)
+        elif "final_obs" not in infos:
+            self._lacks_final |= truncated.any()
+            last_value = torch.where(row.truncated, row.values, torch.nan)
+            row.bootstrap_values.copy_(last_value)
+            return None
+        elif isinstance(infos["final_obs"], np.ndarray) and infos["final_obs"].dtype == object:
+            final = self._read_some(infos["final_obs"], truncated)
         else:
-            final = self.spaces.empty_input(self.num_envs)
-            last = list(infos["final_obs"][truncated])
-            before = self._previous[truncated]
-            cut = torch.from_numpy(truncated)
-            of_cut = self.spaces.read(last, before, one_by_one=True)
-            final.features[cut] = of_cut.features
-            final.frames[cut] = of_cut.frames
-        self.spaces.require_finite(final.features, self._where)
+            final = self._read(infos["final_obs"], one_by_one=False)
+        if self.device.type == "cpu":
+            self._require_finite(final.features[truncated])
         return final
 
-    def _note(
-        self,
-        observations: Any,
-        infos: dict[str, Any],
-        ended: Array | None = None,
-        reset_infos: dict[str, Any] | None = None,
-    ) -> None:
-        """Set the current features, pictures and masks."""
-        one_by_one = isinstance(self._stepped, DirectEnvs)
-        self.spaces.read(observations, self._previous, one_by_one=one_by_one, out=self._current)
-        self.spaces.require_finite(self._current.features, self._where)
-        if self.mask_source == "none":
-            if self._is_unmasked_by_chance and self._mask_key in infos:
-                raise ValueError(
-                    f"info has {self._mask_key!r}, but the first reset gave none: give it at every "
-                    "reset and step, or set masks='none' to learn without masks"
-                )
-            self.masks = self._all_legal
-            return
-        if self.mask_source == "observation":
-            key = self._mask_key
-            entries = [o[key] for o in observations] if one_by_one else observations[key]
-            infos = {key: entries}
-        # the last observation of an episode may allow nothing; no action is chosen for it
-        sources = [(infos, ~self.pending)]
-        if reset_infos is not None and ended is not None and self.mask_source == "info":
-            sources = [(infos, ~ended), (reset_infos, ended)]  # new episodes: with their reset
-        groups = [group.clone() for group in self._all_legal.groups]
-        for source, needed in sources:
-            if needed.any():
-                found = self.spaces.masks(_rows(self._given_masks(source, needed), needed))
-                for group, part in zip(groups, found.groups, strict=True):
-                    group[torch.from_numpy(needed)] = part
-        self.masks = ActionMasks(self.spec.action_space, groups)
+    def _read_some(self, observations: "np.ndarray[Any, Any]", chosen: Tensor) -> PolicyInput:
+        """The observations of some envs, of an array with an object for each env; else zeros."""
+        read = self.spaces.read(
+            list(observations[chosen.numpy()]), self._previous[chosen], one_by_one=True
+        )
+        everywhere = self.spaces.empty_input(self.num_envs)
+        everywhere.features[chosen] = read.features
+        everywhere.frames[chosen] = read.frames
+        return everywhere
 
-    def _given_masks(self, infos: dict[str, Any], needed: Array) -> Any:
-        """The masks of all envs as the environment gives them; raises if a needed one is missing."""
-        if self.mask_source == "method":
-            return self.vector_env.unwrapped.call("action_masks")
-        key = self._mask_key
-        given = infos.get(f"_{key}", np.full(self.num_envs, key in infos))
-        if (needed & ~given).any():
-            raise ValueError(
-                f"envs {np.flatnonzero(needed & ~given).tolist()} gave no info[{key!r}]; "
-                "with masks from info, every reset and step must give one"
-            )
-        return infos[key]
+    def _read(
+        self, observations: Any, out: PolicyInput | None = None, *, one_by_one: bool | None = None
+    ) -> PolicyInput:
+        is_list = self._is_direct if one_by_one is None else one_by_one
+        return self.spaces.read(observations, self._previous, one_by_one=is_list, out=out)
 
-    def _find_mask_source(self, infos: dict[str, Any], asked: MaskOption) -> MaskOption:
-        """Where masks come from: as asked, or the first source that the environment offers."""
-        from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+    def _require_finite(self, features: Tensor) -> None:
+        self.spaces.require_finite(features, self._where)
 
-        if asked in ("info", "none"):
-            return asked
-        if self.spaces.mask_entry is not None and asked != "method":
-            return "observation"
-        if asked == "observation":
-            raise ValueError(
-                f"the observation has no entry {self._mask_key!r} with the mask; use a Dict "
-                "observation that has it, or set mask_key"
-            )
-        if asked == "auto" and self._mask_key in infos:
-            return "info"
-        inner = self.vector_env.unwrapped
-        has_methods = isinstance(inner, SyncVectorEnv | AsyncVectorEnv)
-        has_masks = inner.call("has_wrapper_attr", "action_masks") if has_methods else [False]
-        if any(has_masks) and (asked == "method" or self._mask_key == _DEFAULT_KEY):
-            if without := [env for env, has in enumerate(has_masks) if not has]:
-                raise ValueError(
-                    f"envs {without} have no action_masks() method, but the others do; add it to "
-                    "all, or set masks='none' to learn without masks"
-                )
-            return "method"
-        if asked == "method":
-            raise ValueError(
-                f"{self.vector_env} has no sub-environments with an action_masks() method; give "
-                f"masks as info[{self._mask_key!r}] (masks='info')"
-            )
-        return "none"
+    def _read_masks(self, *sources: tuple[dict[str, Any], Tensor | None]) -> None:
+        """Set the masks of the current observation: from infos, for the envs `[N]` given with each."""
+        infos, needed = sources[0]
+        self.masks = self._mask_reader.read(self._observations, infos, needed, self.checks)
+        for infos, needed in sources[1:]:
+            assert needed is not None
+            later = self._mask_reader.read(self._observations, infos, needed, self.checks)
+            self.masks = merged_masks(later, needed, self.masks)
 
     @property
     def kind(self) -> str:
@@ -308,8 +283,9 @@ class GymEnvs:
         """Start new episodes, other ones than at the start of the run."""
         self.rounds = state["rounds"]
         recent = [Episode(*episode) for episode in state["recent_episodes"]]
+        self.log = EpisodeLog(self.num_envs, recent)
         rng_seed = int(torch.randint(2**31, (), generator=generator))
-        self._note(*self._reset(rng_seed, recent))
+        self._read_masks((self._reset(rng_seed), None))
 
 
 def _sync_vector_env() -> type:
@@ -347,13 +323,6 @@ def _require_usable(envs: "VectorEnv[Any, Any, Any]") -> None:
         )
 
 
-def _rows(masks: Any, envs: Array) -> Any:
-    """The masks of some envs out of those of all."""
-    if isinstance(masks, Mapping):  # for each head, gymnasium adds which envs gave it as "_head"
-        return {name: _rows(m, envs) for name, m in masks.items() if not name.startswith("_")}
-    return [*compress(masks, envs)] if isinstance(masks, tuple | list) else np.asarray(masks)[envs]
-
-
 # -- making and comparing environments ------------------------------------------------------------
 
 
@@ -367,7 +336,11 @@ def vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
         raise ModuleNotFoundError(advice) from error
     if isinstance(env, VectorEnv):
         return env
+    if isinstance(env, SpeaksLikeVectorEnv):
+        return cast("VectorEnv[Any, Any, Any]", env)
     if isinstance(env, gymnasium.Env):
+        if env.has_wrapper_attr("num_envs") and env.has_wrapper_attr("single_action_space"):
+            return cast("VectorEnv[Any, Any, Any]", SpeaksLikeVectorEnv(env))
         return SyncVectorEnv([lambda: env])
     if not isinstance(env, str):
         raise ValueError(
@@ -380,6 +353,27 @@ def vector_env(env: "AnyEnv", num_envs: int) -> "VectorEnv[Any, Any, Any]":
         raise ValueError(f"{error} `gymnasium.pprint_registry()` lists all") from error
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{env} cannot be made: {error}") from error
+
+
+class SpeaksLikeVectorEnv:
+    """A `gymnasium.Env` that computes many environments, as Isaac Lab's, as a vector environment."""
+
+    def __init__(self, env: "Env[Any, Any]"):
+        self._env = env
+        self.unwrapped = env.unwrapped
+        self.num_envs = int(env.get_wrapper_attr("num_envs"))
+        self.single_action_space = env.get_wrapper_attr("single_action_space")
+        self.single_observation_space = env.get_wrapper_attr("single_observation_space")
+        self.metadata = env.metadata
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self._env.reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        return self._env.step(actions)
+
+    def __str__(self) -> str:
+        return str(self._env)
 
 
 def inner_envs(envs: "VectorEnv[Any, Any, Any]") -> list[Any]:

@@ -21,15 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import ActionMasks, Head
-from esper.runtime.checks import require_whole, whole_number
+from esper.runtime.checks import require_positive, require_whole, whole_number
 from esper.runtime.devices import usable_device
 from esper.runtime.files import read_file, write_file
 from esper.runtime.plain_config import from_plain, to_plain
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.gym.gym_envs import Episode, GymEnvs, MaskOption, inner_envs, vector_env
-from esper.simic.gym.gym_spaces import Array, GymSpaces
+from esper.simic.gym.entries import Array, at, to_tensor
+from esper.simic.gym.gym_envs import GymEnvs, inner_envs, vector_env
+from esper.simic.gym.gym_masks import MaskOption, read_masks
+from esper.simic.gym.gym_spaces import CPU, GymSpaces
+from esper.simic.gym.round_checks import RoundChecks
 from esper.simic.trainer import Trainer, load_agent, zero_rows
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
     from esper.simic.gym.gym_envs import AnyEnv
 
-_KIND, _VERSION = "PPO model", 4
+_KIND, _VERSION = "PPO model", 5
 GYM_GAE_LAMBDA = 0.9
 LONG_EPISODE = 100_000  # steps; an evaluation warns
 _OWN_ENVS = (
@@ -59,8 +62,8 @@ class GymConfig:
     """Steps per env between two updates."""
     rng_seed: int = 0
     """Seeds the weights, the sampling, the shuffling and the environments."""
-    device: str = "cpu"
-    """Where the policy acts and learns."""
+    device: str = "auto"
+    """Where the policy acts and learns; "auto": where the environment's tensors are, else the CPU."""
     masks: MaskOption = "auto"
     """Legal actions: from the entry `mask_key` of a Dict observation, from info[mask_key], from the
     environments' action_masks(), or all. "auto" takes the first of these that the environment
@@ -72,6 +75,8 @@ class GymConfig:
     previous_reward: bool = False
     """A policy with memory also sees the previous reward; `predict` then needs `reward`. It helps
     where the reward tells what was right, such as in long tasks that repeat."""
+    action_bound: float | None = None
+    """Numbers of an action without bounds, as of many simulators, go from minus this to this."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ppo: PPOConfig = field(default_factory=lambda: PPOConfig(gae_lambda=GYM_GAE_LAMBDA))
     """Its default has a shorter trace than `PPOConfig`, gae_lambda=0.9: it helps all tasks in
@@ -83,6 +88,8 @@ class GymConfig:
             raise ValueError(f"rng_seed={self.rng_seed}; use less than 2**63")
         require_whole(self, 1, "num_envs")
         require_whole(self, 2, "horizon")  # with NEXT_STEP, 1 could be an autoreset step only
+        if self.action_bound is not None:
+            require_positive(self, "action_bound")
         if self.masks not in get_args(MaskOption):
             raise ValueError(f"masks={self.masks!r}; use one of {get_args(MaskOption)}")
 
@@ -121,7 +128,7 @@ class PPO:
             raise ValueError(f"config is a {type(config).__name__}; use GymConfig(ppo=PPOConfig())")
         envs = vector_env(env, config.num_envs)
         mask_entry = config.mask_key if config.masks in ("auto", "observation") else None
-        spaces = GymSpaces.of(envs, heads, mask_entry)
+        spaces = GymSpaces.of(envs, heads, mask_entry, config.action_bound)
         if config.policy.memory:
             action, reward = config.previous_action, config.previous_reward
             spaces = replace(spaces, previous_action=action, previous_reward=reward)
@@ -152,7 +159,7 @@ class PPO:
                 encoder=encoder,
             )
         spread_time_constants(policy.core, config.policy.memory_steps)
-        policy = policy.to(usable_device(config.device))
+        policy = policy.to(_device_for(config.device, world))
         self.agent = PPOAgent(policy, config.ppo)
         self._trainer: Trainer | None = None
         if world is not None:
@@ -290,8 +297,10 @@ class PPO:
         is_single = (num_rows := self.spaces.num_rows(observation)) is None
         num_envs = 1 if num_rows is None else num_rows
         if state is None:
-            choices = torch.zeros(num_envs, len(self.spaces.action_space.heads))
-            is_new = torch.ones(num_envs, dtype=torch.bool)
+            space, device = self.spaces.action_space, self.agent.device
+            size = (num_envs, space.num_heads)
+            choices = torch.zeros(size, dtype=space.action_dtype, device=device)
+            is_new = torch.ones(num_envs, dtype=torch.bool, device=device)
             state = PolicyState(*self.agent.policy.initial_state(num_envs), choices, is_new)
         is_state = isinstance(state, PolicyState)
         if not is_state or len(state.h) != num_envs:
@@ -301,7 +310,8 @@ class PPO:
                 "for the same envs, or state=None at the start of episodes"
             )
         if episode_start is not None:
-            is_first = torch.tensor(_per_env("episode_start", episode_start, num_envs, bool))
+            is_first = _per_env("episode_start", episode_start, num_envs, torch.bool)
+            is_first = is_first.to(self.agent.device)
             recurrent = zero_rows(RecurrentState(state.h, state.c), is_first)
             state = PolicyState(*recurrent, state.choices, state.is_new | is_first)
         previous = self._previous(state, reward)
@@ -321,7 +331,9 @@ class PPO:
         if mask is None:
             masks = ActionMasks.all_legal(self.spaces.action_space, num_envs)
         else:
-            masks = self.spaces.masks([mask] if is_single else mask)
+            checks = RoundChecks()
+            masks = read_masks(self.spaces.action_space, [mask] if is_single else mask, checks)
+            checks.finish()
         device = self.agent.device
         recurrent = RecurrentState(state.h, state.c)
         decision = self.agent.act(
@@ -331,24 +343,25 @@ class PPO:
             frames=frames.to(device),
             deterministic=deterministic,
         )
-        actions = self.spaces.actions(decision.actions[0] if is_single else decision.actions)
-        is_new = torch.zeros(num_envs, dtype=torch.bool)
-        after = PolicyState(*decision.state, decision.actions.cpu(), is_new)
-        return actions, after
+        self.agent.policy.check(decision)
+        speaks_torch = isinstance(at(observation, self.spaces.observation[0].path), Tensor)
+        choices = decision.actions.to(features.device)
+        actions = self.spaces.actions(choices[0] if is_single else choices, as_tensors=speaks_torch)
+        is_new = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        return actions, PolicyState(*decision.state, decision.actions, is_new)
 
-    def _previous(self, state: PolicyState, reward: Any) -> Array:
+    def _previous(self, state: PolicyState, reward: Any) -> Tensor:
         """Features of the step before; zeros at the start of an episode."""
-        num_envs, is_new = len(state.h), state.is_new.numpy()
-        if reward is None and self.spaces.previous_reward and not is_new.all():
+        num_envs = len(state.h)
+        if reward is None and self.spaces.previous_reward and not state.is_new.all():
             warnings.warn(
                 "this model learned with the previous reward, but predict got none, so 0 is used; "
                 "pass reward=",
                 stacklevel=3,
             )
-        rewards = _per_env("reward", 0.0 if reward is None else reward, num_envs, np.float32)
-        previous = self.spaces.previous(state.choices.numpy(), rewards)
-        previous[is_new] = 0.0
-        return previous
+        rewards = _per_env("reward", 0.0 if reward is None else reward, num_envs, torch.float32)
+        previous = self.spaces.previous(state.choices, rewards.to(state.choices.device))
+        return previous.masked_fill_(state.is_new.unsqueeze(1), 0.0)
 
     # -- files --------------------------------------------------------------------------------
 
@@ -409,12 +422,19 @@ class PPO:
         return model
 
 
-def _per_env(name: str, value: Any, num_envs: int, dtype: Any) -> Array:
+def _device_for(name: str, world: GymEnvs | None) -> torch.device:
+    """The device of this name; for "auto", that of the environments' tensors."""
+    if name != "auto":
+        return usable_device(name)
+    return CPU if world is None else world.device
+
+
+def _per_env(name: str, value: Any, num_envs: int, dtype: torch.dtype) -> Tensor:
     """A value for all envs, or one for each, as `[N]`."""
-    array = np.asarray(value, dtype=dtype)
-    if array.shape not in ((), (num_envs,)):
-        raise ValueError(f"{name}: got shape {array.shape}, expected ({num_envs},)")
-    return np.broadcast_to(array, num_envs)
+    values = to_tensor(name, value).to(dtype)
+    if values.shape not in ((), (num_envs,)):
+        raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected ({num_envs},)")
+    return values.expand(num_envs)
 
 
 class EvaluationResult(NamedTuple):
@@ -451,7 +471,10 @@ def evaluate(
     row = _row_for(world, agent)
     quota = np.full(num_envs, episodes // num_envs)
     quota[: episodes % num_envs] += 1
-    counted: list[Episode] = []
+    total_rewards = np.zeros(num_envs)
+    lengths = np.zeros(num_envs, dtype=np.int64)
+    counted: list[tuple[float, int]] = []
+    world.begin_round()
     while quota.any():
         observed = world.observe(row)
         state = zero_rows(state, observed.starts)
@@ -465,19 +488,26 @@ def evaluate(
             out=row,
         )
         state = decision.state
-        world.step(row)
-        if (world.log.lengths == LONG_EPISODE).any():
+        stepped = world.step(row)
+        is_real = True if stepped.is_real is None else stepped.is_real.cpu().numpy()
+        total_rewards += row.rewards.cpu().numpy() * is_real
+        lengths += is_real
+        if (lengths == LONG_EPISODE).any():
             warnings.warn(
                 f"an episode has {LONG_EPISODE:,} steps and may never end; limit episodes with "
                 "gymnasium.wrappers.TimeLimit(env, max_episode_steps)",
                 stacklevel=2,
             )
-        for episode in world.log.ended:
-            if quota[episode.env]:
-                quota[episode.env] -= 1
-                counted.append(episode)
-    _, returns, lengths = zip(*counted, strict=True)
-    return EvaluationResult(np.array(returns), np.array(lengths))
+        ended = (row.terminated | row.truncated).cpu().numpy()
+        for place in np.flatnonzero(ended):
+            if quota[place]:
+                quota[place] -= 1
+                counted.append((total_rewards[place], lengths[place]))
+        total_rewards[ended] = 0.0
+        lengths[ended] = 0
+    world.checks.finish()
+    returns, episode_lengths = zip(*counted, strict=True)
+    return EvaluationResult(np.array(returns), np.array(episode_lengths))
 
 
 def _row_for(world: GymEnvs, agent: PPOAgent) -> RolloutRow:
