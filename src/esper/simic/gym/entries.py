@@ -216,8 +216,8 @@ def to_tensor(name: str, value: Any) -> Tensor:
         return torch.stack(tuple(value)).detach()
     try:
         array = np.asarray(value)
-        if not array.flags.writeable or min(array.strides, default=0) < 0:
-            array = array.copy()  # torch reads neither
+        if not array.flags.writeable or not array.flags.c_contiguous:
+            array = array.copy()  # torch reads no negative strides, and warns of what is read-only
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
         raise ValueError(

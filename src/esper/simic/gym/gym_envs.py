@@ -154,7 +154,10 @@ class GymEnvs:
         row.rewards.copy_(rewards)
         row.terminated.copy_(terminated)
         row.truncated.copy_(truncated)
-        final = self._final_input(observations, infos, row, truncated)
+        may_have_ended = self.device.type != "cpu" or bool(ended.any())
+        final = None
+        if may_have_ended:
+            final = self._final_input(observations, infos, row, truncated)
 
         masked_infos: list[tuple[dict[str, Any], Tensor | None]] = [(infos, None)]
         if self._autoreset == "NEXT_STEP":
@@ -164,12 +167,12 @@ class GymEnvs:
             masked_infos = [(infos, ~ended)]
         else:
             self._starts = ended
-            if self._autoreset == "DISABLED" and ended.any():
+            if self._autoreset == "DISABLED" and may_have_ended and ended.any():
                 mask = ended.clone() if self.is_torch else ended.numpy().copy()
                 observations, reset_infos = self._stepped.reset(options={"reset_mask": mask})
                 if self.mask_source == "info":
                     masked_infos = [(infos, ~ended), (reset_infos, ended)]
-        if self.spaces.num_previous:
+        if self.spaces.num_previous and (may_have_ended or self._autoreset == "NEXT_STEP"):
             self._previous.masked_fill_(self._starts.unsqueeze(1), 0.0)
         self._observations = observations
         self.checks.step += 1

@@ -10,6 +10,7 @@ Dict and Tuple spaces are flattened to their entries, as `gymnasium.spaces.utils
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -116,6 +117,11 @@ class GymSpaces:
         ]
         return tuple((math.prod(channels), h, w) for *channels, h, w in shapes)
 
+    @cached_property
+    def _first_columns(self) -> tuple[int, ...]:
+        """Of each head's choices, among those of all heads."""
+        return tuple(part.start for part in self.action_space.slices)
+
     # -- observations -------------------------------------------------------------------------
 
     def num_rows(self, observations: Any) -> int | None:
@@ -172,7 +178,7 @@ class GymSpaces:
         columns = torch.zeros(len(rewards), self.num_previous, device=choices.device)
         if self.previous_action:
             space = self.action_space
-            firsts = constant(tuple(part.start for part in space.slices), choices.device)
+            firsts = constant(self._first_columns, choices.device)
             if not space.continuous:
                 columns.scatter_(1, choices + firsts, 1.0)
             else:
@@ -185,8 +191,11 @@ class GymSpaces:
 
     def require_finite(self, features: Tensor, where: str = "") -> None:
         """Raise for features `[..., N, F]` that are NaN or infinite; names the env and the entry."""
+        total = float(features.sum())
+        if total - total == 0.0:  # neither NaN nor infinite, so no feature is
+            return
         is_finite = features.isfinite()
-        if is_finite.all():
+        if is_finite.all():  # only their sum is too large
             return
         *step, env, column = (~is_finite).nonzero()[0].tolist()
         value = features[(*step, env, column)].item()

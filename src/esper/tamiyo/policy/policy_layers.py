@@ -3,18 +3,32 @@
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 POLICY_GAIN = 0.01  # of layers that output logits: choices start near uniform
 _TANH_GAIN = math.sqrt(2)
 
 
-def mlp(inputs: int, width: int, layers: int) -> nn.Sequential:
-    """Layers of one width, each followed by tanh: the range of an LSTM's output."""
-    modules: list[nn.Module] = []
-    for size in [inputs] + [width] * (layers - 1):
-        modules += [linear(size, width, gain=_TANH_GAIN), nn.Tanh()]
-    return nn.Sequential(*modules)
+class TanhLayers(nn.Sequential):
+    """Linear layers, each followed by tanh: the range of an LSTM's output."""
+
+    def __init__(self, *layers: nn.Linear):
+        super().__init__()
+        for place, layer in enumerate(layers):
+            self.add_module(str(2 * place), layer)  # as in a sequence with a module for each tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            assert isinstance(layer, nn.Linear)
+            # without the calls of modules, which take longer than the arithmetic of one step
+            x = torch.nn.functional.linear(x, layer.weight, layer.bias).tanh()
+        return x
+
+
+def mlp(inputs: int, width: int, layers: int) -> TanhLayers:
+    """Layers of one width, with tanh."""
+    sizes = [inputs] + [width] * (layers - 1)
+    return TanhLayers(*(linear(size, width, gain=_TANH_GAIN) for size in sizes))
 
 
 def linear(inputs: int, outputs: int, *, gain: float = 1.0, bias: bool = True) -> nn.Linear:
