@@ -7,7 +7,7 @@ freed memory.
 """
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -54,7 +54,7 @@ class Captured(Generic[_Result]):
         return self._results
 
     def _capture(self) -> None:
-        before = [tensor.detach().clone() for tensor in self._changes()]
+        before = [(tensor, tensor.detach().clone()) for tensor in self._changes()]
         caller = torch.cuda.current_stream()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(caller)
@@ -75,8 +75,20 @@ class Captured(Generic[_Result]):
             if was_enabled:
                 gc.enable()
             with torch.no_grad():
-                for tensor, old in zip(self._changes(), before, strict=True):
+                for tensor, old in before:
                     tensor.copy_(old)
+
+
+def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    """Copy tensors into others, with one launch for each kind; what is no tensor is skipped."""
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if isinstance(target, Tensor):
+            same_targets, same_sources = pairs.setdefault(target.dtype, ([], []))
+            same_targets.append(target)
+            same_sources.append(source)
+    for same_targets, same_sources in pairs.values():
+        torch._foreach_copy_(same_targets, same_sources)
 
 
 class ActInputs(NamedTuple):
@@ -127,12 +139,9 @@ class AgentGraphs:
         if key not in self._act:
             self._act[key] = self._capture_act(given)
         fixed, graph = self._act[key]
-        torch._foreach_copy_(fixed.tensors(), given.tensors())
+        copy_all(fixed.tensors(), given.tensors())
         decision = graph.run()
-        torch._foreach_copy_(
-            [out.actions, out.log_probs, out.masks, out.values],
-            [decision.actions, decision.log_probs, decision.masks, decision.values],
-        )
+        copy_all([out.actions, out.log_probs, out.masks, out.values], list(decision[:4]))
         return Decision(out.actions, out.log_probs, out.masks, out.values, decision.state)
 
     def _capture_act(self, given: ActInputs) -> tuple[ActInputs, Captured[Decision]]:

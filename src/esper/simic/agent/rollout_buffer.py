@@ -12,7 +12,8 @@ another device is one copy, and layouts never change. Nothing is packed or sorte
 goes to that env's next row, so rows differ in length at their tails only: `step_counts` says how
 many rows of an env hold a step. Episodes are known from the flags alone.
 
-`step_counts` is on the CPU, so adding a step never synchronises with a GPU.
+`step_counts` is on the CPU. Adding a step never synchronises with a GPU: what `commit` is told by
+tensors of the GPU is counted there, in a cursor, until somebody reads `step_counts`.
 """
 
 import math
@@ -99,8 +100,12 @@ class TamiyoRolloutBuffer:
         require_at_least(self, 1, "lstm_hidden_dim", "lstm_layers")
         self.action_space = action_space
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        self.step_counts = torch.zeros(num_envs, dtype=torch.int64, device="cpu")
+        self._step_counts = torch.zeros(num_envs, dtype=torch.int64, device="cpu")
         self._all_envs = torch.arange(num_envs, device="cpu")
+        # on a GPU: each env's next row, counted there while `_num_at_cursor` rows are committed
+        self._cursor = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        self._envs_there = self._all_envs.to(self.device)
+        self._num_at_cursor = 0
 
         hidden = (lstm_layers, lstm_hidden_dim)
         self._step_fields = rollout_fields(action_space, state_dim, frame_size, hidden)
@@ -139,6 +144,19 @@ class TamiyoRolloutBuffer:
 
     def _by_env(self, name: str) -> Tensor:
         return self._tensors[name].transpose(0, 1)
+
+    @property
+    def step_counts(self) -> Tensor:
+        """Rows of each env that hold a step, CPU int64 `[N]`."""
+        if self._num_at_cursor:
+            self._step_counts.copy_(self._cursor)
+            self._num_at_cursor = 0
+        return self._step_counts
+
+    @step_counts.setter
+    def step_counts(self, counts: Tensor) -> None:
+        self._step_counts = counts
+        self._num_at_cursor = 0
 
     def __len__(self) -> int:
         """Stored steps of all envs together."""
@@ -179,6 +197,44 @@ class TamiyoRolloutBuffer:
     def spare_row(self) -> RolloutRow:
         """A row outside the rollout, for an observation that no action follows."""
         return self._spare
+
+    def staging_row(self) -> RolloutRow:
+        """The row that `write_staged` stores: it stays where it is, for CUDA graphs."""
+        return self._spare
+
+    def begin_staged(self) -> None:
+        """Before the first `write_staged` of a round."""
+        self._cursor.copy_(self.step_counts)
+
+    def write_staged(self, is_real: Tensor | None) -> None:
+        """Store the staging row as each env's next; where `is_real` `[N]` is False, to be overwritten.
+
+        It only launches work on the device: call `count_staged` as well.
+        """
+        last = self.max_steps_per_env - 1
+        places = (self._cursor.clamp(max=last), self._envs_there)
+        for name in self._used:
+            self._tensors[name].index_put_(places, getattr(self._spare, name))
+        self._cursor += 1 if is_real is None else is_real
+        self._spare.bootstrap_values.fill_(torch.nan)
+
+    def stage_initial_state(self, h: Tensor, c: Tensor) -> None:
+        """As `set_initial_state`, for the staging row."""
+        is_first = (self._cursor == 0)[:, None, None]
+        self.initial_hidden_h.copy_(torch.where(is_first, h, self.initial_hidden_h))
+        self.initial_hidden_c.copy_(torch.where(is_first, c, self.initial_hidden_c))
+
+    @property
+    def cursor(self) -> Tensor:
+        """Each env's next row, int64 `[N]` on the device, for those who stage rows."""
+        return self._cursor
+
+    def count_staged(self) -> None:
+        """Note that one more row was staged; raises if there is no room for it."""
+        if self._num_at_cursor == self.max_steps_per_env:
+            raise self._is_full(self._all_envs.tolist())
+        self._num_at_cursor += 1
+        self._forget_derived()
 
     def commit(self, row: RolloutRow, is_real: Tensor | None = None) -> None:
         """Count a row that was written; with `is_real` `[N]` (CPU), only for those envs."""

@@ -18,13 +18,16 @@ the same episodes, without fillers (`DirectEnvs`).
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure
 
 from esper.leyline.factored_actions import ActionMasks
+from esper.simic.agent.cuda_graphs import Captured, copy_all
 from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.gym.direct_envs import DirectEnvs
@@ -73,7 +76,6 @@ class GymEnvs:
             self._autoreset = "SAME_STEP"
         self._is_direct = isinstance(self._stepped, DirectEnvs)
         self._mask_key = mask_key
-        self.checks = RoundChecks()
         self._has_printed = False  # that final observations are not given
         self.rounds = 0
         self._where = ""  # the round that errors name
@@ -82,7 +84,13 @@ class GymEnvs:
         self._mask_reader = MaskReader(envs, spaces, mask_source, mask_key, infos)
         self.mask_source = self._mask_reader.source
         self._check_masks(infos)
-        self._read_masks((infos, None))
+        self.masks = self._first_masks(infos)
+
+    def _first_masks(self, infos: dict[str, Any]) -> ActionMasks:
+        """The masks of the observations after a reset."""
+        read_infos = self._mask_reader.infos_to_read(infos)
+        masks = self._mask_reader.read(self._observations, read_infos, None, self.checks)
+        return masks.to(self.device)
 
     def _check_masks(self, infos: dict[str, Any]) -> None:
         """Raise or warn where masks were probably meant, and none were found."""
@@ -108,26 +116,30 @@ class GymEnvs:
     def _reset(self, rng_seed: int) -> dict[str, Any]:
         """Start new episodes; env i gets the seed plus i. Returns the infos."""
         _require_usable(self.vector_env)
-        infos: dict[str, Any]
-        self._observations, infos = self._stepped.reset(seed=rng_seed)
-        first = self._observations
+        observations, infos = self._stepped.reset(seed=rng_seed)
+        first = observations
         if not self._is_direct:
-            first = at(self._observations, self.spaces.observation[0].path)
+            first = at(observations, self.spaces.observation[0].path)
         self.is_torch = isinstance(first, Tensor)
         self.device = first.device if isinstance(first, Tensor) else CPU
+        # DISABLED asks the device at every step, which a graph cannot
+        self.is_static = self.device.type == "cuda" and self._autoreset != "DISABLED"
+        self._observations = tree_map_only(Tensor, torch.clone, observations)
         self.pending = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         self._starts = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         self._previous = torch.zeros(self.num_envs, self.spaces.num_previous, device=self.device)
         self._lacks_final = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.checks.start()
-        return infos
+        self.checks = RoundChecks(self.device)
+        self._graphs: dict[Any, tuple[list[Any], Captured[Stepped]]] = {}
+        found: dict[str, Any] = infos
+        return found
 
     # -- a round ------------------------------------------------------------------------------
 
     def begin_round(self) -> None:
         _require_usable(self.vector_env)
         self._where = f", round {self.rounds + 1}"
-        self.checks.start()
+        self.checks.start_round()
 
     def observe(self, row: RolloutRow) -> Observed:
         """Write the current observation to the row."""
@@ -145,45 +157,86 @@ class GymEnvs:
         choices = row.actions.to(self.device)
         actions = self.spaces.actions(choices, as_tensors=self.is_torch)
         observations, *outcome, infos = self._stepped.step(actions)
+        read_infos = self._mask_reader.infos_to_read(infos)
+        if "final_obs" in infos:
+            read_infos["final_obs"] = infos["final_obs"]
+        if self.is_static and row.states.device == self.device:
+            stepped = self._digest_captured(row, observations, outcome, read_infos)
+        else:
+            stepped = self._digest(row, observations, outcome, read_infos)
+        self.clock.lap("env")
+        return stepped
+
+    def _digest_captured(self, row: RolloutRow, *given: Any) -> Stepped:
+        """As `_digest`, by a CUDA graph that reads copies of what was given."""
+        leaves, structure = tree_flatten(given)
+        kinds = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+        key = (str(structure), str(kinds), row.rewards.data_ptr())
+        if key not in self._graphs:
+            observations, outcome, infos = tree_map_only(Tensor, torch.clone, given)
+            if tree_structure(observations) == tree_structure(self._observations):
+                observations = self._observations  # what `observe` reads stays where it is
+            fixed = (observations, outcome, infos)
+            graph = Captured(lambda: self._digest(row, *fixed), lambda: (), self._kept)
+            self._graphs[key] = (tree_leaves(fixed), graph)
+        fixed_leaves, graph = self._graphs[key]
+        copy_all(fixed_leaves, leaves)
+        return graph.run()
+
+    def _kept(self) -> list[Tensor]:
+        """What a step changes besides the row."""
+        flags = [self.pending, self._starts, self._previous, self._lacks_final]
+        return [*flags, *self.masks.groups, *self.checks.tensors()]
+
+    def _digest(
+        self, row: RolloutRow, observations: Any, outcome: Sequence[Any], infos: dict[str, Any]
+    ) -> Stepped:
+        """Write what a step gave to the row, and keep what the next one needs, in place."""
         rewards, terminated, truncated = self._checked_outcome(*outcome)
-        was_pending = self.pending
         truncated = truncated & ~terminated
         ended = terminated | truncated
-        if self.spaces.num_previous:
-            self._previous = self.spaces.previous(choices, rewards)
+        may_have_ended = self.device.type != "cpu" or bool(ended.any())
         row.rewards.copy_(rewards)
         row.terminated.copy_(terminated)
         row.truncated.copy_(truncated)
-        may_have_ended = self.device.type != "cpu" or bool(ended.any())
+        if self.spaces.num_previous:
+            choices = row.actions.to(self.device)
+            self._previous.copy_(self.spaces.previous(choices, rewards))
         final = None
         if may_have_ended:
             final = self._final_input(observations, infos, row, truncated)
 
+        is_real = None
         masked_infos: list[tuple[dict[str, Any], Tensor | None]] = [(infos, None)]
         if self._autoreset == "NEXT_STEP":
-            self._starts = was_pending
-            self.pending = ended
+            if self.device.type != "cpu" or self.pending.any():
+                is_real = ~self.pending
+            self._starts.copy_(self.pending)
+            self.pending.copy_(ended)
             # the last observation of an episode may allow nothing; no action is chosen for it
             masked_infos = [(infos, ~ended)]
         else:
-            self._starts = ended
+            self._starts.copy_(ended)
             if self._autoreset == "DISABLED" and may_have_ended and ended.any():
-                mask = ended.clone() if self.is_torch else ended.numpy().copy()
-                observations, reset_infos = self._stepped.reset(options={"reset_mask": mask})
+                observations, reset_infos = self._reset_ended(ended)
                 if self.mask_source == "info":
                     masked_infos = [(infos, ~ended), (reset_infos, ended)]
-        if self.spaces.num_previous and (may_have_ended or self._autoreset == "NEXT_STEP"):
+                else:  # the method answers for all envs
+                    masked_infos = [(reset_infos, None)]
+        if self.spaces.num_previous and (may_have_ended or is_real is not None):
             self._previous.masked_fill_(self._starts.unsqueeze(1), 0.0)
         self._observations = observations
-        self.checks.step += 1
+        self.checks.end_step()
         self._read_masks(*masked_infos)
-        self.clock.lap("env")
-        is_real = None
-        if self._autoreset == "NEXT_STEP" and (self.device.type != "cpu" or was_pending.any()):
-            is_real = ~was_pending
         if final is None:
             return Stepped(is_real, None)
         return Stepped(is_real, final.features, final_frames=final.frames)
+
+    def _reset_ended(self, ended: Tensor) -> tuple[Any, dict[str, Any]]:
+        """Start new episodes in the envs whose episode has ended, `[N]`."""
+        mask = ended.clone() if self.is_torch else ended.numpy().copy()
+        observations, infos = self._stepped.reset(options={"reset_mask": mask})
+        return observations, self._mask_reader.infos_to_read(infos)
 
     def _checked_outcome(self, rewards: Any, terminated: Any, truncated: Any) -> list[Tensor]:
         """Rewards and flags as tensors `[N]`."""
@@ -265,11 +318,15 @@ class GymEnvs:
     def _read_masks(self, *sources: tuple[dict[str, Any], Tensor | None]) -> None:
         """Set the masks of the current observation: from infos, for the envs `[N]` given with each."""
         infos, needed = sources[0]
-        self.masks = self._mask_reader.read(self._observations, infos, needed, self.checks)
+        masks = self._mask_reader.read(self._observations, infos, needed, self.checks)
         for infos, needed in sources[1:]:
             assert needed is not None
             later = self._mask_reader.read(self._observations, infos, needed, self.checks)
-            self.masks = merged_masks(later, needed, self.masks)
+            masks = merged_masks(later, needed, masks)
+        if not self.is_static:
+            self.masks = masks
+        elif self.mask_source != "none":  # graphs read them where they are
+            copy_all(self.masks.groups, masks.groups)
 
     @property
     def kind(self) -> str:
@@ -288,7 +345,7 @@ class GymEnvs:
         recent = [Episode(*episode) for episode in state["recent_episodes"]]
         self.log = EpisodeLog(self.num_envs, recent)
         rng_seed = int(torch.randint(2**31, (), generator=generator))
-        self._read_masks((self._reset(rng_seed), None))
+        self.masks = self._first_masks(self._reset(rng_seed))
 
 
 def _sync_vector_env() -> type:

@@ -77,6 +77,14 @@ class MaskReader:
             return list(inner.call("has_wrapper_attr", "action_masks"))
         return [callable(getattr(inner, "action_masks", None))]
 
+    def infos_to_read(self, infos: Mapping[str, Any]) -> dict[str, Any]:
+        """The infos that `read` needs, with what the method answers."""
+        if self.source == "method":
+            inner = self._vector_env.unwrapped
+            has_many = _has_sub_environments(inner)
+            return {self._key: inner.call("action_masks") if has_many else inner.action_masks()}
+        return {name: infos[name] for name in (self._key, f"_{self._key}") if name in infos}
+
     def read(
         self,
         observations: Any,
@@ -120,10 +128,7 @@ class MaskReader:
                 return [observation[key] for observation in observations]
             return observations[key]
         if self.source == "method":
-            inner = self._vector_env.unwrapped
-            return (
-                inner.call("action_masks") if _has_sub_environments(inner) else inner.action_masks()
-            )
+            return infos[key]
         num_envs = self._vector_env.num_envs
         missing = f"no info[{key!r}]; with masks from info, every reset and step must give one"
         if key not in infos:
