@@ -1,125 +1,159 @@
 """Steps per second with environments that live on the GPU as tensors, learning included.
 
-    python benchmarks/gpu_envs.py [--device cuda] [--num-envs 4096] [--rounds 20]
+    python benchmarks/gpu_envs.py [--device cuda] [--num-envs 4096] [--rounds 20] [--rsl-rl]
 
-The task needs memory and has masks: name the symbol of four steps ago, among the legal ones. The
-same trainer runs it as any other environments: `SymbolEnvs` follows the `Environments` protocol.
+The task needs memory and has masks: name the symbol of four steps ago, among the legal ones
+(`symbol_game.py`). It is passed to `esper.PPO` as anybody's simulator is. Rows:
+
+| row | what it is |
+|---|---|
+| one head | LSTM of 128, 1, 4 and 10 passes over 4,096 envs x 64 steps |
+| dependent head | a second choice that is given the first one |
+| two layers | as much recurrent work as the two networks of rsl_rl |
+| loop | without the recurrent kernel: torch's operations, captured |
+| eager | without CUDA graphs |
+| few envs | 16 envs x 512 steps |
+| many envs | 16,384 envs |
+
+With `--rsl-rl`, rsl_rl plays the same game on the same machine, with its own recurrent policy: two
+networks, each with an LSTM of 128, Gaussian actions, no masks.
 """
 
 import argparse
 import json
 import time
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from symbol_game import SymbolGame
 
-from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace, Head
-from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.agent.rollout import RolloutRow
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.trainer import EnvSpec, Observed, Stepped, Trainer
+import esper
+from esper.leyline.factored_actions import Head
+from esper.simic.agent.ppo import PPOConfig
+from esper.simic.gym.ppo_model import GymConfig
+from esper.tamiyo.policy import recurrence
 from esper.tamiyo.policy.network import PolicyConfig
-from esper.tamiyo.policy.plain_heads import flat_policy
 
-NUM_SYMBOLS, LAG, EPISODE_STEPS = 8, 4, 52
+TWO_HEADS = (Head("action_0", 8), Head("action_1", 8, given=("action_0",)))
 
 
-class SymbolEnvs:
-    """N games in tensors; all results stay on the device."""
+class Row(NamedTuple):
+    """One line of the table."""
 
-    action_space = FactoredActionSpace((Head("symbol", NUM_SYMBOLS),))
+    name: str
+    passes: int
+    num_envs: int = 4096
+    horizon: int = 64
+    num_heads: int = 1
+    lstm_layers: int = 1
+    has_kernel: bool = True
+    has_graphs: bool = True
 
-    def __init__(self, num_envs: int, device: str, rng_seed: int = 0):
-        self.spec = EnvSpec(num_envs, NUM_SYMBOLS, self.action_space)
-        self.device = device
-        self._rng = torch.Generator(device).manual_seed(rng_seed)
-        self._age = torch.randint(EPISODE_STEPS, (num_envs,), device=device, generator=self._rng)
-        self._past = self._symbols((num_envs, LAG + 1))  # the newest last
-        self._starts = torch.ones(num_envs, dtype=torch.bool, device=device)
-        self._correct = torch.zeros((), device=device)
-        self._answers = 0
 
-    def begin_round(self) -> None: ...
-
-    def observe(self, row: RolloutRow) -> Observed:
-        row.states.copy_(torch.nn.functional.one_hot(self._past[:, -1], NUM_SYMBOLS))
-        legal = torch.rand(row.masks.shape, device=self.device, generator=self._rng) < 0.5
-        legal.scatter_(1, self._past[:, :1], True)
-        return Observed(ActionMasks(self.action_space, {"symbol": legal}), self._starts)
-
-    def step(self, row: RolloutRow) -> Stepped:
-        is_correct = row.actions[:, 0] == self._past[:, 0]
-        row.rewards.copy_(torch.where(is_correct, 1.0, -1.0) * (self._age >= LAG))
-        self._correct += is_correct.sum()
-        self._answers += len(is_correct)
-        self._age += 1
-        self._starts = self._age == EPISODE_STEPS
-        self._age.masked_fill_(self._starts, 0)
-        row.terminated.copy_(self._starts)
-        row.truncated.fill_(False)
-        self._past = torch.cat([self._past[:, 1:], self._symbols((len(is_correct), 1))], dim=1)
-        return Stepped(None, None)
-
-    def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
-        share = float(self._correct) / self._answers
-        self._correct.zero_()
-        self._answers = 0
-        return {"episode/correct": share}
-
-    def _symbols(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randint(NUM_SYMBOLS, shape, device=self.device, generator=self._rng)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], generator: torch.Generator) -> None: ...
+def rows_of(num_envs: int) -> list[Row]:
+    return [
+        *(Row("one head", passes, num_envs) for passes in (1, 4, 10)),
+        *(Row("dependent head", passes, num_envs, num_heads=2) for passes in (1, 10)),
+        *(Row("two layers", passes, num_envs, lstm_layers=2) for passes in (1, 4, 10)),
+        *(Row("loop", passes, num_envs, has_kernel=False) for passes in (1, 10)),
+        Row("eager", 1, num_envs, has_graphs=False),
+        Row("few envs", 4, num_envs=16, horizon=512),
+        Row("many envs", 1, num_envs=4 * num_envs),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--num-envs", type=int, default=4096)
-    parser.add_argument("--horizon", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--passes", type=int, nargs="*", default=[1, 4, 10])
+    parser.add_argument("--only", default="", help="rows, by name, comma-separated")
+    parser.add_argument("--rsl-rl", action="store_true")
     parser.add_argument("--quick", action="store_true", help="on the CPU, within 40 seconds")
     arguments = parser.parse_args()
     if arguments.quick:
-        parser.set_defaults(device="cpu", num_envs=64, rounds=3, passes=[1])
+        parser.set_defaults(device="cpu", num_envs=64, rounds=2, only="one head")
         arguments = parser.parse_args()
-    rates = {}
-    for passes in arguments.passes:
-        rates[passes] = measured(arguments, passes)
-    bars = {f"steps_per_second_{n}_passes": {"value": round(r)} for n, r in rates.items()}
+    chosen = arguments.only.split(",") if arguments.only else []
+    rates: dict[tuple[str, int], float] = {}
+    for row in rows_of(arguments.num_envs):
+        if not chosen or row.name in chosen:
+            rates[row.name, row.passes] = measured(row, arguments.device, arguments.rounds)
+    if arguments.rsl_rl:
+        from rsl_rl_game import steps_per_second
+
+        for passes in (1, 4, 10):
+            rate = steps_per_second(arguments.num_envs, passes, arguments.rounds, arguments.device)
+            rates["rsl_rl", passes] = rate
+            print(f"rsl_rl, {passes:2} passes: {rate:12,.0f} steps/s", flush=True)
+    bars = {
+        f"{name.replace(' ', '_')}_{passes}": {"value": round(rate)}
+        for (name, passes), rate in rates.items()
+    }
     print(json.dumps({"benchmark": "gpu_envs", "device": arguments.device, "bars": bars}))
 
 
-def measured(arguments: argparse.Namespace, passes: int) -> float:
-    """Steps per second over all rounds but the first two, which compile and allocate."""
+def measured(row: Row, device: str, rounds: int) -> float:
+    """Steps per second over all rounds but the first three, which compile, capture and allocate."""
     torch.manual_seed(0)
-    envs = SymbolEnvs(arguments.num_envs, arguments.device)
-    policy = flat_policy(envs.action_space, NUM_SYMBOLS, PolicyConfig())
-    config = PPOConfig(ppo_epochs=passes, gae_lambda=0.9, target_kl=None)
-    agent = PPOAgent(policy.to(arguments.device), config)
-    trainer = Trainer(envs, agent, horizon=arguments.horizon)
-    phases: dict[str, float] = {}
-    for done in range(arguments.rounds + 2):
-        if done == 2:
-            start, before, phases = time.perf_counter(), trainer.progress.steps, {}
-        metrics = trainer.run_round(done / (arguments.rounds + 2))
-        assert metrics is not None
-        for name, value in metrics.items():
-            if name.startswith("time/") and name != "time/steps_per_second":
-                phases[name] = phases.get(name, 0.0) + value
-    rate = (trainer.progress.steps - before) / (time.perf_counter() - start)
-    shares = {name.removeprefix("time/"): f"{s:.2f} s" for name, s in phases.items()}
+    game = SymbolGame(row.num_envs, device, num_heads=row.num_heads)
+    config = GymConfig(
+        horizon=row.horizon,
+        previous_reward=True,
+        policy=PolicyConfig(lstm_layers=row.lstm_layers),
+        ppo=PPOConfig(ppo_epochs=row.passes, gamma=0.9, gae_lambda=0.9, target_kl=None),
+    )
+    kernel = recurrence.fits_triton
+    if not row.has_kernel:
+        recurrence.fits_triton = lambda *_: False  # type: ignore[assignment]
+    try:
+        model = esper.PPO(game, TWO_HEADS if row.num_heads == 2 else None, config)
+        if not row.has_graphs:
+            model.agent.graphs = None
+        rate, ready, phases = timed_rounds(model.trainer.run_round, rounds, device)
+    finally:
+        recurrence.fits_triton = kernel
+    share = float(game.num_correct) / (row.num_envs * row.horizon)
+    steps = rate * row.num_envs * row.horizon
+    parts = ", ".join(f"{name} {1e3 * seconds / rounds:.1f}" for name, seconds in phases.items())
     print(
-        f"{arguments.num_envs} envs x {arguments.horizon} steps, {passes:2} passes: {rate:12,.0f} "
-        f"steps/s, {metrics['episode/correct']:.2f} correct; {shares}",
+        f"{row.name}, {row.num_envs} envs x {row.horizon}, {row.passes:2} passes: {steps:12,.0f} "
+        f"steps/s; ms a round: {parts}; first update after {ready:.1f} s; "
+        f"{share / (rounds + 3):.2f} correct",
         flush=True,
     )
-    return rate
+    return steps
+
+
+def timed_rounds(
+    run_round: Callable[[float], dict[str, float] | None], rounds: int, device: str
+) -> tuple[float, float, dict[str, float]]:
+    """Rounds per second, seconds until the first update was done, and the seconds of each phase."""
+    phases: defaultdict[str, float] = defaultdict(float)
+    begin = time.perf_counter()
+    ready = 0.0
+    for done in range(rounds + 3):
+        if done == 3:
+            synchronize(device)
+            start = time.perf_counter()
+            phases.clear()
+        metrics = run_round(0.0)
+        assert metrics is not None
+        if done == 0:
+            synchronize(device)
+            ready = time.perf_counter() - begin
+        for name, value in metrics.items():
+            if name.startswith("time/") and name != "time/steps_per_second":
+                phases[name.removeprefix("time/")] += value
+    synchronize(device)
+    return rounds / (time.perf_counter() - start), ready, dict(phases)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ class DeviceConstant:
 
 
 @cache  # not evicted: CUDA graphs may read them
-def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Integers as a tensor on a device; shared, so do not write to it."""
+def constant(
+    values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Numbers as a tensor on a device; shared, so do not write to it."""
     with torch.inference_mode(False):
-        return torch.tensor(values, device=device)
+        return torch.tensor(values, device=device, dtype=dtype)

@@ -24,6 +24,7 @@ from esper.runtime.files import require_same_layout
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
 from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.device_collect import DeviceCollect
 from esper.tamiyo.policy.distributions import draw_noise
 from esper.tamiyo.policy.network import Decision, RecurrentState
 
@@ -75,6 +76,13 @@ class Environments(Protocol):
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
         """Correct what only the whole round shows; returns metrics of its episodes."""
+        ...
+
+    def fixed_tensors(self) -> list[Tensor] | None:
+        """What `observe` reads and `step` changes, if both are the same work on the same tensors.
+
+        Then they are on a GPU and can be part of CUDA graphs. None: they are not.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,6 +139,7 @@ class Trainer:
         clock: PhaseClock | None = None,
     ):
         """`clock` times the phases of a round; environments may share it."""
+        clock = clock or PhaseClock()
         self.envs = envs
         self.agent = agent
         self.horizon = horizon
@@ -146,10 +155,13 @@ class Trainer:
             envs.spec.frame_size,
         )
         self.state = agent.policy.initial_state(envs.spec.num_envs)
+        self._device_collect: DeviceCollect | None = None
+        if agent.device.type == "cuda" and envs.fixed_tensors() is not None:
+            self._device_collect = DeviceCollect(envs, agent, self.buffer, clock)
         self.action_rng = torch.Generator(agent.device).manual_seed(rng_seed)
         self.shuffle_rng = torch.Generator().manual_seed(rng_seed)
         self.progress = Progress()
-        self.clock = clock or PhaseClock()
+        self.clock = clock
         self.health = HealthMonitor(agent.config.ppo_epochs)
         self._last_values: Tensor | None = None  # of the observations that followed the round
         self._round_steps = 0  # calls of `envs.step` in this round
@@ -189,9 +201,13 @@ class Trainer:
         while self._round_steps < self.horizon and not round_over:
             if should_stop():
                 return False
+            noise = None if deterministic else self._noise[self._round_steps]
+            if self._device_collect is not None and not deterministic:
+                self._device_collect.step(noise)
+                self._round_steps += 1
+                continue
             row = self.buffer.row()
             masks = self._observe(row)
-            noise = None if deterministic else self._noise[self._round_steps]
             decision = self.agent.act(
                 row.states,
                 masks,
@@ -209,6 +225,9 @@ class Trainer:
             self._round_steps += 1
             round_over = stepped.round_over
             self.clock.lap("buffer")
+        if self._device_collect is not None and not deterministic:
+            self._device_collect.value_cut_rows()
+            self.state = self._device_collect.state
         self._last_values = None if round_over else self._values_after_round()
         self._episode_metrics = self.envs.end_round(self.buffer)
         self._in_round = False
@@ -221,6 +240,8 @@ class Trainer:
         space = self.envs.spec.action_space
         size = (self.horizon, self.envs.spec.num_envs)
         self._noise = draw_noise(space, size, self.agent.device, self.action_rng)
+        if self._device_collect is not None:
+            self._device_collect.begin_round(self.state)
         self._in_round = True
 
     def _observe(self, row: RolloutRow) -> ActionMasks:

@@ -155,7 +155,7 @@ class PPOAgent:
             try:
                 return self.graphs.act(features, frames, masks, state, noise, out)
             except CannotCapture as error:
-                self._run_without_graphs("act", error)
+                self.run_without_graphs("act", error)
         return self.act_eagerly(
             features,
             masks,
@@ -198,7 +198,7 @@ class PPOAgent:
             decision.actions, decision.log_probs, decision.masks, values, decision.state
         )
 
-    def _run_without_graphs(self, work: str, error: Exception) -> None:
+    def run_without_graphs(self, work: str, error: Exception) -> None:
         self.graphs = None
         print(f"{work} cannot be captured as a CUDA graph, so it is slower: {error}")
 
@@ -317,7 +317,7 @@ class PPOAgent:
             try:
                 return self.graphs.learn(rollout, env_ids)
             except CannotCapture as error:
-                self._run_without_graphs("learning", error)
+                self.run_without_graphs("learning", error)
         if len(env_ids) == rollout.valid.shape[1]:
             return self.learn_from(rollout)
         return self.learn_from(rollout.of_envs(env_ids.to(self.device, non_blocking=True)))

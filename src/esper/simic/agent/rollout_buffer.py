@@ -205,6 +205,7 @@ class TamiyoRolloutBuffer:
     def begin_staged(self) -> None:
         """Before the first `write_staged` of a round."""
         self._cursor.copy_(self.step_counts)
+        self._spare.bootstrap_values.fill_(torch.nan)
 
     def write_staged(self, is_real: Tensor | None) -> None:
         """Store the staging row as each env's next; where `is_real` `[N]` is False, to be overwritten.

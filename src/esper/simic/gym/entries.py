@@ -131,8 +131,8 @@ class Entry:
     def action(self, choices: Tensor) -> Tensor:
         """The action `[..., *shape]` of choices `[..., elements]`: a copy, because rows are reused."""
         if self.kind == "numbers":
-            low = torch.tensor(self.low, dtype=torch.float64, device=choices.device)
-            high = torch.tensor(self.high, dtype=torch.float64, device=choices.device)
+            low = constant(self.low, choices.device, torch.float64)
+            high = constant(self.high, choices.device, torch.float64)
             share = (choices.tanh().double() + 1.0) / 2.0
             choices = (low + (high - low) * share).clamp(low, high)
         elif any(self.low):

@@ -183,6 +183,13 @@ class GymEnvs:
         copy_all(fixed_leaves, leaves)
         return graph.run()
 
+    def fixed_tensors(self) -> list[Tensor] | None:
+        """What `observe` reads and a step changes, if CUDA graphs can hold both."""
+        if not self.is_static:
+            return None
+        leaves = [x for x in tree_leaves(self._observations) if isinstance(x, Tensor)]
+        return [*leaves, *self._kept()]
+
     def _kept(self) -> list[Tensor]:
         """What a step changes besides the row."""
         flags = [self.pending, self._starts, self._previous, self._lacks_final]
