@@ -285,7 +285,7 @@ class Trainer:
         num_steps = len(self.buffer)
         progress = self.progress
         progress.steps += num_steps
-        progress.episodes += len(self.buffer.episode_boundaries)
+        progress.episodes += self.buffer.num_ended
         progress.rounds += 1
         self._mark_round_start()
         seconds = self.clock.take()

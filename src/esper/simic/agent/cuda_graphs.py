@@ -42,7 +42,7 @@ class Captured(Generic[_Result]):
         self._work = work
         self._reads = reads
         self._changes = changes
-        self._addresses: list[int] = []
+        self._addresses: list[int] | None = None  # at the last capture
 
     def run(self) -> _Result:
         """The results, in tensors that the next run overwrites."""

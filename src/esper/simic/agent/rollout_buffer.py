@@ -460,6 +460,11 @@ class TamiyoRolloutBuffer:
         )
 
     @property
+    def num_ended(self) -> int:
+        """Episodes that have ended, of all envs together."""
+        return int(((self.terminated | self.truncated) & self.valid_mask).sum())
+
+    @property
     def episode_boundaries(self) -> Tensor:
         """The episodes that have ended, CPU int64 `[episodes, 3]`: env, first step, end (exclusive)."""
         ended = (self.terminated | self.truncated) & self.valid_mask

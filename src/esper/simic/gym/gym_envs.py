@@ -18,13 +18,13 @@ the same episodes, without fillers (`DirectEnvs`).
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure
+from torch.utils._pytree import tree_map_only
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.simic.agent.cuda_graphs import Captured, copy_all
@@ -169,16 +169,14 @@ class GymEnvs:
 
     def _digest_captured(self, row: RolloutRow, *given: Any) -> Stepped:
         """As `_digest`, by a CUDA graph that reads copies of what was given."""
-        leaves, structure = tree_flatten(given)
-        kinds = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
-        key = (str(structure), str(kinds), row.rewards.data_ptr())
+        leaves = list(_tensors_in(given))
+        layouts = tuple((tensor.shape, tensor.dtype) for tensor in leaves)
+        key = (layouts, tuple(given[-1]), row.rewards.data_ptr())
         if key not in self._graphs:
-            observations, outcome, infos = tree_map_only(Tensor, torch.clone, given)
-            if tree_structure(observations) == tree_structure(self._observations):
-                observations = self._observations  # what `observe` reads stays where it is
-            fixed = (observations, outcome, infos)
+            _, *others = tree_map_only(Tensor, torch.clone, given)
+            fixed = (self._observations, *others)  # what `observe` reads stays where it is
             graph = Captured(lambda: self._digest(row, *fixed), lambda: (), self._kept)
-            self._graphs[key] = (tree_leaves(fixed), graph)
+            self._graphs[key] = (list(_tensors_in(fixed)), graph)
         fixed_leaves, graph = self._graphs[key]
         copy_all(fixed_leaves, leaves)
         return graph.run()
@@ -187,8 +185,7 @@ class GymEnvs:
         """What `observe` reads and a step changes, if CUDA graphs can hold both."""
         if not self.is_static:
             return None
-        leaves = [x for x in tree_leaves(self._observations) if isinstance(x, Tensor)]
-        return [*leaves, *self._kept()]
+        return [*_tensors_in(self._observations), *self._kept()]
 
     def _kept(self) -> list[Tensor]:
         """What a step changes besides the row."""
@@ -353,6 +350,18 @@ class GymEnvs:
         self.log = EpisodeLog(self.num_envs, recent)
         rng_seed = int(torch.randint(2**31, (), generator=generator))
         self.masks = self._first_masks(self._reset(rng_seed))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested dicts and sequences, in an order that does not depend on the dicts'."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield from _tensors_in(value[key])
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors_in(part)
 
 
 def _sync_vector_env() -> type:
