@@ -1,9 +1,9 @@
 """Collecting on a GPU: acting and storing are CUDA graphs, and nothing waits for the device.
 
     collect = DeviceCollect(envs, agent, buffer)
-    collect.begin_round(state)
-    for noise in noise_of_round:
-        collect.step(noise)
+    collect.begin_round(state, noise)
+    for _ in range(horizon):
+        collect.step()
     collect.value_cut_rows()                 # V of final observations: the round's one look
 
 It works with environments whose tensors stay where they are (`Environments.fixed_tensors`). The
@@ -53,25 +53,28 @@ class DeviceCollect:
         self._row = buffer.staging_row()
         space = envs.spec.action_space
         device = agent.device
-        self._noise = torch.zeros(envs.spec.num_envs, space.num_choices, device=device)
+        size = (buffer.max_steps_per_env, envs.spec.num_envs, space.num_choices)
+        self._noise = torch.zeros(size, device=device)  # of the round
         self._step = torch.zeros(1, dtype=torch.int64, device=device)  # of the round
         self.state = agent.policy.initial_state(envs.spec.num_envs)  # changed in place
         self._cut: _CutRows | None = None
+        self._is_first_step = True  # of the round
         self._decide = Captured(self._decide_eagerly, self._read_by_decide, self._kept)
         self._stores: dict[int, tuple[Stepped, Captured[None]]] = {}
 
-    def begin_round(self, state: RecurrentState) -> None:
+    def begin_round(self, state: RecurrentState, noise: Tensor) -> None:
+        """`noise` `[T, N, C]` is that of the round, as in `PPOAgent.act`."""
+        self._noise.copy_(noise)
         self.state.h.copy_(state.h)
         self.state.c.copy_(state.c)
         self._step.zero_()
         self._buffer.begin_staged()
         if self._cut is not None:
             self._cut.truncated.zero_()
+        self._is_first_step = True
 
-    def step(self, noise: Tensor | None) -> None:
-        """One step of all envs; `noise` as in `PPOAgent.act`."""
-        if noise is not None:
-            self._noise.copy_(noise)
+    def step(self) -> None:
+        """One step of all envs."""
         self._run(self._decide, self._decide_eagerly)
         self._clock.lap("act")
         stepped = self._envs.step(self._row)
@@ -81,12 +84,15 @@ class DeviceCollect:
             self._stores[id(stepped)] = (stepped, graph)
         self._run(self._stores[id(stepped)][1], lambda: self._store(stepped))
         self._buffer.count_staged()
+        self._is_first_step = False
         self._clock.lap("buffer")
 
     def _run(self, graph: Captured[Any], eagerly: Callable[[], Any]) -> None:
         if self._agent.graphs is not None:
             try:
-                graph.run()
+                if self._is_first_step or graph.is_new:
+                    graph.prepare()  # within a round, nothing that it reads is replaced
+                graph.run_again()
                 return
             except CannotCapture as error:
                 self._agent.run_without_graphs("collecting", error)
@@ -101,8 +107,9 @@ class DeviceCollect:
             self.state.h.masked_fill(is_new, 0.0), self.state.c.masked_fill(is_new, 0.0)
         )
         self._buffer.stage_initial_state(*before)
+        noise = self._noise.index_select(0, self._step).squeeze(0)
         decision = self._agent.act_eagerly(
-            row.states, observed.masks, before, frames=row.frames, noise=self._noise, out=row
+            row.states, observed.masks, before, frames=row.frames, noise=noise, out=row
         )
         self.state.h.copy_(decision.state.h)
         self.state.c.copy_(decision.state.c)

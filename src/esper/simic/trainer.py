@@ -201,13 +201,13 @@ class Trainer:
         while self._round_steps < self.horizon and not round_over:
             if should_stop():
                 return False
-            noise = None if deterministic else self._noise[self._round_steps]
             if self._device_collect is not None and not deterministic:
-                self._device_collect.step(noise)
+                self._device_collect.step()
                 self._round_steps += 1
                 continue
             row = self.buffer.row()
             masks = self._observe(row)
+            noise = None if deterministic else self._noise[self._round_steps]
             decision = self.agent.act(
                 row.states,
                 masks,
@@ -241,7 +241,7 @@ class Trainer:
         size = (self.horizon, self.envs.spec.num_envs)
         self._noise = draw_noise(space, size, self.agent.device, self.action_rng)
         if self._device_collect is not None:
-            self._device_collect.begin_round(self.state)
+            self._device_collect.begin_round(self.state, self._noise)
         self._in_round = True
 
     def _observe(self, row: RolloutRow) -> ActionMasks:

@@ -44,12 +44,25 @@ class Captured(Generic[_Result]):
         self._changes = changes
         self._addresses: list[int] | None = None  # at the last capture
 
+    @property
+    def is_new(self) -> bool:
+        """Nothing was captured yet."""
+        return self._addresses is None
+
     def run(self) -> _Result:
         """The results, in tensors that the next run overwrites."""
+        self.prepare()
+        return self.run_again()
+
+    def prepare(self) -> None:
+        """Capture, unless all tensors are where they were at the last capture."""
         addresses = [tensor.data_ptr() for tensor in self._reads()]
         if addresses != self._addresses:
             self._capture()
             self._addresses = addresses
+
+    def run_again(self) -> _Result:
+        """As `run`, where nothing can have moved since `prepare`."""
         self._graph.replay()
         return self._results
 

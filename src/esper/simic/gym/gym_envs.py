@@ -179,7 +179,9 @@ class GymEnvs:
             self._graphs[key] = (list(_tensors_in(fixed)), graph)
         fixed_leaves, graph = self._graphs[key]
         copy_all(fixed_leaves, leaves)
-        return graph.run()
+        if graph.is_new:
+            graph.prepare()  # all that it reads stays where it is until a reset
+        return graph.run_again()
 
     def fixed_tensors(self) -> list[Tensor] | None:
         """What `observe` reads and a step changes, if CUDA graphs can hold both."""
