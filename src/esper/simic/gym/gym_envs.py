@@ -237,7 +237,7 @@ class GymEnvs:
         else:
             final = self._read(infos["final_obs"], one_by_one=False)
         if self.device.type == "cpu":
-            self._require_finite(final.features[truncated])
+            self._require_finite(final.features.where(truncated.unsqueeze(1), 0.0))
         return final
 
     def _read_some(self, observations: "np.ndarray[Any, Any]", chosen: Tensor) -> PolicyInput:

@@ -100,7 +100,8 @@ class MaskReader:
             return read_masks(space, given, checks)
         if needed.device.type != "cpu":
             return merged_masks(read_masks(space, given, checks, needed), needed, self.all_legal)
-        found = read_masks(space, _of_envs(given, needed.numpy()), checks)
+        of_needed = checks.of_envs(needed.nonzero()[:, 0])
+        found = read_masks(space, _of_envs(given, needed.numpy()), of_needed)
         groups = [group.clone() for group in self.all_legal.groups]
         for group, part in zip(groups, found.groups, strict=True):
             group[needed] = part
