@@ -127,7 +127,7 @@ class GymEnvs:
     def begin_round(self) -> None:
         _require_usable(self.vector_env)
         self._where = f", round {self.rounds + 1}"
-        self.checks.start()
+        self.checks.step = 0  # what was noted of the current observation stays
 
     def observe(self, row: RolloutRow) -> Observed:
         """Write the current observation to the row."""
