@@ -226,6 +226,8 @@ def _mask(
         given = to_tensor(what, mask)
     except ValueError as error:
         raise ValueError(f"{error}; expected one array {shape}") from error
+    if needed is not None:  # a method may give arrays where observations are on a GPU
+        given = given.to(needed.device)
     if (*given.shape[1:], 1) == expected:  # a number, without the axis of choices
         given = given.unsqueeze(-1)
     if given.shape[1:] != expected:
