@@ -127,6 +127,28 @@ def test_a_simulators_final_observations_are_valued():
         torch.testing.assert_close(stored["bootstrap_values"][env, t], expected)
 
 
+class OneByOne(PointMasses):
+    """Final observations as an array of objects, None where no episode ended."""
+
+    def step(self, actions):
+        *rest, terminated, truncated, extras = super().step(actions)
+        places = (terminated | truncated).nonzero()[:, 0].tolist()
+        final = np.full(self.num_envs, None)
+        for place in places:
+            final[place] = {"policy": extras["final_obs"]["policy"][place]}
+        return *rest, terminated, truncated, {"final_obs": final}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_final_observations_may_come_one_by_one(device):
+    rollouts = []
+    for make in (PointMasses, OneByOne):
+        model = model_of(make(6, device), config=MASSES)
+        rollouts.append(stored_on_cpu(model))
+    assert rollouts[0][0]["truncated"].any()
+    torch.testing.assert_close(*rollouts, rtol=0, atol=0, equal_nan=True)
+
+
 def test_without_final_observations_a_cut_row_bootstraps_from_its_own_value(capsys):
     model = model_of(PointMasses(6, compute_final_obs=False), config=MASSES)
     model.trainer.collect()

@@ -233,6 +233,8 @@ class GymEnvs:
             row.bootstrap_values.copy_(last_value)
             return None
         elif isinstance(infos["final_obs"], np.ndarray) and infos["final_obs"].dtype == object:
+            if not truncated.any():
+                return None
             final = self._read_some(infos["final_obs"], truncated)
         else:
             final = self._read(infos["final_obs"], one_by_one=False)
@@ -243,9 +245,9 @@ class GymEnvs:
     def _read_some(self, observations: "np.ndarray[Any, Any]", chosen: Tensor) -> PolicyInput:
         """The observations of some envs, of an array with an object for each env; else zeros."""
         read = self.spaces.read(
-            list(observations[chosen.numpy()]), self._previous[chosen], one_by_one=True
+            list(observations[chosen.cpu().numpy()]), self._previous[chosen], one_by_one=True
         )
-        everywhere = self.spaces.empty_input(self.num_envs)
+        everywhere = self.spaces.empty_input(self.num_envs, self.device)
         everywhere.features[chosen] = read.features
         everywhere.frames[chosen] = read.frames
         return everywhere
