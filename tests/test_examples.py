@@ -25,6 +25,7 @@ def example(path):
 @pytest.mark.parametrize("path", [example(path) for path in FILES])
 def test_example(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(path)])
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         runpy.run_path(str(path), run_name="__main__")

@@ -373,7 +373,7 @@ OPEN = {"row": np.array([1, 1]), "column": np.array([[1, 0, 0], [0, 0, 0]])}
 def test_a_legal_row_without_a_legal_column_is_refused_unless_declared():
     envs = envs_of(action=spaces.MultiDiscrete([2, 3]), infos=lambda: {"action_mask": OPEN})
     with pytest.raises(
-        ValueError, match="env 0: row=1 is legal, but then head 'column' has no legal"
+        ValueError, match="env 0, step 0: row=1 is legal, but then head 'column' has no legal"
     ):
         PPO(envs, CELLS)
     PPO(envs, (CELLS[0], Head("column", 3, given=("row",), optional=True)))

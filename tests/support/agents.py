@@ -67,7 +67,8 @@ def make_agent(space="plain", *, device="cpu", rng_seed=0, images=(), encoder=No
 def stir(policy, size=0.15):
     """Move all weights, so that no output is near its initial value."""
     for parameter in policy.parameters():
-        parameter.add_(size * torch.randn(parameter.shape))
+        change = size * torch.randn(parameter.shape)  # the same on every device
+        parameter.add_(change.to(parameter.device))
 
 
 def random_masks(space, num_envs, rng):

@@ -79,10 +79,13 @@ class DeviceCollect:
         self._clock.lap("act")
         stepped = self._envs.step(self._row)
         self._keep_room(stepped)
-        if id(stepped) not in self._stores:
-            graph = Captured(lambda: self._store(stepped), self._read_by_store, self._kept)
-            self._stores[id(stepped)] = (stepped, graph)
-        self._run(self._stores[id(stepped)][1], lambda: self._store(stepped))
+        if not stepped.is_fixed:
+            self._store(stepped)
+        else:
+            if id(stepped) not in self._stores:
+                graph = Captured(lambda: self._store(stepped), self._read_by_store, self._kept)
+                self._stores[id(stepped)] = (stepped, graph)
+            self._run(self._stores[id(stepped)][1], lambda: self._store(stepped))
         self._buffer.count_staged()
         self._is_first_step = False
         self._clock.lap("buffer")

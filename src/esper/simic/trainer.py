@@ -52,6 +52,7 @@ class Stepped(NamedTuple):
     final_features: Tensor | None  # [N, F]: where an episode was truncated, what followed it
     round_over: bool = False  # no env has a step left in this round
     final_frames: Tensor | None = None  # [N, P]: with `final_features`, if there are pictures
+    is_fixed: bool = False  # the same tensors at every step, which CUDA graphs may read
 
 
 class Environments(Protocol):

@@ -129,7 +129,7 @@ class GymEnvs:
         self._starts = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         self._previous = torch.zeros(self.num_envs, self.spaces.num_previous, device=self.device)
         self._lacks_final = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.checks = RoundChecks(self.device)
+        self.checks = RoundChecks(self.device, names_steps=True)
         self._graphs: dict[Any, tuple[list[Any], Captured[Stepped]]] = {}
         found: dict[str, Any] = infos
         return found
@@ -160,7 +160,8 @@ class GymEnvs:
         read_infos = self._mask_reader.infos_to_read(infos)
         if "final_obs" in infos:
             read_infos["final_obs"] = infos["final_obs"]
-        if self.is_static and row.states.device == self.device:
+        can_be_captured = _holds_tensors_only(read_infos)
+        if self.is_static and can_be_captured and row.states.device == self.device:
             stepped = self._digest_captured(row, observations, outcome, read_infos)
         else:
             stepped = self._digest(row, observations, outcome, read_infos)
@@ -175,7 +176,11 @@ class GymEnvs:
         if key not in self._graphs:
             _, *others = tree_map_only(Tensor, torch.clone, given)
             fixed = (self._observations, *others)  # what `observe` reads stays where it is
-            graph = Captured(lambda: self._digest(row, *fixed), lambda: (), self._kept)
+
+            def work() -> Stepped:
+                return self._digest(row, *fixed)._replace(is_fixed=True)
+
+            graph = Captured(work, lambda: (), self._kept)
             self._graphs[key] = (list(_tensors_in(fixed)), graph)
         fixed_leaves, graph = self._graphs[key]
         copy_all(fixed_leaves, leaves)
@@ -231,7 +236,10 @@ class GymEnvs:
                     masked_infos = [(reset_infos, None)]
         if self.spaces.num_previous and (may_have_ended or is_real is not None):
             self._previous.masked_fill_(self._starts.unsqueeze(1), 0.0)
-        self._observations = observations
+        if not self.is_static:
+            self._observations = observations
+        elif observations is not self._observations:  # which graphs read where it is
+            copy_all(list(_tensors_in(self._observations)), list(_tensors_in(observations)))
         self.checks.end_step()
         self._read_masks(*masked_infos)
         if final is None:
@@ -295,19 +303,21 @@ class GymEnvs:
             row.bootstrap_values.copy_(last_value)
             return None
         elif isinstance(infos["final_obs"], np.ndarray) and infos["final_obs"].dtype == object:
+            if not truncated.any():
+                return None
             final = self._read_some(infos["final_obs"], truncated)
         else:
             final = self._read(infos["final_obs"], one_by_one=False)
         if self.device.type == "cpu":
-            self._require_finite(final.features[truncated])
+            self._require_finite(final.features.where(truncated.unsqueeze(1), 0.0))
         return final
 
     def _read_some(self, observations: "np.ndarray[Any, Any]", chosen: Tensor) -> PolicyInput:
         """The observations of some envs, of an array with an object for each env; else zeros."""
         read = self.spaces.read(
-            list(observations[chosen.numpy()]), self._previous[chosen], one_by_one=True
+            list(observations[chosen.cpu().numpy()]), self._previous[chosen], one_by_one=True
         )
-        everywhere = self.spaces.empty_input(self.num_envs)
+        everywhere = self.spaces.empty_input(self.num_envs, self.device)
         everywhere.features[chosen] = read.features
         everywhere.frames[chosen] = read.frames
         return everywhere
@@ -364,6 +374,14 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _tensors_in(part)
+
+
+def _holds_tensors_only(infos: Mapping[str, Any]) -> bool:
+    """Whether a graph can read all of them: not what is on the CPU, such as arrays of objects."""
+    return all(
+        isinstance(value, Tensor) or (isinstance(value, Mapping) and _holds_tensors_only(value))
+        for value in infos.values()
+    )
 
 
 def _sync_vector_env() -> type:

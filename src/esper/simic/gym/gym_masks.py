@@ -108,7 +108,8 @@ class MaskReader:
             return read_masks(space, given, checks)
         if needed.device.type != "cpu":
             return merged_masks(read_masks(space, given, checks, needed), needed, self.all_legal)
-        found = read_masks(space, _of_envs(given, needed.numpy()), checks)
+        of_needed = checks.of_envs(needed.nonzero()[:, 0])
+        found = read_masks(space, _of_envs(given, needed.numpy()), of_needed)
         groups = [group.clone() for group in self.all_legal.groups]
         for group, part in zip(groups, found.groups, strict=True):
             group[needed] = part
@@ -230,6 +231,8 @@ def _mask(
         given = to_tensor(what, mask)
     except ValueError as error:
         raise ValueError(f"{error}; expected one array {shape}") from error
+    if needed is not None:  # a method may give arrays where observations are on a GPU
+        given = given.to(needed.device)
     if (*given.shape[1:], 1) == expected:  # a number, without the axis of choices
         given = given.unsqueeze(-1)
     if given.shape[1:] != expected:

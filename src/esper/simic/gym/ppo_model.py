@@ -477,6 +477,8 @@ def evaluate(
     world.begin_round()
     while quota.any():
         observed = world.observe(row)
+        if world.device.type != "cpu":  # on a CPU `observe` has looked
+            world.spaces.require_finite(row.states)
         state = zero_rows(state, observed.starts)
         decision = agent.act(
             row.states,
