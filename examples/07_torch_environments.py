@@ -59,21 +59,24 @@ class TorchCartPole(VectorEnv):
         return self.states, rewards, terminated, truncated, {"final_obs": final}
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--num-envs", type=int, default=64)
-parser.add_argument("--device", default="cpu")
-parser.add_argument("--steps", type=int, default=100_000)
-arguments = parser.parse_args()
-
-
 def report(steps, metrics):
     if metrics["progress/rounds"] % 10 == 0:
         print(f"{steps:>9} steps, mean return {metrics['episode/return']:.0f}")
 
 
-ppo = esper.PPOConfig(gae_lambda=0.95, num_minibatches=4)
-config = esper.GymConfig(horizon=32, ppo=ppo)
-model = esper.PPO(TorchCartPole(arguments.num_envs, arguments.device), config=config)
-model.learn(arguments.steps, callback=report)
-result = esper.evaluate(model, TorchCartPole(16, arguments.device), episodes=16)
-print(f"mean return of 16 episodes: {result.returns.mean():.0f}")
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-envs", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=100_000)
+    arguments = parser.parse_args()
+    ppo = esper.PPOConfig(gae_lambda=0.95, num_minibatches=4)
+    config = esper.GymConfig(horizon=32, ppo=ppo)
+    model = esper.PPO(TorchCartPole(arguments.num_envs, arguments.device), config=config)
+    model.learn(arguments.steps, callback=report)
+    result = esper.evaluate(model, TorchCartPole(16, arguments.device), episodes=16)
+    print(f"mean return of 16 episodes: {result.returns.mean():.0f}")
+
+
+if __name__ == "__main__":
+    main()

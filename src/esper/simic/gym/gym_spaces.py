@@ -219,8 +219,8 @@ class GymSpaces:
         They are NumPy arrays, or tensors on the choices' device.
         """
         flat = choices if as_tensors else choices.cpu()
-        if len(self.head_of) > 1:
-            flat = flat[..., list(self.head_of)]
+        if self.head_of != tuple(range(len(self.head_of))):  # heads in another order
+            flat = flat.index_select(-1, constant(self.head_of, flat.device))
         parts: dict[Path, Any] = {}
         start = 0
         for entry in self.action:
