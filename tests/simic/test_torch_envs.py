@@ -11,6 +11,7 @@ from gymnasium.wrappers.vector import NumpyToTorch
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.simic import trainer
+from esper.simic.device_collect import DeviceCollect
 from esper.simic.gym.ppo_model import PPO, evaluate
 from esper.tamiyo.policy.distributions import draw_noise
 from support.batched_environments import PointMasses
@@ -313,18 +314,17 @@ def test_a_simulators_rollout_on_a_gpu_is_that_on_the_cpu(compute_final_obs):
 def collect_without_waiting(model, monkeypatch):
     """A round whose steps raise an error where they wait for the GPU, after one of warming up."""
     model.learn(1)
-    world = model.envs
-    end_round = world.end_round
-
-    def end_watched_round(buffer):
-        torch.cuda.set_sync_debug_mode("default")
-        return end_round(buffer)
+    value_cut_rows = DeviceCollect.value_cut_rows
 
     def watch():
         torch.cuda.set_sync_debug_mode("error")
         return False
 
-    monkeypatch.setattr(world, "end_round", end_watched_round)
+    def value_unwatched(collect):  # after the last step, the round's one look
+        torch.cuda.set_sync_debug_mode("default")
+        value_cut_rows(collect)
+
+    monkeypatch.setattr(DeviceCollect, "value_cut_rows", value_unwatched)
     try:
         assert model.trainer.collect(watch)
     finally:

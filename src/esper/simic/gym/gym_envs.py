@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from esper.leyline.factored_actions import ActionMasks
-from esper.simic.agent.cuda_graphs import Captured, copy_all
+from esper.simic.agent.cuda_graphs import CannotCapture, Captured, copy_all
 from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.gym.direct_envs import DirectEnvs
@@ -76,12 +76,13 @@ class GymEnvs:
             self._autoreset = "SAME_STEP"
         self._is_direct = isinstance(self._stepped, DirectEnvs)
         self._mask_key = mask_key
+        self._can_capture = True
         self._has_printed = False  # that final observations are not given
         self.rounds = 0
         self._where = ""  # the round that errors name
         self.log = EpisodeLog(self.num_envs)
         infos = self._reset(rng_seed)
-        self._mask_reader = MaskReader(envs, spaces, mask_source, mask_key, infos)
+        self._mask_reader = MaskReader(envs, spaces, mask_source, mask_key, infos, self.device)
         self.mask_source = self._mask_reader.source
         self._check_masks(infos)
         self.masks = self._first_masks(infos)
@@ -160,7 +161,7 @@ class GymEnvs:
         read_infos = self._mask_reader.infos_to_read(infos)
         if "final_obs" in infos:
             read_infos["final_obs"] = infos["final_obs"]
-        can_be_captured = _holds_tensors_only(read_infos)
+        can_be_captured = self._can_capture and _holds_tensors_only(read_infos)
         if self.is_static and can_be_captured and row.states.device == self.device:
             stepped = self._digest_captured(row, observations, outcome, read_infos)
         else:
@@ -184,8 +185,13 @@ class GymEnvs:
             self._graphs[key] = (list(_tensors_in(fixed)), graph)
         fixed_leaves, graph = self._graphs[key]
         copy_all(fixed_leaves, leaves)
-        if graph.is_new:
-            graph.prepare()  # all that it reads stays where it is until a reset
+        if graph.is_new:  # all that it reads stays where it is until a reset
+            try:
+                graph.prepare()
+            except CannotCapture as error:
+                print(f"steps cannot be captured as a CUDA graph, so they are slower: {error}")
+                self._can_capture = False
+                return self._digest(row, *given)
         return graph.run_again()
 
     def fixed_tensors(self) -> list[Tensor] | None:

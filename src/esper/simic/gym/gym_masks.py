@@ -32,14 +32,21 @@ class MaskReader:
     """The masks of one vector environment, from the source that it offers."""
 
     def __init__(
-        self, vector_env: Any, spaces: "GymSpaces", asked: MaskOption, key: str, infos: Any
+        self,
+        vector_env: Any,
+        spaces: "GymSpaces",
+        asked: MaskOption,
+        key: str,
+        infos: Any,
+        device: torch.device,
     ):
         self._vector_env = vector_env
         self._spaces = spaces
         self._key = key
         self.source = self._find_source(infos, asked)
         self.is_unmasked_by_chance = self.source == "none" != asked
-        self.all_legal = ActionMasks.all_legal(spaces.action_space, vector_env.num_envs)
+        all_legal = ActionMasks.all_legal(spaces.action_space, vector_env.num_envs)
+        self.all_legal = all_legal.to(device)
 
     def _find_source(self, infos: Mapping[str, Any], asked: MaskOption) -> MaskOption:
         """Where masks come from: as asked, or the first source that the environment offers."""
@@ -154,7 +161,7 @@ def _has_sub_environments(inner: Any) -> bool:
 def merged_masks(masks: ActionMasks, chosen: Tensor, others: ActionMasks) -> ActionMasks:
     """The masks where `chosen` `[N]`, else the others."""
     groups = [
-        torch.where(chosen.view(-1, *[1] * (group.ndim - 1)), group, other.to(group.device))
+        torch.where(chosen.view(-1, *[1] * (group.ndim - 1)), group, other)
         for group, other in zip(masks.groups, others.groups, strict=True)
     ]
     return ActionMasks(masks.action_space, groups)
