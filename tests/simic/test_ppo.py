@@ -580,3 +580,48 @@ def test_a_pass_waits_once_for_the_device_and_a_minibatch_never():
     once = waits(ppo_epochs=2, num_minibatches=1)
     assert waits(ppo_epochs=2, num_minibatches=4) == once
     assert waits(ppo_epochs=5, num_minibatches=4) == once + 3
+
+
+# -- CUDA graphs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_captured_agent_learns_what_an_eager_one_learns_also_from_other_weights(case):
+    captured, eager = (make_agent(**case, device="cuda", num_minibatches=3) for _ in range(2))
+    eager.graphs = None
+    other = make_agent(**case, device="cuda")
+    with torch.no_grad():
+        for parameter in other.policy.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    for weights in (None, other.state_dict(), None):
+        for agent in (captured, eager):
+            if weights is not None:
+                agent.load_state_dict(copy.deepcopy(weights))
+        buffer = collect(eager, (9, 0, 12, 4, 7, 12))
+        metrics = [
+            agent.update(buffer, generator=torch.Generator().manual_seed(0))
+            for agent in (captured, eager)
+        ]
+        assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-6, nan_ok=True)
+        states = [dict(agent.state_dict()["policy"]) for agent in (captured, eager)]
+        torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
+    assert captured.graphs is not None  # nothing fell back to single operations
+
+
+@pytest.mark.gpu
+def test_an_encoder_that_waits_for_the_gpu_runs_without_graphs_and_says_so(capsys):
+    class Waits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(NUMBERS, 8)
+
+        def forward(self, numbers):
+            return self.linear(numbers) * float(numbers.sum() * 0 + 1)
+
+    config = PolicyConfig(lstm_hidden_dim=8)
+    policy = flat_policy(SPACES["plain"], NUMBERS, config, encoder=Waits())
+    agent = PPOAgent(policy.to("cuda"), PPOConfig(ppo_epochs=1))
+    metrics = agent.update(collect(agent, (9, 4)))
+    assert metrics["update_undone"] == 0.0
+    assert "learning cannot be captured as a CUDA graph, so it is slower" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Devices: which can be used, and small constant tensors kept on each of them."""
 
 import platform
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,24 @@ def usable_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device={name} cannot be used here ({reason}); use cpu") from error
     return torch.device(name)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that can still be allocated."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def require_memory(needed: Mapping[str, int], device: torch.device, advice: str) -> None:
+    """Raise before anything is allocated if a GPU cannot hold it; `needed` is bytes by purpose."""
+    total = sum(needed.values())
+    free = free_memory(device)
+    if total > free:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
+        raise ValueError(
+            f"{device} has {free / 2**30:.1f} GiB free, but this needs {total / 2**30:.1f} "
+            f"({parts}); {advice}"
+        )
 
 
 @cache

@@ -19,10 +19,29 @@ from torch import Tensor
 from esper.simic.agent.cuda_graphs import CannotCapture, Captured
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tamiyo.policy.network import RecurrentState
+from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 
 if TYPE_CHECKING:
-    from esper.simic.trainer import Environments, PhaseClock, Stepped
+    from esper.simic.trainer import Environments, EnvSpec, PhaseClock, Stepped
+
+
+def device_bytes(
+    spec: "EnvSpec", horizon: int, policy: PolicyConfig, num_minibatches: int
+) -> dict[str, int]:
+    """Bytes that a round needs on a GPU, by purpose; docs/simulators.md explains them."""
+    space = spec.action_space
+    num_steps = horizon * spec.num_envs
+    of_actions = (8 if space.continuous else 12) * space.num_heads
+    of_observation = 4 * spec.num_features + spec.frame_size
+    of_state = 8 * policy.lstm_layers * policy.lstm_hidden_dim  # h and c
+    # masks and two copies of the random numbers; rewards, values, flags, advantages, targets
+    of_step = of_observation + of_actions + 9 * space.num_choices + 29
+    learned = 40 * policy.lstm_layers * policy.lstm_hidden_dim + of_step
+    return {
+        "rollout": num_steps * of_step,
+        "final observations and states": num_steps * (of_observation + of_state),
+        "learning": num_steps // num_minibatches * learned,
+    }
 
 
 class _CutRows(NamedTuple):

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks, FactoredActionSpace
 from esper.nissa.health import HealthMonitor
+from esper.runtime.devices import require_memory
 from esper.runtime.files import require_same_layout
 from esper.simic.agent.ppo import PPOAgent, TrainingFailed
 from esper.simic.agent.rollout import RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.device_collect import DeviceCollect
+from esper.simic.device_collect import DeviceCollect, device_bytes
 from esper.tamiyo.policy.distributions import draw_noise
 from esper.tamiyo.policy.network import Decision, RecurrentState
 
@@ -145,6 +146,11 @@ class Trainer:
         self.agent = agent
         self.horizon = horizon
         config = agent.policy.config
+        if agent.device.type == "cuda":
+            needed = device_bytes(envs.spec, horizon, config, agent.config.num_minibatches)
+            require_memory(
+                needed, agent.device, "use fewer envs, a shorter horizon or more minibatches"
+            )
         self.buffer = TamiyoRolloutBuffer(
             envs.spec.num_envs,
             horizon,
