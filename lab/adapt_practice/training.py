@@ -233,9 +233,6 @@ class TrialEnvs:
     def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
         return {"adapt/lead": float(self._worth_of_leader.mean()) / REWARD_SCALE}
 
-    def fixed_tensors(self) -> None:
-        """None: what a step does allocates new tensors."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self.rng.get_state()}
 

@@ -6,8 +6,8 @@
         collect.step()
     collect.value_cut_rows()                 # V of final observations: the round's one look
 
-It works with environments whose tensors stay where they are (`Environments.fixed_tensors`). The
-environments themselves are stepped as usual, between two graphs.
+It works with environments whose tensors stay where they are (`EnvSpec.is_fixed`). They are stepped
+as usual, between two graphs.
 """
 
 from collections.abc import Callable
@@ -180,9 +180,7 @@ class DeviceCollect:
         self._buffer.bootstrap_values[where[1], cut.places] = values
 
     def _read_by_decide(self) -> list[Tensor]:
-        fixed = self._envs.fixed_tensors()
-        assert fixed is not None
-        return [*self._agent.tensors_of_acting(), *fixed]
+        return [*self._agent.tensors_of_acting(), *self._envs.observe(self._row).reads]
 
     def _read_by_store(self) -> list[Tensor]:
         return [] if self._cut is None else list(self._cut)

@@ -9,7 +9,7 @@ Gymnasium environments and growing hosts use the same loop. Both meet it behind 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +37,8 @@ class EnvSpec(NamedTuple):
     num_features: int
     action_space: FactoredActionSpace
     frame_size: int = 0  # bytes of an observation's pictures
+    # on a GPU: `observe` is the same work on the same tensors at every step, so that CUDA graphs hold it
+    is_fixed: bool = False
 
 
 class Observed(NamedTuple):
@@ -44,6 +46,7 @@ class Observed(NamedTuple):
 
     masks: ActionMasks  # legal now
     starts: Tensor  # [N] bool: the observation is the first of an episode
+    reads: Sequence[Tensor] = ()  # with `EnvSpec.is_fixed`: all that was read
 
 
 class Stepped(NamedTuple):
@@ -78,13 +81,6 @@ class Environments(Protocol):
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
         """Correct what only the whole round shows; returns metrics of its episodes."""
-        ...
-
-    def fixed_tensors(self) -> list[Tensor] | None:
-        """What `observe` reads and `step` changes, if both are the same work on the same tensors.
-
-        Then they are on a GPU and can be part of CUDA graphs. None: they are not.
-        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,7 +159,7 @@ class Trainer:
         )
         self.state = agent.policy.initial_state(envs.spec.num_envs)
         self._device_collect: DeviceCollect | None = None
-        if agent.device.type == "cuda" and envs.fixed_tensors() is not None:
+        if agent.device.type == "cuda" and envs.spec.is_fixed:
             self._device_collect = DeviceCollect(envs, agent, self.buffer, clock)
         self.action_rng = torch.Generator(agent.device).manual_seed(rng_seed)
         self.shuffle_rng = torch.Generator().manual_seed(rng_seed)

@@ -156,9 +156,6 @@ class GrowthEnvs:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def fixed_tensors(self) -> None:
-        """None: what a step does depends on the state of hosts."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.environment.generator.get_state()}  # determines all of a round
 

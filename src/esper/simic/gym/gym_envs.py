@@ -64,9 +64,6 @@ class GymEnvs:
         spaces.require_same(envs)
         self.spaces = spaces
         self.num_envs = envs.num_envs
-        self.spec = EnvSpec(
-            envs.num_envs, spaces.num_features, spaces.action_space, spaces.frame_size
-        )
         self.clock = clock or PhaseClock()
         self.vector_env: Any = envs
         self._autoreset = _autoreset_mode(envs)
@@ -82,6 +79,13 @@ class GymEnvs:
         self._where = ""  # the round that errors name
         self.log = EpisodeLog(self.num_envs)
         infos = self._reset(rng_seed)
+        self.spec = EnvSpec(
+            envs.num_envs,
+            spaces.num_features,
+            spaces.action_space,
+            spaces.frame_size,
+            self.is_static,
+        )
         self._mask_reader = MaskReader(envs, spaces, mask_source, mask_key, infos, self.device)
         self.mask_source = self._mask_reader.source
         self._check_masks(infos)
@@ -152,7 +156,10 @@ class GymEnvs:
             row.frames.copy_(read.frames)
         if self.device.type == "cpu":  # of others the whole round is looked at, at its end
             self._require_finite(row.states)
-        return Observed(self.masks.to(row.states.device), self._starts)
+        masks = self.masks.to(row.states.device)
+        if not self.is_static:
+            return Observed(masks, self._starts)
+        return Observed(masks, self._starts, [*_tensors_in(self._observations), *self._kept()])
 
     def step(self, row: RolloutRow) -> Stepped:
         choices = row.actions.to(self.device)
@@ -193,12 +200,6 @@ class GymEnvs:
                 self._can_capture = False
                 return self._digest(row, *given)
         return graph.run_again()
-
-    def fixed_tensors(self) -> list[Tensor] | None:
-        """What `observe` reads and a step changes, if CUDA graphs can hold both."""
-        if not self.is_static:
-            return None
-        return [*_tensors_in(self._observations), *self._kept()]
 
     def _kept(self) -> list[Tensor]:
         """What a step changes besides the row."""
