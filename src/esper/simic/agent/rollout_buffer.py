@@ -17,7 +17,6 @@ tensors of the GPU is counted there, in a cursor, until somebody reads `step_cou
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -29,10 +28,14 @@ from esper.leyline.factored_actions import FactoredActionSpace
 from esper.runtime.checks import require_at_least
 from esper.simic.agent.gae import compute_gae
 from esper.simic.agent.rollout import LEARNED_FROM, Arena, Rollout, RolloutRow
-from esper.simic.agent.rollout_fields import INTEGERS, RolloutField, as_tensor, rollout_fields
+from esper.simic.agent.rollout_checks import (
+    check_step_counts,
+    checked_env_ids,
+    raise_on_bad_values,
+)
+from esper.simic.agent.rollout_fields import RolloutField, as_tensor, rollout_fields
 
 ADVANTAGE_STD_FLOOR = 1e-8
-PROBLEMS_SHOWN = 5  # bad values that one error message lists
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -295,7 +298,7 @@ class TamiyoRolloutBuffer:
         """
         envs = self._checked_env_ids(env_ids)
         self._require_room(envs)
-        if step.bootstrap_value is None:  # NaN: `_raise_on_bad_values` reports it if it is needed
+        if step.bootstrap_value is None:  # NaN: reported if it is needed
             step = step._replace(bootstrap_value=self._no_bootstraps[: len(envs)])
         if step.frames is None and not self.frame_size:
             step = step._replace(frames=self._spare.frames[: len(envs)])  # of width 0
@@ -378,7 +381,7 @@ class TamiyoRolloutBuffer:
         self._check_step_counts()
         if last_values is not None:
             self._store_last_values(last_values)
-        self._raise_on_bad_values()
+        raise_on_bad_values(self._tensors, self.valid_mask.t(), self._bad_state, self.action_space)
         self._tensors["valid"].copy_(self.valid_mask.t())
         compute_gae(
             self.rewards,
@@ -477,21 +480,10 @@ class TamiyoRolloutBuffer:
     # -- checks -------------------------------------------------------------------------------
 
     def _checked_env_ids(self, env_ids: Tensor | Sequence[int] | None) -> Tensor:
-        if env_ids is None:
-            return self._all_envs
-        envs = as_tensor("env_ids", env_ids)
-        if envs.ndim != 1 or (envs.numel() and envs.dtype not in INTEGERS):
-            raise ValueError(
-                f"env_ids: got {envs.dtype} {tuple(envs.shape)}, expected integers of shape [K]"
-            )
-        if envs.device.type != "cpu":
-            raise ValueError(f"env_ids are on {envs.device}; pass them on the CPU")
-        envs = envs.long()
-        if outside := [e for e in envs.tolist() if not 0 <= e < self.num_envs]:
-            raise ValueError(f"env_ids {outside} are out of range for num_envs={self.num_envs}")
-        if repeated := [e for e, count in Counter(envs.tolist()).items() if count > 1]:
-            raise ValueError(f"env_ids {repeated} appear more than once in one batch")
-        return envs
+        return self._all_envs if env_ids is None else checked_env_ids(env_ids, self.num_envs)
+
+    def _check_step_counts(self) -> None:
+        check_step_counts(self.step_counts, self.num_envs, self.max_steps_per_env)
 
     def _require_room(self, envs: Tensor) -> None:
         is_full = self.step_counts[envs] >= self.max_steps_per_env
@@ -504,26 +496,6 @@ class TamiyoRolloutBuffer:
             "call reset() first or make the buffer longer"
         )
 
-    def _check_step_counts(self) -> None:
-        """Raise if `step_counts` was replaced or overwritten with what cannot be."""
-        counts = self.step_counts
-        if not isinstance(counts, Tensor):
-            raise ValueError(
-                f"step_counts is a {type(counts).__name__}; change it only through add and reset"
-            )
-        if counts.shape != (self.num_envs,) or counts.dtype != torch.int64 or counts.is_cuda:
-            raise ValueError(
-                f"step_counts is {counts.dtype} {tuple(counts.shape)} on {counts.device}; expected "
-                f"torch.int64 ({self.num_envs},) on cpu. Change it only through add and reset"
-            )
-        is_wrong = (counts < 0) | (counts > self.max_steps_per_env)
-        if bool(is_wrong.any()):
-            env = int(is_wrong.nonzero()[0])
-            raise ValueError(
-                f"step_counts[{env}] is {int(counts[env])}; expected 0 to {self.max_steps_per_env}. "
-                "Change it only through add and reset"
-            )
-
     def _store_last_values(self, last_values: Tensor) -> None:
         """Keep V of what followed each env's last row, where the episode has not ended."""
         field = RolloutField("last_values", "last_values", torch.float32)
@@ -534,39 +506,6 @@ class TamiyoRolloutBuffer:
         ended = self._tensors["terminated"][places] | self._tensors["truncated"][places]
         bootstraps = self._tensors["bootstrap_values"]
         bootstraps.index_put_(places, torch.where(ended, bootstraps[places], last_values[envs]))
-
-    def _raise_on_bad_values(self) -> None:
-        """Check all values that learning uses, with one synchronisation."""
-        fields = self._tensors
-        valid = self.valid_mask.t()  # [T, N]
-        is_last = valid.clone()
-        is_last[:-1] &= ~valid[1:]
-        needs_bootstrap = ~fields["terminated"] & (fields["truncated"] | is_last)
-        bad = {
-            "the state is not finite": ~fields["states"].isfinite().all(dim=-1),
-            "the reward is not finite": ~fields["rewards"].isfinite(),
-            "the value is not finite": ~fields["values"].isfinite(),
-            "a bootstrap value is needed, but none was given or it is not finite": needs_bootstrap
-            & ~fields["bootstrap_values"].isfinite(),
-            "the recurrent state is not finite, or was not reset after an episode that ended; zero "
-            "hidden_h and hidden_c [envs, layers, hidden] at episode ends": self._bad_state,
-        }
-        for head, name in enumerate(self.action_space.names):
-            is_bad = ~fields["log_probs"][..., head].isfinite()
-            bad[f"head {name!r}: the log-prob is not finite, so its logits were not"] = is_bad
-        for head in self.action_space.unconditional:
-            part = fields["masks"][..., self.action_space.slices[head]]
-            name = self.action_space.names[head]
-            bad[f"head {name!r} has no legal choice"] = ~part.any(dim=-1)
-        problems = torch.stack(list(bad.values())) & valid
-        if not bool(problems.any()):
-            return
-        found = problems.permute(2, 1, 0).nonzero().tolist()  # by env, then by step
-        reasons = list(bad)
-        shown = [f"env {e}, step {t}: {reasons[r]}" for e, t, r in found[:PROBLEMS_SHOWN]]
-        if len(found) > PROBLEMS_SHOWN:
-            shown.append(f"and {len(found) - PROBLEMS_SHOWN} more")
-        raise ValueError("bad values in the rollout: " + "; ".join(shown))
 
     def _require_advantages(self) -> None:
         if not self._has_advantages:
