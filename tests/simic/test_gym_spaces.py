@@ -244,6 +244,20 @@ def test_an_observation_without_a_size_is_refused_and_transforming_it_works():
     PPO(wrapped, config=SMALL).learn(12)
 
 
+def test_a_bound_that_leaves_no_numbers_is_refused():
+    env = AnySpaces(spaces.Discrete(2), spaces.Box(5.0, np.inf, (1,)))
+    with pytest.raises(ValueError, match=r"action_bound=1.0 leaves no numbers"):
+        PPO(env, config=replace(SMALL, action_bound=1.0))
+    PPO(env, config=replace(SMALL, action_bound=9.0)).learn(12)
+
+
+def test_a_choice_that_is_no_whole_number_is_refused():
+    layout = GymSpaces.of(envs_of(spaces.MultiDiscrete([3, 3])))
+    features = layout.read(np.array([[0.6, 1.0], [2.0, 1.0]])).features
+    with pytest.raises(ValueError, match="env 0: the observation is not within 0, 0 to 2, 2"):
+        layout.require_finite(features)
+
+
 def test_a_box_without_bounds_is_refused_and_bounding_it_works():
     env = AnySpaces(spaces.Discrete(2), spaces.Box(-np.inf, np.inf, (2,)))
     with pytest.raises(

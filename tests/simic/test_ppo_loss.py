@@ -85,3 +85,24 @@ def test_a_row_that_decides_nothing_trains_the_critic_only():
     assert (to_logits == 0).all()
     errors = outputs.values - rollout.targets
     torch.testing.assert_close(to_values, 0.7 * errors / 5)
+
+
+@pytest.mark.parametrize("frozen", ["log_std", "all but log_std"])
+def test_frozen_weights_stay_and_the_others_learn(frozen):
+    agent = make_agent("mixed", num_minibatches=1)
+    for name, parameter in agent.policy.named_parameters():
+        parameter.requires_grad_((name == "log_std") == (frozen == "all but log_std"))
+    before = {name: value.clone() for name, value in agent.policy.named_parameters()}
+    assert agent.update(collect(agent, (9, 4)))["update_undone"] == 0.0
+    for name, parameter in agent.policy.named_parameters():
+        assert torch.equal(parameter, before[name]) or parameter.requires_grad, name
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+@pytest.mark.parametrize("action", [10**11, 77, -3])
+def test_a_stored_action_that_is_no_index_is_refused(action, floor):
+    agent = make_agent("plain", floor=floor)
+    buffer = collect(agent, (5, 5))
+    buffer.actions[0, 2, 0] = action
+    with pytest.raises(ValueError, match=f"env 0, step 2, head '.*': action {action} is not legal"):
+        agent.update(buffer)

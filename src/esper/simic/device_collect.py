@@ -113,12 +113,21 @@ class DeviceCollect:
         if self._agent.graphs is not None:
             try:
                 if self._is_first_step or graph.is_new:
-                    graph.prepare()  # within a round, nothing that it reads is replaced
+                    self._prepare(graph)
                 graph.run_again()
                 return
             except CannotCapture as error:
                 self._agent.run_without_graphs("collecting", error)
         eagerly()
+
+    def _prepare(self, graph: Captured[Any]) -> None:
+        """Look at addresses: at the start of a round, and when a round is continued."""
+        if graph.prepare() and graph is self._decide:
+            self._stores = {}  # the environments may have been reset, and give other tensors
+
+    def look_again(self) -> None:
+        """Between two steps, weights or environments may have been replaced."""
+        self._is_first_step = True
 
     def _decide_eagerly(self) -> None:
         """Observe and act; advances the state."""
@@ -188,4 +197,5 @@ class DeviceCollect:
     def _kept(self) -> list[Tensor]:
         """What the runs before a capture may not change."""
         initial = (self._buffer.initial_hidden_h, self._buffer.initial_hidden_c)
-        return [*self.state, *initial, self._buffer.cursor, self._step]
+        kept = [*self.state, *initial, self._buffer.cursor, self._step, self._row.bootstrap_values]
+        return kept if self._cut is None else [*kept, self._cut.truncated]

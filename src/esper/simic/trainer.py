@@ -52,7 +52,7 @@ class Observed(NamedTuple):
 class Stepped(NamedTuple):
     """What `Environments.step` returns besides the rewards and flags that it writes."""
 
-    is_real: Tensor | None  # [N] bool, CPU; False: the action was ignored; None: all are real
+    is_real: Tensor | None  # [N] bool; False: the action was ignored; None: all are real
     final_features: Tensor | None  # [N, F]: where an episode was truncated, what followed it
     round_over: bool = False  # no env has a step left in this round
     final_frames: Tensor | None = None  # [N, P]: with `final_features`, if there are pictures
@@ -62,7 +62,7 @@ class Stepped(NamedTuple):
 class Environments(Protocol):
     """N environments on one device: rows in, rows out. A row is a row of the rollout.
 
-    What an environment does not give is not guessed: a truncated row needs `final_features`.
+    A truncated row needs `final_features`, or the environments write `row.bootstrap_values`.
     """
 
     spec: EnvSpec
@@ -76,7 +76,10 @@ class Environments(Protocol):
         ...
 
     def step(self, row: RolloutRow) -> Stepped:
-        """Take `row.actions`; write rewards, terminated and truncated (never both)."""
+        """Take `row.actions`; write rewards, terminated and truncated (never both).
+
+        Where no final observation can be given, write what bootstraps a truncated row.
+        """
         ...
 
     def end_round(self, buffer: TamiyoRolloutBuffer) -> dict[str, float]:
@@ -200,6 +203,8 @@ class Trainer:
             self._restore(self._round_start)
         if not self._in_round:
             self._begin_round()
+        if self._device_collect is not None:
+            self._device_collect.look_again()
         round_over = False
         while self._round_steps < self.horizon and not round_over:
             if should_stop():

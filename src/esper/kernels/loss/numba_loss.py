@@ -19,6 +19,7 @@ _ONE, _HALF, _ZERO = np.float32(1), np.float32(0.5), np.float32(0)
 _LOG_SQRT_2_PI = np.float32(0.5 * math.log(2.0 * math.pi))
 _LOG_4 = np.float32(math.log(4.0))
 _LARGEST_LOGIT = np.float32(1e29)
+_IMPOSSIBLE = np.float32(-2.5e29)  # between the log-probs of legal and of masked choices
 
 START, END, IS_NUMBER = 0, 1, 2  # columns of the table of heads
 # sums over steps, one column each in `measured`; then those of the heads
@@ -87,7 +88,7 @@ def loss_and_gradients(
                     shares, log_shares,
                 )  # fmt: skip
                 normalized[head] = entropies[head] / log_counts[max(counts[row, head], 1) - 1]
-            are_scored = are_scored and np.isfinite(log_probs[head])
+            are_scored = are_scored and log_probs[head] > _IMPOSSIBLE
             log_ratio += log_probs[head] - old_log_probs[row, head]
             decides = decides or counts[row, head] > 1
         change = np.expm1(log_ratio)
@@ -107,6 +108,8 @@ def loss_and_gradients(
         is_cut = (ratio - bounded) * advantage > _ZERO
         to_log_prob = _ZERO if is_cut else -per_decided * ratio * advantage
         for head in range(num_heads):
+            if not log_probs[head] > _IMPOSSIBLE:
+                continue  # the caller refuses the update: the stored action may be no index
             if counts[row, head] > 1:
                 at = OF_HEADS + head
                 sums[at] += entropies[head]

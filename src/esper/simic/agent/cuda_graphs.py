@@ -54,12 +54,14 @@ class Captured(Generic[_Result]):
         self.prepare()
         return self.run_again()
 
-    def prepare(self) -> None:
-        """Capture, unless all tensors are where they were at the last capture."""
+    def prepare(self) -> bool:
+        """Capture, unless all tensors are where they were at the last capture; whether it did."""
         addresses = [tensor.data_ptr() for tensor in self._reads()]
-        if addresses != self._addresses:
-            self._capture()
-            self._addresses = addresses
+        if addresses == self._addresses:
+            return False
+        self._capture()
+        self._addresses = addresses
+        return True
 
     def run_again(self) -> _Result:
         """As `run`, where nothing can have moved since `prepare`."""
@@ -76,6 +78,7 @@ class Captured(Generic[_Result]):
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
                     self._work()
+                    _restore(before)  # a counter may not run past its end
             caller.wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             gc.collect()
@@ -87,9 +90,13 @@ class Captured(Generic[_Result]):
         finally:
             if was_enabled:
                 gc.enable()
-            with torch.no_grad():
-                for tensor, old in before:
-                    tensor.copy_(old)
+            _restore(before)
+
+
+@torch.no_grad()
+def _restore(before: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for tensor, old in before:
+        tensor.copy_(old)
 
 
 def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:

@@ -234,28 +234,25 @@ class PPOAgent:
 
         # `copy.deepcopy` takes ten times as long
         before = tree_map_only(Tensor, lambda value: value.detach().clone(), self.state_dict())
-        self._set_schedules(progress)
-        returns = rollout.stored(rollout.returns)  # [R], in units of the reward
-        errors = returns - rollout.stored(rollout.values)
-        self._rescale_values(returns)
-        targets = self.value_normalizer.normalize(rollout.returns.unsqueeze(-1)).squeeze(-1)
-        rollout.targets.copy_(targets)
         try:
+            self._set_schedules(progress)
+            returns = rollout.stored(rollout.returns)  # [R], in units of the reward
+            errors = returns - rollout.stored(rollout.values)
+            self._rescale_values(returns)
+            targets = self.value_normalizer.normalize(rollout.returns.unsqueeze(-1)).squeeze(-1)
+            rollout.targets.copy_(targets)
             learned = self._run_passes(rollout, buffer.step_counts, generator)
+            if not learned.are_scored:
+                self.load_state_dict(before)
+                self.policy.check_stored(steps_of(rollout), rollout.valid)
+            if learned.is_finite:
+                self.failed_updates = 0
+                self._check_first_ratios(learned.first_ratio_error)
+                self._update_scales(rollout)
         except BaseException:  # such as Ctrl-C: nothing may be half learned
             self.load_state_dict(before)
             raise
-        if not learned.are_scored:
-            self.load_state_dict(before)
-            self.policy.check_stored(steps_of(rollout), rollout.valid)
-        if learned.is_finite:
-            self.failed_updates = 0
-            self._check_first_ratios(learned.first_ratio_error)
-            if config.normalize_features:
-                self.policy.heads.update_scales(
-                    rollout.stored(rollout.states), rollout.stored(rollout.frames)
-                )
-        else:
+        if not learned.is_finite:
             self._undo(before)
         variance = returns.var(correction=0)
         # 1: the critic predicts every return; 0: no better than their mean
@@ -271,6 +268,11 @@ class PPOAgent:
             "rows": float(num_steps),
             "update_undone": float(not learned.is_finite),
         }
+
+    def _update_scales(self, rollout: Rollout) -> None:
+        if self.config.normalize_features:
+            states, frames = rollout.stored(rollout.states), rollout.stored(rollout.frames)
+            self.policy.heads.update_scales(states, frames)
 
     def _run_passes(self, rollout: Rollout, step_counts: Tensor, generator: Rng) -> "_Learned":
         """Train on the rollout, pass after pass, until the policy has moved far enough."""
@@ -431,7 +433,10 @@ class PPOAgent:
         moments, (saved_settings,) = state["optimizer"].values()
         # the others are those of this agent: they differ between devices
         settings = self.optimizer.state_dict()["param_groups"]
+        (group,) = self.optimizer.param_groups
+        rate = group["lr"]  # of a GPU, a tensor that graphs read where it is
         self.optimizer.load_state_dict({"state": moments, "param_groups": settings})
+        self.optimizer.param_groups[0]["lr"] = rate
         self._set_learning_rate(float(saved_settings["lr"]))
         self.value_normalizer.load_state_dict(state["value_normalizer"])
         self.failed_updates = state["failed_updates"]

@@ -47,7 +47,11 @@ class MinibatchLoss(NamedTuple):
 
     def backward(self) -> None:
         """Add the gradients of the loss to those of the policy's weights."""
-        torch.autograd.backward(self.roots, self.gradients)
+        pairs = zip(self.roots, self.gradients, strict=True)
+        learned = [(root, gradient) for root, gradient in pairs if root.requires_grad]
+        if learned:  # else all of it is frozen
+            roots, gradients = zip(*learned, strict=True)
+            torch.autograd.backward(roots, gradients)
 
 
 def loss_names(action_space: FactoredActionSpace) -> list[str]:

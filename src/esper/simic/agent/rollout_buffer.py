@@ -241,7 +241,8 @@ class TamiyoRolloutBuffer:
         self._forget_derived()
 
     def commit(self, row: RolloutRow, is_real: Tensor | None = None) -> None:
-        """Count a row that was written; with `is_real` `[N]` (CPU), only for those envs."""
+        """Count a row that was written; with `is_real` `[N]`, only for those envs."""
+        is_real = None if is_real is None else is_real.cpu()
         counts = self.step_counts.numpy()
         real = None if is_real is None or bool(is_real.all()) else is_real
         if row is not self._spare:

@@ -89,8 +89,9 @@ class Entry:
         sizes = constant(self.sizes, device)
         ends = np.cumsum(self.sizes)
         starts = constant(tuple((ends - self.sizes).tolist()), device)
-        choices = entries.reshape(len(out), -1).long() - lowest
-        is_choice = (choices >= 0) & (choices < sizes)
+        given = entries.reshape(len(out), -1)
+        choices = given.long() - lowest
+        is_choice = (choices >= 0) & (choices < sizes) & (choices + lowest == given)
         columns = starts + choices.where(is_choice, 0)
         one_hot = torch.zeros(out.shape, device=device).scatter_(1, columns, 1.0)
         is_right = is_choice.all(dim=1, keepdim=True)
@@ -191,6 +192,11 @@ def acted_entry(
             )
         low = np.where(np.isfinite(low), low, -action_bound)
         high = np.where(np.isfinite(high), high, action_bound)
+        if (low >= high).any():
+            raise ValueError(
+                f"{where}: action_bound={action_bound} leaves no numbers between its bounds; use "
+                "more"
+            )
     return Entry(path, "numbers", shape, dtype, (), tuple(map(float, low)), tuple(map(float, high)))
 
 

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     AnyEnv = str | Env[Any, Any] | VectorEnv[Any, Any, Any]
 
 
+_MOST_GRAPHS = 8  # of a step: with and without final observations, for one row or two
+
+
 class GymEnvs:
     """N environments, each with a current observation and its masks."""
 
@@ -84,7 +87,7 @@ class GymEnvs:
             spaces.num_features,
             spaces.action_space,
             spaces.frame_size,
-            self.is_static,
+            self.is_fixed,
         )
         self._mask_reader = MaskReader(envs, spaces, mask_source, mask_key, infos, self.device)
         self.mask_source = self._mask_reader.source
@@ -128,7 +131,7 @@ class GymEnvs:
         self.is_torch = isinstance(first, Tensor)
         self.device = first.device if isinstance(first, Tensor) else CPU
         # DISABLED asks the device at every step, which a graph cannot
-        self.is_static = self.device.type == "cuda" and self._autoreset != "DISABLED"
+        self.is_fixed = self.device.type == "cuda" and self._autoreset != "DISABLED"
         self._observations = tree_map_only(Tensor, torch.clone, observations)
         self.pending = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         self._starts = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -157,7 +160,7 @@ class GymEnvs:
         if self.device.type == "cpu":  # of others the whole round is looked at, at its end
             self._require_finite(row.states)
         masks = self.masks.to(row.states.device)
-        if not self.is_static:
+        if not self.is_fixed:
             return Observed(masks, self._starts)
         return Observed(masks, self._starts, [*_tensors_in(self._observations), *self._kept()])
 
@@ -169,7 +172,7 @@ class GymEnvs:
         if "final_obs" in infos:
             read_infos["final_obs"] = infos["final_obs"]
         can_be_captured = self._can_capture and _holds_tensors_only(read_infos)
-        if self.is_static and can_be_captured and row.states.device == self.device:
+        if self.is_fixed and can_be_captured and row.states.device == self.device:
             stepped = self._digest_captured(row, observations, outcome, read_infos)
         else:
             stepped = self._digest(row, observations, outcome, read_infos)
@@ -182,6 +185,8 @@ class GymEnvs:
         layouts = tuple((tensor.shape, tensor.dtype) for tensor in leaves)
         key = (layouts, tuple(given[-1]), row.rewards.data_ptr())
         if key not in self._graphs:
+            if len(self._graphs) == _MOST_GRAPHS:
+                return self._digest(row, *given)
             _, *others = tree_map_only(Tensor, torch.clone, given)
             fixed = (self._observations, *others)  # what `observe` reads stays where it is
 
@@ -243,7 +248,7 @@ class GymEnvs:
                     masked_infos = [(reset_infos, None)]
         if self.spaces.num_previous and (may_have_ended or is_real is not None):
             self._previous.masked_fill_(self._starts.unsqueeze(1), 0.0)
-        if not self.is_static:
+        if not self.is_fixed:
             self._observations = observations
         elif observations is not self._observations:  # which graphs read where it is
             copy_all(list(_tensors_in(self._observations)), list(_tensors_in(observations)))
@@ -267,6 +272,8 @@ class GymEnvs:
             ("terminated", terminated),
             ("truncated", truncated),
         ):
+            if name == "reward" and not isinstance(value, Tensor):
+                value = np.asarray(value, dtype=np.float32)  # of objects too
             tensor = to_tensor(name, value)
             if tensor.shape != (self.num_envs,):
                 raise ValueError(
@@ -309,7 +316,7 @@ class GymEnvs:
             last_value = torch.where(row.truncated, row.values, torch.nan)
             row.bootstrap_values.copy_(last_value)
             return None
-        elif isinstance(infos["final_obs"], np.ndarray) and infos["final_obs"].dtype == object:
+        elif _is_one_by_one(infos["final_obs"]):
             if not truncated.any():
                 return None
             final = self._read_some(infos["final_obs"], truncated)
@@ -319,11 +326,10 @@ class GymEnvs:
             self._require_finite(final.features.where(truncated.unsqueeze(1), 0.0))
         return final
 
-    def _read_some(self, observations: "np.ndarray[Any, Any]", chosen: Tensor) -> PolicyInput:
-        """The observations of some envs, of an array with an object for each env; else zeros."""
-        read = self.spaces.read(
-            list(observations[chosen.cpu().numpy()]), self._previous[chosen], one_by_one=True
-        )
+    def _read_some(self, observations: Sequence[Any], chosen: Tensor) -> PolicyInput:
+        """The observations of some envs, given one by one; zeros for the others."""
+        of_chosen = [observations[env] for env in chosen.nonzero()[:, 0].tolist()]
+        read = self.spaces.read(of_chosen, self._previous[chosen], one_by_one=True)
         everywhere = self.spaces.empty_input(self.num_envs, self.device)
         everywhere.features[chosen] = read.features
         everywhere.frames[chosen] = read.frames
@@ -346,7 +352,7 @@ class GymEnvs:
             assert needed is not None
             later = self._mask_reader.read(self._observations, infos, needed, self.checks)
             masks = merged_masks(later, needed, masks)
-        if not self.is_static:
+        if not self.is_fixed:
             self.masks = masks
         elif self.mask_source != "none":  # graphs read them where they are
             copy_all(self.masks.groups, masks.groups)
@@ -381,6 +387,12 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _tensors_in(part)
+
+
+def _is_one_by_one(final: Any) -> bool:
+    """Whether final observations are a list, or an array of objects: None where none is."""
+    is_array = isinstance(final, np.ndarray) and final.dtype == object
+    return is_array or isinstance(final, list)
 
 
 def _holds_tensors_only(infos: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Action masks as environments give them: where they come from, and what they must look like.
 
     masks = read_masks(action_space, given, checks)          # of N envs
-    source = MaskSource(envs, spaces, "auto", "action_mask", infos)
+    reader = MaskReader(envs, spaces, "auto", "action_mask", infos, device)
 
 A mask comes with the observation, in info, or from a method `action_masks()`. It is one array
 `[N, choices]`, or a mapping from each head to `[N, *given sizes, size]`; or a list with one for each
