@@ -15,14 +15,15 @@ from support.agents import SPACES, collect, make_agent, rollout_of
 SETTINGS = dict(entropy_coefficient=0.3, value_coefficient=0.7, clip=0.3)
 
 
-def both_losses(agent, rollout, outputs, entropy_weights):
+def both_losses(agent, rollout, outputs, entropy_weights, counts=None):
     """The loss by the kernel and by its twin, with gradients for outputs and log_std."""
     policy = agent.policy
     outputs = type(outputs)(*(part.detach().requires_grad_() for part in outputs))
     inputs = [*outputs] + ([] if policy.log_std is None else [policy.log_std])
     steps = steps_of(rollout)
-    compiled = ppo_loss(policy, outputs, steps, rollout, entropy_weights, agent.config)
-    plain = plain_loss(policy.score(outputs, steps), rollout, entropy_weights, agent.config)
+    settings = (rollout, entropy_weights, agent.config, counts)
+    compiled = ppo_loss(policy, outputs, steps, *settings)
+    plain = plain_loss(policy.score(outputs, steps), *settings)
     return [
         (part, torch.autograd.grad(part.roots, inputs, part.gradients, materialize_grads=True))
         for part in (compiled, plain)
@@ -57,6 +58,32 @@ def test_the_kernel_gives_the_loss_and_the_gradients_of_its_plain_twin(name, flo
     outputs = outputs._replace(logits=outputs.logits + spread * torch.randn(outputs.logits.shape))
     weights = torch.linspace(0.2, 1.0, agent.policy.action_space.num_heads)
     assert_same(*both_losses(agent, rollout, outputs, weights))
+
+
+@pytest.mark.parametrize("name", list(SPACES))
+def test_losses_gradients_and_metrics_of_parts_add_up_to_those_of_the_whole(name):
+    agent = make_agent(name, **SETTINGS)
+    rollout = rollout_of(collect(agent, (9, 4, 0, 12), forced_env=3))
+    weights = torch.linspace(0.2, 1.0, agent.policy.action_space.num_heads)
+
+    def measured(part, counts=None):
+        with torch.no_grad():
+            outputs = agent.policy.outputs(steps_of(part))
+        losses = both_losses(agent, part, outputs, weights, counts)
+        assert_same(*losses)
+        compiled, (to_logits, to_values, *to_log_std) = losses[0]
+        return [compiled.loss, compiled.measured, *to_log_std], [to_logits, to_values]
+
+    sums, gradients = measured(rollout)
+    counts = (int(sums[1][1, 0]), int(sums[1][1, 1]))
+    assert counts[0] >= counts[1] > 0
+    # the second has no step, the third no choice, except of numbers
+    parts = [rollout.of_envs(torch.tensor(envs)) for envs in ([0, 1], [2], [3])]
+    of_parts = [measured(part, counts) for part in parts]
+    for whole, *some in zip(sums, *(found[0] for found in of_parts), strict=True):
+        torch.testing.assert_close(sum(some), whole, rtol=1e-5, atol=1e-5)
+    for whole, *some in zip(gradients, *(found[1] for found in of_parts), strict=True):
+        torch.testing.assert_close(torch.cat(some, dim=1), whole, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 2e29, -3e38, math.nan])

@@ -128,7 +128,10 @@ class Progress:
 
 
 class Trainer:
-    """Environments, an agent and the rollout buffer between them."""
+    """Environments, an agent and the rollout buffer between them.
+
+    If the agent has ranks, so has the trainer: each collects its own rollouts.
+    """
 
     def __init__(
         self,
@@ -175,14 +178,23 @@ class Trainer:
         self._in_round = False
         self._is_abandoned = False
         self._mark_round_start()
+        self._rngs_of_ranks = self._gathered_rngs()
 
     # -- the loop -----------------------------------------------------------------------------
 
     def run_round(
         self, schedule: float = 0.0, should_stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """Collect and learn; returns the metrics, or None if stopped before the round's end."""
-        return self.learn(schedule) if self.collect(should_stop) else None
+        """Collect and learn; returns the metrics, or None if stopped before the round's end.
+
+        If one rank is stopped, all are, and collect the round again later.
+        """
+        is_complete = self.collect(should_stop)
+        ranks = self.agent.ranks
+        if ranks is not None and ranks.any(not is_complete):
+            self.abandon_round()
+            return None
+        return self.learn(schedule) if is_complete else None
 
     def collect(
         self, should_stop: Callable[[], bool] = lambda: False, *, deterministic: bool = False
@@ -290,16 +302,17 @@ class Trainer:
             self.abandon_round()
             raise
         self.clock.lap("update")
-        num_steps = len(self.buffer)
+        num_steps, num_episodes, episode_metrics = self._of_round()
         progress = self.progress
         progress.steps += num_steps
-        progress.episodes += self.buffer.num_ended
+        progress.episodes += num_episodes
         progress.rounds += 1
         self._mark_round_start()
+        self._rngs_of_ranks = self._gathered_rngs()
         seconds = self.clock.take()
         total = sum(seconds.values())
         metrics = {
-            **self._episode_metrics,
+            **episode_metrics,
             **{f"ppo/{name}": value for name, value in learned.items()},
             **{f"time/{phase}": s for phase, s in seconds.items()},
             **{f"time_share/{phase}": s / total for phase, s in seconds.items()},
@@ -307,8 +320,18 @@ class Trainer:
             "progress/rounds": progress.rounds,
             "progress/episodes": progress.episodes,
         }
-        self.health.check(metrics)
+        if self.agent.ranks is None or self.agent.ranks.is_first:  # it warns
+            self.health.check(metrics)
         return metrics
+
+    def _of_round(self) -> tuple[int, int, dict[str, float]]:
+        """Steps, ended episodes and metrics of the round, of all ranks together."""
+        num_steps, num_episodes = len(self.buffer), self.buffer.num_ended
+        ranks = self.agent.ranks
+        if ranks is None:
+            return num_steps, num_episodes, self._episode_metrics
+        num_steps, num_episodes = ranks.totals(num_steps, num_episodes)
+        return num_steps, num_episodes, ranks.mean_metrics(self._episode_metrics)
 
     def abandon_round(self) -> None:
         """Collect the current round again: its envs were used otherwise."""
@@ -321,12 +344,30 @@ class Trainer:
         for name, weight in self.agent.policy.named_parameters():
             if not weight.isfinite().all():
                 raise TrainingFailed(f"the policy's {name} is not finite, so it was not saved")
-        return {"agent": self.agent.state_dict(), **self._round_start}
+        state = {"agent": self.agent.state_dict(), **self._round_start}
+        if self._rngs_of_ranks is not None:
+            state["rngs_of_ranks"] = self._rngs_of_ranks
+        return state
 
     def load_state_dict(self, saved: Mapping[str, Any], path: str | Path) -> None:
         """Continue a saved run with its next round; errors name `path`."""
+        ranks = self.agent.ranks
+        rngs = saved.get("rngs_of_ranks")
+        num_saved = 1 if rngs is None else len(rngs["shuffle_rng"])
+        num_now = 1 if ranks is None else ranks.size
+        if num_saved != num_now:
+            raise ValueError(
+                f"{path} holds a run on num_ranks={num_saved}, but this is num_ranks={num_now}; "
+                f"resume it with torchrun --nproc-per-node={num_saved}, or load it without "
+                "environments to predict"
+            )
         load_agent(self.agent, saved["agent"], path)
+        if ranks is not None and rngs is not None:
+            # clones: `Generator.set_state` reads a whole storage
+            own_rngs = {name: states[ranks.rank].clone() for name, states in rngs.items()}
+            saved = {**saved, **own_rngs}
         self._restore(saved)
+        self._rngs_of_ranks = self._gathered_rngs()
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         """Return to the start of a round, and start new episodes."""
@@ -351,6 +392,16 @@ class Trainer:
             "shuffle_rng": self.shuffle_rng.get_state(),
             "envs": self.envs.state_dict(),
         }
+
+    def _gathered_rngs(self) -> dict[str, Tensor] | None:
+        """States of the random numbers of all ranks, `[ranks, bytes]`; None without ranks.
+
+        Gathered while all ranks are at the same place, so that rank 0 can write a file alone.
+        """
+        if self.agent.ranks is None:
+            return None
+        names = ("action_rng", "shuffle_rng")
+        return {name: self.agent.ranks.gather(self._round_start[name]) for name in names}
 
 
 def load_agent(agent: PPOAgent, saved: Mapping[str, Any], path: str | Path) -> None:

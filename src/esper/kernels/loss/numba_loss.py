@@ -37,6 +37,7 @@ def loss_and_gradients(
     nodes,  # [K]: of a standard normal, and their weights
     entropy_weights,  # [H]: of the bonus, with its coefficient
     settings,  # clip, value coefficient, entropy coefficient, floor
+    counts_of_whole,  # steps, and those with a choice, if this is a part of a minibatch; else 0
     grad_logits,  # [R, C], like the rest: written
     grad_values,  # [R]
     grad_log_stds,  # [H]
@@ -48,8 +49,11 @@ def loss_and_gradients(
     num_heads = len(table)
     counts = np.empty((len(values), num_heads), dtype=np.int64)
     num_steps, num_decided = _count(valid, masks, table, counts)
-    per_step = _ONE / np.float32(num_steps)
-    per_decided = _ONE / np.float32(max(num_decided, 1))
+    all_steps, all_decided = counts_of_whole
+    if all_steps == 0:
+        all_steps, all_decided = num_steps, max(num_decided, 1)
+    per_step = _ONE / np.float32(all_steps)
+    per_decided = _ONE / np.float32(all_decided)
 
     log_probs = np.zeros(num_heads, dtype=np.float32)
     entropies = np.zeros(num_heads, dtype=np.float32)
@@ -133,15 +137,15 @@ def loss_and_gradients(
                     floor, to_log_prob, to_entropy, grad_logits,
                 )  # fmt: skip
 
-    value_loss = 0.5 * value_sum / num_steps
-    policy_loss = -surrogate_sum / max(num_decided, 1)
-    bonus = bonus_sum / max(num_decided, 1)
+    value_loss = 0.5 * value_sum / all_steps
+    policy_loss = -surrogate_sum / all_decided
+    bonus = bonus_sum / all_decided
     loss = policy_loss + value_coefficient * value_loss - entropy_coefficient * bonus
-    sums[LOSS] = loss * num_steps
-    sums[POLICY_LOSS] = policy_loss * num_decided
+    sums[LOSS] = loss * all_steps
+    sums[POLICY_LOSS] = policy_loss * all_decided
     sums[KL] = kl_sum
     sums[CLIPPED] = num_clipped
-    sums[VALUE_LOSS] = value_loss * num_steps
+    sums[VALUE_LOSS] = value_loss * all_steps
     sums[DECIDED] = num_decided
     measured[SUMS] = sums
     measured[WEIGHTS, :OF_HEADS] = num_steps

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from esper.leyline.factored_actions import ActionMasks
@@ -83,7 +84,9 @@ class Captured(Generic[_Result]):
             self._graph = torch.cuda.CUDAGraph()
             gc.collect()
             gc.disable()  # a tensor that is freed in between would end the capture
-            with torch.cuda.graph(self._graph):
+            # with ranks, NCCL's own thread looks at events meanwhile
+            mode = "thread_local" if dist.is_initialized() else "global"
+            with torch.cuda.graph(self._graph, capture_error_mode=mode):
                 self._results = self._work()
         except RuntimeError as error:
             raise CannotCapture(str(error).splitlines()[0]) from error

@@ -23,11 +23,12 @@ from esper.leyline.constants import DEFAULT_GAE_LAMBDA, DEFAULT_GAMMA
 from esper.leyline.factored_actions import ActionMasks
 from esper.runtime.checks import require_fraction, require_positive, require_whole
 from esper.simic.agent.cuda_graphs import AgentGraphs, CannotCapture
-from esper.simic.agent.ppo_loss import MinibatchLoss, loss_names, ppo_loss
+from esper.simic.agent.ppo_loss import Counts, MinibatchLoss, loss_names, ppo_loss
 from esper.simic.agent.rollout import Rollout, RolloutRow
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tamiyo.policy.distributions import Choices, draw_noise
-from esper.tamiyo.policy.feature_scales import RunningNormalizer
+from esper.simic.ranks import Ranks, print_once
+from esper.tamiyo.policy.distributions import Choices, LegalChoices, draw_noise
+from esper.tamiyo.policy.feature_scales import Moments, RunningNormalizer, SumOverRanks
 from esper.tamiyo.policy.network import (
     Decision,
     FactoredRecurrentActorCritic,
@@ -102,10 +103,22 @@ class TrainingFailed(RuntimeError):
 
 
 class PPOAgent:
-    """A policy with its optimiser and normalisers: acts, and learns from rollouts."""
+    """A policy with its optimiser and normalisers: acts, and learns from rollouts.
 
-    def __init__(self, policy: FactoredRecurrentActorCritic, config: PPOConfig | None = None):
+    With `ranks`, it learns from the rollouts of all of them and stays equal on all.
+    """
+
+    def __init__(
+        self,
+        policy: FactoredRecurrentActorCritic,
+        config: PPOConfig | None = None,
+        ranks: Ranks | None = None,
+    ):
         self.policy = policy
+        self.ranks = ranks
+        if ranks is not None:
+            ranks.broadcast_([*policy.parameters(), *policy.buffers()])
+        self._sum: SumOverRanks | None = None if ranks is None else ranks.sum_
         self.config = config or PPOConfig()
         self._parameters = list(policy.parameters())
         self.device = policy.device
@@ -200,7 +213,7 @@ class PPOAgent:
 
     def run_without_graphs(self, work: str, error: Exception) -> None:
         self.graphs = None
-        print(f"{work} cannot be captured as a CUDA graph, so it is slower: {error}")
+        print_once(f"{work} cannot be captured as a CUDA graph, so it is slower: {error}")
 
     def value(
         self, features: Tensor, state: RecurrentState, frames: Tensor | None = None
@@ -228,7 +241,7 @@ class PPOAgent:
         if num_steps == 0:
             raise ValueError("the rollout has no steps; add some before the update")
         buffer.compute_advantages_and_returns(last_values, config.gamma, config.gae_lambda)
-        advantage = buffer.normalize_advantages()
+        advantage = buffer.normalize_advantages(self._sum)
         rollout = buffer.rollout(self.device)
         self._note_empty_rows(num_steps, rollout)
 
@@ -241,7 +254,7 @@ class PPOAgent:
             self._rescale_values(returns)
             targets = self.value_normalizer.normalize(rollout.returns.unsqueeze(-1)).squeeze(-1)
             rollout.targets.copy_(targets)
-            learned = self._run_passes(rollout, buffer.step_counts, generator)
+            learned = self._run_passes(rollout, self._counts(rollout, buffer), generator)
             if not learned.are_scored:
                 self.load_state_dict(before)
                 self.policy.check_stored(steps_of(rollout), rollout.valid)
@@ -254,10 +267,13 @@ class PPOAgent:
             raise
         if not learned.is_finite:
             self._undo(before)
-        variance = returns.var(correction=0)
+        if self.ranks is not None:
+            (num_steps,) = self.ranks.totals(num_steps)
+        return_mean, variance = self._mean_and_variance(returns)
+        _, variance_of_errors = self._mean_and_variance(errors)
         # 1: the critic predicts every return; 0: no better than their mean
-        explained = torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)
-        numbers = torch.stack([advantage.mean, advantage.std, returns.mean(), explained]).tolist()
+        explained = torch.where(variance > 0, 1 - variance_of_errors / variance, torch.nan)
+        numbers = torch.stack([advantage.mean, advantage.std, return_mean, explained]).tolist()
         names = ("advantage_mean", "advantage_std", "return_mean", "explained_variance")
         return {
             **learned.metrics,
@@ -272,9 +288,24 @@ class PPOAgent:
     def _update_scales(self, rollout: Rollout) -> None:
         if self.config.normalize_features:
             states, frames = rollout.stored(rollout.states), rollout.stored(rollout.frames)
-            self.policy.heads.update_scales(states, frames)
+            self.policy.heads.update_scales(states, frames, self._sum)
 
-    def _run_passes(self, rollout: Rollout, step_counts: Tensor, generator: Rng) -> "_Learned":
+    def _mean_and_variance(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Of values `[R]`, with those of the other ranks."""
+        if self._sum is None:
+            return values.mean(), values.var(correction=0)
+        _, mean, variance = Moments.of(values.unsqueeze(1)).of_ranks(self._sum)
+        return mean[0].float(), variance[0].float()
+
+    def _counts(self, rollout: Rollout, buffer: TamiyoRolloutBuffer) -> Tensor:
+        """Steps of each env, CPU `[N, 1]`; with ranks also those with a choice, `[N, 2]`."""
+        if self.ranks is None:
+            return buffer.step_counts.unsqueeze(1)
+        legal = LegalChoices.from_masks(rollout.masks, self.policy.action_space)
+        decides = (legal.has_choice > 0) & rollout.valid
+        return torch.stack([buffer.step_counts, decides.sum(dim=0).cpu()], dim=1)
+
+    def _run_passes(self, rollout: Rollout, counts: Tensor, generator: Rng) -> "_Learned":
         """Train on the rollout, pass after pass, until the policy has moved far enough."""
         names = [*loss_names(self.policy.action_space), "gradient_norm"]
         totals = torch.zeros(2, len(names), device=self.device)  # sums and weights of the metrics
@@ -282,53 +313,84 @@ class PPOAgent:
         are_scored = torch.ones((), dtype=torch.bool, device=self.device)
         for number in range(1, self.config.ppo_epochs + 1):
             of_pass = torch.zeros_like(totals)
-            minibatches = self._minibatches(step_counts, generator)
-            for place, env_ids in enumerate(minibatches):
-                learned = self._learn_from_envs(rollout, env_ids)
+            minibatches = self._minibatches(counts, generator)
+            for place, (env_ids, counts_of_ranks) in enumerate(minibatches):
+                learned = self._learn_from_envs(rollout, env_ids, counts_of_ranks)
                 if number == 1 and place == 0:
                     first_ratio_error = learned.ratio_error.clone()
                 are_scored &= learned.are_scored
                 of_pass += learned.measured
+            if self.ranks is not None:
+                are_scored = self._add_ranks(of_pass, are_scored)
             totals += of_pass
-            sums, counts = of_pass
+            sums, weights = of_pass
             # the only synchronisation of a pass
             is_finite = sums.isfinite().all() & are_scored
-            kl, all_finite = torch.stack([(sums / counts)[names.index("kl")], is_finite]).tolist()
+            kl, all_finite = torch.stack([(sums / weights)[names.index("kl")], is_finite]).tolist()
             if not all_finite or (self.config.target_kl is not None and kl > self.config.target_kl):
                 break
-        sums, counts = totals
+        if self.ranks is not None:
+            first_ratio_error = self.ranks.gather(first_ratio_error).max()
+        sums, weights = totals
         # of a head that never had a choice there is no entropy; all else is 0 without a step
         none = torch.tensor([torch.nan if "entropy/" in name else 0.0 for name in names])
-        means = torch.where(counts > 0, sums / counts, none.to(self.device))
+        means = torch.where(weights > 0, sums / weights, none.to(self.device))
         metrics = dict(zip(names, means.tolist(), strict=True))
         return _Learned(
             metrics, float(first_ratio_error), number, bool(all_finite), bool(are_scored)
         )
 
-    def _minibatches(self, step_counts: Tensor, generator: Rng) -> Iterator[Tensor]:
-        """Random minibatches: the ids of envs that hold steps, all of whose rows it has."""
-        order = torch.randperm(len(step_counts), generator=generator)
-        if self.config.num_minibatches == 1:
-            order = torch.arange(len(step_counts))
-        for env_ids in order.chunk(self.config.num_minibatches):
-            if step_counts[env_ids].any():
-                yield env_ids
+    def _add_ranks(self, measured: Tensor, are_scored: Tensor) -> Tensor:
+        """Add what the other ranks measured; returns whether all choices of all ranks are scored."""
+        num_unscored = (~are_scored).to(measured.dtype)
+        assert self.ranks is not None
+        self.ranks.sum_([measured, num_unscored])
+        return num_unscored == 0
 
-    def _learn_from_envs(self, rollout: Rollout, env_ids: Tensor) -> "LearnedMinibatch":
-        if self.graphs is not None:
+    def _minibatches(
+        self, counts: Tensor, generator: Rng
+    ) -> Iterator[tuple[Tensor, Counts | None]]:
+        """Random minibatches: the ids of envs, all of whose rows it has.
+
+        With ranks, each has a part of every minibatch: then with the counts of the whole. None is
+        without a step.
+        """
+        order = torch.randperm(len(counts), generator=generator)
+        if self.config.num_minibatches == 1:
+            order = torch.arange(len(counts))
+        parts = order.chunk(self.config.num_minibatches)
+        totals = torch.stack([counts[env_ids].sum(dim=0) for env_ids in parts])
+        if self.ranks is None:
+            for env_ids, has_steps in zip(parts, totals.any(dim=1).tolist(), strict=True):
+                if has_steps:
+                    yield env_ids, None
+            return
+        self.ranks.sum_([totals])
+        for env_ids, (num_steps, num_decided) in zip(parts, totals.tolist(), strict=True):
+            if num_steps:
+                yield env_ids, (num_steps, max(num_decided, 1))
+
+    def _learn_from_envs(
+        self, rollout: Rollout, env_ids: Tensor, counts: Counts | None
+    ) -> "LearnedMinibatch":
+        # a graph would hold the sum over ranks, and the counts as constants
+        if self.graphs is not None and self.ranks is None:
             try:
                 return self.graphs.learn(rollout, env_ids)
             except CannotCapture as error:
                 self.run_without_graphs("learning", error)
         if len(env_ids) == rollout.valid.shape[1]:
-            return self.learn_from(rollout)
-        return self.learn_from(rollout.of_envs(env_ids.to(self.device, non_blocking=True)))
+            return self.learn_from(rollout, counts)
+        minibatch = rollout.of_envs(env_ids.to(self.device, non_blocking=True))
+        return self.learn_from(minibatch, counts)
 
-    def learn_from(self, minibatch: Rollout) -> "LearnedMinibatch":
-        """One step of the optimiser on a minibatch."""
+    def learn_from(self, minibatch: Rollout, counts: Counts | None = None) -> "LearnedMinibatch":
+        """One step of the optimiser on a minibatch; `counts` are those of all ranks together."""
         steps = steps_of(minibatch)
         outputs = self.policy.outputs(steps)
-        loss = ppo_loss(self.policy, outputs, steps, minibatch, self._entropy_weights, self.config)
+        loss = ppo_loss(
+            self.policy, outputs, steps, minibatch, self._entropy_weights, self.config, counts
+        )
         norm = self._optimizer_step(loss)
         of_norm = torch.stack([norm, torch.ones_like(norm)]).unsqueeze(1)
         measured = torch.cat([loss.measured, of_norm], dim=1)
@@ -340,6 +402,8 @@ class PPOAgent:
             parameter.grad = None
         with full_precision(self.device):
             loss.backward()
+        if self.ranks is not None:
+            self._sum_gradients(self.ranks)
         norm = _clip_gradients(self._parameters, self.config.max_grad_norm)
         # With found_inf 1 the fused step does not change the weights, and needs no synchronisation.
         # They stay finite until the update is undone.
@@ -347,17 +411,25 @@ class PPOAgent:
         self.optimizer.step()
         return norm
 
+    def _sum_gradients(self, ranks: Ranks) -> None:
+        """The gradient of the whole minibatch; each rank has that of its part."""
+        for parameter in self._parameters:
+            if parameter.grad is None:  # perhaps on this rank alone
+                parameter.grad = torch.zeros_like(parameter)
+        ranks.sum_([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+
     def _note_empty_rows(self, num_steps: int, rollout: Rollout) -> None:
         share = 1 - num_steps / rollout.valid.numel()
         if share > MOSTLY_EMPTY and not self._has_printed:
             self._has_printed = True
-            print(
+            print_once(
                 f"{share:.0%} of the rollout's rows hold no step and are computed for nothing: "
                 "episodes of very different lengths in one round; a shorter horizon helps"
             )
 
     def _check_first_ratios(self, error: float) -> None:
-        if error > FIRST_RATIO_TOLERANCE and not self._has_warned:
+        is_first_rank = self.ranks is None or self.ranks.is_first
+        if error > FIRST_RATIO_TOLERANCE and is_first_rank and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"first_ratio_error is {error:.2g}, expected less than {FIRST_RATIO_TOLERANCE}: "
@@ -377,7 +449,7 @@ class PPOAgent:
         """
         normalizer = self.value_normalizer
         old_mean, old_std, is_first = normalizer.mean.clone(), normalizer.std, normalizer.count == 0
-        normalizer.update(returns.unsqueeze(1))
+        normalizer.update(returns.unsqueeze(1), self._sum)
         mean, std = normalizer.mean, normalizer.std
         factor = (old_std / std).masked_fill(is_first, 1.0)
         self.policy.rescale_value(factor, ((old_mean - mean) / std).masked_fill(is_first, 0.0))

@@ -1,7 +1,8 @@
 """PPO's clipped loss of a minibatch, and what is measured beside it.
 
     outputs = policy.outputs(steps)
-    loss, measured, ratio_error = ppo_loss(policy, outputs, steps, minibatch, weights, config)
+    loss = ppo_loss(policy, outputs, steps, minibatch, entropy_weights, config)
+    loss.backward()
 
 `plain_loss` is the loss in torch. On a CPU one kernel computes the loss and its gradients for logits
 and values: `kernels/loss/numba_loss.py`.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from esper.simic.agent.ppo import PPOConfig
 
 
+Counts = tuple[int, int]  # steps of a minibatch, and those in which a head had a choice; 1 or more
 _OF_STEPS = ("loss", "policy_loss", "kl", "clip_fraction", "value_loss", "decided_fraction")
 _OF_HEADS = ("entropy", "normalized_entropy", "choice_fraction")
 
@@ -67,15 +69,24 @@ def ppo_loss(
     minibatch: Rollout,
     entropy_weights: Tensor,
     config: "PPOConfig",
+    counts: Counts | None = None,
 ) -> MinibatchLoss:
-    """The loss of what `policy` made of the steps of a minibatch."""
+    """The loss of what `policy` made of the steps of a minibatch.
+
+    If this is a part of a minibatch, `counts` are those of the whole: losses and gradients of all
+    parts add up.
+    """
     if outputs.logits.device.type == "cpu" and outputs.logits.dtype == torch.float32:
-        return _compiled_loss(policy, outputs, minibatch, entropy_weights, config)
-    return plain_loss(policy.score(outputs, steps), minibatch, entropy_weights, config)
+        return _compiled_loss(policy, outputs, minibatch, entropy_weights, config, counts)
+    return plain_loss(policy.score(outputs, steps), minibatch, entropy_weights, config, counts)
 
 
 def plain_loss(
-    evaluation: Evaluation, minibatch: Rollout, entropy_weights: Tensor, config: "PPOConfig"
+    evaluation: Evaluation,
+    minibatch: Rollout,
+    entropy_weights: Tensor,
+    config: "PPOConfig",
+    counts: Counts | None = None,
 ) -> MinibatchLoss:
     """The loss in torch, on any device: what the kernel is compared with."""
     valid = minibatch.valid  # [T, B]
@@ -83,6 +94,7 @@ def plain_loss(
     decides = has_choice.any(dim=-1)  # steps with a single legal action train the critic only
     num_steps = valid.sum()
     num_decided = decides.sum()
+    all_steps, all_decided = counts or (num_steps, num_decided.clamp(min=1))  # to divide by
 
     # 0 for heads with nothing to choose
     all_log_ratios = (evaluation.log_probs - minibatch.log_probs).sum(dim=-1)
@@ -90,13 +102,13 @@ def plain_loss(
     ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - config.clip, 1 + config.clip)
     surrogate = torch.minimum(ratios * minibatch.advantages, clipped * minibatch.advantages)
-    policy_loss = -torch.where(decides, surrogate, 0.0).sum() / num_decided.clamp(min=1)
+    policy_loss = -torch.where(decides, surrogate, 0.0).sum() / all_decided
 
     bonus = evaluation.normalized_entropies @ entropy_weights
-    entropy_bonus = torch.where(decides, bonus, 0.0).sum() / num_decided.clamp(min=1)
+    entropy_bonus = torch.where(decides, bonus, 0.0).sum() / all_decided
 
     squared_errors = (evaluation.values - minibatch.targets).square()
-    value_loss = 0.5 * torch.where(valid, squared_errors, 0.0).sum() / num_steps
+    value_loss = 0.5 * torch.where(valid, squared_errors, 0.0).sum() / all_steps
 
     loss = policy_loss + config.value_coefficient * value_loss
     loss = loss - config.entropy_coefficient * entropy_bonus
@@ -107,14 +119,15 @@ def plain_loss(
         of_heads = has_choice.sum(dim=(0, 1))  # [H]: steps in which the head had a choice
         entropies = torch.where(has_choice, evaluation.entropies, 0.0).sum(dim=(0, 1))
         normalized = torch.where(has_choice, evaluation.normalized_entropies, 0.0).sum(dim=(0, 1))
-        sums = [loss * num_steps, policy_loss * num_decided, kl_k3.sum(), is_clipped]
-        sums += [value_loss * num_steps, decides.sum()]
+        sums = [loss * all_steps, policy_loss * all_decided, kl_k3.sum(), is_clipped]
+        sums += [value_loss * all_steps, num_decided]
         weights = [num_steps, num_decided, num_decided, num_decided, num_steps, num_steps]
-        all_steps = num_steps.expand_as(of_heads)
         measured = torch.stack(
             [
                 torch.cat([torch.stack(sums), entropies, normalized, of_heads]),
-                torch.cat([torch.stack(weights), of_heads, of_heads, all_steps]),
+                torch.cat(
+                    [torch.stack(weights), of_heads, of_heads, num_steps.expand_as(of_heads)]
+                ),
             ]
         )
     are_scored = (evaluation.is_scored | ~valid.unsqueeze(-1)).all()
@@ -127,6 +140,7 @@ def _compiled_loss(
     minibatch: Rollout,
     entropy_weights: Tensor,
     config: "PPOConfig",
+    counts: Counts | None,
 ) -> MinibatchLoss:
     from esper.kernels.loss.numba_loss import loss_and_gradients
 
@@ -164,6 +178,7 @@ def _compiled_loss(
         normal_nodes(),
         entropy_weights.numpy(),
         settings,
+        counts or (0, 0),
         to_logits.numpy(),
         to_values.numpy(),
         to_log_stds,
@@ -176,7 +191,7 @@ def _compiled_loss(
         is_within = log_std == log_std.clamp(*LOG_STD_BOUNDS)
         roots.append(policy.log_std)
         gradients.append(torch.from_numpy(to_log_stds[numbers]) * is_within)
-    loss = measured[0, 0] / measured[1, 0]
+    loss = measured[0, 0] / (measured[1, 0] if counts is None else counts[0])
     return MinibatchLoss(
         loss,
         measured,

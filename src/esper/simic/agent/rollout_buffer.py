@@ -34,6 +34,7 @@ from esper.simic.agent.rollout_checks import (
     raise_on_bad_values,
 )
 from esper.simic.agent.rollout_fields import RolloutField, as_tensor, rollout_fields
+from esper.tamiyo.policy.feature_scales import SumOverRanks
 
 ADVANTAGE_STD_FLOOR = 1e-8
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -398,8 +399,10 @@ class TamiyoRolloutBuffer:
         self._has_advantages = True
         self._advantage_statistics = None
 
-    def normalize_advantages(self) -> AdvantageStatistics:
+    def normalize_advantages(self, sum_: SumOverRanks | None = None) -> AdvantageStatistics:
         """Scale the advantages of the stored rows to mean 0 and standard deviation 1.
+
+        With `sum_`, the statistics are those of the rollouts of all ranks.
 
         A second call changes nothing and returns the same statistics.
         """
@@ -407,10 +410,16 @@ class TamiyoRolloutBuffer:
         if self._advantage_statistics is None:
             advantages = self.advantages
             valid = self.valid_mask
-            count = max(len(self), 1)
+            count: Tensor | int = max(len(self), 1)
             exact = advantages.double()  # so that rounding does not spread equal advantages
-            mean = torch.where(valid, exact, 0.0).sum() / count
+            total = torch.where(valid, exact, 0.0).sum()
+            if sum_ is not None:
+                count = torch.tensor(float(count), dtype=torch.float64, device=self.device)
+                sum_([count, total])
+            mean = total / count
             squares = torch.where(valid, exact - mean, 0.0).square().sum()
+            if sum_ is not None:
+                sum_([squares])
             std = (squares / count).sqrt().clamp_min(ADVANTAGE_STD_FLOOR)
             advantages.copy_(torch.where(valid, (exact - mean) / std, 0.0))
             self._advantage_statistics = AdvantageStatistics(mean.float(), std.float())

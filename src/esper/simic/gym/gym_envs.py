@@ -36,6 +36,7 @@ from esper.simic.gym.episode_log import Episode, EpisodeLog
 from esper.simic.gym.gym_masks import DEFAULT_KEY, MaskOption, MaskReader, merged_masks
 from esper.simic.gym.gym_spaces import CPU, GymSpaces, PolicyInput
 from esper.simic.gym.round_checks import RoundChecks
+from esper.simic.ranks import print_once
 from esper.simic.trainer import EnvSpec, Observed, PhaseClock, Stepped
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class GymEnvs:
             try:
                 graph.prepare()
             except CannotCapture as error:
-                print(f"steps cannot be captured as a CUDA graph, so they are slower: {error}")
+                print_once(f"steps cannot be captured as a CUDA graph, so they are slower: {error}")
                 self._can_capture = False
                 return self._digest(row, *given)
         return graph.run_again()
@@ -294,7 +295,7 @@ class GymEnvs:
             self._require_finite(stored)
         if not self._has_printed and bool(self._lacks_final):
             self._has_printed = True
-            print(
+            print_once(
                 "final observations: not given where a time limit cut an episode, so the value of "
                 "the last observation is used; give info['final_obs'] (Isaac Lab: "
                 "compute_final_obs=True)"

@@ -33,6 +33,7 @@ from esper.simic.gym.gym_envs import GymEnvs, inner_envs, vector_env
 from esper.simic.gym.gym_masks import MaskOption, read_masks
 from esper.simic.gym.gym_spaces import CPU, GymSpaces
 from esper.simic.gym.round_checks import RoundChecks
+from esper.simic.ranks import Ranks, print_once
 from esper.simic.trainer import Trainer, load_agent, zero_rows
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from esper.tamiyo.policy.plain_heads import flat_policy
@@ -57,13 +58,15 @@ class GymConfig:
     """All settings of a PPO model; a saved model holds them."""
 
     num_envs: int = 8
-    """Environments in parallel, if PPO is given the id of an environment."""
+    """Environments in parallel, if PPO is given the id of an environment; with several ranks, of
+    each."""
     horizon: int = 128
     """Steps per env between two updates."""
     rng_seed: int = 0
     """Seeds the weights, the sampling, the shuffling and the environments."""
     device: str = "auto"
-    """Where the policy acts and learns; "auto": where the environment's tensors are, else the CPU."""
+    """Where the policy acts and learns; "auto": where the environment's tensors are, else the CPU.
+    Under torchrun, "cuda" is the GPU of the rank."""
     masks: MaskOption = "auto"
     """Legal actions: from the entry `mask_key` of a Dict observation, from info[mask_key], from the
     environments' action_masks(), or all. "auto" takes the first of these that the environment
@@ -106,6 +109,8 @@ class PolicyState(NamedTuple):
 class PPO:
     """A policy, and the environments that it learns in.
 
+    Under torchrun every rank has its own environments, and all train one policy: docs/simulators.md.
+
     Args:
         env: the id of an environment, one environment, or a vector environment; it is reset with
             the config's `rng_seed`
@@ -132,10 +137,12 @@ class PPO:
         if config.policy.memory:
             action, reward = config.previous_action, config.previous_reward
             spaces = replace(spaces, previous_action=action, previous_reward=reward)
-        world = GymEnvs(envs, spaces, config.rng_seed, config.masks, config.mask_key)
+        ranks = Ranks.of_torchrun()
+        rng_seed = _rng_seed_of(ranks, config.rng_seed, envs.num_envs)
+        world = GymEnvs(envs, spaces, rng_seed, config.masks, config.mask_key)
         if config.masks == "auto" and world.mask_source == "none":
-            print("masks: none found, all actions legal")
-        self._build(config, spaces, encoder, world)
+            print_once("masks: none found, all actions legal")
+        self._build(config, spaces, encoder, world, ranks)
 
     def _build(
         self,
@@ -143,8 +150,9 @@ class PPO:
         spaces: GymSpaces,
         encoder: nn.Module | None,
         world: GymEnvs | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`world` are the environments to learn in, if there are any."""
+        """`world` are the environments to learn in, if there are any; `ranks` learn together."""
         self.config, self.spaces = config, spaces
         self._has_encoder = encoder is not None
         self.mask_source: MaskOption = world.mask_source if world else "auto"
@@ -159,24 +167,39 @@ class PPO:
                 encoder=encoder,
             )
         spread_time_constants(policy.core, config.policy.memory_steps)
-        policy = policy.to(_device_for(config.device, world))
-        self.agent = PPOAgent(policy, config.ppo)
+        device = _device_for(config.device, world, ranks)
+        policy = policy.to(device)
+        if ranks is not None and world is not None:
+            ranks.require_own(device)
+            size = sum(parameter.numel() for parameter in policy.parameters())
+            ranks.require_same(
+                num_envs=world.num_envs,
+                horizon=config.horizon,
+                ppo_epochs=config.ppo.ppo_epochs,
+                num_minibatches=config.ppo.num_minibatches,
+                num_weights=size,
+            )
+        self.agent = PPOAgent(policy, config.ppo, ranks)
         self._trainer: Trainer | None = None
         if world is not None:
             self._trainer = Trainer(
                 world,
                 self.agent,
                 horizon=config.horizon,
-                rng_seed=config.rng_seed,
+                rng_seed=_rng_seed_of(ranks, config.rng_seed, world.num_envs),
                 clock=world.clock,
             )
-        if self.agent.device.type == "cpu":
+        if self.agent.device.type == "cpu" and self._is_first_rank:
             from esper.kernels.numba_cache import announce_compilation
 
             announce_compilation()
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
         self._is_learning = False
         self._loaded: dict[str, Any] = {}  # the file of a model without environments
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return self.agent.ranks is None or self.agent.ranks.is_first
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -214,15 +237,17 @@ class PPO:
         """Train for at least `steps` more steps, in whole rounds.
 
         Args:
-            steps: of all environments together; None finishes a `learn` that was stopped
-            callback: called as `callback(steps, metrics)` after each round; training
-                stops when one returns False. docs/metrics.md explains the metrics
+            steps: of all environments together, on all ranks; None finishes a `learn` that was
+                stopped
+            callback: called as `callback(steps, metrics)` after each round, on every rank;
+                training stops when one returns False. docs/metrics.md explains the metrics
             eval_env: other environments than those to learn in, or an id: every `eval_every`
                 rounds `eval_episodes` are played, and the metrics hold "eval/return"
-            log_dir: folder for TensorBoard's curves of all metrics
+            log_dir: folder for TensorBoard's curves of all metrics; rank 0 writes
             should_stop: checked before each step; training stops when it returns True
         """
         trainer, progress = self.trainer, self.trainer.progress
+        ranks = self.agent.ranks
         if steps is not None:
             steps = whole_number("steps", steps, 1)
             self._first_step, self.total_steps = progress.steps, progress.steps + steps
@@ -240,7 +265,7 @@ class PPO:
                 raise ValueError(f"eval_env: {error}") from error
         with ExitStack() as stack:
             record: Callable[[int, dict[str, float]], None] = lambda *_: None  # noqa: E731
-            if log_dir is not None:
+            if log_dir is not None and self._is_first_rank:
                 from esper.nissa.tensorboard import TensorBoardSink
 
                 sink = TensorBoardSink(log_dir, first_step=progress.steps + 1)
@@ -260,7 +285,10 @@ class PPO:
                     metrics["eval/length"] = float(result.lengths.mean())
                 record(progress.steps, metrics)
                 answer = None if callback is None else callback(progress.steps, metrics)
-                if isinstance(answer, bool | np.bool_) and not answer:
+                is_last = isinstance(answer, bool | np.bool_) and not answer
+                if ranks is not None and callback is not None:
+                    is_last = ranks.any(is_last)
+                if is_last:
                     break
                 trainer.clock.lap("telemetry")
         return self
@@ -369,7 +397,10 @@ class PPO:
         """Write the model and its training run, as it was after its last round.
 
         It holds no environments: a resumed run continues with the next round, in new episodes.
+        Rank 0 writes it, for all; on other ranks this does nothing.
         """
+        if not self._is_first_rank:
+            return
         contents = self._loaded or {
             "spaces": to_plain(self.spaces),
             "mask_source": self.mask_source,
@@ -398,8 +429,11 @@ class PPO:
         `env` may be any environments with the same spaces; they are reset, and `learn()` finishes
         the saved run in them. An id makes as many as before. On another kind of `device` than the
         saved one, it continues with other random numbers. A custom `encoder` is passed again; its
-        weights are loaded.
+        weights are loaded. With `env`, the number of ranks is that of the saved run.
         """
+        ranks = None if env is None else Ranks.of_torchrun()
+        if ranks is not None:
+            ranks.wait()  # until rank 0 has written
         saved = read_file(path, _KIND, version=_VERSION)
         if saved["has_encoder"] and encoder is None:
             raise ValueError(f"{path} holds a model with a custom encoder; pass encoder=")
@@ -413,8 +447,9 @@ class PPO:
             model._loaded, model.mask_source = saved, saved["mask_source"]
         else:
             envs = vector_env(env, saved["num_envs"])
-            world = GymEnvs(envs, spaces, config.rng_seed, saved["mask_source"], config.mask_key)
-            model._build(config, spaces, encoder, world)
+            rng_seed = _rng_seed_of(ranks, config.rng_seed, envs.num_envs)
+            world = GymEnvs(envs, spaces, rng_seed, saved["mask_source"], config.mask_key)
+            model._build(config, spaces, encoder, world, ranks)
             if saved["environment"] != world.kind:
                 run["envs"]["recent_episodes"] = []  # their returns are of another task
             model.trainer.load_state_dict(run, path)
@@ -422,10 +457,15 @@ class PPO:
         return model
 
 
-def _device_for(name: str, world: GymEnvs | None) -> torch.device:
+def _rng_seed_of(ranks: Ranks | None, rng_seed: int, num_envs: int) -> int:
+    """The seed of a rank's environments and sampling; its env i gets this plus i."""
+    return rng_seed if ranks is None else rng_seed + ranks.rank * num_envs
+
+
+def _device_for(name: str, world: GymEnvs | None, ranks: Ranks | None) -> torch.device:
     """The device of this name; for "auto", that of the environments' tensors."""
     if name != "auto":
-        return usable_device(name)
+        return usable_device(name if ranks is None else ranks.device(name))
     return CPU if world is None else world.device
 
 

@@ -1,5 +1,8 @@
 """Features scaled to mean 0 and variance 1: by running statistics, or fitted once for Tamiyo."""
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -8,6 +11,34 @@ from esper.tamiyo.policy.features import FeatureLayout
 LEAST_STD = 0.1  # amplify a near-constant feature at most 10x
 LIMIT = 3.0  # clip to 3 standard deviations
 _ONE = FeatureLayout(1, 1)  # scales of env, slot and blueprint, laid out as for one of each
+SumOverRanks = Callable[[Sequence[Tensor]], None]  # in place, as `Ranks.sum_`
+
+
+class Moments(NamedTuple):
+    """How many rows there are, and what their columns are like, in float64."""
+
+    num_rows: Tensor | float
+    mean: Tensor  # [width]
+    variance: Tensor  # [width]
+
+    @classmethod
+    def of(cls, rows: Tensor) -> "Moments":
+        """Of rows `[R, width]`."""
+        if len(rows) == 0:
+            none = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+            return cls(0.0, none, none)
+        variance, mean = torch.var_mean(rows.double(), dim=0, correction=0)
+        return cls(float(len(rows)), mean, variance)
+
+    def of_ranks(self, sum_: SumOverRanks) -> "Moments":
+        """Of the rows of all ranks; the mean comes first, so that no digits cancel."""
+        count = torch.zeros_like(self.mean[0]) + self.num_rows
+        mean = count * self.mean
+        sum_([count, mean])
+        mean /= count.clamp(min=1.0)
+        squares = self.num_rows * (self.variance + (self.mean - mean).square())
+        sum_([squares])
+        return Moments(count, mean, squares / count.clamp(min=1.0))
 
 
 class RunningNormalizer(nn.Module):
@@ -48,12 +79,17 @@ class RunningNormalizer(nn.Module):
         self.register_load_state_dict_post_hook(_refresh)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def update(self, rows: Tensor) -> None:
-        """Merge the rows `[R, width]` into the statistics (Chan et al. 1979)."""
-        count = len(rows)
-        if count == 0:
-            return
-        batch_variance, batch_mean = torch.var_mean(rows.double(), dim=0, correction=0)
+    def update(self, rows: Tensor, sum_: SumOverRanks | None = None) -> None:
+        """Merge the rows `[R, width]` into the statistics; with `sum_`, those of all ranks."""
+        if len(rows) or sum_ is not None:
+            self.merge(Moments.of(rows), sum_)
+
+    @torch.no_grad()
+    def merge(self, batch: Moments, sum_: SumOverRanks | None = None) -> None:
+        """Merge rows given by their moments (Chan et al. 1979); with `sum_`, of all ranks."""
+        if sum_ is not None:
+            batch = batch.of_ranks(sum_)
+        count, batch_mean, batch_variance = batch
         batch_variance[: self.uncentered] += batch_mean[: self.uncentered].square()
         batch_mean[: self.uncentered] = 0.0
         total = self.count + count

@@ -31,6 +31,7 @@ from esper.tamiyo.policy.distributions import (
     choose_actions,
     draw_noise,
 )
+from esper.tamiyo.policy.feature_scales import SumOverRanks
 from esper.tamiyo.policy.policy_layers import POLICY_GAIN, init_lstm, linear
 from esper.tamiyo.policy.recurrence import finish_cell, lstm_over_rollout
 
@@ -51,8 +52,16 @@ class Heads(Protocol):
         """Logits `[B, choices]` of a head group after the first, given the earlier actions."""
         ...
 
-    def update_scales(self, features: Tensor, frames: Tensor | None = None) -> None:
-        """Adapt the scaling to the raw features `[R, F]` and pictures `[R, P]` of a rollout."""
+    def update_scales(
+        self,
+        features: Tensor,
+        frames: Tensor | None = None,
+        sum_: SumOverRanks | None = None,
+    ) -> None:
+        """Adapt the scaling to the raw features `[R, F]` and pictures `[R, P]` of a rollout.
+
+        With `sum_`, to those of all ranks.
+        """
         ...
 
 

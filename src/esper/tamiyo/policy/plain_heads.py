@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.factored_actions import FactoredActionSpace
-from esper.tamiyo.policy.feature_scales import RunningNormalizer
+from esper.tamiyo.policy.feature_scales import Moments, RunningNormalizer, SumOverRanks
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene
 from esper.tamiyo.policy.policy_layers import POLICY_GAIN, embedding, linear, mlp
 
@@ -136,26 +136,40 @@ class PlainHeads(nn.Module):
         return logits
 
     @torch.no_grad()
-    def update_scales(self, features: Tensor, frames: Tensor | None = None) -> None:
+    def update_scales(
+        self,
+        features: Tensor,
+        frames: Tensor | None = None,
+        sum_: SumOverRanks | None = None,
+    ) -> None:
         """Update the running statistics with features `[R, F]` and pictures `[R, P]`.
+
+        With `sum_`, they are those of all ranks.
 
         When the mean moves, the shift is folded into the encoder's first bias: the policy's output
         on a given observation does not change. Otherwise a policy that leans to one side would
         move the mean, and lean further with every update. The first update is applied as is.
         """
         if frames is not None and any(scales.count == 0 for scales in self.image_scales):
-            for some in torch.split(frames, _ROWS_AS_FLOATS):
-                for pixels, image_scales in self._pixels(some):
-                    image_scales.update(pixels.flatten(0, -2))
+            self._update_image_scales(frames, sum_)
         scales = self.scales
         if not self.feature_size or (self.is_custom and scales.count > 0):
             return  # a custom encoder has no first layer that is known: its scales stay
         old_mean, is_first = scales.mean.clone(), scales.count == 0
-        scales.update(features)
+        scales.update(features, sum_)
         shift = ((scales.mean - old_mean) / scales.std).masked_fill(is_first, 0.0)
         if not self.is_custom:
             weight, bias, *_ = self.encoder.parameters()
             bias.add_(weight.double() @ shift.double())
+
+    def _update_image_scales(self, frames: Tensor, sum_: SumOverRanks | None) -> None:
+        totals = [RunningNormalizer(shape[0]).to(frames.device) for shape in self.images]
+        for some in torch.split(frames, _ROWS_AS_FLOATS):
+            for (pixels, _), total in zip(self._pixels(some), totals, strict=True):
+                total.update(pixels.flatten(0, -2))
+        for scales, total in zip(self.image_scales, totals, strict=True):
+            assert isinstance(scales, RunningNormalizer)
+            scales.merge(Moments(total.count, total.mean, total.variance), sum_)
 
 
 def _copy_of(encoder: nn.Module) -> nn.Module:

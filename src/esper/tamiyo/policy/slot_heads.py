@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from esper.leyline.factored_actions import tamiyo_action_space
 from esper.leyline.stages import LifecycleOp
-from esper.tamiyo.policy.feature_scales import FeatureScales
+from esper.tamiyo.policy.feature_scales import FeatureScales, SumOverRanks
 from esper.tamiyo.policy.features import FeatureLayout
 from esper.tamiyo.policy.network import FactoredRecurrentActorCritic, PolicyConfig, Scene
 from esper.tamiyo.policy.policy_layers import POLICY_GAIN, embedding, linear, mlp
@@ -105,8 +105,14 @@ class SlotHeads(nn.Module):
         where = (self.where_core(core) + self.where_op(op) + self.where_slot(slot)).tanh()
         return torch.cat((self.blueprint_pointer(where, menu), self.readout(where)), dim=-1)
 
-    def update_scales(self, features: Tensor, frames: Tensor | None = None) -> None:
+    def update_scales(
+        self,
+        features: Tensor,
+        frames: Tensor | None = None,
+        sum_: SumOverRanks | None = None,
+    ) -> None:
         """Fit the scales to features `[R, F]` the first time; later calls change nothing."""
+        assert sum_ is None, "growth trains in one process"
         if not self.scales.is_fitted:
             self.scales.fit(features)
 
