@@ -19,7 +19,8 @@ import torch
 from hidden_cartpole import hidden_cartpole_envs
 
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.gym.ppo_model import PPO, GymConfig, evaluate
+from esper.simic.gym.evaluation import evaluate
+from esper.simic.gym.ppo_model import PPO, GymConfig
 
 STEPS, NUM_ENVS, EPISODES, EVALUATION_SEED = 50_000, 8, 40, 10_000
 BAR = 490.0

@@ -28,7 +28,8 @@ from hidden_cartpole import hidden_cartpole
 
 from esper.leyline.factored_actions import FactoredActionSpace
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.gym.ppo_model import GYM_GAE_LAMBDA, PPO, GymConfig, evaluate
+from esper.simic.gym.evaluation import evaluate
+from esper.simic.gym.ppo_model import GYM_GAE_LAMBDA, PPO, GymConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from esper.leyline.factored_actions import Head as Head
     from esper.nissa.page import write_page as write_page
     from esper.simic.agent.ppo import PPOConfig as PPOConfig
+    from esper.simic.gym.evaluation import evaluate as evaluate
     from esper.simic.gym.ppo_model import PPO as PPO
     from esper.simic.gym.ppo_model import GymConfig as GymConfig
-    from esper.simic.gym.ppo_model import evaluate as evaluate
     from esper.surgery.sites import find_sites as find_sites
     from esper.tamiyo.policy.network import PolicyConfig as PolicyConfig
     from esper.tolaria import tasks as tasks
@@ -50,7 +50,8 @@ _MODULES = {
     "kasmina.hosts": ("host",),
     "leyline.factored_actions": ("Head",),
     "simic.agent.ppo": ("PPOConfig",),
-    "simic.gym.ppo_model": ("GymConfig", "PPO", "evaluate"),
+    "simic.gym.evaluation": ("evaluate",),
+    "simic.gym.ppo_model": ("GymConfig", "PPO"),
     "tamiyo.policy.network": ("PolicyConfig",),
     "tolaria.population": ("Population",),
     "tolaria.tasks": ("Task",),

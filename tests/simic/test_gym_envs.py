@@ -13,10 +13,11 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from esper.leyline.factored_actions import ActionMasks
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.gym import ppo_model
+from esper.simic.gym import evaluation
+from esper.simic.gym.evaluation import evaluate
 from esper.simic.gym.gym_envs import GymEnvs
 from esper.simic.gym.gym_spaces import GymSpaces
-from esper.simic.gym.ppo_model import PPO, GymConfig, PolicyState, evaluate
+from esper.simic.gym.ppo_model import PPO, GymConfig, PolicyState
 from esper.tamiyo.policy.network import PolicyConfig
 from support.agents import stir
 from support.gym_environments import BestActions, CueMemory, RowThenColumn, vector, vector_of
@@ -197,7 +198,7 @@ def test_evaluation_counts_whole_episodes_of_every_env(mode):
 
 
 def test_an_episode_that_does_not_end_warns(monkeypatch):
-    monkeypatch.setattr(ppo_model, "LONG_EPISODE", 3)
+    monkeypatch.setattr(evaluation, "LONG_EPISODE", 3)
     model = PPO(counters(AutoresetMode.SAME_STEP), config=CONFIG)
     with pytest.warns(UserWarning, match="3 steps and may never end; .*TimeLimit"):
         evaluate(model, Counter(4, terminates=True), episodes=1)

@@ -14,7 +14,8 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.gym.ppo_model import PPO, GymConfig, evaluate
+from esper.simic.gym.evaluation import evaluate
+from esper.simic.gym.ppo_model import PPO, GymConfig
 from esper.tamiyo.policy.network import PolicyConfig, RecurrentState
 from support.gym_environments import BestActions, CueMemory, RowThenColumn, TwoStates, vector
 

@@ -16,7 +16,8 @@ import torch
 
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.gym.ppo_model import PPO, GymConfig, evaluate
+from esper.simic.gym.evaluation import evaluate
+from esper.simic.gym.ppo_model import PPO, GymConfig
 from esper.simic.ranks import RankLost, Ranks
 from esper.tamiyo.policy.distributions import LegalChoices
 from esper.tamiyo.policy.feature_scales import RunningNormalizer

@@ -6,7 +6,8 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
-from esper.simic.gym.ppo_model import PPO, evaluate
+from esper.simic.gym.evaluation import evaluate
+from esper.simic.gym.ppo_model import PPO
 from support.batched_environments import Counters
 from support.torch_models import CONFIG, NEXT_STEP, SAME_STEP, counters, model_of
 

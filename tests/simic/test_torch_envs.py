@@ -12,7 +12,8 @@ from gymnasium.wrappers.vector import NumpyToTorch
 from esper.leyline.factored_actions import ActionMasks
 from esper.simic import trainer
 from esper.simic.device_collect import DeviceCollect
-from esper.simic.gym.ppo_model import PPO, evaluate
+from esper.simic.gym.evaluation import evaluate
+from esper.simic.gym.ppo_model import PPO
 from esper.tamiyo.policy.distributions import draw_noise
 from support.batched_environments import PointMasses
 from support.rollouts import stored_fields

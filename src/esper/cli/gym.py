@@ -13,7 +13,8 @@ from esper.runtime.checks import whole_number
 from esper.runtime.interruption import stop_on_interrupt
 from esper.runtime.locked_folder import LockedFolder
 from esper.simic.agent.ppo import TrainingFailed
-from esper.simic.gym.ppo_model import PPO, GymConfig, evaluate
+from esper.simic.gym.evaluation import evaluate
+from esper.simic.gym.ppo_model import PPO, GymConfig
 
 _DEFAULTS, _TOTAL_STEPS = GymConfig(), 100_000
 

@@ -26,9 +26,8 @@ from esper.runtime.devices import usable_device
 from esper.runtime.files import read_file, write_file
 from esper.runtime.plain_config import from_plain, to_plain
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.agent.rollout import RolloutRow
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.gym.entries import Array, at, to_tensor
+from esper.simic.gym.entries import at, to_tensor
+from esper.simic.gym.evaluation import OWN_ENVS, evaluate
 from esper.simic.gym.gym_envs import GymEnvs, inner_envs, vector_env
 from esper.simic.gym.gym_masks import MaskOption, read_masks
 from esper.simic.gym.gym_spaces import CPU, GymSpaces
@@ -46,11 +45,6 @@ if TYPE_CHECKING:
 
 _KIND, _VERSION = "PPO model", 5
 GYM_GAE_LAMBDA = 0.9
-LONG_EPISODE = 100_000  # steps; an evaluation warns
-_OWN_ENVS = (
-    "these are the environments that the model learns in; evaluating there would break off its "
-    "episodes. Make others for evaluation, or pass the id of the environment"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +188,7 @@ class PPO:
 
             announce_compilation()
         self._first_step = self.total_steps = 0  # where the last call of `learn` starts and ends
-        self._is_learning = False
+        self.is_learning = False
         self._loaded: dict[str, Any] = {}  # the file of a model without environments
 
     @property
@@ -257,8 +251,8 @@ class PPO:
         whole_number("eval_episodes", eval_episodes, 1)
         if eval_env is not None:
             eval_env = vector_env(eval_env, self.envs.num_envs)
-            if self._learns_in(eval_env):
-                raise ValueError(_OWN_ENVS)
+            if self.learns_in(eval_env):
+                raise ValueError(OWN_ENVS)
             try:
                 GymEnvs(eval_env, self.spaces, 0, self.mask_source, self.config.mask_key)
             except ValueError as error:
@@ -270,8 +264,8 @@ class PPO:
 
                 sink = TensorBoardSink(log_dir, first_step=progress.steps + 1)
                 record = stack.enter_context(sink).record
-            self._is_learning = True
-            stack.callback(setattr, self, "_is_learning", False)
+            self.is_learning = True
+            stack.callback(setattr, self, "is_learning", False)
             trainer.clock.start()
             while not self.is_finished:
                 done = max(progress.steps - self._first_step, 0)
@@ -293,7 +287,7 @@ class PPO:
                 trainer.clock.lap("telemetry")
         return self
 
-    def _learns_in(self, envs: "VectorEnv[Any, Any, Any]") -> bool:
+    def learns_in(self, envs: "VectorEnv[Any, Any, Any]") -> bool:
         own = [] if self._trainer is None else inner_envs(self.envs.vector_env)
         return bool({id(env) for env in own} & {id(env) for env in inner_envs(envs)})
 
@@ -475,92 +469,3 @@ def _per_env(name: str, value: Any, num_envs: int, dtype: torch.dtype) -> Tensor
     if values.shape not in ((), (num_envs,)):
         raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected ({num_envs},)")
     return values.expand(num_envs)
-
-
-class EvaluationResult(NamedTuple):
-    """One entry per episode."""
-
-    returns: Array
-    lengths: Array
-
-
-def evaluate(
-    model: PPO, env: "AnyEnv", episodes: int = 20, *, rng_seed: int = 0, deterministic: bool = True
-) -> EvaluationResult:
-    """Play whole episodes without learning.
-
-    Every env plays the same number of episodes (to within one). Counting those that end first
-    would favour short episodes. After `learn`, `env` may be that which the model learned in: the
-    next `learn` then collects its current round again, as after `PPO.load`.
-
-    Args:
-        env: the id of an environment, one environment, or a vector environment
-        deterministic: take the most likely actions instead of sampling
-    """
-    whole_number("episodes", episodes, 1)
-    envs = vector_env(env, min(episodes, model.config.num_envs))
-    if model._learns_in(envs):
-        if model._is_learning:
-            raise ValueError(_OWN_ENVS)
-        model.trainer.abandon_round()
-    world = GymEnvs(envs, model.spaces, rng_seed, model.mask_source, model.config.mask_key)
-    agent = model.agent
-    num_envs = world.num_envs
-    generator = torch.Generator(agent.device).manual_seed(rng_seed)
-    state = agent.policy.initial_state(num_envs)
-    row = _row_for(world, agent)
-    quota = np.full(num_envs, episodes // num_envs)
-    quota[: episodes % num_envs] += 1
-    total_rewards = np.zeros(num_envs)
-    lengths = np.zeros(num_envs, dtype=np.int64)
-    counted: list[tuple[float, int]] = []
-    world.begin_round()
-    while quota.any():
-        observed = world.observe(row)
-        if world.device.type != "cpu":  # on a CPU `observe` has looked
-            world.spaces.require_finite(row.states)
-        state = zero_rows(state, observed.starts)
-        decision = agent.act(
-            row.states,
-            observed.masks,
-            state,
-            frames=row.frames,
-            generator=generator,
-            deterministic=deterministic,
-            out=row,
-        )
-        state = decision.state
-        stepped = world.step(row)
-        is_real = True if stepped.is_real is None else stepped.is_real.cpu().numpy()
-        total_rewards += row.rewards.cpu().numpy() * is_real
-        lengths += is_real
-        if (lengths == LONG_EPISODE).any():
-            warnings.warn(
-                f"an episode has {LONG_EPISODE:,} steps and may never end; limit episodes with "
-                "gymnasium.wrappers.TimeLimit(env, max_episode_steps)",
-                stacklevel=2,
-            )
-        ended = (row.terminated | row.truncated).cpu().numpy()
-        for place in np.flatnonzero(ended):
-            if quota[place]:
-                quota[place] -= 1
-                counted.append((total_rewards[place], lengths[place]))
-        total_rewards[ended] = 0.0
-        lengths[ended] = 0
-    world.checks.finish()
-    returns, episode_lengths = zip(*counted, strict=True)
-    return EvaluationResult(np.array(returns), np.array(episode_lengths))
-
-
-def _row_for(world: GymEnvs, agent: PPOAgent) -> RolloutRow:
-    """A row that is not part of a rollout: to play without learning."""
-    spec = world.spec
-    buffer = TamiyoRolloutBuffer(
-        spec.num_envs,
-        1,
-        spec.num_features,
-        spec.action_space,
-        device=agent.device,
-        frame_size=spec.frame_size,
-    )
-    return buffer.spare_row()
