@@ -65,6 +65,7 @@ def start_rank(work, rank, port, folder):
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
         os.environ |= {name: str(number) for name, number in numbers.items()}
         os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with one GPU has none for rank 1
         try:
             result = work()
         except Exception as error:

@@ -42,7 +42,8 @@ class Ranks:
         if size == 1:
             return None
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        has_gpu = local_rank < torch.cuda.device_count()
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        has_gpu = ranks_here <= torch.cuda.device_count()  # the same answer on all of them
         if has_gpu:
             torch.cuda.set_device(local_rank)
         if not dist.is_initialized():
